@@ -1,0 +1,126 @@
+#!/usr/bin/env bash
+# Fine-tune with one command.
+#
+#   ./launch.sh                                  the recipes and the configs, a line each
+#   ./launch.sh RECIPE CONFIG [--flag value …]   train
+#   ./launch.sh --tiny RECIPE CONFIG [--flag …]  rehearse on tiny stand-ins; needs no GPU
+#   ./launch.sh RECIPE --help                    what a recipe is and which numbers it sets
+#   ./launch.sh --test [pytest arguments]        run the tests
+#
+# RECIPE and CONFIG are names, or paths to files that lie anywhere. The first call makes .venv and installs
+# requirements.txt into it; PYTHON=/path/to/python uses that environment instead and installs nothing.
+set -euo pipefail
+
+here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+export PYTHONPATH="$here/recipes${PYTHONPATH:+:$PYTHONPATH}"
+
+fail() {
+  printf 'error: %s\n' "$1" >&2
+  exit 2
+}
+
+# names FOLDER: the names of the recipes or configs in it
+names() {
+  local file
+  for file in "$here/$1"/*.{py,yaml}; do
+    [[ -f $file ]] || continue
+    file=${file##*/}
+    printf '%s\n' "${file%.*}"
+  done
+}
+
+# list FOLDER: each file's name and what its first line says of it
+list() {
+  local name file line
+  while IFS= read -r name; do
+    for file in "$here/$1/$name".{py,yaml}; do
+      [[ -f $file ]] || continue
+      IFS= read -r line <"$file" || true
+      line=${line#\"\"\"} line=${line#\# } line=${line%\"\"\"}
+      printf '  %-20s %s\n' "$name" "$line"
+    done
+  done < <(names "$1")
+}
+
+# resolve FOLDER EXTENSION WORD KIND: the file that WORD names, or one line with the nearest name
+resolve() {
+  local file
+  for file in "$here/$1/$3.$2" "$3"; do
+    if [[ -f $file ]]; then
+      printf '%s/%s\n' "$(cd -- "$(dirname -- "$file")" && pwd)" "${file##*/}"
+      return
+    fi
+  done
+  local -a known
+  mapfile -t known < <(names "$1")
+  local near all
+  near=$(nearest "$3" "${known[@]}")
+  all=$(printf ', %s' "${known[@]}")
+  fail "no $4 is called '$3': did you mean $near? There are: ${all:2}"
+}
+
+nearest() {
+  python3 -c 'import difflib, sys; print(difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1, 0)[0])' "$@"
+}
+
+# Sets $python, after making .venv where it is not yet what requirements.txt says.
+prepare_python() {
+  if [[ -n ${PYTHON:-} ]]; then
+    python=$(command -v -- "$PYTHON") || fail "PYTHON=$PYTHON is no program: give the path of a python"
+    return
+  fi
+  python="$here/.venv/bin/python"
+  local done="$here/.venv/requirements.installed"
+  cmp -s "$here/requirements.txt" "$done" && return
+  command -v python3 >/dev/null || fail "python3 is missing: install Python 3.11"
+  if command -v flock >/dev/null; then
+    exec 9>"$here/.venv.lock"
+    flock 9
+    cmp -s "$here/requirements.txt" "$done" && return
+  fi
+  printf 'Installing requirements.txt into %s; this happens once.\n' "$here/.venv" >&2
+  python3 -m venv "$here/.venv" >&2 || fail "python3 cannot make a virtual environment: install python3-venv, or set PYTHON"
+  "$python" -m pip install --disable-pip-version-check -r "$here/requirements.txt" >&2 ||
+    fail "the installation did not finish: see above, then call the same command again to go on"
+  cp -- "$here/requirements.txt" "$done"
+}
+
+run() {
+  local -a tiny=()
+  if [[ ${1:-} == --tiny ]]; then
+    tiny=(--tiny)
+    shift
+  fi
+  (($#)) || fail "--tiny needs a RECIPE and a CONFIG; ./launch.sh lists them"
+  local recipe config
+  recipe=$(resolve recipes py "$1" recipe)
+  case ${2:---} in
+    --help | -h) exec python3 -m harness.flags "$recipe" ;;
+    -*) fail "which config? ./launch.sh ${tiny[*]:+--tiny }$1 CONFIG, where CONFIG is one of: $(names accelerate_configs | paste -sd ' ')" ;;
+  esac
+  config=$(resolve accelerate_configs yaml "$2" config)
+  shift 2
+  prepare_python
+  # The folder a person stands in may hold a datasets.py; it must not be taken for the package.
+  PYTHONSAFEPATH=1 exec "$python" -m harness.launch "${tiny[@]}" "$recipe" "$config" "$@"
+}
+
+case ${1:-} in
+  "")
+    printf './launch.sh RECIPE CONFIG [--flag value …]      or, without a GPU:  ./launch.sh --tiny RECIPE CONFIG\n'
+    printf '\nRECIPE, from recipes/\n'
+    list recipes
+    printf '\nCONFIG, from accelerate_configs/\n'
+    list accelerate_configs
+    ;;
+  --help | -h) sed -n '2,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" ;;
+  --test)
+    shift
+    prepare_python
+    cd -- "$here"
+    exec "$python" -m pytest tests "$@"
+    ;;
+  --tiny) run "$@" ;;
+  -*) fail "unknown option $1: ./launch.sh --help lists them" ;;
+  *) run "$@" ;;
+esac

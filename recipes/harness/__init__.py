@@ -1,0 +1,21 @@
+"""What happens around every recipe. A recipe uses two names: `parse` and `train`.
+
+Importing this package is cheap: torch and the rest are loaded by the first call.
+"""
+
+
+def parse(config_class, **defaults):
+    """See `harness.arguments.parse`."""
+    from harness.arguments import parse
+
+    return parse(config_class, **defaults)
+
+
+def train(trainer):
+    """See `harness.session.train`."""
+    from harness.session import train
+
+    return train(trainer)
+
+
+__all__ = ["parse", "train"]

@@ -1,0 +1,161 @@
+"""`parse`: from a recipe's numbers and the command line to checked arguments."""
+
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trl
+
+from harness import checks, configs, flags, folder, fsdp_on_cpu, tiny
+from harness.launched import Checked, Launched, fail, say
+
+
+@dataclass
+class DataArguments(trl.ScriptArguments):
+    """TRL's ScriptArguments and the budgets that Hugging Face's own scripts add to them."""
+
+    max_tokens: int | None = field(
+        default=None, metadata={"help": "Train on this many tokens; sets max_steps. Meant for packed data."}
+    )
+    max_eval_samples: int = field(default=256, metadata={"help": "Documents held out for evaluation, never trained on."})
+
+
+class Parser(trl.TrlParser):
+    """TRL's parser, with one line per error."""
+
+    def error(self, message):
+        fail(message.split("\n")[0])
+
+
+def parse(config_class, **defaults):
+    """Turns a recipe's numbers and the command line into the three argument objects of TRL's scripts.
+
+    Args:
+        config_class: `trl.SFTConfig`, `transformers.TrainingArguments` or a subclass; its fields become flags.
+        **defaults: the recipe's numbers, by the names of the fields they set. Flags come first, then these, then what
+            the Accelerate config says (precision, activation checkpointing). A rehearsal lowers them.
+
+    Returns:
+        `(DataArguments, config_class, trl.ModelConfig)`. In a rehearsal, model and data name tiny stand-ins.
+
+    Ends the process with one line and exit code 2 when something is wrong.
+    """
+    launched = Launched.from_environment()
+    config = configs.read(launched.config)
+    sharded = config.get("distributed_type") == "FSDP"
+    if sharded and launched.on_cpu and not launched.checking:
+        fsdp_on_cpu.enable()
+
+    parser = Parser([DataArguments, config_class, trl.ModelConfig], allow_abbrev=False)
+    fields = {action.dest for action in parser._actions}
+    if misspelt := [name for name in defaults if name not in fields]:
+        fail(f"{Path(sys.argv[0]).name}: {flags.unknown(misspelt[0], sorted(fields))}")
+    default_folder = folder.default(launched, sys.argv[0])
+    parser.set_defaults_with_config(
+        output_dir=default_folder,
+        logging_nan_inf_filter=False,  # a NaN loss is to be seen
+        save_total_limit=2,  # the newest checkpoint may be cut short by a kill; the one before it is whole
+        **{"use_cpu": True} if launched.on_cpu else {},
+    )
+    parser.set_defaults_with_config(**_from_config(config, {**defaults}))
+    if launched.tiny:
+        parser.set_defaults_with_config(**{k: v for k, v in tiny.NUMBERS.items() if k in fields})
+    try:
+        *parsed, rest = parser.parse_args_and_config(return_remaining_strings=True)
+    except (ValueError, OSError) as error:
+        fail(str(error).split("\n")[0])
+    if rest:
+        fail(flags.unknown(rest[0], [option for action in parser._actions for option in action.option_strings]))
+    data, args, model = parsed
+
+    if data.max_tokens:
+        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * getattr(args, "max_length", 1024)
+        args.max_steps = math.ceil(data.max_tokens / (per_step * max(1, launched.processes)))
+    _load_with(args, model, sharded)
+    if launched.checking or not launched.recipe:
+        _check(data, args, model, launched, config, output_is_default=args.output_dir == default_folder)
+    if launched.tiny:
+        tiny.substitute(data, args, model)
+    if launched.checking:
+        raise Checked
+    if args.process_index:
+        _without_bars()
+    return data, args, model
+
+
+def _without_bars():
+    """One process shows progress; the others would write over it."""
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()
+
+
+def _from_config(config: dict, defaults: dict) -> dict:
+    """The recipe's numbers, with what the Accelerate config decides."""
+    precision = config.get("mixed_precision")
+    if precision is not None:
+        defaults = {"bf16": precision == "bf16", "fp16": precision == "fp16", **defaults}
+    if config.get("fsdp_config", {}).get("fsdp_activation_checkpointing"):
+        # accelerate's own wrapper recomputes with other random numbers, so dropout (GPT-2, LoRA) would differ between
+        # forward and backward. transformers' own checkpointing keeps them, and a flag can turn it off.
+        os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
+        defaults["activation_checkpointing"] = True
+    return defaults
+
+
+def _load_with(args, model, sharded: bool):
+    """Fills in how the model is loaded, for a trainer that is given its name."""
+    if model.attn_implementation is None:
+        model.attn_implementation = attention()
+    if model.load_in_4bit and sharded:
+        # FSDP2 shards floating-point parameters only, and keeps their bits when it need not cast them.
+        model.bnb_4bit_quant_storage = model.bnb_4bit_quant_storage or "float32"
+        model.dtype = "bfloat16"
+    if hasattr(args, "model_init_kwargs"):
+        given = args.model_init_kwargs or {}
+        given = json.loads(given) if isinstance(given, str) else given
+        kwargs = {"dtype": model.dtype, "revision": model.model_revision, "attn_implementation": model.attn_implementation}
+        if model.load_in_4bit and sharded:
+            kwargs["device_map"] = {"": "cpu"}  # never the whole model on one GPU
+        args.model_init_kwargs = {**kwargs, **given}
+
+
+def attention() -> str | None:
+    """FlashAttention-2 where this GPU can have it (the flash-attn package, else a prebuilt one of `kernels`), else SDPA."""
+    import torch
+    from transformers.utils import is_flash_attn_2_available
+
+    ampere = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
+    return "flash_attention_2" if ampere and is_flash_attn_2_available(kernels_fallback_ok=True) else "sdpa"
+
+
+def _check(data, args, model, launched: Launched, config: dict, output_is_default: bool):
+    checks.arguments(data, args, model, launched)
+    run = Path(args.output_dir)
+    identity = {
+        "recipe": Path(launched.recipe or sys.argv[0]).stem,
+        "config": Path(launched.config).stem,
+        "model": model.model_name_or_path,
+        "dataset": data.dataset_name,
+        "tiny": launched.tiny,
+        "use_peft": model.use_peft,
+        "load_in_4bit": model.load_in_4bit,
+    }
+    if launched.tiny:
+        tiny.prepare(data, model)
+    else:
+        checks.reachable(model.model_name_or_path, model.model_revision)
+        checks.dataset(data, getattr(args, "dataset_text_field", None))
+    folder.claim(run, identity, output_is_default)
+    if results := folder.finished(run, args.max_steps, args.num_train_epochs):
+        say(
+            f"{run} is finished: {results['global_step']} steps, final loss {results['final_loss']:.4f}.\n"
+            f"To go on: the same command with a larger --max_steps or --num_train_epochs. "
+            f"To start over: another --output_dir, or rm -r {run}"
+        )
+        sys.exit(0)

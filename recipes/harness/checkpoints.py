@@ -1,0 +1,44 @@
+"""Checkpoints that are whole or not there. transformers writes a checkpoint in pieces and resumes from half of one."""
+
+import shutil
+from pathlib import Path
+
+from accelerate import PartialState
+from transformers import TrainerCallback
+
+from harness.folder import read_json, write_json
+from harness.launched import say
+
+MARK = "complete.json"
+
+
+class MarkComplete(TrainerCallback):
+    """Marks a checkpoint once every rank has written its part."""
+
+    def on_save(self, args, state, control, **kwargs):
+        process = PartialState()
+        process.wait_for_everyone()
+        if process.is_main_process:
+            write_json(Path(args.output_dir, f"checkpoint-{state.global_step}", MARK), {"world_size": process.num_processes})
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest whole checkpoint in `folder`. Later ones, cut short by a kill, are removed."""
+    process = PartialState()
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    whole = [path for path in found if (path / MARK).is_file()]
+    process.wait_for_everyone()
+    if process.is_main_process:
+        for path in found[found.index(whole[-1]) + 1 if whole else 0 :]:
+            say(f"{path} was cut short while it was written; removing it.")
+            shutil.rmtree(path)
+    process.wait_for_everyone()
+    if not whole:
+        return None
+    processes = read_json(whole[-1] / MARK)["world_size"]
+    if processes != process.num_processes:
+        say(
+            f"warning: {whole[-1]} was written by {processes} processes, this run has {process.num_processes}: "
+            "weights and optimizer continue exactly, the order of the data does not"
+        )
+    return whole[-1]

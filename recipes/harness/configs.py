@@ -1,0 +1,111 @@
+"""Reads an Accelerate YAML and refuses what accelerate would silently ignore or misread."""
+
+import difflib
+from pathlib import Path
+
+import yaml
+
+from harness.launched import fail
+
+# What accelerate 1.15 reads for FSDP2 (utils/launch.py and FullyShardedDataParallelPlugin), tests/test_configs.py holds it there.
+FSDP2_KEYS = {
+    "fsdp_version",
+    "fsdp_reshard_after_forward",
+    "fsdp_offload_params",
+    "fsdp_auto_wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_min_num_params",
+    "fsdp_state_dict_type",
+    "fsdp_cpu_ram_efficient_loading",
+    "fsdp_activation_checkpointing",
+    "fsdp_activation_checkpointing_offload",
+    "fsdp_ignored_modules",
+}
+FSDP1_WORDS = {
+    "fsdp_sharding_strategy": "FULL_SHARD is fsdp_reshard_after_forward: true, SHARD_GRAD_OP is false, "
+    "HYBRID_SHARD is a parallelism_config, NO_SHARD is distributed_type: MULTI_GPU",
+    "fsdp_use_orig_params": "FSDP2 always keeps the original parameters; delete the line",
+    "fsdp_sync_module_states": "FSDP2 does it by itself; delete the line",
+    "fsdp_backward_prefetch": "FSDP2 does it by itself; delete the line",
+    "fsdp_forward_prefetch": "FSDP2 does it by itself; delete the line",
+}
+# Needed to run on a machine, written by `accelerate config`, or set by launch.sh.
+TOP_KEYS = {
+    "compute_environment",
+    "debug",
+    "distributed_type",
+    "downcast_bf16",
+    "dynamo_config",
+    "enable_cpu_affinity",
+    "fsdp_config",
+    "gpu_ids",
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "main_training_function",
+    "mixed_precision",
+    "num_machines",
+    "num_processes",
+    "parallelism_config",
+    "rdzv_backend",
+    "same_network",
+    "tpu_env",
+    "tpu_use_cluster",
+    "tpu_use_sudo",
+    "use_cpu",
+}
+BOOLEANS = {
+    "fsdp_reshard_after_forward",
+    "fsdp_offload_params",
+    "fsdp_cpu_ram_efficient_loading",
+    "fsdp_activation_checkpointing",
+    "fsdp_activation_checkpointing_offload",
+}
+KINDS = ("FSDP", "MULTI_GPU", "NO")
+
+
+def read(path: str) -> dict:
+    """The YAML as a dict with `fsdp_config` always there; {} for no path. Ends the process on a bad file."""
+    if not path:
+        return {}
+    name = Path(path).name
+    try:
+        config = yaml.safe_load(Path(path).read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        fail(f"{name} is not a readable YAML file: {error}")
+    if not isinstance(config, dict):
+        fail(f"{name} holds no keys: an Accelerate config is a list of `key: value` lines")
+    _known(name, config, TOP_KEYS)
+    if config.get("distributed_type") not in KINDS:
+        fail(f"{name}: distributed_type is {config.get('distributed_type')!r}, expected one of {', '.join(KINDS)}")
+    if config.get("mixed_precision", "no") not in ("no", "bf16", "fp16"):
+        fail(f"{name}: mixed_precision is {config['mixed_precision']!r}, expected 'no', bf16 or fp16 (quote the 'no')")
+    processes, machines = config.get("num_processes", 1), config.setdefault("num_machines", 1)
+    if not all(isinstance(n, int) and n > 0 for n in (processes, machines)) or processes % machines:
+        fail(f"{name}: num_processes ({processes}) counts all machines, so it must be a multiple of num_machines ({machines})")
+    config["num_processes"] = processes
+    fsdp = config["fsdp_config"] = config.get("fsdp_config") or {}
+    if config["distributed_type"] == "FSDP":
+        _fsdp2(name, fsdp)
+    elif fsdp:
+        fail(f"{name}: fsdp_config is only read with distributed_type: FSDP")
+    return config
+
+
+def _known(name: str, keys: dict, allowed: set[str]):
+    for key in keys:
+        if key not in allowed:
+            near = difflib.get_close_matches(str(key), allowed, n=1)
+            fail(f"{name}: unknown key {key}: " + (f"did you mean {near[0]}?" if near else "accelerate does not read it here"))
+
+
+def _fsdp2(name: str, fsdp: dict):
+    for key, advice in FSDP1_WORDS.items():
+        if key in fsdp:
+            fail(f"{name}: {key} is a word of FSDP1: {advice}")
+    _known(name, fsdp, FSDP2_KEYS)
+    if fsdp.get("fsdp_version") != 2:
+        fail(f"{name}: fsdp_version is {fsdp.get('fsdp_version', 'missing, which accelerate takes as 1')}: write fsdp_version: 2")
+    for key in BOOLEANS & fsdp.keys():
+        if not isinstance(fsdp[key], bool):
+            fail(f"{name}: {key} is {fsdp[key]!r}, expected true or false")

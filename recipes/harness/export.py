@@ -1,0 +1,80 @@
+"""The end of a run is a model: loads with plain `from_pretrained`, in the dtype its original came in."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedModel
+
+from harness.launched import say
+
+
+def save(trainer):
+    """Writes model (or adapter) and tokenizer into the run's folder; collective, only the first rank writes.
+
+    Files come from a draft folder, each moved into place whole.
+    """
+    folder, draft = Path(trainer.args.output_dir), Path(trainer.args.output_dir, ".model.draft")
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    state = _weights(model)
+    if trainer.is_world_process_zero():
+        shutil.rmtree(draft, ignore_errors=True)
+        model.save_pretrained(draft, state_dict=state)
+        if isinstance(model, PreTrainedModel):
+            # In memory the weights are float32 and the cache is off; neither is for those who use the model.
+            original = AutoConfig.from_pretrained(model.config.name_or_path)
+            model.config.dtype, model.config.use_cache = original.dtype, getattr(original, "use_cache", True)
+            model.config.save_pretrained(draft)
+        trainer.processing_class.save_pretrained(draft)
+        for file in draft.iterdir():
+            file.replace(folder / file.name)
+        draft.rmdir()
+    trainer.accelerator.wait_for_everyone()
+
+
+def _weights(model) -> dict[str, torch.Tensor]:
+    """All weights on the first rank, on CPU; of an adapter only what was trained, so that the base is never gathered."""
+    if not isinstance(model, PreTrainedModel):
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        return {name: (w.full_tensor() if isinstance(w, DTensor) else w).detach().cpu() for name, w in trained.items()}
+    dtype = AutoConfig.from_pretrained(model.config.name_or_path).dtype or torch.float32
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return {
+        name: weight.to(dtype) if weight.is_floating_point() else weight for name, weight in state.items() if name not in tied
+    }
+
+
+def sample(trainer, prompts: int = 3, new_tokens: int = 48):
+    """Lets the model continue a few held-out texts (or answer held-out prompts), on the screen and in samples.txt."""
+    rows = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
+    model, tokenizer, shown = trainer.model, trainer.processing_class, []
+    model.eval()
+    torch.manual_seed(0)  # on every rank, so that sharded ranks write the same tokens
+    for row, _ in zip(rows, range(prompts), strict=False):
+        prompt = _prompt(row)
+        ids = torch.tensor([prompt], device=trainer.accelerator.device)
+        with torch.no_grad():
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                do_sample=True,
+                top_p=0.9,
+                pad_token_id=tokenizer.pad_token_id,
+                use_cache=True,
+            )
+        shown.append(f"> {tokenizer.decode(prompt)}\n{tokenizer.decode(out[0][len(prompt) :], skip_special_tokens=True)}\n")
+    say("\nWhat the model writes after a few held-out beginnings (samples.txt):\n\n" + "\n".join(shown))
+    if trainer.is_world_process_zero():
+        Path(trainer.args.output_dir, "samples.txt").write_text("\n".join(shown), "utf-8")
+
+
+def _prompt(row: dict, tokens: int = 24) -> list[int]:
+    """The part of a tokenized row that is not trained on; the first tokens where all is trained on."""
+    ids = row["input_ids"][: row["seq_lengths"][0]] if "seq_lengths" in row else row["input_ids"]
+    labels = list(row.get("labels", ids))[: len(ids)]
+    masked = next((i for i, label in enumerate(labels) if label != -100), 0)
+    return list(ids[: masked if masked > 1 else tokens])

@@ -1,0 +1,68 @@
+"""The run's folder: whose it is, whether it may be used, whether its run is finished.
+
+`run.json` is written before the first process starts and names the recipe, config, model and data;
+`train_results.json` is written last and marks a finished run.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+from harness.launched import Launched, fail, say
+
+RUN = "run.json"
+RESULTS = "train_results.json"
+
+
+def write_json(path: Path, content: dict):
+    """Writes so that the file is whole or not there."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    draft.replace(path)
+
+
+def read_json(path: Path) -> dict:
+    """The content of a file of `write_json`, {} when there is none."""
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+
+def default(launched: Launched, script: str) -> str:
+    """`outputs/RECIPE`, or `outputs/tiny/RECIPE` for a rehearsal."""
+    return str(Path("outputs", *(["tiny"] if launched.tiny else []), Path(launched.recipe or script).stem))
+
+
+def claim(folder: Path, identity: dict, is_default: bool):
+    """Makes `folder` the folder of this run, or fails when it belongs to something else.
+
+    A rehearsal in its default folder steps aside for one with another config, which would not be a continuation.
+    """
+    there = read_json(folder / RUN)
+    if there.get("tiny") and identity["tiny"] and is_default and there["config"] != identity["config"]:
+        aside = folder.with_name(f"{folder.name}.{there['config']}")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        say(f"The rehearsal with {there['config']} that was in {folder} is now in {aside}.")
+        there = {}
+    for key in ("recipe", "model", "dataset", "tiny", "use_peft", "load_in_4bit"):
+        if there and there.get(key) != identity[key]:
+            fail(
+                f"{folder} holds a run with {key} {there.get(key)}, this one has {key} {identity[key]}: "
+                "choose another --output_dir, or move that folder away"
+            )
+    if not there and folder.is_dir() and any(folder.iterdir()):
+        fail(f"{folder} holds files that are not a run of this project: choose an empty or new --output_dir")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / RUN, identity)
+    except OSError as error:
+        fail(f"{folder} cannot be written ({error.strerror}): choose another --output_dir")
+
+
+def finished(folder: Path, max_steps: int, num_train_epochs: float) -> dict:
+    """The results of the run in `folder` if it already went as far as is asked now, else {}."""
+    results = read_json(folder / RESULTS)
+    if not results:
+        return {}
+    if max_steps > 0:
+        return results if results["global_step"] >= max_steps else {}
+    return results if results["epoch"] >= num_train_epochs else {}

@@ -1,0 +1,24 @@
+"""Lets accelerate shard on CPU, over gloo, so that a rehearsal shards for real on a machine without GPUs.
+
+accelerate 1.15 knows FSDP on accelerators only: on CPU the same YAML gives plain data parallelism, or nothing, without
+an error. FSDP2 itself runs on CPU. So accelerate is told that it has GPUs, and that their device is the CPU.
+"""
+
+import os
+
+
+def enable():
+    """To be called before the first `PartialState` is made. Training arguments then need `use_cpu=True`."""
+    from accelerate.state import DistributedType, PartialState
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    initialize = PartialState.__init__
+
+    # transformers asks for `cpu=True` and a backend of its own, which would both lead to plain data parallelism.
+    def without_cpu_branch(self, cpu=False, backend=None, **kwargs):
+        initialize(self, **kwargs)
+
+    PartialState.__init__ = without_cpu_branch
+    PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
+    CPUOffloadPolicy.__init__.__defaults__ = (False,)  # pinned memory is memory a GPU can reach; there is none

@@ -1,0 +1,44 @@
+"""What launch.sh decided, carried to every process in one environment variable."""
+
+import dataclasses
+import json
+import os
+import sys
+
+VARIABLE = "RECIPE_LAUNCH"
+
+
+class Checked(BaseException):
+    """Raised by `parse` when the run was only to be checked: everything is in order."""
+
+
+@dataclasses.dataclass
+class Launched:
+    """How this process was started. The defaults describe `python recipe.py`, without launch.sh."""
+
+    recipe: str = ""  # path of the recipe
+    config: str = ""  # path of the Accelerate YAML
+    processes: int = 0  # over all nodes
+    tiny: bool = False  # tiny stand-ins for model and data
+    on_cpu: bool = False  # too few GPUs: shard on CPU
+    checking: bool = False  # stop once the arguments are known to be good
+
+    def to_environment(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(dataclasses.asdict(self))}
+
+    @classmethod
+    def from_environment(cls) -> "Launched":
+        return cls(**json.loads(os.environ.get(VARIABLE, "{}")))
+
+
+def fail(message: str):
+    """Ends the process with one line on stderr and exit code 2. Other ranks stay silent."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def say(message: str):
+    """Prints on the first rank only."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, flush=True)

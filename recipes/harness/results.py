@@ -1,0 +1,117 @@
+"""What a run leaves for its reader: train_results.json and loss.png."""
+
+import datetime
+import importlib.metadata
+import math
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.utils import gather_object
+from transformers import TrainerCallback
+
+from harness.folder import RESULTS, RUN, read_json, write_json
+from harness.launched import say
+
+PACKAGES = ["torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes", "datasets"]
+
+
+class TokenCount:
+    """Counts the tokens that enter the loss, over all ranks, without waiting for the GPU.
+
+    transformers counts them anyway for every optimizer step, to scale the loss; they are picked up there.
+    """
+
+    def __init__(self, trainer):
+        self.total, self._next = 0, trainer.get_batch_samples
+        trainer.get_batch_samples = self._get_batch_samples
+
+    def _get_batch_samples(self, *args, **kwargs):
+        batches, tokens = self._next(*args, **kwargs)
+        self.total = self.total + (tokens if tokens is not None else 0)
+        return batches, tokens
+
+
+class StopOnNan(TrainerCallback):
+    """Ends a run whose loss is no number any more, before it is saved over a good checkpoint."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not math.isfinite((logs or {}).get("loss", 0.0)):
+            raise RuntimeError(
+                f"the loss is {logs['loss']} at step {state.global_step}: try a lower --learning_rate or a longer "
+                "--warmup_steps. The last checkpoint is unharmed"
+            )
+
+
+def write(trainer, outcome, evaluation: dict, tokens: TokenCount, resumed_from: int) -> dict:
+    """Gathers every rank's numbers (collective) and writes them on the first. Memory in GB (1e9 bytes)."""
+    accelerator, state = trainer.accelerator, trainer.state
+    unit = 1 if sys.platform == "darwin" else 1024
+    gpu = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+    ranks = gather_object([(os.environ.get("GROUP_RANK", "0"), gpu, host)])
+    hosts = {node: sum(h for n, _, h in ranks if n == node) for node, _, _ in ranks}
+    parameters = list(trainer.model.parameters())
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    seconds = outcome.metrics["train_runtime"]
+    results = read_json(Path(trainer.args.output_dir, RUN)) | {
+        "fsdp_enabled": trainer.is_fsdp_enabled,
+        "world_size": accelerator.num_processes,
+        "num_nodes": len(hosts),
+        "model_params_b": round(sum(p.numel() for p in parameters) / 1e9, 6),
+        "trainable_params_b": round(sum(p.numel() for p in parameters if p.requires_grad) / 1e9, 6),
+        "peak_gpu_gb": round(max(g for _, g, _ in ranks), 3),
+        "peak_host_gb": round(max(hosts.values()), 3),
+        "final_loss": losses[-1] if losses else outcome.training_loss,
+        **{name: evaluation[name] for name in ("eval_loss",) if name in evaluation},
+        **({"perplexity": math.exp(min(evaluation["eval_loss"], 700))} if "eval_loss" in evaluation else {}),
+        "tokens_per_second": round(float(tokens.total) / seconds, 1),
+        "train_runtime": seconds,
+        "global_step": state.global_step,
+        "epoch": state.epoch,
+        "resumed_from_step": resumed_from,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
+        "finished": datetime.datetime.now().isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in PACKAGES},
+    }
+    if trainer.is_world_process_zero():
+        draw(state.log_history, Path(trainer.args.output_dir, "loss.png"))
+        write_json(Path(trainer.args.output_dir, RESULTS), results)
+    return results
+
+
+def draw(log_history: list[dict], path: Path):
+    """Draws training and evaluation loss over steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for key, label, style in (("loss", "training", "-"), ("eval_loss", "held-out", "o--")):
+        points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=path.absolute().parent.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def summary(results: dict, folder: str):
+    """Prints the few numbers a person looks for first."""
+    evaluation = ""
+    if "eval_loss" in results:
+        evaluation = f", held-out loss {results['eval_loss']:.4f} (perplexity {results['perplexity']:.1f})"
+    say(
+        f"{'FSDP' if results['fsdp_enabled'] else 'Unsharded'} on {results['world_size']} process(es), "
+        f"{results['global_step']} steps: loss {results['final_loss']:.4f}{evaluation}\n"
+        f"{results['tokens_per_second']:,.0f} tokens/s, "
+        f"peak {results['peak_gpu_gb']:.1f} GB GPU, {results['peak_host_gb']:.1f} GB host\n"
+        f"The model, train_results.json and loss.png are in {folder}"
+    )

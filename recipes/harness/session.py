@@ -1,0 +1,40 @@
+"""`train`: everything between a built trainer and a finished run."""
+
+from pathlib import Path
+
+from harness import checkpoints, configs, export, results, sharding
+from harness.launched import Launched, say
+
+
+def train(trainer):
+    """Resumes or starts, trains, evaluates, saves a model that `from_pretrained` loads, and reports.
+
+    Args:
+        trainer: a `transformers.Trainer` or `trl.SFTTrainer`, as built; its `args.output_dir` is the run's folder.
+
+    Raises:
+        RuntimeError: when the run is not sharded as its config says, or the loss is no number any more.
+    """
+    folder = Path(trainer.args.output_dir)
+    sharding.set_precision(trainer)
+    tokens = results.TokenCount(trainer)
+    trainer.add_callback(sharding.ShardingCheck(trainer, configs.read(Launched.from_environment().config)))
+    trainer.add_callback(checkpoints.MarkComplete())
+    trainer.add_callback(results.StopOnNan())
+
+    checkpoint = checkpoints.newest(folder)
+    resumed_from = int(checkpoint.name.split("-")[1]) if checkpoint else 0
+    if checkpoint:
+        say(f"Continuing from {checkpoint}; data already seen is skipped.")
+    outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+
+    evaluation = {}
+    if trainer.eval_dataset is not None:
+        logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+        is_fresh = logged and logged[-1]["step"] == trainer.state.global_step
+        evaluation = logged[-1] if is_fresh else trainer.evaluate()
+    trainer.save_state()
+    export.save(trainer)
+    export.sample(trainer)
+    results.summary(results.write(trainer, outcome, evaluation, tokens, resumed_from), str(folder))
+    trainer.end()

@@ -9,8 +9,9 @@ Needs one 24 GB GPU; a forecast, not yet measured: 12 to 15 GB and 10,000 tokens
 """
 
 from datasets import Dataset, load_dataset
-from harness import parse, train
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
+
+from harness import parse, train
 
 
 def main():

@@ -1,5 +1,6 @@
 """Everything that can be known to be wrong before a process is spawned, a model downloaded or a file written."""
 
+import contextlib
 import importlib.metadata
 import sys
 from pathlib import Path
@@ -8,7 +9,6 @@ from harness.launched import Launched, fail, say
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
 TESTED_PYTHON = (3, 11)
-CONNECTION = "Is this machine online? HF_ENDPOINT and HF_HUB_OFFLINE are read too"
 
 
 def versions():
@@ -62,21 +62,28 @@ def arguments(data, args, model, launched: Launched):
 
 def reachable(model: str, revision: str):
     """Fails unless the model's config can be read: from a folder, from the cache or from the hub."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
     if Path(model).is_dir():
         if not Path(model, "config.json").is_file():
             fail(f"{model} has no config.json: it is not a model folder")
-        return
-    with hub_errors("model", model):
-        hf_hub_download(model, "config.json", revision=revision)
+    elif not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+        with hub_errors("model", model):
+            HfApi().model_info(model, revision=revision)  # says at once when nobody answers; a download tries for long
+            hf_hub_download(model, "config.json", revision=revision)
 
 
 def dataset(data, text_field: str | None):
     """Fails unless the training split can be opened, has a first row, and that row has the text column."""
     from datasets import load_dataset
+    from huggingface_hub import HfApi
+    from huggingface_hub.constants import HF_HUB_OFFLINE
 
+    if HF_HUB_OFFLINE and not Path(data.dataset_name).exists():
+        return  # only `datasets` knows what its cache holds
     with hub_errors("data set", data.dataset_name):
+        if not Path(data.dataset_name).exists():
+            HfApi().dataset_info(data.dataset_name)
         stream = load_dataset(data.dataset_name, data.dataset_config, split=data.dataset_train_split, streaming=True)
         row = next(iter(stream), None)
     if row is None:
@@ -88,28 +95,23 @@ def dataset(data, text_field: str | None):
         )
 
 
-class hub_errors:
-    """Turns the hub's exceptions into one line that says which it was and what to do."""
-
-    def __init__(self, kind: str, name: str):
-        self.what = f"{kind} {name}"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        if error is None or not isinstance(error, (OSError, ValueError, RuntimeError)):
-            return
-        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-        causes = []
-        while error is not None:
-            causes.append(error)
-            error = error.__cause__ or error.__context__
-        if any(isinstance(cause, GatedRepoError) for cause in causes):
-            fail(f"{self.what} is gated: accept its terms on its hub page, then `hf auth login` (or set HF_TOKEN)")
-        if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
-            fail(f"{self.what} is unknown to the hub, or private: check the name; for a private one `hf auth login`")
-        message = str(causes[0]).strip().splitlines()[0] if str(causes[0]).strip() else type(causes[0]).__name__
-        online = any("onnect" in type(cause).__name__ or "Offline" in type(cause).__name__ for cause in causes)
-        fail(f"{self.what} cannot be reached: {message[:200]}. {CONNECTION if online else ''}")
+@contextlib.contextmanager
+def hub_errors(kind: str, name: str):
+    """Turns the exceptions of the hub's libraries into one line that says which it was and what to do."""
+    try:
+        yield
+    except Exception as error:
+        causes = [error]
+        while cause := causes[-1].__cause__ or causes[-1].__context__:
+            causes.append(cause)
+        names = {cls.__name__ for cause in causes for cls in type(cause).__mro__}
+        if "GatedRepoError" in names:
+            fail(f"{kind} {name} is gated: accept its terms on its hub page, then `hf auth login` (or set HF_TOKEN)")
+        if names & {"RepositoryNotFoundError", "HFValidationError"}:
+            fail(f"{kind} {name} is unknown to the hub, or private: check the name; for a private one `hf auth login`")
+        if names & {"TransportError", "ConnectionError", "OfflineModeIsEnabled"}:
+            fail(
+                f"{kind} {name} is not on this machine and the hub cannot be reached: connect to the network "
+                "(HF_ENDPOINT and HF_HUB_OFFLINE are obeyed), or give the path of a folder that has it"
+            )
+        fail(f"{kind} {name}: {str(error).strip() or type(error).__name__}"[:400])

@@ -78,12 +78,12 @@ def help_text(recipe: Path) -> str:
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "parse"]
     # Source lines such as `max_length=1024,  # why`, so that the comments come along.
     lines = [line.strip() for call in calls for line in ast.get_source_segment(source, call).splitlines()]
-    numbers = "\n".join(
-        f"    --{name} {re.sub(r'[\"\[\]]|,$', '', value):<28} {'# ' + why if why else ''}".rstrip()
-        for name, value, why in re.findall(r"^(\w+)=(.*?,)(?:\s*# (.*))?$", "\n".join(lines), re.MULTILINE)
-    )
+    numbers = ""
+    for name, value, why in re.findall(r"^(\w+)=(.*?),(?:\s*(# .*))?$", "\n".join(lines), re.MULTILINE):
+        flag = f"--{name} " + value.strip("[]").strip('"')
+        numbers += f"    {flag:<52} {why}".rstrip() + "\n"
     return (
-        f"{ast.get_docstring(tree)}\n\nWhat it sets, and any flag may change:\n\n{numbers}\n\n"
+        f"{ast.get_docstring(tree)}\n\nWhat it sets, and any flag may change:\n\n{numbers}\n"
         "Every other field of SFTConfig or TrainingArguments, of TRL's ModelConfig and ScriptArguments is a flag too:\n"
         "    https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig\n"
         "    https://huggingface.co/docs/trl/script_utils\n"

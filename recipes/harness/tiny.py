@@ -217,14 +217,13 @@ def _describe(data) -> tuple[list[str], dict]:
     """Splits and columns of a data set the table does not know: read from its first row."""
     from datasets import get_dataset_split_names, load_dataset
 
-    from harness.checks import hub_errors
+    from harness import checks
 
-    with hub_errors("data set", data.dataset_name):
+    checks.dataset(data, None)
+    with checks.hub_errors("data set", data.dataset_name):
         splits = get_dataset_split_names(data.dataset_name, data.dataset_config)
         stream = load_dataset(data.dataset_name, data.dataset_config, split=data.dataset_train_split, streaming=True)
-        row = next(iter(stream), None)
-    if row is None:
-        fail(f"data set {data.dataset_name} ({data.dataset_train_split}) is empty")
+        row = next(iter(stream))
     kinds = {int: "int64", float: "float64", list: "messages"}
     splits = sorted(splits, key=lambda split: split != data.dataset_train_split)
     return splits, {name: kinds.get(type(value), "string") for name, value in row.items()}

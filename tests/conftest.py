@@ -1,0 +1,108 @@
+"""Fixtures: the launcher as a user calls it, rehearsals that tests share, a recipe's trainer built in this process."""
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))
+
+RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+
+
+def pytest_collection_modifyitems(items):
+    """What takes seconds first, whole rehearsals last."""
+    items.sort(key=lambda item: "rehearse" in item.fixturenames or "launch_slowly" in item.fixturenames)
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory):
+    """The tests' own Python, no network, caches of their own."""
+    home = tmp_path_factory.mktemp("home")
+    return os.environ | {
+        "PYTHON": sys.executable,
+        "HF_HOME": str(home / "huggingface"),
+        "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody answers there
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "NO_COLOR": "1",
+    }
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory):
+    """The folder rehearsals run in; it has a space in its name."""
+    return tmp_path_factory.mktemp("work place")
+
+
+@pytest.fixture(scope="session")
+def launch(environment, workplace):
+    """Calls launch.sh; returns the finished process with its output as text."""
+
+    def call(*arguments, cwd=workplace, timeout=300, **variables):
+        return subprocess.run(
+            [ROOT / "launch.sh", *map(str, arguments)],
+            cwd=cwd,
+            env=environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def rehearse(launch, workplace):
+    """Rehearses a recipe with a config and flags, once a session; returns the run's folder."""
+    done = {}
+
+    def call(recipe, config, *flags, **variables):
+        key = (recipe, config, *flags)
+        if key not in done:
+            folder = workplace / "runs" / f"{len(done)}-{recipe}-{config}"
+            process = launch("--tiny", recipe, config, "--output_dir", folder, *flags, **variables)
+            assert process.returncode == 0, process.stdout + process.stderr
+            done[key] = folder
+        return done[key]
+
+    return call
+
+
+@pytest.fixture
+def build_trainer(workplace, monkeypatch):
+    """Runs a recipe in this process, on its tiny stand-ins, and returns the trainer it hands to `train`."""
+    import harness
+
+    def call(recipe, *flags):
+        monkeypatch.chdir(workplace)
+        launched = {"recipe": recipe, "processes": 1, "tiny": True, "on_cpu": True}
+        handed_over = []
+        monkeypatch.setattr(harness, "train", handed_over.append)
+        path = str(ROOT / "recipes" / f"{recipe}.py")
+        # Once as launch.py does, to check and to make the stand-ins; once as a rank does.
+        for checking in (True, False):
+            monkeypatch.setenv("RECIPE_LAUNCH", json.dumps(launched | {"checking": checking}))
+            monkeypatch.setattr(sys, "argv", [path, "--output_dir", str(workplace / "in-process"), *flags])
+            try:
+                runpy.run_path(path, run_name="__main__")
+            except harness.launched.Checked:
+                assert checking
+        return handed_over[0]
+
+    return call
+
+
+def read(folder: Path, name: str = "train_results.json") -> dict:
+    return json.loads((folder / name).read_text())
+
+
+def losses(folder: Path) -> dict[int, tuple]:
+    """What a run logged: step to (loss, grad_norm)."""
+    history = read(folder, "trainer_state.json")["log_history"]
+    return {entry["step"]: (entry["loss"], entry["grad_norm"]) for entry in history if "loss" in entry}

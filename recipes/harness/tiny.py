@@ -104,7 +104,7 @@ def _folder(name: str, variant: str | None) -> Path:
 
 
 def documents() -> list[str]:
-    """Some 700 documents of 100 to 6,000 characters, always the same ones in the same order."""
+    """Some 500 documents of 100 to 6,000 characters, always the same ones in the same order."""
     from pydoc_data.topics import topics
 
     chance = random.Random(0)
@@ -116,6 +116,7 @@ def documents() -> list[str]:
         if len(text) >= length:
             texts.append(text.strip())
             text = ""
+    texts = list(dict.fromkeys(texts))  # some topics share paragraphs
     chance.shuffle(texts)
     return texts
 
@@ -203,7 +204,7 @@ def _make_data(data, folder: Path):
     cuts = [0, *(int(len(texts) * (0.9 + 0.1 * i / max(1, len(splits) - 1))) for i in range(len(splits)))]
     cuts[-1] = len(texts)
     for split, start, end in zip(splits, cuts, cuts[1:], strict=False):
-        rows = [{name: _value(name, kind, texts[i], i, [*columns]) for name, kind in columns.items()} for i in range(start, end)]
+        rows = [{name: _value(name, kind, texts[i], i, columns) for name, kind in columns.items()} for i in range(start, end)]
         for shard in range(SHARDS):
             path = folder / split / f"{shard:05}.parquet"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +230,7 @@ def _describe(data) -> tuple[list[str], dict]:
     return splits, {name: kinds.get(type(value), "string") for name, value in row.items()}
 
 
-def _value(name: str, kind: str, text: str, index: int, columns: list[str]):
+def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str]):
     if kind == "messages":
         words = text.split(" ")
         turns = [" ".join(words[start : start + 40]) for start in range(0, len(words), 40)]
@@ -241,6 +242,6 @@ def _value(name: str, kind: str, text: str, index: int, columns: list[str]):
         return index / 1000
     if name in NOT_PROSE:
         return f"{name}-{index}"
-    prose = [column for column in columns if column not in NOT_PROSE]
+    prose = [column for column in columns if columns[column] == "string" and column not in NOT_PROSE]
     words, place = text.split(" "), prose.index(name)
     return " ".join(words[len(words) * place // len(prose) : len(words) * (place + 1) // len(prose)])

@@ -1,0 +1,64 @@
+"""What the model is fed: no padding, nothing thrown away, documents apart, held-out text held out."""
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from harness.tiny import documents
+
+RECIPE = "qwen2_fineweb_edu"
+
+
+def test_packing_keeps_every_token_and_pads_nothing(build_trainer):
+    trainer = build_trainer(RECIPE, "--max_length", "128", "--dataset_streaming", "false", "--max_eval_samples", "100")
+    tokenizer = trainer.processing_class
+    rows = [*trainer.train_dataset, *trainer.eval_dataset]
+    assert all(sum(row["seq_lengths"]) == len(row["input_ids"]) <= 128 for row in rows)
+    packed = sorted(token for row in rows for token in row["input_ids"])
+    assert packed == sorted(t for text in documents() for t in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+    assert len(packed) / (128 * len(rows)) > 0.97
+
+
+def _texts(dataset, tokenizer):
+    """Documents put together again from packed rows."""
+    stream = [token for row in dataset for token in row["input_ids"]]
+    return tokenizer.decode(stream).split("<|endoftext|>")
+
+
+def test_held_out_documents_are_not_trained_on(build_trainer):
+    trainer = build_trainer(RECIPE, "--max_length", "4096", "--max_eval_samples", "12")
+    tokenizer = trainer.processing_class
+    held_out = {text for text in _texts(trainer.eval_dataset, tokenizer) if text}
+    assert len(held_out) == 12
+    trained = set()
+    for row, _ in zip(trainer.train_dataset, range(100), strict=False):
+        trained |= set(tokenizer.decode(row["input_ids"]).split("<|endoftext|>"))
+    assert len(trained) > 300 and not held_out & trained
+
+
+def test_documents_do_not_see_each_other(build_trainer):
+    """A document's logits are the same whatever lies beside it in the pack."""
+    trainer = build_trainer(RECIPE, "--max_length", "96", "--bf16", "false")
+    model = AutoModelForCausalLM.from_pretrained(trainer.model.config.name_or_path, dtype=torch.float32).eval()
+    row = next(row for row in trainer.train_dataset if len(row["seq_lengths"]) >= 2 and min(row["seq_lengths"]) > 8)
+    batch = trainer.data_collator([{**row, "labels": row["input_ids"]}])
+    with torch.no_grad():
+        together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
+        start = 0
+        for length in row["seq_lengths"]:
+            alone = model(input_ids=batch["input_ids"][:, start : start + length]).logits[0]
+            torch.testing.assert_close(together[start : start + length], alone, atol=1e-5, rtol=1e-4)
+            start += length
+        mixed = model(input_ids=batch["input_ids"]).logits[0]  # without the restarting positions they do see each other
+    assert (mixed - together).abs().max() > 1e-3
+
+
+def test_streams_never_run_dry(build_trainer):
+    """Ranks read files of different length; each goes on as long as the others need."""
+    trainer = build_trainer(RECIPE, "--max_length", "4096")
+    rows = sum(1 for _, _ in zip(trainer.train_dataset, range(200), strict=False))
+    assert rows == 200  # the stand-in fills about forty sequences of this length
+
+
+def test_a_token_budget_is_a_number_of_steps(build_trainer):
+    trainer = build_trainer(RECIPE, "--max_tokens", "10_000")
+    assert trainer.args.max_steps == -(-10_000 // (2 * 2 * 256))

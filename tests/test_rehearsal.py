@@ -1,0 +1,206 @@
+"""Whole rehearsals, as a user calls them: sharded, saved, reloaded, killed and resumed, over a hub, with adapters."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ROOT, losses, read
+from datasets import load_dataset
+from hub import serve
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from harness import tiny
+
+RECIPE = "qwen2_fineweb_edu"
+# The pairs of the README's table: config, processes, FSDP.
+PAIRS = [(RECIPE, "1x3090_offload", 1, True), (RECIPE, "4gpu_full_shard", 4, True), (RECIPE, "1x3090", 1, False)]
+
+
+def held_out_loss(model, tokenizer, folder, documents=16) -> float:
+    """Nats per token over the documents the recipe holds out, one by one, computed without TRL."""
+    stream = load_dataset(folder, "sample-10BT", split="train", streaming=True)
+    total, count = 0.0, 0
+    for row in stream.take(documents):
+        ids = torch.tensor([[*tokenizer(row["text"])["input_ids"], tokenizer.eos_token_id]])
+        for piece in ids.split(256, dim=1):  # as packing splits what is longer than max_length
+            if piece.shape[1] > 1:
+                with torch.no_grad():
+                    total += model(input_ids=piece, labels=piece).loss.item() * (piece.shape[1] - 1)
+                count += piece.shape[1] - 1
+    return total / count
+
+
+@pytest.mark.parametrize(("recipe", "config", "processes", "sharded"), PAIRS)
+def test_pair_trains_and_leaves_a_model(rehearse, workplace, recipe, config, processes, sharded):
+    run = rehearse(recipe, config)
+    results = read(run)
+    assert (results["fsdp_enabled"], results["world_size"], results["num_nodes"]) == (sharded, processes, 1)
+    assert results["config"] == config and results["tiny"] and results["resumed_from_step"] == 0
+    logged = [loss for loss, _ in losses(run).values()]
+    assert logged[0] - logged[-1] > 1.0
+    assert results["final_loss"] == logged[-1]
+    assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
+    assert results["model_params_b"] == results["trainable_params_b"] > 0
+    assert results["peak_host_gb"] > 0.3 * processes
+    assert results["versions"]["torch"] == torch.__version__
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)
+    assert model.dtype == torch.bfloat16 and model.config.use_cache
+    folder = next((workplace / "outputs/tiny/.stand-ins").glob("HuggingFaceFW--fineweb-edu-*"))
+    assert held_out_loss(model.float(), tokenizer, str(folder)) == pytest.approx(results["eval_loss"], rel=0.01)
+    assert (run / "loss.png").stat().st_size > 5000
+    assert (run / "samples.txt").read_text().count("> ") >= 3
+    # The chart and the table count what was trained on: packed rows hold hardly any padding.
+    per_step = processes * 2 * 2 * 256
+    assert 0.9 < results["tokens_per_second"] * results["train_runtime"] / (40 * per_step) <= 1
+
+
+def test_a_finished_run_says_so_and_is_left_alone(rehearse, launch):
+    run = rehearse(RECIPE, "1x3090")
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.json"}
+    process = launch("--tiny", RECIPE, "1x3090", "--output_dir", run)
+    assert process.returncode == 0
+    for word in ("is finished", "40 steps", "--max_steps", "--output_dir", "rm -r"):
+        assert word in process.stdout
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.json"}
+
+
+def test_killed_and_started_again_logs_the_same_losses(rehearse, environment, workplace):
+    undisturbed = rehearse(RECIPE, "1x3090_offload")
+    run = workplace / "runs/killed"
+    command = [ROOT / "launch.sh", "--tiny", RECIPE, "1x3090_offload", "--output_dir", run]
+    with (workplace / "killed.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=workplace, env=environment, stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + 120
+        while not (run / "checkpoint-20/complete.json").exists():
+            assert process.poll() is None and time.monotonic() < deadline, (workplace / "killed.log").read_text()
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    # A kill in the middle of a later save leaves half a checkpoint.
+    (run / "checkpoint-30").mkdir()
+    shutil.copy(run / "checkpoint-20/trainer_state.json", run / "checkpoint-30")
+
+    again = subprocess.run(command, cwd=workplace, env=environment, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert f"Continuing from {run / 'checkpoint-20'}" in again.stdout and "checkpoint-30 was cut short" in again.stdout
+    assert read(run)["resumed_from_step"] == 20
+    assert losses(run) == losses(undisturbed)  # bit for bit
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (run, undisturbed))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_sharded_equals_unsharded(rehearse):
+    """Four processes and one, the same global batches, float32."""
+    flags = ["--bf16", "false", "--dataset_streaming", "false", "--max_steps", "8", "--logging_steps", "1"]
+    flags += ["--gradient_accumulation_steps", "1", "--eval_strategy", "no", "--learning_rate", "3e-3"]
+    four = losses(rehearse(RECIPE, "4gpu_full_shard", *flags, "--per_device_train_batch_size", "1"))
+    one = losses(rehearse(RECIPE, "1x3090", *flags, "--per_device_train_batch_size", "4"))
+    assert len(one) == 8
+    for step, (loss, grad_norm) in one.items():
+        assert four[step][0] == pytest.approx(loss, abs=1e-3)
+        assert four[step][1] == pytest.approx(grad_norm, rel=1e-2)
+
+
+def test_sharded_checkpoint_merges_with_accelerate(rehearse, tmp_path, environment):
+    run = rehearse(RECIPE, "4gpu_full_shard")
+    command = [sys.executable, "-m", "accelerate.commands.merge", run / "checkpoint-40/pytorch_model_fsdp_0", tmp_path]
+    subprocess.run(command, check=True, env=environment, capture_output=True)
+    merged, saved = load_file(tmp_path / "model.safetensors"), load_file(run / "model.safetensors")
+    assert saved.keys() <= merged.keys()
+    assert all(torch.equal(merged[name].bfloat16(), weight) for name, weight in saved.items())
+
+
+@pytest.mark.parametrize(("harness_precision", "low", "high"), [("on", 0, 1e-4), ("off", 5e-4, 1)])
+def test_loss_is_float32_under_bf16(rehearse, environment, workplace, tmp_path, harness_precision, low, high):
+    """With the harness the loss is what float32 makes of the forward pass; without it, it is rounded to bf16."""
+    rehearse(RECIPE, "1x3090_offload")  # makes the stand-ins
+    config = ROOT / "accelerate_configs/1x3090_offload.yaml"
+    launched = {"recipe": RECIPE, "config": str(config), "processes": 1, "tiny": True, "on_cpu": True}
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
+    command += [ROOT / "tests/measure_loss.py", ROOT / f"recipes/{RECIPE}.py", tmp_path / "differences.json"]
+    command += ["--output_dir", tmp_path / "run", "--max_steps", "3", "--save_strategy", "no", "--eval_strategy", "no"]
+    variables = {"RECIPE_LAUNCH": json.dumps(launched), "HARNESS_PRECISION": harness_precision}
+    variables["PYTHONPATH"] = str(ROOT / "recipes")
+    subprocess.run(command, check=True, cwd=workplace, env=environment | variables, capture_output=True)
+    differences = json.loads((tmp_path / "differences.json").read_text())
+    assert len(differences) == 6 and low <= max(differences) < high
+
+
+def test_a_copied_recipe_with_a_model_from_the_hub(environment, launch, workplace, tmp_path):
+    """`cp recipe mine.py`, another model id: its config and tokenizer come from the hub, nothing else does."""
+    root = tmp_path / "hub"
+    source = root / "models/some/unknown-llama"
+    tokenizer = tiny._make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-"])
+    tokenizer.save_pretrained(source)
+    config = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256}
+    (source / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    shutil.copy(ROOT / f"recipes/{RECIPE}.py", tmp_path / "mine.py")
+    flags = ["--model_name_or_path", "some/unknown-llama", "--learning_rate", "1e-3", "--max_steps", "4"]
+    with serve(root) as server:
+        process = launch("--tiny", tmp_path / "mine.py", "1x3090", *flags, HF_ENDPOINT=server.url, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    run = tmp_path / "outputs/tiny/mine"
+    assert read(run)["model"] == "some/unknown-llama" and not read(run)["fsdp_enabled"]
+    assert read(run, "config.json")["model_type"] == "llama"
+    assert not any(request.endswith("model.safetensors") for request in server.requests)
+
+
+@pytest.fixture
+def twins(rehearse, workplace, tmp_path):
+    """A hub that serves the tiny stand-ins under the recipe's own ids."""
+    rehearse(RECIPE, "1x3090")
+    for kind, name in (("models", "Qwen/Qwen2-0.5B"), ("datasets", "HuggingFaceFW/fineweb-edu")):
+        stand_in = next((workplace / "outputs/tiny/.stand-ins").glob(f"{name.replace('/', '--')}-*"))
+        shutil.copytree(stand_in, tmp_path / "hub" / kind / name)
+    with serve(tmp_path / "hub") as server:
+        yield server
+
+
+def test_real_ids_over_http(twins, environment, tmp_path):
+    """No rehearsal: the recipe's own ids, config and stream, over HTTP, as `python recipe.py` on a machine's CPU."""
+    command = [sys.executable, ROOT / f"recipes/{RECIPE}.py", "--use_cpu", "--max_steps", "2"]
+    variables = {"HF_ENDPOINT": twins.url, "HF_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT / "recipes")}
+    process = subprocess.run(command, cwd=tmp_path, env=environment | variables, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    results = read(tmp_path / f"outputs/{RECIPE}")
+    assert results["model"] == "Qwen/Qwen2-0.5B" and not results["tiny"] and results["global_step"] == 2
+    parquet = {request.split("/")[-1] for request in twins.requests if request.endswith(".parquet")}
+    assert len(parquet) > 1
+    assert any(request.startswith("GET /Qwen/Qwen2-0.5B/") and "model.safetensors" in request for request in twins.requests)
+
+
+@pytest.mark.parametrize("quantized", [[], ["--load_in_4bit"]], ids=["lora", "qlora"])
+def test_adapters(rehearse, workplace, quantized):
+    """LoRA, and LoRA on 4-bit weights of the real bitsandbytes, sharded with offload; the adapter scores as logged."""
+    flags = ["--use_peft", *quantized, "--max_steps", "20", "--learning_rate", "3e-2"]
+    run = rehearse(RECIPE, "1x3090_offload", *flags)
+    results = read(run)
+    assert results["fsdp_enabled"] and results["trainable_params_b"] < results["model_params_b"]
+    assert not (run / "model.safetensors").exists()
+    assert all(".lora_" in name for name in load_file(run / "adapter_model.safetensors"))
+    model = AutoPeftModelForCausalLM.from_pretrained(run, dtype=torch.float32)
+    folder = next((workplace / "outputs/tiny/.stand-ins").glob("HuggingFaceFW--fineweb-edu-*"))
+    loss = held_out_loss(model, AutoTokenizer.from_pretrained(run), str(folder))
+    assert loss == pytest.approx(results["eval_loss"], rel=0.01)
+
+
+def test_a_run_that_is_not_what_its_config_says_stops(rehearse, environment, workplace, tmp_path):
+    """FSDP asked for and not started: `python recipe.py` where accelerate should have been."""
+    rehearse(RECIPE, "1x3090")
+    config = str(ROOT / "accelerate_configs/4gpu_full_shard.yaml")
+    launched = json.dumps({"recipe": RECIPE, "config": config, "processes": 4, "tiny": True})
+    variables = {"RECIPE_LAUNCH": launched, "PYTHONPATH": str(ROOT / "recipes")}
+    command = [sys.executable, ROOT / f"recipes/{RECIPE}.py", "--use_cpu", "--output_dir", tmp_path / "run"]
+    process = subprocess.run(command, cwd=workplace, env=environment | variables, capture_output=True, text=True)
+    assert process.returncode != 0
+    assert "the config says FSDP on 4 processes, but this run is unsharded on 1" in process.stderr

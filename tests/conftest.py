@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -96,6 +97,14 @@ def build_trainer(workplace, monkeypatch):
         return handed_over[0]
 
     return call
+
+
+def readme_pairs() -> list[tuple[str, str, int, bool]]:
+    """The rows of the README's table: recipe, config, processes, sharded or not."""
+    row = re.compile(r"^\| `(\w+)` \| `(\w+)` \| (\d+) \| (yes|no) \|", re.MULTILINE)
+    pairs = [(r, c, int(n), fsdp == "yes") for r, c, n, fsdp in row.findall((ROOT / "README.md").read_text())]
+    assert pairs, "the README's table of recipes was not found"
+    return pairs
 
 
 def read(folder: Path, name: str = "train_results.json") -> dict:

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, losses, read
+from conftest import ROOT, losses, read, readme_pairs
 from datasets import load_dataset
 from hub import serve
 from peft import AutoPeftModelForCausalLM
@@ -21,8 +21,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from harness import tiny
 
 RECIPE = "qwen2_fineweb_edu"
-# The pairs of the README's table: config, processes, FSDP.
-PAIRS = [(RECIPE, "1x3090_offload", 1, True), (RECIPE, "4gpu_full_shard", 4, True), (RECIPE, "1x3090", 1, False)]
 
 
 def held_out_loss(model, tokenizer, folder, documents=16) -> float:
@@ -39,7 +37,7 @@ def held_out_loss(model, tokenizer, folder, documents=16) -> float:
     return total / count
 
 
-@pytest.mark.parametrize(("recipe", "config", "processes", "sharded"), PAIRS)
+@pytest.mark.parametrize(("recipe", "config", "processes", "sharded"), readme_pairs())
 def test_pair_trains_and_leaves_a_model(rehearse, workplace, recipe, config, processes, sharded):
     run = rehearse(recipe, config)
     results = read(run)

@@ -78,12 +78,13 @@ def write(trainer, outcome, evaluation: dict, tokens: TokenCount, resumed_from: 
         "versions": {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in PACKAGES},
     }
     if trainer.is_world_process_zero():
-        draw(state.log_history, Path(trainer.args.output_dir, "loss.png"))
+        title = f"{results.get('recipe', '')} × {results.get('config', '')}".strip("× ")
+        draw(state.log_history, title, Path(trainer.args.output_dir, "loss.png"))
         write_json(Path(trainer.args.output_dir, RESULTS), results)
     return results
 
 
-def draw(log_history: list[dict], path: Path):
+def draw(log_history: list[dict], title: str, path: Path):
     """Draws training and evaluation loss over steps."""
     import matplotlib
 
@@ -95,7 +96,7 @@ def draw(log_history: list[dict], path: Path):
         points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=path.absolute().parent.name)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()

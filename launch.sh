@@ -4,6 +4,7 @@
 #   ./launch.sh                                  the recipes and the configs, a line each
 #   ./launch.sh RECIPE CONFIG [--flag value …]   train
 #   ./launch.sh --tiny RECIPE CONFIG [--flag …]  rehearse on tiny stand-ins; needs no GPU
+#   ./launch.sh --quantize RECIPE [--flag …]     make the 4-bit weights a recipe loads, and keep them
 #   ./launch.sh RECIPE --help                    what a recipe is and which numbers it sets
 #   ./launch.sh --test [pytest arguments]        run the tests
 #
@@ -85,24 +86,27 @@ prepare_python() {
   cp -- "$here/requirements.txt" "$done"
 }
 
+# run [--tiny] [--quantize] RECIPE [CONFIG] [--flag …]
 run() {
-  local -a tiny=()
-  if [[ ${1:-} == --tiny ]]; then
-    tiny=(--tiny)
+  local -a options=()
+  while [[ ${1:-} == --tiny || ${1:-} == --quantize ]]; do
+    options+=("$1")
     shift
+  done
+  (($#)) || fail "${options[*]} needs a RECIPE; ./launch.sh lists them"
+  local -a files
+  files=("$(resolve recipes py "$1" recipe)")
+  if [[ " ${options[*]} " != *" --quantize "* ]]; then
+    case ${2:---} in
+      --help | -h) exec python3 -m harness.flags "${files[0]}" ;;
+      -*) fail "which config? ./launch.sh ${options[*]:+${options[*]} }$1 CONFIG, where CONFIG is one of: $(names accelerate_configs | paste -sd ' ')" ;;
+    esac
+    files+=("$(resolve accelerate_configs yaml "$2" config)")
   fi
-  (($#)) || fail "--tiny needs a RECIPE and a CONFIG; ./launch.sh lists them"
-  local recipe config
-  recipe=$(resolve recipes py "$1" recipe)
-  case ${2:---} in
-    --help | -h) exec python3 -m harness.flags "$recipe" ;;
-    -*) fail "which config? ./launch.sh ${tiny[*]:+--tiny }$1 CONFIG, where CONFIG is one of: $(names accelerate_configs | paste -sd ' ')" ;;
-  esac
-  config=$(resolve accelerate_configs yaml "$2" config)
-  shift 2
+  shift "${#files[@]}"
   prepare_python
   # The folder a person stands in may hold a datasets.py; it must not be taken for the package.
-  PYTHONSAFEPATH=1 exec "$python" -m harness.launch "${tiny[@]}" "$recipe" "$config" "$@"
+  PYTHONSAFEPATH=1 exec "$python" -m harness.launch "${options[@]}" "${files[@]}" "$@"
 }
 
 case ${1:-} in
@@ -120,7 +124,7 @@ case ${1:-} in
     cd -- "$here"
     exec "$python" -m pytest tests "$@"
     ;;
-  --tiny) run "$@" ;;
+  --tiny | --quantize) run "$@" ;;
   -*) fail "unknown option $1: ./launch.sh --help lists them" ;;
   *) run "$@" ;;
 esac

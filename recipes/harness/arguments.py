@@ -4,12 +4,13 @@ import json
 import math
 import os
 import sys
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import trl
 
-from harness import checks, configs, flags, folder, fsdp_on_cpu, tiny
+from harness import checks, configs, flags, folder, fsdp_on_cpu, quantize, tiny
 from harness.launched import Checked, Launched, fail, say
 
 
@@ -20,6 +21,7 @@ class DataArguments(trl.ScriptArguments):
     max_tokens: int | None = field(
         default=None, metadata={"help": "Train on this many tokens; sets max_steps. Meant for packed data."}
     )
+    max_samples: int | None = field(default=None, metadata={"help": "Train on this many documents at most."})
     max_eval_samples: int = field(default=256, metadata={"help": "Documents held out for evaluation, never trained on."})
 
 
@@ -43,9 +45,12 @@ def parse(config_class, **defaults):
 
     Ends the process with one line and exit code 2 when something is wrong.
     """
+    for module in ("transformers", "trl", "peft", "accelerate"):
+        # How one library calls another is for their authors to mend, not for whoever trains.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=module)
     launched = Launched.from_environment()
     config = configs.read(launched.config)
-    sharded = config.get("distributed_type") == "FSDP"
+    sharded = config.get("distributed_type") == "FSDP" or launched.quantize
     if sharded and launched.on_cpu and not launched.checking:
         fsdp_on_cpu.enable()
 
@@ -75,10 +80,20 @@ def parse(config_class, **defaults):
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * getattr(args, "max_length", 1024)
         args.max_steps = math.ceil(data.max_tokens / (per_step * max(1, launched.processes)))
     _load_with(args, model, sharded)
-    if launched.checking or not launched.recipe:
+    if launched.quantize:
+        if not model.load_in_4bit:
+            fail(f"{Path(launched.recipe).stem} does not use 4-bit weights: add --load_in_4bit --use_peft")
+        checks.quantization(model, args)
+        if launched.tiny:
+            tiny.prepare(data, model)
+    elif launched.checking or not launched.recipe:
         _check(data, args, model, launched, config, output_is_default=args.output_dir == default_folder)
     if launched.tiny:
         tiny.substitute(data, args, model)
+    if model.load_in_4bit and sharded:
+        if launched.checking:
+            quantize.prepare(model)
+        quantize.substitute(model, args)
     if launched.checking:
         raise Checked
     if args.process_index:
@@ -135,7 +150,9 @@ def attention() -> str | None:
 
 
 def _check(data, args, model, launched: Launched, config: dict, output_is_default: bool):
-    checks.arguments(data, args, model, launched)
+    checks.arguments(data, args, model)
+    if config.get("distributed_type") == "FSDP":
+        checks.quantization(model, args)
     run = Path(args.output_dir)
     identity = {
         "recipe": Path(launched.recipe or sys.argv[0]).stem,

@@ -5,7 +5,7 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
-from harness.launched import Launched, fail, say
+from harness.launched import fail, say
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
 TESTED_PYTHON = (3, 11)
@@ -50,7 +50,7 @@ def bf16(config: dict, name: str):
             )
 
 
-def arguments(data, args, model, launched: Launched):
+def arguments(data, args, model):
     """The arguments against each other."""
     if args.hub_token:
         fail("--hub_token would be saved with the run and seen in the process list: use `hf auth login` or HF_TOKEN")
@@ -58,6 +58,22 @@ def arguments(data, args, model, launched: Launched):
         fail("a stream has no length: give --max_steps, or --max_tokens for a token budget")
     if (model.load_in_4bit or model.load_in_8bit) and not model.use_peft:
         fail("quantized weights are frozen, so nothing would train: add --use_peft")
+
+
+def quantization(model, args):
+    """4-bit weights that FSDP could not shard, or would destroy."""
+    if not model.load_in_4bit:
+        return
+    if model.bnb_4bit_quant_storage not in ("float32", "bfloat16", "float16"):
+        fail(
+            f"--bnb_4bit_quant_storage {model.bnb_4bit_quant_storage} cannot be sharded: FSDP2 shards floating-point "
+            "parameters only and would leave the whole model on every GPU; leave the flag out (float32)"
+        )
+    if (args.bf16 or args.fp16) and any(word.split("=")[0] in ("--bf16", "--fp16") for word in sys.argv):
+        fail(
+            "--bf16 and --fp16 ask for a cast of the weights, which would destroy packed 4-bit ones: leave the flag out; "
+            "the model already computes in the dtype it is loaded in (bf16)"
+        )
 
 
 def reachable(model: str, revision: str):

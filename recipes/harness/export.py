@@ -8,7 +8,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
+from harness.folder import read_json
 from harness.launched import say
+from harness.quantize import SOURCE
 
 
 def save(trainer):
@@ -21,6 +23,11 @@ def save(trainer):
     state = _weights(model)
     if trainer.is_world_process_zero():
         shutil.rmtree(draft, ignore_errors=True)
+        if not isinstance(model, PreTrainedModel):
+            # An adapter belongs to the model that was quantized, not to the quantized copy on this machine.
+            settings = model.peft_config["default"]
+            source = read_json(Path(settings.base_model_name_or_path, SOURCE))
+            settings.base_model_name_or_path = source.get("model", settings.base_model_name_or_path)
         model.save_pretrained(draft, state_dict=state)
         if isinstance(model, PreTrainedModel):
             # In memory the weights are float32 and the cache is off; neither is for those who use the model.
@@ -63,7 +70,7 @@ def sample(trainer, prompts: int = 3, new_tokens: int = 48):
                 max_new_tokens=new_tokens,
                 do_sample=True,
                 top_p=0.9,
-                pad_token_id=tokenizer.pad_token_id,
+                pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
                 use_cache=True,
             )
         shown.append(f"> {tokenizer.decode(prompt)}\n{tokenizer.decode(out[0][len(prompt) :], skip_special_tokens=True)}\n")

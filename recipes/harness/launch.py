@@ -1,8 +1,10 @@
 """Checks a run in one process, then becomes `accelerate launch`. Called by launch.sh.
 
 python -m harness.launch [--tiny] RECIPE.py CONFIG.yaml [--flag value …]
+python -m harness.launch [--tiny] --quantize RECIPE.py [--flag value …]
 """
 
+import itertools
 import os
 import runpy
 import shlex
@@ -14,13 +16,19 @@ from harness import checks, configs, flags
 from harness.launched import Checked, Launched, fail
 
 
-def main(tiny: bool, recipe: str, config_path: str, *arguments: str):
+def main(options: list[str], recipe: str, *arguments: str):
+    launched = Launched(recipe=recipe, tiny="--tiny" in options, quantize="--quantize" in options)
+    if not launched.quantize:
+        launched.config, *arguments = arguments
     if "--help" in arguments or "-h" in arguments:
         return print(flags.help_text(Path(recipe)))
     flags.check(Path(recipe), list(arguments))
-    config = configs.read(config_path)
-    launched = Launched(recipe=recipe, config=config_path, processes=config["num_processes"], tiny=tiny)
-    _hardware(config, launched)
+    if launched.quantize:
+        launched.on_cpu = True  # layer by layer in host RAM; a GPU need not be there
+    else:
+        config = configs.read(launched.config)
+        launched.processes = config["num_processes"]
+        _hardware(config, launched)
     checks.versions()
 
     environment = dict(os.environ)  # before transformers writes its own settings into it
@@ -34,12 +42,14 @@ def main(tiny: bool, recipe: str, config_path: str, *arguments: str):
         fail(f"{Path(recipe).name} ended without calling parse(): is it a recipe?")
     except Checked:
         launched.checking = False
+    if launched.quantize:
+        return None
     environment |= launched.to_environment()
-    if tiny:
+    if launched.tiny:
         environment["HF_HUB_DISABLE_TELEMETRY"] = "1"
     # accelerate gives every process one thread; an optimizer on the CPU (offload) needs every core.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // launched.processes)))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config_path]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launched.config]
     command += ["--num_machines", "1", "--main_process_port", "0"]
     os.execve(sys.executable, [*command, recipe, *arguments], environment)
 
@@ -74,5 +84,5 @@ def _cores() -> int:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
-    is_tiny = sys.argv[1] == "--tiny"
-    main(is_tiny, *sys.argv[1 + is_tiny :])
+    options = list(itertools.takewhile(lambda word: word.startswith("--"), sys.argv[1:]))
+    main(options, *sys.argv[1 + len(options) :])

@@ -21,6 +21,7 @@ class Launched:
     processes: int = 0  # over all nodes
     tiny: bool = False  # tiny stand-ins for model and data
     on_cpu: bool = False  # too few GPUs: shard on CPU
+    quantize: bool = False  # only make the 4-bit weights
     checking: bool = False  # stop once the arguments are known to be good
 
     def to_environment(self) -> dict[str, str]:

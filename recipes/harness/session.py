@@ -17,8 +17,9 @@ def train(trainer):
     """
     folder = Path(trainer.args.output_dir)
     sharding.set_precision(trainer)
+    sharding.BytesCheck(trainer.model)
     tokens = results.TokenCount(trainer)
-    trainer.add_callback(sharding.ShardingCheck(trainer, configs.read(Launched.from_environment().config)))
+    trainer.add_callback(sharding.AfterWrapping(trainer, configs.read(Launched.from_environment().config)))
     trainer.add_callback(checkpoints.MarkComplete())
     trainer.add_callback(results.StopOnNan())
 

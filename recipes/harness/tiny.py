@@ -5,6 +5,7 @@ once per working folder, before any process starts, under `outputs/tiny/.stand-i
 """
 
 import contextlib
+import fnmatch
 import hashlib
 import os
 import random
@@ -21,6 +22,7 @@ SHARDS = 8  # parquet files a split, so that up to eight processes each read the
 NUMBERS = {
     "max_steps": 40,
     "max_length": 256,
+    "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
     "learning_rate": 1e-2,
     "warmup_steps": 4,
@@ -37,24 +39,45 @@ CHATML = (
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Families that need no network: the start of their ids, and what their config and tokenizer have in common.
+# Families that need no network: a pattern of their ids, and what their config and tokenizer have in common.
 # Any other id is asked of the hub, or is a folder.
 FAMILIES = {
-    "Qwen/Qwen2-": {
+    "Qwen/Qwen2-*": {
         "config": {"model_type": "qwen2", "tie_word_embeddings": True, "dtype": "bfloat16"},
         "special": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         "tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "chat_template": CHATML},
     },
+    "meta-llama/*": {
+        "config": {"model_type": "llama", "tie_word_embeddings": False, "dtype": "bfloat16", "rms_norm_eps": 1e-5},
+        "special": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "tokenizer": {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
+        "begins_with": "<|begin_of_text|>",
+    },
+    "openai-community/gpt2*": {
+        "config": {"model_type": "gpt2", "dtype": "float32"},
+        "special": ["<|endoftext|>"],
+        "tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+    },
 }
 # The same for data sets: their splits and the type of each column.
 DATA_SETS = {
+    "HuggingFaceH4/ultrachat_200k": (
+        ["train_sft", "test_sft"],
+        {"prompt": "string", "prompt_id": "string", "messages": "messages"},
+    ),
+    "Salesforce/wikitext": (["train", "validation", "test"], {"text": "string"}),
+    "iamtarun/python_code_instructions_18k_alpaca": (
+        ["train"],
+        dict.fromkeys(["instruction", "input", "output", "prompt"], "string"),
+    ),
+    "trl-lib/Capybara": (["train", "test"], {"source": "string", "messages": "messages", "num_turns": "int64"}),
     "HuggingFaceFW/fineweb-edu": (
         ["train"],
         dict.fromkeys(["text", "id", "dump", "url", "file_path", "language"], "string")
         | {"language_score": "float64", "token_count": "int64", "score": "float64", "int_score": "int64"},
     ),
 }
-NOT_PROSE = {"id", "dump", "url", "file_path", "language", "source", "category", "name"}
+NOT_PROSE = {"id", "prompt_id", "dump", "url", "file_path", "language", "source", "category", "name"}
 
 
 def prepare(data, model):
@@ -126,9 +149,11 @@ def _make_model(name: str, revision: str, folder: Path):
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
     from transformers.utils import logging
 
-    family = next((family for start, family in FAMILIES.items() if name.startswith(start)), None)
+    family = next((family for pattern, family in FAMILIES.items() if fnmatch.fnmatchcase(name, pattern)), None)
     if family:
         tokenizer = _make_tokenizer(family)
+        if name.startswith("Qwen/") and name.endswith("-Instruct"):
+            tokenizer.eos_token = "<|im_end|>"
         config = AutoConfig.for_model(**family["config"])
     else:
         config, tokenizer = _from_hub(name, revision)
@@ -144,7 +169,7 @@ def _make_model(name: str, revision: str, folder: Path):
 
 
 def _make_tokenizer(family: dict):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
@@ -157,6 +182,8 @@ def _make_tokenizer(family: dict):
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents(), trainer)
+    if start := family.get("begins_with"):
+        tokenizer.post_processor = processors.TemplateProcessing(f"{start} $A", None, [(start, tokenizer.token_to_id(start))])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **family["tokenizer"])
 
 
@@ -187,9 +214,10 @@ def _shrink(config, vocabulary: int):
         "num_local_experts": 4,
         "moe_intermediate_size": 32,
         "vocab_size": vocabulary,
+        "initializer_range": 0.25,  # strong enough that even an adapter on frozen random weights has something to mend
     }
     for name, size in sizes.items():
-        if isinstance(getattr(config, name, None), int):
+        if isinstance(getattr(config, name, None), int | float):
             setattr(config, name, size)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]
@@ -233,9 +261,10 @@ def _describe(data) -> tuple[list[str], dict]:
 def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str]):
     if kind == "messages":
         words = text.split(" ")
-        turns = [" ".join(words[start : start + 40]) for start in range(0, len(words), 40)]
+        size = min(40, len(words) // 2)
+        turns = [" ".join(words[start : start + size]) for start in range(0, len(words) - size + 1, size)]
         roles = ("user", "assistant")
-        return [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns[: max(2, len(turns) // 2 * 2)])]
+        return [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns[: len(turns) // 2 * 2])]
     if kind == "int64":
         return index
     if kind == "float64":

@@ -1,0 +1,71 @@
+"""Full fine-tune of GPT-2 XL (1.5B) in fp16 on WikiText-2, with the plain Trainer.
+
+    ./launch.sh gpt2_xl_wikitext 3xt4_full_shard                        # three machines with one 16 GB T4 each
+    ./launch.sh gpt2_xl_wikitext 3xt4_full_shard --max_samples 500
+
+Needs 3 x 16 GB, where DDP would need 25 GB on each; a forecast, not yet measured: 11 to 15 GB a GPU.
+"""
+
+from dataclasses import dataclass
+
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from trl import pack_dataset
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.utils import add_fused_lm_head
+
+from harness import parse, train
+
+
+@dataclass
+class Arguments(TrainingArguments):
+    max_length: int = 256
+
+
+def main():
+    data, args, model = parse(
+        Arguments,
+        model_name_or_path="openai-community/gpt2-xl",
+        dataset_name="Salesforce/wikitext",
+        dataset_config="wikitext-2-raw-v1",
+        dataset_test_split="validation",
+        max_samples=2_000,  # texts of more than 50 characters; the rest are headings
+        num_train_epochs=1,
+        max_length=256,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        activation_checkpointing=True,  # non-reentrant; keeps the dropout of the first pass
+        optim="adamw_torch",
+        learning_rate=2e-5,
+        warmup_steps=10,
+        logging_steps=5,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        remove_unused_columns=False,  # the collator wants to know where each text ends
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+
+    def prepare(split: str, samples: int):
+        """Packed rows of at most max_length tokens: no padding, so none enters the loss."""
+        rows = load_dataset(data.dataset_name, data.dataset_config, split=split)
+        rows = rows.filter(lambda row: len(row["text"]) > 50)
+        rows = rows.select(range(min(samples, len(rows))))
+        rows = rows.map(lambda row: {"input_ids": tokenizer(row["text"] + tokenizer.eos_token)["input_ids"]})
+        return pack_dataset(rows.select_columns("input_ids"), args.max_length, "bfd_split")
+
+    collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.eos_token_id, padding_free=True)
+    gpt2 = AutoModelForCausalLM.from_pretrained(model.model_name_or_path, revision=model.model_revision, dtype="float32")
+    add_fused_lm_head(gpt2)  # the loss without the logits of 50,257 words for every token
+    trainer = Trainer(
+        model=gpt2,
+        args=args,
+        data_collator=lambda rows: {**collate(rows), "fused_lm_head": True},
+        train_dataset=prepare(data.dataset_train_split, data.max_samples),
+        eval_dataset=prepare(data.dataset_test_split, data.max_eval_samples),
+        processing_class=tokenizer,
+    )
+    train(trainer)
+
+
+if __name__ == "__main__":
+    main()

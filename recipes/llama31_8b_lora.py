@@ -1,0 +1,62 @@
+"""LoRA of Llama-3.1-8B on Python code instructions, loss on the code only.
+
+    ./launch.sh llama31_8b_lora 4gpu_full_shard
+    ./launch.sh llama31_8b_lora 2x4gpu_hybrid_shard
+    ./launch.sh llama31_8b_lora 4gpu_full_shard --use_peft false --learning_rate 1e-5    # full fine-tune, 80 GB GPUs
+
+Needs four 24 GB GPUs; a forecast, not yet measured: 3.8 to 4.0 times the speed of one GPU on four A100s.
+"""
+
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
+
+from harness import parse, train
+
+
+def main():
+    data, args, model = parse(
+        SFTConfig,
+        model_name_or_path="meta-llama/Llama-3.1-8B",  # gated: accept its terms, then `hf auth login`
+        dataset_name="iamtarun/python_code_instructions_18k_alpaca",
+        dtype="bfloat16",  # the frozen weights; adapters are float32
+        use_peft=True,
+        lora_r=16,
+        lora_alpha=32,
+        lora_dropout=0.05,
+        lora_target_modules=["all-linear"],
+        num_train_epochs=1,
+        max_length=2048,
+        packing=True,  # whole examples side by side, none of them sees another
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=4,
+        activation_checkpointing=True,  # with 80 GB a GPU, false is a quarter faster
+        learning_rate=2e-4,
+        warmup_steps=0.03,
+        lr_scheduler_type="cosine",
+        logging_steps=5,
+        eval_strategy="steps",
+        eval_steps=50,
+        save_steps=50,
+    )
+    rows = load_dataset(data.dataset_name, data.dataset_config, split=data.dataset_train_split)
+    rows = rows.map(as_prompt, remove_columns=rows.column_names)
+    rows = rows.train_test_split(test_size=data.max_eval_samples, seed=0)
+    trainer = SFTTrainer(
+        model=model.model_name_or_path,
+        args=args,
+        train_dataset=rows["train"],
+        eval_dataset=rows["test"],
+        peft_config=get_peft_config(model),
+        quantization_config=get_quantization_config(model),
+    )
+    train(trainer)
+
+
+def as_prompt(row: dict) -> dict:
+    """`instruction`, `input` and `output` as `prompt` and `completion`; the loss is on the completion only."""
+    task = f"{row['instruction']}\n\n{row['input']}".strip()
+    return {"prompt": f"### Instruction\n{task}\n\n### Python\n", "completion": row["output"]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Chat fine-tuning of Qwen2-0.5B-Instruct on conversations, loss on the assistant's turns only.
+
+    ./launch.sh qwen2_chat 1x3090
+    ./launch.sh qwen2_chat 4gpu_full_shard
+    ./launch.sh qwen2_chat 1x3090 --dataset_name my/conversations    # a column `messages` of role and content
+
+Needs one 24 GB GPU; a forecast, not yet measured: 12 to 15 GB and 10,000 tokens/s on 1x3090.
+"""
+
+from datasets import load_dataset
+from transformers import AutoTokenizer
+from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
+
+from harness import parse, train
+
+# The model's own template, with what the assistant says marked: its words and the end of its turn.
+TRAINING_TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def main():
+    data, args, model = parse(
+        SFTConfig,
+        model_name_or_path="Qwen/Qwen2-0.5B-Instruct",  # for another family, replace the template above
+        dataset_name="trl-lib/Capybara",
+        assistant_only_loss=True,
+        num_train_epochs=1,
+        max_length=2048,
+        packing=True,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=8,
+        activation_checkpointing=False,
+        optim="adamw_torch_fused",
+        learning_rate=1e-5,
+        warmup_steps=0.03,
+        lr_scheduler_type="cosine",
+        logging_steps=10,
+        eval_strategy="steps",
+        eval_steps=100,
+        save_steps=100,
+        lora_target_modules=["all-linear"],
+    )
+    rows = load_dataset(data.dataset_name, data.dataset_config)
+    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    own_template, tokenizer.chat_template = tokenizer.chat_template, TRAINING_TEMPLATE
+    trainer = SFTTrainer(
+        model=model.model_name_or_path,
+        args=args,
+        train_dataset=rows[data.dataset_train_split],
+        eval_dataset=rows[data.dataset_test_split].take(data.max_eval_samples),
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model),
+        quantization_config=get_quantization_config(model),
+    )
+    tokenizer.chat_template = own_template  # what is saved is what every server knows
+    train(trainer)
+
+
+if __name__ == "__main__":
+    main()

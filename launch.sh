@@ -5,6 +5,7 @@
 #   ./launch.sh RECIPE CONFIG [--flag value …]   train
 #   ./launch.sh --tiny RECIPE CONFIG [--flag …]  rehearse on tiny stand-ins; needs no GPU
 #   ./launch.sh --quantize RECIPE [--flag …]     make the 4-bit weights a recipe loads, and keep them
+#   ./launch.sh --merge RUN [OUT]                an adapter or a sharded checkpoint becomes a plain model
 #   ./launch.sh RECIPE --help                    what a recipe is and which numbers it sets
 #   ./launch.sh --test [pytest arguments]        run the tests
 #
@@ -125,6 +126,12 @@ case ${1:-} in
     exec "$python" -m pytest tests "$@"
     ;;
   --tiny | --quantize) run "$@" ;;
+  --merge)
+    shift
+    (($# == 1 || $# == 2)) || fail "--merge takes the folder of a run, and where the model is to go: ./launch.sh --merge RUN [OUT]"
+    prepare_python
+    PYTHONSAFEPATH=1 exec "$python" -m harness.merge "$@"
+    ;;
   -*) fail "unknown option $1: ./launch.sh --help lists them" ;;
   *) run "$@" ;;
 esac

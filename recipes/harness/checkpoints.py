@@ -15,11 +15,14 @@ MARK = "complete.json"
 class MarkComplete(TrainerCallback):
     """Marks a checkpoint once every rank has written its part."""
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args, state, control, model=None, **kwargs):
         process = PartialState()
         process.wait_for_everyone()
         if process.is_main_process:
-            write_json(Path(args.output_dir, f"checkpoint-{state.global_step}", MARK), {"world_size": process.num_processes})
+            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+            for adapter in getattr(model, "peft_config", {}).values():
+                adapter.save_pretrained(folder)
+            write_json(folder / MARK, {"world_size": process.num_processes, "model": model.config.name_or_path})
 
 
 def newest(folder: Path) -> Path | None:

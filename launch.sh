@@ -100,6 +100,7 @@ run() {
   if [[ " ${options[*]} " != *" --quantize "* ]]; then
     case ${2:---} in
       --help | -h) exec python3 -m harness.flags "${files[0]}" ;;
+      --tiny) fail "--tiny comes first: ./launch.sh --tiny $1 ${3:-CONFIG}" ;;
       -*) fail "which config? ./launch.sh ${options[*]:+${options[*]} }$1 CONFIG, where CONFIG is one of: $(names accelerate_configs | paste -sd ' ')" ;;
     esac
     files+=("$(resolve accelerate_configs yaml "$2" config)")

@@ -29,13 +29,6 @@ def says(capsys):
     return call
 
 
-def test_gpus_are_counted_per_machine(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert checks.gpus(CONFIG)
-    assert not checks.gpus(CONFIG | {"num_processes": 3})
-    assert checks.gpus(CONFIG | {"num_processes": 4, "num_machines": 2})
-
-
 def test_bf16_needs_compute_capability_8(monkeypatch, says):
     capability = {0: (8, 6), 1: (7, 5)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability.get)
@@ -84,6 +77,13 @@ class TestRunFolder:
         (tmp_path / "thesis.tex").touch()
         assert "not a run" in says(folder.claim, tmp_path, IDENTITY, False)
         assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+    def test_in_use_by_another_run(self, tmp_path, says):
+        folder.claim(tmp_path / "run", IDENTITY, False)
+        held = folder.lock(tmp_path / "run")
+        assert "another run is writing" in says(folder.claim, tmp_path / "run", IDENTITY, False)
+        held.release()
+        folder.claim(tmp_path / "run", IDENTITY, False)
 
     def test_that_cannot_be_written(self, tmp_path, says):
         (tmp_path / "file").touch()
@@ -146,6 +146,8 @@ class TestHub:
 
     def test_a_folder_that_is_no_model(self, tmp_path, says):
         assert "no config.json" in says(checks.reachable, str(tmp_path), "main")
+        assert "there is no folder ./nowhere" in says(checks.reachable, "./nowhere", "main")
+        assert "unknown to the hub" in says(checks.reachable, "a b", "main")
 
 
 def data_set(path, **columns):

@@ -33,7 +33,7 @@ def test_lists_every_recipe_and_config(launch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["qwen", "1x3090"], ["no recipe", "'qwen'", f"mean {RECIPE}?"]),
+        (["qwen", "1x3090"], ["no recipe", "'qwen'", "mean qwen2_chat?", RECIPE]),
         ([RECIPE, "1x309"], ["no config", "mean 1x3090?", "4gpu_full_shard"]),
         ([RECIPE], ["which config", "1x3090"]),
         (["--tiny"], ["RECIPE"]),
@@ -41,8 +41,8 @@ def test_lists_every_recipe_and_config(launch):
         ([RECIPE, "1x3090", "--learning_rte", "1"], ["--learning_rte", "mean --learning_rate?"]),
         ([RECIPE, "1x3090", "--tiny"], ["comes first"]),
         ([RECIPE, "1x3090", "--max_seq_length", "512"], ["now --max_length"]),
-        ([RECIPE, CONFIG], ["1 GPU", f"./launch.sh --tiny {RECIPE} {CONFIG}"]),
-        ([RECIPE, "4gpu_full_shard"], ["4 GPU", f"./launch.sh --tiny {RECIPE} 4gpu_full_shard"]),
+        ([RECIPE, CONFIG], ["needs 1 GPU", f"./launch.sh --tiny {RECIPE} {CONFIG}"]),
+        ([RECIPE, "4gpu_full_shard"], ["needs 4 GPUs", f"./launch.sh --tiny {RECIPE} 4gpu_full_shard"]),
         (["--tiny", RECIPE, CONFIG, "--learning_rate", "high"], ["--learning_rate", "high"]),
         (["--tiny", RECIPE, CONFIG, "--max_steps", "1.5"], ["--max_steps", "1.5"]),
         (["--tiny", RECIPE, CONFIG, "--eval_strategy", "sometimes"], ["sometimes"]),
@@ -51,6 +51,13 @@ def test_lists_every_recipe_and_config(launch):
         (["--tiny", RECIPE, CONFIG, "--hub_token", "hf_secret"], ["hf auth login"]),
         (["--tiny", RECIPE, CONFIG, "--model_name_or_path", "some/unknown-llama"], ["some/unknown-llama", "cannot be reached"]),
         (["--tiny", RECIPE, CONFIG, "stray"], ["stray"]),
+        (["--tiny", RECIPE, CONFIG, "--dataset_text_field", "body"], ["no column 'body'", "fineweb-edu", "text"]),
+        ([RECIPE, "--tiny", CONFIG], ["comes first"]),
+        (["--tiny", "llama31_70b_qlora", "2x3090_qlora", "--bnb_4bit_quant_storage", "uint8"], ["uint8", "float32"]),
+        (["--tiny", "llama31_70b_qlora", "2x3090_qlora", "--bf16", "true"], ["--bf16", "destroy"]),
+        (["--quantize", RECIPE], ["--load_in_4bit"]),
+        (["--merge"], ["RUN"]),
+        (["--merge", "nowhere"], ["nowhere", "not a folder"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -1,6 +1,8 @@
 """`parse`: from a recipe's numbers and the command line to checked arguments."""
 
+import dataclasses
 import json
+import logging
 import math
 import os
 import sys
@@ -48,6 +50,8 @@ def parse(config_class, **defaults):
     for module in ("transformers", "trl", "peft", "accelerate"):
         # How one library calls another is for their authors to mend, not for whoever trains.
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
+    # A tied head is not in a checkpoint because it is the embedding; nothing is missing.
+    logging.getLogger("transformers.trainer").addFilter(lambda record: "['lm_head.weight']" not in record.getMessage())
     launched = Launched.from_environment()
     config = configs.read(launched.config)
     sharded = config.get("distributed_type") == "FSDP" or launched.quantize
@@ -163,11 +167,14 @@ def _check(data, args, model, launched: Launched, config: dict, output_is_defaul
         "use_peft": model.use_peft,
         "load_in_4bit": model.load_in_4bit,
     }
+    text_field = getattr(args, "dataset_text_field", None)
     if launched.tiny:
         tiny.prepare(data, model)
+        stand_in = dataclasses.replace(data, dataset_name=str(tiny.data_folder(data)))
+        checks.dataset(stand_in, text_field, name=data.dataset_name)
     else:
         checks.reachable(model.model_name_or_path, model.model_revision)
-        checks.dataset(data, getattr(args, "dataset_text_field", None))
+        checks.dataset(data, text_field)
     folder.claim(run, identity, output_is_default)
     if results := folder.finished(run, args.max_steps, args.num_train_epochs):
         say(
@@ -176,3 +183,5 @@ def _check(data, args, model, launched: Launched, config: dict, output_is_defaul
             f"To start over: another --output_dir, or rm -r {run}"
         )
         sys.exit(0)
+    if launched.tiny:
+        tiny.announce(data, args, model)

@@ -25,23 +25,32 @@ class MarkComplete(TrainerCallback):
             write_json(folder / MARK, {"world_size": process.num_processes, "model": model.config.name_or_path})
 
 
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint in `folder`."""
+    whole = [path.parent for path in folder.glob(f"checkpoint-*/{MARK}")]
+    return max(whole, key=_step, default=None)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.split("-")[1])
+
+
 def newest(folder: Path) -> Path | None:
-    """The newest whole checkpoint in `folder`. Later ones, cut short by a kill, are removed."""
-    process = PartialState()
-    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    whole = [path for path in found if (path / MARK).is_file()]
+    """The checkpoint to continue from. Later ones, cut short by a kill, are removed."""
+    process, whole = PartialState(), latest(folder)
     process.wait_for_everyone()
     if process.is_main_process:
-        for path in found[found.index(whole[-1]) + 1 if whole else 0 :]:
-            say(f"{path} was cut short while it was written; removing it.")
-            shutil.rmtree(path)
+        for path in folder.glob("checkpoint-*"):
+            if not (path / MARK).is_file():
+                say(f"{path} was cut short while it was written; removing it.")
+                shutil.rmtree(path)
     process.wait_for_everyone()
-    if not whole:
+    if whole is None:
         return None
-    processes = read_json(whole[-1] / MARK)["world_size"]
+    processes = read_json(whole / MARK)["world_size"]
     if processes != process.num_processes:
         say(
-            f"warning: {whole[-1]} was written by {processes} processes, this run has {process.num_processes}: "
+            f"warning: {whole} was written by {processes} processes, this run has {process.num_processes}: "
             "weights and optimizer continue exactly, the order of the data does not"
         )
-    return whole[-1]
+    return whole

@@ -28,11 +28,11 @@ def versions():
         say(f"warning: not tested with {', '.join(differing)}")
 
 
-def gpus(config: dict) -> bool:
-    """Whether this machine has the GPUs that `config` asks of one machine."""
+def gpu_count() -> int:
+    """GPUs this process may use."""
     import torch
 
-    return torch.cuda.device_count() >= config["num_processes"] // config["num_machines"]
+    return torch.cuda.device_count()
 
 
 def bf16(config: dict, name: str):
@@ -83,14 +83,20 @@ def reachable(model: str, revision: str):
     if Path(model).is_dir():
         if not Path(model, "config.json").is_file():
             fail(f"{model} has no config.json: it is not a model folder")
-    elif not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
-        with hub_errors("model", model):
+        return
+    if model[:1] in ("/", ".", "~"):
+        fail(f"there is no folder {model}: give a model folder, or an id of the hub (OWNER/NAME)")
+    with hub_errors("model", model):
+        if not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
             HfApi().model_info(model, revision=revision)  # says at once when nobody answers; a download tries for long
             hf_hub_download(model, "config.json", revision=revision)
 
 
-def dataset(data, text_field: str | None):
-    """Fails unless the training split can be opened, has a first row, and that row has the text column."""
+def dataset(data, text_field: str | None = None, name: str = ""):
+    """Fails unless the training split can be opened, has a first row, and that row has the text column.
+
+    `name` is what to call the data set in messages.
+    """
     from datasets import load_dataset
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_OFFLINE
@@ -102,13 +108,11 @@ def dataset(data, text_field: str | None):
             HfApi().dataset_info(data.dataset_name)
         stream = load_dataset(data.dataset_name, data.dataset_config, split=data.dataset_train_split, streaming=True)
         row = next(iter(stream), None)
+    name = name or data.dataset_name
     if row is None:
-        fail(f"data set {data.dataset_name} ({data.dataset_train_split}) is empty")
+        fail(f"data set {name} ({data.dataset_train_split}) is empty")
     if text_field and text_field not in row:
-        fail(
-            f"data set {data.dataset_name} has no column {text_field!r}, it has {', '.join(row)}: "
-            "name the text with --dataset_text_field"
-        )
+        fail(f"data set {name} has no column {text_field!r}, it has {', '.join(row)}: name the text with --dataset_text_field")
 
 
 @contextlib.contextmanager

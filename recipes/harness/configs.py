@@ -35,7 +35,6 @@ TOP_KEYS = {
     "debug",
     "distributed_type",
     "downcast_bf16",
-    "dynamo_config",
     "enable_cpu_affinity",
     "fsdp_config",
     "gpu_ids",

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
-from harness.folder import read_json
+from harness.folder import RUN, read_json
 from harness.launched import say
 from harness.quantize import SOURCE
 
@@ -35,6 +35,7 @@ def save(trainer):
             model.config.dtype, model.config.use_cache = original.dtype, getattr(original, "use_cache", True)
             model.config.save_pretrained(draft)
         trainer.processing_class.save_pretrained(draft)
+        (draft / "README.md").write_text(_card(read_json(folder / RUN), isinstance(model, PreTrainedModel)), "utf-8")
         for file in draft.iterdir():
             file.replace(folder / file.name)
         draft.rmdir()
@@ -54,7 +55,19 @@ def _weights(model) -> dict[str, torch.Tensor]:
     }
 
 
-def sample(trainer, prompts: int = 3, new_tokens: int = 48):
+def _card(run: dict, is_whole: bool) -> str:
+    """A model card with what the hub reads: base model, data, library."""
+    kind = "A fine-tune" if is_whole else "An adapter"
+    rehearsal = "\n\nThis is a rehearsal on tiny stand-ins: the model knows nothing." if run["tiny"] else ""
+    base = "" if run["tiny"] else f"base_model: {run['model']}\ndatasets:\n- {run['dataset']}\n"
+    return (
+        f"---\n{base}library_name: {'transformers' if is_whole else 'peft'}\npipeline_tag: text-generation\n---\n\n"
+        f"{kind} of {run['model']} on {run['dataset']} with the recipe `{run['recipe']}` "
+        f"({run['config'] or 'no config'}). Numbers are in train_results.json.{rehearsal}\n"
+    )
+
+
+def sample(trainer, is_rehearsal: bool, prompts: int = 3, new_tokens: int = 48):
     """Lets the model continue a few held-out texts (or answer held-out prompts), on the screen and in samples.txt."""
     rows = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
     model, tokenizer, shown = trainer.model, trainer.processing_class, []
@@ -74,7 +87,8 @@ def sample(trainer, prompts: int = 3, new_tokens: int = 48):
                 use_cache=True,
             )
         shown.append(f"> {tokenizer.decode(prompt)}\n{tokenizer.decode(out[0][len(prompt) :], skip_special_tokens=True)}\n")
-    say("\nWhat the model writes after a few held-out beginnings (samples.txt):\n\n" + "\n".join(shown))
+    expectation = "; random weights make little sense" if is_rehearsal else ""
+    say(f"\nWhat the model writes after a few held-out beginnings (samples.txt{expectation}):\n\n" + "\n".join(shown))
     if trainer.is_world_process_zero():
         Path(trainer.args.output_dir, "samples.txt").write_text("\n".join(shown), "utf-8")
 

@@ -8,6 +8,8 @@ import json
 import shutil
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from harness.launched import Launched, fail, say
 
 RUN = "run.json"
@@ -26,6 +28,16 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 
 
+def lock(folder: Path) -> FileLock:
+    """Takes the folder for one run, which holds the lock as long as it lives; fails when another run does."""
+    held = FileLock(folder / ".lock")
+    try:
+        held.acquire(timeout=0)
+    except Timeout:
+        fail(f"another run is writing into {folder}: wait for it, stop it, or choose another --output_dir")
+    return held
+
+
 def default(launched: Launched, script: str) -> str:
     """`outputs/RECIPE`, or `outputs/tiny/RECIPE` for a rehearsal."""
     return str(Path("outputs", *(["tiny"] if launched.tiny else []), Path(launched.recipe or script).stem))
@@ -37,6 +49,8 @@ def claim(folder: Path, identity: dict, is_default: bool):
     A rehearsal in its default folder steps aside for one with another config, which would not be a continuation.
     """
     there = read_json(folder / RUN)
+    if there:
+        lock(folder).release()
     if there.get("tiny") and identity["tiny"] and is_default and there["config"] != identity["config"]:
         aside = folder.with_name(f"{folder.name}.{there['config']}")
         shutil.rmtree(aside, ignore_errors=True)

@@ -47,25 +47,29 @@ def main(options: list[str], recipe: str, *arguments: str):
     environment |= launched.to_environment()
     if launched.tiny:
         environment["HF_HUB_DISABLE_TELEMETRY"] = "1"
-    # accelerate gives every process one thread; an optimizer on the CPU (offload) needs every core.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // launched.processes)))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", launched.config]
-    command += ["--num_machines", "1", "--main_process_port", "0"]
+    # accelerate gives every process one thread; an optimizer on the CPU (offload) needs every core, a rehearsal only one.
+    threads = 1 if launched.on_cpu else max(1, _cores() // launched.processes)
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+    environment.setdefault("LOGLEVEL", "ERROR")  # torchrun's: it warns about every signal it passes on
+    command = [sys.executable]
+    if config["distributed_type"] != "NO":
+        command += ["-m", "harness.spawn", "--config_file", launched.config, "--num_machines", "1", "--main_process_port", "0"]
     os.execve(sys.executable, [*command, recipe, *arguments], environment)
 
 
 def _hardware(config: dict, launched: Launched):
     """Sets `on_cpu`, or fails when the machine cannot run `config`."""
     name = Path(launched.config).name
-    wanted = f"{config['num_machines']} machine(s) with {launched.processes // config['num_machines']} GPU(s)"
-    if not launched.tiny and config["num_machines"] > 1:
-        fail(f"{name} is for {wanted} each. {_rehearsal(launched)}")
+    machines, gpus = config["num_machines"], launched.processes // config["num_machines"]
+    wanted = f"{gpus} GPU{'s' * (gpus > 1)}"
+    if not launched.tiny and machines > 1:
+        fail(f"{name} is for {machines} machines with {wanted} each, this is one. {_rehearsal(launched)}")
     if launched.tiny:
         config["num_machines"] = 1  # every process on this machine
-    if checks.gpus(config):
+    if checks.gpu_count() >= gpus:
         return checks.bf16(config, name)
     if not launched.tiny:
-        fail(f"{name} is for {wanted}, this machine has fewer. {_rehearsal(launched)}")
+        fail(f"{name} needs {wanted}, and this machine has {checks.gpu_count() or 'none'}. {_rehearsal(launched)}")
     launched.on_cpu = True
 
 

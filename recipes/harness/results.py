@@ -35,6 +35,18 @@ class TokenCount:
         return batches, tokens
 
 
+class NothingLeft(Exception):
+    """The checkpoint a run continues from is its last one."""
+
+
+class StopAtTheEnd(TrainerCallback):
+    """transformers looks whether it is done only after a step; a run that was killed after its last one would get one more."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step >= state.max_steps:
+            raise NothingLeft
+
+
 class StopOnNan(TrainerCallback):
     """Ends a run whose loss is no number any more, before it is saved over a good checkpoint."""
 
@@ -56,7 +68,7 @@ def write(trainer, outcome, evaluation: dict, tokens: TokenCount, resumed_from: 
     hosts = {node: sum(h for n, _, h in ranks if n == node) for node, _, _ in ranks}
     parameters = list(trainer.model.parameters())
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    seconds = outcome.metrics["train_runtime"]
+    seconds = outcome.metrics["train_runtime"] if outcome else 0.0
     results = read_json(Path(trainer.args.output_dir, RUN)) | {
         "fsdp_enabled": trainer.is_fsdp_enabled,
         "world_size": accelerator.num_processes,
@@ -65,10 +77,10 @@ def write(trainer, outcome, evaluation: dict, tokens: TokenCount, resumed_from: 
         "trainable_params_b": round(sum(p.numel() for p in parameters if p.requires_grad) / 1e9, 6),
         "peak_gpu_gb": round(max(g for _, g, _ in ranks), 3),
         "peak_host_gb": round(max(hosts.values()), 3),
-        "final_loss": losses[-1] if losses else outcome.training_loss,
+        "final_loss": losses[-1] if losses else (outcome.training_loss if outcome else None),
         **{name: evaluation[name] for name in ("eval_loss",) if name in evaluation},
         **({"perplexity": math.exp(min(evaluation["eval_loss"], 700))} if "eval_loss" in evaluation else {}),
-        "tokens_per_second": round(float(tokens.total) / seconds, 1),
+        "tokens_per_second": round(float(tokens.total) / seconds, 1) if seconds else 0.0,
         "train_runtime": seconds,
         "global_step": state.global_step,
         "epoch": state.epoch,
@@ -109,10 +121,12 @@ def summary(results: dict, folder: str):
     evaluation = ""
     if "eval_loss" in results:
         evaluation = f", held-out loss {results['eval_loss']:.4f} (perplexity {results['perplexity']:.1f})"
+    gpu = f"{results['peak_gpu_gb']:.1f} GB a GPU, " if results["peak_gpu_gb"] else ""
+    processes = f"{results['world_size']} process{'es' * (results['world_size'] > 1)}"
     say(
-        f"{'FSDP' if results['fsdp_enabled'] else 'Unsharded'} on {results['world_size']} process(es), "
+        f"{'FSDP' if results['fsdp_enabled'] else 'Unsharded'} on {processes}, "
         f"{results['global_step']} steps: loss {results['final_loss']:.4f}{evaluation}\n"
-        f"{results['tokens_per_second']:,.0f} tokens/s, "
-        f"peak {results['peak_gpu_gb']:.1f} GB GPU, {results['peak_host_gb']:.1f} GB host\n"
+        f"{results['tokens_per_second']:,.0f} tokens/s, peak memory "
+        f"{gpu}{results['peak_host_gb']:.1f} GB host\n"
         f"The model, train_results.json and loss.png are in {folder}"
     )

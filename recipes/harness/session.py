@@ -1,8 +1,10 @@
 """`train`: everything between a built trainer and a finished run."""
 
+import os
 from pathlib import Path
 
 from harness import checkpoints, configs, export, results, sharding
+from harness.folder import lock
 from harness.launched import Launched, say
 
 
@@ -13,21 +15,32 @@ def train(trainer):
         trainer: a `transformers.Trainer` or `trl.SFTTrainer`, as built; its `args.output_dir` is the run's folder.
 
     Raises:
-        RuntimeError: when the run is not sharded as its config says, or the loss is no number any more.
+        RuntimeError: when the run is not sharded as its config says, 4-bit weights did not survive sharding, or the loss
+            is no number any more.
     """
-    folder = Path(trainer.args.output_dir)
+    launched, folder = Launched.from_environment(), Path(trainer.args.output_dir)
+    held = lock(folder) if trainer.is_world_process_zero() else None
     sharding.set_precision(trainer)
     sharding.BytesCheck(trainer.model)
     tokens = results.TokenCount(trainer)
-    trainer.add_callback(sharding.AfterWrapping(trainer, configs.read(Launched.from_environment().config)))
+    trainer.add_callback(sharding.AfterWrapping(trainer, configs.read(launched.config)))
     trainer.add_callback(checkpoints.MarkComplete())
     trainer.add_callback(results.StopOnNan())
+    trainer.add_callback(results.StopAtTheEnd())
 
     checkpoint = checkpoints.newest(folder)
     resumed_from = int(checkpoint.name.split("-")[1]) if checkpoint else 0
     if checkpoint:
         say(f"Continuing from {checkpoint}; data already seen is skipped.")
-    outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    try:
+        outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except results.NothingLeft:
+        outcome, trainer.is_in_train = None, False
+    except KeyboardInterrupt:
+        kept = checkpoints.latest(folder)
+        going_on = f"The same command goes on from {kept}." if kept else "No checkpoint was written yet."
+        say(f"\nStopped at step {trainer.state.global_step}. {going_on}")
+        os._exit(130)  # other ranks may wait in a collective for ever
 
     evaluation = {}
     if trainer.eval_dataset is not None:
@@ -36,6 +49,8 @@ def train(trainer):
         evaluation = logged[-1] if is_fresh else trainer.evaluate()
     trainer.save_state()
     export.save(trainer)
-    export.sample(trainer)
+    export.sample(trainer, launched.tiny)
     results.summary(results.write(trainer, outcome, evaluation, tokens, resumed_from), str(folder))
     trainer.end()
+    if held:
+        held.release()

@@ -10,6 +10,7 @@ import hashlib
 import os
 import random
 import shutil
+import textwrap
 from pathlib import Path
 
 from harness.launched import fail, say
@@ -81,13 +82,13 @@ NOT_PROSE = {"id", "prompt_id", "dump", "url", "file_path", "language", "source"
 
 
 def prepare(data, model):
-    """Makes the stand-ins for `data` and `model` and says what they replace."""
+    """Makes the stand-ins for `data` and `model`."""
     import datasets
 
     datasets.disable_progress_bars()
     for folder, make in (
-        (_model_folder(model), lambda draft: _make_model(model.model_name_or_path, model.model_revision, draft)),
-        (_data_folder(data), lambda draft: _make_data(data, draft)),
+        (model_folder(model), lambda draft: _make_model(model.model_name_or_path, model.model_revision, draft)),
+        (data_folder(data), lambda draft: _make_data(data, draft)),
     ):
         if not folder.is_dir():
             draft = folder.with_name(f"{folder.name}.{os.getpid()}")
@@ -97,26 +98,32 @@ def prepare(data, model):
                     draft.rename(folder)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
-    say(
-        f"This is a rehearsal. The model is not {model.model_name_or_path} but a two-layer model of its architecture with\n"
-        f"random weights; the data is not {data.dataset_name} but Python's documentation in its columns.\n"
-        f"Unless given as flags: {', '.join(f'{name} {number}' for name, number in NUMBERS.items())}."
+
+
+def announce(data, args, model):
+    """Says what the stand-ins replace."""
+    numbers = [f"{name} {number}" for name, number in NUMBERS.items() if getattr(args, name, None) == number]
+    notice = (
+        f"This is a rehearsal. The model is not {model.model_name_or_path} but a two-layer model of its architecture with "
+        f"random weights; the data is not {data.dataset_name} but Python's documentation in its columns. "
+        f"Numbers that are not the recipe's: {', '.join(numbers)}."
     )
+    say(textwrap.fill(notice, 110))
 
 
 def substitute(data, args, model):
     """Puts the stand-ins in the place of what the recipe names."""
-    model.model_name_or_path, data.dataset_name = str(_model_folder(model)), str(_data_folder(data))
+    model.model_name_or_path, data.dataset_name = str(model_folder(model)), str(data_folder(data))
     model.model_revision = "main"
     if getattr(args, "model_init_kwargs", None):
         args.model_init_kwargs = {**args.model_init_kwargs, "revision": "main"}
 
 
-def _model_folder(model) -> Path:
+def model_folder(model) -> Path:
     return _folder(model.model_name_or_path, model.model_revision)
 
 
-def _data_folder(data) -> Path:
+def data_folder(data) -> Path:
     return _folder(data.dataset_name, data.dataset_config)
 
 
@@ -248,7 +255,7 @@ def _describe(data) -> tuple[list[str], dict]:
 
     from harness import checks
 
-    checks.dataset(data, None)
+    checks.dataset(data)
     with checks.hub_errors("data set", data.dataset_name):
         splits = get_dataset_split_names(data.dataset_name, data.dataset_config)
         stream = load_dataset(data.dataset_name, data.dataset_config, split=data.dataset_train_split, streaming=True)

@@ -1,0 +1,30 @@
+"""`accelerate launch` without its own tracebacks: what a process printed stands alone, and one line says how it ended."""
+
+import signal
+import sys
+
+
+def main():
+    from accelerate.commands.launch import main as accelerate_launch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        accelerate_launch()
+    except (KeyboardInterrupt, SignalException) as stopped:
+        number = getattr(stopped, "sigval", signal.SIGINT)
+        if number != signal.SIGINT:  # Ctrl-C reaches the processes too, and the first of them says where it stopped
+            name = signal.Signals(number).name
+            print(f"Stopped by {name}. The same command goes on from the newest checkpoint.", file=sys.stderr)
+        sys.exit(128 + number)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode != 2:  # 2: the process said in one line what was wrong
+            print(
+                f"error: process {rank} failed first (exit code {failure.exitcode}); see what it printed above", file=sys.stderr
+            )
+        sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -60,13 +60,13 @@ def launch(environment, workplace):
 
 @pytest.fixture(scope="session")
 def rehearse(launch, workplace):
-    """Rehearses a recipe with a config and flags, once a session; returns the run's folder."""
+    """Rehearses a recipe with a config and flags, once a session (or again: `fresh`); returns the run's folder."""
     done = {}
 
-    def call(recipe, config, *flags, **variables):
-        key = (recipe, config, *flags)
+    def call(recipe, config, *flags, fresh=False, **variables):
+        key = (recipe, config, *flags, *([len(done)] if fresh else []))
         if key not in done:
-            folder = workplace / "runs" / f"{len(done)}-{recipe}-{config}"
+            folder = workplace / "runs" / f"{len(done)}-{recipe}"
             process = launch("--tiny", recipe, config, "--output_dir", folder, *flags, **variables)
             assert process.returncode == 0, process.stdout + process.stderr
             done[key] = folder

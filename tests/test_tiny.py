@@ -28,7 +28,7 @@ def made(tmp_path, monkeypatch):
 
     def call(the_data=FINEWEB, the_model=QWEN):
         tiny.prepare(the_data, the_model)
-        args = types.SimpleNamespace(model_init_kwargs={"dtype": "float32"}, max_steps=40, max_length=9)
+        args = types.SimpleNamespace(model_init_kwargs={"dtype": "float32"}, max_steps=30, max_length=9)
         tiny.announce(the_data, args, the_model)
         the_data, the_model = types.SimpleNamespace(**vars(the_data)), types.SimpleNamespace(**vars(the_model))
         tiny.substitute(the_data, args, the_model)
@@ -40,7 +40,7 @@ def made(tmp_path, monkeypatch):
 def test_says_what_was_replaced(made, capsys):
     made()
     shown = " ".join(capsys.readouterr().out.split())
-    for word in ("rehearsal", "Qwen/Qwen2-0.5B", "HuggingFaceFW/fineweb-edu", "Python's documentation", "max_steps 40"):
+    for word in ("rehearsal", "Qwen/Qwen2-0.5B", "HuggingFaceFW/fineweb-edu", "Python's documentation", "max_steps 30"):
         assert word in shown
     assert "max_length" not in shown  # what a flag changed is not listed
 

@@ -91,12 +91,15 @@ def parse(config_class, **defaults):
         if launched.tiny:
             tiny.prepare(data, model)
     elif launched.checking or not launched.recipe:
-        _check(data, args, model, launched, config, output_is_default=args.output_dir == default_folder)
+        # A recipe that names its text column has one; the others make theirs from what they load.
+        text_field = args.dataset_text_field if "dataset_text_field" in defaults else None
+        _check(data, args, model, launched, config, text_field, output_is_default=args.output_dir == default_folder)
+    name = model.model_name_or_path
     if launched.tiny:
         tiny.substitute(data, args, model)
     if model.load_in_4bit and sharded:
         if launched.checking:
-            quantize.prepare(model)
+            quantize.prepare(model, name)
         quantize.substitute(model, args)
     if launched.checking:
         raise Checked
@@ -153,7 +156,7 @@ def attention() -> str | None:
     return "flash_attention_2" if ampere and is_flash_attn_2_available(kernels_fallback_ok=True) else "sdpa"
 
 
-def _check(data, args, model, launched: Launched, config: dict, output_is_default: bool):
+def _check(data, args, model, launched: Launched, config: dict, text_field: str | None, output_is_default: bool):
     checks.arguments(data, args, model)
     if config.get("distributed_type") == "FSDP":
         checks.quantization(model, args)
@@ -167,7 +170,6 @@ def _check(data, args, model, launched: Launched, config: dict, output_is_defaul
         "use_peft": model.use_peft,
         "load_in_4bit": model.load_in_4bit,
     }
-    text_field = getattr(args, "dataset_text_field", None)
     if launched.tiny:
         tiny.prepare(data, model)
         stand_in = dataclasses.replace(data, dataset_name=str(tiny.data_folder(data)))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from harness import tiny
 from harness.folder import write_json
 from harness.launched import say
 
@@ -22,25 +23,28 @@ def folder_of(model) -> Path:
     from huggingface_hub.constants import HF_HOME
 
     kind = [model.model_revision, model.bnb_4bit_quant_type, model.use_bnb_nested_quant, model.bnb_4bit_quant_storage]
+    rehearsed = Path(model.model_name_or_path).is_relative_to(tiny.FOLDER.absolute())
+    root = tiny.FOLDER.absolute().with_name(".quantized") if rehearsed else Path(HF_HOME, "quantized")
     digest = hashlib.sha256(repr([model.model_name_or_path, *kind]).encode()).hexdigest()[:8]
-    name = model.model_name_or_path.strip("/").replace("/", "--")[-80:]
-    return Path(HF_HOME, "quantized", f"{name}-{model.bnb_4bit_quant_type}-{digest}")
+    name = Path(model.model_name_or_path).name if rehearsed else model.model_name_or_path.strip("/").replace("/", "--")
+    return root / f"{name[-80:]}-{model.bnb_4bit_quant_type}-{digest}"
 
 
-def prepare(model) -> Path:
-    """Makes the 4-bit weights unless they are there. One process at a time; a folder that is there is whole."""
+def prepare(model, name: str):
+    """Makes the 4-bit weights unless they are there. One process at a time; a folder that is there is whole.
+
+    `name` is what to call the model in messages.
+    """
     folder = folder_of(model)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if folder.is_dir():
-            say(f"The 4-bit weights of {model.model_name_or_path} are in {folder}.")
-            return folder
-        say(f"Quantizing {model.model_name_or_path} to 4 bits, once, into {folder} …")
+            return say(f"The 4-bit weights of {name} are in {folder}.")
+        say(f"Quantizing {name} to 4 bits, once, into {folder} …")
         draft = folder.with_name(f".{folder.name}.draft")
         shutil.rmtree(draft, ignore_errors=True)
         _quantize(model, draft)
         draft.rename(folder)
-    return folder
 
 
 def _quantize(model, folder: Path):

@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import json
 import math
 import os
 import platform
@@ -89,6 +90,11 @@ def write(trainer, outcome, evaluation: dict, tokens: TokenCount, resumed_from: 
         "finished": datetime.datetime.now().isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {p: importlib.metadata.version(p) for p in PACKAGES},
     }
+    shown = ("fsdp_enabled", "world_size", "model_params_b", "final_loss")
+    results["nodes"] = [
+        {"node": int(node), "peak_gpu_gb": round(max(g for n, g, _ in ranks if n == node), 3)} | {k: results[k] for k in shown}
+        for node in sorted(hosts, key=int)
+    ]
     if trainer.is_world_process_zero():
         title = f"{results.get('recipe', '')} × {results.get('config', '')}".strip("× ")
         draw(state.log_history, title, Path(trainer.args.output_dir, "loss.png"))
@@ -123,6 +129,8 @@ def summary(results: dict, folder: str):
         evaluation = f", held-out loss {results['eval_loss']:.4f} (perplexity {results['perplexity']:.1f})"
     gpu = f"{results['peak_gpu_gb']:.1f} GB a GPU, " if results["peak_gpu_gb"] else ""
     processes = f"{results['world_size']} process{'es' * (results['world_size'] > 1)}"
+    if results["num_nodes"] > 1:
+        say("\n".join(json.dumps(report) for report in results["nodes"]))
     say(
         f"{'FSDP' if results['fsdp_enabled'] else 'Unsharded'} on {processes}, "
         f"{results['global_step']} steps: loss {results['final_loss']:.4f}{evaluation}\n"

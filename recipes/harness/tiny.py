@@ -21,7 +21,7 @@ SHARDS = 8  # parquet files a split, so that up to eight processes each read the
 
 # What a rehearsal runs with unless a flag says otherwise: the recipe's own numbers are for days on GPUs.
 NUMBERS = {
-    "max_steps": 40,
+    "max_steps": 30,
     "max_length": 256,
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -29,8 +29,8 @@ NUMBERS = {
     "warmup_steps": 4,
     "logging_first_step": True,
     "logging_steps": 5,
-    "eval_steps": 20,
-    "save_steps": 20,
+    "eval_steps": 15,
+    "save_steps": 15,
     "max_eval_samples": 16,
 }
 

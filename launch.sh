@@ -13,7 +13,8 @@
 # requirements.txt into it; PYTHON=/path/to/python uses that environment instead and installs nothing.
 set -euo pipefail
 
-here=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+unset CDPATH
+here=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd)
 export PYTHONPATH="$here/recipes${PYTHONPATH:+:$PYTHONPATH}"
 
 fail() {
@@ -69,6 +70,7 @@ nearest() {
 prepare_python() {
   if [[ -n ${PYTHON:-} ]]; then
     python=$(command -v -- "$PYTHON") || fail "PYTHON=$PYTHON is no program: give the path of a python"
+    [[ $python == /* ]] || python=$PWD/$python
     return
   fi
   python="$here/.venv/bin/python"
@@ -78,13 +80,17 @@ prepare_python() {
   if command -v flock >/dev/null; then
     exec 9>"$here/.venv.lock"
     flock 9
-    cmp -s "$here/requirements.txt" "$done" && return
+    if cmp -s "$here/requirements.txt" "$done"; then
+      exec 9>&-
+      return
+    fi
   fi
   printf 'Installing requirements.txt into %s; this happens once.\n' "$here/.venv" >&2
   python3 -m venv "$here/.venv" >&2 || fail "python3 cannot make a virtual environment: install python3-venv, or set PYTHON"
   "$python" -m pip install --disable-pip-version-check -r "$here/requirements.txt" >&2 ||
     fail "the installation did not finish: see above, then call the same command again to go on"
   cp -- "$here/requirements.txt" "$done"
+  exec 9>&-
 }
 
 # run [--tiny] [--quantize] RECIPE [CONFIG] [--flag …]

@@ -55,7 +55,8 @@ def main():
 def as_prompt(row: dict) -> dict:
     """`instruction`, `input` and `output` as `prompt` and `completion`; the loss is on the completion only."""
     task = f"{row['instruction']}\n\n{row['input']}".strip()
-    return {"prompt": f"### Instruction\n{task}\n\n### Python\n", "completion": row["output"]}
+    # The line break belongs to the completion: at the end of the prompt it could merge with the first token of the code.
+    return {"prompt": f"### Instruction\n{task}\n\n### Python", "completion": "\n" + row["output"]}
 
 
 if __name__ == "__main__":

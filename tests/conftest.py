@@ -76,25 +76,26 @@ def rehearse(launch, workplace):
 
 
 @pytest.fixture
-def build_trainer(workplace, monkeypatch):
+def build_trainer(workplace, monkeypatch, tmp_path):
     """Runs a recipe in this process, on its tiny stand-ins, and returns the trainer it hands to `train`."""
     import harness
+
+    handed_over = []
 
     def call(recipe, *flags):
         monkeypatch.chdir(workplace)
         launched = {"recipe": recipe, "processes": 1, "tiny": True, "on_cpu": True}
-        handed_over = []
         monkeypatch.setattr(harness, "train", handed_over.append)
         path = str(ROOT / "recipes" / f"{recipe}.py")
         # Once as launch.py does, to check and to make the stand-ins; once as a rank does.
         for checking in (True, False):
             monkeypatch.setenv("RECIPE_LAUNCH", json.dumps(launched | {"checking": checking}))
-            monkeypatch.setattr(sys, "argv", [path, "--output_dir", str(workplace / "in-process"), *flags])
+            monkeypatch.setattr(sys, "argv", [path, "--output_dir", str(tmp_path / f"in-process-{len(handed_over)}"), *flags])
             try:
                 runpy.run_path(path, run_name="__main__")
             except harness.launched.Checked:
                 assert checking
-        return handed_over[0]
+        return handed_over[-1]
 
     return call
 

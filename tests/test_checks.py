@@ -12,7 +12,13 @@ from harness import arguments, checks, folder
 from harness.launched import Launched
 
 CONFIG = {"num_processes": 2, "num_machines": 1, "mixed_precision": "bf16"}
-IDENTITY = dict.fromkeys(("recipe", "model", "dataset", "use_peft", "load_in_4bit"), "a") | {"tiny": False, "config": "c"}
+IDENTITY = dict.fromkeys(("recipe", "model", "dataset", "dataset_config", "use_peft", "load_in_4bit"), "a")
+IDENTITY |= {"tiny": False, "config": "c", "sharded": True}
+
+
+def take(run, identity, is_default):
+    folder.check(run, identity, is_default)
+    folder.claim(run, identity, is_default)
 
 
 @pytest.fixture
@@ -62,47 +68,53 @@ def test_versions_are_a_warning(monkeypatch, tmp_path, capsys):
 
 class TestRunFolder:
     def test_is_claimed_once(self, tmp_path):
-        folder.claim(tmp_path / "new/run", IDENTITY, False)
+        take(tmp_path / "new/run", IDENTITY, False)
         assert read(tmp_path / "new/run", "run.json") == IDENTITY
-        folder.claim(tmp_path / "new/run", IDENTITY, False)
+        take(tmp_path / "new/run", IDENTITY, False)
 
-    @pytest.mark.parametrize("key", ["recipe", "model", "dataset", "tiny", "use_peft", "load_in_4bit"])
+    @pytest.mark.parametrize("key", ["recipe", "model", "dataset", "dataset_config", "tiny", "use_peft", "load_in_4bit"])
     def test_of_another_run_is_refused(self, tmp_path, says, key):
-        folder.claim(tmp_path / "run", IDENTITY, False)
-        message = says(folder.claim, tmp_path / "run", IDENTITY | {key: True}, False)
+        take(tmp_path / "run", IDENTITY, False)
+        message = says(take, tmp_path / "run", IDENTITY | {key: True}, False)
         assert key in message and "--output_dir" in message
         assert read(tmp_path / "run", "run.json") == IDENTITY
 
     def test_with_files_of_somebody_else_is_refused(self, tmp_path, says):
         (tmp_path / "thesis.tex").touch()
-        assert "not a run" in says(folder.claim, tmp_path, IDENTITY, False)
+        assert "not a run" in says(take, tmp_path, IDENTITY, False)
         assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
     def test_in_use_by_another_run(self, tmp_path, says):
-        folder.claim(tmp_path / "run", IDENTITY, False)
+        take(tmp_path / "run", IDENTITY, False)
         held = folder.lock(tmp_path / "run")
-        assert "another run is writing" in says(folder.claim, tmp_path / "run", IDENTITY, False)
+        assert "another run is writing" in says(take, tmp_path / "run", IDENTITY, False)
         held.release()
-        folder.claim(tmp_path / "run", IDENTITY, False)
+        take(tmp_path / "run", IDENTITY, False)
 
     def test_that_cannot_be_written(self, tmp_path, says):
         (tmp_path / "file").touch()
-        assert "cannot be written" in says(folder.claim, tmp_path / "file" / "run", IDENTITY, False)
+        assert "cannot be written" in says(take, tmp_path / "file" / "run", IDENTITY, False)
 
     def test_a_rehearsal_with_another_config_steps_aside(self, tmp_path, capsys):
         run = tmp_path / "run"
-        folder.claim(run, IDENTITY | {"tiny": True, "config": "old"}, True)
+        take(run, IDENTITY | {"tiny": True, "config": "old"}, True)
         (run / "model.safetensors").write_text("weights")
-        folder.claim(run, IDENTITY | {"tiny": True, "config": "new"}, True)
+        take(run, IDENTITY | {"tiny": True, "config": "new"}, True)
         assert (tmp_path / "run.old/model.safetensors").read_text() == "weights"
         assert read(run, "run.json")["config"] == "new" and not (run / "model.safetensors").exists()
         assert "run.old" in capsys.readouterr().out
 
     def test_a_real_run_never_steps_aside(self, tmp_path):
-        folder.claim(tmp_path / "run", IDENTITY, True)
+        take(tmp_path / "run", IDENTITY, True)
         (tmp_path / "run/checkpoint-5").mkdir()
-        folder.claim(tmp_path / "run", IDENTITY | {"config": "new"}, True)
+        take(tmp_path / "run", IDENTITY | {"config": "new"}, True)
         assert (tmp_path / "run/checkpoint-5").is_dir()
+
+    def test_checkpoints_of_the_other_kind_are_refused(self, tmp_path, says):
+        take(tmp_path / "run", IDENTITY, True)
+        take(tmp_path / "run", IDENTITY | {"sharded": False, "config": "d"}, True)
+        (tmp_path / "run/checkpoint-5").mkdir()
+        assert "unsharded checkpoints of d" in says(take, tmp_path / "run", IDENTITY, True)
 
     def test_finished_means_as_far_as_asked(self, tmp_path):
         assert not folder.finished(tmp_path, 10, 3.0)

@@ -13,6 +13,7 @@ from conftest import CONFIGS
 from harness import configs
 
 FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
+WRAP = "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
 
 
 def test_the_keys_are_the_ones_accelerate_knows():
@@ -36,7 +37,6 @@ def test_every_fsdp2_key_changes_the_plugin(key, monkeypatch):
             "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
             "FSDP_TRANSFORMER_CLS_TO_WRAP": "Layer",
         },
-        "fsdp_min_num_params": {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "7"},
         "fsdp_state_dict_type": {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"},
         "fsdp_cpu_ram_efficient_loading": {"FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
         "fsdp_activation_checkpointing": {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
@@ -80,10 +80,16 @@ def test_config_reads_and_explains_itself(path):
         (FSDP + "  fsdp_offload_parms: true\n", ["fsdp_offload_parms", "fsdp_offload_params"]),
         (FSDP.replace("  fsdp_version: 2\n", "  fsdp_offload_params: true\n"), ["fsdp_version", "missing"]),
         (FSDP.replace("version: 2", "version: 1"), ["fsdp_version is 1"]),
-        (FSDP + "  fsdp_offload_params: sometimes\n", ["fsdp_offload_params", "sometimes"]),
+        (
+            FSDP + "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_offload_params: sometimes\n",
+            ["fsdp_offload_params", "sometimes"],
+        ),
         (FSDP + "  fsdp_sharding_strategy: HYBRID_SHARD\n", ["fsdp_sharding_strategy", "parallelism_config"]),
         (FSDP + "  fsdp_use_orig_params: true\n", ["fsdp_use_orig_params", "delete"]),
         ("distributed_type: DEEPSPEED\n", ["DEEPSPEED", "FSDP"]),
+        (FSDP, ["fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]),
+        (FSDP + "  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n", ["TRANSFORMER_BASED_WRAP"]),
+        ('distributed_type: "NO"\nnum_processes: 2\n', ["one process"]),
         ("distributed_type: NO\n", ["False", "FSDP"]),
         ("distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: 2\n", ["num_processes (3)", "multiple"]),
         ("distributed_type: MULTI_GPU\nmixed_precision: fp8\n", ["fp8", "bf16"]),

@@ -49,6 +49,8 @@ def test_lists_every_recipe_and_config(launch):
         (["--tiny", RECIPE, CONFIG, "--max_steps", "-1"], ["--max_steps", "--max_tokens"]),
         (["--tiny", RECIPE, CONFIG, "--load_in_4bit"], ["--use_peft"]),
         (["--tiny", RECIPE, CONFIG, "--hub_token", "hf_secret"], ["hf auth login"]),
+        (["--tiny", RECIPE, CONFIG, "--push_to_hub"], ["hf upload"]),
+        (["--tiny", RECIPE, CONFIG, "--config"], ["pop"]),
         (["--tiny", RECIPE, CONFIG, "--model_name_or_path", "some/unknown-llama"], ["some/unknown-llama", "cannot be reached"]),
         (["--tiny", RECIPE, CONFIG, "stray"], ["stray"]),
         (["--tiny", RECIPE, CONFIG, "--dataset_text_field", "body"], ["no column 'body'", "fineweb-edu", "text"]),

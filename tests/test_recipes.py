@@ -9,29 +9,30 @@ import yaml
 from conftest import ROOT, losses, read
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from harness import tiny
 
 
-def in_the_loss(trainer, row) -> str:
-    """The text whose tokens enter the loss of a packed row, documents joined by |."""
+def in_the_loss(trainer, row) -> list[str]:
+    """The text whose tokens enter the loss, for every document of a packed row."""
     pieces, start = [], 0
     for length in row["seq_lengths"]:
         part = slice(start, start + length)
         pieces.append([t for t, label in zip(row["input_ids"][part], row["labels"][part], strict=True) if label != -100])
         start += length
-    return "|".join(trainer.processing_class.decode(piece) for piece in pieces)
+    return [trainer.processing_class.decode(piece) for piece in pieces]
 
 
 def test_chat_trains_on_the_assistants_turns_and_their_end(build_trainer):
-    trainer = build_trainer("qwen2_chat", "--max_length", "2048")
+    trainer = build_trainer("qwen2_chat", "--max_length", "8192")
     row = trainer.train_dataset[0]
     text = trainer.processing_class.decode(row["input_ids"])
     # Everything between the assistant's header and the end of its turn, that end included, and nothing else.
     turns = [turn.split("<|im_end|>")[0] + "<|im_end|>" for turn in text.split("<|im_start|>assistant\n")[1:]]
     assert len(turns) > 3
-    assert in_the_loss(trainer, row).replace("|im_end|", "~").replace("|", "").replace("~", "|im_end|") == "".join(turns)
+    assert "".join(in_the_loss(trainer, row)) == "".join(turns)
     assert "generation" not in trainer.processing_class.chat_template  # what is saved is the model's own template
     assert trainer.processing_class.chat_template == tiny.CHATML
 
@@ -56,9 +57,9 @@ def test_code_trains_on_the_completion_only(build_trainer):
     tokenizer = trainer.processing_class
     for row in (trainer.train_dataset[0], trainer.eval_dataset[0]):
         text = tokenizer.decode(row["input_ids"])
-        completions = [piece.split("<|end_of_text|>")[0] + "<|end_of_text|>" for piece in text.split("### Python\n")[1:]]
+        completions = [piece.split("<|end_of_text|>")[0] + "<|end_of_text|>" for piece in text.split("### Python")[1:]]
         assert len(completions) == len(row["seq_lengths"])
-        assert in_the_loss(trainer, row) == "|".join(completions)
+        assert in_the_loss(trainer, row) == completions
     frozen = [name for name, weight in trainer.model.named_parameters() if not weight.requires_grad]
     trained = [name for name, weight in trainer.model.named_parameters() if weight.requires_grad]
     assert all("lora_" in name for name in trained) and not any("lora_" in name for name in frozen)
@@ -181,8 +182,8 @@ def test_qlora_keeps_the_base_and_names_it(rehearse, workplace):
     stand_in = next((workplace / "outputs/tiny/.stand-ins").glob("meta-llama--Llama-3.1-70B-*"))
     assert read(run, "adapter_config.json")["base_model_name_or_path"] == str(stand_in)
     assert not list(run.glob("model*.safetensors"))
-    checkpoint = sum(file.stat().st_size for file in (run / "checkpoint-30/pytorch_model_fsdp_0").iterdir())
-    assert checkpoint < 1.5 * (run / "adapter_model.safetensors").stat().st_size + 50_000
+    saved = FileSystemReader(run / "checkpoint-30/pytorch_model_fsdp_0").read_metadata().state_dict_metadata
+    assert saved and all("lora_" in name for name in saved)
     model = AutoPeftModelForCausalLM.from_pretrained(run)
     assert sum(weight.abs().sum() for name, weight in model.named_parameters() if "lora_B" in name) > 0
 
@@ -211,7 +212,8 @@ def test_every_node_reports(rehearse):
 
 class TestMerge:
     @pytest.fixture(scope="class")
-    def adapter(self, rehearse, tmp_path_factory):
+    @staticmethod
+    def adapter(rehearse, tmp_path_factory):
         """An adapter on float32 base weights in several files."""
         run = rehearse("llama31_8b_lora", "4gpu_full_shard")
         folder = tmp_path_factory.mktemp("adapter")

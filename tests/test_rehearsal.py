@@ -138,7 +138,7 @@ def test_a_copied_recipe_with_a_model_from_the_hub(environment, launch, workplac
     """`cp recipe mine.py`, another model id: its config and tokenizer come from the hub, nothing else does."""
     root = tmp_path / "hub"
     source = root / "models/some/unknown-llama"
-    tokenizer = tiny._make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-"])
+    tokenizer = tiny._make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-0.5B*"])
     tokenizer.save_pretrained(source)
     config = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256}
     (source / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import trl
+import yaml
 
 from harness import checks, configs, flags, folder, fsdp_on_cpu, quantize, tiny
 from harness.launched import Checked, Launched, fail, say
@@ -62,9 +63,8 @@ def parse(config_class, **defaults):
     fields = {action.dest for action in parser._actions}
     if misspelt := [name for name in defaults if name not in fields]:
         fail(f"{Path(sys.argv[0]).name}: {flags.unknown(misspelt[0], sorted(fields))}")
-    default_folder = folder.default(launched, sys.argv[0])
     parser.set_defaults_with_config(
-        output_dir=default_folder,
+        output_dir=folder.default(launched, sys.argv[0]),
         logging_nan_inf_filter=False,  # a NaN loss is to be seen
         save_total_limit=2,  # the newest checkpoint may be cut short by a kill; the one before it is whole
         **{"use_cpu": True} if launched.on_cpu else {},
@@ -74,7 +74,7 @@ def parse(config_class, **defaults):
         parser.set_defaults_with_config(**{k: v for k, v in tiny.NUMBERS.items() if k in fields})
     try:
         *parsed, rest = parser.parse_args_and_config(return_remaining_strings=True)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, IndexError, yaml.YAMLError) as error:
         fail(str(error).split("\n")[0])
     if rest:
         fail(flags.unknown(rest[0], [option for action in parser._actions for option in action.option_strings]))
@@ -82,7 +82,8 @@ def parse(config_class, **defaults):
 
     if data.max_tokens:
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * getattr(args, "max_length", 1024)
-        args.max_steps = math.ceil(data.max_tokens / (per_step * max(1, launched.processes)))
+        processes = launched.processes or int(os.environ.get("WORLD_SIZE", 1))
+        args.max_steps = math.ceil(data.max_tokens / (per_step * processes))
     _load_with(args, model, sharded)
     if launched.quantize:
         if not model.load_in_4bit:
@@ -90,13 +91,14 @@ def parse(config_class, **defaults):
         checks.quantization(model, args)
         if launched.tiny:
             tiny.prepare(data, model)
-    elif launched.checking or not launched.recipe:
+    elif launched.checking or (not launched.recipe and args.process_index == 0):
         # A recipe that names its text column has one; the others make theirs from what they load.
         text_field = args.dataset_text_field if "dataset_text_field" in defaults else None
-        _check(data, args, model, launched, config, text_field, output_is_default=args.output_dir == default_folder)
+        _check(data, args, model, launched, config, text_field)
     name = model.model_name_or_path
     if launched.tiny:
         tiny.substitute(data, args, model)
+        args.report_to = []  # a rehearsal is not for the project's charts
     if model.load_in_4bit and sharded:
         if launched.checking:
             quantize.prepare(model, name)
@@ -156,20 +158,24 @@ def attention() -> str | None:
     return "flash_attention_2" if ampere and is_flash_attn_2_available(kernels_fallback_ok=True) else "sdpa"
 
 
-def _check(data, args, model, launched: Launched, config: dict, text_field: str | None, output_is_default: bool):
+def _check(data, args, model, launched: Launched, config: dict, text_field: str | None):
     checks.arguments(data, args, model)
     if config.get("distributed_type") == "FSDP":
         checks.quantization(model, args)
-    run = Path(args.output_dir)
+    run, is_default = Path(args.output_dir), args.output_dir == folder.default(launched, sys.argv[0])
     identity = {
         "recipe": Path(launched.recipe or sys.argv[0]).stem,
         "config": Path(launched.config).stem,
         "model": model.model_name_or_path,
         "dataset": data.dataset_name,
+        "dataset_config": data.dataset_config,
+        "dataset_train_split": data.dataset_train_split,
+        "sharded": config.get("distributed_type") == "FSDP",
         "tiny": launched.tiny,
         "use_peft": model.use_peft,
         "load_in_4bit": model.load_in_4bit,
     }
+    folder.check(run, identity, is_default)
     if launched.tiny:
         tiny.prepare(data, model)
         stand_in = dataclasses.replace(data, dataset_name=str(tiny.data_folder(data)))
@@ -177,13 +183,18 @@ def _check(data, args, model, launched: Launched, config: dict, text_field: str 
     else:
         checks.reachable(model.model_name_or_path, model.model_revision)
         checks.dataset(data, text_field)
-    folder.claim(run, identity, output_is_default)
+    folder.claim(run, identity, is_default)
+    flag = "--max_steps" if args.max_steps > 0 else "--num_train_epochs"
     if results := folder.finished(run, args.max_steps, args.num_train_epochs):
         say(
             f"{run} is finished: {results['global_step']} steps, final loss {results['final_loss']:.4f}.\n"
-            f"To go on: the same command with a larger --max_steps or --num_train_epochs. "
-            f"To start over: another --output_dir, or rm -r {run}"
+            f"To go on: the same command with a larger {flag}. To start over: another --output_dir, or rm -r {run}"
         )
         sys.exit(0)
+    if (run / folder.RESULTS).exists() and not list(run.glob("checkpoint-*")):
+        fail(
+            f"{run} is finished and its checkpoints are gone, so it cannot go on: train its model further with "
+            f"--model_name_or_path {run} and another --output_dir"
+        )
     if launched.tiny:
         tiny.announce(data, args, model)

@@ -10,6 +10,8 @@ from harness.folder import read_json, write_json
 from harness.launched import say
 
 MARK = "complete.json"
+# What decides which data a step sees: a run that goes on with other values sees some data twice or never.
+GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "seed")
 
 
 class MarkComplete(TrainerCallback):
@@ -22,12 +24,13 @@ class MarkComplete(TrainerCallback):
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
             for adapter in getattr(model, "peft_config", {}).values():
                 adapter.save_pretrained(folder)
-            write_json(folder / MARK, {"world_size": process.num_processes, "model": model.config.name_or_path})
+            geometry = {"world_size": process.num_processes} | {name: getattr(args, name, None) for name in GEOMETRY}
+            write_json(folder / MARK, {"model": model.config.name_or_path, "geometry": geometry})
 
 
 def latest(folder: Path) -> Path | None:
     """The newest whole checkpoint in `folder`."""
-    whole = [path.parent for path in folder.glob(f"checkpoint-*/{MARK}")]
+    whole = [path.parent for path in folder.glob(f"checkpoint-[0-9]*/{MARK}")]
     return max(whole, key=_step, default=None)
 
 
@@ -35,22 +38,24 @@ def _step(path: Path) -> int:
     return int(path.name.split("-")[1])
 
 
-def newest(folder: Path) -> Path | None:
-    """The checkpoint to continue from. Later ones, cut short by a kill, are removed."""
-    process, whole = PartialState(), latest(folder)
+def newest(args) -> Path | None:
+    """The checkpoint to continue from in `args.output_dir`. Later ones, cut short by a kill, are removed."""
+    folder, process = Path(args.output_dir), PartialState()
+    whole = latest(folder)
     process.wait_for_everyone()
     if process.is_main_process:
-        for path in folder.glob("checkpoint-*"):
+        for path in folder.glob("checkpoint-[0-9]*"):
             if not (path / MARK).is_file():
                 say(f"{path} was cut short while it was written; removing it.")
                 shutil.rmtree(path)
     process.wait_for_everyone()
     if whole is None:
         return None
-    processes = read_json(whole / MARK)["world_size"]
-    if processes != process.num_processes:
-        say(
-            f"warning: {whole} was written by {processes} processes, this run has {process.num_processes}: "
-            "weights and optimizer continue exactly, the order of the data does not"
-        )
+    geometry = {"world_size": process.num_processes} | {name: getattr(args, name, None) for name in GEOMETRY}
+    for name, before in read_json(whole / MARK)["geometry"].items():
+        if before != geometry[name]:
+            say(
+                f"warning: {whole} was written with {name} {before}, this run has {geometry[name]}: weights and optimizer "
+                "continue exactly, but some data is seen twice or never"
+            )
     return whole

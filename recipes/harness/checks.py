@@ -54,6 +54,14 @@ def arguments(data, args, model):
     """The arguments against each other."""
     if args.hub_token:
         fail("--hub_token would be saved with the run and seen in the process list: use `hf auth login` or HF_TOKEN")
+    if args.push_to_hub:
+        fail("--push_to_hub would upload checkpoints: when the run is done, `hf upload OWNER/NAME` its folder")
+    if args.resume_from_checkpoint:
+        fail("--resume_from_checkpoint is not needed: the same command goes on from the newest checkpoint in --output_dir")
+    if args.save_only_model:
+        fail("--save_only_model leaves out the optimizer, so the run could not go on: leave the flag out")
+    if args.save_total_limit == 1:
+        fail("--save_total_limit 1 deletes the last checkpoint before the next one is whole: give 2 or more")
     if data.dataset_streaming and args.max_steps <= 0:
         fail("a stream has no length: give --max_steps, or --max_tokens for a token budget")
     if (model.load_in_4bit or model.load_in_8bit) and not model.use_peft:

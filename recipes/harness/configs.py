@@ -14,7 +14,6 @@ FSDP2_KEYS = {
     "fsdp_offload_params",
     "fsdp_auto_wrap_policy",
     "fsdp_transformer_layer_cls_to_wrap",
-    "fsdp_min_num_params",
     "fsdp_state_dict_type",
     "fsdp_cpu_ram_efficient_loading",
     "fsdp_activation_checkpointing",
@@ -22,6 +21,7 @@ FSDP2_KEYS = {
     "fsdp_ignored_modules",
 }
 FSDP1_WORDS = {
+    "fsdp_min_num_params": "layers are wrapped by fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP; delete the line",
     "fsdp_sharding_strategy": "FULL_SHARD is fsdp_reshard_after_forward: true, SHARD_GRAD_OP is false, "
     "HYBRID_SHARD is a parallelism_config, NO_SHARD is distributed_type: MULTI_GPU",
     "fsdp_use_orig_params": "FSDP2 always keeps the original parameters; delete the line",
@@ -83,6 +83,8 @@ def read(path: str) -> dict:
     if not all(isinstance(n, int) and n > 0 for n in (processes, machines)) or processes % machines:
         fail(f"{name}: num_processes ({processes}) counts all machines, so it must be a multiple of num_machines ({machines})")
     config["num_processes"] = processes
+    if config["distributed_type"] == "NO" and processes > 1:
+        fail(f"{name}: distributed_type NO is one process; for {processes}, use FSDP or MULTI_GPU")
     fsdp = config["fsdp_config"] = config.get("fsdp_config") or {}
     if config["distributed_type"] == "FSDP":
         _fsdp2(name, fsdp)
@@ -105,6 +107,8 @@ def _fsdp2(name: str, fsdp: dict):
     _known(name, fsdp, FSDP2_KEYS)
     if fsdp.get("fsdp_version") != 2:
         fail(f"{name}: fsdp_version is {fsdp.get('fsdp_version', 'missing, which accelerate takes as 1')}: write fsdp_version: 2")
+    if fsdp.get("fsdp_auto_wrap_policy") != "TRANSFORMER_BASED_WRAP":
+        fail(f"{name}: write fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, one FSDP unit a transformer layer")
     for key in BOOLEANS & fsdp.keys():
         if not isinstance(fsdp[key], bool):
             fail(f"{name}: {key} is {fsdp[key]!r}, expected true or false")

@@ -20,7 +20,7 @@ def save(trainer):
     """
     folder, draft = Path(trainer.args.output_dir), Path(trainer.args.output_dir, ".model.draft")
     model = trainer.accelerator.unwrap_model(trainer.model)
-    state = _weights(model)
+    state = _weights(model, trainer)
     if trainer.is_world_process_zero():
         shutil.rmtree(draft, ignore_errors=True)
         if not isinstance(model, PreTrainedModel):
@@ -31,7 +31,7 @@ def save(trainer):
         model.save_pretrained(draft, state_dict=state)
         if isinstance(model, PreTrainedModel):
             # In memory the weights are float32 and the cache is off; neither is for those who use the model.
-            original = AutoConfig.from_pretrained(model.config.name_or_path)
+            original = _original(trainer)
             model.config.dtype, model.config.use_cache = original.dtype, getattr(original, "use_cache", True)
             model.config.save_pretrained(draft)
         trainer.processing_class.save_pretrained(draft)
@@ -42,12 +42,20 @@ def save(trainer):
     trainer.accelerator.wait_for_everyone()
 
 
-def _weights(model) -> dict[str, torch.Tensor]:
+def _original(trainer):
+    """The config of the model the run began with."""
+    args = trainer.args
+    kwargs = {"revision": (getattr(args, "model_init_kwargs", None) or {}).get("revision", "main")}
+    name = trainer.accelerator.unwrap_model(trainer.model).config.name_or_path
+    return AutoConfig.from_pretrained(name, trust_remote_code=getattr(args, "trust_remote_code", False), **kwargs)
+
+
+def _weights(model, trainer) -> dict[str, torch.Tensor]:
     """All weights on the first rank, on CPU; of an adapter only what was trained, so that the base is never gathered."""
     if not isinstance(model, PreTrainedModel):
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         return {name: (w.full_tensor() if isinstance(w, DTensor) else w).detach().cpu() for name, w in trained.items()}
-    dtype = AutoConfig.from_pretrained(model.config.name_or_path).dtype or torch.float32
+    dtype = _original(trainer).dtype or torch.float32
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return {
@@ -70,6 +78,7 @@ def _card(run: dict, is_whole: bool) -> str:
 def sample(trainer, is_rehearsal: bool, prompts: int = 3, new_tokens: int = 48):
     """Lets the model continue a few held-out texts (or answer held-out prompts), on the screen and in samples.txt."""
     rows = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
+    rows = next(iter(rows.values())) if isinstance(rows, dict) else rows
     model, tokenizer, shown = trainer.model, trainer.processing_class, []
     model.eval()
     torch.manual_seed(0)  # on every rank, so that sharded ranks write the same tokens

@@ -43,29 +43,46 @@ def default(launched: Launched, script: str) -> str:
     return str(Path("outputs", *(["tiny"] if launched.tiny else []), Path(launched.recipe or script).stem))
 
 
-def claim(folder: Path, identity: dict, is_default: bool):
-    """Makes `folder` the folder of this run, or fails when it belongs to something else.
+def check(folder: Path, identity: dict, is_default: bool):
+    """Fails when `folder` belongs to something else, or another run is in it. Writes nothing.
 
     A rehearsal in its default folder steps aside for one with another config, which would not be a continuation.
     """
     there = read_json(folder / RUN)
     if there:
         lock(folder).release()
-    if there.get("tiny") and identity["tiny"] and is_default and there["config"] != identity["config"]:
-        aside = folder.with_name(f"{folder.name}.{there['config']}")
-        shutil.rmtree(aside, ignore_errors=True)
-        folder.rename(aside)
-        say(f"The rehearsal with {there['config']} that was in {folder} is now in {aside}.")
+    if _steps_aside(there, identity, is_default):
         there = {}
-    for key in ("recipe", "model", "dataset", "tiny", "use_peft", "load_in_4bit"):
-        if there and there.get(key) != identity[key]:
+    elif not there and folder.is_dir() and any(folder.iterdir()):
+        fail(f"{folder} holds files that are not a run of this project: choose an empty or new --output_dir")
+    for key in (key for key in identity if there and key not in ("config", "sharded")):
+        if there.get(key) != identity[key]:
             fail(
                 f"{folder} holds a run with {key} {there.get(key)}, this one has {key} {identity[key]}: "
                 "choose another --output_dir, or move that folder away"
             )
-    if not there and folder.is_dir() and any(folder.iterdir()):
-        fail(f"{folder} holds files that are not a run of this project: choose an empty or new --output_dir")
+    if there and there["sharded"] != identity["sharded"] and list(folder.glob("checkpoint-*")):
+        kinds = {True: "FSDP", False: "unsharded"}
+        fail(
+            f"{folder} holds {kinds[there['sharded']]} checkpoints of {there['config']}, which {identity['config']} "
+            f"({kinds[identity['sharded']]}) cannot continue: choose another --output_dir"
+        )
+
+
+def _steps_aside(there: dict, identity: dict, is_default: bool) -> bool:
+    return bool(there.get("tiny")) and identity["tiny"] and is_default and there["config"] != identity["config"]
+
+
+def claim(folder: Path, identity: dict, is_default: bool):
+    """Makes `folder`, which `check` let pass, the folder of this run."""
+    there = read_json(folder / RUN)
     try:
+        if _steps_aside(there, identity, is_default):
+            aside = folder.with_name(f"{folder.name}.{there['config']}")
+            if read_json(aside / RUN).get("tiny"):
+                shutil.rmtree(aside)
+            folder.rename(aside)
+            say(f"The rehearsal with {there['config']} that was in {folder} is now in {aside}.")
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / RUN, identity)
     except OSError as error:

@@ -52,7 +52,11 @@ def main(options: list[str], recipe: str, *arguments: str):
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     environment.setdefault("LOGLEVEL", "ERROR")  # torchrun's: it warns about every signal it passes on
     command = [sys.executable]
-    if config["distributed_type"] != "NO":
+    if config["distributed_type"] == "NO":
+        # One process that sees several GPUs would be given nn.DataParallel by transformers.
+        environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    else:
+        environment["PYTHONSAFEPATH"] = "1"  # for accelerate's own process; spawn.py takes it back for the recipe
         command += ["-m", "harness.spawn", "--config_file", launched.config, "--num_machines", "1", "--main_process_port", "0"]
     os.execve(sys.executable, [*command, recipe, *arguments], environment)
 

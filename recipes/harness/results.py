@@ -55,7 +55,7 @@ class StopOnNan(TrainerCallback):
         if not math.isfinite((logs or {}).get("loss", 0.0)):
             raise RuntimeError(
                 f"the loss is {logs['loss']} at step {state.global_step}: try a lower --learning_rate or a longer "
-                "--warmup_steps. The last checkpoint is unharmed"
+                "--warmup_steps, in a new --output_dir"
             )
 
 

@@ -28,7 +28,7 @@ def train(trainer):
     trainer.add_callback(results.StopOnNan())
     trainer.add_callback(results.StopAtTheEnd())
 
-    checkpoint = checkpoints.newest(folder)
+    checkpoint = checkpoints.newest(trainer.args)
     resumed_from = int(checkpoint.name.split("-")[1]) if checkpoint else 0
     if checkpoint:
         say(f"Continuing from {checkpoint}; data already seen is skipped.")
@@ -45,12 +45,13 @@ def train(trainer):
     evaluation = {}
     if trainer.eval_dataset is not None:
         logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-        is_fresh = logged and logged[-1]["step"] == trainer.state.global_step
+        is_fresh = logged and logged[-1]["step"] == trainer.state.global_step and not trainer.args.load_best_model_at_end
         evaluation = logged[-1] if is_fresh else trainer.evaluate()
     trainer.save_state()
     export.save(trainer)
+    written = results.write(trainer, outcome, evaluation, tokens, resumed_from)
     export.sample(trainer, launched.tiny)
-    results.summary(results.write(trainer, outcome, evaluation, tokens, resumed_from), str(folder))
+    results.summary(written, str(folder))
     trainer.end()
     if held:
         held.release()

@@ -1,5 +1,6 @@
 """`accelerate launch` without its own tracebacks: what a process printed stands alone, and one line says how it ended."""
 
+import os
 import signal
 import sys
 
@@ -9,6 +10,7 @@ def main():
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    os.environ.pop("PYTHONSAFEPATH", None)  # a recipe may import what lies beside it
     try:
         accelerate_launch()
     except (KeyboardInterrupt, SignalException) as stopped:

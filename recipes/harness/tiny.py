@@ -43,12 +43,12 @@ CHATML = (
 # Families that need no network: a pattern of their ids, and what their config and tokenizer have in common.
 # Any other id is asked of the hub, or is a folder.
 FAMILIES = {
-    "Qwen/Qwen2-*": {
+    "Qwen/Qwen2-0.5B*": {
         "config": {"model_type": "qwen2", "tie_word_embeddings": True, "dtype": "bfloat16"},
         "special": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         "tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "chat_template": CHATML},
     },
-    "meta-llama/*": {
+    "meta-llama/Llama-3.1-[78]*B": {
         "config": {"model_type": "llama", "tie_word_embeddings": False, "dtype": "bfloat16", "rms_norm_eps": 1e-5},
         "special": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
         "tokenizer": {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
@@ -85,6 +85,8 @@ def prepare(data, model):
     """Makes the stand-ins for `data` and `model`."""
     import datasets
 
+    if set("[]*?") & set(str(FOLDER.absolute())):
+        fail(f"`datasets` cannot read files below {Path.cwd()}: it takes [ ] * ? for a pattern; work in another folder")
     datasets.disable_progress_bars()
     for folder, make in (
         (model_folder(model), lambda draft: _make_model(model.model_name_or_path, model.model_revision, draft)),
@@ -96,6 +98,8 @@ def prepare(data, model):
                 make(draft)
                 with contextlib.suppress(OSError):  # another rehearsal may have been first
                     draft.rename(folder)
+            except NotADirectoryError as error:
+                fail(f"{FOLDER} cannot be made: {error.filename} is in the way")
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
 

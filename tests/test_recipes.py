@@ -33,8 +33,7 @@ def test_chat_trains_on_the_assistants_turns_and_their_end(build_trainer):
     turns = [turn.split("<|im_end|>")[0] + "<|im_end|>" for turn in text.split("<|im_start|>assistant\n")[1:]]
     assert len(turns) > 3
     assert "".join(in_the_loss(trainer, row)) == "".join(turns)
-    assert "generation" not in trainer.processing_class.chat_template  # what is saved is the model's own template
-    assert trainer.processing_class.chat_template == tiny.CHATML
+    assert trainer.processing_class.chat_template == tiny.CHATML  # what is saved is the model's own template
 
 
 def test_the_training_template_writes_what_the_models_own_writes(build_trainer):

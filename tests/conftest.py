@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -98,6 +99,18 @@ def build_trainer(workplace, monkeypatch, tmp_path):
         return handed_over[-1]
 
     return call
+
+
+@pytest.fixture
+def two_by_two(tmp_path):
+    """The hybrid config on four processes: two replicas of two shards."""
+    settings = yaml.safe_load((ROOT / "accelerate_configs/2x4gpu_hybrid_shard.yaml").read_text())
+    assert settings["parallelism_config"]["parallelism_config_dp_shard_size"] == 4
+    settings["parallelism_config"]["parallelism_config_dp_shard_size"] = 2
+    settings |= {"num_processes": 4}
+    path = tmp_path / "hybrid_2x2.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
 
 
 def readme_pairs() -> list[tuple[str, str, int, bool]]:

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM
 
-from harness.tiny import documents
+from harness.tiny_data import documents
 
 RECIPE = "qwen2_fineweb_edu"
 

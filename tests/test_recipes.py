@@ -5,14 +5,13 @@ import shutil
 
 import pytest
 import torch
-import yaml
 from conftest import ROOT, losses, read
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from harness import tiny
+from harness import tiny_model
 
 
 def in_the_loss(trainer, row) -> list[str]:
@@ -33,7 +32,7 @@ def test_chat_trains_on_the_assistants_turns_and_their_end(build_trainer):
     turns = [turn.split("<|im_end|>")[0] + "<|im_end|>" for turn in text.split("<|im_start|>assistant\n")[1:]]
     assert len(turns) > 3
     assert "".join(in_the_loss(trainer, row)) == "".join(turns)
-    assert trainer.processing_class.chat_template == tiny.CHATML  # what is saved is the model's own template
+    assert trainer.processing_class.chat_template == tiny_model.CHATML  # what is saved is the model's own template
 
 
 def test_the_training_template_writes_what_the_models_own_writes(build_trainer):
@@ -144,18 +143,6 @@ def test_sharded_equals_unsharded(
     assert len(unsharded) == 5
     for step, (loss, _) in losses(run).items():
         assert loss == pytest.approx(unsharded[step], abs=1e-3)
-
-
-@pytest.fixture
-def two_by_two(tmp_path):
-    """The hybrid config on four processes: two replicas of two shards."""
-    settings = yaml.safe_load((ROOT / "accelerate_configs/2x4gpu_hybrid_shard.yaml").read_text())
-    assert settings["parallelism_config"]["parallelism_config_dp_shard_size"] == 4
-    settings["parallelism_config"]["parallelism_config_dp_shard_size"] = 2
-    settings |= {"num_processes": 4, "mixed_precision": "no"}
-    path = tmp_path / "hybrid_2x2.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from datasets import load_dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from harness import tiny
+from harness import tiny, tiny_data
 
 
 def model(name):
@@ -72,10 +72,10 @@ def test_data_streams_with_the_columns_of_the_original(made):
     _, folder = made()
     stream = load_dataset(folder, "sample-10BT", split="train", streaming=True)
     row = next(iter(stream))
-    assert list(row) == list(tiny.DATA_SETS["HuggingFaceFW/fineweb-edu"][1])
+    assert list(row) == list(tiny_data.DATA_SETS["HuggingFaceFW/fineweb-edu"][1])
     assert isinstance(row["score"], float) and isinstance(row["int_score"], int)
-    assert stream.num_shards == tiny.SHARDS
-    assert sorted(row["text"] for row in stream) == sorted(tiny.documents())
+    assert stream.num_shards == tiny_data.SHARDS
+    assert sorted(row["text"] for row in stream) == sorted(tiny_data.documents())
 
 
 def test_unknown_data_is_described_by_its_first_row(made, tmp_path):
@@ -95,7 +95,7 @@ def test_unknown_data_is_described_by_its_first_row(made, tmp_path):
 
 
 def test_documents_are_real_text_of_many_lengths():
-    texts = tiny.documents()
-    assert texts == tiny.documents() and len(texts) > 400
+    texts = tiny_data.documents()
+    assert texts == tiny_data.documents() and len(texts) > 400
     assert min(map(len, texts)) < 200 and max(map(len, texts)) > 4000
     assert any("lambda" in text for text in texts)

@@ -1,10 +1,12 @@
 """`parse`: from a recipe's numbers and the command line to checked arguments."""
 
+import ctypes
 import dataclasses
 import json
 import logging
 import math
 import os
+import signal
 import sys
 import warnings
 from dataclasses import dataclass, field
@@ -74,11 +76,15 @@ def parse(config_class, **defaults):
         parser.set_defaults_with_config(**{k: v for k, v in tiny.NUMBERS.items() if k in fields})
     try:
         *parsed, rest = parser.parse_args_and_config(return_remaining_strings=True)
-    except (ValueError, OSError, IndexError, yaml.YAMLError) as error:
+    except IndexError:
+        fail("--config needs the path of a YAML file with arguments")
+    except (ValueError, OSError, yaml.YAMLError) as error:
         fail(str(error).split("\n")[0])
     if rest:
         fail(flags.unknown(rest[0], [option for action in parser._actions for option in action.option_strings]))
     data, args, model = parsed
+    # `accelerate launch` has put the config's precision here, where `--bf16 false` would not reach.
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
 
     if data.max_tokens:
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * getattr(args, "max_length", 1024)
@@ -107,6 +113,9 @@ def parse(config_class, **defaults):
         raise Checked
     if args.process_index:
         _without_bars()
+    if sharded and sys.platform == "linux":
+        # When the launcher is killed outright, its processes go with it and do not keep GPUs and folder.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     return data, args, model
 
 

@@ -1,0 +1,96 @@
+"""The tiny stand-in of a data set: real text in the columns, configs and splits of the original."""
+
+import random
+from pathlib import Path
+
+SHARDS = 8  # parquet files a split, so that up to eight processes each read their own
+# Data sets that need no network: their splits and the type of each column. Any other is asked for its first row.
+DATA_SETS = {
+    "HuggingFaceH4/ultrachat_200k": (
+        ["train_sft", "test_sft"],
+        {"prompt": "string", "prompt_id": "string", "messages": "messages"},
+    ),
+    "Salesforce/wikitext": (["train", "validation", "test"], {"text": "string"}),
+    "iamtarun/python_code_instructions_18k_alpaca": (
+        ["train"],
+        dict.fromkeys(["instruction", "input", "output", "prompt"], "string"),
+    ),
+    "trl-lib/Capybara": (["train", "test"], {"source": "string", "messages": "messages", "num_turns": "int64"}),
+    "HuggingFaceFW/fineweb-edu": (
+        ["train"],
+        dict.fromkeys(["text", "id", "dump", "url", "file_path", "language"], "string")
+        | {"language_score": "float64", "token_count": "int64", "score": "float64", "int_score": "int64"},
+    ),
+}
+NOT_PROSE = {"id", "prompt_id", "dump", "url", "file_path", "language", "source", "category", "name"}
+
+
+def documents() -> list[str]:
+    """Some 500 documents of 100 to 6,000 characters, always the same ones in the same order."""
+    from pydoc_data.topics import topics
+
+    chance = random.Random(0)
+    texts, text, length = [], "", 0
+    for paragraph in "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n"):
+        if not text:
+            length = min(max(chance.lognormvariate(6.2, 0.8), 100), 6000)
+        text += paragraph + "\n\n"
+        if len(text) >= length:
+            texts.append(text.strip())
+            text = ""
+    texts = list(dict.fromkeys(texts))  # some topics share paragraphs
+    chance.shuffle(texts)
+    return texts
+
+
+def make(data, folder: Path):
+    from datasets import Dataset
+
+    splits, columns = DATA_SETS.get(data.dataset_name) or _describe(data)
+    texts = documents()
+    # The first split gets nine tenths of the text, the others share the rest.
+    cuts = [0, *(int(len(texts) * (0.9 + 0.1 * i / max(1, len(splits) - 1))) for i in range(len(splits)))]
+    cuts[-1] = len(texts)
+    for split, start, end in zip(splits, cuts, cuts[1:], strict=False):
+        rows = [{name: _value(name, kind, texts[i], i, columns) for name, kind in columns.items()} for i in range(start, end)]
+        for shard in range(SHARDS):
+            path = folder / split / f"{shard:05}.parquet"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Dataset.from_list(rows[shard::SHARDS]).to_parquet(str(path))
+    files = "".join(f"  - split: {split}\n    path: {split}/*.parquet\n" for split in splits)
+    card = f"---\nconfigs:\n- config_name: {data.dataset_config or 'default'}\n  data_files:\n{files}---\n"
+    (folder / "README.md").write_text(card, "utf-8")
+
+
+def _describe(data) -> tuple[list[str], dict]:
+    """Splits and columns of a data set the table does not know: read from its first row."""
+    from datasets import get_dataset_split_names, load_dataset
+
+    from harness import checks
+
+    checks.dataset(data)
+    with checks.hub_errors("data set", data.dataset_name):
+        splits = get_dataset_split_names(data.dataset_name, data.dataset_config)
+        stream = load_dataset(data.dataset_name, data.dataset_config, split=data.dataset_train_split, streaming=True)
+        row = next(iter(stream))
+    kinds = {int: "int64", float: "float64", list: "messages"}
+    splits = sorted(splits, key=lambda split: split != data.dataset_train_split)
+    return splits, {name: kinds.get(type(value), "string") for name, value in row.items()}
+
+
+def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str]):
+    if kind == "messages":
+        words = text.split(" ")
+        size = min(40, len(words) // 2)
+        turns = [" ".join(words[start : start + size]) for start in range(0, len(words) - size + 1, size)]
+        roles = ("user", "assistant")
+        return [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns[: len(turns) // 2 * 2])]
+    if kind == "int64":
+        return index
+    if kind == "float64":
+        return index / 1000
+    if name in NOT_PROSE:
+        return f"{name}-{index}"
+    prose = [column for column in columns if columns[column] == "string" and column not in NOT_PROSE]
+    words, place = text.split(" "), prose.index(name)
+    return " ".join(words[len(words) * place // len(prose) : len(words) * (place + 1) // len(prose)])

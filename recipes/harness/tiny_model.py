@@ -1,0 +1,114 @@
+"""The tiny stand-in of a model: two layers of its architecture, its special tokens and chat template, random weights."""
+
+import fnmatch
+from pathlib import Path
+
+from harness.launched import fail
+from harness.tiny_data import documents
+
+VOCABULARY = 2048
+CHATML = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Families that need no network: a pattern of their ids, and what their config and tokenizer have in common.
+# Any other id is asked of the hub, or is a folder.
+FAMILIES = {
+    "Qwen/Qwen2-0.5B*": {
+        "config": {"model_type": "qwen2", "tie_word_embeddings": True, "dtype": "bfloat16"},
+        "special": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        "tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "chat_template": CHATML},
+    },
+    "meta-llama/Llama-3.1-[78]*B": {
+        "config": {"model_type": "llama", "tie_word_embeddings": False, "dtype": "bfloat16", "rms_norm_eps": 1e-5},
+        "special": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        "tokenizer": {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
+        "begins_with": "<|begin_of_text|>",
+    },
+    "openai-community/gpt2*": {
+        "config": {"model_type": "gpt2", "dtype": "float32"},
+        "special": ["<|endoftext|>"],
+        "tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+    },
+}
+
+
+def make(name: str, revision: str, folder: Path):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+    from transformers.utils import logging
+
+    family = next((family for pattern, family in FAMILIES.items() if fnmatch.fnmatchcase(name, pattern)), None)
+    if family:
+        tokenizer = make_tokenizer(family)
+        if name.startswith("Qwen/") and name.endswith("-Instruct"):
+            tokenizer.eos_token = "<|im_end|>"
+        config = AutoConfig.for_model(**family["config"])
+    else:
+        config, tokenizer = _from_hub(name, revision)
+    _shrink(config.get_text_config(), len(tokenizer))
+    for token in ("bos", "eos", "pad"):
+        setattr(config, f"{token}_token_id", getattr(tokenizer, f"{token}_token_id"))
+    set_seed(0)
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    logging.enable_progress_bar()
+
+
+def make_tokenizer(family: dict):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=family["special"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents(), trainer)
+    if start := family.get("begins_with"):
+        tokenizer.post_processor = processors.TemplateProcessing(f"{start} $A", None, [(start, tokenizer.token_to_id(start))])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **family["tokenizer"])
+
+
+def _from_hub(name: str, revision: str):
+    from transformers import AutoConfig, AutoTokenizer
+
+    from harness import checks
+
+    checks.reachable(name, revision)
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:
+        fail(f"the rehearsal needs config.json and the tokenizer of {name}: {str(error).splitlines()[0]}")
+    return config, tokenizer.train_new_from_iterator(documents(), VOCABULARY, show_progress=False)
+
+
+def _shrink(config, vocabulary: int):
+    """Two small layers, whatever the architecture calls its sizes."""
+    sizes = {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "moe_intermediate_size": 32,
+        "vocab_size": vocabulary,
+        "initializer_range": 0.25,  # strong enough that even an adapter on frozen random weights has something to mend
+    }
+    for name, size in sizes.items():
+        if isinstance(getattr(config, name, None), int | float):
+            setattr(config, name, size)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]

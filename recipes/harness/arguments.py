@@ -83,8 +83,6 @@ def parse(config_class, **defaults):
     if rest:
         fail(flags.unknown(rest[0], [option for action in parser._actions for option in action.option_strings]))
     data, args, model = parsed
-    # `accelerate launch` has put the config's precision here, where `--bf16 false` would not reach.
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
 
     if data.max_tokens:
         per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * getattr(args, "max_length", 1024)
@@ -132,6 +130,8 @@ def _from_config(config: dict, defaults: dict) -> dict:
     """The recipe's numbers, with what the Accelerate config decides."""
     precision = config.get("mixed_precision")
     if precision is not None:
+        # `accelerate launch` has put it here too, where transformers would find it and `--bf16 false` would not reach.
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         defaults = {"bf16": precision == "bf16", "fp16": precision == "fp16", **defaults}
     if config.get("fsdp_config", {}).get("fsdp_activation_checkpointing"):
         # accelerate's own wrapper recomputes with other random numbers, so dropout (GPT-2, LoRA) would differ between

@@ -5,13 +5,14 @@ import shutil
 
 import pytest
 import torch
+import trl
 from conftest import ROOT, losses, read
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from harness import tiny_model
+from harness import quantize, tiny_model
 
 
 def in_the_loss(trainer, row) -> list[str]:
@@ -174,6 +175,34 @@ def test_qlora_keeps_the_base_and_names_it(rehearse, workplace):
     assert sum(weight.abs().sum() for name, weight in model.named_parameters() if "lora_B" in name) > 0
 
 
+def test_quantizing_writes_what_transformers_would(tmp_path, monkeypatch):
+    """Weight by weight the same bytes, without ever holding the model."""
+    monkeypatch.chdir(tmp_path)
+    model = trl.ModelConfig(
+        "meta-llama/Llama-3.1-70B",
+        load_in_4bit=True,
+        use_bnb_nested_quant=True,
+        bnb_4bit_quant_storage="float32",
+        dtype="bfloat16",
+    )
+    tiny_model.make(model.model_name_or_path, "main", tmp_path / "source")
+    model.model_name_or_path = str(tmp_path / "source")
+    quantize._quantize(model, tmp_path / "ours")
+    AutoModelForCausalLM.from_pretrained(
+        tmp_path / "source",
+        device_map={"": "cpu"},
+        dtype="bfloat16",
+        quantization_config=trl.get_quantization_config(model),
+    ).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(next((tmp_path / name).glob("*.safetensors"))) for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        mine = ours[name].reshape(-1).view(torch.uint8)  # packed weights may look like NaN, which equals nothing
+        assert ours[name].dtype == tensor.dtype and torch.equal(mine, tensor.reshape(-1).view(torch.uint8)), name
+    configs = [AutoConfig.from_pretrained(tmp_path / name).quantization_config for name in ("ours", "theirs")]
+    assert configs[0] == configs[1]
+
+
 def test_quantizing_happens_once(launch, rehearse, workplace, environment):
     rehearse("llama31_70b_qlora", "2x3090_qlora")
     again = launch("--quantize", "--tiny", "llama31_70b_qlora")
@@ -184,9 +213,9 @@ def test_quantizing_happens_once(launch, rehearse, workplace, environment):
     # A draft that a kill left behind is not taken for a finished one.
     draft = folder.with_name(f".{folder.name}.draft")
     folder.rename(draft)
-    (draft / "model.safetensors").write_bytes(b"half")
+    next(draft.glob("*.safetensors")).write_bytes(b"half")
     assert "Quantizing" in launch("--quantize", "--tiny", "llama31_70b_qlora").stdout
-    assert load_file(folder / "model.safetensors") and not draft.exists()
+    assert load_file(next(folder.glob("*.safetensors"))) and not draft.exists()
 
 
 def test_every_node_reports(rehearse):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from harness import quantize, tiny_model
+from harness import quantize, sharding, tiny_model
 
 
 def in_the_loss(trainer, row) -> list[str]:
@@ -127,6 +127,7 @@ SHORT += ["--learning_rate", "3e-3", "--bf16", "false", "--fp16", "false"]
         ("llama31_8b_lora", "hybrid", 4, ["--lora_dropout", "0", "--dtype", "float32"]),
         ("gpt2_xl_wikitext", "3xt4_full_shard", 3, []),
         ("qwen2_chat", "4gpu_full_shard", 4, []),
+        ("llama31_70b_qlora", "2x3090_qlora", 2, ["--lora_dropout", "0"]),
     ],
 )
 def test_sharded_equals_unsharded(
@@ -143,12 +144,17 @@ def test_sharded_equals_unsharded(
     unsharded = {entry["step"]: entry["loss"] for entry in one.state.log_history if "loss" in entry}
     assert len(unsharded) == 5
     for step, (loss, _) in losses(run).items():
-        assert loss == pytest.approx(unsharded[step], abs=1e-3)
+        assert loss == pytest.approx(unsharded[step], abs=1e-3 if "70b" not in recipe else 1e-2)  # 4-bit computes in bf16
 
 
 @pytest.mark.parametrize(
     ("recipe", "config"),
-    [("llama31_70b_qlora", "2x3090_qlora"), ("llama31_8b_lora", "4gpu_full_shard"), ("gpt2_xl_wikitext", "3xt4_full_shard")],
+    [
+        ("llama31_70b_qlora", "2x3090_qlora"),
+        ("llama31_8b_lora", "4gpu_full_shard"),
+        ("gpt2_xl_wikitext", "3xt4_full_shard"),
+        ("qwen2_chat", "1x3090"),
+    ],
 )
 def test_resumed_equals_uninterrupted(rehearse, launch, workplace, recipe, config):
     """From the checkpoint in the middle of a finished run: the second half logs the same losses, bit for bit."""
@@ -161,6 +167,39 @@ def test_resumed_equals_uninterrupted(rehearse, launch, workplace, recipe, confi
     assert process.returncode == 0, process.stderr
     assert read(run)["resumed_from_step"] == 15
     assert losses(run) == losses(undisturbed)
+
+
+def test_changed_4bit_weights_stop_the_run():
+    """One flipped bit between loading and the first forward pass."""
+    from bitsandbytes.nn import Linear4bit
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = Linear4bit(64, 64, compute_dtype=torch.float32, quant_storage=torch.float32)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    class Model(torch.nn.Module):
+        _no_split_modules = ("Layer",)
+
+        def __init__(self):
+            super().__init__()
+            self.layer = Layer()
+
+        def forward(self, x):
+            return self.layer(x)
+
+    for flips in (False, True):
+        model = Model().to("cpu")
+        sharding.BytesCheck(model)
+        if flips:
+            model.layer.linear.weight.data.view(torch.uint8)[100] ^= 1
+            with pytest.raises(RuntimeError, match="4-bit weights were changed"):
+                model(torch.ones(1, 64))
+        else:
+            assert model(torch.ones(1, 64)).shape == (1, 64)
 
 
 def test_qlora_keeps_the_base_and_names_it(rehearse, workplace):

@@ -8,7 +8,7 @@ import torch
 from conftest import read
 from hub import serve
 
-from harness import arguments, checks, folder
+from harness import arguments, checks, folder, launch
 from harness.launched import Launched
 
 CONFIG = {"num_processes": 2, "num_machines": 1, "mixed_precision": "bf16"}
@@ -33,6 +33,16 @@ def says(capsys):
         return message
 
     return call
+
+
+@pytest.mark.parametrize(("gpus", "on_cpu"), [(8, False), (4, True), (0, True)])
+def test_a_rehearsal_uses_the_gpus_only_when_they_are_enough(monkeypatch, gpus, on_cpu):
+    """Two machines of four GPUs are eight processes on this one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    launched = Launched(config="hybrid.yaml", processes=8, tiny=True)
+    launch._hardware({"num_processes": 8, "num_machines": 2, "mixed_precision": "bf16"}, launched)
+    assert launched.on_cpu == on_cpu
 
 
 def test_bf16_needs_compute_capability_8(monkeypatch, says):

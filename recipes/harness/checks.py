@@ -39,7 +39,7 @@ def bf16(config: dict, name: str):
     """Fails for bf16 on a GPU that only emulates it (`torch.cuda.is_bf16_supported` says yes to those)."""
     import torch
 
-    if config["mixed_precision"] != "bf16":
+    if config.get("mixed_precision") != "bf16":
         return
     for index in range(config["num_processes"] // config["num_machines"]):
         major, minor = torch.cuda.get_device_capability(index)

@@ -1,7 +1,7 @@
-"""Checks a run in one process, then becomes `accelerate launch`. Called by launch.sh.
+"""Checks a run in one process, then becomes `accelerate launch`. Called by launch.sh:
 
-python -m harness.launch [--tiny] RECIPE.py CONFIG.yaml [--flag value …]
-python -m harness.launch [--tiny] --quantize RECIPE.py [--flag value …]
+`python -m harness.launch [--tiny] RECIPE.py CONFIG.yaml [--flag value …]`, or
+`python -m harness.launch [--tiny] --quantize RECIPE.py [--flag value …]`.
 """
 
 import itertools
@@ -69,7 +69,7 @@ def _hardware(config: dict, launched: Launched):
     if not launched.tiny and machines > 1:
         fail(f"{name} is for {machines} machines with {wanted} each, this is one. {_rehearsal(launched)}")
     if launched.tiny:
-        config["num_machines"] = 1  # every process on this machine
+        config["num_machines"], gpus = 1, launched.processes  # every process on this machine
     if checks.gpu_count() >= gpus:
         return checks.bf16(config, name)
     if not launched.tiny:

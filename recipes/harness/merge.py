@@ -10,6 +10,7 @@ from pathlib import Path
 
 from harness.folder import read_json
 from harness.launched import fail, say
+from harness.quantize import SOURCE
 
 SHARD = 4_000_000_000  # bytes of weights in a file of a model put together from a checkpoint
 
@@ -118,6 +119,7 @@ def _add_adapter(folder: Path, adapter: dict, draft: Path):
 
     settings = PeftConfig.from_pretrained(folder)
     base = Path(settings.base_model_name_or_path)
+    base = Path(read_json(base / SOURCE).get("model", base))  # not the quantized copy it was trained on
     if not base.is_dir():
         files = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
         base = Path(snapshot_download(str(base), revision=settings.revision, allow_patterns=files))

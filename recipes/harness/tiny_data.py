@@ -93,4 +93,6 @@ def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str])
         return f"{name}-{index}"
     prose = [column for column in columns if columns[column] == "string" and column not in NOT_PROSE]
     words, place = text.split(" "), prose.index(name)
+    if len(prose) > 1:
+        words = words[:60]  # prompt and completion together stay below a rehearsal's max_length
     return " ".join(words[len(words) * place // len(prose) : len(words) * (place + 1) // len(prose)])

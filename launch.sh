@@ -1,4 +1,9 @@
 #!/usr/bin/env bash
+#SBATCH --job-name=fine-tune
+#SBATCH --ntasks-per-node=1
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@300
 # Fine-tune with one command.
 #
 #   ./launch.sh                                  the recipes and the configs, a line each
@@ -6,21 +11,34 @@
 #   ./launch.sh --tiny RECIPE CONFIG [--flag …]  rehearse on tiny stand-ins; needs no GPU
 #   ./launch.sh --quantize RECIPE [--flag …]     make the 4-bit weights a recipe loads, and keep them
 #   ./launch.sh --merge RUN [OUT]                an adapter or a sharded checkpoint becomes a plain model
+#   ./launch.sh --report RUN…                    finished runs side by side: time, speed-up, memory, losses
 #   ./launch.sh RECIPE --help                    what a recipe is and which numbers it sets
 #   ./launch.sh --test [pytest arguments]        run the tests
 #
 # RECIPE and CONFIG are names, or paths to files that lie anywhere. The first call makes .venv and installs
 # requirements.txt into it; PYTHON=/path/to/python uses that environment instead and installs nothing.
+#
+# Several machines:
+#   sbatch --nodes 2 --gpus-per-node 4 launch.sh RECIPE CONFIG            SLURM; or `srun ./launch.sh …` in an allocation
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 ./launch.sh RECIPE CONFIG      on each, with its own NODE_RANK
 set -euo pipefail
 
 unset CDPATH
-here=$(cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" && pwd)
+script=${BASH_SOURCE[0]}
+if [[ ${script##*/} == slurm_script && -n ${SLURM_JOB_ID:-} ]]; then
+  # SLURM runs a copy in its spool folder. It knows the original, with the arguments behind it.
+  script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p') || true
+  script=${script%" $*"}
+fi
+here=$(cd -- "$(dirname -- "$(readlink -f -- "$script")")" && pwd)
 export PYTHONPATH="$here/recipes${PYTHONPATH:+:$PYTHONPATH}"
 
 fail() {
   printf 'error: %s\n' "$1" >&2
   exit 2
 }
+
+[[ -d $here/recipes/harness ]] || fail "$script is not launch.sh of a clone: submit the file itself, sbatch launch.sh RECIPE CONFIG"
 
 # names FOLDER: the names of the recipes or configs in it
 names() {
@@ -125,7 +143,7 @@ case ${1:-} in
     printf '\nCONFIG, from accelerate_configs/\n'
     list accelerate_configs
     ;;
-  --help | -h) sed -n '2,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" ;;
+  --help | -h) sed -n '/^# Fine/,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" ;;
   --test)
     shift
     prepare_python
@@ -138,6 +156,12 @@ case ${1:-} in
     (($# == 1 || $# == 2)) || fail "--merge takes the folder of a run, and where the model is to go: ./launch.sh --merge RUN [OUT]"
     prepare_python
     PYTHONSAFEPATH=1 exec "$python" -m harness.merge "$@"
+    ;;
+  --report)
+    shift
+    (($#)) || fail "--report takes the folders of finished runs: ./launch.sh --report RUN…"
+    prepare_python
+    PYTHONSAFEPATH=1 exec "$python" -m harness.report "$@"
     ;;
   -*) fail "unknown option $1: ./launch.sh --help lists them" ;;
   *) run "$@" ;;

@@ -9,13 +9,13 @@ limits it: --per_device_train_batch_size 8 --gradient_accumulation_steps 1 is th
 
 from dataclasses import dataclass
 
+from harness import parse, train
+
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 from trl import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
-
-from harness import parse, train
 
 
 @dataclass

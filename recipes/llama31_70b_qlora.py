@@ -8,10 +8,10 @@ Needs two 24 GB GPUs, 110 GB of host RAM and 180 GB of disk; a forecast, not yet
 80 to 95 s a step of 16,384 tokens. If memory runs out: --per_device_train_batch_size 4 --gradient_accumulation_steps 2.
 """
 
+from harness import parse, train
+
 from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
-
-from harness import parse, train
 
 
 def main():

@@ -7,11 +7,11 @@
 Needs one 24 GB GPU; a forecast, not yet measured: 12 to 15 GB and 10,000 tokens/s on 1x3090.
 """
 
+from harness import parse, train
+
 from datasets import load_dataset
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
-
-from harness import parse, train
 
 # The model's own template, with what the assistant says marked: its words and the end of its turn.
 TRAINING_TEMPLATE = (

@@ -8,10 +8,10 @@
 Needs one 24 GB GPU; a forecast, not yet measured: 12 to 15 GB and 10,000 tokens/s on 1x3090.
 """
 
+from harness import parse, train
+
 from datasets import Dataset, load_dataset
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
-
-from harness import parse, train
 
 
 def main():

@@ -11,10 +11,10 @@ import runpy
 import sys
 from pathlib import Path
 
-import torch
-
 import harness
 from harness import sharding
+
+import torch
 
 
 def measure(trainer, out: str):

@@ -2,14 +2,14 @@
 
 import types
 
+from harness import arguments, checks, folder, launch
+from harness.launched import Launched
+
 import datasets
 import pytest
 import torch
 from conftest import read
 from hub import serve
-
-from harness import arguments, checks, folder, launch
-from harness.launched import Launched
 
 CONFIG = {"num_processes": 2, "num_machines": 1, "mixed_precision": "bf16"}
 IDENTITY = dict.fromkeys(("recipe", "model", "dataset", "dataset_config", "use_peft", "load_in_4bit"), "a")
@@ -41,7 +41,7 @@ def test_a_rehearsal_uses_the_gpus_only_when_they_are_enough(monkeypatch, gpus, 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     launched = Launched(config="hybrid.yaml", processes=8, tiny=True)
-    launch._hardware({"num_processes": 8, "num_machines": 2, "mixed_precision": "bf16"}, launched)
+    launch._hardware({"mixed_precision": "bf16"}, launched)
     assert launched.on_cpu == on_cpu
 
 
@@ -49,10 +49,10 @@ def test_bf16_needs_compute_capability_8(monkeypatch, says):
     capability = {0: (8, 6), 1: (7, 5)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability.get)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
-    assert "Tesla T4 has compute capability 7.5" in says(checks.bf16, CONFIG, "c.yaml")
-    checks.bf16(CONFIG | {"mixed_precision": "fp16"}, "c.yaml")
+    assert "Tesla T4 has compute capability 7.5" in says(checks.bf16, CONFIG, "c.yaml", 2)
+    checks.bf16(CONFIG | {"mixed_precision": "fp16"}, "c.yaml", 2)
     capability[1] = (8, 0)
-    checks.bf16(CONFIG, "c.yaml")
+    checks.bf16(CONFIG, "c.yaml", 2)
 
 
 @pytest.mark.parametrize(

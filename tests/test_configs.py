@@ -3,14 +3,14 @@
 import dataclasses
 import os
 
+from harness import configs
+
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
 from conftest import CONFIGS
-
-from harness import configs
 
 FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
 WRAP = "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"

@@ -1,9 +1,9 @@
 """What the model is fed: no padding, nothing thrown away, documents apart, held-out text held out."""
 
+from harness.tiny_data import documents
+
 import torch
 from transformers import AutoModelForCausalLM
-
-from harness.tiny_data import documents
 
 RECIPE = "qwen2_fineweb_edu"
 

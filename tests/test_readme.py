@@ -9,11 +9,11 @@ import shutil
 import sys
 from pathlib import Path
 
-import pytest
-from conftest import CONFIGS, RECIPES, ROOT, readme_pairs
-
 from harness import configs, flags
 from harness.launched import Checked
+
+import pytest
+from conftest import CONFIGS, RECIPES, ROOT, readme_pairs
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [

@@ -3,6 +3,8 @@
 import json
 import shutil
 
+from harness import quantize, sharding, tiny_model
+
 import pytest
 import torch
 import trl
@@ -11,8 +13,6 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-from harness import quantize, sharding, tiny_model
 
 
 def in_the_loss(trainer, row) -> list[str]:

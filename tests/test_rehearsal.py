@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+from harness import tiny_model
+
 import pytest
 import torch
 from conftest import ROOT, losses, read, readme_pairs
@@ -14,8 +16,6 @@ from hub import serve
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-from harness import tiny_model
 
 RECIPE = "qwen2_fineweb_edu"
 

@@ -2,11 +2,11 @@
 
 import types
 
+from harness import tiny, tiny_data
+
 import pytest
 from datasets import load_dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
-
-from harness import tiny, tiny_data
 
 
 def model(name):

@@ -3,6 +3,11 @@
 Importing this package is cheap: torch and the rest are loaded by the first call.
 """
 
+import logging
+
+# Where the CPU has bf16 arithmetic, bitsandbytes asks for a package, in every process, that training does not use.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
 
 def parse(config_class, **defaults):
     """See `harness.arguments.parse`."""

@@ -1,22 +1,19 @@
 """`parse`: from a recipe's numbers and the command line to checked arguments."""
 
-import ctypes
-import dataclasses
 import json
 import logging
 import math
 import os
-import signal
 import sys
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from harness import checks, configs, flags, folder, fsdp_on_cpu, network, quantize, signals, tiny
+from harness.launched import Checked, Launched, fail
+
 import trl
 import yaml
-
-from harness import checks, configs, flags, folder, fsdp_on_cpu, quantize, tiny
-from harness.launched import Checked, Launched, fail, say
 
 
 @dataclass
@@ -53,6 +50,7 @@ def parse(config_class, **defaults):
     for module in ("transformers", "trl", "peft", "accelerate"):
         # How one library calls another is for their authors to mend, not for whoever trains.
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # of accelerate's calls
     # A tied head is not in a checkpoint because it is the embedding; nothing is missing.
     logging.getLogger("transformers.trainer").addFilter(lambda record: "['lm_head.weight']" not in record.getMessage())
     launched = Launched.from_environment()
@@ -68,6 +66,7 @@ def parse(config_class, **defaults):
     parser.set_defaults_with_config(
         output_dir=folder.default(launched, sys.argv[0]),
         logging_nan_inf_filter=False,  # a NaN loss is to be seen
+        disable_tqdm=not sys.stderr.isatty(),  # in a log file a bar is a thousand lines
         save_total_limit=2,  # the newest checkpoint may be cut short by a kill; the one before it is whole
         **{"use_cpu": True} if launched.on_cpu else {},
     )
@@ -98,7 +97,7 @@ def parse(config_class, **defaults):
     elif launched.checking or (not launched.recipe and args.process_index == 0):
         # A recipe that names its text column has one; the others make theirs from what they load.
         text_field = args.dataset_text_field if "dataset_text_field" in defaults else None
-        _check(data, args, model, launched, config, text_field)
+        checks.run(data, args, model, launched, config, text_field)
     name = model.model_name_or_path
     if launched.tiny:
         tiny.substitute(data, args, model)
@@ -108,12 +107,14 @@ def parse(config_class, **defaults):
             quantize.prepare(model, name)
         quantize.substitute(model, args)
     if launched.checking:
-        raise Checked
-    if args.process_index:
+        raise Checked(args)
+    if args.process_index or args.disable_tqdm:
         _without_bars()
-    if sharded and sys.platform == "linux":
-        # When the launcher is killed outright, its processes go with it and do not keep GPUs and folder.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    signals.listen()
+    if sharded:
+        signals.die_with_parent()
+    if args.world_size > 1:
+        network.meet(args.device)
     return data, args, model
 
 
@@ -165,45 +166,3 @@ def attention() -> str | None:
 
     ampere = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
     return "flash_attention_2" if ampere and is_flash_attn_2_available(kernels_fallback_ok=True) else "sdpa"
-
-
-def _check(data, args, model, launched: Launched, config: dict, text_field: str | None):
-    checks.arguments(data, args, model)
-    if config.get("distributed_type") == "FSDP":
-        checks.quantization(model, args)
-    run, is_default = Path(args.output_dir), args.output_dir == folder.default(launched, sys.argv[0])
-    identity = {
-        "recipe": Path(launched.recipe or sys.argv[0]).stem,
-        "config": Path(launched.config).stem,
-        "model": model.model_name_or_path,
-        "dataset": data.dataset_name,
-        "dataset_config": data.dataset_config,
-        "dataset_train_split": data.dataset_train_split,
-        "sharded": config.get("distributed_type") == "FSDP",
-        "tiny": launched.tiny,
-        "use_peft": model.use_peft,
-        "load_in_4bit": model.load_in_4bit,
-    }
-    folder.check(run, identity, is_default)
-    if launched.tiny:
-        tiny.prepare(data, model)
-        stand_in = dataclasses.replace(data, dataset_name=str(tiny.data_folder(data)))
-        checks.dataset(stand_in, text_field, name=data.dataset_name)
-    else:
-        checks.reachable(model.model_name_or_path, model.model_revision)
-        checks.dataset(data, text_field)
-    folder.claim(run, identity, is_default)
-    flag = "--max_steps" if args.max_steps > 0 else "--num_train_epochs"
-    if results := folder.finished(run, args.max_steps, args.num_train_epochs):
-        say(
-            f"{run} is finished: {results['global_step']} steps, final loss {results['final_loss']:.4f}.\n"
-            f"To go on: the same command with a larger {flag}. To start over: another --output_dir, or rm -r {run}"
-        )
-        sys.exit(0)
-    if (run / folder.RESULTS).exists() and not list(run.glob("checkpoint-*")):
-        fail(
-            f"{run} is finished and its checkpoints are gone, so it cannot go on: train its model further with "
-            f"--model_name_or_path {run} and another --output_dir"
-        )
-    if launched.tiny:
-        tiny.announce(data, args, model)

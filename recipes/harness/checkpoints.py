@@ -3,11 +3,12 @@
 import shutil
 from pathlib import Path
 
-from accelerate import PartialState
-from transformers import TrainerCallback
-
 from harness.folder import read_json, write_json
 from harness.launched import say
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from transformers import TrainerCallback
 
 MARK = "complete.json"
 # What decides which data a step sees: a run that goes on with other values sees some data twice or never.
@@ -17,6 +18,9 @@ GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_l
 class MarkComplete(TrainerCallback):
     """Marks a checkpoint once every rank has written its part."""
 
+    def __init__(self, effort):
+        self.effort = effort
+
     def on_save(self, args, state, control, model=None, **kwargs):
         process = PartialState()
         process.wait_for_everyone()
@@ -25,7 +29,7 @@ class MarkComplete(TrainerCallback):
             for adapter in getattr(model, "peft_config", {}).values():
                 adapter.save_pretrained(folder)
             geometry = {"world_size": process.num_processes} | {name: getattr(args, name, None) for name in GEOMETRY}
-            write_json(folder / MARK, {"model": model.config.name_or_path, "geometry": geometry})
+            write_json(folder / MARK, {"model": model.config.name_or_path, "geometry": geometry, "effort": self.effort.so_far()})
 
 
 def latest(folder: Path) -> Path | None:
@@ -41,8 +45,8 @@ def _step(path: Path) -> int:
 def newest(args) -> Path | None:
     """The checkpoint to continue from in `args.output_dir`. Later ones, cut short by a kill, are removed."""
     folder, process = Path(args.output_dir), PartialState()
-    whole = latest(folder)
     process.wait_for_everyone()
+    whole = broadcast_object_list([latest(folder)])[0]  # a network file system may not yet show every node the same
     if process.is_main_process:
         for path in folder.glob("checkpoint-[0-9]*"):
             if not (path / MARK).is_file():

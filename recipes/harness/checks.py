@@ -1,10 +1,12 @@
 """Everything that can be known to be wrong before a process is spawned, a model downloaded or a file written."""
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import sys
 from pathlib import Path
 
+from harness import folder, tiny
 from harness.launched import fail, say
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
@@ -35,13 +37,13 @@ def gpu_count() -> int:
     return torch.cuda.device_count()
 
 
-def bf16(config: dict, name: str):
+def bf16(config: dict, name: str, gpus: int):
     """Fails for bf16 on a GPU that only emulates it (`torch.cuda.is_bf16_supported` says yes to those)."""
     import torch
 
     if config.get("mixed_precision") != "bf16":
         return
-    for index in range(config["num_processes"] // config["num_machines"]):
+    for index in range(gpus):
         major, minor = torch.cuda.get_device_capability(index)
         if major < 8:
             fail(
@@ -143,3 +145,46 @@ def hub_errors(kind: str, name: str):
                 "(HF_ENDPOINT and HF_HUB_OFFLINE are obeyed), or give the path of a folder that has it"
             )
         fail(f"{kind} {name}: {str(error).strip() or type(error).__name__}"[:400])
+
+
+def run(data, args, model, launched, config: dict, text_field: str | None):
+    """Checks a run as a whole; then takes its folder and, in a rehearsal, makes its stand-ins."""
+    arguments(data, args, model)
+    if config.get("distributed_type") == "FSDP":
+        quantization(model, args)
+    path, is_default = Path(args.output_dir), args.output_dir == folder.default(launched, sys.argv[0])
+    identity = {
+        "recipe": Path(launched.recipe or sys.argv[0]).stem,
+        "config": Path(launched.config).stem,
+        "model": model.model_name_or_path,
+        "dataset": data.dataset_name,
+        "dataset_config": data.dataset_config,
+        "dataset_train_split": data.dataset_train_split,
+        "sharded": config.get("distributed_type") == "FSDP",
+        "tiny": launched.tiny,
+        "use_peft": model.use_peft,
+        "load_in_4bit": model.load_in_4bit,
+    }
+    folder.check(path, identity, is_default)
+    if launched.tiny:
+        tiny.prepare(data, model)
+        stand_in = dataclasses.replace(data, dataset_name=str(tiny.data_folder(data)))
+        dataset(stand_in, text_field, name=data.dataset_name)
+    else:
+        reachable(model.model_name_or_path, model.model_revision)
+        dataset(data, text_field)
+    folder.claim(path, identity, is_default)
+    flag = "--max_steps" if args.max_steps > 0 else "--num_train_epochs"
+    if results := folder.finished(path, args.max_steps, args.num_train_epochs):
+        say(
+            f"{path} is finished: {results['global_step']} steps, final loss {results['final_loss']:.4f}.\n"
+            f"To go on: the same command with a larger {flag}. To start over: another --output_dir, or rm -r {path}"
+        )
+        sys.exit(0)
+    if (path / folder.RESULTS).exists() and not list(path.glob("checkpoint-*")):
+        fail(
+            f"{path} is finished and its checkpoints are gone, so it cannot go on: train its model further with "
+            f"--model_name_or_path {path} and another --output_dir"
+        )
+    if launched.tiny:
+        tiny.announce(data, args, model)

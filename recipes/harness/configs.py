@@ -3,9 +3,9 @@
 import difflib
 from pathlib import Path
 
-import yaml
-
 from harness.launched import fail
+
+import yaml
 
 # What accelerate 1.15 reads for FSDP2 (utils/launch.py and FullyShardedDataParallelPlugin), tests/test_configs.py holds it there.
 FSDP2_KEYS = {
@@ -112,3 +112,9 @@ def _fsdp2(name: str, fsdp: dict):
     for key in BOOLEANS & fsdp.keys():
         if not isinstance(fsdp[key], bool):
             fail(f"{name}: {key} is {fsdp[key]!r}, expected true or false")
+
+
+def mesh(config: dict) -> tuple[int, int]:
+    """Replicas and shards of a hybrid config, (1, 1) of any other."""
+    sizes = config.get("parallelism_config") or {}
+    return tuple(sizes.get(f"parallelism_config_dp_{kind}_size", 1) for kind in ("replicate", "shard"))

@@ -3,14 +3,14 @@
 import shutil
 from pathlib import Path
 
+from harness.folder import RUN, read_json
+from harness.launched import say
+from harness.quantize import SOURCE
+
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
-
-from harness.folder import RUN, read_json
-from harness.launched import say
-from harness.quantize import SOURCE
 
 
 def save(trainer):

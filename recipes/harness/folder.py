@@ -8,9 +8,9 @@ import json
 import shutil
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from harness.launched import Launched, fail, say
+
+from filelock import FileLock, Timeout
 
 RUN = "run.json"
 RESULTS = "train_results.json"

@@ -12,73 +12,138 @@ import sys
 import warnings
 from pathlib import Path
 
-from harness import checks, configs, flags
+from harness import checks, configs, flags, launched, nodes, slurm
 from harness.launched import Checked, Launched, fail
 
 
 def main(options: list[str], recipe: str, *arguments: str):
-    launched = Launched(recipe=recipe, tiny="--tiny" in options, quantize="--quantize" in options)
-    if not launched.quantize:
-        launched.config, *arguments = arguments
+    launch = Launched(recipe=recipe, tiny="--tiny" in options, quantize="--quantize" in options)
+    if not launch.quantize:
+        launch.config, *arguments = arguments
     if "--help" in arguments or "-h" in arguments:
         return print(flags.help_text(Path(recipe)))
     flags.check(Path(recipe), list(arguments))
-    if launched.quantize:
-        launched.on_cpu = True  # layer by layer in host RAM; a GPU need not be there
-    else:
-        config = configs.read(launched.config)
-        launched.processes = config["num_processes"]
-        _hardware(config, launched)
-    checks.versions()
-
-    environment = dict(os.environ)  # before transformers writes its own settings into it
-    environment.pop("PYTHONSAFEPATH", None)  # a recipe may import what lies beside it
-    sys.path.insert(0, str(Path(recipe).parent))
-    launched.checking = True
-    os.environ.update(launched.to_environment())
-    sys.argv = [recipe, *arguments]
-    try:
-        runpy.run_path(recipe, run_name="__main__")
-        fail(f"{Path(recipe).name} ended without calling parse(): is it a recipe?")
-    except Checked:
-        launched.checking = False
-    if launched.quantize:
+    if launch.quantize:
+        launch.on_cpu = True  # layer by layer in host RAM; a GPU need not be there
+        _check(launch, arguments)
         return None
-    environment |= launched.to_environment()
-    if launched.tiny:
+    config, machines = configs.read(launch.config), nodes.from_environment()
+    _fit(config, machines, launch)
+    if machines.is_allocation:
+        sys.exit(slurm.run(machines, sys.argv[1:]))
+    if machines.count == 1:
+        _check(launch, arguments, config)
+        command, environment = _command(launch, config, machines)
+        os.execve(sys.executable, [*command, recipe, *arguments], environment)
+
+    from harness.meeting import Meeting
+
+    launched.node = f"node {machines.rank}: " if machines.rank else ""
+    same = [word for word in options if word == "--tiny"] + [Path(recipe).stem, Path(launch.config).stem, *arguments]
+    meeting = Meeting(machines, same)
+    args = meeting.check(lambda: _check(launch, arguments, config))
+    if args.save_strategy != "no":
+        meeting.check(lambda: _shared(meeting, Path(args.output_dir)))
+    command, environment = _command(launch, config, machines, meeting.port())
+    sys.exit(meeting.run([*command, recipe, *arguments], environment))
+
+
+def _fit(config: dict, machines: nodes.Nodes, launch: Launched):
+    """Sets how many processes and nodes run `config`, or fails when these are not the machines for it."""
+    name, wanted = Path(launch.config).name, config["num_machines"]
+    gpus = machines.processes or config["num_processes"] // wanted  # on each machine
+    here = f"{machines.count} node{'s' * (machines.count > 1)} with {gpus} GPU{'s' * (gpus > 1)} each"
+    if machines.count == 1 < wanted:
+        if not launch.tiny:
+            fail(
+                f"{name} is for {wanted} machines with {gpus} GPU{'s' * (gpus > 1)} each, this is one: start it on each with "
+                f"NNODES={wanted} NODE_RANK=… MASTER_ADDR=…, or with sbatch --nodes {wanted}. {_rehearsal(launch)}"
+            )
+        gpus = machines.processes or config["num_processes"]  # a rehearsal: every process on this machine
+    if config["distributed_type"] == "NO":
+        if machines.count > 1:
+            fail(f"{name} trains on one GPU of one machine, and here are {machines.count} nodes: choose a config that shards")
+        gpus = 1
+    launch.nodes, launch.processes = machines.count, machines.count * gpus
+    replicas, shards = configs.mesh(config)
+    if replicas * shards > 1 and (launch.processes != replicas * shards or 1 < machines.count != replicas):
+        fail(
+            f"{name} shards over {shards} GPUs of each of {replicas} nodes, and here are {here}: "
+            "change parallelism_config in a copy of it, or ask for other nodes"
+        )
+
+
+def _check(launch: Launched, arguments: list[str], config: dict | None = None):
+    """Runs the recipe up to the end of `parse`, in this process; returns its training arguments."""
+    if config:
+        _hardware(config, launch)
+    checks.versions()
+    before, path = dict(os.environ), list(sys.path)  # transformers writes its own settings into the environment
+    sys.path.insert(0, str(Path(launch.recipe).parent))
+    launch.checking = True
+    os.environ.update(launch.to_environment())
+    sys.argv = [launch.recipe, *arguments]
+    try:
+        runpy.run_path(launch.recipe, run_name="__main__")
+    except Checked as checked:
+        return checked.args[0]
+    finally:
+        launch.checking = False
+        sys.path[:] = path
+        os.environ.clear()
+        os.environ.update(before)
+    fail(f"{Path(launch.recipe).name} ended without calling parse(): is it a recipe?")
+
+
+def _shared(meeting, folder: Path):
+    if not meeting.share(folder):
+        fail(
+            f"{folder} is not the same folder on all nodes, so their checkpoints could not be put together: give an "
+            "--output_dir on a file system that all nodes share, or --save_strategy no"
+        )
+
+
+def _hardware(config: dict, launch: Launched):
+    """Sets `on_cpu`, or fails when this machine cannot do its part."""
+    name, gpus = Path(launch.config).name, launch.processes // launch.nodes
+    if checks.gpu_count() >= gpus:
+        return checks.bf16(config, name, gpus)
+    if not launch.tiny:
+        wanted = f"{gpus} GPU{'s' * (gpus > 1)}"
+        fail(f"{name} needs {wanted}, and this machine has {checks.gpu_count() or 'none'}. {_rehearsal(launch)}")
+    launch.on_cpu = True
+
+
+def _command(launch: Launched, config: dict, machines: nodes.Nodes, port: int = 0) -> tuple[list[str], dict]:
+    """What starts the processes of this machine, without the recipe and its flags, and its environment."""
+    environment = os.environ | launch.to_environment()
+    del environment["PYTHONSAFEPATH"]  # a recipe may import what lies beside it
+    environment["PYTHONUNBUFFERED"] = "1"  # losses reach a log file when they are known
+    if launch.tiny:
         environment["HF_HUB_DISABLE_TELEMETRY"] = "1"
     # accelerate gives every process one thread; an optimizer on the CPU (offload) needs every core, a rehearsal only one.
-    threads = 1 if launched.on_cpu else max(1, _cores() // launched.processes)
+    threads = 1 if launch.on_cpu else max(1, _cores() * launch.nodes // launch.processes)
     environment.setdefault("OMP_NUM_THREADS", str(threads))
     environment.setdefault("LOGLEVEL", "ERROR")  # torchrun's: it warns about every signal it passes on
-    command = [sys.executable]
     if config["distributed_type"] == "NO":
         # One process that sees several GPUs would be given nn.DataParallel by transformers.
         environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    else:
-        environment["PYTHONSAFEPATH"] = "1"  # for accelerate's own process; spawn.py takes it back for the recipe
-        command += ["-m", "harness.spawn", "--config_file", launched.config, "--num_machines", "1", "--main_process_port", "0"]
-    os.execve(sys.executable, [*command, recipe, *arguments], environment)
+        return [sys.executable], environment
+    environment["PYTHONSAFEPATH"] = "1"  # for accelerate's own process; spawn.py takes it back for the recipe
+    command = [sys.executable, "-m", "harness.spawn", "--config_file", launch.config]
+    command += ["--num_processes", str(launch.processes), "--num_machines", str(launch.nodes), "--main_process_port", str(port)]
+    if launch.nodes > 1:
+        from harness.network import interface
+
+        command += ["--machine_rank", str(machines.rank), "--main_process_ip", machines.head, "--same_network"]
+        command += ["--rdzv_backend", "static"]  # ranks follow NODE_RANK
+        if found := interface(machines.head):
+            environment.setdefault("GLOO_SOCKET_IFNAME", found)  # gloo would take what the machine's own name resolves to
+    return command, environment
 
 
-def _hardware(config: dict, launched: Launched):
-    """Sets `on_cpu`, or fails when the machine cannot run `config`."""
-    name = Path(launched.config).name
-    machines, gpus = config["num_machines"], launched.processes // config["num_machines"]
-    wanted = f"{gpus} GPU{'s' * (gpus > 1)}"
-    if not launched.tiny and machines > 1:
-        fail(f"{name} is for {machines} machines with {wanted} each, this is one. {_rehearsal(launched)}")
-    if launched.tiny:
-        config["num_machines"], gpus = 1, launched.processes  # every process on this machine
-    if checks.gpu_count() >= gpus:
-        return checks.bf16(config, name)
-    if not launched.tiny:
-        fail(f"{name} needs {wanted}, and this machine has {checks.gpu_count() or 'none'}. {_rehearsal(launched)}")
-    launched.on_cpu = True
-
-
-def _rehearsal(launched: Launched) -> str:
-    names = " ".join(shlex.quote(Path(path).stem) for path in (launched.recipe, launched.config))
+def _rehearsal(launch: Launched) -> str:
+    names = " ".join(shlex.quote(Path(path).stem) for path in (launch.recipe, launch.config))
     return f"Rehearse it here, on tiny stand-ins: ./launch.sh --tiny {names}"
 
 

@@ -8,8 +8,11 @@ import sys
 VARIABLE = "RECIPE_LAUNCH"
 
 
+node = ""  # "node 2: " in the launcher of any node but the first
+
+
 class Checked(BaseException):
-    """Raised by `parse` when the run was only to be checked: everything is in order."""
+    """Raised by `parse` when the run was only to be checked: everything is in order. Carries the training arguments."""
 
 
 @dataclasses.dataclass
@@ -19,6 +22,7 @@ class Launched:
     recipe: str = ""  # path of the recipe
     config: str = ""  # path of the Accelerate YAML
     processes: int = 0  # over all nodes
+    nodes: int = 1
     tiny: bool = False  # tiny stand-ins for model and data
     on_cpu: bool = False  # too few GPUs: shard on CPU
     quantize: bool = False  # only make the 4-bit weights
@@ -35,11 +39,11 @@ class Launched:
 def fail(message: str):
     """Ends the process with one line on stderr and exit code 2. Other ranks stay silent."""
     if os.environ.get("RANK", "0") == "0":
-        print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        print(f"error: {node}{' '.join(message.split())}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
 def say(message: str):
-    """Prints on the first rank only."""
-    if os.environ.get("RANK", "0") == "0":
+    """Prints on the first rank, or in the launcher of the first node, only."""
+    if os.environ.get("RANK", "0") == "0" and not node:
         print(message, flush=True)

@@ -80,12 +80,12 @@ def _read(checkpoint: Path, names: list[str] | None) -> dict:
 
 def _put_together(checkpoint: Path, draft: Path):
     """A plain model from a sharded checkpoint, in the dtype of the model the run began with."""
+    from harness.checkpoints import MARK
+
     import torch
     from safetensors.torch import save_file
     from torch.distributed.checkpoint import FileSystemReader
     from transformers import AutoConfig, AutoTokenizer
-
-    from harness.checkpoints import MARK
 
     base = read_json(checkpoint / MARK)["model"]
     config = AutoConfig.from_pretrained(base)

@@ -9,11 +9,11 @@ import os
 import shutil
 from pathlib import Path
 
-from filelock import FileLock
-
 from harness import tiny
 from harness.folder import write_json
 from harness.launched import fail, say
+
+from filelock import FileLock
 
 SOURCE = "source.json"  # in a quantized model's folder: which model it was made from
 

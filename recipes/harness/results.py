@@ -8,32 +8,40 @@ import os
 import platform
 import resource
 import sys
+import time
 from pathlib import Path
+
+from harness.checkpoints import MARK
+from harness.folder import RESULTS, RUN, read_json, write_json
+from harness.launched import say
 
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from harness.folder import RESULTS, RUN, read_json, write_json
-from harness.launched import say
-
 PACKAGES = ["torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes", "datasets"]
 
 
-class TokenCount:
-    """Counts the tokens that enter the loss, over all ranks, without waiting for the GPU.
+class Effort:
+    """Counts seconds of training and tokens in the loss, over all ranks and all parts of a run that was resumed.
 
-    transformers counts them anyway for every optimizer step, to scale the loss; they are picked up there.
+    transformers counts the tokens of every optimizer step anyway, to scale the loss; they are picked up there, without
+    waiting for the GPU.
     """
 
-    def __init__(self, trainer):
-        self.total, self._next = 0, trainer.get_batch_samples
+    def __init__(self, trainer, checkpoint: Path | None):
+        before = read_json(checkpoint / MARK).get("effort", {}) if checkpoint else {}
+        self.tokens, self.seconds, self._began = before.get("tokens", 0), before.get("seconds", 0.0), time.monotonic()
+        self._next = trainer.get_batch_samples
         trainer.get_batch_samples = self._get_batch_samples
 
     def _get_batch_samples(self, *args, **kwargs):
         batches, tokens = self._next(*args, **kwargs)
-        self.total = self.total + (tokens if tokens is not None else 0)
+        self.tokens = self.tokens + (tokens if tokens is not None else 0)
         return batches, tokens
+
+    def so_far(self) -> dict:
+        return {"tokens": int(self.tokens), "seconds": round(self.seconds + time.monotonic() - self._began, 3)}
 
 
 class NothingLeft(Exception):
@@ -59,30 +67,34 @@ class StopOnNan(TrainerCallback):
             )
 
 
-def write(trainer, outcome, evaluation: dict, tokens: TokenCount, resumed_from: int) -> dict:
-    """Gathers every rank's numbers (collective) and writes them on the first. Memory in GB (1e9 bytes)."""
+def write(trainer, outcome, evaluation: dict, effort: Effort, resumed_from: int) -> dict:
+    """Gathers every rank's numbers (collective) and writes them on the first. Memory in GB (1e9 bytes), time in seconds.
+
+    Time and tokens are those of the whole run, also when it was resumed; evaluations and checkpoints are in the time.
+    """
     accelerator, state = trainer.accelerator, trainer.state
     unit = 1 if sys.platform == "darwin" else 1024
     gpu = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-    ranks = gather_object([(os.environ.get("GROUP_RANK", "0"), gpu, host)])
-    hosts = {node: sum(h for n, _, h in ranks if n == node) for node, _, _ in ranks}
+    ranks = gather_object([(os.environ.get("GROUP_RANK", "0"), gpu, host, trainer.is_fsdp_enabled)])
+    hosts = {node: sum(h for n, _, h, _ in ranks if n == node) for node, *_ in ranks}
     parameters = list(trainer.model.parameters())
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    seconds = outcome.metrics["train_runtime"] if outcome else 0.0
+    seconds = effort.seconds + (outcome.metrics["train_runtime"] if outcome else 0.0)
     results = read_json(Path(trainer.args.output_dir, RUN)) | {
-        "fsdp_enabled": trainer.is_fsdp_enabled,
+        "fsdp_enabled": all(enabled for *_, enabled in ranks),
         "world_size": accelerator.num_processes,
         "num_nodes": len(hosts),
         "model_params_b": round(sum(p.numel() for p in parameters) / 1e9, 6),
         "trainable_params_b": round(sum(p.numel() for p in parameters if p.requires_grad) / 1e9, 6),
-        "peak_gpu_gb": round(max(g for _, g, _ in ranks), 3),
+        "peak_gpu_gb": round(max(g for _, g, *_ in ranks), 3),
         "peak_host_gb": round(max(hosts.values()), 3),
         "final_loss": losses[-1] if losses else (outcome.training_loss if outcome else None),
         **{name: evaluation[name] for name in ("eval_loss",) if name in evaluation},
         **({"perplexity": math.exp(min(evaluation["eval_loss"], 700))} if "eval_loss" in evaluation else {}),
-        "tokens_per_second": round(float(tokens.total) / seconds, 1) if seconds else 0.0,
-        "train_runtime": seconds,
+        "tokens_per_second": round(int(effort.tokens) / seconds, 1) if seconds else 0.0,
+        "train_runtime": round(seconds, 3),
+        "tokens": int(effort.tokens),
         "global_step": state.global_step,
         "epoch": state.epoch,
         "resumed_from_step": resumed_from,
@@ -92,7 +104,7 @@ def write(trainer, outcome, evaluation: dict, tokens: TokenCount, resumed_from: 
     }
     shown = ("fsdp_enabled", "world_size", "model_params_b", "final_loss")
     results["nodes"] = [
-        {"node": int(node), "peak_gpu_gb": round(max(g for n, g, _ in ranks if n == node), 3)} | {k: results[k] for k in shown}
+        {"node": int(node), "peak_gpu_gb": round(max(g for n, g, *_ in ranks if n == node), 3)} | {k: results[k] for k in shown}
         for node in sorted(hosts, key=int)
     ]
     if trainer.is_world_process_zero():

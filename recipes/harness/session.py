@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from harness import checkpoints, configs, export, results, sharding
+from harness import checkpoints, export, network, preemption, results, sharding
 from harness.folder import lock
 from harness.launched import Launched, say
 
@@ -22,14 +22,19 @@ def train(trainer):
     held = lock(folder) if trainer.is_world_process_zero() else None
     sharding.set_precision(trainer)
     sharding.BytesCheck(trainer.model)
-    tokens = results.TokenCount(trainer)
-    trainer.add_callback(sharding.AfterWrapping(trainer, configs.read(launched.config)))
-    trainer.add_callback(checkpoints.MarkComplete())
-    trainer.add_callback(results.StopOnNan())
-    trainer.add_callback(results.StopAtTheEnd())
-
     checkpoint = checkpoints.newest(trainer.args)
     resumed_from = int(checkpoint.name.split("-")[1]) if checkpoint else 0
+    effort = results.Effort(trainer, checkpoint)
+    stop = preemption.StopTogether()
+    for callback in (
+        sharding.AfterWrapping(trainer, launched),
+        checkpoints.MarkComplete(effort),
+        results.StopOnNan(),
+        results.StopAtTheEnd(),
+        stop,
+    ):
+        trainer.add_callback(callback)
+
     if checkpoint:
         say(f"Continuing from {checkpoint}; data already seen is skipped.")
     try:
@@ -41,6 +46,10 @@ def train(trainer):
         going_on = f"The same command goes on from {kept}." if kept else "No checkpoint was written yet."
         say(f"\nStopped at step {trainer.state.global_step}. {going_on}")
         os._exit(130)  # other ranks may wait in a collective for ever
+    except RuntimeError as error:
+        network.explain(error, trainer.state.global_step, checkpoints.latest(folder))
+        raise
+    stop.leave(trainer)
 
     evaluation = {}
     if trainer.eval_dataset is not None:
@@ -49,7 +58,7 @@ def train(trainer):
         evaluation = logged[-1] if is_fresh else trainer.evaluate()
     trainer.save_state()
     export.save(trainer)
-    written = results.write(trainer, outcome, evaluation, tokens, resumed_from)
+    written = results.write(trainer, outcome, evaluation, effort, resumed_from)
     export.sample(trainer, launched.tiny)
     results.summary(written, str(folder))
     trainer.end()

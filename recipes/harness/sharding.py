@@ -2,6 +2,8 @@
 
 import hashlib
 
+from harness import configs
+
 import torch
 from transformers import TrainerCallback
 
@@ -78,25 +80,42 @@ def _layers(model) -> dict[str, torch.nn.Module]:
 class AfterWrapping(TrainerCallback):
     """Asserts that training is distributed the way the config says, and tends to the output head."""
 
-    def __init__(self, trainer, config: dict):
-        self.accelerator, self.config = trainer.accelerator, config
+    def __init__(self, trainer, launched):
+        self.accelerator, self.launched, self.config = trainer.accelerator, launched, configs.read(launched.config)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if self.config:
-            verify(model, self.accelerator, self.config)
+            verify(model, self.accelerator, self.config, self.launched.processes)
+        if self.config.get("fsdp_config", {}).get("fsdp_reshard_after_backward") is False:
+            gather_once(model)
         keep_head_gathered(model)
 
 
-def verify(model, accelerator, config: dict):
+def gather_once(model):
+    """Keeps the weights gathered from the first micro-batch of an optimizer step to the last.
+
+    accelerate holds back the reduction of gradients until the last micro-batch; the weights now follow the same switch.
+    Price: the whole model in the compute dtype on every GPU; whole gradients are there already, by accelerate's choice.
+    """
+    set_sync = model.set_requires_gradient_sync
+
+    def set_both(requires_gradient_sync: bool, *, recurse: bool = True):
+        set_sync(requires_gradient_sync, recurse=recurse)
+        model.set_reshard_after_backward(requires_gradient_sync, recurse=recurse)
+
+    model.set_requires_gradient_sync = set_both
+
+
+def verify(model, accelerator, config: dict, processes: int):
     """Raises RuntimeError unless kind, world size and every transformer layer are as `config` says."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     kind = "FSDP" if config["distributed_type"] == "FSDP" else "unsharded"
     actual = "FSDP" if accelerator.distributed_type == "FSDP" else "unsharded"
-    if (actual, accelerator.num_processes) != (kind, config["num_processes"]):
+    if (actual, accelerator.num_processes) != (kind, processes):
         raise RuntimeError(
-            f"the config says {kind} on {config['num_processes']} processes, "
+            f"the config says {kind} on {processes} processes, "
             f"but this run is {actual} on {accelerator.num_processes}: it was not started the way launch.sh starts it"
         )
     if kind != "FSDP":

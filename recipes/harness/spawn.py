@@ -4,13 +4,25 @@ import os
 import signal
 import sys
 
+from harness.network import LOST
+from harness.signals import SIGNALS, die_with_parent, handle
+
 
 def main():
+    import psutil
     from accelerate.commands.launch import main as accelerate_launch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     os.environ.pop("PYTHONSAFEPATH", None)  # a recipe may import what lies beside it
+
+    def pass_on(number, frame):
+        for child in psutil.Process().children():
+            child.send_signal(number)
+
+    # torchrun would kill the processes 30 s after a SIGTERM; they leave by themselves once their checkpoint is written.
+    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
+    handle(pass_on)
     try:
         accelerate_launch()
     except (KeyboardInterrupt, SignalException) as stopped:
@@ -21,7 +33,8 @@ def main():
         sys.exit(128 + number)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        if failure.exitcode != 2:  # 2: the process said in one line what was wrong
+        said = {2, LOST, *(128 + number for number in SIGNALS)}  # in one line, why they ended
+        if failure.exitcode not in said:
             print(
                 f"error: process {rank} failed first (exit code {failure.exitcode}); see what it printed above", file=sys.stderr
             )
@@ -29,4 +42,5 @@ def main():
 
 
 if __name__ == "__main__":
+    die_with_parent()
     main()

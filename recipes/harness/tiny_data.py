@@ -64,9 +64,9 @@ def make(data, folder: Path):
 
 def _describe(data) -> tuple[list[str], dict]:
     """Splits and columns of a data set the table does not know: read from its first row."""
-    from datasets import get_dataset_split_names, load_dataset
-
     from harness import checks
+
+    from datasets import get_dataset_split_names, load_dataset
 
     checks.dataset(data)
     with checks.hub_errors("data set", data.dataset_name):

@@ -79,9 +79,9 @@ def make_tokenizer(family: dict):
 
 
 def _from_hub(name: str, revision: str):
-    from transformers import AutoConfig, AutoTokenizer
-
     from harness import checks
+
+    from transformers import AutoConfig, AutoTokenizer
 
     checks.reachable(name, revision)
     try:

@@ -1,0 +1,207 @@
+"""The launchers of several nodes meet, check in turn, watch over each other and end together.
+
+They share torch's TCPStore at the head's port as long as the run lasts. torchrun, which connects the processes that
+train, gets a port of its own.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from harness import signals
+from harness.nodes import Nodes, number
+
+WAIT = number("NODE_WAIT", 600)  # seconds a node that comes late is waited for
+SILENCE = number("NODE_SILENCE", 60)  # seconds after which a node that says nothing counts as lost
+NOTICE = 30  # seconds between two lines about who is missing
+LEAVE = 30  # seconds a node's processes have to end by themselves when another node has failed
+
+
+class Meeting:
+    """This node among the others, from before the checks until all have ended."""
+
+    def __init__(self, nodes: Nodes, command: list[str]):
+        """Waits until all nodes are here. `command` must be the same on all of them.
+
+        Ends the process with one line when a node does not come in time, or came with another command.
+        """
+        self.nodes, self.names, self.child, self.is_over = nodes, {}, None, False
+        self.deadline, self.began = time.monotonic() + WAIT, time.monotonic()
+        self.notice = self.began + NOTICE
+        self.store = self._open()
+        host = socket.gethostname()
+        if self._has(f"node/{nodes.rank}") and (other := self._get(f"node/{nodes.rank}")["host"]) != host:
+            self._fail(f"{other} is node {nodes.rank} already: give each machine a NODE_RANK of its own")
+        self._set(f"node/{nodes.rank}", {"host": host, "command": command})
+        while missing := [rank for rank in range(nodes.count) if not self._has(f"node/{rank}")]:
+            self._wait_for(f"node {', '.join(map(str, missing))} of {nodes.count} (NODE_RANK counts from 0)")
+        for rank in range(nodes.count):
+            there = self._get(f"node/{rank}")
+            self.names[rank] = f"node {rank} ({there['host']})"
+            if there["command"] != command:
+                self._fail(f"{self.names[rank]} runs `{' '.join(there['command'])}`, this node `{' '.join(command)}`")
+        if nodes.rank == 0:
+            self._set("port/0", _free_port())
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _open(self):
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        from torch.distributed import DistNetworkError, TCPStore
+
+        host, port, is_head = self.nodes.head, self.nodes.port, self.nodes.rank == 0
+        while not is_head:
+            try:
+                socket.create_connection((host, port), timeout=5).close()
+                break
+            except OSError:
+                self._wait_for(f"node 0: nobody answers at {host}:{port} (MASTER_ADDR, MASTER_PORT; a firewall?)")
+        try:
+            timeout = datetime.timedelta(seconds=SILENCE)
+            return TCPStore("127.0.0.1" if is_head else host, port, None, is_head, timeout, wait_for_workers=False)
+        except (DistNetworkError, RuntimeError) as error:
+            taken = f"port {port} of this machine is taken: set another MASTER_PORT, the same on all nodes"
+            self._fail(taken if is_head else f"what answers at {host}:{port} is not node 0 of this run ({error})")
+
+    def _wait_for(self, whom: str):
+        now = time.monotonic()
+        waited = f"{now - self.began:.0f} of {WAIT} s (NODE_WAIT)"
+        if now > self.deadline:
+            self._fail(f"waited {waited} in vain for {whom}")
+        if now > self.notice:
+            self.notice = now + NOTICE
+            print(f"Waiting for {whom}, {waited} so far.", flush=True)
+        time.sleep(0.5)
+
+    # Keys are written once; values are JSON.
+    def _set(self, key: str, value):
+        self._ask(lambda: self.store.set(key, json.dumps(value)))
+
+    def _has(self, key: str) -> bool:
+        return self._ask(lambda: self.store.check([key]))
+
+    def _get(self, key: str):
+        return json.loads(self._ask(lambda: self.store.get(key)))
+
+    def _ask(self, question):
+        try:
+            return question()
+        except RuntimeError:  # of which torch's DistNetworkError and DistStoreError are kinds
+            self._fail(f"{self.names.get(0, 'node 0')} is gone, or the network between: see what it printed. {GOING_ON}")
+
+    def check(self, check):
+        """Runs `check` on the first node and, when that has passed, on the others. Returns what it returns here."""
+        try:
+            if self.nodes.rank:
+                self._until("checked/0")
+            checked = check()
+            self._set(f"checked/{self.nodes.rank}", True)
+            for rank in range(self.nodes.count):
+                self._until(f"checked/{rank}")
+        except BaseException as ended:
+            self.end(ended.code if isinstance(ended, SystemExit) else 1)
+            raise
+        return checked
+
+    def _until(self, key: str):
+        """Waits for a key, however long its node takes; `_watch` ends this when that node is lost."""
+        rank = int(key.split("/")[1])
+        while not self._has(key):
+            if self._has(f"ended/{rank}"):
+                code = self._get(f"ended/{rank}")
+                if code:
+                    print(f"error: {self.names[rank]} did not pass its checks: see what it printed", file=sys.stderr)
+                sys.exit(code)
+            time.sleep(0.2)
+
+    def share(self, folder: Path) -> bool:
+        """Whether all nodes see the first one's `folder`. Collective."""
+        token = folder / f".node0-{self.nodes.port}-{os.getpid()}"
+        if self.nodes.rank == 0:
+            token.touch()
+            self._set("token/0", token.name)
+        self._until("token/0")
+        token = folder / self._get("token/0")
+        patience = time.monotonic() + 30  # a network file system may show a new file late
+        while not (seen := token.exists()) and time.monotonic() < patience:
+            time.sleep(0.5)
+            os.scandir(folder).close()
+        self._set(f"sees/{self.nodes.rank}", seen)
+        for rank in range(self.nodes.count):
+            self._until(f"sees/{rank}")
+        if self.nodes.rank == 0:
+            token.unlink()
+        return all(self._get(f"sees/{rank}") for rank in range(self.nodes.count))
+
+    def port(self) -> int:
+        """A port of the head for torchrun."""
+        self._until("port/0")
+        return self._get("port/0")
+
+    def run(self, command: list[str], environment: dict) -> int:
+        """Runs this node's part of the training; returns its exit code, 128 + N when signal N killed it."""
+        self.child = subprocess.Popen(command, env=environment)
+        signals.handle(lambda number, frame: self.child.send_signal(number))
+        while self.child.returncode is None:
+            with contextlib.suppress(KeyboardInterrupt):  # the child has it too, and says where it stopped
+                self.child.wait()
+        code = self.child.returncode
+        self.end(code if code >= 0 else 128 - code)
+        return code if code >= 0 else 128 - code
+
+    def end(self, code: int | None):
+        """Tells the others how this node ended. The first one stays until all have ended, for its store goes with it."""
+        if self.is_over:
+            return
+        self._set(f"ended/{self.nodes.rank}", code or 0)
+        self.is_over = True
+        patience = time.monotonic() + LEAVE + 5
+        with contextlib.suppress(RuntimeError):
+            while self.nodes.rank == 0 and time.monotonic() < patience:
+                time.sleep(1)  # after the last one has ended, too: it may still be asking
+                if all(self.store.check([f"ended/{rank}"]) for rank in range(self.nodes.count)):
+                    break
+
+    def _watch(self):
+        """Beats, listens to the others' beats, and ends this node when another is lost or has failed."""
+        heard = {rank: (0, time.monotonic()) for rank in range(self.nodes.count) if rank != self.nodes.rank}
+        failed = None
+        while not self.is_over:
+            self._ask(lambda: self.store.add(f"beat/{self.nodes.rank}", 1))
+            for rank, (beats, when) in heard.items():
+                name, now = self.names[rank], time.monotonic()
+                ended = self._get(f"ended/{rank}") if self._has(f"ended/{rank}") else None
+                beats_now = self._ask(lambda rank=rank: self.store.add(f"beat/{rank}", 0))
+                if beats_now != beats or ended is not None:
+                    heard[rank] = (beats_now, now)
+                elif now - when > SILENCE:
+                    self._fail(f"nothing heard of {name} for {SILENCE} s: it or the network is down. {GOING_ON}")
+                if ended and self.child:
+                    failed = failed or now
+                    if now - failed > LEAVE:
+                        self._fail(f"{name} ended with exit code {ended}: see what it printed. {GOING_ON}")
+            time.sleep(1)
+
+    def _fail(self, message: str):
+        if self.is_over:  # the head has left after all had ended
+            sys.exit()
+        print(f"\nerror: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        if self.child and self.child.poll() is None:
+            self.child.send_signal(signal.SIGKILL)  # its processes go with it
+        os._exit(1)
+
+
+GOING_ON = "The same command goes on from the newest checkpoint"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

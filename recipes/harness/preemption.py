@@ -1,0 +1,40 @@
+"""Stopping a run from outside: all processes leave at one step, after a checkpoint."""
+
+import signal
+
+from harness import signals
+from harness.launched import say
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+
+class StopTogether(TrainerCallback):
+    """Stops after the step in which any process received a signal of `signals.SIGNALS`.
+
+    The processes agree after every step through a gloo group of their own, on the CPU: nothing waits for a GPU.
+    """
+
+    def __init__(self):
+        self.number = 0  # the signal all agreed on
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        number = torch.tensor([signals.received])
+        if self.group:
+            dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
+        self.number = int(number)
+        if self.number and state.global_step < state.max_steps:
+            control.should_training_stop = control.should_log = True
+            control.should_save = args.save_strategy != "no"
+            control.should_evaluate = False  # there may be little time
+        return control
+
+    def leave(self, trainer):
+        """Ends the process when the run was stopped before its last step."""
+        if self.number and trainer.state.global_step < trainer.state.max_steps:
+            goes_on = "without a checkpoint" if trainer.args.save_strategy == "no" else "the same command goes on from there"
+            say(f"\nStopped by {signal.Signals(self.number).name} at step {trainer.state.global_step}; {goes_on}.")
+            trainer.end()
+            raise SystemExit(128 + self.number)

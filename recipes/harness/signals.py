@@ -1,0 +1,30 @@
+"""Signals on their way from whoever stops a run (SLURM, a cloud, `kill`) to the processes that train."""
+
+import ctypes
+import signal
+import sys
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+received = 0  # the number of the last signal that `listen` heard
+
+
+def listen():
+    """Notes a signal instead of dying of it; `preemption` stops all processes at one step."""
+
+    def note(number, frame):
+        global received
+        received = number
+
+    handle(note)
+
+
+def handle(handler):
+    for number in SIGNALS:
+        signal.signal(number, handler)
+
+
+def die_with_parent():
+    """When the parent is killed outright, this process goes with it and does not keep GPUs and folder."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -1,0 +1,176 @@
+"""Several machines on one: network namespaces joined by a bridge, and a real SLURM in them.
+
+Needs root on Linux; SLURM needs Debian's `slurm-wlm` and `munge`. Nothing of the system is changed: own key, own socket,
+own state, own /etc/hosts in each node's mount namespace.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+NETWORK = "10.177.0"
+CONTROLLER = f"{NETWORK}.254"
+
+
+def missing(*programs: str) -> str:
+    """Why no cluster can be made here, or ''."""
+    if os.name != "posix" or os.uname().sysname != "Linux" or os.geteuid() != 0:
+        return "network namespaces need root on Linux"
+    absent = [program for program in ("ip", "nsenter", "unshare", *programs) if not shutil.which(program)]
+    if absent:
+        return f"not installed: {', '.join(absent)}"
+    if subprocess.run(["ip", "netns", "add", "recipes-probe"], capture_output=True).returncode:
+        return "this machine allows no network namespaces"
+    subprocess.run(["ip", "netns", "delete", "recipes-probe"], check=True)
+    return ""
+
+
+class Nodes:
+    """`count` machines named node0, node1, … that reach each other and nothing else. A context manager."""
+
+    def __init__(self, count: int, folder: Path):
+        self.names, self.folder, self.processes = [f"node{i}" for i in range(count)], folder, []
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def __enter__(self):
+        self._remove()
+        _ip("link", "add", "recipes0", "type", "bridge")
+        _ip("addr", "add", f"{CONTROLLER}/24", "dev", "recipes0")
+        _ip("link", "set", "recipes0", "up")
+        hosts = ["127.0.0.1 localhost", f"{CONTROLLER} {socket.gethostname()}"]
+        for number, name in enumerate(self.names):
+            address = f"{NETWORK}.{number + 1}"
+            hosts.append(f"{address} {name}")
+            _ip("netns", "add", _space(name))
+            _ip("link", "add", f"recipes-{name}", "type", "veth", "peer", "name", "eth0", "netns", _space(name))
+            _ip("link", "set", f"recipes-{name}", "master", "recipes0", "up")
+            _ip("-n", _space(name), "addr", "add", f"{address}/24", "dev", "eth0")
+            _ip("-n", _space(name), "link", "set", "eth0", "up")
+            _ip("-n", _space(name), "link", "set", "lo", "up")
+        (self.folder / "hosts").write_text("\n".join(hosts) + "\n")
+        return self
+
+    def __exit__(self, *error):
+        for name in self.names:
+            self.kill(name)
+        for process in self.processes:
+            process.wait(timeout=30)
+        self._remove()
+
+    def _remove(self):
+        for name in self.names:
+            subprocess.run(["ip", "netns", "delete", _space(name)], capture_output=True)
+            subprocess.run(["ip", "link", "delete", f"recipes-{name}"], capture_output=True)
+        subprocess.run(["ip", "link", "delete", "recipes0"], capture_output=True)
+
+    def start(self, name: str, *command, **options) -> subprocess.Popen:
+        """Starts a program on a node. (`ip netns exec` would hide /sys/fs/cgroup, and slurmd would not start.)"""
+        script = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
+        wrapped = ["nsenter", f"--net=/run/netns/{_space(name)}", "unshare", "--uts", "--mount", "sh", "-c", script, "sh"]
+        process = subprocess.Popen([*wrapped, name, self.folder / "hosts", *command], start_new_session=True, **options)
+        self.processes.append(process)
+        return process
+
+    def kill(self, name: str):
+        """The machine loses power: everything on it is gone."""
+        for _ in range(20):
+            listed = subprocess.run(["ip", "netns", "pids", _space(name)], capture_output=True, text=True)
+            if not listed.stdout.split():
+                return
+            for pid in listed.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.1)
+
+    def cable(self, name: str, state: str):
+        """`state` "down" pulls the node's network cable, "up" puts it back."""
+        _ip("link", "set", f"recipes-{name}", state)
+
+
+class Slurm(Nodes):
+    """The same machines under SLURM: `run` calls sbatch, scontrol and the like as a person on the head node does."""
+
+    def __enter__(self):
+        super().__enter__()
+        folder = self.folder
+        for name in ("state", *self.names):
+            (folder / name).mkdir(exist_ok=True)
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o600)
+        self.variables = {"SLURM_CONF": str(folder / "slurm.conf")}
+        (folder / "slurm.conf").write_text(self._conf())
+        log = (folder / "daemons.log").open("w")
+        self.daemons = []
+        munged = ["munged", "--foreground", "--force", f"--key-file={folder}/munge.key", f"--socket={folder}/munge.socket"]
+        munged += [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("pid-file", "log-file", "seed-file")]
+        environment = os.environ | self.variables
+        for command in (munged, ["slurmctld", "-D", "-i"]):
+            self.daemons.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            time.sleep(1)
+        for name in self.names:
+            self.start(name, "slurmd", "-D", "-N", name, env=environment, stdout=log, stderr=log)
+        deadline = time.monotonic() + 60
+        while self.run("sinfo", "--noheader", "--states=idle", "--format=%D").strip() != str(len(self.names)):
+            assert time.monotonic() < deadline, (folder / "daemons.log").read_text()
+            time.sleep(0.5)
+        return self
+
+    def _conf(self) -> str:
+        folder, cores = self.folder, max(8, os.cpu_count())
+        nodes = [
+            f"NodeName={name} NodeAddr={NETWORK}.{i + 1} CPUs={cores} RealMemory=4000 State=UNKNOWN"
+            for i, name in enumerate(self.names)
+        ]
+        return "\n".join(
+            [
+                "ClusterName=tests",
+                f"SlurmctldHost={socket.gethostname()}({CONTROLLER})",
+                "SlurmUser=root",
+                "SlurmdUser=root",
+                f"AuthInfo=socket={folder}/munge.socket",
+                f"StateSaveLocation={folder}/state",
+                f"SlurmdSpoolDir={folder}/%n/spool",
+                f"SlurmdPidFile={folder}/%n/slurmd.pid",
+                f"SlurmctldPidFile={folder}/slurmctld.pid",
+                "ProctrackType=proctrack/linuxproc",
+                "TaskPlugin=task/none",
+                "SelectType=select/cons_tres",
+                "ReturnToService=2",
+                "MpiDefault=none",
+                "JobRequeue=0",
+                "MinJobAge=3600",
+                "SlurmdParameters=config_overrides",
+                "SchedulerParameters=sched_min_interval=0,requeue_delay=1",
+                *nodes,
+                f"PartitionName=all Nodes={','.join(self.names)} Default=YES MaxTime=60 State=UP OverSubscribe=FORCE:2",
+                "",
+            ]
+        )
+
+    def __exit__(self, *error):
+        subprocess.run(["scancel", "--user=root"], env=os.environ | self.variables, capture_output=True)
+        for daemon in reversed(self.daemons):
+            daemon.terminate()
+        for daemon in self.daemons:
+            daemon.wait(timeout=30)
+        super().__exit__(*error)
+
+    def run(self, *command, **options) -> str:
+        """What a SLURM command prints; fails when the command does."""
+        environment = options.pop("env", os.environ) | self.variables
+        process = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, **options)
+        assert process.returncode == 0, f"{command}: {process.stdout}{process.stderr}"
+        return process.stdout
+
+
+def _space(name: str) -> str:
+    return f"recipes-{name}"
+
+
+def _ip(*arguments):
+    subprocess.run(["ip", *arguments], check=True)

@@ -20,6 +20,8 @@ FSDP2_KEYS = {
     "fsdp_activation_checkpointing_offload",
     "fsdp_ignored_modules",
 }
+# Read by harness/sharding.py; accelerate passes over them.
+HARNESS_KEYS = {"fsdp_reshard_after_backward", "fsdp_reduce_dtype"}
 FSDP1_WORDS = {
     "fsdp_min_num_params": "layers are wrapped by fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP; delete the line",
     "fsdp_sharding_strategy": "FULL_SHARD is fsdp_reshard_after_forward: true, SHARD_GRAD_OP is false, "
@@ -55,6 +57,7 @@ TOP_KEYS = {
 }
 BOOLEANS = {
     "fsdp_reshard_after_forward",
+    "fsdp_reshard_after_backward",
     "fsdp_offload_params",
     "fsdp_cpu_ram_efficient_loading",
     "fsdp_activation_checkpointing",
@@ -104,7 +107,7 @@ def _fsdp2(name: str, fsdp: dict):
     for key, advice in FSDP1_WORDS.items():
         if key in fsdp:
             fail(f"{name}: {key} is a word of FSDP1: {advice}")
-    _known(name, fsdp, FSDP2_KEYS)
+    _known(name, fsdp, FSDP2_KEYS | HARNESS_KEYS)
     if fsdp.get("fsdp_version") != 2:
         fail(f"{name}: fsdp_version is {fsdp.get('fsdp_version', 'missing, which accelerate takes as 1')}: write fsdp_version: 2")
     if fsdp.get("fsdp_auto_wrap_policy") != "TRANSFORMER_BASED_WRAP":
@@ -112,6 +115,10 @@ def _fsdp2(name: str, fsdp: dict):
     for key in BOOLEANS & fsdp.keys():
         if not isinstance(fsdp[key], bool):
             fail(f"{name}: {key} is {fsdp[key]!r}, expected true or false")
+    if fsdp.get("fsdp_reshard_after_backward") is False and fsdp.get("fsdp_reshard_after_forward") is not False:
+        fail(f"{name}: fsdp_reshard_after_backward: false needs fsdp_reshard_after_forward: false, or nothing stays gathered")
+    if fsdp.get("fsdp_reduce_dtype", "float32") not in ("float32", "bfloat16", "float16"):
+        fail(f"{name}: fsdp_reduce_dtype is {fsdp['fsdp_reduce_dtype']!r}, expected float32, bfloat16 or float16")
 
 
 def mesh(config: dict) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from harness import checkpoints, export, network, preemption, results, sharding
+from harness import checkpoints, configs, export, network, preemption, results, sharding
 from harness.folder import lock
 from harness.launched import Launched, say
 
@@ -20,14 +20,15 @@ def train(trainer):
     """
     launched, folder = Launched.from_environment(), Path(trainer.args.output_dir)
     held = lock(folder) if trainer.is_world_process_zero() else None
-    sharding.set_precision(trainer)
+    config = configs.read(launched.config)
+    sharding.set_precision(trainer, config.get("fsdp_config", {}).get("fsdp_reduce_dtype", "float32"))
     sharding.BytesCheck(trainer.model)
     checkpoint = checkpoints.newest(trainer.args)
     resumed_from = int(checkpoint.name.split("-")[1]) if checkpoint else 0
     effort = results.Effort(trainer, checkpoint)
     stop = preemption.StopTogether()
     for callback in (
-        sharding.AfterWrapping(trainer, launched),
+        sharding.AfterWrapping(trainer, config, launched.processes),
         checkpoints.MarkComplete(effort),
         results.StopOnNan(),
         results.StopAtTheEnd(),

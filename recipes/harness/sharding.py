@@ -2,14 +2,12 @@
 
 import hashlib
 
-from harness import configs
-
 import torch
 from transformers import TrainerCallback
 
 
-def set_precision(trainer):
-    """Computes in the config's precision, but reduces gradients and leaves the loss in float32.
+def set_precision(trainer, reduce_dtype: str = "float32"):
+    """Computes in the config's precision, but reduces gradients in `reduce_dtype` and leaves the loss in float32.
 
     accelerate 1.15 gives FSDP2 one dtype for parameters, reduction and outputs, which rounds the loss itself to bf16.
     """
@@ -22,7 +20,7 @@ def set_precision(trainer):
         plugin.mixed_precision_policy = None  # a cast would destroy the packed bits
         return
     compute = plugin.mixed_precision_policy.param_dtype
-    plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=getattr(torch, reduce_dtype))
 
 
 def keep_head_gathered(model):
@@ -80,12 +78,12 @@ def _layers(model) -> dict[str, torch.nn.Module]:
 class AfterWrapping(TrainerCallback):
     """Asserts that training is distributed the way the config says, and tends to the output head."""
 
-    def __init__(self, trainer, launched):
-        self.accelerator, self.launched, self.config = trainer.accelerator, launched, configs.read(launched.config)
+    def __init__(self, trainer, config: dict, processes: int):
+        self.accelerator, self.config, self.processes = trainer.accelerator, config, processes
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if self.config:
-            verify(model, self.accelerator, self.config, self.launched.processes)
+            verify(model, self.accelerator, self.config, self.processes)
         if self.config.get("fsdp_config", {}).get("fsdp_reshard_after_backward") is False:
             gather_once(model)
         keep_head_gathered(model)

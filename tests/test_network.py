@@ -1,0 +1,62 @@
+"""What crosses the network, and what happens when processes cannot reach each other."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+from conftest import ROOT, losses
+
+RECIPE = "qwen2_fineweb_edu"
+
+
+@pytest.fixture
+def count(rehearse, environment, workplace, two_by_two, tmp_path):
+    """Trains two steps of four micro-batches on two replicas of two shards; returns the collectives and the run."""
+    rehearse(RECIPE, "1x3090")  # makes the stand-ins
+
+    def call(name: str, **fsdp):
+        settings = yaml.safe_load(two_by_two.read_text())
+        settings["fsdp_config"] |= fsdp
+        config, out, run = tmp_path / f"{name}.yaml", tmp_path / f"{name}.json", tmp_path / name
+        config.write_text(yaml.safe_dump(settings))
+        run.mkdir()
+        (run / "run.json").write_text(json.dumps({"recipe": RECIPE, "config": name, "model": "", "dataset": "", "tiny": True}))
+        launched = {"recipe": RECIPE, "config": str(config), "processes": 4, "tiny": True, "on_cpu": True}
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--num_machines", "1"]
+        command += ["--main_process_port", "0", ROOT / "tests/count_collectives.py", ROOT / f"recipes/{RECIPE}.py", out]
+        command += ["--output_dir", run, "--max_steps", "2", "--gradient_accumulation_steps", "4", "--logging_steps", "1"]
+        command += ["--save_strategy", "no", "--eval_strategy", "no"]
+        variables = {"RECIPE_LAUNCH": json.dumps(launched), "PYTHONPATH": str(ROOT / "recipes")}
+        process = subprocess.run(command, cwd=workplace, env=environment | variables, capture_output=True, text=True)
+        assert process.returncode == 0, process.stderr
+        return json.loads(out.read_text()), run
+
+    return call
+
+
+def test_one_gather_and_one_reduction_a_step(count):
+    """However many micro-batches; the gradients are the same. In a hybrid config only gradients leave the node."""
+    usual, usual_run = count("usual")
+    once, once_run = count("once", fsdp_reshard_after_forward=False, fsdp_reshard_after_backward=False)
+    assert losses(once_run) == losses(usual_run)
+    model = once["parameters"]
+
+    def total(step, kind):
+        return sum(size for name, _, size in step if name == kind)
+
+    units = 3  # two layers, and what is around them
+    for step in once["steps"]:
+        gathers = [size for name, _, size in step if name == "all_gather_single"]
+        assert len(gathers) == units and sum(gathers) == pytest.approx(model, rel=0.01)
+    for step in usual["steps"]:
+        # Each of four micro-batches gathers every layer for the forward and again for the backward pass.
+        assert total(step, "all_gather_single") > 4 * model
+    for step in once["steps"] + usual["steps"]:
+        assert total(step, "reduce_scatter_single") == pytest.approx(model, rel=0.01)
+        for name, ranks, _ in step:
+            if name != "all_reduce":
+                assert ranks == [0, 1], "weights of rank 0 are gathered inside its node"
+        crossing = [size for name, ranks, size in step if name == "all_reduce" and ranks == [0, 2]]
+        assert sum(crossing) == pytest.approx(model / 2, rel=0.01)  # the half of the gradients that rank 0 keeps

@@ -47,8 +47,6 @@ def main():
     held_out = Dataset.from_list(list(documents.take(data.max_eval_samples)))
     texts = set(held_out[args.dataset_text_field])
     documents = documents.filter(lambda row: row[args.dataset_text_field] not in texts)
-    if data.dataset_streaming:
-        documents = documents.repeat(None)  # files differ in length: no rank may run dry before the others
 
     trainer = SFTTrainer(
         model=model.model_name_or_path,

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import yaml
-from conftest import ROOT, losses
+from conftest import ROOT, losses, read
 
 RECIPE = "qwen2_fineweb_edu"
 
@@ -60,3 +60,31 @@ def test_one_gather_and_one_reduction_a_step(count):
                 assert ranks == [0, 1], "weights of rank 0 are gathered inside its node"
         crossing = [size for name, ranks, size in step if name == "all_reduce" and ranks == [0, 2]]
         assert sum(crossing) == pytest.approx(model / 2, rel=0.01)  # the half of the gradients that rank 0 keeps
+
+
+def test_processes_whose_files_end_at_different_times_go_on(rehearse, environment, workplace, tmp_path):
+    """Three files for two processes, five passes over the shorter share: without help they wait for each other for ever."""
+    rehearse(RECIPE, "1x3090")  # makes the stand-ins
+    model = next((workplace / "outputs/tiny/.stand-ins").glob("Qwen--Qwen2-0.5B-*"))
+    (tmp_path / "data").mkdir()
+    for file, rows in enumerate((40, 30, 20)):
+        texts = [json.dumps({"text": f"file {file} row {row} " + "of many words " * 20}) for row in range(rows)]
+        (tmp_path / f"data/{file}.jsonl").write_text("\n".join(texts))
+    settings = yaml.safe_load((ROOT / "accelerate_configs/4gpu_full_shard.yaml").read_text()) | {"num_processes": 2}
+    config = tmp_path / "2gpu.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    launched = {"recipe": RECIPE, "config": str(config), "processes": 2, "on_cpu": True}
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps({"recipe": RECIPE, "config": "", "model": "", "dataset": "", "tiny": True}))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--num_machines", "1"]
+    command += ["--main_process_port", "0", ROOT / f"recipes/{RECIPE}.py", "--output_dir", run, "--max_steps", "40"]
+    command += ["--model_name_or_path", model, "--dataset_name", tmp_path / "data", "--dataset_config", "default"]
+    command += ["--max_length", "256", "--gradient_accumulation_steps", "1", "--max_eval_samples", "4"]
+    command += ["--eval_strategy", "epoch", "--save_strategy", "epoch", "--logging_steps", "10"]
+    variables = {"RECIPE_LAUNCH": json.dumps(launched), "PYTHONPATH": str(ROOT / "recipes")}
+    process = subprocess.run(
+        list(map(str, command)), cwd=tmp_path, env=environment | variables, capture_output=True, text=True, timeout=120
+    )
+    assert process.returncode == 0, process.stderr
+    assert read(run)["global_step"] == 40

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from harness import checkpoints, configs, export, network, preemption, results, sharding
+from harness import checkpoints, configs, export, network, preemption, results, sharding, streams
 from harness.folder import lock
 from harness.launched import Launched, say
 
@@ -23,6 +23,7 @@ def train(trainer):
     config = configs.read(launched.config)
     sharding.set_precision(trainer, config.get("fsdp_config", {}).get("fsdp_reduce_dtype", "float32"))
     sharding.BytesCheck(trainer.model)
+    streams.keep_together(trainer)
     checkpoint = checkpoints.newest(trainer.args)
     resumed_from = int(checkpoint.name.split("-")[1]) if checkpoint else 0
     effort = results.Effort(trainer, checkpoint)

@@ -174,20 +174,28 @@ class Meeting:
         heard = {rank: (0, time.monotonic()) for rank in range(self.nodes.count) if rank != self.nodes.rank}
         failed = None
         while not self.is_over:
+            # Over a dead line a question to the head is never answered, whatever the store's timeout.
+            unanswered = threading.Timer(SILENCE, self._silent, [0])
+            unanswered.daemon = True
+            unanswered.start()
             self._ask(lambda: self.store.add(f"beat/{self.nodes.rank}", 1))
             for rank, (beats, when) in heard.items():
-                name, now = self.names[rank], time.monotonic()
+                now = time.monotonic()
                 ended = self._get(f"ended/{rank}") if self._has(f"ended/{rank}") else None
                 beats_now = self._ask(lambda rank=rank: self.store.add(f"beat/{rank}", 0))
                 if beats_now != beats or ended is not None:
                     heard[rank] = (beats_now, now)
                 elif now - when > SILENCE:
-                    self._fail(f"nothing heard of {name} for {SILENCE} s: it or the network is down. {GOING_ON}")
+                    self._silent(rank)
                 if ended and self.child:
                     failed = failed or now
                     if now - failed > LEAVE:
-                        self._fail(f"{name} ended with exit code {ended}: see what it printed. {GOING_ON}")
+                        self._fail(f"{self.names[rank]} ended with exit code {ended}: see what it printed. {GOING_ON}")
+            unanswered.cancel()
             time.sleep(1)
+
+    def _silent(self, rank: int):
+        self._fail(f"nothing heard of {self.names[rank]} for {SILENCE} s: it or the network is down. {GOING_ON}")
 
     def _fail(self, message: str):
         if self.is_over:  # the head has left after all had ended

@@ -7,6 +7,8 @@ from harness import checkpoints, configs, export, network, preemption, results, 
 from harness.folder import lock
 from harness.launched import Launched, say
 
+from transformers import PrinterCallback
+
 
 def train(trainer):
     """Resumes or starts, trains, evaluates, saves a model that `from_pretrained` loads, and reports.
@@ -36,6 +38,8 @@ def train(trainer):
         stop,
     ):
         trainer.add_callback(callback)
+    if not trainer.is_world_process_zero():
+        trainer.remove_callback(PrinterCallback)  # it would print once a node
 
     if checkpoint:
         say(f"Continuing from {checkpoint}; data already seen is skipped.")

@@ -1,5 +1,6 @@
 """`accelerate launch` without its own tracebacks: what a process printed stands alone, and one line says how it ended."""
 
+import logging
 import os
 import signal
 import sys
@@ -23,6 +24,8 @@ def main():
     # torchrun would kill the processes 30 s after a SIGTERM; they leave by themselves once their checkpoint is written.
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
     handle(pass_on)
+    # How each process ended is said below, in one line.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         accelerate_launch()
     except (KeyboardInterrupt, SignalException) as stopped:

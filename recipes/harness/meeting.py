@@ -129,7 +129,7 @@ class Meeting:
             self._set("token/0", token.name)
         self._until("token/0")
         token = folder / self._get("token/0")
-        patience = time.monotonic() + 30  # a network file system may show a new file late
+        patience = time.monotonic() + 90  # a network file system may show a new file late
         while not (seen := token.exists()) and time.monotonic() < patience:
             time.sleep(0.5)
             os.scandir(folder).close()

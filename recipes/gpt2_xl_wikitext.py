@@ -1,7 +1,7 @@
 """Full fine-tune of GPT-2 XL (1.5B) in fp16 on WikiText-2, with the plain Trainer.
 
-    ./launch.sh gpt2_xl_wikitext 3xt4_full_shard                        # three machines with one 16 GB T4 each
-    ./launch.sh gpt2_xl_wikitext 3xt4_full_shard --max_samples 500
+    NNODES=3 NODE_RANK=0 MASTER_ADDR=host0 ./launch.sh gpt2_xl_wikitext 3xt4_full_shard    # on three machines with a 16 GB T4
+    sky jobs launch cloud/gpt2_xl_wikitext.yaml --env BUCKET=a-name-of-your-own            # on three spot machines
 
 Needs 3 x 16 GB, where DDP would need 25 GB on each; a forecast, not yet measured: 14 GB a GPU. The network is what
 limits it: the config gathers weights and reduces gradients once an optimizer step, whatever the accumulation.

@@ -1,7 +1,7 @@
 """LoRA of Llama-3.1-8B on Python code instructions, loss on the code only.
 
     ./launch.sh llama31_8b_lora 4gpu_full_shard
-    ./launch.sh llama31_8b_lora 2x4gpu_hybrid_shard
+    sbatch --nodes 2 --gpus-per-node 4 launch.sh llama31_8b_lora 2x4gpu_hybrid_shard
     ./launch.sh llama31_8b_lora 4gpu_full_shard --use_peft false --learning_rate 1e-5    # full fine-tune, 80 GB GPUs
 
 Needs four 24 GB GPUs; a forecast, not yet measured: 3.8 to 4.0 times the speed of one GPU on four A100s.

@@ -1,7 +1,7 @@
 """Chat fine-tuning of Qwen2-0.5B-Instruct on conversations, loss on the assistant's turns only.
 
     ./launch.sh qwen2_chat 1x3090
-    ./launch.sh qwen2_chat 4gpu_full_shard
+    ./launch.sh qwen2_chat 4gpu_shard_grad_op
     ./launch.sh qwen2_chat 1x3090 --dataset_name my/conversations    # a column `messages` of role and content
 
 Needs one 24 GB GPU; a forecast, not yet measured: 12 to 15 GB and 10,000 tokens/s on 1x3090.

@@ -30,8 +30,14 @@ def resolved(folder: str, extension: str, word: str) -> Path:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=shlex.join)
 def test_command_is_one_that_exists(command):
+    while "=" in command[0]:  # variables before the program
+        command = command[1:]
     program = command[0]
-    if program == "cp":
+    if program == "sky":
+        assert (ROOT / command[3]).is_file()
+    elif program == "sbatch":
+        assert "launch.sh" in command
+    elif program == "cp":
         assert (ROOT / command[1]).is_file() and (ROOT / command[2]).parent.is_dir()
     elif program.startswith(".venv/bin/"):
         assert (Path(sys.executable).parent / Path(program).name).exists()
@@ -40,7 +46,13 @@ def test_command_is_one_that_exists(command):
         assert command[1:2] == ["--test"] or len(command) > 2
 
 
-CALLS = [[word for word in command[1:] if word != "--tiny"] for command in COMMANDS if command[0] == "./launch.sh"]
+LAUNCHER = re.compile(r"(\./)?launch\.sh")
+STARTS = [[number for number, word in enumerate(command) if LAUNCHER.fullmatch(word)] for command in COMMANDS]
+CALLS = [
+    [word for word in command[start[0] + 1 :] if word != "--tiny"]
+    for command, start in zip(COMMANDS, STARTS, strict=True)
+    if start
+]
 TRAINING = [call for call in CALLS if not any(word.startswith("-") for word in call[:2])]
 
 
@@ -84,3 +96,13 @@ def test_numbers_say_whether_they_are_measured():
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_the_tables_are_what_the_arithmetic_says():
+    paper = runpy.run_path(str(ROOT / "benchmarks/paper.py"))
+    for table in (paper["memory"], paper["strategies"], paper["speed_up"]):
+        assert paper["markdown"](table()) in README
+    total = {row[0]: row[1:] for row in paper["memory"]()}
+    assert total["total"][:2] == ["140.0 GB", "70.0 GB"]  # as in the source
+    named = set(re.findall(r"`(\w+)`", "".join(row[-1] for row in paper["strategies"]())))
+    assert named == {config.stem for config in CONFIGS if config.stem.startswith(("2x4", "3x", "4gpu"))}

@@ -126,7 +126,7 @@ SHORT += ["--learning_rate", "3e-3", "--bf16", "false", "--fp16", "false"]
     [
         ("llama31_8b_lora", "hybrid", 4, ["--lora_dropout", "0", "--dtype", "float32"]),
         ("gpt2_xl_wikitext", "3xt4_full_shard", 3, []),
-        ("qwen2_chat", "4gpu_full_shard", 4, []),
+        ("qwen2_chat", "4gpu_shard_grad_op", 4, []),
         ("llama31_70b_qlora", "2x3090_qlora", 2, ["--lora_dropout", "0"]),
     ],
 )

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -101,14 +102,14 @@ def build_trainer(workplace, monkeypatch, tmp_path):
     return call
 
 
-@pytest.fixture
-def two_by_two(tmp_path):
+@pytest.fixture(scope="session")
+def two_by_two(tmp_path_factory):
     """The hybrid config on four processes: two replicas of two shards."""
     settings = yaml.safe_load((ROOT / "accelerate_configs/2x4gpu_hybrid_shard.yaml").read_text())
     assert settings["parallelism_config"]["parallelism_config_dp_shard_size"] == 4
     settings["parallelism_config"]["parallelism_config_dp_shard_size"] = 2
     settings |= {"num_processes": 4}
-    path = tmp_path / "hybrid_2x2.yaml"
+    path = tmp_path_factory.mktemp("a config") / "hybrid_2x2.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path
 
@@ -119,6 +120,12 @@ def readme_pairs() -> list[tuple[str, str, int, bool]]:
     pairs = [(r, c, int(n), fsdp == "yes") for r, c, n, fsdp in row.findall((ROOT / "README.md").read_text())]
     assert pairs, "the README's table of recipes was not found"
     return pairs
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def read(folder: Path, name: str = "train_results.json") -> dict:

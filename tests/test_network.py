@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT, losses, read
+from conftest import ROOT, free_port, losses, read
 
 RECIPE = "qwen2_fineweb_edu"
 
@@ -88,3 +89,94 @@ def test_processes_whose_files_end_at_different_times_go_on(rehearse, environmen
     )
     assert process.returncode == 0, process.stderr
     assert read(run)["global_step"] == 40
+
+
+@pytest.fixture
+def start_two(environment, tmp_path):
+    """Starts a script twice, as rank 0 and rank 1 of two processes."""
+    started = []
+
+    def call(script: str):
+        port = str(free_port())
+        for rank in ("0", "1"):
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            variables["PYTHONPATH"] = str(ROOT / "recipes")
+            command, env = [sys.executable, "-c", script, rank, port], environment | variables
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            started.append(subprocess.Popen(command, cwd=tmp_path, env=env, **pipes))
+        return started
+
+    yield call
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+MEET = """
+import os, sys, time
+import torch.distributed as dist
+from harness import network
+dist.init_process_group("gloo")
+{before}
+network.meet("cpu", 3)
+print("met")
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        ("", None),
+        ("if dist.get_rank(): time.sleep(60)", "no answer within 3 s"),
+        ("if dist.get_rank(): os._exit(0)", "peer"),
+        ("real = dist.all_reduce; dist.all_reduce = lambda t: (real(t), t[7:9].add_(1))", "2 of 65536 sums were wrong"),
+    ],
+    ids=["all well", "a process hangs", "a process dies", "wrong bytes"],
+)
+def test_processes_meet_or_name_the_causes(start_two, before, reason):
+    first, second = start_two(MEET.format(before=before))
+    out, err = first.communicate(timeout=60)
+    if reason is None:
+        assert (first.returncode, out) == (0, "met\n") and second.wait(timeout=60) == 0
+        return
+    (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert first.returncode == 3 and not out and "Traceback" not in err
+    for word in (reason, "NCCL_P2P_DISABLE=1", "NCCL_SOCKET_IFNAME", "firewall"):
+        assert word in line
+
+
+GATHER = """
+import sys
+from pathlib import Path
+from harness.meeting import Meeting
+from harness.nodes import Nodes
+rank, port, folder, command = int(sys.argv[1]), int(sys.argv[2]), {folders}[int(sys.argv[1])], {commands}[int(sys.argv[1])]
+with Meeting(Nodes(2, rank, "127.0.0.1", port), [command]) as meeting:
+    checked = meeting.in_turn(lambda: {check})
+    print(checked, meeting.share(Path(folder), 1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("commands", "other", "check", "expected"),
+    [
+        (["r c", "r c"], "one", "rank", [(0, "0 True", ""), (0, "1 True", "")]),
+        (["r c", "r c"], "another", "rank", [(0, "0 False", ""), (0, "1 False", "")]),
+        (["r c", "r d"], "one", "rank", [(1, "", "`r d`, this node `r c`"), (1, "", "")]),
+        # A node that fails its checks ends the others; the first one goes first.
+        (["r c", "r c"], "one", "sys.exit(2) if rank else 0", [(2, "", "did not pass its checks"), (2, "", "")]),
+        (["r c", "r c"], "one", "print('checks') or 1 if rank else sys.exit(2)", [(2, "", ""), (2, "", "did not pass")]),
+        # A run that is finished, as the first one says.
+        (["r c", "r c"], "one", "rank or sys.exit(0)", [(0, "", ""), (0, "", "")]),
+    ],
+    ids=["together", "two folders", "two commands", "the second fails", "the first fails", "finished"],
+)
+def test_launchers_check_in_turn_and_end_together(start_two, tmp_path, commands, other, check, expected):
+    folders = [str(tmp_path / name) for name in ("one", other)]
+    for folder in folders:
+        Path(folder).mkdir(exist_ok=True)
+    started = start_two(GATHER.format(folders=folders, commands=commands, check=check))
+    for process, (code, printed, error) in zip(started, expected, strict=True):
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out.strip()) == (code, printed), err
+        assert error in err and err.count("\n") <= 2 and "Traceback" not in err

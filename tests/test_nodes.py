@@ -14,7 +14,7 @@ from harness import nodes
 import pytest
 import yaml
 from cluster import Nodes, Slurm, missing
-from conftest import ROOT, losses, read
+from conftest import ROOT, free_port, losses, read
 
 RECIPE = "qwen2_fineweb_edu"
 
@@ -99,9 +99,7 @@ def test_machines_that_do_not_fit_the_config(launch, tmp_path, config, variables
 
 def test_a_node_that_never_comes(launch, tmp_path):
     """Either end says who is missing, every half minute, and ends with that line."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     wait = {"NODE_WAIT": "3", "MASTER_PORT": port}
     for rank, whom in (("0", "node 1 of 2"), ("1", f"node 0: nobody answers at 127.0.0.1:{port}")):
         process = launch("--tiny", RECIPE, "4gpu_full_shard", cwd=tmp_path, **PLAIN | wait | {"NODE_RANK": rank})
@@ -136,15 +134,6 @@ def slurm_cluster(machinery):
     return machinery
 
 
-@pytest.fixture(scope="session")
-def two_by_two_path(tmp_path_factory):
-    settings = yaml.safe_load((ROOT / "accelerate_configs/2x4gpu_hybrid_shard.yaml").read_text())
-    settings["parallelism_config"]["parallelism_config_dp_shard_size"] = 2
-    path = tmp_path_factory.mktemp("a config") / "hybrid 2x2.yaml"
-    path.write_text(yaml.safe_dump(settings | {"num_processes": 4}))
-    return path
-
-
 def submit(cluster, environment, workplace, *arguments, options=(), nodes=2) -> str:
     """Submits launch.sh as a person does; returns the job's number."""
     command = ["sbatch", "--parsable", "--nodes", nodes, *options, ROOT / "launch.sh", *arguments]
@@ -166,12 +155,12 @@ HYBRID = ["--logging_steps", "1", "--max_steps", "16", "--eval_strategy", "no"]
 
 
 @pytest.fixture(scope="session")
-def undisturbed(machinery, environment, workplace, two_by_two_path, rehearse):
+def undisturbed(machinery, environment, workplace, two_by_two, rehearse):
     """A hybrid run on two nodes of two processes, through sbatch."""
     if not isinstance(machinery, Slurm):
         pytest.skip(missing("slurmctld", "slurmd", "munged", "sbatch"))
     run = workplace / "runs/undisturbed"
-    job = submit(machinery, environment, workplace, "--tiny", "llama31_8b_lora", two_by_two_path, "--output_dir", run, *HYBRID)
+    job = submit(machinery, environment, workplace, "--tiny", "llama31_8b_lora", two_by_two, "--output_dir", run, *HYBRID)
     log = workplace / f"slurm-{job}.out"
     wait_until(lambda: state(machinery, job) in ("COMPLETED", "FAILED"), 240, lambda: log.read_text())
     assert state(machinery, job) == "COMPLETED", log.read_text()
@@ -187,12 +176,10 @@ def test_sbatch(undisturbed):
     assert len(losses(run)) == 16 and log.count("{'loss'") == 16  # one node speaks
 
 
-def test_requeued_twice_logs_the_same_losses(slurm_cluster, undisturbed, environment, workplace, two_by_two_path):
+def test_requeued_twice_logs_the_same_losses(slurm_cluster, undisturbed, environment, workplace, two_by_two):
     """Once by `scontrol requeue`, once by the signal that SLURM sends before the time limit."""
     run = workplace / "runs/requeued"
-    job = submit(
-        slurm_cluster, environment, workplace, "--tiny", "llama31_8b_lora", two_by_two_path, "--output_dir", run, *HYBRID
-    )
+    job = submit(slurm_cluster, environment, workplace, "--tiny", "llama31_8b_lora", two_by_two, "--output_dir", run, *HYBRID)
     log = workplace / f"slurm-{job}.out"
     for steps, disturb in ((2, ["scontrol", "requeue"]), (8, ["scancel", "--signal=USR1"])):
         wait_until(lambda n=steps: log.exists() and log.read_text().count("{'loss'") >= n, 120, log.read_text)
@@ -216,8 +203,8 @@ def test_requeued_twice_logs_the_same_losses(slurm_cluster, undisturbed, environ
         (["--ntasks-per-node=2"], 2, ["tasks a node", "--ntasks-per-node=1"]),
     ],
 )
-def test_an_allocation_that_does_not_fit(slurm_cluster, environment, workplace, two_by_two_path, options, count, words):
-    arguments = ["--tiny", "llama31_8b_lora", two_by_two_path]
+def test_an_allocation_that_does_not_fit(slurm_cluster, environment, workplace, two_by_two, options, count, words):
+    arguments = ["--tiny", "llama31_8b_lora", two_by_two]
     job = submit(slurm_cluster, environment, workplace, *arguments, options=options, nodes=count)
     wait_until(lambda: state(slurm_cluster, job) == "FAILED", 60, lambda: state(slurm_cluster, job))
     log = (workplace / f"slurm-{job}.out").read_text()

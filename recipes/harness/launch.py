@@ -12,7 +12,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from harness import checks, configs, flags, launched, nodes, slurm
+from harness import checks, configs, flags, launched, nodes, signals, slurm
 from harness.launched import Checked, Launched, fail
 
 
@@ -40,12 +40,16 @@ def main(options: list[str], recipe: str, *arguments: str):
 
     launched.node = f"node {machines.rank}: " if machines.rank else ""
     same = [word for word in options if word == "--tiny"] + [Path(recipe).stem, Path(launch.config).stem, *arguments]
-    meeting = Meeting(machines, same)
-    args = meeting.check(lambda: _check(launch, arguments, config))
-    if args.save_strategy != "no":
-        meeting.check(lambda: _shared(meeting, Path(args.output_dir)))
-    command, environment = _command(launch, config, machines, meeting.port())
-    sys.exit(meeting.run([*command, recipe, *arguments], environment))
+    signals.handle(lambda number, frame: sys.exit(128 + number))  # so that the others learn of it
+    with Meeting(machines, same) as meeting:
+        args = meeting.in_turn(lambda: _check(launch, arguments, config))
+        if args.save_strategy != "no" and not meeting.share(Path(args.output_dir)):
+            fail(
+                f"{args.output_dir} is not the same folder on all nodes, so their checkpoints could not be put together: "
+                "give an --output_dir on a file system that all nodes share, or --save_strategy no"
+            )
+        command, environment = _command(launch, config, machines, meeting.port())
+        sys.exit(meeting.run([*command, recipe, *arguments], environment))
 
 
 def _fit(config: dict, machines: nodes.Nodes, launch: Launched):
@@ -93,14 +97,6 @@ def _check(launch: Launched, arguments: list[str], config: dict | None = None):
         os.environ.clear()
         os.environ.update(before)
     fail(f"{Path(launch.recipe).name} ended without calling parse(): is it a recipe?")
-
-
-def _shared(meeting, folder: Path):
-    if not meeting.share(folder):
-        fail(
-            f"{folder} is not the same folder on all nodes, so their checkpoints could not be put together: give an "
-            "--output_dir on a file system that all nodes share, or --save_strategy no"
-        )
 
 
 def _hardware(config: dict, launch: Launched):
@@ -158,4 +154,7 @@ def _cores() -> int:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     options = list(itertools.takewhile(lambda word: word.startswith("--"), sys.argv[1:]))
-    main(options, *sys.argv[1 + len(options) :])
+    try:
+        main(options, *sys.argv[1 + len(options) :])
+    except KeyboardInterrupt:
+        sys.exit(130)

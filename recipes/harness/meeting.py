@@ -26,7 +26,7 @@ LEAVE = 30  # seconds a node's processes have to end by themselves when another 
 
 
 class Meeting:
-    """This node among the others, from before the checks until all have ended."""
+    """This node among the others, from before the checks until all have ended. A context manager."""
 
     def __init__(self, nodes: Nodes, command: list[str]):
         """Waits until all nodes are here. `command` must be the same on all of them.
@@ -91,23 +91,31 @@ class Meeting:
         return json.loads(self._ask(lambda: self.store.get(key)))
 
     def _ask(self, question):
+        # Over a dead line a question to the head is never answered, whatever the store's timeout.
+        unanswered = threading.Timer(SILENCE, self._silent, [0])
+        unanswered.daemon = True
+        unanswered.start()
         try:
             return question()
         except RuntimeError:  # of which torch's DistNetworkError and DistStoreError are kinds
             self._fail(f"{self.names.get(0, 'node 0')} is gone, or the network between: see what it printed. {GOING_ON}")
+        finally:
+            unanswered.cancel()
 
-    def check(self, check):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        self.end(error.code if isinstance(error, SystemExit) else int(error is not None))
+
+    def in_turn(self, check):
         """Runs `check` on the first node and, when that has passed, on the others. Returns what it returns here."""
-        try:
-            if self.nodes.rank:
-                self._until("checked/0")
-            checked = check()
-            self._set(f"checked/{self.nodes.rank}", True)
-            for rank in range(self.nodes.count):
-                self._until(f"checked/{rank}")
-        except BaseException as ended:
-            self.end(ended.code if isinstance(ended, SystemExit) else 1)
-            raise
+        if self.nodes.rank:
+            self._until("checked/0")
+        checked = check()
+        self._set(f"checked/{self.nodes.rank}", True)
+        for rank in range(self.nodes.count):
+            self._until(f"checked/{rank}")
         return checked
 
     def _until(self, key: str):
@@ -121,16 +129,16 @@ class Meeting:
                 sys.exit(code)
             time.sleep(0.2)
 
-    def share(self, folder: Path) -> bool:
-        """Whether all nodes see the first one's `folder`. Collective."""
+    def share(self, folder: Path, patience: float = 90) -> bool:
+        """Whether all nodes see the first one's `folder`, which network file systems show late. Collective."""
         token = folder / f".node0-{self.nodes.port}-{os.getpid()}"
         if self.nodes.rank == 0:
             token.touch()
             self._set("token/0", token.name)
         self._until("token/0")
         token = folder / self._get("token/0")
-        patience = time.monotonic() + 90  # a network file system may show a new file late
-        while not (seen := token.exists()) and time.monotonic() < patience:
+        deadline = time.monotonic() + patience
+        while not (seen := token.exists()) and time.monotonic() < deadline:
             time.sleep(0.5)
             os.scandir(folder).close()
         self._set(f"sees/{self.nodes.rank}", seen)
@@ -174,10 +182,6 @@ class Meeting:
         heard = {rank: (0, time.monotonic()) for rank in range(self.nodes.count) if rank != self.nodes.rank}
         failed = None
         while not self.is_over:
-            # Over a dead line a question to the head is never answered, whatever the store's timeout.
-            unanswered = threading.Timer(SILENCE, self._silent, [0])
-            unanswered.daemon = True
-            unanswered.start()
             self._ask(lambda: self.store.add(f"beat/{self.nodes.rank}", 1))
             for rank, (beats, when) in heard.items():
                 now = time.monotonic()
@@ -191,11 +195,12 @@ class Meeting:
                     failed = failed or now
                     if now - failed > LEAVE:
                         self._fail(f"{self.names[rank]} ended with exit code {ended}: see what it printed. {GOING_ON}")
-            unanswered.cancel()
             time.sleep(1)
 
     def _silent(self, rank: int):
-        self._fail(f"nothing heard of {self.names[rank]} for {SILENCE} s: it or the network is down. {GOING_ON}")
+        self._fail(
+            f"nothing heard of {self.names.get(rank, f'node {rank}')} for {SILENCE} s: it or the network is down. {GOING_ON}"
+        )
 
     def _fail(self, message: str):
         if self.is_over:  # the head has left after all had ended

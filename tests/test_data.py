@@ -55,6 +55,7 @@ def test_documents_do_not_see_each_other(build_trainer):
 def test_streams_never_run_dry(build_trainer):
     """Ranks read files of different length; each goes on as long as the others need."""
     trainer = build_trainer(RECIPE, "--max_length", "4096")
+    streams.keep_together(trainer)
     rows = sum(1 for _, _ in zip(trainer.train_dataset, range(200), strict=False))
     assert rows == 200  # the stand-in fills about forty sequences of this length
 

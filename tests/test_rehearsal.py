@@ -90,6 +90,18 @@ def test_a_finished_run_says_so_and_is_left_alone(rehearse, launch):
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.json"}
 
 
+def test_a_run_killed_after_its_last_step_trains_no_other(rehearse, launch, workplace):
+    run = workplace / "runs/killed-at-the-end"
+    shutil.copytree(rehearse(RECIPE, "1x3090"), run)
+    before = losses(run)
+    (run / "train_results.json").unlink()
+    process = launch("--tiny", RECIPE, "1x3090", "--output_dir", run)
+    assert process.returncode == 0, process.stderr
+    results = read(run)
+    assert (results["global_step"], results["resumed_from_step"]) == (30, 30) and losses(run) == before
+    assert results["tokens"] > 0 and results["train_runtime"] > 0  # of the part before
+
+
 def test_killed_and_started_again_logs_the_same_losses(rehearse, environment, workplace):
     undisturbed = rehearse(RECIPE, "1x3090_offload")
     run = workplace / "runs/killed"

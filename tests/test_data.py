@@ -1,8 +1,13 @@
 """What the model is fed: no padding, nothing thrown away, documents apart, held-out text held out."""
 
+from types import SimpleNamespace
+
+from harness import streams
 from harness.tiny_data import documents
 
+import pytest
 import torch
+from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 RECIPE = "qwen2_fineweb_edu"
@@ -58,6 +63,14 @@ def test_streams_never_run_dry(build_trainer):
     streams.keep_together(trainer)
     rows = sum(1 for _, _ in zip(trainer.train_dataset, range(200), strict=False))
     assert rows == 200  # the stand-in fills about forty sequences of this length
+
+
+def test_a_stream_to_evaluate_on_is_refused(capsys):
+    stream = Dataset.from_list([{"text": "a"}]).to_iterable_dataset()
+    trainer = SimpleNamespace(train_dataset=stream, eval_dataset=stream, args=SimpleNamespace(world_size=2))
+    with pytest.raises(SystemExit) as stopped:
+        streams.keep_together(trainer)
+    assert stopped.value.code == 2 and "Dataset.from_list" in capsys.readouterr().err
 
 
 def test_a_token_budget_is_a_number_of_steps(build_trainer):

@@ -180,3 +180,23 @@ def test_launchers_check_in_turn_and_end_together(start_two, tmp_path, commands,
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out.strip()) == (code, printed), err
         assert error in err and err.count("\n") <= 2 and "Traceback" not in err
+
+
+LATE = """
+import sys, time
+from harness import meeting
+from harness.nodes import Nodes
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+meeting.NOTICE = 1
+time.sleep(4 * rank)
+with meeting.Meeting(Nodes(2, rank, "127.0.0.1", port), ["r", "c"]):
+    print("all here")
+"""
+
+
+def test_a_node_that_comes_late_is_waited_for(start_two):
+    first, second = start_two(LATE)
+    out, err = first.communicate(timeout=60)
+    *waiting, last = out.splitlines()
+    assert first.returncode == second.wait(timeout=60) == 0 and last == "all here" and not err
+    assert 1 <= len(waiting) <= 20 and all(line.startswith("Waiting for node 1 of 2") and "of 600 s" in line for line in waiting)

@@ -110,8 +110,7 @@ def parse(config_class, **defaults):
         raise Checked(args)
     if args.process_index or args.disable_tqdm:
         _without_bars()
-    signals.listen()
-    if sharded:
+    if config.get("distributed_type", "NO") != "NO":
         signals.die_with_parent()
     if args.world_size > 1:
         network.meet(args.device)

@@ -113,7 +113,7 @@ def _hardware(config: dict, launch: Launched):
 def _command(launch: Launched, config: dict, machines: nodes.Nodes, port: int = 0) -> tuple[list[str], dict]:
     """What starts the processes of this machine, without the recipe and its flags, and its environment."""
     environment = os.environ | launch.to_environment()
-    del environment["PYTHONSAFEPATH"]  # a recipe may import what lies beside it
+    environment.pop("PYTHONSAFEPATH", None)  # a recipe may import what lies beside it
     environment["PYTHONUNBUFFERED"] = "1"  # losses reach a log file when they are known
     if launch.tiny:
         environment["HF_HUB_DISABLE_TELEMETRY"] = "1"

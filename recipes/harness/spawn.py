@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 
+from harness.launched import Launched
 from harness.network import LOST
 from harness.signals import SIGNALS, die_with_parent, handle
 
@@ -36,14 +37,15 @@ def main():
         sys.exit(128 + number)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        said = {2, LOST, *(128 + number for number in SIGNALS)}  # in one line, why they ended
-        if failure.exitcode not in said:
-            print(
-                f"error: process {rank} failed first (exit code {failure.exitcode}); see what it printed above", file=sys.stderr
-            )
-        sys.exit(failure.exitcode if failure.exitcode > 0 else 1)
+        code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        if -failure.exitcode in SIGNALS:
+            print(f"Stopped by {signal.Signals(-failure.exitcode).name} before the training began.", file=sys.stderr)
+        elif code not in {2, LOST, *(128 + number for number in SIGNALS)}:  # those have said why, in one line
+            print(f"error: process {rank} failed first (exit code {code}); see what it printed above", file=sys.stderr)
+        sys.exit(code)
 
 
 if __name__ == "__main__":
-    die_with_parent()
+    if Launched.from_environment().nodes > 1:
+        die_with_parent()  # the launcher, which watches over the nodes; on one node there is only the user's shell
     main()

@@ -102,6 +102,8 @@ def parse(config_class, **defaults):
     if launched.tiny:
         tiny.substitute(data, args, model)
         args.report_to = []  # a rehearsal is not for the project's charts
+    if model.load_in_4bit and launched.on_cpu:
+        fsdp_on_cpu.keep_4bit_layout()
     if model.load_in_4bit and sharded:
         if launched.checking:
             quantize.prepare(model, name)

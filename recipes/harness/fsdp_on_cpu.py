@@ -22,3 +22,14 @@ def enable():
     PartialState.__init__ = without_cpu_branch
     PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_GPU)
     CPUOffloadPolicy.__init__.__defaults__ = (False,)  # pinned memory is memory a GPU can reach; there is none
+
+
+def keep_4bit_layout():
+    """To be called before 4-bit layers are made.
+
+    On a CPU with AVX512-BF16, bitsandbytes 0.50 repacks the weights in the first evaluation, into a layout that training
+    and FSDP then misread: the loss jumps.
+    """
+    from bitsandbytes.nn import modules
+
+    modules.has_avx512bf16 = lambda: False

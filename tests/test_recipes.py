@@ -2,8 +2,9 @@
 
 import json
 import shutil
+from pathlib import Path
 
-from harness import quantize, sharding, tiny_model
+from harness import checkpoints, quantize, session, sharding, signals, tiny_model
 
 import pytest
 import torch
@@ -167,6 +168,18 @@ def test_resumed_equals_uninterrupted(rehearse, launch, workplace, recipe, confi
     assert process.returncode == 0, process.stderr
     assert read(run)["resumed_from_step"] == 15
     assert losses(run) == losses(undisturbed)
+
+
+def test_a_checkpoint_of_broken_weights_does_not_count(build_trainer, monkeypatch):
+    """The loss turned NaN between two logs: the run stops before such a checkpoint is one to go on from."""
+    flags = ["--max_steps", "2", "--save_steps", "1", "--logging_steps", "9", "--logging_first_step", "false"]
+    trainer = build_trainer("qwen2_chat", *flags, "--eval_strategy", "no")
+    monkeypatch.setattr(signals, "handle", lambda handler: None)
+    next(trainer.model.parameters()).data[0] = float("nan")
+    with pytest.raises(RuntimeError, match="no finite numbers at step 1: try a lower --learning_rate"):
+        session.train(trainer)
+    assert Path(trainer.args.output_dir, "checkpoint-1").is_dir()
+    assert checkpoints.latest(Path(trainer.args.output_dir)) is None
 
 
 def test_changed_4bit_weights_stop_the_run():

@@ -70,7 +70,7 @@ def _fit(config: dict, machines: nodes.Nodes, launch: Launched):
         gpus = 1
     launch.nodes, launch.processes = machines.count, machines.count * gpus
     replicas, shards = configs.mesh(config)
-    if replicas * shards > 1 and (launch.processes != replicas * shards or 1 < machines.count != replicas):
+    if replicas * shards > 1 and (launch.processes != replicas * shards or machines.count not in (1, replicas)):
         fail(
             f"{name} shards over {shards} GPUs of each of {replicas} nodes, and here are {here}: "
             "change parallelism_config in a copy of it, or ask for other nodes"

@@ -57,14 +57,22 @@ class StopAtTheEnd(TrainerCallback):
 
 
 class StopOnNan(TrainerCallback):
-    """Ends a run whose loss is no number any more, before it is saved over a good checkpoint."""
+    """Ends a run whose loss or weights are no numbers any more, before the checkpoint counts as whole."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not math.isfinite((logs or {}).get("loss", 0.0)):
-            raise RuntimeError(
-                f"the loss is {logs['loss']} at step {state.global_step}: try a lower --learning_rate or a longer "
-                "--warmup_steps, in a new --output_dir"
-            )
+            self._stop(f"the loss is {logs['loss']}", state)
+
+    def on_save(self, args, state, control, model=None, **kwargs):
+        trained = (weight.detach() for weight in model.parameters() if weight.requires_grad)
+        finite = all(bool(getattr(weight, "_local_tensor", weight).isfinite().all()) for weight in trained)
+        if not all(gather_object([finite])):
+            self._stop("some trained weights are no finite numbers", state)
+
+    def _stop(self, what: str, state):
+        raise RuntimeError(
+            f"{what} at step {state.global_step}: try a lower --learning_rate or a longer --warmup_steps, in a new --output_dir"
+        )
 
 
 def write(trainer, outcome, evaluation: dict, effort: Effort, resumed_from: int) -> dict:

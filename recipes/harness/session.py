@@ -20,6 +20,14 @@ def train(trainer):
         RuntimeError: when the run is not sharded as its config says, 4-bit weights did not survive sharding, or the loss
             is no number any more.
     """
+    try:
+        _train(trainer)
+    except RuntimeError as error:
+        network.explain(error, trainer.state.global_step, checkpoints.latest(Path(trainer.args.output_dir)))
+        raise
+
+
+def _train(trainer):
     launched, folder = Launched.from_environment(), Path(trainer.args.output_dir)
     held = lock(folder) if trainer.is_world_process_zero() else None
     config = configs.read(launched.config)
@@ -32,8 +40,8 @@ def train(trainer):
     stop = preemption.StopTogether()
     for callback in (
         sharding.AfterWrapping(trainer, config, launched.processes),
-        checkpoints.MarkComplete(effort),
         results.StopOnNan(),
+        checkpoints.MarkComplete(effort),
         results.StopAtTheEnd(),
         stop,
     ):
@@ -52,9 +60,6 @@ def train(trainer):
         going_on = f"The same command goes on from {kept}." if kept else "No checkpoint was written yet."
         say(f"\nStopped at step {trainer.state.global_step}. {going_on}")
         os._exit(130)  # other ranks may wait in a collective for ever
-    except RuntimeError as error:
-        network.explain(error, trainer.state.global_step, checkpoints.latest(folder))
-        raise
     stop.leave(trainer)
 
     evaluation = {}

@@ -27,8 +27,9 @@ unset CDPATH
 script=${BASH_SOURCE[0]}
 if [[ ${script##*/} == slurm_script && -n ${SLURM_JOB_ID:-} ]]; then
   # SLURM runs a copy in its spool folder. It knows the original, with the arguments behind it.
-  script=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p') || true
+  script=$(scontrol show job "$SLURM_JOB_ID" | sed -n '/^ *Command=/{s///p;q;}') || true
   script=${script%" $*"}
+  [[ $script == /* ]] || script=$SLURM_SUBMIT_DIR/$script
 fi
 here=$(cd -- "$(dirname -- "$(readlink -f -- "$script")")" && pwd)
 export PYTHONPATH="$here/recipes${PYTHONPATH:+:$PYTHONPATH}"
@@ -159,7 +160,7 @@ case ${1:-} in
     ;;
   --report)
     shift
-    (($#)) || fail "--report takes the folders of finished runs: ./launch.sh --report RUN…"
+    [[ ${1:--} != -* ]] || fail "--report takes the folders of finished runs: ./launch.sh --report RUN…"
     prepare_python
     PYTHONSAFEPATH=1 exec "$python" -m harness.report "$@"
     ;;

@@ -1,6 +1,8 @@
 """What crosses the network, and what happens when processes cannot reach each other."""
 
 import json
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -93,15 +95,15 @@ def test_processes_whose_files_end_at_different_times_go_on(rehearse, environmen
 
 @pytest.fixture
 def start_two(environment, tmp_path):
-    """Starts a script twice, as rank 0 and rank 1 of two processes."""
+    """Starts a script as rank 0 and rank 1 of two processes, or as other ranks."""
     started = []
 
-    def call(script: str):
+    def call(script: str, ranks="01"):
         port = str(free_port())
-        for rank in ("0", "1"):
+        for rank in ranks:
             variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             variables["PYTHONPATH"] = str(ROOT / "recipes")
-            command, env = [sys.executable, "-c", script, rank, port], environment | variables
+            command, env = [sys.executable, "-c", script, rank, port, str(len(started))], environment | variables
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             started.append(subprocess.Popen(command, cwd=tmp_path, env=env, **pipes))
         return started
@@ -151,7 +153,7 @@ from pathlib import Path
 from harness.meeting import Meeting
 from harness.nodes import Nodes
 rank, port, folder, command = int(sys.argv[1]), int(sys.argv[2]), {folders}[int(sys.argv[1])], {commands}[int(sys.argv[1])]
-with Meeting(Nodes(2, rank, "127.0.0.1", port), [command]) as meeting:
+with Meeting(Nodes(2, rank, "127.0.0.1", port), {{"command": command}}) as meeting:
     checked = meeting.in_turn(lambda: {check})
     print(checked, meeting.share(Path(folder), 1))
 """
@@ -162,7 +164,7 @@ with Meeting(Nodes(2, rank, "127.0.0.1", port), [command]) as meeting:
     [
         (["r c", "r c"], "one", "rank", [(0, "0 True", ""), (0, "1 True", "")]),
         (["r c", "r c"], "another", "rank", [(0, "0 False", ""), (0, "1 False", "")]),
-        (["r c", "r d"], "one", "rank", [(1, "", "`r d`, this node `r c`"), (1, "", "")]),
+        (["r c", "r d"], "one", "rank", [(1, "", ""), (1, "", "")]),
         # A node that fails its checks ends the others; the first one goes first.
         (["r c", "r c"], "one", "sys.exit(2) if rank else 0", [(2, "", "did not pass its checks"), (2, "", "")]),
         (["r c", "r c"], "one", "print('checks') or 1 if rank else sys.exit(2)", [(2, "", ""), (2, "", "did not pass")]),
@@ -175,11 +177,16 @@ def test_launchers_check_in_turn_and_end_together(start_two, tmp_path, commands,
     folders = [str(tmp_path / name) for name in ("one", other)]
     for folder in folders:
         Path(folder).mkdir(exist_ok=True)
+    said = []
     started = start_two(GATHER.format(folders=folders, commands=commands, check=check))
     for process, (code, printed, error) in zip(started, expected, strict=True):
         out, err = process.communicate(timeout=60)
+        said.append(err)
+        out = out.replace(f"Node 1 of 2 is here; node 0 ({socket.gethostname()}) speaks for all.", "")
         assert (process.returncode, out.strip()) == (code, printed), err
         assert error in err and err.count("\n") <= 2 and "Traceback" not in err
+    if commands[0] != commands[1]:  # whoever looks first
+        assert re.search("was started with command r [cd], this node with command r [cd]", "".join(said))
 
 
 LATE = """
@@ -188,8 +195,8 @@ from harness import meeting
 from harness.nodes import Nodes
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 meeting.NOTICE = 1
-time.sleep(4 * rank)
-with meeting.Meeting(Nodes(2, rank, "127.0.0.1", port), ["r", "c"]):
+time.sleep(7 * rank)
+with meeting.Meeting(Nodes(2, rank, "127.0.0.1", port), {}):
     print("all here")
 """
 
@@ -200,3 +207,20 @@ def test_a_node_that_comes_late_is_waited_for(start_two):
     *waiting, last = out.splitlines()
     assert first.returncode == second.wait(timeout=60) == 0 and last == "all here" and not err
     assert 1 <= len(waiting) <= 20 and all(line.startswith("Waiting for node 1 of 2") and "of 600 s" in line for line in waiting)
+
+
+TWINS = """
+import sys, time
+from harness.meeting import Meeting
+from harness.nodes import Nodes
+rank, port, number = map(int, sys.argv[1:])
+time.sleep(4 * (number == {last}))
+Meeting(Nodes(3, rank, "127.0.0.1", port), {{}})
+"""
+
+
+@pytest.mark.parametrize(("ranks", "words"), [("011", "is node 1 already"), ("00", "by another NODE_RANK 0?")])
+def test_the_same_node_rank_twice(start_two, ranks, words):
+    *others, last = start_two(TWINS.format(last=len(ranks) - 1), ranks)
+    assert words in last.communicate(timeout=60)[1] and last.returncode == 1
+    assert all(process.poll() is None for process in others)

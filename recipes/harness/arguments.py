@@ -9,11 +9,12 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness import checks, configs, flags, folder, fsdp_on_cpu, network, quantize, signals, tiny
+from harness import checks, configs, flags, folder, fsdp_on_cpu, network, quantize, tiny
 from harness.launched import Checked, Launched, fail
 
 import trl
 import yaml
+from torch.distributed import DistError
 
 
 @dataclass
@@ -77,6 +78,8 @@ def parse(config_class, **defaults):
         *parsed, rest = parser.parse_args_and_config(return_remaining_strings=True)
     except IndexError:
         fail("--config needs the path of a YAML file with arguments")
+    except DistError as error:  # training arguments connect the processes
+        network.give_up(error)
     except (ValueError, OSError, yaml.YAMLError) as error:
         fail(str(error).split("\n")[0])
     if rest:
@@ -112,8 +115,6 @@ def parse(config_class, **defaults):
         raise Checked(args)
     if args.process_index or args.disable_tqdm:
         _without_bars()
-    if config.get("distributed_type", "NO") != "NO":
-        signals.die_with_parent()
     if args.world_size > 1:
         network.meet(args.device)
     return data, args, model

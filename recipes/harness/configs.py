@@ -24,7 +24,8 @@ FSDP2_KEYS = {
 HARNESS_KEYS = {"fsdp_reshard_after_backward", "fsdp_reduce_dtype"}
 FSDP1_WORDS = {
     "fsdp_min_num_params": "layers are wrapped by fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP; delete the line",
-    "fsdp_sharding_strategy": "FULL_SHARD is fsdp_reshard_after_forward: true, SHARD_GRAD_OP is false, "
+    "fsdp_sharding_strategy": "FULL_SHARD is fsdp_reshard_after_forward: true, SHARD_GRAD_OP is false there and for "
+    "fsdp_reshard_after_backward, "
     "HYBRID_SHARD is a parallelism_config, NO_SHARD is distributed_type: MULTI_GPU",
     "fsdp_use_orig_params": "FSDP2 always keeps the original parameters; delete the line",
     "fsdp_sync_module_states": "FSDP2 does it by itself; delete the line",

@@ -37,6 +37,7 @@ def save(trainer):
         trainer.processing_class.save_pretrained(draft)
         (draft / "README.md").write_text(_card(read_json(folder / RUN), isinstance(model, PreTrainedModel)), "utf-8")
         for file in draft.iterdir():
+            shutil.copymode(folder / RUN, file)  # safetensors makes files that only their owner reads
             file.replace(folder / file.name)
         draft.rmdir()
     trainer.accelerator.wait_for_everyone()

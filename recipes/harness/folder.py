@@ -5,6 +5,7 @@
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -18,7 +19,7 @@ RESULTS = "train_results.json"
 
 def write_json(path: Path, content: dict):
     """Writes so that the file is whole or not there."""
-    draft = path.with_name(f".{path.name}.draft")
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     draft.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     draft.replace(path)
 

@@ -4,6 +4,7 @@
 `python -m harness.launch [--tiny] --quantize RECIPE.py [--flag value …]`.
 """
 
+import hashlib
 import itertools
 import os
 import runpy
@@ -33,22 +34,32 @@ def main(options: list[str], recipe: str, *arguments: str):
         sys.exit(slurm.run(machines, sys.argv[1:]))
     if machines.count == 1:
         _check(launch, arguments, config)
-        command, environment = _command(launch, config, machines)
+        command, environment = _command(launch, config)
         os.execve(sys.executable, [*command, recipe, *arguments], environment)
 
+    from harness import network
     from harness.meeting import Meeting
 
     launched.node = f"node {machines.rank}: " if machines.rank else ""
-    same = [word for word in options if word == "--tiny"] + [Path(recipe).stem, Path(launch.config).stem, *arguments]
+    facts = {"command": shlex.join([*options, Path(recipe).stem, Path(launch.config).stem, *arguments])}
+    facts["NPROC_PER_NODE"] = launch.processes // launch.nodes
+    for path in (recipe, launch.config):
+        facts[f"{Path(path).name} of digest"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
     signals.handle(lambda number, frame: sys.exit(128 + number))  # so that the others learn of it
-    with Meeting(machines, same) as meeting:
+    with Meeting(machines, facts) as meeting:
         args = meeting.in_turn(lambda: _check(launch, arguments, config))
         if args.save_strategy != "no" and not meeting.share(Path(args.output_dir)):
             fail(
                 f"{args.output_dir} is not the same folder on all nodes, so their checkpoints could not be put together: "
                 "give an --output_dir on a file system that all nodes share, or --save_strategy no"
             )
-        command, environment = _command(launch, config, machines, meeting.port())
+        command, environment = _command(launch, config)
+        command += ["--machine_rank", str(machines.rank), "--main_process_ip", machines.head, "--same_network"]
+        command += ["--rdzv_backend", "static", "--main_process_port", str(meeting.port())]  # ranks follow NODE_RANK
+        if found := network.interface(meeting.peer()):
+            environment.setdefault("GLOO_SOCKET_IFNAME", found)  # gloo would take what the machine's own name resolves to
+        if environment.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # meant for the meeting
+            del environment["TORCH_CPP_LOG_LEVEL"]
         sys.exit(meeting.run([*command, recipe, *arguments], environment))
 
 
@@ -56,7 +67,7 @@ def _fit(config: dict, machines: nodes.Nodes, launch: Launched):
     """Sets how many processes and nodes run `config`, or fails when these are not the machines for it."""
     name, wanted = Path(launch.config).name, config["num_machines"]
     gpus = machines.processes or config["num_processes"] // wanted  # on each machine
-    here = f"{machines.count} node{'s' * (machines.count > 1)} with {gpus} GPU{'s' * (gpus > 1)} each"
+    here = f"{'are' if machines.count > 1 else 'is'} {machines.count} node{'s' * (machines.count > 1)}"
     if machines.count == 1 < wanted:
         if not launch.tiny:
             fail(
@@ -72,8 +83,8 @@ def _fit(config: dict, machines: nodes.Nodes, launch: Launched):
     replicas, shards = configs.mesh(config)
     if replicas * shards > 1 and (launch.processes != replicas * shards or machines.count not in (1, replicas)):
         fail(
-            f"{name} shards over {shards} GPUs of each of {replicas} nodes, and here are {here}: "
-            "change parallelism_config in a copy of it, or ask for other nodes"
+            f"{name} shards over {shards} GPUs of each of {replicas} nodes; here {here} with {gpus} GPU{'s' * (gpus > 1)} each: "
+            "ask for others (NPROC_PER_NODE decides over the GPUs), or change parallelism_config in a copy of it"
         )
 
 
@@ -110,7 +121,7 @@ def _hardware(config: dict, launch: Launched):
     launch.on_cpu = True
 
 
-def _command(launch: Launched, config: dict, machines: nodes.Nodes, port: int = 0) -> tuple[list[str], dict]:
+def _command(launch: Launched, config: dict) -> tuple[list[str], dict]:
     """What starts the processes of this machine, without the recipe and its flags, and its environment."""
     environment = os.environ | launch.to_environment()
     environment.pop("PYTHONSAFEPATH", None)  # a recipe may import what lies beside it
@@ -127,14 +138,7 @@ def _command(launch: Launched, config: dict, machines: nodes.Nodes, port: int = 
         return [sys.executable], environment
     environment["PYTHONSAFEPATH"] = "1"  # for accelerate's own process; spawn.py takes it back for the recipe
     command = [sys.executable, "-m", "harness.spawn", "--config_file", launch.config]
-    command += ["--num_processes", str(launch.processes), "--num_machines", str(launch.nodes), "--main_process_port", str(port)]
-    if launch.nodes > 1:
-        from harness.network import interface
-
-        command += ["--machine_rank", str(machines.rank), "--main_process_ip", machines.head, "--same_network"]
-        command += ["--rdzv_backend", "static"]  # ranks follow NODE_RANK
-        if found := interface(machines.head):
-            environment.setdefault("GLOO_SOCKET_IFNAME", found)  # gloo would take what the machine's own name resolves to
+    command += ["--num_processes", str(launch.processes), "--num_machines", str(launch.nodes), "--main_process_port", "0"]
     return command, environment
 
 

@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from harness import signals
+from harness import network, signals
 from harness.nodes import Nodes, number
 
 WAIT = number("NODE_WAIT", 600)  # seconds a node that comes late is waited for
@@ -28,32 +28,48 @@ LEAVE = 30  # seconds a node's processes have to end by themselves when another 
 class Meeting:
     """This node among the others, from before the checks until all have ended. A context manager."""
 
-    def __init__(self, nodes: Nodes, command: list[str]):
-        """Waits until all nodes are here. `command` must be the same on all of them.
+    def __init__(self, nodes: Nodes, facts: dict):
+        """Waits until all nodes are here. `facts`, by the name of what they are, must be the same on all of them.
 
-        Ends the process with one line when a node does not come in time, or came with another command.
+        Ends the process with one line when a node does not come in time, or came with other facts.
         """
         self.nodes, self.names, self.child, self.is_over = nodes, {}, None, False
         self.deadline, self.began = time.monotonic() + WAIT, time.monotonic()
-        self.notice = self.began + NOTICE
+        self.notice = self.began + 5
         self.store = self._open()
-        host = socket.gethostname()
-        if self._has(f"node/{nodes.rank}") and (other := self._get(f"node/{nodes.rank}")["host"]) != host:
-            self._fail(f"{other} is node {nodes.rank} already: give each machine a NODE_RANK of its own")
-        self._set(f"node/{nodes.rank}", {"host": host, "command": command})
+        own = {"host": socket.gethostname(), "pid": os.getpid(), "address": network.address(nodes.head)}
+        own["facts"] = {"NNODES": nodes.count} | facts
+        if self._has(f"node/{nodes.rank}"):
+            self._refuse_second(self._get(f"node/{nodes.rank}"), own)
+        self._set(f"node/{nodes.rank}", own)
         while missing := [rank for rank in range(nodes.count) if not self._has(f"node/{rank}")]:
+            self._compare(own)
             self._wait_for(f"node {', '.join(map(str, missing))} of {nodes.count} (NODE_RANK counts from 0)")
-        for rank in range(nodes.count):
-            there = self._get(f"node/{rank}")
-            self.names[rank] = f"node {rank} ({there['host']})"
-            if there["command"] != command:
-                self._fail(f"{self.names[rank]} runs `{' '.join(there['command'])}`, this node `{' '.join(command)}`")
-        if nodes.rank == 0:
-            self._set("port/0", _free_port())
+        self._compare(own)
+        self._set(f"met/{nodes.rank}", True)
+        if nodes.rank:
+            print(f"Node {nodes.rank} of {nodes.count} is here; {self.names[0]} speaks for all.", flush=True)
         threading.Thread(target=self._watch, daemon=True).start()
 
+    def _compare(self, own: dict):
+        """Compares this node with those that have come."""
+        for rank in (rank for rank in range(self.nodes.count) if self._has(f"node/{rank}")):
+            there = self._get(f"node/{rank}")
+            self.names[rank] = f"node {rank} ({there['host']})"
+            for name, fact in own["facts"].items():
+                if there["facts"][name] != fact:
+                    self._fail(f"{self.names[rank]} was started with {name} {there['facts'][name]}, this node with {name} {fact}")
+            if rank == self.nodes.rank and there != own:
+                self._fail(f"{there['host']} says it is node {rank} too: give each machine a NODE_RANK of its own")
+
+    def _refuse_second(self, there: dict, own: dict):
+        """Ends this process unless the one that came as this node before is dead, and nothing has begun."""
+        gone = there["host"] == own["host"] and not Path(f"/proc/{there['pid']}").exists()
+        if not gone or self._has("met/0"):
+            self._fail(f"{there['host']} is node {self.nodes.rank} already: give each machine a NODE_RANK of its own")
+
     def _open(self):
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the one line below says it
         from torch.distributed import DistNetworkError, TCPStore
 
         host, port, is_head = self.nodes.head, self.nodes.port, self.nodes.rank == 0
@@ -67,8 +83,11 @@ class Meeting:
             timeout = datetime.timedelta(seconds=SILENCE)
             return TCPStore("127.0.0.1" if is_head else host, port, None, is_head, timeout, wait_for_workers=False)
         except (DistNetworkError, RuntimeError) as error:
-            taken = f"port {port} of this machine is taken: set another MASTER_PORT, the same on all nodes"
-            self._fail(taken if is_head else f"what answers at {host}:{port} is not node 0 of this run ({error})")
+            if is_head:
+                self._fail(
+                    f"port {port} of this machine is taken: by another NODE_RANK 0? Else set another MASTER_PORT, on all nodes"
+                )
+            self._fail(f"what answers at {host}:{port} is not node 0 of this run ({network.first_line(error)})")
 
     def _wait_for(self, whom: str):
         now = time.monotonic()
@@ -109,9 +128,9 @@ class Meeting:
         self.end(error.code if isinstance(error, SystemExit) else int(error is not None))
 
     def in_turn(self, check):
-        """Runs `check` on the first node and, when that has passed, on the others. Returns what it returns here."""
+        """Runs `check` on one node after the other, for they may share a folder. Returns what it returns here."""
         if self.nodes.rank:
-            self._until("checked/0")
+            self._until(f"checked/{self.nodes.rank - 1}")
         checked = check()
         self._set(f"checked/{self.nodes.rank}", True)
         for rank in range(self.nodes.count):
@@ -131,14 +150,14 @@ class Meeting:
 
     def share(self, folder: Path, patience: float = 90) -> bool:
         """Whether all nodes see the first one's `folder`, which network file systems show late. Collective."""
-        token = folder / f".node0-{self.nodes.port}-{os.getpid()}"
+        token = folder / ".seen-by-all-nodes"
         if self.nodes.rank == 0:
-            token.touch()
-            self._set("token/0", token.name)
+            token.write_text(str(self.began))
+            self._set("token/0", token.read_text())
         self._until("token/0")
-        token = folder / self._get("token/0")
+        expected = self._get("token/0")
         deadline = time.monotonic() + patience
-        while not (seen := token.exists()) and time.monotonic() < deadline:
+        while not (seen := token.is_file() and token.read_text() == expected) and time.monotonic() < deadline:
             time.sleep(0.5)
             os.scandir(folder).close()
         self._set(f"sees/{self.nodes.rank}", seen)
@@ -149,9 +168,15 @@ class Meeting:
         return all(self._get(f"sees/{rank}") for rank in range(self.nodes.count))
 
     def port(self) -> int:
-        """A port of the head for torchrun."""
+        """A port of the head for torchrun. Collective."""
+        if self.nodes.rank == 0:
+            self._set("port/0", _free_port())
         self._until("port/0")
         return self._get("port/0")
+
+    def peer(self) -> str:
+        """An address of another node."""
+        return self.nodes.head if self.nodes.rank else self._get("node/1")["address"]
 
     def run(self, command: list[str], environment: dict) -> int:
         """Runs this node's part of the training; returns its exit code, 128 + N when signal N killed it."""
@@ -168,9 +193,10 @@ class Meeting:
         """Tells the others how this node ended. The first one stays until all have ended, for its store goes with it."""
         if self.is_over:
             return
-        self._set(f"ended/{self.nodes.rank}", code or 0)
         self.is_over = True
-        patience = time.monotonic() + LEAVE + 5
+        with contextlib.suppress(RuntimeError):  # the head may have left
+            self.store.set(f"ended/{self.nodes.rank}", json.dumps(code or 0))
+        patience = time.monotonic() + (LEAVE + 5 if self.child else 5)  # before training the others end at once
         with contextlib.suppress(RuntimeError):
             while self.nodes.rank == 0 and time.monotonic() < patience:
                 time.sleep(1)  # after the last one has ended, too: it may still be asking
@@ -211,7 +237,7 @@ class Meeting:
         os._exit(1)
 
 
-GOING_ON = "The same command goes on from the newest checkpoint"
+GOING_ON = "The same command goes on from the newest checkpoint, if there is one"
 
 
 def _free_port() -> int:

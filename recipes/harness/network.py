@@ -1,6 +1,7 @@
 """The network between the processes that train: tried before the model loads, explained when it breaks."""
 
 import os
+import re
 import socket
 import sys
 import threading
@@ -24,7 +25,7 @@ def meet(device, seconds: float = 120):
     import torch.distributed as dist
 
     # A thread, because NCCL can hang where no timeout of its own reaches.
-    watch = threading.Timer(seconds, _give_up, [f"no answer within {seconds:.0f} s"])
+    watch = threading.Timer(seconds, give_up, [f"no answer within {seconds:.0f} s"])
     watch.daemon = True
     watch.start()
     numbers = torch.full((65_536,), dist.get_rank() + 1.0, device=device)
@@ -33,14 +34,15 @@ def meet(device, seconds: float = 120):
         expected = dist.get_world_size() * (dist.get_world_size() + 1) / 2
         wrong = int((numbers != expected).sum())
     except RuntimeError as error:
-        _give_up(_first_line(error))
+        give_up(error)
     if wrong:
-        _give_up(f"{wrong} of {len(numbers)} sums were wrong")
+        give_up(f"{wrong} of {len(numbers)} sums were wrong")
     watch.cancel()
 
 
-def _give_up(reason: str):
-    _end(f"the processes cannot work together: {reason}. {CAUSES}")
+def give_up(reason: Exception | str):
+    """Ends the process with the usual causes of what went wrong between processes that have just started."""
+    _end(f"the processes cannot work together: {first_line(reason)}. {CAUSES}")
 
 
 def explain(error: Exception, step: int, kept):
@@ -50,7 +52,7 @@ def explain(error: Exception, step: int, kept):
     lost = isinstance(error, dist.DistError) or any(word in str(error) for word in BROKEN)
     if lost and dist.is_initialized() and dist.get_world_size() > 1:
         going_on = f"The same command goes on from {kept}." if kept else "No checkpoint was written yet."
-        _end(f"another process or the network was lost at step {step} ({_first_line(error)}). {going_on}")
+        _end(f"another process or the network was lost at step {step} ({first_line(error)}). {going_on}")
 
 
 def _end(message: str):
@@ -59,19 +61,25 @@ def _end(message: str):
     os._exit(LOST)  # without waiting for the others, who cannot be reached
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:200]
+def first_line(error: Exception | str) -> str:
+    """What an error says, without the place in gloo's source before it and the guesses after it."""
+    return re.sub(r"^\[[^\]]*\] *", "", str(error).strip().split("\n")[0]).split(". ")[0][:200]
 
 
-def interface(host: str) -> str | None:
-    """Name of the network interface on the way to `host`, None when it is this machine under a loopback address."""
-    import psutil
-
+def address(host: str) -> str:
+    """This machine's own address on the way to `host`, '' when there is no way."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # of a datagram socket: sends nothing
         except OSError:
-            return None
-        own = probe.getsockname()[0]
+            return ""
+        return probe.getsockname()[0]
+
+
+def interface(host: str) -> str | None:
+    """Name of the network interface on the way to `host`, None when that is this machine itself."""
+    import psutil
+
+    own = address(host)
     named = (name for name, addresses in psutil.net_if_addrs().items() if own in {a.address for a in addresses})
     return None if own.startswith("127.") else next(named, None)

@@ -30,31 +30,40 @@ def from_environment() -> Nodes:
         nodes = _slurm()
     elif "SKYPILOT_NODE_RANK" in os.environ:
         addresses = os.environ.get("SKYPILOT_NODE_IPS", "").split()
-        nodes = Nodes(len(addresses), number("SKYPILOT_NODE_RANK"), (addresses or [""])[0])
-        nodes.processes = number("SKYPILOT_NUM_GPUS_PER_NODE", 0)
+        nodes = Nodes(len(addresses), number("SKYPILOT_NODE_RANK", least=0), (addresses or [""])[0])
+        nodes.processes = number("SKYPILOT_NUM_GPUS_PER_NODE", 0, least=0)
     else:
-        nodes = Nodes(number("NNODES", 1), number("NODE_RANK", 0), os.environ.get("MASTER_ADDR", ""))
-        nodes.processes = number("NPROC_PER_NODE", 0)
-        if nodes.count > 1 and ("NODE_RANK" not in os.environ or not nodes.head):
+        absent = [name for name in ("NNODES", "NODE_RANK", "MASTER_ADDR") if not os.environ.get(name)]
+        nodes = Nodes(number("NNODES", 1), number("NODE_RANK", 0, least=0), os.environ.get("MASTER_ADDR", ""))
+        if absent and (nodes.count > 1 or "NODE_RANK" not in absent):
             fail(
-                f"NNODES is {nodes.count}: also give NODE_RANK (0 on the first machine, 1 on the next) and MASTER_ADDR "
-                "(the first machine's name), the same on all of them"
+                f"{' and '.join(absent)} missing: several machines need NNODES and MASTER_ADDR (the first one's name), the "
+                "same on all, and NODE_RANK, 0 on the first, 1 on the next"
             )
-    if nodes.count < 1 or nodes.rank not in range(nodes.count):
+    if nodes.rank not in range(nodes.count):
         fail(f"node rank {nodes.rank} of {nodes.count} nodes: ranks go from 0 to {nodes.count - 1}")
+    nodes.processes = number("NPROC_PER_NODE", 0) or nodes.processes
     nodes.port = number("MASTER_PORT", nodes.port)
-    if nodes.count > 1:
+    if nodes.port > 65_535:
+        fail(f"MASTER_PORT is {nodes.port}, expected 1 to 65535")
+    if nodes.count > 1 and (not nodes.is_allocation or "SLURMD_NODENAME" in os.environ):  # a login host need not know it
         try:
             socket.getaddrinfo(nodes.head, nodes.port)
         except OSError as error:
-            fail(f"the head node {nodes.head} does not resolve ({error.strerror}): set MASTER_ADDR to an address of it")
+            fail(
+                f"the head node {nodes.head} does not resolve ({error.strerror}): set MASTER_ADDR to its name or address, "
+                "without a port"
+            )
     return nodes
 
 
-def number(variable: str, default: int | None = None) -> int:
-    value = os.environ.get(variable) or default
-    if not re.fullmatch(r"\d+", str(value)):
-        fail(f"{variable} is {value!r}, expected a whole number")
+def number(variable: str, default: int | None = None, least: int = 1) -> int:
+    """A whole number from the environment; the default is not checked."""
+    value = os.environ.get(variable)
+    if value is None and default is not None:
+        return default
+    if not re.fullmatch(r"\d{1,9}", value or "") or int(value) < least:
+        fail(f"{variable} is {value!r}, expected a whole number from {least}")
     return int(value)
 
 
@@ -64,14 +73,14 @@ def _slurm() -> Nodes:
     scope = "SLURM_STEP" if is_step else "SLURM_JOB"
     nodes = Nodes(count=number(f"{scope}_NUM_NODES", 1), is_allocation=not is_step)
     nodes.port = 10_000 + number("SLURM_JOB_ID") % 20_000  # below the range the system gives to clients
-    nodes.processes = number("SLURM_GPUS_ON_NODE", 0) or number("NPROC_PER_NODE", 0)
+    nodes.processes = number("SLURM_GPUS_ON_NODE", 0, least=0)
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE" if is_step else "SLURM_TASKS_PER_NODE", "1")
     if not is_step and not shutil.which("srun"):
         fail("this is a SLURM allocation, but srun is not in PATH: load SLURM's module, or add its folder")
     if not re.fullmatch(r"1(\(x\d+\))?", tasks) and (is_step or "SLURM_NTASKS" in os.environ):
         fail(f"SLURM has {tasks} tasks a node, launch.sh wants one and starts a process for each GPU itself: --ntasks-per-node=1")
     if is_step:
-        nodes.rank = number("SLURM_NODEID")
+        nodes.rank = number("SLURM_NODEID", least=0)
     nodes.head = os.environ.get("MASTER_ADDR", "")
     if nodes.count > 1 and not nodes.head:
         listed = os.environ.get(f"{scope}_NODELIST", "")

@@ -35,7 +35,8 @@ class StopTogether(TrainerCallback):
     def leave(self, trainer):
         """Ends the process when the run was stopped before its last step."""
         if self.number and trainer.state.global_step < trainer.state.max_steps:
-            goes_on = "without a checkpoint" if trainer.args.save_strategy == "no" else "the same command goes on from there"
+            saved = trainer.args.save_strategy != "no"
+            goes_on = "the same command goes on from there" if saved else "without a checkpoint"
             say(f"\nStopped by {signal.Signals(self.number).name} at step {trainer.state.global_step}; {goes_on}.")
             trainer.end()
-            raise SystemExit(128 + self.number)
+            raise SystemExit(signals.OUT_OF_TIME if saved and self.number == signal.SIGUSR1 else 128 + self.number)

@@ -11,6 +11,8 @@ from harness.launched import fail
 
 COLUMNS = ("run", "nodes", "GPUs", "time (s)", "speed-up", "efficiency", "tokens/s", "GB a GPU", "GB host", "loss")
 
+NUMBERS = ("num_nodes", "world_size", "train_runtime", "tokens_per_second", "peak_gpu_gb", "peak_host_gb", "final_loss")
+
 
 def main(*folders: str):
     runs = sorted((_read(Path(folder)) for folder in folders), key=lambda run: run["world_size"])
@@ -33,9 +35,12 @@ def main(*folders: str):
 
 
 def _read(folder: Path) -> dict:
-    results = read_json(folder / RESULTS)
-    if not results:
-        fail(f"{folder} is not the folder of a finished run: it has no {RESULTS}")
+    try:
+        results = read_json(folder / RESULTS)
+    except ValueError:
+        results = {}
+    if absent := [name for name in NUMBERS if not isinstance(results.get(name), int | float)]:
+        fail(f"{folder} is not the folder of a finished run: its {RESULTS} is missing or does not say {absent[0]}")
     if not results["tokens_per_second"]:
         fail(f"{folder} holds no measurement: its run trained no step")
     history = read_json(folder / "trainer_state.json").get("log_history", [])
@@ -78,7 +83,10 @@ def _draw(runs: list[dict]) -> Path:
         axes.legend(fontsize="small")
     figure.tight_layout()
     path = Path("report.png").absolute()
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        fail(f"{path} cannot be written ({error.strerror}): call --report from another folder")
     pyplot.close(figure)
     return path
 

@@ -5,6 +5,7 @@ import signal
 import sys
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+OUT_OF_TIME = 75  # exit code of a run that SIGUSR1 warned and that left with a checkpoint: start it again (EX_TEMPFAIL)
 
 received = 0  # the number of the last signal that `listen` heard
 

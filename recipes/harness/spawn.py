@@ -7,7 +7,7 @@ import sys
 
 from harness.launched import Launched
 from harness.network import LOST
-from harness.signals import SIGNALS, die_with_parent, handle
+from harness.signals import OUT_OF_TIME, SIGNALS, die_with_parent, handle
 
 
 def main():
@@ -19,8 +19,11 @@ def main():
     os.environ.pop("PYTHONSAFEPATH", None)  # a recipe may import what lies beside it
 
     def pass_on(number, frame):
-        for child in psutil.Process().children():
+        children = psutil.Process().children()
+        for child in children:
             child.send_signal(number)
+        if not children:
+            sys.exit(128 + number)
 
     # torchrun would kill the processes 30 s after a SIGTERM; they leave by themselves once their checkpoint is written.
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
@@ -40,7 +43,7 @@ def main():
         code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         if -failure.exitcode in SIGNALS:
             print(f"Stopped by {signal.Signals(-failure.exitcode).name} before the training began.", file=sys.stderr)
-        elif code not in {2, LOST, *(128 + number for number in SIGNALS)}:  # those have said why, in one line
+        elif code not in {2, LOST, OUT_OF_TIME, *(128 + number for number in SIGNALS)}:  # those have said why, in one line
             print(f"error: process {rank} failed first (exit code {code}); see what it printed above", file=sys.stderr)
         sys.exit(code)
 

@@ -27,25 +27,28 @@ def memory() -> list[list[str]]:
 
 
 def strategies() -> list[list[str]]:
-    """Who keeps what, and what one GPU sends in a step of MICRO_BATCHES, in model sizes (parameters, of any width)."""
+    """Who keeps what, with one micro-batch a step; what one GPU sends in a step, in model sizes (parameters, of any width)."""
     ring = (GPUS - 1) / GPUS
-    across = 2 * (NODES - 1) / NODES / GPUS
-    every = 2 * MICRO_BATCHES * ring  # a gather for the forward and one for the backward pass of each micro-batch
+    across = f"{2 * (NODES - 1) / NODES / GPUS:.2f} across"
+    sharded = (4 / GPUS, 4 / GPUS, 8 / GPUS)
+    # A gather for the forward and one for the backward pass of each micro-batch, and one reduction of the gradients.
+    one, four = f"{3 * ring:.2f}", f"{2 * MICRO_BATCHES * ring + ring:.2f}"
     table = [  # name, bytes of weights, gradients and Adam for each parameter, model sizes sent, config
-        ("DDP, ZeRO-0", 4, 4, 8, f"{2 * ring:.2f}", "`4gpu_ddp`"),
-        ("ZeRO-1", 4, 4, 8 / GPUS, f"{2 * ring:.2f}", "none: ZeRO-2 sends no more"),
-        ("ZeRO-2", 2 + 4 / GPUS, 4, 8 / GPUS, f"{2 * ring:.2f}", "`4gpu_shard_grad_op`, `3xt4_full_shard`"),
-        ("ZeRO-3", 4 / GPUS, 4 / GPUS, 8 / GPUS, f"{every + ring:.2f}", "`4gpu_full_shard`"),
+        ("DDP, ZeRO-0", (4, 4, 8), f"{2 * ring:.2f}", f"{2 * ring:.2f}", "`4gpu_ddp`"),
+        ("ZeRO-1", (4, 4, 8 / GPUS), f"{2 * ring:.2f}", f"{2 * ring:.2f}", "none: ZeRO-2 sends no more"),
         (
-            f"hybrid, {NODES} nodes of {GPUS}",
-            *(4 / GPUS, 4 / GPUS, 8 / GPUS),
-            f"{every + ring:.2f} inside a node, {across:.2f} across",
-            "`2x4gpu_hybrid_shard`",
+            "ZeRO-2",
+            (2 + 4 / GPUS, 4 / GPUS, 8 / GPUS),
+            f"{2 * ring:.2f}",
+            f"{2 * ring:.2f}",
+            "`4gpu_shard_grad_op`, `3xt4_full_shard`",
         ),
+        ("ZeRO-3", sharded, one, four, "`4gpu_full_shard`"),
+        (f"hybrid, {NODES} nodes of {GPUS}", sharded, f"{one}, {across}", f"{four}, {across}", "`2x4gpu_hybrid_shard`"),
     ]
-    rows = [["strategy", "weights", "gradients", "Adam", "sum", "sent a step, in model sizes", "config"]]
-    for name, *sizes, sent, config in table:
-        rows.append([name, *(f"{size * BILLIONS:.1f} GB" for size in (*sizes, sum(sizes))), sent, config])
+    rows = [["strategy", "weights", "gradients", "Adam", "sum", "sent", f"sent, {MICRO_BATCHES} micro-batches", "config"]]
+    for name, sizes, *rest in table:
+        rows.append([name, *(f"{size * BILLIONS:.1f} GB" for size in (*sizes, sum(sizes))), *rest])
     return rows
 
 

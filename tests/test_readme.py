@@ -17,7 +17,7 @@ from conftest import CONFIGS, RECIPES, ROOT, readme_pairs
 
 README = (ROOT / "README.md").read_text()
 COMMANDS = [
-    shlex.split(line, comments=True)
+    shlex.split(line.removesuffix(" &"), comments=True)
     for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
     for line in block.splitlines()
     if line.strip() and not line.startswith("#")

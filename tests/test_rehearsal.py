@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 
 from harness import tiny_model
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT, losses, read, readme_pairs
@@ -100,6 +102,67 @@ def test_a_run_killed_after_its_last_step_trains_no_other(rehearse, launch, work
     results = read(run)
     assert (results["global_step"], results["resumed_from_step"]) == (30, 30) and losses(run) == before
     assert results["tokens"] > 0 and results["train_runtime"] > 0  # of the part before
+
+
+@pytest.fixture
+def start(environment, workplace, tmp_path):
+    """Starts launch.sh and returns it with the file of what it prints; kills what is left of it afterwards."""
+    started = []
+
+    def call(*arguments):
+        log = tmp_path / f"{len(started)}.log"
+        with log.open("w") as file:
+            command = [ROOT / "launch.sh", *map(str, arguments)]
+            started.append(subprocess.Popen(command, cwd=workplace, env=environment, stdout=file, stderr=file))
+        return started[-1], log
+
+    yield call
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def wait_until(condition, log, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("config", ["1x3090", "4gpu_shard_grad_op"])
+def test_a_stop_from_outside_leaves_a_checkpoint(rehearse, start, workplace, config):
+    """SIGTERM to the launcher: one step more, a checkpoint, and the same command goes on from it."""
+    rehearse(RECIPE, "1x3090")  # makes the stand-ins
+    run = workplace / "runs" / f"stopped-{config}"
+    command = ["--tiny", RECIPE, config, "--output_dir", run, "--logging_steps", "1", "--eval_strategy", "no"]
+    process, log = start(*command, "--max_steps", "2000", "--save_steps", "1000")
+    wait_until(lambda: log.read_text().count("{'loss'") > 2, log)
+    process.terminate()
+    assert process.wait(timeout=60) == 143
+    (step,) = re.findall(r"Stopped by SIGTERM at step (\d+); the same command goes on from there", log.read_text())
+    assert (run / f"checkpoint-{step}/complete.json").is_file() and not (run / "train_results.json").exists()
+    assert "Traceback" not in log.read_text() and "error" not in log.read_text()
+    if config == "1x3090":
+        rehearse(RECIPE, config, *command[3:], "--max_steps", str(int(step) + 2))  # a later --output_dir wins
+        assert read(run)["resumed_from_step"] == int(step) and len(losses(run)) == int(step) + 2
+
+
+def test_a_stop_before_training_leaves_no_process(start, workplace):
+    process, log = start("--tiny", RECIPE, "4gpu_full_shard", "--output_dir", workplace / "runs/never-begun")
+    ranks = []
+
+    def spawned():
+        ranks[:] = [
+            child for child in psutil.Process(process.pid).children() if "harness.launch" not in " ".join(child.cmdline())
+        ]
+        return len(ranks) == 4
+
+    wait_until(spawned, log)
+    process.terminate()
+    assert process.wait(timeout=30) == 143, log.read_text()
+    psutil.wait_procs(ranks, timeout=5)
+    assert not any(rank.is_running() for rank in ranks)
+    assert "Stopped by SIGTERM before the training began." in log.read_text() and "Traceback" not in log.read_text()
 
 
 def test_killed_and_started_again_logs_the_same_losses(rehearse, environment, workplace):

@@ -19,16 +19,20 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
 
+SLOW = {"rehearse", "machinery", "sky_python", "start"}  # fixtures of what takes longer than seconds
+
+
 def pytest_collection_modifyitems(items):
     """What takes seconds first, whole rehearsals last."""
-    items.sort(key=lambda item: "rehearse" in item.fixturenames or "launch_slowly" in item.fixturenames)
+    items.sort(key=lambda item: not SLOW.isdisjoint(item.fixturenames))
 
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
     """The tests' own Python, no network, caches of their own."""
     home = tmp_path_factory.mktemp("home")
-    return os.environ | {
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SKYPILOT_", "MASTER_"))}
+    return own | {
         "PYTHON": sys.executable,
         "HF_HOME": str(home / "huggingface"),
         "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody answers there

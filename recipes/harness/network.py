@@ -38,6 +38,7 @@ def meet(device, seconds: float = 120):
     if wrong:
         give_up(f"{wrong} of {len(numbers)} sums were wrong")
     watch.cancel()
+    watch.join()
 
 
 def give_up(reason: Exception | str):

@@ -32,11 +32,16 @@ class StopTogether(TrainerCallback):
             control.should_evaluate = False  # there may be little time
         return control
 
+    def close(self, trainer):
+        """Disconnects the processes, after everything that needs the others."""
+        self.group = None  # or it would be taken down by the interpreter, at a moment of its choice
+        trainer.end()
+
     def leave(self, trainer):
         """Ends the process when the run was stopped before its last step."""
         if self.number and trainer.state.global_step < trainer.state.max_steps:
             saved = trainer.args.save_strategy != "no"
             goes_on = "the same command goes on from there" if saved else "without a checkpoint"
             say(f"\nStopped by {signal.Signals(self.number).name} at step {trainer.state.global_step}; {goes_on}.")
-            trainer.end()
+            self.close(trainer)
             raise SystemExit(signals.OUT_OF_TIME if saved and self.number == signal.SIGUSR1 else 128 + self.number)

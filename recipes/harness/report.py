@@ -80,7 +80,8 @@ def _draw(runs: list[dict]) -> Path:
     speed.set(xlabel="processes", ylabel=f"speed-up over {sizes[0]}", xticks=sorted(set(sizes)))
     for axes in (losses, speed):
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
+        if axes.lines:
+            axes.legend(fontsize="small")
     figure.tight_layout()
     path = Path("report.png").absolute()
     try:

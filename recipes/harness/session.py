@@ -72,6 +72,6 @@ def _train(trainer):
     written = results.write(trainer, outcome, evaluation, effort, resumed_from)
     export.sample(trainer, launched.tiny)
     results.summary(written, str(folder))
-    trainer.end()
+    stop.close(trainer)
     if held:
         held.release()

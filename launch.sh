@@ -124,7 +124,7 @@ run() {
   files=("$(resolve recipes py "$1" recipe)")
   if [[ " ${options[*]} " != *" --quantize "* ]]; then
     case ${2:---} in
-      --help | -h) exec python3 -m harness.flags "${files[0]}" ;;
+      --help | -h) exec python3 -m harness.start.flags "${files[0]}" ;;
       --tiny) fail "--tiny comes first: ./launch.sh --tiny $1 ${3:-CONFIG}" ;;
       -*) fail "which config? ./launch.sh ${options[*]:+${options[*]} }$1 CONFIG, where CONFIG is one of: $(names accelerate_configs | paste -sd ' ')" ;;
     esac
@@ -133,7 +133,7 @@ run() {
   shift "${#files[@]}"
   prepare_python
   # The folder a person stands in may hold a datasets.py; it must not be taken for the package.
-  PYTHONSAFEPATH=1 exec "$python" -m harness.launch "${options[@]}" "${files[@]}" "$@"
+  PYTHONSAFEPATH=1 exec "$python" -m harness.start.launch "${options[@]}" "${files[@]}" "$@"
 }
 
 case ${1:-} in
@@ -156,13 +156,13 @@ case ${1:-} in
     shift
     (($# == 1 || $# == 2)) || fail "--merge takes the folder of a run, and where the model is to go: ./launch.sh --merge RUN [OUT]"
     prepare_python
-    PYTHONSAFEPATH=1 exec "$python" -m harness.merge "$@"
+    PYTHONSAFEPATH=1 exec "$python" -m harness.commands.merge "$@"
     ;;
   --report)
     shift
     [[ ${1:--} != -* ]] || fail "--report takes the folders of finished runs: ./launch.sh --report RUN…"
     prepare_python
-    PYTHONSAFEPATH=1 exec "$python" -m harness.report "$@"
+    PYTHONSAFEPATH=1 exec "$python" -m harness.commands.report "$@"
     ;;
   -*) fail "unknown option $1: ./launch.sh --help lists them" ;;
   *) run "$@" ;;

@@ -98,7 +98,7 @@ def main():
         quantized = size(Path(paths["4bit"]))
         loading, _, _ = measure("loading it quantized, on every start", python(LOAD, folder=paths["4bit"]))
         measure("making an adapter", python(ADAPTER, folder=paths["bf16"], out=paths["adapter"]))
-        merge = [sys.executable, "-m", "harness.merge", paths["adapter"], paths["merged"]]
+        merge = [sys.executable, "-m", "harness.commands.merge", paths["adapter"], paths["merged"]]
         os.environ["PYTHONPATH"] = recipes
         _, merging, _ = measure("merging the adapter", merge)
         shard = max(file.stat().st_size for file in Path(paths["bf16"]).glob("*.safetensors")) / 1e9

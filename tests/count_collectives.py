@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import harness
-from harness import session
+from harness.run import session
 
 import torch.distributed as dist
 from transformers import TrainerCallback

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import harness
-from harness import sharding
+from harness.run import sharding
 
 import torch
 

@@ -2,8 +2,9 @@
 
 import types
 
-from harness import arguments, checks, folder, launch
+from harness import folder, hub
 from harness.launched import Launched
+from harness.start import arguments, checks, launch
 
 import datasets
 import pytest
@@ -137,7 +138,7 @@ class TestHub:
     """The real libraries against a hub that answers as the real one does."""
 
     @pytest.fixture
-    def hub(self, tmp_path, monkeypatch):
+    def server(self, tmp_path, monkeypatch):
         with serve(tmp_path / "hub") as server:
             for name, module in (("ENDPOINT", "huggingface_hub.constants"), ("HF_ENDPOINT", "datasets.config")):
                 monkeypatch.setattr(f"{module}.{name}", server.url)
@@ -147,29 +148,29 @@ class TestHub:
             monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
             yield server
 
-    def test_unknown_and_gated_models(self, hub, says):
-        (hub.root / "models/locked/model").mkdir(parents=True)
-        (hub.root / "models/locked/model/.gated").touch()
-        message = says(checks.reachable, "locked/model", "main")
+    def test_unknown_and_gated_models(self, server, says):
+        (server.root / "models/locked/model").mkdir(parents=True)
+        (server.root / "models/locked/model/.gated").touch()
+        message = says(hub.reachable, "locked/model", "main")
         assert "locked/model is gated" in message and "hf auth login" in message
-        assert "no/such-model is unknown" in says(checks.reachable, "no/such-model", "main")
+        assert "no/such-model is unknown" in says(hub.reachable, "no/such-model", "main")
 
-    def test_a_model_that_is_there(self, hub):
-        (hub.root / "models/open/model").mkdir(parents=True)
-        (hub.root / "models/open/model/config.json").write_text("{}")
-        checks.reachable("open/model", "main")
-        hub.shutdown()
-        checks.reachable("open/model", "main")  # from the cache
+    def test_a_model_that_is_there(self, server):
+        (server.root / "models/open/model").mkdir(parents=True)
+        (server.root / "models/open/model/config.json").write_text("{}")
+        hub.reachable("open/model", "main")
+        server.shutdown()
+        hub.reachable("open/model", "main")  # from the cache
 
-    def test_nobody_answers(self, hub, says):
-        hub.shutdown()
-        hub.server_close()
-        assert "hub cannot be reached" in says(checks.reachable, "no/network", "main")
+    def test_nobody_answers(self, server, says):
+        server.shutdown()
+        server.server_close()
+        assert "hub cannot be reached" in says(hub.reachable, "no/network", "main")
 
     def test_a_folder_that_is_no_model(self, tmp_path, says):
-        assert "no config.json" in says(checks.reachable, str(tmp_path), "main")
-        assert "there is no folder ./nowhere" in says(checks.reachable, "./nowhere", "main")
-        assert "unknown to the hub" in says(checks.reachable, "a b", "main")
+        assert "no config.json" in says(hub.reachable, str(tmp_path), "main")
+        assert "there is no folder ./nowhere" in says(hub.reachable, "./nowhere", "main")
+        assert "unknown to the hub" in says(hub.reachable, "a b", "main")
 
 
 def data_set(path, **columns):
@@ -182,20 +183,20 @@ def data_set(path, **columns):
 
 def test_the_text_column(tmp_path, says):
     data = data_set(tmp_path / "data", content=["some text"])
-    message = says(checks.dataset, data, "text")
+    message = says(hub.dataset, data, "text")
     assert "no column 'text'" in message and "content" in message and "--dataset_text_field" in message
-    checks.dataset(data, "content")
-    checks.dataset(data, None)
+    hub.dataset(data, "content")
+    hub.dataset(data, None)
 
 
 def test_an_empty_data_set(tmp_path, says):
-    assert "is empty" in says(checks.dataset, data_set(tmp_path / "data", text=[]), "text")
+    assert "is empty" in says(hub.dataset, data_set(tmp_path / "data", text=[]), "text")
 
 
 def test_a_split_that_is_not_there(tmp_path, says):
     data = data_set(tmp_path / "data", text=["a"])
     data.dataset_train_split = "trian"
-    assert "trian" in says(checks.dataset, data, "text")
+    assert "trian" in says(hub.dataset, data, "text")
 
 
 def test_what_launch_decided_travels_in_the_environment(monkeypatch):

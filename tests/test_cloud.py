@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import configs, flags
+from harness import configs
+from harness.start import flags
 
 import pytest
 from conftest import ROOT

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from harness import streams
-from harness.tiny_data import documents
+from harness.rehearsal.tiny_data import documents
+from harness.run import streams
 
 import pytest
 import torch

@@ -117,7 +117,7 @@ def start_two(environment, tmp_path):
 MEET = """
 import os, sys, time
 import torch.distributed as dist
-from harness import network
+from harness.nodes import network
 dist.init_process_group("gloo")
 {before}
 network.meet("cpu", 3)
@@ -150,8 +150,8 @@ def test_processes_meet_or_name_the_causes(start_two, before, reason):
 GATHER = """
 import sys
 from pathlib import Path
-from harness.meeting import Meeting
-from harness.nodes import Nodes
+from harness.nodes.meeting import Meeting
+from harness.nodes.machines import Nodes
 rank, port, folder, command = int(sys.argv[1]), int(sys.argv[2]), {folders}[int(sys.argv[1])], {commands}[int(sys.argv[1])]
 with Meeting(Nodes(2, rank, "127.0.0.1", port), {{"command": command}}) as meeting:
     checked = meeting.in_turn(lambda: {check})
@@ -191,8 +191,8 @@ def test_launchers_check_in_turn_and_end_together(start_two, tmp_path, commands,
 
 LATE = """
 import sys, time
-from harness import gather, meeting
-from harness.nodes import Nodes
+from harness.nodes import gather, meeting
+from harness.nodes.machines import Nodes
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 gather.NOTICE = 1
 time.sleep(7 * rank)
@@ -211,8 +211,8 @@ def test_a_node_that_comes_late_is_waited_for(start_two):
 
 TWINS = """
 import sys, time
-from harness.meeting import Meeting
-from harness.nodes import Nodes
+from harness.nodes.meeting import Meeting
+from harness.nodes.machines import Nodes
 rank, port, number = map(int, sys.argv[1:])
 time.sleep(4 * (number == {last}))
 Meeting(Nodes(3, rank, "127.0.0.1", port), {{}})

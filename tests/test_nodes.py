@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from harness import nodes
+from harness.nodes import machines
 
 import pytest
 import yaml
@@ -32,15 +32,15 @@ SKY = {"SKYPILOT_NODE_RANK": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n10.0.0.2\n10.
 
 
 @pytest.fixture
-def machines(monkeypatch):
-    """`nodes.from_environment` in an environment of the given variables."""
+def nodes_from(monkeypatch):
+    """`machines.from_environment` in an environment of the given variables."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SKYPILOT_", "N", "MASTER_"))]:
         monkeypatch.delenv(name)
 
     def call(variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return nodes.from_environment()
+        return machines.from_environment()
 
     return call
 
@@ -48,17 +48,17 @@ def machines(monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, nodes.Nodes(head="")),
-        ({"NPROC_PER_NODE": "2"}, nodes.Nodes(head="", processes=2)),
-        (PLAIN, nodes.Nodes(2, 1, "127.0.0.1")),
-        (PLAIN | {"MASTER_PORT": "1234"}, nodes.Nodes(2, 1, "127.0.0.1", 1234)),
-        (SKY, nodes.Nodes(3, 2, "127.0.0.1", processes=1)),
-        (STEP | {"SLURM_GPUS_ON_NODE": "4"}, nodes.Nodes(2, 1, "127.0.0.1", 10_007, 4)),
-        (STEP | {"SLURM_GPUS_ON_NODE": "4", "NPROC_PER_NODE": "2"}, nodes.Nodes(2, 1, "127.0.0.1", 10_007, 2)),
+        ({}, machines.Nodes(head="")),
+        ({"NPROC_PER_NODE": "2"}, machines.Nodes(head="", processes=2)),
+        (PLAIN, machines.Nodes(2, 1, "127.0.0.1")),
+        (PLAIN | {"MASTER_PORT": "1234"}, machines.Nodes(2, 1, "127.0.0.1", 1234)),
+        (SKY, machines.Nodes(3, 2, "127.0.0.1", processes=1)),
+        (STEP | {"SLURM_GPUS_ON_NODE": "4"}, machines.Nodes(2, 1, "127.0.0.1", 10_007, 4)),
+        (STEP | {"SLURM_GPUS_ON_NODE": "4", "NPROC_PER_NODE": "2"}, machines.Nodes(2, 1, "127.0.0.1", 10_007, 2)),
     ],
 )
-def test_nodes_from_variables(machines, variables, expected):
-    assert machines(variables) == expected
+def test_nodes_from_variables(nodes_from, variables, expected):
+    assert nodes_from(variables) == expected
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def test_nodes_from_variables(machines, variables, expected):
         ({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NTASKS": "8"}, ["--ntasks-per-node=1", "tasks a node"]),
     ],
 )
-def test_variables_that_cannot_be(machines, monkeypatch, capsys, variables, words):
+def test_variables_that_cannot_be(nodes_from, monkeypatch, capsys, variables, words):
     if "PATH" not in variables:
-        monkeypatch.setattr(nodes.shutil, "which", lambda name: name)
+        monkeypatch.setattr(machines.shutil, "which", lambda name: name)
     with pytest.raises(SystemExit) as stopped:
-        machines(variables)
+        nodes_from(variables)
     message = capsys.readouterr().err
     assert stopped.value.code == 2 and message.count("\n") == 1
     for word in words:

@@ -9,8 +9,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from harness import configs, flags
+from harness import configs
 from harness.launched import Checked
+from harness.start import flags
 
 import pytest
 from conftest import CONFIGS, RECIPES, ROOT, readme_pairs

@@ -4,7 +4,11 @@ import json
 import shutil
 from pathlib import Path
 
-from harness import checkpoints, quantize, session, sharding, signals, tiny_model
+from harness.commands import quantize
+from harness.folder import latest
+from harness.nodes import signals
+from harness.rehearsal import tiny_model
+from harness.run import session, sharding
 
 import pytest
 import torch
@@ -179,7 +183,7 @@ def test_a_checkpoint_of_broken_weights_does_not_count(build_trainer, monkeypatc
     with pytest.raises(RuntimeError, match="no finite numbers at step 1: try a lower --learning_rate"):
         session.train(trainer)
     assert Path(trainer.args.output_dir, "checkpoint-1").is_dir()
-    assert checkpoints.latest(Path(trainer.args.output_dir)) is None
+    assert latest(Path(trainer.args.output_dir)) is None
 
 
 def test_changed_4bit_weights_stop_the_run():

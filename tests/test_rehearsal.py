@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from harness import tiny_model
+from harness.rehearsal import tiny_model
 
 import psutil
 import pytest
@@ -153,7 +153,7 @@ def test_a_stop_before_training_leaves_no_process(start, workplace):
 
     def spawned():
         ranks[:] = [
-            child for child in psutil.Process(process.pid).children() if "harness.launch" not in " ".join(child.cmdline())
+            child for child in psutil.Process(process.pid).children() if "harness.start.launch" not in " ".join(child.cmdline())
         ]
         return len(ranks) == 4
 

@@ -2,7 +2,7 @@
 
 import json
 
-from harness import report
+from harness.commands import report
 
 import pytest
 from conftest import read

@@ -2,7 +2,7 @@
 
 import types
 
-from harness import tiny, tiny_data
+from harness.rehearsal import stand_ins, tiny_data
 
 import pytest
 from datasets import load_dataset
@@ -27,11 +27,11 @@ def made(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def call(the_data=FINEWEB, the_model=QWEN):
-        tiny.prepare(the_data, the_model)
+        stand_ins.prepare(the_data, the_model)
         args = types.SimpleNamespace(model_init_kwargs={"dtype": "float32"}, max_steps=30, max_length=9)
-        tiny.announce(the_data, args, the_model)
+        stand_ins.announce(the_data, args, the_model)
         the_data, the_model = types.SimpleNamespace(**vars(the_data)), types.SimpleNamespace(**vars(the_model))
-        tiny.substitute(the_data, args, the_model)
+        stand_ins.substitute(the_data, args, the_model)
         return the_model.model_name_or_path, the_data.dataset_name
 
     return call

@@ -6,7 +6,7 @@ Importing this package is cheap: torch and the rest are loaded by the first call
 import logging
 import os
 
-from harness import signals
+from harness.nodes import signals
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
     signals.die_with_parent()  # before torch is imported, and before anything waits for other processes
@@ -16,15 +16,15 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def parse(config_class, **defaults):
-    """See `harness.arguments.parse`."""
-    from harness.arguments import parse
+    """See `harness.start.arguments.parse`."""
+    from harness.start.arguments import parse
 
     return parse(config_class, **defaults)
 
 
 def train(trainer):
-    """See `harness.session.train`."""
-    from harness.session import train
+    """See `harness.run.session.train`."""
+    from harness.run.session import train
 
     return train(trainer)
 

@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 RUN = "run.json"
 RESULTS = "train_results.json"
+MARK = "complete.json"  # in a checkpoint: every process has written its part
 
 
 def write_json(path: Path, content: dict):
@@ -98,3 +99,13 @@ def finished(folder: Path, max_steps: int, num_train_epochs: float) -> dict:
     if max_steps > 0:
         return results if results["global_step"] >= max_steps else {}
     return results if results["epoch"] >= num_train_epochs else {}
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint in `folder`."""
+    whole = [path.parent for path in folder.glob(f"checkpoint-[0-9]*/{MARK}")]
+    return max(whole, key=_step, default=None)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.split("-")[1])

@@ -9,10 +9,10 @@ import threading
 import time
 from pathlib import Path
 
-from harness import signals
-from harness.board import GOING_ON, SILENCE
-from harness.gather import gather, name
-from harness.nodes import Nodes
+from harness.nodes import signals
+from harness.nodes.board import GOING_ON, SILENCE
+from harness.nodes.gather import gather, name
+from harness.nodes.machines import Nodes
 
 LEAVE = 30  # seconds a node's processes have to end by themselves when another node has failed
 

@@ -11,8 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from harness.checkpoints import MARK
-from harness.folder import RESULTS, RUN, read_json, write_json
+from harness.folder import MARK, RESULTS, RUN, read_json, write_json
 from harness.launched import say
 
 import torch

@@ -3,14 +3,13 @@
 import shutil
 from pathlib import Path
 
-from harness.folder import read_json, write_json
+from harness.folder import MARK, latest, read_json, write_json
 from harness.launched import say
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
-MARK = "complete.json"
 # What decides which data a step sees: a run that goes on with other values sees some data twice or never.
 GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "seed")
 
@@ -30,16 +29,6 @@ class MarkComplete(TrainerCallback):
                 adapter.save_pretrained(folder)
             geometry = {"world_size": process.num_processes} | {name: getattr(args, name, None) for name in GEOMETRY}
             write_json(folder / MARK, {"model": model.config.name_or_path, "geometry": geometry, "effort": self.effort.so_far()})
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint in `folder`."""
-    whole = [path.parent for path in folder.glob(f"checkpoint-[0-9]*/{MARK}")]
-    return max(whole, key=_step, default=None)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.split("-")[1])
 
 
 def newest(args) -> Path | None:

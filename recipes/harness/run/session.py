@@ -3,9 +3,11 @@
 import os
 from pathlib import Path
 
-from harness import checkpoints, configs, export, network, preemption, results, sharding, streams
-from harness.folder import lock
+from harness import configs
+from harness.folder import latest, lock
 from harness.launched import Launched, say
+from harness.nodes import network
+from harness.run import checkpoints, export, preemption, results, sharding, streams
 
 from transformers import PrinterCallback
 
@@ -23,7 +25,7 @@ def train(trainer):
     try:
         _train(trainer)
     except RuntimeError as error:
-        network.explain(error, trainer.state.global_step, checkpoints.latest(Path(trainer.args.output_dir)))
+        network.explain(error, trainer.state.global_step, latest(Path(trainer.args.output_dir)))
         raise
 
 
@@ -56,7 +58,7 @@ def _train(trainer):
     except results.NothingLeft:
         outcome, trainer.is_in_train = None, False
     except KeyboardInterrupt:
-        kept = checkpoints.latest(folder)
+        kept = latest(folder)
         going_on = f"The same command goes on from {kept}." if kept else "No checkpoint was written yet."
         say(f"\nStopped at step {trainer.state.global_step}. {going_on}")
         os._exit(130)  # other ranks may wait in a collective for ever

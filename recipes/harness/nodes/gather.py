@@ -6,9 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-from harness import network
-from harness.board import Board
-from harness.nodes import Nodes, number
+from harness.nodes import network
+from harness.nodes.board import Board
+from harness.nodes.machines import Nodes, number
 
 WAIT = number("NODE_WAIT", 600)  # seconds a node that comes late is waited for
 NOTICE = 30  # seconds between two lines about who is missing

@@ -3,6 +3,8 @@
 import random
 from pathlib import Path
 
+from harness import hub
+
 SHARDS = 8  # parquet files a split, so that up to eight processes each read their own
 # Data sets that need no network: their splits and the type of each column. Any other is asked for its first row.
 DATA_SETS = {
@@ -64,12 +66,10 @@ def make(data, folder: Path):
 
 def _describe(data) -> tuple[list[str], dict]:
     """Splits and columns of a data set the table does not know: read from its first row."""
-    from harness import checks
-
     from datasets import get_dataset_split_names, load_dataset
 
-    checks.dataset(data)
-    with checks.hub_errors("data set", data.dataset_name):
+    hub.dataset(data)
+    with hub.errors("data set", data.dataset_name):
         splits = get_dataset_split_names(data.dataset_name, data.dataset_config)
         stream = load_dataset(data.dataset_name, data.dataset_config, split=data.dataset_train_split, streaming=True)
         row = next(iter(stream))

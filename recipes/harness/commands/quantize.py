@@ -9,9 +9,9 @@ import os
 import shutil
 from pathlib import Path
 
-from harness import tiny
 from harness.folder import write_json
 from harness.launched import fail, say
+from harness.rehearsal import stand_ins
 
 from filelock import FileLock
 
@@ -23,8 +23,8 @@ def folder_of(model) -> Path:
     from huggingface_hub.constants import HF_HOME
 
     kind = [model.model_revision, model.bnb_4bit_quant_type, model.use_bnb_nested_quant, model.bnb_4bit_quant_storage]
-    rehearsed = Path(model.model_name_or_path).is_relative_to(tiny.FOLDER.absolute())
-    root = tiny.FOLDER.absolute().with_name(".quantized") if rehearsed else Path(HF_HOME, "quantized")
+    rehearsed = Path(model.model_name_or_path).is_relative_to(stand_ins.FOLDER.absolute())
+    root = stand_ins.FOLDER.absolute().with_name(".quantized") if rehearsed else Path(HF_HOME, "quantized")
     digest = hashlib.sha256(repr([model.model_name_or_path, *kind]).encode()).hexdigest()[:8]
     name = Path(model.model_name_or_path).name if rehearsed else model.model_name_or_path.strip("/").replace("/", "--")
     return root / f"{name[-80:]}-{model.bnb_4bit_quant_type}-{digest}"

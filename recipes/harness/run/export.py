@@ -3,9 +3,9 @@
 import shutil
 from pathlib import Path
 
+from harness.commands.quantize import SOURCE
 from harness.folder import RUN, read_json
 from harness.launched import say
-from harness.quantize import SOURCE
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict

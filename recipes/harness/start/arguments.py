@@ -9,8 +9,12 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from harness import checks, configs, flags, folder, fsdp_on_cpu, network, quantize, tiny
+from harness import configs, folder
+from harness.commands import quantize
 from harness.launched import Checked, Launched, fail
+from harness.nodes import network
+from harness.rehearsal import fsdp_on_cpu, stand_ins
+from harness.start import checks, flags
 
 import trl
 import yaml
@@ -73,7 +77,7 @@ def parse(config_class, **defaults):
     )
     parser.set_defaults_with_config(**_from_config(config, {**defaults}))
     if launched.tiny:
-        parser.set_defaults_with_config(**{k: v for k, v in tiny.NUMBERS.items() if k in fields})
+        parser.set_defaults_with_config(**{k: v for k, v in stand_ins.NUMBERS.items() if k in fields})
     try:
         *parsed, rest = parser.parse_args_and_config(return_remaining_strings=True)
     except IndexError:
@@ -96,14 +100,14 @@ def parse(config_class, **defaults):
             fail(f"{Path(launched.recipe).stem} does not use 4-bit weights: add --load_in_4bit --use_peft")
         checks.quantization(model, args)
         if launched.tiny:
-            tiny.prepare(data, model)
+            stand_ins.prepare(data, model)
     elif launched.checking or (not launched.recipe and args.process_index == 0):
         # A recipe that names its text column has one; the others make theirs from what they load.
         text_field = args.dataset_text_field if "dataset_text_field" in defaults else None
         checks.run(data, args, model, launched, config, text_field)
     name = model.model_name_or_path
     if launched.tiny:
-        tiny.substitute(data, args, model)
+        stand_ins.substitute(data, args, model)
         args.report_to = []  # a rehearsal is not for the project's charts
     if model.load_in_4bit and launched.on_cpu:
         fsdp_on_cpu.keep_4bit_layout()

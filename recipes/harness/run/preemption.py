@@ -2,8 +2,8 @@
 
 import signal
 
-from harness import signals
 from harness.launched import say
+from harness.nodes import signals
 
 import torch
 import torch.distributed as dist

@@ -3,8 +3,9 @@
 import fnmatch
 from pathlib import Path
 
+from harness import hub
 from harness.launched import fail
-from harness.tiny_data import documents
+from harness.rehearsal.tiny_data import documents
 
 VOCABULARY = 2048
 CHATML = (
@@ -79,11 +80,9 @@ def make_tokenizer(family: dict):
 
 
 def _from_hub(name: str, revision: str):
-    from harness import checks
-
     from transformers import AutoConfig, AutoTokenizer
 
-    checks.reachable(name, revision)
+    hub.reachable(name, revision)
     try:
         config = AutoConfig.from_pretrained(name, revision=revision)
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)

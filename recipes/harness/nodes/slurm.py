@@ -6,17 +6,17 @@ import signal
 import subprocess
 import sys
 
-from harness import signals
-from harness.nodes import Nodes
+from harness.nodes import signals
+from harness.nodes.machines import Nodes
 
 
 def run(nodes: Nodes, arguments: list[str]) -> int:
-    """Runs `python -m harness.launch` with `arguments` through srun; returns its exit code."""
+    """Runs `python -m harness.start.launch` with `arguments` through srun; returns its exit code."""
     command = ["srun", f"--nodes={nodes.count}", f"--ntasks={nodes.count}", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
     cpus = [int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
     if cpus:
         command.append(f"--cpus-per-task={min(cpus)}")  # one task a node: it gets what the job has there
-    srun = subprocess.Popen([*command, sys.executable, "-m", "harness.launch", *arguments])
+    srun = subprocess.Popen([*command, sys.executable, "-m", "harness.start.launch", *arguments])
     signals.handle(lambda number, frame: srun.send_signal(number))  # which passes it on to the nodes
     code = srun.wait()
     job = os.environ["SLURM_JOB_ID"]

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 
-from harness.nodes import number
+from harness.nodes.machines import number
 
 SILENCE = number("NODE_SILENCE", 60)  # seconds after which a node that says nothing counts as lost
 GOING_ON = "The same command goes on from the newest checkpoint, if there is one"

@@ -6,8 +6,8 @@ import signal
 import sys
 
 from harness.launched import Launched
-from harness.network import LOST
-from harness.signals import OUT_OF_TIME, SIGNALS, die_with_parent, handle
+from harness.nodes.network import LOST
+from harness.nodes.signals import OUT_OF_TIME, SIGNALS, die_with_parent, handle
 
 
 def main():

@@ -1,7 +1,7 @@
 """Checks a run in one process, then becomes `accelerate launch`. Called by launch.sh:
 
-`python -m harness.launch [--tiny] RECIPE.py CONFIG.yaml [--flag value …]`, or
-`python -m harness.launch [--tiny] --quantize RECIPE.py [--flag value …]`.
+`python -m harness.start.launch [--tiny] RECIPE.py CONFIG.yaml [--flag value …]`, or
+`python -m harness.start.launch [--tiny] --quantize RECIPE.py [--flag value …]`.
 """
 
 import hashlib
@@ -13,8 +13,10 @@ import sys
 import warnings
 from pathlib import Path
 
-from harness import checks, configs, flags, launched, nodes, signals, slurm
+from harness import configs, launched
 from harness.launched import Checked, Launched, fail
+from harness.nodes import machines, signals, slurm
+from harness.start import checks, flags
 
 
 def main(options: list[str], recipe: str, *arguments: str):
@@ -28,25 +30,25 @@ def main(options: list[str], recipe: str, *arguments: str):
         launch.on_cpu = True  # layer by layer in host RAM; a GPU need not be there
         _check(launch, arguments)
         return None
-    config, machines = configs.read(launch.config), nodes.from_environment()
-    _fit(config, machines, launch)
-    if machines.is_allocation:
-        sys.exit(slurm.run(machines, sys.argv[1:]))
-    if machines.count == 1:
+    config, nodes = configs.read(launch.config), machines.from_environment()
+    _fit(config, nodes, launch)
+    if nodes.is_allocation:
+        sys.exit(slurm.run(nodes, sys.argv[1:]))
+    if nodes.count == 1:
         _check(launch, arguments, config)
         command, environment = _command(launch, config)
         os.execve(sys.executable, [*command, recipe, *arguments], environment)
 
-    from harness import network
-    from harness.meeting import Meeting
+    from harness.nodes import network
+    from harness.nodes.meeting import Meeting
 
-    launched.node = f"node {machines.rank}: " if machines.rank else ""
+    launched.node = f"node {nodes.rank}: " if nodes.rank else ""
     facts = {"command": shlex.join([*options, Path(recipe).stem, Path(launch.config).stem, *arguments])}
     facts["NPROC_PER_NODE"] = launch.processes // launch.nodes
     for path in (recipe, launch.config):
         facts[f"{Path(path).name} of digest"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
     signals.handle(lambda number, frame: sys.exit(128 + number))  # so that the others learn of it
-    with Meeting(machines, facts) as meeting:
+    with Meeting(nodes, facts) as meeting:
         args = meeting.in_turn(lambda: _check(launch, arguments, config))
         if args.save_strategy != "no" and not meeting.share(Path(args.output_dir)):
             fail(
@@ -54,7 +56,7 @@ def main(options: list[str], recipe: str, *arguments: str):
                 "give an --output_dir on a file system that all nodes share, or --save_strategy no"
             )
         command, environment = _command(launch, config)
-        command += ["--machine_rank", str(machines.rank), "--main_process_ip", machines.head, "--same_network"]
+        command += ["--machine_rank", str(nodes.rank), "--main_process_ip", nodes.head, "--same_network"]
         command += ["--rdzv_backend", "static", "--main_process_port", str(meeting.port())]  # ranks follow NODE_RANK
         if found := network.interface(meeting.peer()):
             environment.setdefault("GLOO_SOCKET_IFNAME", found)  # gloo would take what the machine's own name resolves to
@@ -63,25 +65,25 @@ def main(options: list[str], recipe: str, *arguments: str):
         sys.exit(meeting.run([*command, recipe, *arguments], environment))
 
 
-def _fit(config: dict, machines: nodes.Nodes, launch: Launched):
+def _fit(config: dict, nodes: machines.Nodes, launch: Launched):
     """Sets how many processes and nodes run `config`, or fails when these are not the machines for it."""
     name, wanted = Path(launch.config).name, config["num_machines"]
-    gpus = machines.processes or config["num_processes"] // wanted  # on each machine
-    here = f"{'are' if machines.count > 1 else 'is'} {machines.count} node{'s' * (machines.count > 1)}"
-    if machines.count == 1 < wanted:
+    gpus = nodes.processes or config["num_processes"] // wanted  # on each machine
+    here = f"{'are' if nodes.count > 1 else 'is'} {nodes.count} node{'s' * (nodes.count > 1)}"
+    if nodes.count == 1 < wanted:
         if not launch.tiny:
             fail(
                 f"{name} is for {wanted} machines with {gpus} GPU{'s' * (gpus > 1)} each, this is one: start it on each with "
                 f"NNODES={wanted} NODE_RANK=… MASTER_ADDR=…, or with sbatch --nodes {wanted}. {_rehearsal(launch)}"
             )
-        gpus = machines.processes or config["num_processes"]  # a rehearsal: every process on this machine
+        gpus = nodes.processes or config["num_processes"]  # a rehearsal: every process on this machine
     if config["distributed_type"] == "NO":
-        if machines.count > 1:
-            fail(f"{name} trains on one GPU of one machine, and here are {machines.count} nodes: choose a config that shards")
+        if nodes.count > 1:
+            fail(f"{name} trains on one GPU of one machine, and here are {nodes.count} nodes: choose a config that shards")
         gpus = 1
-    launch.nodes, launch.processes = machines.count, machines.count * gpus
+    launch.nodes, launch.processes = nodes.count, nodes.count * gpus
     replicas, shards = configs.mesh(config)
-    if replicas * shards > 1 and (launch.processes != replicas * shards or machines.count not in (1, replicas)):
+    if replicas * shards > 1 and (launch.processes != replicas * shards or nodes.count not in (1, replicas)):
         fail(
             f"{name} shards over {shards} GPUs of each of {replicas} nodes; here {here} with {gpus} GPU{'s' * (gpus > 1)} each: "
             "ask for others (NPROC_PER_NODE decides over the GPUs), or change parallelism_config in a copy of it"
@@ -137,7 +139,7 @@ def _command(launch: Launched, config: dict) -> tuple[list[str], dict]:
         environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         return [sys.executable], environment
     environment["PYTHONSAFEPATH"] = "1"  # for accelerate's own process; spawn.py takes it back for the recipe
-    command = [sys.executable, "-m", "harness.spawn", "--config_file", launch.config]
+    command = [sys.executable, "-m", "harness.start.processes", "--config_file", launch.config]
     command += ["--num_processes", str(launch.processes), "--num_machines", str(launch.nodes), "--main_process_port", "0"]
     return command, environment
 

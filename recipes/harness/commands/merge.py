@@ -8,9 +8,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from harness.folder import read_json
+from harness.commands.quantize import SOURCE
+from harness.folder import MARK, read_json
 from harness.launched import fail, say
-from harness.quantize import SOURCE
 
 SHARD = 4_000_000_000  # bytes of weights in a file of a model put together from a checkpoint
 
@@ -54,8 +54,6 @@ def _merge(source: Path, draft: Path):
 
 def _checkpoint(source: Path) -> Path:
     """The folder itself when it is a sharded checkpoint, else its newest whole one."""
-    from harness.checkpoints import MARK
-
     found = [source, *sorted(source.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True)]
     whole = [path for path in found if (path / MARK).is_file()]
     if not whole:
@@ -80,8 +78,6 @@ def _read(checkpoint: Path, names: list[str] | None) -> dict:
 
 def _put_together(checkpoint: Path, draft: Path):
     """A plain model from a sharded checkpoint, in the dtype of the model the run began with."""
-    from harness.checkpoints import MARK
-
     import torch
     from safetensors.torch import save_file
     from torch.distributed.checkpoint import FileSystemReader

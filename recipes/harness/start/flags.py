@@ -1,7 +1,7 @@
 """The flags a recipe takes, read from source files: no torch, a tenth of a second.
 
 Importing transformers takes seconds; a misspelt flag or `--help` should not.
-The real parser (`harness.arguments`) still has the last word, on values and types.
+The real parser (`harness.start.arguments`) still has the last word, on values and types.
 """
 
 import ast
@@ -17,7 +17,7 @@ from harness.launched import fail
 SOURCES = {
     "transformers": ["training_args.py"],
     "trl": ["trainer/base_config.py", "trainer/sft_config.py", "trainer/model_config.py", "scripts/utils.py"],
-    "harness": ["arguments.py"],
+    "harness": ["start/arguments.py"],
 }
 # Words people arrive with, and what they are called today.
 RENAMED = {

@@ -11,8 +11,8 @@ import shutil
 import textwrap
 from pathlib import Path
 
-from harness import tiny_data, tiny_model
 from harness.launched import fail, say
+from harness.rehearsal import tiny_data, tiny_model
 
 FOLDER = Path("outputs/tiny/.stand-ins")
 

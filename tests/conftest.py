@@ -7,24 +7,25 @@ import runpy
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
+from cluster import Nodes, Slurm, missing
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-
-
-SLOW = {"rehearse", "machinery", "sky_python", "start"}  # fixtures of what takes longer than seconds
+# Fixtures by what they cost: seconds, a rehearsal, machines.
+COSTS = {"environment": 1, "build_trainer": 1, "start": 2, "rehearse": 2, "sky_python": 3, "machinery": 3}
 
 
 def pytest_collection_modifyitems(items):
-    """What takes seconds first, whole rehearsals last."""
-    items.sort(key=lambda item: not SLOW.isdisjoint(item.fixturenames))
+    """What answers at once comes first, whole rehearsals last."""
+    items.sort(key=lambda item: max(COSTS.get(name, 0) for name in ("", *item.fixturenames)))
 
 
 @pytest.fixture(scope="session")
@@ -66,13 +67,13 @@ def launch(environment, workplace):
 
 @pytest.fixture(scope="session")
 def rehearse(launch, workplace):
-    """Rehearses a recipe with a config and flags, once a session (or again: `fresh`); returns the run's folder."""
+    """Rehearses a recipe with a config and flags, once a session; returns the run's folder."""
     done = {}
 
-    def call(recipe, config, *flags, fresh=False, **variables):
-        key = (recipe, config, *flags, *([len(done)] if fresh else []))
+    def call(recipe, config, *flags, **variables):
+        key = (recipe, config, *flags, *variables.items())
         if key not in done:
-            folder = workplace / "runs" / f"{len(done)}-{recipe}"
+            folder = workplace / "runs" / f"{len(done)}-{Path(recipe).stem}"
             process = launch("--tiny", recipe, config, "--output_dir", folder, *flags, **variables)
             assert process.returncode == 0, process.stdout + process.stderr
             done[key] = folder
@@ -106,6 +107,30 @@ def build_trainer(workplace, monkeypatch, tmp_path):
     return call
 
 
+@pytest.fixture
+def says(capsys):
+    """Calls something that must end the process with one line, and returns the line."""
+
+    def call(function, *arguments):
+        with pytest.raises(SystemExit) as stopped:
+            function(*arguments)
+        message = capsys.readouterr().err
+        assert stopped.value.code == 2 and message.count("\n") == 1
+        return message
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def machinery(tmp_path_factory):
+    """Three machines, under SLURM where it is installed."""
+    if reason := missing():
+        pytest.skip(reason)
+    kind = Nodes if missing("slurmctld", "slurmd", "munged", "sbatch") else Slurm
+    with kind(3, tmp_path_factory.mktemp("cluster")) as made:
+        yield made
+
+
 @pytest.fixture(scope="session")
 def two_by_two(tmp_path_factory):
     """The hybrid config on four processes: two replicas of two shards."""
@@ -124,6 +149,23 @@ def readme_pairs() -> list[tuple[str, str, int, bool]]:
     pairs = [(r, c, int(n), fsdp == "yes") for r, c, n, fsdp in row.findall((ROOT / "README.md").read_text())]
     assert pairs, "the README's table of recipes was not found"
     return pairs
+
+
+def is_one_line(process, *words):
+    """The process ended with one line that holds `words`, and did nothing else."""
+    assert process.returncode == 2, process.stdout + process.stderr
+    assert process.stderr.count("\n") == 1 and process.stderr.startswith("error: "), process.stderr
+    assert not process.stdout
+    for word in words:
+        assert word in process.stderr
+
+
+def wait_until(condition, seconds: float, what):
+    """Waits until `condition()`; when it takes too long, fails with `what()`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.1)
 
 
 def free_port() -> int:

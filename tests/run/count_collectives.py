@@ -1,4 +1,4 @@
-"""Run in place of a recipe, by test_network.py: counts what FSDP sends in every optimizer step.
+"""Run in place of a recipe, by test_sharding.py: counts what FSDP sends in every optimizer step.
 
 accelerate launch … count_collectives.py RECIPE OUT.json [--flag value …]
 """

@@ -1,4 +1,4 @@
-"""Run in place of a recipe, by test_rehearsal.py: compares each loss with float32 arithmetic on the same forward pass.
+"""Run in place of a recipe, by test_sharding.py: compares each loss with float32 arithmetic on the same forward pass.
 
     accelerate launch … measure_loss.py RECIPE OUT.json [--flag value …]
 

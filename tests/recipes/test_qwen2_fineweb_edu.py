@@ -1,13 +1,8 @@
-"""What the model is fed: no padding, nothing thrown away, documents apart, held-out text held out."""
-
-from types import SimpleNamespace
+"""No padding, nothing thrown away, documents apart, held-out text held out."""
 
 from harness.rehearsal.tiny_data import documents
-from harness.run import streams
 
-import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 RECIPE = "qwen2_fineweb_edu"
@@ -55,22 +50,6 @@ def test_documents_do_not_see_each_other(build_trainer):
             start += length
         mixed = model(input_ids=batch["input_ids"]).logits[0]  # without the restarting positions they do see each other
     assert (mixed - together).abs().max() > 1e-3
-
-
-def test_streams_never_run_dry(build_trainer):
-    """Ranks read files of different length; each goes on as long as the others need."""
-    trainer = build_trainer(RECIPE, "--max_length", "4096")
-    streams.keep_together(trainer)
-    rows = sum(1 for _, _ in zip(trainer.train_dataset, range(200), strict=False))
-    assert rows == 200  # the stand-in fills about forty sequences of this length
-
-
-def test_a_stream_to_evaluate_on_is_refused(capsys):
-    stream = Dataset.from_list([{"text": "a"}]).to_iterable_dataset()
-    trainer = SimpleNamespace(train_dataset=stream, eval_dataset=stream, args=SimpleNamespace(world_size=2))
-    with pytest.raises(SystemExit) as stopped:
-        streams.keep_together(trainer)
-    assert stopped.value.code == 2 and "Dataset.from_list" in capsys.readouterr().err
 
 
 def test_a_token_budget_is_a_number_of_steps(build_trainer):

@@ -1,0 +1,71 @@
+"""A run's folder: claimed once, refused to others, finished as far as asked."""
+
+from harness import folder
+
+import pytest
+from conftest import read
+
+IDENTITY = dict.fromkeys(("recipe", "model", "dataset", "dataset_config", "use_peft", "load_in_4bit"), "a")
+IDENTITY |= {"tiny": False, "config": "c", "sharded": True}
+
+
+def take(run, identity, is_default):
+    folder.check(run, identity, is_default)
+    folder.claim(run, identity, is_default)
+
+
+class TestRunFolder:
+    def test_is_claimed_once(self, tmp_path):
+        take(tmp_path / "new/run", IDENTITY, False)
+        assert read(tmp_path / "new/run", "run.json") == IDENTITY
+        take(tmp_path / "new/run", IDENTITY, False)
+
+    @pytest.mark.parametrize("key", ["recipe", "model", "dataset", "dataset_config", "tiny", "use_peft", "load_in_4bit"])
+    def test_of_another_run_is_refused(self, tmp_path, says, key):
+        take(tmp_path / "run", IDENTITY, False)
+        message = says(take, tmp_path / "run", IDENTITY | {key: True}, False)
+        assert key in message and "--output_dir" in message
+        assert read(tmp_path / "run", "run.json") == IDENTITY
+
+    def test_with_files_of_somebody_else_is_refused(self, tmp_path, says):
+        (tmp_path / "thesis.tex").touch()
+        assert "not a run" in says(take, tmp_path, IDENTITY, False)
+        assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+    def test_in_use_by_another_run(self, tmp_path, says):
+        take(tmp_path / "run", IDENTITY, False)
+        held = folder.lock(tmp_path / "run")
+        assert "another run is writing" in says(take, tmp_path / "run", IDENTITY, False)
+        held.release()
+        take(tmp_path / "run", IDENTITY, False)
+
+    def test_that_cannot_be_written(self, tmp_path, says):
+        (tmp_path / "file").touch()
+        assert "cannot be written" in says(take, tmp_path / "file" / "run", IDENTITY, False)
+
+    def test_a_rehearsal_with_another_config_steps_aside(self, tmp_path, capsys):
+        run = tmp_path / "run"
+        take(run, IDENTITY | {"tiny": True, "config": "old"}, True)
+        (run / "model.safetensors").write_text("weights")
+        take(run, IDENTITY | {"tiny": True, "config": "new"}, True)
+        assert (tmp_path / "run.old/model.safetensors").read_text() == "weights"
+        assert read(run, "run.json")["config"] == "new" and not (run / "model.safetensors").exists()
+        assert "run.old" in capsys.readouterr().out
+
+    def test_a_real_run_never_steps_aside(self, tmp_path):
+        take(tmp_path / "run", IDENTITY, True)
+        (tmp_path / "run/checkpoint-5").mkdir()
+        take(tmp_path / "run", IDENTITY | {"config": "new"}, True)
+        assert (tmp_path / "run/checkpoint-5").is_dir()
+
+    def test_checkpoints_of_the_other_kind_are_refused(self, tmp_path, says):
+        take(tmp_path / "run", IDENTITY, True)
+        take(tmp_path / "run", IDENTITY | {"sharded": False, "config": "d"}, True)
+        (tmp_path / "run/checkpoint-5").mkdir()
+        assert "unsharded checkpoints of d" in says(take, tmp_path / "run", IDENTITY, True)
+
+    def test_finished_means_as_far_as_asked(self, tmp_path):
+        assert not folder.finished(tmp_path, 10, 3.0)
+        folder.write_json(tmp_path / "train_results.json", {"global_step": 10, "epoch": 1.0})
+        assert folder.finished(tmp_path, 10, 3.0) and not folder.finished(tmp_path, 11, 3.0)
+        assert folder.finished(tmp_path, -1, 1.0) and not folder.finished(tmp_path, -1, 2.0)

@@ -1,0 +1,93 @@
+"""Machines started by hand, with NNODES, NODE_RANK and MASTER_ADDR; a cable pulled, a machine without power."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from cluster import Slurm
+from conftest import ROOT, losses, read, wait_until
+
+
+@pytest.fixture
+def on_nodes(machinery, environment, workplace, tmp_path):
+    """Starts the same command on several nodes with NNODES, NODE_RANK and MASTER_ADDR; returns processes and their logs."""
+
+    def call(count, *arguments, **variables):
+        started = []
+        for rank, name in enumerate(machinery.names[:count]):
+            log = tmp_path / f"{len(list(tmp_path.glob('*.log')))}-{name}.log"
+            plain = {"NNODES": str(count), "NODE_RANK": str(rank), "MASTER_ADDR": machinery.names[0]}
+            with log.open("w") as file:
+                command = [ROOT / "launch.sh", *map(str, arguments)]
+                env = environment | plain | variables
+                process = machinery.start(name, *command, cwd=workplace, env=env, stdout=file, stderr=file)
+            started.append((process, log))
+        return started
+
+    return call
+
+
+def test_three_nodes(on_nodes, workplace):
+    """The third system: GPT-2 on three machines of one GPU, which report one each."""
+    run = workplace / "runs/three-nodes"
+    started = on_nodes(3, "--tiny", "gpt2_xl_wikitext", "3xt4_full_shard", "--output_dir", run)
+    for process, log in started:
+        assert process.wait(timeout=240) == 0, log.read_text()
+    results = read(run)
+    assert (results["num_nodes"], results["world_size"], results["fsdp_enabled"]) == (3, 3, True)
+    assert [report["node"] for report in results["nodes"]] == [0, 1, 2]
+    assert started[0][1].read_text().count('{"node"') == 3 and not started[1][1].read_text().count("{")
+
+
+def test_a_cable_pulled_and_a_node_killed(on_nodes, machinery, workplace, tmp_path):
+    """Each ends on every node within a bounded time with a line; the last checkpoint is whole; the same command goes on."""
+    run, two = workplace / "runs/broken", tmp_path / "2 nodes.yaml"
+    settings = yaml.safe_load((ROOT / "accelerate_configs/3xt4_full_shard.yaml").read_text())
+    two.write_text(yaml.safe_dump(settings | {"num_machines": 2, "num_processes": 2}))
+    command = ["--tiny", "gpt2_xl_wikitext", two, "--output_dir", run, "--eval_strategy", "no", "--max_steps", "400"]
+    command += ["--save_steps", "3", "--logging_steps", "1"]
+
+    def train_until(step):
+        started = on_nodes(2, *command, NODE_SILENCE="8")
+
+        def reached():
+            assert all(process.poll() is None for process, _ in started), "".join(log.read_text() for _, log in started)
+            return any(int(path.parent.name.split("-")[1]) >= step for path in run.glob("checkpoint-*/complete.json"))
+
+        wait_until(reached, 120, lambda: started[0][1].read_text())
+        return started
+
+    def ended(started, *phrases):
+        for (process, log), phrase in zip(started, phrases, strict=False):
+            assert process.wait(timeout=60) not in (0, 2)
+            errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+            assert len(errors) == 1 and phrase in errors[0] and "same command goes on" in errors[0], log.read_text()
+            assert "Traceback" not in log.read_text()
+
+    started = train_until(3)
+    machinery.cable("node1", "down")
+    ended(started, "nothing heard of node 1 (node1) for 8 s", "nothing heard of node 0 (node0) for 8 s")
+    machinery.cable("node1", "up")
+
+    reached = max(int(path.parent.name.split("-")[1]) for path in run.glob("checkpoint-*/complete.json"))
+    started = train_until(reached + 3)
+    assert "Continuing from" in started[0][1].read_text()
+    machinery.kill("node1") if not isinstance(machinery, Slurm) else kill_launched(machinery, "node1")
+    ended(started[:1], "was lost")
+
+    reached = max(int(path.parent.name.split("-")[1]) for path in run.glob("checkpoint-*/complete.json"))
+    command[command.index("400")] = str(reached + 2)
+    for process, log in on_nodes(2, *command):
+        assert process.wait(timeout=120) == 0, log.read_text()
+    assert read(run)["resumed_from_step"] == reached and len(losses(run)) == reached + 2
+
+
+def kill_launched(machinery, name):
+    """The node's processes die at once, without its slurmd."""
+    listed = subprocess.run(["ip", "netns", "pids", f"recipes-{name}"], capture_output=True, text=True).stdout.split()
+    for pid in listed:
+        if "slurmd" not in Path(f"/proc/{pid}/comm").read_text():
+            os.kill(int(pid), signal.SIGKILL)

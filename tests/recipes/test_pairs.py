@@ -1,0 +1,56 @@
+"""Every pair of the README's table trains and leaves a model that loads plainly and scores as logged."""
+
+import math
+
+import pytest
+import torch
+from conftest import losses, read, readme_pairs
+from safetensors.torch import load_file
+from trained import held_out_loss, reload
+from transformers import AutoConfig, AutoTokenizer
+
+RECIPE = "qwen2_fineweb_edu"
+
+
+@pytest.mark.parametrize(("recipe", "config", "processes", "sharded"), readme_pairs())
+def test_pair_trains_and_leaves_a_model(rehearse, workplace, build_trainer, two_by_two, recipe, config, processes, sharded):
+    """Every pair of the README's table with its processes; eight of them as two replicas of two shards."""
+    if processes == 8:
+        config, processes = two_by_two, 4
+    run = rehearse(recipe, config)
+    results = read(run)
+    assert (results["fsdp_enabled"], results["world_size"], results["num_nodes"]) == (sharded, processes, 1)
+    assert results["config"] == getattr(config, "stem", config) and results["tiny"] and results["resumed_from_step"] == 0
+    logged = [loss for loss, _ in losses(run).values()]
+    assert logged[0] - logged[-1] > 1.0
+    assert results["final_loss"] == logged[-1]
+    assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
+    assert results["model_params_b"] >= results["trainable_params_b"] > 0
+    assert (results["model_params_b"] > results["trainable_params_b"]) == results["use_peft"]
+    assert results["peak_host_gb"] > 0.3 * processes
+    assert results["versions"]["torch"] == torch.__version__
+
+    trainer = build_trainer(recipe, "--load_in_4bit", "false")
+    assert held_out_loss(reload(run, workplace), trainer.eval_dataset) == pytest.approx(results["eval_loss"], rel=0.01)
+    if not results["use_peft"]:
+        saved, original = read(run, "config.json"), AutoConfig.from_pretrained(trainer.model.config.name_or_path)
+        assert saved["dtype"] == str(original.dtype).removeprefix("torch.") and saved["use_cache"]
+    assert AutoTokenizer.from_pretrained(run).chat_template == trainer.processing_class.chat_template
+    assert (run / "loss.png").stat().st_size > 5000
+    assert (run / "samples.txt").read_text().count("> ") >= 3
+    # Packed rows hold hardly any padding; chat and code train on a part of them.
+    tokens = results["tokens_per_second"] * results["train_runtime"] / (30 * processes * 2 * 2 * 256)
+    assert (0.9 if recipe in ("qwen2_fineweb_edu", "gpt2_xl_wikitext") else 0.1) < tokens <= 1
+
+
+@pytest.mark.parametrize("quantized", [[], ["--load_in_4bit"]], ids=["lora", "qlora"])
+def test_adapters(rehearse, workplace, build_trainer, quantized):
+    """LoRA, and LoRA on 4-bit weights of the real bitsandbytes, sharded with offload; the adapter scores as logged."""
+    flags = ["--use_peft", *quantized, "--max_steps", "10"]
+    run = rehearse(RECIPE, "1x3090_offload", *flags)
+    results = read(run)
+    assert results["fsdp_enabled"] and results["trainable_params_b"] < results["model_params_b"]
+    assert not (run / "model.safetensors").exists()
+    assert all(".lora_" in name for name in load_file(run / "adapter_model.safetensors"))
+    trainer = build_trainer(RECIPE)
+    assert held_out_loss(reload(run, workplace), trainer.eval_dataset) == pytest.approx(results["eval_loss"], rel=0.01)

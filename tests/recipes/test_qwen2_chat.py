@@ -1,0 +1,32 @@
+"""The loss is on the assistant's turns and their end, by a template that writes what the model's own writes."""
+
+import runpy
+
+from harness.rehearsal import tiny_model
+
+from conftest import ROOT
+from trained import in_the_loss
+
+
+def test_chat_trains_on_the_assistants_turns_and_their_end(build_trainer):
+    trainer = build_trainer("qwen2_chat", "--max_length", "8192")
+    row = trainer.train_dataset[0]
+    text = trainer.processing_class.decode(row["input_ids"])
+    # Everything between the assistant's header and the end of its turn, that end included, and nothing else.
+    turns = [turn.split("<|im_end|>")[0] + "<|im_end|>" for turn in text.split("<|im_start|>assistant\n")[1:]]
+    assert len(turns) > 3
+    assert "".join(in_the_loss(trainer, row)) == "".join(turns)
+    assert trainer.processing_class.chat_template == tiny_model.CHATML  # what is saved is the model's own template
+
+
+def test_the_training_template_writes_what_the_models_own_writes(build_trainer):
+    recipe = runpy.run_path(str(ROOT / "recipes/qwen2_chat.py"))
+    tokenizer = build_trainer("qwen2_chat").processing_class
+    for roles in (["user", "assistant"], ["system", "user", "assistant", "user"]):
+        messages = [{"role": role, "content": f"{role} says"} for role in roles]
+        for prompt in (True, False):
+            own = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+            ours = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=prompt, chat_template=recipe["TRAINING_TEMPLATE"]
+            )
+            assert own == ours

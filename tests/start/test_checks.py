@@ -1,0 +1,50 @@
+"""The hardware and the packages: what does not fit is said before anything is spawned."""
+
+from harness.launched import Launched
+from harness.start import arguments, checks, launch
+
+import pytest
+import torch
+
+CONFIG = {"num_processes": 2, "num_machines": 1, "mixed_precision": "bf16"}
+
+
+@pytest.mark.parametrize(("gpus", "on_cpu"), [(8, False), (4, True), (0, True)])
+def test_a_rehearsal_uses_the_gpus_only_when_they_are_enough(monkeypatch, gpus, on_cpu):
+    """Two machines of four GPUs are eight processes on this one."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    launched = Launched(config="hybrid.yaml", processes=8, tiny=True)
+    launch._hardware({"mixed_precision": "bf16"}, launched)
+    assert launched.on_cpu == on_cpu
+
+
+def test_bf16_needs_compute_capability_8(monkeypatch, says):
+    capability = {0: (8, 6), 1: (7, 5)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability.get)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
+    assert "Tesla T4 has compute capability 7.5" in says(checks.bf16, CONFIG, "c.yaml", 2)
+    checks.bf16(CONFIG | {"mixed_precision": "fp16"}, "c.yaml", 2)
+    capability[1] = (8, 0)
+    checks.bf16(CONFIG, "c.yaml", 2)
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "expected"),
+    [((8, 6), True, "flash_attention_2"), ((8, 6), False, "sdpa"), ((7, 5), True, "sdpa"), (None, True, "sdpa")],
+)
+def test_flash_attention_where_it_can_be_had(monkeypatch, capability, installed, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda kernels_fallback_ok: installed)
+    assert arguments.attention() == expected
+
+
+def test_versions_are_a_warning(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(checks, "REQUIREMENTS", tmp_path / "requirements.txt")
+    (tmp_path / "requirements.txt").write_text("torch==0.1\n# comment\nnot-installed==1\n")
+    monkeypatch.setattr(checks, "TESTED_PYTHON", (2, 7))
+    checks.versions()
+    warning = capsys.readouterr().out
+    assert warning.startswith("warning: not tested with Python 3.") and "(tested: 0.1)" in warning
+    assert "not-installed" not in warning

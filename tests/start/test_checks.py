@@ -1,7 +1,7 @@
 """The hardware and the packages: what does not fit is said before anything is spawned."""
 
 from harness.launched import Launched
-from harness.start import arguments, checks, launch
+from harness.start import checks, launch, loading
 
 import pytest
 import torch
@@ -31,13 +31,13 @@ def test_bf16_needs_compute_capability_8(monkeypatch, says):
 
 @pytest.mark.parametrize(
     ("capability", "installed", "expected"),
-    [((8, 6), True, "flash_attention_2"), ((8, 6), False, "sdpa"), ((7, 5), True, "sdpa"), (None, True, "sdpa")],
+    [((8, 6), True, "flash_attention_2"), ((8, 6), False, None), ((7, 5), True, None), (None, True, None)],
 )
 def test_flash_attention_where_it_can_be_had(monkeypatch, capability, installed, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda kernels_fallback_ok: installed)
-    assert arguments.attention() == expected
+    assert loading.attention() == expected
 
 
 def test_versions_are_a_warning(monkeypatch, tmp_path, capsys):

@@ -1,6 +1,5 @@
 """`parse`: from a recipe's numbers and the command line to checked arguments."""
 
-import json
 import logging
 import math
 import os
@@ -14,7 +13,7 @@ from harness.commands import quantize
 from harness.launched import Checked, Launched, fail
 from harness.nodes import network
 from harness.rehearsal import fsdp_on_cpu, stand_ins
-from harness.start import checks, flags
+from harness.start import checks, flags, loading
 
 import trl
 import yaml
@@ -59,7 +58,11 @@ def parse(config_class, **defaults):
     if sharded and launched.on_cpu and not launched.checking:
         fsdp_on_cpu.enable()
     data, args, model = _read(config_class, defaults, launched, config)
-    _complete(data, args, model, launched, sharded)
+    if data.max_tokens:
+        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * getattr(args, "max_length", 1024)
+        processes = launched.processes or int(os.environ.get("WORLD_SIZE", 1))
+        args.max_steps = math.ceil(data.max_tokens / (per_step * processes))
+    loading.complete(args, model, sharded)
     if launched.checking or (not launched.recipe and args.process_index == 0):
         # A recipe that names its text column has one; the others make theirs from what they load.
         text_field = args.dataset_text_field if "dataset_text_field" in defaults else None
@@ -118,27 +121,6 @@ def _from_config(config: dict, defaults: dict) -> dict:
     return defaults
 
 
-def _complete(data, args, model, launched: Launched, sharded: bool):
-    """Fills in what follows from the rest: steps from a budget of tokens, how a trainer loads the model it is given by name."""
-    if data.max_tokens:
-        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * getattr(args, "max_length", 1024)
-        processes = launched.processes or int(os.environ.get("WORLD_SIZE", 1))
-        args.max_steps = math.ceil(data.max_tokens / (per_step * processes))
-    model.attn_implementation = model.attn_implementation or attention()
-    is_4bit = model.load_in_4bit and sharded
-    if is_4bit:
-        # FSDP2 shards floating-point parameters only, and keeps their bits when it need not cast them.
-        model.bnb_4bit_quant_storage = model.bnb_4bit_quant_storage or "float32"
-        model.dtype = "bfloat16"
-    if hasattr(args, "model_init_kwargs"):
-        given = args.model_init_kwargs or {}
-        given = json.loads(given) if isinstance(given, str) else given
-        kwargs = {"dtype": model.dtype, "revision": model.model_revision, "attn_implementation": model.attn_implementation}
-        if is_4bit:
-            kwargs["device_map"] = {"": "cpu"}  # never the whole model on one GPU
-        args.model_init_kwargs = {**kwargs, **given}
-
-
 def _check(data, args, model, launched: Launched, sharded: bool, text_field: str | None):
     """Ends the process when something is wrong, or when the run is finished; takes the run's folder when all is well."""
     if launched.quantize and not model.load_in_4bit:
@@ -169,18 +151,6 @@ def _check(data, args, model, launched: Launched, sharded: bool, text_field: str
     folder.end_if_finished(path, args.max_steps, args.num_train_epochs)
     if launched.tiny:
         stand_ins.announce(data, args, model)
-
-
-def attention() -> str | None:
-    """FlashAttention-2 where this GPU can have it (the flash-attn package, else a prebuilt one of `kernels`).
-
-    None elsewhere: transformers chooses, SDPA for most models.
-    """
-    import torch
-    from transformers.utils import is_flash_attn_2_available
-
-    ampere = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
-    return "flash_attention_2" if ampere and is_flash_attn_2_available(kernels_fallback_ok=True) else None
 
 
 def _substitute(data, args, model, launched: Launched, sharded: bool):

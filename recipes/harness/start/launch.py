@@ -16,7 +16,7 @@ from pathlib import Path
 from harness import configs, launched
 from harness.launched import Checked, Launched, fail
 from harness.nodes import machines, signals, slurm
-from harness.start import checks, flags, processes
+from harness.start import checks, flags, processes, server
 
 
 def main(options: list[str], recipe: str, *arguments: str):
@@ -32,7 +32,7 @@ def main(options: list[str], recipe: str, *arguments: str):
         if nodes.is_allocation:
             sys.exit(slurm.run(nodes, sys.argv[1:]))
     _prepare_environment(launch)
-    processes.prepare()
+    server.prepare()
     if launch.quantize:
         launch.on_cpu = True  # layer by layer in host RAM; a GPU need not be there
         _check(launch, arguments)
@@ -180,4 +180,4 @@ if __name__ == "__main__":
         code = end.code
     except KeyboardInterrupt:
         code = 130
-    processes.leave(code or 0)
+    server.leave(code or 0)

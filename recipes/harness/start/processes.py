@@ -1,10 +1,4 @@
-"""The processes of one machine: forked from a server that has imported the libraries, watched by torch's elastic launcher.
-
-The server is multiprocessing's forkserver, which torch's launcher takes as its start method. The launcher forks it as soon
-as it has imported `harness.start.imported`, before anything has begun a thread or touched a GPU; the processes cannot be
-forked from the launcher itself, which then has threads of torch's store and of the watch over other nodes. Where that
-cannot be, on macOS for one, whose system libraries do not survive a fork, every process imports for itself: "spawn".
-"""
+"""The processes of one machine, one alone or those that train together, watched by torch's elastic launcher."""
 
 import atexit
 import contextlib
@@ -14,75 +8,17 @@ import os
 import runpy
 import signal
 import sys
-from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
-from socket import AF_UNIX, socket
 
 from harness.nodes import signals
 from harness.nodes.network import LOST
 from harness.nodes.signals import OUT_OF_TIME, SIGNALS
-
-method = "spawn"
-_environment = {}  # the server's
-_is_server = False  # also in what it forks
-_stdin = -1  # the launcher's, which multiprocessing closes in the server; whoever debugs a recipe wants it
-
-
-def prepare():
-    """Imports the libraries and forks the server, where that can be."""
-    global method
-    if sys.platform == "linux":
-        from harness.start import imported
-
-        if not imported.PROBLEM:
-            # Whoever signals all processes of a job must not hit the server. What it forks unblocks them, and gets those
-            # that came.
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-            with contextlib.suppress(OSError):
-                _fork_server()
-                method = "forkserver"
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    _environment.update(os.environ)
-
-
-def _fork_server():
-    """What `ForkServer.ensure_running` does, with a fork of this process in the place of a new Python."""
-    global _is_server, _stdin
-    server = forkserver._forkserver
-    resource_tracker.ensure_running()
-    with socket(AF_UNIX) as listener:
-        server._forkserver_address = connection.arbitrary_address("AF_UNIX")
-        listener.bind(server._forkserver_address)
-        listener.listen()
-        alive, server._forkserver_alive_fd = os.pipe()
-        server._forkserver_pid = os.fork()
-        if server._forkserver_pid == 0:
-            try:
-                signals.die_with_parent()
-                os.close(server._forkserver_alive_fd)
-                _is_server = True
-                with contextlib.suppress(OSError):  # closed
-                    _stdin = os.dup(0)
-                forkserver.main(listener.detach(), alive, None)
-            finally:
-                os._exit(0)
-    os.close(alive)
-
-
-def leave(code: int):
-    """Ends the server, with what it may have forked, and this process."""
-    if method == "forkserver":
-        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
-        forkserver._forkserver._stop()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # to take down all that was imported takes Python more than a second
+from harness.start import server
 
 
 def call(function, *arguments):
     """Runs `function` in a process of its own; returns its exit code (-N: signal N ended it) and what the function returned."""
-    context = multiprocessing.get_context(method)
+    context = multiprocessing.get_context(server.method)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, _changes(), function, arguments))
     process.start()
@@ -150,13 +86,15 @@ def _elastic(accelerate: list[str], path: str, flags: list[str]):
 
     # How each process ended is said in one line.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    arguments, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args([*accelerate, "--log_dir", os.devnull, path]))
+    arguments, *_ = launch._validate_launch_command(
+        launch.launch_command_parser().parse_args([*accelerate, "--log_dir", os.devnull, path])
+    )
     os.environ.update(launch.prepare_multi_gpu_env(arguments))
     if not check_cuda_p2p_ib_support():
         for kind in ("P2P", "IB"):
             os.environ.setdefault(f"NCCL_{kind}_DISABLE", "1")
     config, *_ = torchrun.config_from_args(launch._filter_args(arguments, torchrun.get_args_parser(), [path]))
-    config.start_method = method
+    config.start_method = server.method
     # torchrun would kill the processes 30 s after a SIGTERM; they leave by themselves once their checkpoint is written.
     config.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
     signals.handle(pass_on)
@@ -165,7 +103,7 @@ def _elastic(accelerate: list[str], path: str, flags: list[str]):
 
 def _changes() -> dict[str, str]:
     """What this process has set in its environment since the server took a copy of it."""
-    return {name: value for name, value in os.environ.items() if _environment.get(name) != value}
+    return {name: value for name, value in os.environ.items() if server.environment.get(name) != value}
 
 
 def _answer(sender, environment: dict, function, arguments):
@@ -177,10 +115,10 @@ def _begin(environment: dict, function, arguments):
     signals.die_with_parent()
     os.environ.update(environment)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    if _stdin >= 0:
-        os.dup2(_stdin, 0)
+    if server.stdin >= 0:
+        os.dup2(server.stdin, 0)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 (for as long as the process lives)
-    if _is_server and "OMP_NUM_THREADS" in environment:  # which has been read already
+    if server.is_server and "OMP_NUM_THREADS" in environment:  # which has been read already
         sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
     try:
         return function(*arguments)
@@ -200,5 +138,5 @@ def recipe(path: str, flags: list[str]):
         trace = error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename != path:
             trace = trace.tb_next
-        sys.excepthook(type(error), error, trace)
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)

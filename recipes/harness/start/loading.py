@@ -1,0 +1,32 @@
+"""How the model is loaded: its attention, its dtype, and where 4-bit weights go."""
+
+import json
+
+
+def complete(args, model, sharded: bool):
+    """Fills in how a trainer loads the model that it is given by name."""
+    model.attn_implementation = model.attn_implementation or attention()
+    is_4bit = model.load_in_4bit and sharded
+    if is_4bit:
+        # FSDP2 shards floating-point parameters only, and keeps their bits when it need not cast them.
+        model.bnb_4bit_quant_storage = model.bnb_4bit_quant_storage or "float32"
+        model.dtype = "bfloat16"
+    if hasattr(args, "model_init_kwargs"):
+        given = args.model_init_kwargs or {}
+        given = json.loads(given) if isinstance(given, str) else given
+        kwargs = {"dtype": model.dtype, "revision": model.model_revision, "attn_implementation": model.attn_implementation}
+        if is_4bit:
+            kwargs["device_map"] = {"": "cpu"}  # never the whole model on one GPU
+        args.model_init_kwargs = {**kwargs, **given}
+
+
+def attention() -> str | None:
+    """FlashAttention-2 where this GPU can have it (the flash-attn package, else a prebuilt one of `kernels`).
+
+    None elsewhere: transformers chooses, SDPA for most models.
+    """
+    import torch
+    from transformers.utils import is_flash_attn_2_available
+
+    ampere = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
+    return "flash_attention_2" if ampere and is_flash_attn_2_available(kernels_fallback_ok=True) else None

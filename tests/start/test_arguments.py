@@ -4,6 +4,8 @@ import json
 import runpy
 import sys
 
+from harness.start import launch
+
 import pytest
 from conftest import ROOT
 
@@ -14,6 +16,7 @@ RECIPE = "qwen2_fineweb_edu"
     ("arguments", "words"),
     [
         ([RECIPE, "--max_steps", "1.5"], ["--max_steps", "1.5"]),
+        ([RECIPE, "--learning_rate", "high"], ["--learning_rate", "high"]),
         ([RECIPE, "--eval_strategy", "sometimes"], ["sometimes"]),
         ([RECIPE, "--max_steps", "-1"], ["--max_steps", "--max_tokens"]),
         ([RECIPE, "--load_in_4bit"], ["--use_peft"]),
@@ -22,6 +25,7 @@ RECIPE = "qwen2_fineweb_edu"
         ([RECIPE, "--config"], ["--config needs"]),
         ([RECIPE, "stray"], ["stray"]),
         (["llama31_70b_qlora", "--bf16", "true"], ["--bf16", "destroy"]),
+        (["llama31_70b_qlora", "--bnb_4bit_quant_storage", "uint8"], ["uint8", "float32"]),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -41,3 +45,10 @@ def test_refused_in_one_line(arguments, words, tmp_path, monkeypatch, capsys):
     for word in words:
         assert word in message
     assert not (tmp_path / "outputs/tiny" / recipe).exists()
+
+
+def test_there_is_nothing_to_quantize(says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    assert "--load_in_4bit" in says(launch.main, ["--quantize"], str(ROOT / f"recipes/{RECIPE}.py"))
+    assert not list(tmp_path.iterdir())

@@ -104,9 +104,11 @@ prepare_python() {
       return
     fi
   fi
-  printf 'Installing requirements.txt into %s; this happens once.\n' "$here/.venv" >&2
+  printf 'Installing requirements.txt into %s, once: 5.5 GB with the libraries of CUDA, some minutes.\n' "$here/.venv" >&2
   python3 -m venv "$here/.venv" >&2 || fail "python3 cannot make a virtual environment: install python3-venv, or set PYTHON"
-  "$python" -m pip install --disable-pip-version-check -r "$here/requirements.txt" >&2 ||
+  local -a install=("$python" -m pip install --disable-pip-version-check)
+  if command -v uv >/dev/null; then install=(uv pip install --python "$python" --compile-bytecode); fi
+  "${install[@]}" -r "$here/requirements.txt" >&2 ||
     fail "the installation did not finish: see above, then call the same command again to go on"
   cp -- "$here/requirements.txt" "$done"
   exec 9>&-

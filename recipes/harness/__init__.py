@@ -4,12 +4,6 @@ Importing this package is cheap: torch and the rest are loaded by the first call
 """
 
 import logging
-import os
-
-from harness.nodes import signals
-
-if "TORCHELASTIC_RUN_ID" in os.environ:
-    signals.die_with_parent()  # before torch is imported, and before anything waits for other processes
 
 # Where the CPU has bf16 arithmetic, bitsandbytes asks for a package, in every process, that training does not use.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

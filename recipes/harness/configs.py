@@ -7,62 +7,32 @@ from harness.launched import fail
 
 import yaml
 
-# What accelerate 1.15 reads for FSDP2 (utils/launch.py and FullyShardedDataParallelPlugin), tests/test_configs.py holds it there.
-FSDP2_KEYS = {
-    "fsdp_version",
-    "fsdp_reshard_after_forward",
-    "fsdp_offload_params",
-    "fsdp_auto_wrap_policy",
-    "fsdp_transformer_layer_cls_to_wrap",
-    "fsdp_state_dict_type",
-    "fsdp_cpu_ram_efficient_loading",
-    "fsdp_activation_checkpointing",
-    "fsdp_activation_checkpointing_offload",
+# What accelerate 1.15 reads for FSDP2 (utils/launch.py and FullyShardedDataParallelPlugin), tests/ground/test_configs.py holds
+# it there.
+BOOLEANS = {
+    *("fsdp_reshard_after_forward", "fsdp_offload_params", "fsdp_cpu_ram_efficient_loading"),
+    *("fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload"),
+}
+FSDP2_KEYS = BOOLEANS | {
+    *("fsdp_version", "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_state_dict_type"),
     "fsdp_ignored_modules",
 }
-# Read by harness/sharding.py; accelerate passes over them.
+# Read by harness/run/sharding.py; accelerate passes over them.
 HARNESS_KEYS = {"fsdp_reshard_after_backward", "fsdp_reduce_dtype"}
+NOT_NEEDED = "FSDP2 does it by itself; delete the line"
 FSDP1_WORDS = {
     "fsdp_min_num_params": "layers are wrapped by fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP; delete the line",
     "fsdp_sharding_strategy": "FULL_SHARD is fsdp_reshard_after_forward: true, SHARD_GRAD_OP is false there and for "
-    "fsdp_reshard_after_backward, "
-    "HYBRID_SHARD is a parallelism_config, NO_SHARD is distributed_type: MULTI_GPU",
+    "fsdp_reshard_after_backward, HYBRID_SHARD is a parallelism_config, NO_SHARD is distributed_type: MULTI_GPU",
     "fsdp_use_orig_params": "FSDP2 always keeps the original parameters; delete the line",
-    "fsdp_sync_module_states": "FSDP2 does it by itself; delete the line",
-    "fsdp_backward_prefetch": "FSDP2 does it by itself; delete the line",
-    "fsdp_forward_prefetch": "FSDP2 does it by itself; delete the line",
+    **dict.fromkeys(("fsdp_sync_module_states", "fsdp_backward_prefetch", "fsdp_forward_prefetch"), NOT_NEEDED),
 }
 # Needed to run on a machine, written by `accelerate config`, or set by launch.sh.
 TOP_KEYS = {
-    "compute_environment",
-    "debug",
-    "distributed_type",
-    "downcast_bf16",
-    "enable_cpu_affinity",
-    "fsdp_config",
-    "gpu_ids",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "main_training_function",
-    "mixed_precision",
-    "num_machines",
-    "num_processes",
-    "parallelism_config",
-    "rdzv_backend",
-    "same_network",
-    "tpu_env",
-    "tpu_use_cluster",
-    "tpu_use_sudo",
+    *("compute_environment", "debug", "distributed_type", "downcast_bf16", "enable_cpu_affinity", "fsdp_config", "gpu_ids"),
+    *("machine_rank", "main_process_ip", "main_process_port", "main_training_function", "mixed_precision", "num_machines"),
+    *("num_processes", "parallelism_config", "rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster", "tpu_use_sudo"),
     "use_cpu",
-}
-BOOLEANS = {
-    "fsdp_reshard_after_forward",
-    "fsdp_reshard_after_backward",
-    "fsdp_offload_params",
-    "fsdp_cpu_ram_efficient_loading",
-    "fsdp_activation_checkpointing",
-    "fsdp_activation_checkpointing_offload",
 }
 KINDS = ("FSDP", "MULTI_GPU", "NO")
 
@@ -113,7 +83,7 @@ def _fsdp2(name: str, fsdp: dict):
         fail(f"{name}: fsdp_version is {fsdp.get('fsdp_version', 'missing, which accelerate takes as 1')}: write fsdp_version: 2")
     if fsdp.get("fsdp_auto_wrap_policy") != "TRANSFORMER_BASED_WRAP":
         fail(f"{name}: write fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, one FSDP unit a transformer layer")
-    for key in BOOLEANS & fsdp.keys():
+    for key in (BOOLEANS | {"fsdp_reshard_after_backward"}) & fsdp.keys():
         if not isinstance(fsdp[key], bool):
             fail(f"{name}: {key} is {fsdp[key]!r}, expected true or false")
     if fsdp.get("fsdp_reshard_after_backward") is False and fsdp.get("fsdp_reshard_after_forward") is not False:

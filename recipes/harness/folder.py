@@ -7,6 +7,7 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from harness.launched import Launched, fail, say
@@ -99,6 +100,22 @@ def finished(folder: Path, max_steps: int, num_train_epochs: float) -> dict:
     if max_steps > 0:
         return results if results["global_step"] >= max_steps else {}
     return results if results["epoch"] >= num_train_epochs else {}
+
+
+def end_if_finished(folder: Path, max_steps: int, num_train_epochs: float):
+    """Ends the process when the run in `folder` went as far as is asked, or cannot go on."""
+    if results := finished(folder, max_steps, num_train_epochs):
+        flag = "--max_steps" if max_steps > 0 else "--num_train_epochs"
+        say(
+            f"{folder} is finished: {results['global_step']} steps, final loss {results['final_loss']:.4f}.\n"
+            f"To go on: the same command with a larger {flag}. To start over: another --output_dir, or rm -r {folder}"
+        )
+        sys.exit(0)
+    if (folder / RESULTS).exists() and not list(folder.glob("checkpoint-*")):
+        fail(
+            f"{folder} is finished and its checkpoints are gone, so it cannot go on: train its model further with "
+            f"--model_name_or_path {folder} and another --output_dir"
+        )
 
 
 def latest(folder: Path) -> Path | None:

@@ -3,13 +3,11 @@
 import contextlib
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
-from harness.nodes import signals
 from harness.nodes.board import GOING_ON, SILENCE
 from harness.nodes.gather import gather, name
 from harness.nodes.machines import Nodes
@@ -84,16 +82,12 @@ class Meeting:
         """An address of another node."""
         return self.nodes.head if self.nodes.rank else self.board.get("node/1")["address"]
 
-    def run(self, command: list[str], environment: dict) -> int:
-        """Runs this node's part of the training; returns its exit code, 128 + N when signal N killed it."""
-        self.child = subprocess.Popen(command, env=environment)
-        signals.handle(lambda number, frame: self.child.send_signal(number))
-        while self.child.returncode is None:
-            with contextlib.suppress(KeyboardInterrupt):  # the child has it too, and says where it stopped
-                self.child.wait()
-        code = self.child.returncode
-        self.end(code if code >= 0 else 128 - code)
-        return code if code >= 0 else 128 - code
+    def run(self, train) -> int:
+        """Runs this node's part of the training and tells the others how it ended; returns its exit code."""
+        self.child = True
+        code = train()
+        self.end(code)
+        return code
 
     def end(self, code: int | None):
         """Tells the others how this node ended. The first one stays until all have ended, for the board goes with it."""

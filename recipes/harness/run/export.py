@@ -76,7 +76,7 @@ def _card(run: dict, is_whole: bool) -> str:
     )
 
 
-def sample(trainer, is_rehearsal: bool, prompts: int = 3, new_tokens: int = 48):
+def sample(trainer, is_rehearsal: bool, prompts: int = 3):
     """Lets the model continue a few held-out texts (or answer held-out prompts), on the screen and in samples.txt."""
     rows = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
     rows = next(iter(rows.values())) if isinstance(rows, dict) else rows
@@ -90,7 +90,7 @@ def sample(trainer, is_rehearsal: bool, prompts: int = 3, new_tokens: int = 48):
             out = model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=new_tokens,
+                max_new_tokens=16 if is_rehearsal else 48,
                 do_sample=True,
                 top_p=0.9,
                 pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,

@@ -52,32 +52,44 @@ def parse(config_class, **defaults):
 
     Ends the process with one line and exit code 2 when something is wrong.
     """
-    for module in ("transformers", "trl", "peft", "accelerate"):
-        # How one library calls another is for their authors to mend, not for whoever trains.
-        warnings.filterwarnings("ignore", category=FutureWarning, module=module)
-    warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # of accelerate's calls
-    # A tied head is not in a checkpoint because it is the embedding; nothing is missing.
-    logging.getLogger("transformers.trainer").addFilter(lambda record: "['lm_head.weight']" not in record.getMessage())
     launched = Launched.from_environment()
     config = configs.read(launched.config)
     sharded = config.get("distributed_type") == "FSDP" or launched.quantize
+    _quieten()
     if sharded and launched.on_cpu and not launched.checking:
         fsdp_on_cpu.enable()
+    data, args, model = _read(config_class, defaults, launched, config)
+    _complete(data, args, model, launched, sharded)
+    if launched.checking or (not launched.recipe and args.process_index == 0):
+        # A recipe that names its text column has one; the others make theirs from what they load.
+        text_field = args.dataset_text_field if "dataset_text_field" in defaults else None
+        _check(data, args, model, launched, sharded, text_field)
+    _substitute(data, args, model, launched, sharded)
+    if launched.checking:
+        raise Checked(args)
+    if args.process_index or args.disable_tqdm:
+        _without_bars()
+    if args.world_size > 1:
+        network.meet(args.device)
+    return data, args, model
 
+
+def _read(config_class, defaults: dict, launched: Launched, config: dict) -> tuple:
+    """The three argument objects: flags before the recipe's numbers before the config's before transformers' own."""
     parser = Parser([DataArguments, config_class, trl.ModelConfig], allow_abbrev=False)
     fields = {action.dest for action in parser._actions}
     if misspelt := [name for name in defaults if name not in fields]:
         fail(f"{Path(sys.argv[0]).name}: {flags.unknown(misspelt[0], sorted(fields))}")
-    parser.set_defaults_with_config(
-        output_dir=folder.default(launched, sys.argv[0]),
-        logging_nan_inf_filter=False,  # a NaN loss is to be seen
-        disable_tqdm=not sys.stderr.isatty(),  # in a log file a bar is a thousand lines
-        save_total_limit=2,  # the newest checkpoint may be cut short by a kill; the one before it is whole
-        **{"use_cpu": True} if launched.on_cpu else {},
-    )
-    parser.set_defaults_with_config(**_from_config(config, {**defaults}))
-    if launched.tiny:
-        parser.set_defaults_with_config(**{k: v for k, v in stand_ins.NUMBERS.items() if k in fields})
+    numbers = {
+        "output_dir": folder.default(launched, sys.argv[0]),
+        "logging_nan_inf_filter": False,  # a NaN loss is to be seen
+        "disable_tqdm": not sys.stderr.isatty(),  # in a log file a bar is a thousand lines
+        "save_total_limit": 2,  # the newest checkpoint may be cut short by a kill; the one before it is whole
+        **({"use_cpu": True} if launched.on_cpu else {}),
+        **_from_config(config, defaults),
+        **(stand_ins.NUMBERS if launched.tiny else {}),
+    }
+    parser.set_defaults_with_config(**numbers)
     try:
         *parsed, rest = parser.parse_args_and_config(return_remaining_strings=True)
     except IndexError:
@@ -88,49 +100,7 @@ def parse(config_class, **defaults):
         fail(str(error).split("\n")[0])
     if rest:
         fail(flags.unknown(rest[0], [option for action in parser._actions for option in action.option_strings]))
-    data, args, model = parsed
-
-    if data.max_tokens:
-        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * getattr(args, "max_length", 1024)
-        processes = launched.processes or int(os.environ.get("WORLD_SIZE", 1))
-        args.max_steps = math.ceil(data.max_tokens / (per_step * processes))
-    _load_with(args, model, sharded)
-    if launched.quantize:
-        if not model.load_in_4bit:
-            fail(f"{Path(launched.recipe).stem} does not use 4-bit weights: add --load_in_4bit --use_peft")
-        checks.quantization(model, args)
-        if launched.tiny:
-            stand_ins.prepare(data, model)
-    elif launched.checking or (not launched.recipe and args.process_index == 0):
-        # A recipe that names its text column has one; the others make theirs from what they load.
-        text_field = args.dataset_text_field if "dataset_text_field" in defaults else None
-        checks.run(data, args, model, launched, config, text_field)
-    name = model.model_name_or_path
-    if launched.tiny:
-        stand_ins.substitute(data, args, model)
-        args.report_to = []  # a rehearsal is not for the project's charts
-    if model.load_in_4bit and launched.on_cpu:
-        fsdp_on_cpu.keep_4bit_layout()
-    if model.load_in_4bit and sharded:
-        if launched.checking:
-            quantize.prepare(model, name)
-        quantize.substitute(model, args)
-    if launched.checking:
-        raise Checked(args)
-    if args.process_index or args.disable_tqdm:
-        _without_bars()
-    if args.world_size > 1:
-        network.meet(args.device)
-    return data, args, model
-
-
-def _without_bars():
-    """One process shows progress; the others would write over it."""
-    import datasets
-    import transformers
-
-    datasets.disable_progress_bars()
-    transformers.logging.disable_progress_bar()
+    return parsed
 
 
 def _from_config(config: dict, defaults: dict) -> dict:
@@ -144,15 +114,19 @@ def _from_config(config: dict, defaults: dict) -> dict:
         # accelerate's own wrapper recomputes with other random numbers, so dropout (GPT-2, LoRA) would differ between
         # forward and backward. transformers' own checkpointing keeps them, and a flag can turn it off.
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
-        defaults["activation_checkpointing"] = True
+        defaults = {**defaults, "activation_checkpointing": True}
     return defaults
 
 
-def _load_with(args, model, sharded: bool):
-    """Fills in how the model is loaded, for a trainer that is given its name."""
-    if model.attn_implementation is None:
-        model.attn_implementation = attention()
-    if model.load_in_4bit and sharded:
+def _complete(data, args, model, launched: Launched, sharded: bool):
+    """Fills in what follows from the rest: steps from a budget of tokens, how a trainer loads the model it is given by name."""
+    if data.max_tokens:
+        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * getattr(args, "max_length", 1024)
+        processes = launched.processes or int(os.environ.get("WORLD_SIZE", 1))
+        args.max_steps = math.ceil(data.max_tokens / (per_step * processes))
+    model.attn_implementation = model.attn_implementation or attention()
+    is_4bit = model.load_in_4bit and sharded
+    if is_4bit:
         # FSDP2 shards floating-point parameters only, and keeps their bits when it need not cast them.
         model.bnb_4bit_quant_storage = model.bnb_4bit_quant_storage or "float32"
         model.dtype = "bfloat16"
@@ -160,15 +134,82 @@ def _load_with(args, model, sharded: bool):
         given = args.model_init_kwargs or {}
         given = json.loads(given) if isinstance(given, str) else given
         kwargs = {"dtype": model.dtype, "revision": model.model_revision, "attn_implementation": model.attn_implementation}
-        if model.load_in_4bit and sharded:
+        if is_4bit:
             kwargs["device_map"] = {"": "cpu"}  # never the whole model on one GPU
         args.model_init_kwargs = {**kwargs, **given}
 
 
+def _check(data, args, model, launched: Launched, sharded: bool, text_field: str | None):
+    """Ends the process when something is wrong, or when the run is finished; takes the run's folder when all is well."""
+    if launched.quantize and not model.load_in_4bit:
+        fail(f"{Path(launched.recipe).stem} does not use 4-bit weights: add --load_in_4bit --use_peft")
+    if model.load_in_4bit and sharded:
+        checks.quantization(model, args)
+    if launched.quantize:
+        return stand_ins.prepare(data, model) if launched.tiny else None
+    checks.arguments(data, args, model)
+    path, is_default = Path(args.output_dir), args.output_dir == folder.default(launched, sys.argv[0])
+    identity = {
+        "recipe": Path(launched.recipe or sys.argv[0]).stem,
+        "config": Path(launched.config).stem,
+        "model": model.model_name_or_path,
+        "dataset": data.dataset_name,
+        "dataset_config": data.dataset_config,
+        "dataset_train_split": data.dataset_train_split,
+        "sharded": sharded,
+        "tiny": launched.tiny,
+        "use_peft": model.use_peft,
+        "load_in_4bit": model.load_in_4bit,
+    }
+    folder.check(path, identity, is_default)
+    if launched.tiny:
+        stand_ins.prepare(data, model)
+    checks.sources(data, model, launched, text_field)
+    folder.claim(path, identity, is_default)
+    folder.end_if_finished(path, args.max_steps, args.num_train_epochs)
+    if launched.tiny:
+        stand_ins.announce(data, args, model)
+
+
 def attention() -> str | None:
-    """FlashAttention-2 where this GPU can have it (the flash-attn package, else a prebuilt one of `kernels`), else SDPA."""
+    """FlashAttention-2 where this GPU can have it (the flash-attn package, else a prebuilt one of `kernels`).
+
+    None elsewhere: transformers chooses, SDPA for most models.
+    """
     import torch
     from transformers.utils import is_flash_attn_2_available
 
     ampere = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
-    return "flash_attention_2" if ampere and is_flash_attn_2_available(kernels_fallback_ok=True) else "sdpa"
+    return "flash_attention_2" if ampere and is_flash_attn_2_available(kernels_fallback_ok=True) else None
+
+
+def _substitute(data, args, model, launched: Launched, sharded: bool):
+    """Puts in the place of model and data what is loaded instead: stand-ins in a rehearsal, 4-bit weights made beforehand."""
+    name = model.model_name_or_path
+    if launched.tiny:
+        stand_ins.substitute(data, args, model)
+        args.report_to = []  # a rehearsal is not for the project's charts
+    if model.load_in_4bit and launched.on_cpu:
+        fsdp_on_cpu.keep_4bit_layout()
+    if model.load_in_4bit and sharded:
+        if launched.checking:
+            quantize.prepare(model, name)
+        quantize.substitute(model, args)
+
+
+def _quieten():
+    """How one library calls another is for their authors to mend, not for whoever trains."""
+    for module in ("transformers", "trl", "peft", "accelerate"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=module)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # of accelerate's calls
+    # A tied head is not in a checkpoint because it is the embedding; nothing is missing.
+    logging.getLogger("transformers.trainer").addFilter(lambda record: "['lm_head.weight']" not in record.getMessage())
+
+
+def _without_bars():
+    """One process shows progress; the others would write over it."""
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()

@@ -5,7 +5,7 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
-from harness import folder, hub
+from harness import hub
 from harness.launched import fail, say
 from harness.rehearsal import stand_ins
 
@@ -72,8 +72,6 @@ def arguments(data, args, model):
 
 def quantization(model, args):
     """4-bit weights that FSDP could not shard, or would destroy."""
-    if not model.load_in_4bit:
-        return
     if model.bnb_4bit_quant_storage not in ("float32", "bfloat16", "float16"):
         fail(
             f"--bnb_4bit_quant_storage {model.bnb_4bit_quant_storage} cannot be sharded: FSDP2 shards floating-point "
@@ -86,44 +84,11 @@ def quantization(model, args):
         )
 
 
-def run(data, args, model, launched, config: dict, text_field: str | None):
-    """Checks a run as a whole; then takes its folder and, in a rehearsal, makes its stand-ins."""
-    arguments(data, args, model)
-    if config.get("distributed_type") == "FSDP":
-        quantization(model, args)
-    path, is_default = Path(args.output_dir), args.output_dir == folder.default(launched, sys.argv[0])
-    identity = {
-        "recipe": Path(launched.recipe or sys.argv[0]).stem,
-        "config": Path(launched.config).stem,
-        "model": model.model_name_or_path,
-        "dataset": data.dataset_name,
-        "dataset_config": data.dataset_config,
-        "dataset_train_split": data.dataset_train_split,
-        "sharded": config.get("distributed_type") == "FSDP",
-        "tiny": launched.tiny,
-        "use_peft": model.use_peft,
-        "load_in_4bit": model.load_in_4bit,
-    }
-    folder.check(path, identity, is_default)
+def sources(data, model, launched, text_field: str | None):
+    """Model and data can be opened; in a rehearsal, their stand-ins."""
     if launched.tiny:
-        stand_ins.prepare(data, model)
         stand_in = dataclasses.replace(data, dataset_name=str(stand_ins.data_folder(data)))
         hub.dataset(stand_in, text_field, name=data.dataset_name)
     else:
         hub.reachable(model.model_name_or_path, model.model_revision)
         hub.dataset(data, text_field)
-    folder.claim(path, identity, is_default)
-    flag = "--max_steps" if args.max_steps > 0 else "--num_train_epochs"
-    if results := folder.finished(path, args.max_steps, args.num_train_epochs):
-        say(
-            f"{path} is finished: {results['global_step']} steps, final loss {results['final_loss']:.4f}.\n"
-            f"To go on: the same command with a larger {flag}. To start over: another --output_dir, or rm -r {path}"
-        )
-        sys.exit(0)
-    if (path / folder.RESULTS).exists() and not list(path.glob("checkpoint-*")):
-        fail(
-            f"{path} is finished and its checkpoints are gone, so it cannot go on: train its model further with "
-            f"--model_name_or_path {path} and another --output_dir"
-        )
-    if launched.tiny:
-        stand_ins.announce(data, args, model)

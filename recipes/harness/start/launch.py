@@ -1,13 +1,13 @@
-"""Checks a run in one process, then becomes `accelerate launch`. Called by launch.sh:
+"""From the command line to a checked run and its processes. Called by launch.sh:
 
 `python -m harness.start.launch [--tiny] RECIPE.py CONFIG.yaml [--flag value …]`, or
 `python -m harness.start.launch [--tiny] --quantize RECIPE.py [--flag value …]`.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import os
-import runpy
 import shlex
 import sys
 import warnings
@@ -16,7 +16,7 @@ from pathlib import Path
 from harness import configs, launched
 from harness.launched import Checked, Launched, fail
 from harness.nodes import machines, signals, slurm
-from harness.start import checks, flags
+from harness.start import checks, flags, processes
 
 
 def main(options: list[str], recipe: str, *arguments: str):
@@ -26,43 +26,49 @@ def main(options: list[str], recipe: str, *arguments: str):
     if "--help" in arguments or "-h" in arguments:
         return print(flags.help_text(Path(recipe)))
     flags.check(Path(recipe), list(arguments))
+    config, nodes = configs.read(launch.config), machines.from_environment()
+    if not launch.quantize:
+        _fit(config, nodes, launch)
+        if nodes.is_allocation:
+            sys.exit(slurm.run(nodes, sys.argv[1:]))
+    _prepare_environment(launch)
+    processes.prepare()
     if launch.quantize:
         launch.on_cpu = True  # layer by layer in host RAM; a GPU need not be there
         _check(launch, arguments)
-        return None
-    config, nodes = configs.read(launch.config), machines.from_environment()
-    _fit(config, nodes, launch)
-    if nodes.is_allocation:
-        sys.exit(slurm.run(nodes, sys.argv[1:]))
-    if nodes.count == 1:
+    elif nodes.count == 1:
         _check(launch, arguments, config)
-        command, environment = _command(launch, config)
-        os.execve(sys.executable, [*command, recipe, *arguments], environment)
+        sys.exit(processes.run(recipe, arguments, _accelerate(launch, config)))
+    else:
+        _on_several(nodes, config, launch, options, arguments)
 
+
+def _on_several(nodes: machines.Nodes, config: dict, launch: Launched, options: list[str], arguments: list[str]):
+    """Meets the launchers of the other nodes, checks in turn, and runs this node's processes."""
     from harness.nodes import network
     from harness.nodes.meeting import Meeting
 
     launched.node = f"node {nodes.rank}: " if nodes.rank else ""
-    facts = {"command": shlex.join([*options, Path(recipe).stem, Path(launch.config).stem, *arguments])}
+    facts = {"command": shlex.join([*options, Path(launch.recipe).stem, Path(launch.config).stem, *arguments])}
     facts["NPROC_PER_NODE"] = launch.processes // launch.nodes
-    for path in (recipe, launch.config):
+    for path in (launch.recipe, launch.config):
         facts[f"{Path(path).name} of digest"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
     signals.handle(lambda number, frame: sys.exit(128 + number))  # so that the others learn of it
     with Meeting(nodes, facts) as meeting:
-        args = meeting.in_turn(lambda: _check(launch, arguments, config))
-        if args.save_strategy != "no" and not meeting.share(Path(args.output_dir)):
+        output_dir, saves = meeting.in_turn(lambda: _check(launch, arguments, config))
+        if saves and not meeting.share(Path(output_dir)):
             fail(
-                f"{args.output_dir} is not the same folder on all nodes, so their checkpoints could not be put together: "
+                f"{output_dir} is not the same folder on all nodes, so their checkpoints could not be put together: "
                 "give an --output_dir on a file system that all nodes share, or --save_strategy no"
             )
-        command, environment = _command(launch, config)
-        command += ["--machine_rank", str(nodes.rank), "--main_process_ip", nodes.head, "--same_network"]
-        command += ["--rdzv_backend", "static", "--main_process_port", str(meeting.port())]  # ranks follow NODE_RANK
+        command = [*_accelerate(launch, config), "--machine_rank", str(nodes.rank), "--main_process_ip", nodes.head]
+        command += ["--same_network", "--rdzv_backend", "static"]  # ranks follow NODE_RANK
+        command += ["--main_process_port", str(meeting.port())]
         if found := network.interface(meeting.peer()):
-            environment.setdefault("GLOO_SOCKET_IFNAME", found)  # gloo would take what the machine's own name resolves to
-        if environment.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # meant for the meeting
-            del environment["TORCH_CPP_LOG_LEVEL"]
-        sys.exit(meeting.run([*command, recipe, *arguments], environment))
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", found)  # gloo would take what the machine's own name resolves to
+        if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # meant for the meeting
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
+        sys.exit(meeting.run(lambda: processes.run(launch.recipe, arguments, command)))
 
 
 def _fit(config: dict, nodes: machines.Nodes, launch: Launched):
@@ -90,25 +96,30 @@ def _fit(config: dict, nodes: machines.Nodes, launch: Launched):
         )
 
 
-def _check(launch: Launched, arguments: list[str], config: dict | None = None):
-    """Runs the recipe up to the end of `parse`, in this process; returns its training arguments."""
+def _check(launch: Launched, arguments: list[str], config: dict | None = None) -> tuple[str, bool]:
+    """Checks the run in a process of its own, which may use a GPU. Ends this one unless everything is in order.
+
+    Sets `launch.on_cpu`. Returns the run's folder, and whether it will hold checkpoints.
+    """
+    code, answer = processes.call(_checked, launch, arguments, config, launched.node)
+    if answer is None:
+        sys.exit(processes.ended(code))
+    launch.on_cpu, *rest = answer
+    return tuple(rest)
+
+
+def _checked(launch: Launched, arguments: list[str], config: dict | None, node: str) -> tuple[bool, str, bool]:
+    """Runs the recipe up to the end of `parse`."""
+    launched.node = node
     if config:
         _hardware(config, launch)
     checks.versions()
-    before, path = dict(os.environ), list(sys.path)  # transformers writes its own settings into the environment
-    sys.path.insert(0, str(Path(launch.recipe).parent))
-    launch.checking = True
-    os.environ.update(launch.to_environment())
-    sys.argv = [launch.recipe, *arguments]
+    os.environ.update(dataclasses.replace(launch, checking=True).to_environment())
     try:
-        runpy.run_path(launch.recipe, run_name="__main__")
+        processes.recipe(launch.recipe, arguments)
     except Checked as checked:
-        return checked.args[0]
-    finally:
-        launch.checking = False
-        sys.path[:] = path
-        os.environ.clear()
-        os.environ.update(before)
+        args = checked.args[0]
+        return launch.on_cpu, args.output_dir, args.save_strategy != "no"
     fail(f"{Path(launch.recipe).name} ended without calling parse(): is it a recipe?")
 
 
@@ -123,25 +134,27 @@ def _hardware(config: dict, launch: Launched):
     launch.on_cpu = True
 
 
-def _command(launch: Launched, config: dict) -> tuple[list[str], dict]:
-    """What starts the processes of this machine, without the recipe and its flags, and its environment."""
-    environment = os.environ | launch.to_environment()
-    environment.pop("PYTHONSAFEPATH", None)  # a recipe may import what lies beside it
-    environment["PYTHONUNBUFFERED"] = "1"  # losses reach a log file when they are known
+def _prepare_environment(launch: Launched):
+    """What the libraries read while they are imported, and what every process should find."""
+    os.environ.pop("PYTHONSAFEPATH", None)  # a recipe may import what lies beside it
+    os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file when they are known
+    os.environ.setdefault("LOGLEVEL", "ERROR")  # torchrun's: it warns about every signal it passes on
     if launch.tiny:
-        environment["HF_HUB_DISABLE_TELEMETRY"] = "1"
+        os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+
+
+def _accelerate(launch: Launched, config: dict) -> list[str] | None:
+    """The arguments of `accelerate launch`, None for one plain process; sets what the processes find in their environment."""
+    os.environ.update(launch.to_environment())
     # accelerate gives every process one thread; an optimizer on the CPU (offload) needs every core, a rehearsal only one.
     threads = 1 if launch.on_cpu else max(1, _cores() * launch.nodes // launch.processes)
-    environment.setdefault("OMP_NUM_THREADS", str(threads))
-    environment.setdefault("LOGLEVEL", "ERROR")  # torchrun's: it warns about every signal it passes on
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if config["distributed_type"] == "NO":
         # One process that sees several GPUs would be given nn.DataParallel by transformers.
-        environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        return [sys.executable], environment
-    environment["PYTHONSAFEPATH"] = "1"  # for accelerate's own process; spawn.py takes it back for the recipe
-    command = [sys.executable, "-m", "harness.start.processes", "--config_file", launch.config]
-    command += ["--num_processes", str(launch.processes), "--num_machines", str(launch.nodes), "--main_process_port", "0"]
-    return command, environment
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        return None
+    command = ["--config_file", launch.config, "--num_processes", str(launch.processes)]
+    return [*command, "--num_machines", str(launch.nodes), "--main_process_port", "0"]
 
 
 def _rehearsal(launch: Launched) -> str:
@@ -160,7 +173,11 @@ def _cores() -> int:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     options = list(itertools.takewhile(lambda word: word.startswith("--"), sys.argv[1:]))
+    code = 0
     try:
         main(options, *sys.argv[1 + len(options) :])
+    except SystemExit as end:
+        code = end.code
     except KeyboardInterrupt:
-        sys.exit(130)
+        code = 130
+    processes.leave(code or 0)

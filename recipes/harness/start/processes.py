@@ -1,54 +1,204 @@
-"""`accelerate launch` without its own tracebacks: what a process printed stands alone, and one line says how it ended."""
+"""The processes of one machine: forked from a server that has imported the libraries, watched by torch's elastic launcher.
 
+The server is multiprocessing's forkserver, which torch's launcher takes as its start method. The launcher forks it as soon
+as it has imported `harness.start.imported`, before anything has begun a thread or touched a GPU; the processes cannot be
+forked from the launcher itself, which then has threads of torch's store and of the watch over other nodes. Where that
+cannot be, on macOS for one, whose system libraries do not survive a fork, every process imports for itself: "spawn".
+"""
+
+import atexit
+import contextlib
 import logging
+import multiprocessing
 import os
+import runpy
 import signal
 import sys
+from multiprocessing import connection, forkserver, resource_tracker
+from pathlib import Path
+from socket import AF_UNIX, socket
 
-from harness.launched import Launched
+from harness.nodes import signals
 from harness.nodes.network import LOST
-from harness.nodes.signals import OUT_OF_TIME, SIGNALS, die_with_parent, handle
+from harness.nodes.signals import OUT_OF_TIME, SIGNALS
+
+method = "spawn"
+_environment = {}  # the server's
+_is_server = False  # also in what it forks
+_stdin = -1  # the launcher's, which multiprocessing closes in the server; whoever debugs a recipe wants it
 
 
-def main():
-    import psutil
-    from accelerate.commands.launch import main as accelerate_launch
+def prepare():
+    """Imports the libraries and forks the server, where that can be."""
+    global method
+    if sys.platform == "linux":
+        from harness.start import imported
+
+        if not imported.PROBLEM:
+            # Whoever signals all processes of a job must not hit the server. What it forks unblocks them, and gets those
+            # that came.
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            with contextlib.suppress(OSError):
+                _fork_server()
+                method = "forkserver"
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    _environment.update(os.environ)
+
+
+def _fork_server():
+    """What `ForkServer.ensure_running` does, with a fork of this process in the place of a new Python."""
+    global _is_server, _stdin
+    server = forkserver._forkserver
+    resource_tracker.ensure_running()
+    with socket(AF_UNIX) as listener:
+        server._forkserver_address = connection.arbitrary_address("AF_UNIX")
+        listener.bind(server._forkserver_address)
+        listener.listen()
+        alive, server._forkserver_alive_fd = os.pipe()
+        server._forkserver_pid = os.fork()
+        if server._forkserver_pid == 0:
+            try:
+                signals.die_with_parent()
+                os.close(server._forkserver_alive_fd)
+                _is_server = True
+                with contextlib.suppress(OSError):  # closed
+                    _stdin = os.dup(0)
+                forkserver.main(listener.detach(), alive, None)
+            finally:
+                os._exit(0)
+    os.close(alive)
+
+
+def leave(code: int):
+    """Ends the server, with what it may have forked, and this process."""
+    if method == "forkserver":
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+        forkserver._forkserver._stop()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # to take down all that was imported takes Python more than a second
+
+
+def call(function, *arguments):
+    """Runs `function` in a process of its own; returns its exit code (-N: signal N ended it) and what the function returned."""
+    context = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(sender, _changes(), function, arguments))
+    process.start()
+    sender.close()
+    signals.handle(pass_on)
+    while process.is_alive():
+        with contextlib.suppress(KeyboardInterrupt):  # the process has it too, and says where it stopped
+            process.join()
+    with contextlib.suppress(EOFError):
+        return process.exitcode, receiver.recv()
+    return process.exitcode, None
+
+
+def run(path: str, flags: list[str], accelerate: list[str] | None) -> int:
+    """Runs a recipe in one process, or in those that `accelerate launch` would start with these arguments, until it ends.
+
+    Returns the exit code, after a line about a process that could not say itself how it ended.
+    """
+    if accelerate is None:
+        code, _ = call(recipe, path, flags)
+        return ended(code)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    os.environ.pop("PYTHONSAFEPATH", None)  # a recipe may import what lies beside it
-
-    def pass_on(number, frame):
-        children = psutil.Process().children()
-        for child in children:
-            child.send_signal(number)
-        if not children:
-            sys.exit(128 + number)
-
-    # torchrun would kill the processes 30 s after a SIGTERM; they leave by themselves once their checkpoint is written.
-    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGINT,SIGHUP,SIGQUIT"
-    handle(pass_on)
-    # How each process ended is said below, in one line.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
-        accelerate_launch()
+        _elastic(accelerate, path, flags)
     except (KeyboardInterrupt, SignalException) as stopped:
         number = getattr(stopped, "sigval", signal.SIGINT)
         if number != signal.SIGINT:  # Ctrl-C reaches the processes too, and the first of them says where it stopped
             name = signal.Signals(number).name
             print(f"Stopped by {name}. The same command goes on from the newest checkpoint.", file=sys.stderr)
-        sys.exit(128 + number)
+        return 128 + number
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-        if -failure.exitcode in SIGNALS:
-            print(f"Stopped by {signal.Signals(-failure.exitcode).name} before the training began.", file=sys.stderr)
-        elif code not in {2, LOST, OUT_OF_TIME, *(128 + number for number in SIGNALS)}:  # those have said why, in one line
-            print(f"error: process {rank} failed first (exit code {code}); see what it printed above", file=sys.stderr)
-        sys.exit(code)
+        return ended(failure.exitcode, rank)
+    return 0
 
 
-if __name__ == "__main__":
-    if Launched.from_environment().nodes > 1:
-        die_with_parent()  # the launcher, which watches over the nodes; on one node there is only the user's shell
-    main()
+def ended(exit_code: int, rank: int | None = None) -> int:
+    """`exit_code` as a shell counts it, after a line about a process that could not say itself how it ended."""
+    code = exit_code if exit_code >= 0 else 128 - exit_code
+    has_said_why = code in {0, 2, LOST, OUT_OF_TIME, *(128 + number for number in SIGNALS)} or (rank is None and exit_code > 0)
+    if -exit_code in SIGNALS:
+        print(f"Stopped by {signal.Signals(-exit_code).name} before the training began.", file=sys.stderr)
+    elif not has_said_why:
+        print(f"error: process {rank or 0} failed first (exit code {code}); see what it printed above", file=sys.stderr)
+    return code
+
+
+def pass_on(number, frame):
+    """A signal handler: the processes leave by themselves, after a checkpoint."""
+    children = multiprocessing.active_children()
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, number)
+    if not children:
+        sys.exit(128 + number)
+
+
+def _elastic(accelerate: list[str], path: str, flags: list[str]):
+    """`accelerate launch`, except for where the processes come from. Raises ChildFailedError when one fails."""
+    from accelerate.commands import launch
+    from accelerate.utils.environment import check_cuda_p2p_ib_support
+    from torch.distributed import run as torchrun
+
+    # How each process ended is said in one line.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    arguments, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args([*accelerate, "--log_dir", os.devnull, path]))
+    os.environ.update(launch.prepare_multi_gpu_env(arguments))
+    if not check_cuda_p2p_ib_support():
+        for kind in ("P2P", "IB"):
+            os.environ.setdefault(f"NCCL_{kind}_DISABLE", "1")
+    config, *_ = torchrun.config_from_args(launch._filter_args(arguments, torchrun.get_args_parser(), [path]))
+    config.start_method = method
+    # torchrun would kill the processes 30 s after a SIGTERM; they leave by themselves once their checkpoint is written.
+    config.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
+    signals.handle(pass_on)
+    torchrun.elastic_launch(config, _begin)(_changes(), recipe, [path, flags])
+
+
+def _changes() -> dict[str, str]:
+    """What this process has set in its environment since the server took a copy of it."""
+    return {name: value for name, value in os.environ.items() if _environment.get(name) != value}
+
+
+def _answer(sender, environment: dict, function, arguments):
+    sender.send(_begin(environment, function, arguments))
+
+
+def _begin(environment: dict, function, arguments):
+    """The first lines of every process that is not a launcher."""
+    signals.die_with_parent()
+    os.environ.update(environment)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if _stdin >= 0:
+        os.dup2(_stdin, 0)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 (for as long as the process lives)
+    if _is_server and "OMP_NUM_THREADS" in environment:  # which has been read already
+        sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    try:
+        return function(*arguments)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves them out
+
+
+def recipe(path: str, flags: list[str]):
+    """What `python RECIPE` does."""
+    sys.argv = [path, *flags]
+    sys.path.insert(0, str(Path(path).parent))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except Exception as error:
+        trace = error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename != path:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error, trace)
+        sys.exit(1)

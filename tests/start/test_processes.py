@@ -1,0 +1,174 @@
+"""One import a start: where processes come from, what they begin and end with."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+from conftest import ROOT, losses, wait_until
+
+RECIPE = "qwen2_fineweb_edu"
+
+
+@pytest.fixture
+def python(environment, tmp_path):
+    """Runs a script; functions that other processes are to run stand in its module `work`."""
+
+    def call(script, work="", **options):
+        (tmp_path / "work.py").write_text(work)
+        variables = environment | {"PYTHONPATH": f"{ROOT / 'recipes'}{os.pathsep}{tmp_path}"} | options.pop("variables", {})
+        return subprocess.run(
+            [sys.executable, "-c", script], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120, **options
+        )
+
+    return call
+
+
+IMPORTED = """
+import os, sys, threading
+from pathlib import Path
+import torch
+def touched(*args, **kwargs):
+    raise RuntimeError("CUDA was initialized")
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 2
+torch.cuda._lazy_init = torch._C._cuda_init = touched
+from harness.start import imported
+assert not imported.PROBLEM, imported.PROBLEM
+assert {"trl", "peft", "datasets", "transformers.trainer"} <= sys.modules.keys()
+names = sorted(Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task"))
+print(threading.active_count(), [name for name in names if name != "jemalloc_bg_thd"])
+try:
+    import bitsandbytes.nn
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_what_is_imported_before_the_fork(python):
+    """With GPUs there: none is touched, except by bitsandbytes when it is used; no thread but the allocator's is alive."""
+    process = python(IMPORTED, variables={"OPENBLAS_NUM_THREADS": "1"})
+    assert process.returncode == 0, process.stderr
+    threads, last = process.stdout.splitlines()
+    assert threads == "1 ['python']", threads
+    assert last == "CUDA was initialized"
+
+
+CALL = """
+import os, sys
+from harness.start import processes
+import work
+processes.prepare()
+os.environ["SINCE"] = "then"
+print(processes.method, *processes.call({call}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("begins_a_thread", [False, True], ids=["forked", "an import begins a thread"])
+def test_a_process_has_imported_already_or_starts_anew(python, tmp_path, begins_a_thread):
+    """Either way it finds the environment of its launcher, and what its launcher was given to read."""
+    if begins_a_thread:
+        (tmp_path / "sitecustomize.py").write_text(
+            "import threading, time\nthreading.Thread(target=time.sleep, args=(5,), daemon=True).start()\n"
+        )
+    work = "import os, sys\ndef what():\n    return 'trl' in sys.modules, os.environ['SINCE'], sys.stdin.readline()\n"
+    process = python(CALL.format(call="work.what"), work, input="typed\n")
+    assert process.returncode == 0, process.stderr
+    method, code, *answer = process.stdout.split(maxsplit=2)
+    expected = ("spawn", "(False, 'then', '')") if begins_a_thread else ("forkserver", r"(True, 'then', 'typed\n')")
+    assert (method, code, answer[0].strip()) == (expected[0], "0", expected[1])
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "shown"),
+    [
+        ("sys.exit(7)", "7", ""),
+        ("atexit.register(print, 'goodbye', flush=True)", "0", "goodbye"),
+        ("os.kill(os.getpid(), 9)", "-9", ""),
+    ],
+)
+def test_how_a_recipe_ends(python, tmp_path, body, code, shown):
+    recipe = tmp_path / "ends.py"
+    recipe.write_text(f"import atexit, os, sys\n{body}\n")
+    process = python(CALL.format(call=f"processes.recipe, {str(recipe)!r}, []"))
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split()[-2:] == [code, "None"] and shown in process.stdout and not process.stderr
+
+
+def test_a_traceback_begins_in_the_recipe(python, tmp_path):
+    recipe = tmp_path / "fails.py"
+    recipe.write_text("def main():\n    raise KeyError('column')\n\n\nmain()\n")
+    process = python(CALL.format(call=f"processes.recipe, {str(recipe)!r}, []"))
+    lines = process.stderr.splitlines()
+    assert process.stdout.split()[-2:] == ["1", "None"]
+    assert lines[:2] == ["Traceback (most recent call last):", f'  File "{recipe}", line 5, in <module>'], process.stderr
+    assert lines[-1] == "KeyError: 'column'"
+
+
+def test_threads_of_arithmetic(python):
+    """OMP_NUM_THREADS is read when torch is imported, which was before."""
+    work = "import torch\ndef threads():\n    return torch.get_num_threads()\n"
+    script = CALL.format(call="work.threads").replace('os.environ["SINCE"] = "then"', 'os.environ["OMP_NUM_THREADS"] = "1"')
+    process = python(script, work, variables={"OMP_NUM_THREADS": "2"})
+    assert process.stdout.split() == ["forkserver", "0", "1"], process.stderr
+
+
+def test_processes_that_start_anew_log_the_same_losses(rehearse, tmp_path):
+    """Where nothing can be forked, a launch does the same at a higher price."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n"
+    )
+    flags = ["--max_steps", "2", "--logging_steps", "1", "--eval_strategy", "no", "--save_strategy", "no"]
+    anew = rehearse(RECIPE, "4gpu_shard_grad_op", *flags, NPROC_PER_NODE="2", PYTHONPATH=str(tmp_path), fresh=True)
+    forked = rehearse(RECIPE, "4gpu_shard_grad_op", *flags, NPROC_PER_NODE="2")
+    assert losses(anew) == losses(forked) and len(losses(anew)) == 2
+
+
+@pytest.fixture
+def session(environment, workplace, tmp_path):
+    """Starts a rehearsal on two processes in a session of its own; returns it once it trains, and what lives in it."""
+    started = []
+
+    def alive():
+        return [p for p in psutil.process_iter() if _session(p.pid) == started[0].pid and p.status() != "zombie"]
+
+    def call(run):
+        flags = ["--output_dir", str(run), "--max_steps", "2000", "--save_steps", "1000", "--logging_steps", "1"]
+        command = [str(ROOT / "launch.sh"), "--tiny", RECIPE, "4gpu_full_shard", *flags, "--eval_strategy", "no"]
+        with (tmp_path / "log").open("w") as log:
+            env = environment | {"NPROC_PER_NODE": "2"}
+            started.append(subprocess.Popen(command, cwd=workplace, env=env, stdout=log, stderr=log, start_new_session=True))
+        return started[0], tmp_path / "log", alive
+
+    yield call
+    for process in alive():
+        process.kill()
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+def test_a_signal_to_every_process_at_once(session, workplace):
+    """As SLURM sends it, to whatever runs in the job: the server lives on, a checkpoint is written, nothing is left."""
+    run = workplace / "runs/signalled"
+    process, log, alive = session(run)
+    wait_until(lambda: log.read_text().count("{'loss'") > 1, 120, log.read_text)
+    os.killpg(process.pid, signal.SIGUSR1)
+    assert process.wait(timeout=60) == 75, log.read_text()
+    assert "Stopped by SIGUSR1 at step" in log.read_text() and "Traceback" not in log.read_text()
+    wait_until(lambda: not alive(), 20, lambda: str(alive()))
+    assert list(run.glob("checkpoint-*/complete.json"))
+
+
+def test_a_killed_launcher_takes_everything_with_it(session, workplace):
+    process, log, alive = session(workplace / "runs/killed-launcher")
+    wait_until(lambda: log.read_text().count("{'loss'") > 1, 120, log.read_text)
+    assert len(alive()) >= 4  # launcher, server and two that train
+    process.kill()
+    process.wait()
+    wait_until(lambda: not alive(), 20, lambda: str(alive()))

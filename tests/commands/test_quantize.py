@@ -1,11 +1,13 @@
 """4-bit weights: the bytes transformers would write, made once."""
 
+import runpy
 import sys
 
 from harness.commands import quantize
+from harness.launched import Checked, Launched
 from harness.rehearsal import tiny_model
-from harness.start import launch as start
 
+import pytest
 import torch
 import trl
 from conftest import ROOT, read
@@ -52,8 +54,13 @@ def test_quantizing_happens_once(launch, rehearse, workplace, monkeypatch, capsy
     draft = folder.with_name(f".{folder.name}.draft")
     folder.rename(draft)
     next(draft.glob("*.safetensors")).write_bytes(b"half")
+    path = str(ROOT / "recipes/llama31_70b_qlora.py")
+    launched = Launched(recipe=path, tiny=True, on_cpu=True, quantize=True, checking=True)
+    for name, value in launched.to_environment().items():
+        monkeypatch.setenv(name, value)
     monkeypatch.chdir(workplace)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    start.main(["--tiny", "--quantize"], str(ROOT / "recipes/llama31_70b_qlora.py"))
+    monkeypatch.setattr(sys, "argv", [path])
+    with pytest.raises(Checked):
+        runpy.run_path(path, run_name="__main__")
     assert "Quantizing" in capsys.readouterr().out
     assert load_file(next(folder.glob("*.safetensors"))) and not draft.exists()

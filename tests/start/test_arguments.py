@@ -4,8 +4,6 @@ import json
 import runpy
 import sys
 
-from harness.start import launch
-
 import pytest
 from conftest import ROOT
 
@@ -24,17 +22,20 @@ RECIPE = "qwen2_fineweb_edu"
         ([RECIPE, "--push_to_hub"], ["hf upload"]),
         ([RECIPE, "--config"], ["--config needs"]),
         ([RECIPE, "stray"], ["stray"]),
+        (["--quantize", RECIPE], ["--load_in_4bit"]),
         (["llama31_70b_qlora", "--bf16", "true"], ["--bf16", "destroy"]),
         (["llama31_70b_qlora", "--bnb_4bit_quant_storage", "uint8"], ["uint8", "float32"]),
     ],
     ids=lambda value: " ".join(value),
 )
 def test_refused_in_one_line(arguments, words, tmp_path, monkeypatch, capsys):
-    recipe, *flags = arguments
+    options = {"quantize": True, "config": ""} if arguments[0] == "--quantize" else {}
+    recipe, *flags = arguments[len(options) > 0 :]
     config = "2x3090_qlora" if "70b" in recipe else "1x3090_offload"
     path = str(ROOT / f"recipes/{recipe}.py")
     launched = {"recipe": path, "config": str(ROOT / f"accelerate_configs/{config}.yaml"), "processes": 1}
-    monkeypatch.setenv("RECIPE_LAUNCH", json.dumps(launched | {"tiny": True, "on_cpu": True, "checking": True}))
+    launched |= {"tiny": True, "on_cpu": True, "checking": True}
+    monkeypatch.setenv("RECIPE_LAUNCH", json.dumps(launched | options))
     monkeypatch.setattr(sys, "argv", [path, *flags])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
@@ -45,10 +46,3 @@ def test_refused_in_one_line(arguments, words, tmp_path, monkeypatch, capsys):
     for word in words:
         assert word in message
     assert not (tmp_path / "outputs/tiny" / recipe).exists()
-
-
-def test_there_is_nothing_to_quantize(says, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", sys.argv)
-    assert "--load_in_4bit" in says(launch.main, ["--quantize"], str(ROOT / f"recipes/{RECIPE}.py"))
-    assert not list(tmp_path.iterdir())

@@ -2,82 +2,88 @@
 
 import json
 import shutil
-import subprocess
-import sys
+
+from harness.commands import merge
 
 import pytest
 import torch
+from accelerate.commands.merge import merge_command, merge_command_parser
 from conftest import read
 from peft import AutoPeftModelForCausalLM
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-class TestMerge:
-    @pytest.fixture(scope="class")
-    @staticmethod
-    def adapter(rehearse, tmp_path_factory):
-        """An adapter on float32 base weights in several files."""
-        run = rehearse("llama31_8b_lora", "4gpu_full_shard")
-        folder = tmp_path_factory.mktemp("adapter")
-        shutil.copytree(run, folder, dirs_exist_ok=True)
-        settings = read(folder, "adapter_config.json")
-        base = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"], dtype=torch.float32)
-        base.save_pretrained(folder / "base", max_shard_size="500KB")
-        AutoTokenizer.from_pretrained(folder).save_pretrained(folder / "base")
-        assert len(list((folder / "base").glob("*.safetensors"))) > 2
-        settings["base_model_name_or_path"] = str(folder / "base")
-        (folder / "adapter_config.json").write_text(json.dumps(settings))
-        return folder
-
-    def logits(self, model):
-        return model.eval()(torch.arange(40)[None]).logits.detach()
-
-    def test_merged_logits_equal_adapter_logits(self, launch, adapter, tmp_path):
-        process = launch("--merge", adapter, tmp_path / "plain")
-        assert process.returncode == 0, process.stderr
-        with_adapter = self.logits(AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32))
-        merged = self.logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))
-        base = self.logits(AutoModelForCausalLM.from_pretrained(adapter / "base"))
-        torch.testing.assert_close(merged, with_adapter, atol=1e-4, rtol=0)
-        assert (merged - base).abs().max() > 0.1
-        assert AutoTokenizer.from_pretrained(tmp_path / "plain").eos_token == "<|end_of_text|>"
-        again = launch("--merge", adapter, tmp_path / "plain")
-        assert again.returncode == 2 and "exists already" in again.stderr
-
-    def test_an_interrupted_merge_leaves_nothing_that_looks_finished(self, launch, adapter, tmp_path):
-        broken = tmp_path / "broken"
-        shutil.copytree(adapter, broken)
-        settings = read(broken, "adapter_config.json") | {"base_model_name_or_path": str(broken / "base")}
-        (broken / "adapter_config.json").write_text(json.dumps(settings))
-        last = sorted((broken / "base").glob("*.safetensors"))[-1]
-        last.write_bytes(last.read_bytes()[:100])
-        assert launch("--merge", broken, tmp_path / "plain").returncode != 0
-        assert not (tmp_path / "plain").exists()
-
-    def test_adapter_checkpoint_of_an_unfinished_run(self, launch, rehearse, tmp_path):
-        run = rehearse("llama31_8b_lora", "4gpu_full_shard")
-        shutil.copytree(run / "checkpoint-30", tmp_path / "unfinished/checkpoint-30")
-        for source, out in ((run, "finished"), (tmp_path / "unfinished", "plain")):
-            assert launch("--merge", source, tmp_path / out).returncode == 0
-        ours, theirs = (load_file(tmp_path / out / "model.safetensors") for out in ("plain", "finished"))
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
-
-    def test_sharded_checkpoint_becomes_a_plain_model(self, launch, rehearse, tmp_path):
-        run = rehearse("qwen2_fineweb_edu", "4gpu_full_shard")
-        process = launch("--merge", run / "checkpoint-30", tmp_path / "plain")
-        assert process.returncode == 0, process.stderr
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
-        final = AutoModelForCausalLM.from_pretrained(run)
-        assert merged.dtype == final.dtype == torch.bfloat16
-        assert torch.equal(self.logits(merged), self.logits(final))
-        assert "a plain model already" in launch("--merge", run, tmp_path / "other").stderr
+@pytest.fixture(scope="module")
+def adapter(rehearse, tmp_path_factory):
+    """An adapter on float32 base weights in several files."""
+    run = rehearse("llama31_8b_lora", "4gpu_full_shard")
+    folder = tmp_path_factory.mktemp("adapter")
+    shutil.copytree(run, folder, dirs_exist_ok=True)
+    settings = read(folder, "adapter_config.json")
+    base = AutoModelForCausalLM.from_pretrained(settings["base_model_name_or_path"], dtype=torch.float32)
+    base.save_pretrained(folder / "base", max_shard_size="500KB")
+    AutoTokenizer.from_pretrained(folder).save_pretrained(folder / "base")
+    assert len(list((folder / "base").glob("*.safetensors"))) > 2
+    settings["base_model_name_or_path"] = str(folder / "base")
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
 
 
-def test_sharded_checkpoint_merges_with_accelerate(rehearse, tmp_path, environment):
+def logits(model):
+    return model.eval()(torch.arange(40)[None]).logits.detach()
+
+
+def test_merged_logits_equal_adapter_logits(launch, adapter, tmp_path):
+    process = launch("--merge", adapter, tmp_path / "plain")
+    assert process.returncode == 0, process.stderr
+    with_adapter = logits(AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32))
+    merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))
+    base = logits(AutoModelForCausalLM.from_pretrained(adapter / "base"))
+    torch.testing.assert_close(merged, with_adapter, atol=1e-4, rtol=0)
+    assert (merged - base).abs().max() > 0.1
+    assert AutoTokenizer.from_pretrained(tmp_path / "plain").eos_token == "<|end_of_text|>"
+    again = launch("--merge", adapter, tmp_path / "plain")
+    assert again.returncode == 2 and "exists already" in again.stderr
+
+
+def test_an_interrupted_merge_leaves_nothing_that_looks_finished(adapter, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(adapter, broken)
+    settings = read(broken, "adapter_config.json") | {"base_model_name_or_path": str(broken / "base")}
+    (broken / "adapter_config.json").write_text(json.dumps(settings))
+    last = sorted((broken / "base").glob("*.safetensors"))[-1]
+    last.write_bytes(last.read_bytes()[:100])
+    with pytest.raises(SafetensorError):
+        merge.main(str(broken), str(tmp_path / "plain"))
+    assert not (tmp_path / "plain").exists()
+
+
+def test_adapter_checkpoint_of_an_unfinished_run(rehearse, tmp_path):
+    run = rehearse("llama31_8b_lora", "4gpu_full_shard")
+    shutil.copytree(run / "checkpoint-30", tmp_path / "unfinished/checkpoint-30")
+    for source, out in ((run, "finished"), (tmp_path / "unfinished", "plain")):
+        merge.main(str(source), str(tmp_path / out))
+    ours, theirs = (load_file(tmp_path / out / "model.safetensors") for out in ("plain", "finished"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
+
+
+def test_sharded_checkpoint_becomes_a_plain_model(launch, rehearse, tmp_path):
     run = rehearse("qwen2_fineweb_edu", "4gpu_full_shard")
-    command = [sys.executable, "-m", "accelerate.commands.merge", run / "checkpoint-30/pytorch_model_fsdp_0", tmp_path]
-    subprocess.run(command, check=True, env=environment, capture_output=True)
+    process = launch("--merge", run / "checkpoint-30", tmp_path / "plain")
+    assert process.returncode == 0, process.stderr
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    final = AutoModelForCausalLM.from_pretrained(run)
+    assert merged.dtype == final.dtype == torch.bfloat16
+    assert torch.equal(logits(merged), logits(final))
+    assert "a plain model already" in launch("--merge", run, tmp_path / "other").stderr
+
+
+def test_sharded_checkpoint_merges_with_accelerate(rehearse, tmp_path):
+    run = rehearse("qwen2_fineweb_edu", "4gpu_full_shard")
+    arguments = [str(run / "checkpoint-30/pytorch_model_fsdp_0"), str(tmp_path)]
+    merge_command(merge_command_parser().parse_args(arguments))  # `accelerate merge-weights`
     merged, saved = load_file(tmp_path / "model.safetensors"), load_file(run / "model.safetensors")
     assert saved.keys() <= merged.keys()
     assert all(torch.equal(merged[name].bfloat16(), weight) for name, weight in saved.items())

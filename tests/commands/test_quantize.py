@@ -1,11 +1,16 @@
 """4-bit weights: the bytes transformers would write, made once."""
 
+import runpy
+import sys
+
 from harness.commands import quantize
+from harness.launched import Checked, Launched
 from harness.rehearsal import tiny_model
 
+import pytest
 import torch
 import trl
-from conftest import read
+from conftest import ROOT, read
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -38,7 +43,7 @@ def test_quantizing_writes_what_transformers_would(tmp_path, monkeypatch):
     assert configs[0] == configs[1]
 
 
-def test_quantizing_happens_once(launch, rehearse, workplace, environment):
+def test_quantizing_happens_once(launch, rehearse, workplace, monkeypatch, capsys):
     rehearse("llama31_70b_qlora", "2x3090_qlora")
     again = launch("--quantize", "--tiny", "llama31_70b_qlora")
     assert again.returncode == 0 and "The 4-bit weights of meta-llama/Llama-3.1-70B are in" in again.stdout
@@ -49,5 +54,13 @@ def test_quantizing_happens_once(launch, rehearse, workplace, environment):
     draft = folder.with_name(f".{folder.name}.draft")
     folder.rename(draft)
     next(draft.glob("*.safetensors")).write_bytes(b"half")
-    assert "Quantizing" in launch("--quantize", "--tiny", "llama31_70b_qlora").stdout
+    path = str(ROOT / "recipes/llama31_70b_qlora.py")
+    launched = Launched(recipe=path, tiny=True, on_cpu=True, quantize=True, checking=True)
+    for name, value in launched.to_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(workplace)
+    monkeypatch.setattr(sys, "argv", [path])
+    with pytest.raises(Checked):
+        runpy.run_path(path, run_name="__main__")
+    assert "Quantizing" in capsys.readouterr().out
     assert load_file(next(folder.glob("*.safetensors"))) and not draft.exists()

@@ -15,7 +15,7 @@ def test_runs_of_one_two_and_four_processes(rehearse, launch, tmp_path):
     runs = [
         rehearse(RECIPE, "4gpu_full_shard"),
         rehearse(RECIPE, "1x3090"),
-        rehearse(RECIPE, "4gpu_full_shard", "--max_steps", "10", "--eval_strategy", "no", NPROC_PER_NODE="2"),
+        rehearse(RECIPE, "4gpu_full_shard", "--max_steps", "5", "--eval_strategy", "no", NPROC_PER_NODE="2"),
     ]
     process = launch("--report", *runs, cwd=tmp_path)
     assert process.returncode == 0, process.stderr

@@ -33,7 +33,7 @@ def on_nodes(machinery, environment, workplace, tmp_path):
 def test_three_nodes(on_nodes, workplace):
     """The third system: GPT-2 on three machines of one GPU, which report one each."""
     run = workplace / "runs/three-nodes"
-    started = on_nodes(3, "--tiny", "gpt2_xl_wikitext", "3xt4_full_shard", "--output_dir", run)
+    started = on_nodes(3, "--tiny", "gpt2_xl_wikitext", "3xt4_full_shard", "--output_dir", run, "--max_steps", "5")
     for process, log in started:
         assert process.wait(timeout=240) == 0, log.read_text()
     results = read(run)

@@ -10,10 +10,23 @@ from trained import held_out_loss, reload
 from transformers import AutoConfig, AutoTokenizer
 
 RECIPE = "qwen2_fineweb_edu"
+BUILT = {}
+
+
+@pytest.fixture
+def built(build_trainer):
+    """A recipe's trainer, for its held-out data and its tokenizer; built once."""
+
+    def call(recipe):
+        if recipe not in BUILT:
+            BUILT[recipe] = build_trainer(recipe, "--load_in_4bit", "false")
+        return BUILT[recipe]
+
+    return call
 
 
 @pytest.mark.parametrize(("recipe", "config", "processes", "sharded"), readme_pairs())
-def test_pair_trains_and_leaves_a_model(rehearse, workplace, build_trainer, two_by_two, recipe, config, processes, sharded):
+def test_pair_trains_and_leaves_a_model(rehearse, workplace, built, two_by_two, recipe, config, processes, sharded):
     """Every pair of the README's table with its processes; eight of them as two replicas of two shards."""
     if processes == 8:
         config, processes = two_by_two, 4
@@ -30,7 +43,7 @@ def test_pair_trains_and_leaves_a_model(rehearse, workplace, build_trainer, two_
     assert results["peak_host_gb"] > 0.3 * processes
     assert results["versions"]["torch"] == torch.__version__
 
-    trainer = build_trainer(recipe, "--load_in_4bit", "false")
+    trainer = built(recipe)
     assert held_out_loss(reload(run, workplace), trainer.eval_dataset) == pytest.approx(results["eval_loss"], rel=0.01)
     if not results["use_peft"]:
         saved, original = read(run, "config.json"), AutoConfig.from_pretrained(trainer.model.config.name_or_path)
@@ -44,7 +57,7 @@ def test_pair_trains_and_leaves_a_model(rehearse, workplace, build_trainer, two_
 
 
 @pytest.mark.parametrize("quantized", [[], ["--load_in_4bit"]], ids=["lora", "qlora"])
-def test_adapters(rehearse, workplace, build_trainer, quantized):
+def test_adapters(rehearse, workplace, built, quantized):
     """LoRA, and LoRA on 4-bit weights of the real bitsandbytes, sharded with offload; the adapter scores as logged."""
     flags = ["--use_peft", *quantized, "--max_steps", "10"]
     run = rehearse(RECIPE, "1x3090_offload", *flags)
@@ -52,5 +65,5 @@ def test_adapters(rehearse, workplace, build_trainer, quantized):
     assert results["fsdp_enabled"] and results["trainable_params_b"] < results["model_params_b"]
     assert not (run / "model.safetensors").exists()
     assert all(".lora_" in name for name in load_file(run / "adapter_model.safetensors"))
-    trainer = build_trainer(RECIPE)
+    trainer = built(RECIPE)
     assert held_out_loss(reload(run, workplace), trainer.eval_dataset) == pytest.approx(results["eval_loss"], rel=0.01)

@@ -1,11 +1,7 @@
-"""Run in place of a recipe, by test_sharding.py: counts what FSDP sends in every optimizer step.
-
-accelerate launch … count_collectives.py RECIPE OUT.json [--flag value …]
-"""
+"""A recipe for test_sharding.py: counts what FSDP sends in every optimizer step, into collectives.json of the run."""
 
 import json
 import runpy
-import sys
 from pathlib import Path
 
 import harness
@@ -20,8 +16,8 @@ KINDS = ("all_gather_single", "reduce_scatter_single", "all_reduce")
 class Count(TrainerCallback):
     """Notes kind, processes and elements of every collective between the beginning and the end of a step."""
 
-    def __init__(self, out: str):
-        self.out, self.steps, self.counting = Path(out), [], False
+    def __init__(self, out: Path):
+        self.out, self.steps, self.counting = out, [], False
         for kind in KINDS:
             setattr(dist, kind, self.wrap(kind, getattr(dist, kind)))
 
@@ -48,11 +44,9 @@ class Count(TrainerCallback):
 
 
 def train(trainer):
-    trainer.add_callback(Count(out))
+    trainer.add_callback(Count(Path(trainer.args.output_dir, "collectives.json")))
     session.train(trainer)
 
 
-recipe, out = sys.argv[1:3]
-sys.argv = [recipe, *sys.argv[3:]]
 harness.train = train
-runpy.run_path(recipe, run_name="__main__")
+runpy.run_path(str(Path(__file__).parents[2] / "recipes/qwen2_fineweb_edu.py"), run_name="__main__")

@@ -1,14 +1,11 @@
-"""Run in place of a recipe, by test_sharding.py: compares each loss with float32 arithmetic on the same forward pass.
+"""A recipe for test_sharding.py: compares each loss with float32 arithmetic on the same forward pass.
 
-    accelerate launch … measure_loss.py RECIPE OUT.json [--flag value …]
-
-With HARNESS_PRECISION=off the harness leaves accelerate's own precision policy in place.
+Trains twice: with the harness's precision policy, then with accelerate's own. Writes the relative differences of both
+into differences.json of the run.
 """
 
 import json
-import os
 import runpy
-import sys
 from pathlib import Path
 
 import harness
@@ -16,10 +13,11 @@ from harness.run import sharding
 
 import torch
 
+measured = []
 
-def measure(trainer, out: str):
-    """Trains; writes the largest relative difference between the loss and its float32 recomputation."""
-    if os.environ.get("HARNESS_PRECISION") != "off":
+
+def measure(trainer):
+    if not measured:
         sharding.set_precision(trainer)
     compute, differences = trainer.compute_loss, []
 
@@ -38,10 +36,10 @@ def measure(trainer, out: str):
 
     trainer.compute_loss = compute_loss
     trainer.train()
-    Path(out).write_text(json.dumps(differences))
+    measured.append(differences)
+    Path(trainer.args.output_dir, "differences.json").write_text(json.dumps(measured))
 
 
-recipe, out = sys.argv[1:3]
-sys.argv = [recipe, *sys.argv[3:]]
-harness.train = lambda trainer: measure(trainer, out)
-runpy.run_path(recipe, run_name="__main__")
+harness.train = measure
+for _ in range(2):
+    runpy.run_path(str(Path(__file__).parents[2] / "recipes/qwen2_fineweb_edu.py"), run_name="__main__")

@@ -14,6 +14,7 @@ RECIPE = "qwen2_fineweb_edu"
     ("arguments", "words"),
     [
         ([RECIPE, "--max_steps", "1.5"], ["--max_steps", "1.5"]),
+        ([RECIPE, "--learning_rate", "high"], ["--learning_rate", "high"]),
         ([RECIPE, "--eval_strategy", "sometimes"], ["sometimes"]),
         ([RECIPE, "--max_steps", "-1"], ["--max_steps", "--max_tokens"]),
         ([RECIPE, "--load_in_4bit"], ["--use_peft"]),
@@ -21,16 +22,20 @@ RECIPE = "qwen2_fineweb_edu"
         ([RECIPE, "--push_to_hub"], ["hf upload"]),
         ([RECIPE, "--config"], ["--config needs"]),
         ([RECIPE, "stray"], ["stray"]),
+        (["--quantize", RECIPE], ["--load_in_4bit"]),
         (["llama31_70b_qlora", "--bf16", "true"], ["--bf16", "destroy"]),
+        (["llama31_70b_qlora", "--bnb_4bit_quant_storage", "uint8"], ["uint8", "float32"]),
     ],
     ids=lambda value: " ".join(value),
 )
 def test_refused_in_one_line(arguments, words, tmp_path, monkeypatch, capsys):
-    recipe, *flags = arguments
+    options = {"quantize": True, "config": ""} if arguments[0] == "--quantize" else {}
+    recipe, *flags = arguments[len(options) > 0 :]
     config = "2x3090_qlora" if "70b" in recipe else "1x3090_offload"
     path = str(ROOT / f"recipes/{recipe}.py")
     launched = {"recipe": path, "config": str(ROOT / f"accelerate_configs/{config}.yaml"), "processes": 1}
-    monkeypatch.setenv("RECIPE_LAUNCH", json.dumps(launched | {"tiny": True, "on_cpu": True, "checking": True}))
+    launched |= {"tiny": True, "on_cpu": True, "checking": True}
+    monkeypatch.setenv("RECIPE_LAUNCH", json.dumps(launched | options))
     monkeypatch.setattr(sys, "argv", [path, *flags])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:

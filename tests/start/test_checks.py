@@ -19,6 +19,14 @@ def test_a_rehearsal_uses_the_gpus_only_when_they_are_enough(monkeypatch, gpus, 
     assert launched.on_cpu == on_cpu
 
 
+@pytest.mark.parametrize(("config", "gpus"), [("1x3090_offload", "1 GPU"), ("4gpu_full_shard", "4 GPUs")])
+def test_gpus_that_are_missing(monkeypatch, says, config, gpus):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    launched = Launched(recipe="recipes/qwen2_chat.py", config=f"accelerate_configs/{config}.yaml", processes=int(gpus[0]))
+    message = says(launch._hardware, CONFIG, launched)
+    assert f"needs {gpus}, and this machine has none" in message and f"./launch.sh --tiny qwen2_chat {config}" in message
+
+
 def test_bf16_needs_compute_capability_8(monkeypatch, says):
     capability = {0: (8, 6), 1: (7, 5)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability.get)

@@ -25,7 +25,7 @@ import sys, torch
 from pathlib import Path
 from safetensors.torch import save_file
 sys.path.insert(0, {recipes!r})
-from harness import tiny_model
+from harness.rehearsal import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 folder = Path({folder!r}); folder.mkdir()
 tokenizer = tiny_model.make_tokenizer(tiny_model.FAMILIES["meta-llama/Llama-3.1-[78]*B"]); tokenizer.save_pretrained(folder)
@@ -46,7 +46,7 @@ index = {{name: file.name for file in folder.glob("*.safetensors") for name in s
 """
 QUANTIZE = """
 import sys; sys.path.insert(0, {recipes!r})
-import trl; from pathlib import Path; from harness import quantize
+import trl; from pathlib import Path; from harness.commands import quantize
 model = trl.ModelConfig(model_name_or_path={folder!r}, load_in_4bit=True, use_bnb_nested_quant=True,
     bnb_4bit_quant_storage="float32", dtype="bfloat16")
 quantize._quantize(model, Path({out!r}))

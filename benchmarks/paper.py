@@ -1,4 +1,4 @@
-"""The arithmetic behind the README's tables of memory, strategies and speed-up. Prints them; needs no package and no GPU.
+"""The arithmetic behind the tables of docs/: memory, strategies, speed-up, what fits. Prints them; needs no package, no GPU.
 
     python3 benchmarks/paper.py
 
@@ -67,10 +67,21 @@ def speed_up() -> list[list[str]]:
     return rows
 
 
+def largest() -> list[list[str]]:
+    """Billions of parameters whose weights, gradients and Adam fill four fifths of some GPUs; the rest is for activations."""
+    machines = ((1, 24), (2, 24), (4, 24), (1, 80), (4, 80), (8, 80))
+    methods = {"full fine-tune": 16, "LoRA on bf16 weights": 2, "QLoRA, 4-bit weights": 0.6}  # bytes a parameter
+    rows = [["method", "bytes a parameter", *(f"{gpus} × {size} GB" for gpus, size in machines)]]
+    for name, cost in methods.items():
+        fitting = [0.8 * gpus * size / cost for gpus, size in machines]
+        rows.append([name, f"{cost:g}", *(f"{billions:.{int(billions < 10)}f}B" for billions in fitting)])
+    return rows
+
+
 def markdown(rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
 
 
 if __name__ == "__main__":
-    print("\n\n".join(markdown(table()) for table in (memory, strategies, speed_up)))
+    print("\n\n".join(markdown(table()) for table in (memory, strategies, speed_up, largest)))

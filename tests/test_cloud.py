@@ -1,4 +1,4 @@
-"""The SkyPilot tasks are ones that SkyPilot reads, and start what is there."""
+"""The SkyPilot tasks are ones that SkyPilot reads, start what is there, and end by themselves."""
 
 import json
 import re
@@ -15,6 +15,7 @@ from conftest import ROOT
 
 SKYPILOT = "skypilot==0.14.1"
 TASKS = sorted((ROOT / "cloud").glob("*.yaml"))
+DOCS = (ROOT / "docs/several-machines.md").read_text()
 READ = """
 import json, sys
 import sky, yaml
@@ -22,6 +23,8 @@ given = {"env_overrides": [("BUCKET", "some-bucket")], "secrets_overrides": [("H
 task = sky.Task.from_yaml_config(yaml.safe_load(open(sys.argv[1])), **given)
 (resources,) = task.resources
 print(json.dumps({
+    "autostop": resources.autostop_config and resources.autostop_config.to_yaml_config(),
+    "controller": sky.jobs.constants.CONTROLLER_AUTOSTOP, "can be capped": hasattr(resources, "max_hourly_cost"),
     "nodes": task.num_nodes, "accelerators": resources.accelerators, "spot": resources.use_spot, "memory": resources.memory,
     "run": task.run, "setup": task.setup, "storage": {path: [s.name, s.mode.value] for path, s in task.storage_mounts.items()},
 }))
@@ -37,19 +40,37 @@ def sky_python(tmp_path_factory) -> Path:
     return folder / "bin/python"
 
 
+@pytest.fixture(scope="session")
+def as_read(sky_python, tmp_path_factory):
+    """A task as SkyPilot reads it, once a session."""
+    variables, tasks = {"HOME": str(tmp_path_factory.mktemp("home")), "PATH": "/usr/bin:/bin"}, {}
+
+    def call(path: Path) -> dict:
+        if path not in tasks:
+            process = subprocess.run([sky_python, "-c", READ, path], cwd=ROOT, env=variables, capture_output=True, text=True)
+            assert process.returncode == 0, process.stderr
+            tasks[path] = json.loads(process.stdout.splitlines()[-1])
+        return tasks[path]
+
+    return call
+
+
+def line_with(script: str, word: str) -> list[str]:
+    """The words of the one line of a shell script that has `word`."""
+    (words,) = [shlex.split(line) for line in script.replace("\\\n", " ").splitlines() if word in line]
+    return words
+
+
 def test_there_are_tasks():
     assert {task.stem for task in TASKS} == {"gpt2_xl_wikitext", "llama31_8b_lora"}
 
 
 @pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
-def test_task_is_read_and_fits_its_config(sky_python, path, tmp_path):
-    variables = {"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    process = subprocess.run([sky_python, "-c", READ, path], cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    task = json.loads(process.stdout.splitlines()[-1])
+def test_task_is_read_and_fits_its_config(as_read, path):
+    task = as_read(path)
     for script in (task["setup"], task["run"]):
         subprocess.run(["bash", "-n", "-c", script], check=True)
-    (words,) = [shlex.split(line) for line in task["run"].replace("\\\n", " ").splitlines() if "./launch.sh" in line]
+    words = line_with(task["run"], "./launch.sh")
     recipe, config, *rest = words[words.index("./launch.sh") + 1 :]
     assert recipe == path.stem
     flags.check(ROOT / f"recipes/{recipe}.py", rest)
@@ -60,3 +81,19 @@ def test_task_is_read_and_fits_its_config(sky_python, path, tmp_path):
     assert rest[rest.index("--output_dir") + 1].startswith(f"{mounted}/") and task["storage"][mounted] == ["some-bucket", "MOUNT"]
     if recipe == "gpt2_xl_wikitext":
         assert task["spot"] and task["accelerators"] == {"T4": 1} and re.match(r"32", str(task["memory"]))
+
+
+@pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
+def test_task_ends_by_itself(as_read, path):
+    """A run and an installation have a limit, and idle machines are deleted: with checkpoint, in the times docs/ gives."""
+    task = as_read(path)
+    words = line_with(task["run"], "./launch.sh")
+    run = words[words.index("timeout") : words.index("./launch.sh")]
+    assert {"--signal=TERM", "--kill-after=10m"} < set(run)
+    setup = line_with(task["setup"], "requirements.txt")
+    assert setup[0] == "timeout"
+    for limit in (run, setup[:2]):
+        assert subprocess.run([*limit, "true"]).returncode == 0, "timeout does not know these words"
+        assert f"`{shlex.join(limit)}`" in DOCS
+    assert task["autostop"] == {"idle_minutes": 10, "down": True, "wait_for": "jobs"}
+    assert task["controller"]["idle_minutes"] == 10 and task["can be capped"]  # as docs/ says

@@ -1,11 +1,13 @@
-"""What the README says can be done can be done."""
+"""What README, CONTRIBUTING and docs/ say is so: what they call can be called, what they name is there."""
 
+import importlib.util
 import json
 import os
 import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,13 +18,24 @@ from harness.start import flags
 import pytest
 from conftest import CONFIGS, RECIPES, ROOT, readme_pairs
 
-README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    shlex.split(line.removesuffix(" &"), comments=True)
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
-    if line.strip() and not line.startswith("#")
-]
+PAGES = {path: path.read_text() for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))}
+EVERYTHING = "\n".join(PAGES.values())
+COMMANDS = list(
+    {
+        line: shlex.split(line.removesuffix(" &"), comments=True)
+        for block in re.findall(r"```bash\n(.*?)```", EVERYTHING, re.DOTALL)
+        for line in block.splitlines()
+        if line.strip() and not line.startswith("#")
+    }.values()
+)
+FOLDERS = ("accelerate_configs", "benchmarks", "cloud", "docs", "recipes", "tests")
+# Where other words come from that the pages use.
+LIBRARIES = {
+    "accelerate": ["commands/launch.py", "utils/dataclasses.py"],
+    "peft": ["auto.py"],
+    "transformers": ["trainer_pt_utils.py"],
+}
+OTHERS = {"apt", "max_hourly_cost", "SBATCH_ACCOUNT"}  # of Debian, SkyPilot and SLURM
 
 
 def resolved(folder: str, extension: str, word: str) -> Path:
@@ -42,9 +55,26 @@ def test_command_is_one_that_exists(command):
         assert (ROOT / command[1]).is_file() and (ROOT / command[2]).parent.is_dir()
     elif program.startswith(".venv/bin/"):
         assert (Path(sys.executable).parent / Path(program).name).exists()
+    elif program == ".ci/run":
+        assert os.access(ROOT / program, os.X_OK)
     else:
         assert program == "./launch.sh"
         assert command[1:2] == ["--test"] or len(command) > 2
+        if command[1:3] == ["--test", "-k"]:
+            assert _selected(command[3]), "no test has these words"
+
+
+def _selected(expression: str) -> list[str]:
+    """The tests that `pytest -k` with words joined by "and" selects."""
+    files = {path.name: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    tests = [f"{name} {test}" for name, text in files.items() for test in re.findall(r"^def (test_\w+)", text, re.MULTILINE)]
+    return [test for test in tests if all(word in test for word in expression.split(" and "))]
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "--help" in c], ids=shlex.join)
+def test_help_helps(command):
+    process = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
+    assert process.returncode == 0 and "--" in process.stdout, process.stderr
 
 
 LAUNCHER = re.compile(r"(\./)?launch\.sh")
@@ -67,6 +97,8 @@ def test_training_command_passes_its_checks(command, tmp_path, monkeypatch):
     shutil.copy(resolved("recipes", "py", recipe if recipe in names else "qwen2_fineweb_edu"), path)
     if "my-org/my-llama" in rest:  # stands for a model of the reader's
         rest[rest.index("my-org/my-llama")] = "Qwen/Qwen2-0.5B"
+    if "--output_dir" in rest:  # may be a folder of a machine that is not this one
+        rest[rest.index("--output_dir") + 1] = "a run"
     flags.check(path, rest)
     processes = configs.read(str(resolved("accelerate_configs", "yaml", config)))["num_processes"]
     launched = {"recipe": str(path), "config": str(resolved("accelerate_configs", "yaml", config)), "processes": processes}
@@ -88,22 +120,77 @@ def test_the_table_names_every_recipe_and_config():
 
 def test_numbers_say_whether_they_are_measured():
     """A number of the table is marked as a forecast, or carries hardware and date."""
-    for line in README.splitlines():
+    for line in EVERYTHING.splitlines():
         if line.startswith("| `"):
             for cell in line.split("|")[6:8]:
                 assert "forecast" in cell or re.search(r"20\d\d-\d\d-\d\d", cell) or "out of memory" in cell, line
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
+        if not target.startswith("https://"):
+            name, _, heading = target.partition("#")
+            there = (page.parent / name).resolve() if name else page
+            assert there.exists() and there.is_relative_to(ROOT), target
+            assert not heading or heading in _anchors(there), target
+
+
+def _anchors(page: Path) -> list[str]:
+    """The headings of a page as GitHub writes them behind a #."""
+    headings = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def test_the_readme_is_one_sitting_and_leads_to_every_page():
+    readme = PAGES[ROOT / "README.md"]
+    assert len(readme.splitlines()) <= 220
+    assert all(f"({page.relative_to(ROOT)})" in readme for page in PAGES if page.name != "README.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_recipes_and_configs_are_there(page):
+    text = PAGES[page] + "".join((page.parent / svg).read_text() for svg in re.findall(r"\(([\w-]+\.svg)\)", PAGES[page]))
+    assert set(re.findall(r"\b\d+(?:x[a-z\d]|gpu)\w+", text)) <= {config.stem for config in CONFIGS}
+    assert set(re.findall(r"\b(?:gpt2|llama31|qwen2)_\w+", text)) <= {recipe.stem for recipe in RECIPES}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_stands_in_code_marks_is_there(page):
+    """Paths exist, flags are flags, any other word is one of the files that run or of a command above."""
+    own = "\n".join(path.read_text() for path in _files()) + " ".join(map(shlex.join, COMMANDS))
+    known = flags.known(RECIPES[0]) | set(re.findall(r"--[\w-]+", own)) | set(re.findall(r"\w+", own)) | OTHERS
+    known |= {path.stem for path in _files()}
+    for span in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)):
+        for word in span.split():
+            if word.startswith("--"):
+                name = word.split("=")[0]
+                assert name in known or name[2:] in known, f"{name} is no flag: {span}"
+            elif word.split("/")[0] in FOLDERS:
+                assert (ROOT / word).exists(), word
+            else:
+                assert set(re.findall(r"\b[A-Za-z]\w*", word)) <= known, f"{word} is nowhere: {span}"
+
+
+def _files() -> list[Path]:
+    """All that runs, but tests, and the libraries' files that are spoken of."""
+    below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml")]
+    theirs = [
+        Path(importlib.util.find_spec(package).origin).parent / name for package in LIBRARIES for name in LIBRARIES[package]
+    ]
+    own = [path for path in below if "tests" not in path.relative_to(ROOT).parts]
+    return [*own, *theirs, *(ROOT / name for name in ("launch.sh", ".ci/run", "requirements.txt", ".gitignore"))]
 
 
 def test_the_tables_are_what_the_arithmetic_says():
     paper = runpy.run_path(str(ROOT / "benchmarks/paper.py"))
-    for table in (paper["memory"], paper["strategies"], paper["speed_up"]):
-        assert paper["markdown"](table()) in README
+    for table in (paper["memory"], paper["strategies"], paper["speed_up"], paper["largest"]):
+        assert paper["markdown"](table()) in EVERYTHING
     total = {row[0]: row[1:] for row in paper["memory"]()}
     assert total["total"][:2] == ["140.0 GB", "70.0 GB"]  # as in the source
     named = set(re.findall(r"`(\w+)`", "".join(row[-1] for row in paper["strategies"]())))
     assert named == {config.stem for config in CONFIGS if config.stem.startswith(("2x4", "3x", "4gpu"))}
+    drawn = (ROOT / "docs/what-each-gpu-keeps.svg").read_text()
+    sums = zip(re.findall(r">(\w*gpu\w*)<", drawn), re.findall(r">([\d.]+ GB) on each GPU<", drawn), strict=True)
+    for config, gigabytes in sums:
+        assert gigabytes == next(row[4] for row in paper["strategies"]() if f"`{config}`" in row[-1]), config

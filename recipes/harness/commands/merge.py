@@ -3,16 +3,14 @@
 An adapter is added to the model it was trained on; a sharded checkpoint of an unfinished run is put together.
 """
 
-import json
 import shutil
 import sys
 from pathlib import Path
 
 from harness.commands.quantize import SOURCE
+from harness.commands.shards import Shards
 from harness.folder import MARK, read_json
 from harness.launched import fail, say
-
-SHARD = 4_000_000_000  # bytes of weights in a file of a model put together from a checkpoint
 
 
 def main(run: str, out: str = ""):
@@ -79,28 +77,19 @@ def _read(checkpoint: Path, names: list[str] | None) -> dict:
 def _put_together(checkpoint: Path, draft: Path):
     """A plain model from a sharded checkpoint, in the dtype of the model the run began with."""
     import torch
-    from safetensors.torch import save_file
     from torch.distributed.checkpoint import FileSystemReader
+    from tqdm import tqdm
     from transformers import AutoConfig, AutoTokenizer
 
     base = read_json(checkpoint / MARK)["model"]
     config = AutoConfig.from_pretrained(base)
-    dtype = config.dtype or torch.float32
-    metadata = FileSystemReader(checkpoint / "pytorch_model_fsdp_0").read_metadata().state_dict_metadata
-    names = [name for name in metadata if not (config.tie_word_embeddings and name.endswith("lm_head.weight"))]
-    groups, size = [[]], 0
-    for name in names:
-        if size > SHARD:
-            groups, size = [*groups, []], 0
-        groups[-1].append(name)
-        size += metadata[name].size.numel() * dtype.itemsize
-    index = {}
-    for number, group in enumerate(groups, 1):
-        file = f"model-{number:05}-of-{len(groups):05}.safetensors"
-        state = {name.removeprefix("model."): tensor.to(dtype) for name, tensor in _read(checkpoint, group).items()}
-        save_file(state, draft / file, {"format": "pt"})
-        index |= dict.fromkeys(state, file)
-    (draft / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2))
+    names = FileSystemReader(checkpoint / "pytorch_model_fsdp_0").read_metadata().state_dict_metadata
+    files = Shards(draft, size=4_000_000_000)
+    for name in tqdm(names, desc="Merging", unit="weight"):
+        if not (config.tie_word_embeddings and name.endswith("lm_head.weight")):
+            (tensor,) = _read(checkpoint, [name]).values()
+            files.add({name.removeprefix("model."): tensor.to(config.dtype or torch.float32)})
+    files.close()
     config.save_pretrained(draft)
     AutoTokenizer.from_pretrained(base).save_pretrained(draft)
 

@@ -9,6 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
+from harness.commands.shards import Shards
 from harness.folder import write_json
 from harness.launched import fail, say
 from harness.rehearsal import stand_ins
@@ -69,7 +70,7 @@ def _quantize(model, folder: Path):
     source, missing = Path(model.model_name_or_path), set(linear)
     if not source.is_dir():
         source = Path(snapshot_download(str(source), revision=model.model_revision, allow_patterns=["*.safetensors"]))
-    files = _Files(folder)
+    files = Shards(folder)
     for shard in sorted(source.glob("*.safetensors")):
         with safe_open(shard, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (safe_open is no dict)
@@ -101,32 +102,6 @@ def _packed(name: str, weight, settings) -> dict:
     ).to("cpu")
     state = {f"{name}.{part}": tensor for part, tensor in packed.quant_state.as_dict(packed=True).items()}
     return {name: packed.data, **state}
-
-
-class _Files:
-    """Writes tensors into safetensors files of about two gigabytes, and their index."""
-
-    def __init__(self, folder: Path, size: int = 2_000_000_000):
-        self.folder, self.size, self.index, self.waiting = folder, size, {}, {}
-        folder.mkdir(parents=True)
-
-    def add(self, tensors: dict):
-        self.waiting |= tensors
-        if sum(tensor.nbytes for tensor in self.waiting.values()) > self.size:
-            self._write()
-
-    def _write(self):
-        from safetensors.torch import save_file
-
-        file = f"model-{len(set(self.index.values())) + 1:05}.safetensors"
-        save_file(self.waiting, self.folder / file, {"format": "pt"})
-        self.index |= dict.fromkeys(self.waiting, file)
-        self.waiting = {}
-
-    def close(self):
-        if self.waiting:
-            self._write()
-        write_json(self.folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": self.index})
 
 
 def substitute(model, args):

@@ -1,8 +1,17 @@
 """The base stays in 4 bits and is named; text and conversations are both data."""
 
+from types import SimpleNamespace
+
+from harness.run import sharding
+from harness.start import loading
+
+import pytest
+import torch
 from conftest import read
 from peft import AutoPeftModelForCausalLM
 from torch.distributed.checkpoint import FileSystemReader
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from trl import ModelConfig, SFTConfig
 
 
 def test_text_and_chat_data_for_the_70b(build_trainer):
@@ -25,3 +34,31 @@ def test_qlora_keeps_the_base_and_names_it(rehearse, workplace):
     assert saved and all("lora_" in name for name in saved)
     model = AutoPeftModelForCausalLM.from_pretrained(run)
     assert sum(weight.abs().sum() for name, weight in model.named_parameters() if "lora_B" in name) > 0
+
+
+def test_adapter_and_adam_are_float32(rehearse):
+    """In bf16 Adam's second moment would never come down again: its decay of 0.1 % a step is below bf16's rounding."""
+    run = rehearse("llama31_70b_qlora", "2x3090_qlora")
+    parts = [FileSystemReader(run / "checkpoint-30" / name).read_metadata() for name in ("pytorch_model_fsdp_0", "optimizer_0")]
+    for tensors in (part.state_dict_metadata for part in parts):
+        assert {entry.properties.dtype for entry in tensors.values() if hasattr(entry, "properties")} == {torch.float32}
+    assert sum("exp_avg_sq" in name for name in parts[1].state_dict_metadata) == len(parts[0].state_dict_metadata)
+
+
+def test_the_base_is_loaded_into_host_ram(monkeypatch):
+    """With a GPU there, and whatever SFTTrainer asks for: transformers takes None for the GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(loading, "attention", lambda: None)
+    monkeypatch.setattr(Bnb4BitHfQuantizer, "update_device_map", Bnb4BitHfQuantizer.update_device_map)
+    quantizer = object.__new__(Bnb4BitHfQuantizer)
+    assert quantizer.update_device_map(None) == {"": 0}
+    loading.complete(SFTConfig(use_cpu=True, bf16=False), ModelConfig("some/model", load_in_4bit=True), sharded=True)
+    assert quantizer.update_device_map(None) == {"": "cpu"}
+
+
+def test_a_base_on_a_gpu_stops_the_run():
+    layer = SimpleNamespace(device=torch.device("cuda:0"), requires_grad=False)
+    model = SimpleNamespace(is_loaded_in_4bit=True, parameters=lambda: [layer], named_parameters=lambda: [("layer.0", layer)])
+    with pytest.raises(RuntimeError, match=r"layer\.0 is on a GPU before it is sharded"):
+        sharding.prepare_4bit(SimpleNamespace(model=model, is_fsdp_enabled=True))

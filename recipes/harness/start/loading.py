@@ -11,13 +11,23 @@ def complete(args, model, sharded: bool):
         # FSDP2 shards floating-point parameters only, and keeps their bits when it need not cast them.
         model.bnb_4bit_quant_storage = model.bnb_4bit_quant_storage or "float32"
         model.dtype = "bfloat16"
+        _into_host_ram()
     if hasattr(args, "model_init_kwargs"):
         given = args.model_init_kwargs or {}
         given = json.loads(given) if isinstance(given, str) else given
         kwargs = {"dtype": model.dtype, "revision": model.model_revision, "attn_implementation": model.attn_implementation}
-        if is_4bit:
-            kwargs["device_map"] = {"": "cpu"}  # never the whole model on one GPU
         args.model_init_kwargs = {**kwargs, **given}
+
+
+def _into_host_ram():
+    """Never the whole 4-bit model on one GPU: FSDP moves a layer at a time there, to shard it.
+
+    A `device_map` of ours would not do: SFTTrainer (trl 1.16) sets None in every distributed run, which transformers takes
+    for the current GPU.
+    """
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    Bnb4BitHfQuantizer.update_device_map = lambda self, device_map: {"": "cpu"}
 
 
 def attention() -> str | None:

@@ -31,8 +31,8 @@ def strategies() -> list[list[str]]:
     ring = (GPUS - 1) / GPUS
     across = f"{2 * (NODES - 1) / NODES / GPUS:.2f} across"
     sharded = (4 / GPUS, 4 / GPUS, 8 / GPUS)
-    # A gather for the forward and one for the backward pass of each micro-batch, and one reduction of the gradients.
-    one, four = f"{3 * ring:.2f}", f"{2 * MICRO_BATCHES * ring + ring:.2f}"
+    # A gather for the forward and one for the backward pass of each micro-batch, and a reduction of its gradients.
+    one, four = f"{3 * ring:.2f}", f"{3 * MICRO_BATCHES * ring:.2f}"
     table = [  # name, bytes of weights, gradients and Adam for each parameter, model sizes sent, config
         ("DDP, ZeRO-0", (4, 4, 8), f"{2 * ring:.2f}", f"{2 * ring:.2f}", "`4gpu_ddp`"),
         ("ZeRO-1", (4, 4, 8 / GPUS), f"{2 * ring:.2f}", f"{2 * ring:.2f}", "none: ZeRO-2 sends no more"),

@@ -18,7 +18,7 @@ FSDP2_KEYS = BOOLEANS | {
     "fsdp_ignored_modules",
 }
 # Read by harness/run/sharding.py; accelerate passes over them.
-HARNESS_KEYS = {"fsdp_reshard_after_backward", "fsdp_reduce_dtype"}
+HARNESS_KEYS = {"fsdp_reshard_after_backward", "fsdp_reduce_each_batch", "fsdp_reduce_dtype"}
 NOT_NEEDED = "FSDP2 does it by itself; delete the line"
 FSDP1_WORDS = {
     "fsdp_min_num_params": "layers are wrapped by fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP; delete the line",
@@ -83,11 +83,13 @@ def _fsdp2(name: str, fsdp: dict):
         fail(f"{name}: fsdp_version is {fsdp.get('fsdp_version', 'missing, which accelerate takes as 1')}: write fsdp_version: 2")
     if fsdp.get("fsdp_auto_wrap_policy") != "TRANSFORMER_BASED_WRAP":
         fail(f"{name}: write fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, one FSDP unit a transformer layer")
-    for key in (BOOLEANS | {"fsdp_reshard_after_backward"}) & fsdp.keys():
+    for key in (BOOLEANS | HARNESS_KEYS - {"fsdp_reduce_dtype"}) & fsdp.keys():
         if not isinstance(fsdp[key], bool):
             fail(f"{name}: {key} is {fsdp[key]!r}, expected true or false")
     if fsdp.get("fsdp_reshard_after_backward") is False and fsdp.get("fsdp_reshard_after_forward") is not False:
         fail(f"{name}: fsdp_reshard_after_backward: false needs fsdp_reshard_after_forward: false, or nothing stays gathered")
+    if fsdp.get("fsdp_reduce_each_batch") and fsdp.get("fsdp_reshard_after_backward") is False:
+        fail(f"{name}: fsdp_reduce_each_batch: true saves memory, fsdp_reshard_after_backward: false spends it: take one of them")
     if fsdp.get("fsdp_reduce_dtype", "float32") not in ("float32", "bfloat16", "float16"):
         fail(f"{name}: fsdp_reduce_dtype is {fsdp['fsdp_reduce_dtype']!r}, expected float32, bfloat16 or float16")
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import read
 from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from trl import ModelConfig, SFTConfig
@@ -30,6 +31,12 @@ def test_qlora_keeps_the_base_and_names_it(rehearse, workplace):
     stand_in = next((workplace / "outputs/tiny/.stand-ins").glob("meta-llama--Llama-3.1-70B-*"))
     assert read(run, "adapter_config.json")["base_model_name_or_path"] == str(stand_in)
     assert not list(run.glob("model*.safetensors"))
+    parameters = {
+        name: sum(w.numel() for w in load_file(next(run_or_base.glob("*.safetensors"))).values())
+        for name, run_or_base in (("adapter", run), ("base", stand_in))
+    }
+    assert read(run)["trainable_params_b"] == pytest.approx(parameters["adapter"] / 1e9, abs=1e-6)
+    assert read(run)["model_params_b"] == pytest.approx(sum(parameters.values()) / 1e9, abs=1e-6)  # not of packed bytes
     saved = FileSystemReader(run / "checkpoint-30/pytorch_model_fsdp_0").read_metadata().state_dict_metadata
     assert saved and all("lora_" in name for name in saved)
     model = AutoPeftModelForCausalLM.from_pretrained(run)

@@ -127,11 +127,16 @@ def count(rehearse, two_by_two, tmp_path):
     return call
 
 
-def test_one_gather_and_one_reduction_a_step(count):
-    """However many micro-batches; the gradients are the same. In a hybrid config only gradients leave the node."""
-    usual, usual_run = count("usual")
-    once, once_run = count("once", fsdp_reshard_after_forward=False, fsdp_reshard_after_backward=False)
+def test_one_gather_or_whole_gradients_a_step(count):
+    """However many micro-batches. In a hybrid config only gradients leave the node, once."""
+    sharded, sharded_run = count("gradients stay sharded")
+    usual, usual_run = count("usual", fsdp_reduce_each_batch=False)
+    once, once_run = count(
+        "once", fsdp_reduce_each_batch=False, fsdp_reshard_after_forward=False, fsdp_reshard_after_backward=False
+    )
     assert losses(once_run) == losses(usual_run)
+    for step, (loss, grad_norm) in losses(sharded_run).items():  # added up in another order
+        assert (loss, grad_norm) == pytest.approx(losses(usual_run)[step], rel=1e-3)
     model = once["parameters"]
 
     def total(step, kind):
@@ -141,13 +146,14 @@ def test_one_gather_and_one_reduction_a_step(count):
     for step in once["steps"]:
         gathers = [size for name, _, size in step if name == "all_gather_single"]
         assert len(gathers) == units and sum(gathers) == pytest.approx(model, rel=0.01)
-    for step in usual["steps"]:
+    for step in usual["steps"] + sharded["steps"]:
         # Each of four micro-batches gathers every layer for the forward and again for the backward pass.
         assert total(step, "all_gather_single") > 4 * model
-    for step in once["steps"] + usual["steps"]:
-        assert total(step, "reduce_scatter_single") == pytest.approx(model, rel=0.01)
-        for name, ranks, _ in step:
-            if name != "all_reduce":
-                assert ranks == [0, 1], "weights of rank 0 are gathered inside its node"
-        crossing = [size for name, ranks, size in step if name == "all_reduce" and ranks == [0, 2]]
-        assert sum(crossing) == pytest.approx(model / 2, rel=0.01)  # the half of the gradients that rank 0 keeps
+    for run, reductions in ((sharded, 4), (usual, 1), (once, 1)):
+        for step in run["steps"]:
+            assert total(step, "reduce_scatter_single") == pytest.approx(reductions * model, rel=0.01)
+            for name, ranks, _ in step:
+                if name != "all_reduce":
+                    assert ranks == [0, 1], "weights of rank 0 are gathered inside its node"
+            crossing = [size for name, ranks, size in step if name == "all_reduce" and ranks == [0, 2]]
+            assert sum(crossing) == pytest.approx(model / 2, rel=0.01)  # the half of the gradients that rank 0 keeps

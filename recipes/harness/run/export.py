@@ -9,6 +9,7 @@ from harness.launched import say
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel
 
@@ -20,6 +21,8 @@ def save(trainer):
     """
     folder, draft = Path(trainer.args.output_dir), Path(trainer.args.output_dir, ".model.draft")
     model = trainer.accelerator.unwrap_model(trainer.model)
+    for unit in [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]:
+        unit.reshard()  # after an evaluation some weights may still be gathered, rounded to the compute dtype
     state = _weights(model, trainer)
     if trainer.is_world_process_zero():
         shutil.rmtree(draft, ignore_errors=True)
@@ -95,6 +98,7 @@ def sample(trainer, is_rehearsal: bool, prompts: int = 3):
                 top_p=0.9,
                 pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
                 use_cache=True,
+                synced_gpus=trainer.accelerator.num_processes > 1,  # a process that has met the end goes on for the others
             )
         shown.append(f"> {tokenizer.decode(prompt)}\n{tokenizer.decode(out[0][len(prompt) :], skip_special_tokens=True)}\n")
     expectation = "; random weights make little sense" if is_rehearsal else ""

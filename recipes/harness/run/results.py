@@ -32,6 +32,12 @@ class Effort:
         before = read_json(checkpoint / MARK).get("effort", {}) if checkpoint else {}
         self.tokens, self.seconds, self._began = before.get("tokens", 0), before.get("seconds", 0.0), time.monotonic()
         self._next = trainer.get_batch_samples
+        model = trainer.model  # now, for what is sharded no longer says how many parameters 4-bit weights are
+        self.parameters = (
+            model.get_nb_trainable_parameters()
+            if hasattr(model, "get_nb_trainable_parameters")
+            else (model.num_parameters(only_trainable=True), model.num_parameters())
+        )
         trainer.get_batch_samples = self._get_batch_samples
 
     def _get_batch_samples(self, *args, **kwargs):
@@ -82,19 +88,21 @@ def write(trainer, outcome, evaluation: dict, effort: Effort, resumed_from: int)
     accelerator, state = trainer.accelerator, trainer.state
     unit = 1 if sys.platform == "darwin" else 1024
     gpu = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+    reserved = torch.cuda.max_memory_reserved() / 1e9 if torch.cuda.is_available() else 0.0
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-    ranks = gather_object([(os.environ.get("GROUP_RANK", "0"), gpu, host, trainer.is_fsdp_enabled)])
-    hosts = {node: sum(h for n, _, h, _ in ranks if n == node) for node, *_ in ranks}
-    parameters = list(trainer.model.parameters())
+    ranks = gather_object([(os.environ.get("GROUP_RANK", "0"), gpu, host, trainer.is_fsdp_enabled, reserved)])
+    hosts = {node: sum(h for n, _, h, *_ in ranks if n == node) for node, *_ in ranks}
+    trainable, parameters = effort.parameters
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     seconds = effort.seconds + (outcome.metrics["train_runtime"] if outcome else 0.0)
     results = read_json(Path(trainer.args.output_dir, RUN)) | {
-        "fsdp_enabled": all(enabled for *_, enabled in ranks),
+        "fsdp_enabled": all(enabled for *_, enabled, _ in ranks),
         "world_size": accelerator.num_processes,
         "num_nodes": len(hosts),
-        "model_params_b": round(sum(p.numel() for p in parameters) / 1e9, 6),
-        "trainable_params_b": round(sum(p.numel() for p in parameters if p.requires_grad) / 1e9, 6),
+        "model_params_b": round(parameters / 1e9, 6),
+        "trainable_params_b": round(trainable / 1e9, 6),
         "peak_gpu_gb": round(max(g for _, g, *_ in ranks), 3),
+        "peak_gpu_reserved_gb": round(max(r for *_, r in ranks), 3),
         "peak_host_gb": round(max(hosts.values()), 3),
         "final_loss": losses[-1] if losses else (outcome.training_loss if outcome else None),
         **{name: evaluation[name] for name in ("eval_loss",) if name in evaluation},

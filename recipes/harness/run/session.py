@@ -36,6 +36,8 @@ def _train(trainer):
     sharding.set_precision(trainer, config.get("fsdp_config", {}).get("fsdp_reduce_dtype", "float32"))
     sharding.prepare_4bit(trainer)
     sharding.BytesCheck(trainer.model)
+    if trainer.accelerator.ddp_handler:
+        trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # or DDP would hold the gradients twice
     streams.keep_together(trainer)
     checkpoint = checkpoints.newest(trainer.args)
     resumed_from = int(checkpoint.name.split("-")[1]) if checkpoint else 0

@@ -103,8 +103,11 @@ class AfterWrapping(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if self.config:
             verify(model, self.accelerator, self.config, self.processes)
-        if self.config.get("fsdp_config", {}).get("fsdp_reshard_after_backward") is False:
+        fsdp = self.config.get("fsdp_config", {})
+        if fsdp.get("fsdp_reshard_after_backward") is False:
             gather_once(model)
+        if fsdp.get("fsdp_reduce_each_batch"):
+            reduce_each_batch(model)
         keep_head_gathered(model)
 
 
@@ -121,6 +124,14 @@ def gather_once(model):
         model.set_reshard_after_backward(requires_gradient_sync, recurse=recurse)
 
     model.set_requires_gradient_sync = set_both
+
+
+def reduce_each_batch(model):
+    """Gradients that accumulate stay sharded: each micro-batch reduces its own inside a replica, the last one across replicas.
+
+    Price: a reduction for every micro-batch. Without it FSDP keeps whole float32 gradients on every GPU until the step.
+    """
+    model.set_requires_gradient_sync = model.set_requires_all_reduce
 
 
 def verify(model, accelerator, config: dict, processes: int):

@@ -87,6 +87,7 @@ def _read(config_class, defaults: dict, launched: Launched, config: dict) -> tup
         "output_dir": folder.default(launched, sys.argv[0]),
         "logging_nan_inf_filter": False,  # a NaN loss is to be seen
         "disable_tqdm": not sys.stderr.isatty(),  # in a log file a bar is a thousand lines
+        "ddp_find_unused_parameters": False,  # transformers would search for some in every step
         "save_total_limit": 2,  # the newest checkpoint may be cut short by a kill; the one before it is whole
         **({"use_cpu": True} if launched.on_cpu else {}),
         **_from_config(config, defaults),
@@ -103,6 +104,9 @@ def _read(config_class, defaults: dict, launched: Launched, config: dict) -> tup
         fail(str(error).split("\n")[0])
     if rest:
         fail(flags.unknown(rest[0], [option for action in parser._actions for option in action.option_strings]))
+    args = parsed[1]
+    if not any(word.split("=")[0] == "--per_device_eval_batch_size" for word in sys.argv):
+        args.per_device_eval_batch_size = min(args.per_device_eval_batch_size, args.per_device_train_batch_size)
     return parsed
 
 

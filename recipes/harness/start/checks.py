@@ -31,10 +31,21 @@ def versions():
 
 
 def gpu_count() -> int:
-    """GPUs this process may use."""
+    """GPUs this process may use. Fails when they are there and CUDA is not."""
     import torch
 
-    return torch.cuda.device_count()
+    count = torch.cuda.device_count()  # of the driver
+    if count and not torch.cuda.is_available():
+        try:
+            torch.cuda.init()
+            reason = "no reason given"
+        except RuntimeError as error:
+            reason = str(error)
+        fail(
+            f"{count} GPU{'s' * (count > 1)} and no CUDA for PyTorch {torch.__version__}: {reason[:300]} Update the driver, or "
+            "set PYTHON to an environment with a PyTorch for it; to rehearse on the CPU, CUDA_VISIBLE_DEVICES=''"
+        )
+    return count
 
 
 def bf16(config: dict, name: str, gpus: int):

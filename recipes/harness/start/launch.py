@@ -138,6 +138,7 @@ def _prepare_environment(launch: Launched):
     """What the libraries read while they are imported, and what every process should find."""
     os.environ.pop("PYTHONSAFEPATH", None)  # a recipe may import what lies beside it
     os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file when they are known
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less of a GPU's memory is lost between blocks
     os.environ.setdefault("LOGLEVEL", "ERROR")  # torchrun's: it warns about every signal it passes on
     if launch.tiny:
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -149,6 +150,8 @@ def _accelerate(launch: Launched, config: dict) -> list[str] | None:
     # accelerate gives every process one thread; an optimizer on the CPU (offload) needs every core, a rehearsal only one.
     threads = 1 if launch.on_cpu else max(1, _cores() * launch.nodes // launch.processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if launch.on_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a machine with too few GPUs is as good as one without
     if config["distributed_type"] == "NO":
         # One process that sees several GPUs would be given nn.DataParallel by transformers.
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]

@@ -113,10 +113,10 @@ def test_launchers_check_in_turn_and_end_together(start_two, tmp_path, commands,
 
 LATE = """
 import sys, time
-from harness.nodes import gather, meeting
+from harness.nodes import board, meeting
 from harness.nodes.machines import Nodes
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-gather.NOTICE = 1
+board.NOTICE = 1
 time.sleep(7 * rank)
 with meeting.Meeting(Nodes(2, rank, "127.0.0.1", port), {}):
     print("all here")

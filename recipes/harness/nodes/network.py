@@ -1,5 +1,6 @@
 """The network between the processes that train: tried before the model loads, explained when it breaks."""
 
+import contextlib
 import os
 import re
 import socket
@@ -24,21 +25,29 @@ def meet(device, seconds: float = 120):
     import torch
     import torch.distributed as dist
 
-    # A thread, because NCCL can hang where no timeout of its own reaches.
-    watch = threading.Timer(seconds, give_up, [f"no answer within {seconds:.0f} s"])
+    with limit(seconds, give_up, f"no answer within {seconds:.0f} s"):
+        numbers = torch.full((65_536,), dist.get_rank() + 1.0, device=device)
+        try:
+            dist.all_reduce(numbers)
+            expected = dist.get_world_size() * (dist.get_world_size() + 1) / 2
+            wrong = int((numbers != expected).sum())
+        except RuntimeError as error:
+            give_up(error)
+        if wrong:
+            give_up(f"{wrong} of {len(numbers)} sums were wrong")
+
+
+@contextlib.contextmanager
+def limit(seconds: float, end, reason):
+    """Calls `end(reason)` when the block takes longer: from a thread, for torch can hang where no timeout of its own reaches."""
+    watch = threading.Timer(seconds, end, [reason])
     watch.daemon = True
     watch.start()
-    numbers = torch.full((65_536,), dist.get_rank() + 1.0, device=device)
     try:
-        dist.all_reduce(numbers)
-        expected = dist.get_world_size() * (dist.get_world_size() + 1) / 2
-        wrong = int((numbers != expected).sum())
-    except RuntimeError as error:
-        give_up(error)
-    if wrong:
-        give_up(f"{wrong} of {len(numbers)} sums were wrong")
-    watch.cancel()
-    watch.join()
+        yield
+    finally:
+        watch.cancel()
+        watch.join()
 
 
 def give_up(reason: Exception | str):

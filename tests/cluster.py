@@ -96,7 +96,15 @@ class Slurm(Nodes):
     """The same machines under SLURM: `run` calls sbatch, scontrol and the like as a person on the head node does."""
 
     def __enter__(self):
+        self.daemons, self.variables = [], {}
         super().__enter__()
+        try:
+            return self._begin()
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _begin(self):
         folder = self.folder
         for name in ("state", *self.names):
             (folder / name).mkdir(exist_ok=True)
@@ -105,7 +113,6 @@ class Slurm(Nodes):
         self.variables = {"SLURM_CONF": str(folder / "slurm.conf")}
         (folder / "slurm.conf").write_text(self._conf())
         log = (folder / "daemons.log").open("w")
-        self.daemons = []
         munged = ["munged", "--foreground", "--force", f"--key-file={folder}/munge.key", f"--socket={folder}/munge.socket"]
         munged += [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("pid-file", "log-file", "seed-file")]
         environment = os.environ | self.variables

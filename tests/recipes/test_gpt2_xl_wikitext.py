@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import read
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 
@@ -34,3 +35,13 @@ def test_every_node_reports(rehearse):
     (report,) = read(run)["nodes"]
     assert report.keys() == {"node", "fsdp_enabled", "world_size", "model_params_b", "peak_gpu_gb", "final_loss"}
     assert report["world_size"] == 3 and report["fsdp_enabled"]
+
+
+def test_what_is_saved_is_not_rounded(rehearse, launch, tmp_path):
+    """After an evaluation the weights may still be gathered, in fp16; the model on disk is the float32 one."""
+    run = rehearse("gpt2_xl_wikitext", "3xt4_full_shard")
+    process = launch("--merge", run / "checkpoint-30", tmp_path / "merged")
+    assert process.returncode == 0, process.stderr
+    saved, merged = (load_file(next(folder.glob("model*.safetensors"))) for folder in (run, tmp_path / "merged"))
+    assert saved.keys() == merged.keys() and all(torch.equal(saved[name], weight) for name, weight in merged.items())
+    assert any((weight != weight.half().float()).any() for weight in saved.values())

@@ -46,3 +46,22 @@ def test_refused_in_one_line(arguments, words, tmp_path, monkeypatch, capsys):
     for word in words:
         assert word in message
     assert not (tmp_path / "outputs/tiny" / recipe).exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], 1),  # a rehearsal's own
+        (["--per_device_eval_batch_size", "3"], 3),
+        (["--per_device_eval_batch_size=3"], 3),
+    ],
+)
+def test_evaluation_batches_are_not_larger_than_those_of_training(build_trainer, flags, expected):
+    """Unless a flag says so; transformers' own 8 would be the largest of the run."""
+    trainer = build_trainer("qwen2_chat", "--per_device_train_batch_size", "2", *flags)
+    assert trainer.args.per_device_eval_batch_size == expected
+
+
+def test_ddp_searches_no_unused_parameters(build_trainer):
+    assert build_trainer("qwen2_chat", "--use_peft").args.ddp_find_unused_parameters is False
+    assert build_trainer("qwen2_chat", "--ddp_find_unused_parameters", "true").args.ddp_find_unused_parameters is True

@@ -1,5 +1,7 @@
 """The hardware and the packages: what does not fit is said before anything is spawned."""
 
+import os
+
 from harness.launched import Launched
 from harness.start import checks, launch, loading
 
@@ -13,6 +15,7 @@ CONFIG = {"num_processes": 2, "num_machines": 1, "mixed_precision": "bf16"}
 def test_a_rehearsal_uses_the_gpus_only_when_they_are_enough(monkeypatch, gpus, on_cpu):
     """Two machines of four GPUs are eight processes on this one."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     launched = Launched(config="hybrid.yaml", processes=8, tiny=True)
     launch._hardware({"mixed_precision": "bf16"}, launched)
@@ -25,6 +28,30 @@ def test_gpus_that_are_missing(monkeypatch, says, config, gpus):
     launched = Launched(recipe="recipes/qwen2_chat.py", config=f"accelerate_configs/{config}.yaml", processes=int(gpus[0]))
     message = says(launch._hardware, CONFIG, launched)
     assert f"needs {gpus}, and this machine has none" in message and f"./launch.sh --tiny qwen2_chat {config}" in message
+
+
+def test_a_driver_too_old_for_pytorch(monkeypatch, says):
+    """NVML counts the GPUs of such a machine; CUDA says no, and why when it is made to begin."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def begin():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11080).")
+
+    monkeypatch.setattr(torch.cuda, "init", begin)
+    message = says(checks.gpu_count)
+    assert "2 GPUs and no CUDA for PyTorch" in message and "too old (found version 11080)" in message
+    assert "Update the driver" in message and "PYTHON" in message
+
+
+def test_a_rehearsal_on_the_cpu_does_not_see_the_gpus(monkeypatch, tmp_path):
+    """FSDP asks PyTorch which accelerator there is; with one GPU for four processes the answer would be that one."""
+    monkeypatch.setattr(os, "environ", dict(os.environ) | {"CUDA_VISIBLE_DEVICES": "0"})
+    config = {"distributed_type": "FSDP"}
+    launch._accelerate(Launched(config="c.yaml", processes=4, tiny=True, on_cpu=False), config)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+    launch._accelerate(Launched(config="c.yaml", processes=4, tiny=True, on_cpu=True), config)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_bf16_needs_compute_capability_8(monkeypatch, says):

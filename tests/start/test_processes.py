@@ -154,14 +154,17 @@ def _session(pid: int) -> int:
         return 0
 
 
-def test_a_signal_to_every_process_at_once(session, workplace):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)])
+def test_a_signal_to_every_process_at_once(session, workplace, number, code):
     """As SLURM sends it, to whatever runs in the job: the server lives on, a checkpoint is written, nothing is left."""
-    run = workplace / "runs/signalled"
+    run = workplace / f"runs/signalled-{code}"
     process, log, alive = session(run)
     wait_until(lambda: log.read_text().count("{'loss'") > 1, 120, log.read_text)
-    os.killpg(process.pid, signal.SIGUSR1)
-    assert process.wait(timeout=60) == 75, log.read_text()
-    assert "Stopped by SIGUSR1 at step" in log.read_text() and "Traceback" not in log.read_text()
+    for one in alive():
+        one.send_signal(number)
+    assert process.wait(timeout=60) == code, log.read_text()
+    assert f"Stopped by {number.name} at step" in log.read_text() and "Traceback" not in log.read_text()
+    assert "Warning" not in log.read_text()
     wait_until(lambda: not alive(), 20, lambda: str(alive()))
     assert list(run.glob("checkpoint-*/complete.json"))
 

@@ -78,6 +78,7 @@ def _fork():
     global is_server, stdin
     server = forkserver._forkserver
     resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)  # again: it has unblocked SIGTERM
     with socket(AF_UNIX) as listener:
         server._forkserver_address = connection.arbitrary_address("AF_UNIX")
         listener.bind(server._forkserver_address)

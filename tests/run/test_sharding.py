@@ -26,7 +26,7 @@ def without_dropout(tmp_path, rehearse, workplace):
     return folder
 
 
-SHORT = ["--max_steps", "8", "--logging_steps", "1", "--gradient_accumulation_steps", "1", "--eval_strategy", "no"]
+SHORT = ["--max_steps", "5", "--logging_steps", "1", "--gradient_accumulation_steps", "1", "--eval_strategy", "no"]
 SHORT += ["--learning_rate", "3e-3", "--bf16", "false", "--fp16", "false"]
 
 
@@ -50,11 +50,11 @@ def test_sharded_equals_unsharded(rehearse, build_trainer, without_dropout, two_
     one = build_trainer(recipe, *SHORT, *flags, "--per_device_train_batch_size", str(processes), "--save_strategy", "no")
     one.train()
     unsharded = {entry["step"]: (entry["loss"], entry["grad_norm"]) for entry in one.state.log_history if "loss" in entry}
-    assert len(unsharded) == 8 and unsharded.keys() == losses(run).keys()
+    assert len(unsharded) == 5 and unsharded.keys() == losses(run).keys()
     for step, (loss, grad_norm) in losses(run).items():
         in_4bit = "70b" in recipe  # computes in bf16
-        assert loss == pytest.approx(unsharded[step][0], abs=1e-2 if in_4bit else 1e-3)
-        assert grad_norm == pytest.approx(unsharded[step][1], rel=1e-1 if in_4bit else 1e-2)
+        assert loss == pytest.approx(unsharded[step][0], abs=1e-2 if in_4bit else 1e-4)
+        assert grad_norm == pytest.approx(unsharded[step][1], rel=1e-1 if in_4bit else 1e-3)
 
 
 def test_loss_is_float32_under_bf16(rehearse):

@@ -1,8 +1,10 @@
 """The stand-ins: same architecture, same special tokens, same columns; real text; the same on every machine."""
 
+import shutil
 import types
+from pathlib import Path
 
-from harness.rehearsal import stand_ins, tiny_data
+from harness.rehearsal import stand_ins, tiny_data, tiny_model
 
 import pytest
 from datasets import load_dataset
@@ -57,6 +59,22 @@ def test_qwen2(made):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
+@pytest.mark.parametrize(("name", "eos"), [("", "<|endoftext|>"), ("-Instruct", "<|im_end|>")])
+def test_a_chat_model_ends_its_turns(name, eos):
+    family = tiny_model.family_of(f"Qwen/Qwen2-0.5B{name}")
+    assert tiny_model.make_tokenizer(family).eos_token == eos
+    assert tiny_model.family_of(f"Qwen/Qwen3-0.6B{name}") is None
+
+
+def test_stand_ins_are_made_anew_when_what_makes_them_changes(monkeypatch, tmp_path):
+    room = shutil.copytree(Path(stand_ins.__file__).parent, tmp_path / "rehearsal")
+    monkeypatch.setattr(stand_ins, "__file__", str(room / "stand_ins.py"))
+    for name in ("tiny_model.yaml", "tiny_data.yaml", "tiny_model.py"):
+        before = stand_ins.model_folder(QWEN)
+        (room / name).write_text((room / name).read_text() + "\n# another\n")
+        assert stand_ins.model_folder(QWEN) != before
+
+
 def test_an_architecture_the_project_never_heard_of(made, tmp_path):
     """A folder (or a hub id) with config and tokenizer is enough; the weights are never read."""
     source = tmp_path / "theirs"
@@ -72,7 +90,7 @@ def test_data_streams_with_the_columns_of_the_original(made):
     _, folder = made()
     stream = load_dataset(folder, "sample-10BT", split="train", streaming=True)
     row = next(iter(stream))
-    assert list(row) == list(tiny_data.DATA_SETS["HuggingFaceFW/fineweb-edu"][1])
+    assert list(row) == list(tiny_data.DATA_SETS["HuggingFaceFW/fineweb-edu"]["columns"])
     assert isinstance(row["score"], float) and isinstance(row["int_score"], int)
     assert stream.num_shards == tiny_data.SHARDS
     assert sorted(row["text"] for row in stream) == sorted(tiny_data.documents())

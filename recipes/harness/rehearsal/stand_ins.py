@@ -85,6 +85,6 @@ def data_folder(data) -> Path:
 
 def _folder(name: str, variant: str | None) -> Path:
     """A folder of its own for every name, variant and version of what makes it."""
-    sources = [Path(module.__file__).read_text("utf-8") for module in (tiny_model, tiny_data)]
+    sources = [path.read_text("utf-8") for path in sorted(Path(__file__).parent.glob("tiny_*"))]
     digest = hashlib.sha256(f"{name} {variant} {sources}".encode()).hexdigest()
     return FOLDER.absolute() / f"{name.strip('/').replace('/', '--')}-{digest[:8]}"

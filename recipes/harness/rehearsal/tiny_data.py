@@ -5,25 +5,10 @@ from pathlib import Path
 
 from harness import hub
 
+import yaml
+
 SHARDS = 8  # parquet files a split, so that up to eight processes each read their own
-# Data sets that need no network: their splits and the type of each column. Any other is asked for its first row.
-DATA_SETS = {
-    "HuggingFaceH4/ultrachat_200k": (
-        ["train_sft", "test_sft"],
-        {"prompt": "string", "prompt_id": "string", "messages": "messages"},
-    ),
-    "Salesforce/wikitext": (["train", "validation", "test"], {"text": "string"}),
-    "iamtarun/python_code_instructions_18k_alpaca": (
-        ["train"],
-        dict.fromkeys(["instruction", "input", "output", "prompt"], "string"),
-    ),
-    "trl-lib/Capybara": (["train", "test"], {"source": "string", "messages": "messages", "num_turns": "int64"}),
-    "HuggingFaceFW/fineweb-edu": (
-        ["train"],
-        dict.fromkeys(["text", "id", "dump", "url", "file_path", "language"], "string")
-        | {"language_score": "float64", "token_count": "int64", "score": "float64", "int_score": "int64"},
-    ),
-}
+DATA_SETS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 NOT_PROSE = {"id", "prompt_id", "dump", "url", "file_path", "language", "source", "category", "name"}
 
 
@@ -48,7 +33,8 @@ def documents() -> list[str]:
 def make(data, folder: Path):
     from datasets import Dataset
 
-    splits, columns = DATA_SETS.get(data.dataset_name) or _describe(data)
+    described = DATA_SETS.get(data.dataset_name) or _describe(data)
+    splits, columns = described["splits"], described["columns"]
     texts = documents()
     # The first split gets nine tenths of the text, the others share the rest.
     cuts = [0, *(int(len(texts) * (0.9 + 0.1 * i / max(1, len(splits) - 1))) for i in range(len(splits)))]
@@ -64,7 +50,7 @@ def make(data, folder: Path):
     (folder / "README.md").write_text(card, "utf-8")
 
 
-def _describe(data) -> tuple[list[str], dict]:
+def _describe(data) -> dict:
     """Splits and columns of a data set the table does not know: read from its first row."""
     from datasets import get_dataset_split_names, load_dataset
 
@@ -75,7 +61,7 @@ def _describe(data) -> tuple[list[str], dict]:
         row = next(iter(stream))
     kinds = {int: "int64", float: "float64", list: "messages"}
     splits = sorted(splits, key=lambda split: split != data.dataset_train_split)
-    return splits, {name: kinds.get(type(value), "string") for name, value in row.items()}
+    return {"splits": splits, "columns": {name: kinds.get(type(value), "string") for name, value in row.items()}}
 
 
 def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str]):

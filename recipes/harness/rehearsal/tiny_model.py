@@ -7,33 +7,14 @@ from harness import hub
 from harness.launched import fail
 from harness.rehearsal.tiny_data import documents
 
+import yaml
+
 VOCABULARY = 2048
-CHATML = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-# Families that need no network: a pattern of their ids, and what their config and tokenizer have in common.
-# Any other id is asked of the hub, or is a folder.
-FAMILIES = {
-    "Qwen/Qwen2-0.5B*": {
-        "config": {"model_type": "qwen2", "tie_word_embeddings": True, "dtype": "bfloat16"},
-        "special": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        "tokenizer": {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "chat_template": CHATML},
-    },
-    "meta-llama/Llama-3.1-[78]*B": {
-        "config": {"model_type": "llama", "tie_word_embeddings": False, "dtype": "bfloat16", "rms_norm_eps": 1e-5},
-        "special": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-        "tokenizer": {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"},
-        "begins_with": "<|begin_of_text|>",
-    },
-    "openai-community/gpt2*": {
-        "config": {"model_type": "gpt2", "dtype": "float32"},
-        "special": ["<|endoftext|>"],
-        "tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
-    },
-}
+FAMILIES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+
+
+def family_of(name: str) -> dict | None:
+    return next((FAMILIES[pattern] for pattern in reversed(FAMILIES) if fnmatch.fnmatchcase(name, pattern)), None)
 
 
 def make(name: str, revision: str, folder: Path):
@@ -41,12 +22,8 @@ def make(name: str, revision: str, folder: Path):
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
     from transformers.utils import logging
 
-    family = next((family for pattern, family in FAMILIES.items() if fnmatch.fnmatchcase(name, pattern)), None)
-    if family:
-        tokenizer = make_tokenizer(family)
-        if name.startswith("Qwen/") and name.endswith("-Instruct"):
-            tokenizer.eos_token = "<|im_end|>"
-        config = AutoConfig.for_model(**family["config"])
+    if known := family_of(name):
+        config, tokenizer = AutoConfig.for_model(**known["config"]), make_tokenizer(known)
     else:
         config, tokenizer = _from_hub(name, revision)
     _shrink(config.get_text_config(), len(tokenizer))

@@ -65,7 +65,8 @@ def announce(data, args, model):
         f"Numbers that are not the recipe's: {', '.join(numbers)}."
     )
     say(textwrap.fill(notice, 110))
-    if getattr(args, "packing", False) and "flash" not in (model.attn_implementation or ""):
+    known = tiny_model.family_of(model.model_name_or_path)
+    if not known and getattr(args, "packing", False) and "flash" not in (model.attn_implementation or ""):
         tiny_model.check_packing(model_folder(model))
 
 

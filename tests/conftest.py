@@ -19,6 +19,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+BRIEF = ["--max_steps", "20"]  # a checkpoint on the way, at 15, and one at the end; a rehearsal by itself takes 30
 # Fixtures by what they cost: seconds, a rehearsal, machines.
 COSTS = {"environment": 1, "build_trainer": 1, "start": 2, "rehearse": 2, "sky_python": 3, "machinery": 3}
 
@@ -67,10 +68,11 @@ def launch(environment, workplace):
 
 @pytest.fixture(scope="session")
 def rehearse(launch, workplace):
-    """Rehearses a recipe with a config and flags, once a session; returns the run's folder."""
+    """Rehearses a recipe with a config and flags, once a session, BRIEF unless flags say how long; returns the run's folder."""
     done = {}
 
     def call(recipe, config, *flags, **variables):
+        flags = flags if "--max_steps" in flags else (*flags, *BRIEF)
         key = (recipe, config, *flags, *variables.items())
         if key not in done:
             folder = workplace / "runs" / f"{len(done)}-{Path(recipe).stem}"

@@ -42,6 +42,17 @@ def imports(path: Path, package: Path):
                 yield node.lineno, name
 
 
+def home(name: str, modules: dict[str, Path]) -> str | None:
+    """The module that `name` is, or in which it is defined; None where there is neither."""
+    if name in modules:
+        return name
+    parent, _, thing = name.rpartition(".")
+    nodes = list(ast.walk(ast.parse(modules[parent].read_text("utf-8")))) if parent in modules else []
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    defined |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return parent if thing in defined else None
+
+
 def violations(package: Path) -> list[str]:
     """`file:line imports X, which …` for every import that does not run downwards."""
     modules = {module(path, package): path for path in sorted(package.rglob("*.py"))}
@@ -52,10 +63,7 @@ def violations(package: Path) -> list[str]:
             found.append(f"{path.relative_to(package)}:1 stands in a room without a level, {own}")
             continue
         for line, name in imports(path, package):
-            # `from harness import configs` names a module, `from harness.launched import fail` something in one.
-            target = next((known for known in (name, name.rpartition(".")[0]) if known in modules), None)
-            if target and target != name and modules[target].name == "__init__.py" and target != package.name:
-                target = None  # a room holds modules, and nothing else
+            target = home(name, modules)
             where = f"{path.relative_to(package)}:{line} imports {target or name}, which"
             other = room(target, modules) if target else None
             if target is None:
@@ -87,7 +95,7 @@ def test_imports_run_downwards():
         ("nodes/board.py", "from harness import train", "nodes/board.py:1 imports harness, which stands above it"),
         (
             "nodes/board.py",
-            "from harness.rehearsal.tiny import X",
+            "from harness.rehearsal.tiny import train",
             "board.py:1 imports harness.rehearsal.tiny, which stands beside",
         ),
         ("start/launch.py", "from harness.run.session import train", "imports harness.run.session, which stands beside it"),
@@ -101,15 +109,28 @@ def test_imports_run_downwards():
         ("nodes/signals.py", "from . import board", "signals.py:1 imports harness.nodes.board, which imports it in turn"),
         (
             "nodes/board.py",
-            "def f():\n    from harness.nodes.board import X",
+            "def f():\n    from harness.nodes.board import train",
             "board.py:2 imports harness.nodes.board, which imports it",
         ),
-        ("configs.py", "from harness.folder import X", "configs.py:1 imports harness.folder, which imports it in turn"),
-        ("run/session.py", "from harness.nodes.borad import X", "session.py:1 imports harness.nodes.borad.X, which is not there"),
+        ("configs.py", "from harness.folder import train", "configs.py:1 imports harness.folder, which imports it in turn"),
+        (
+            "run/session.py",
+            "from harness.nodes.borad import train",
+            "session.py:1 imports harness.nodes.borad.train, which is not there",
+        ),
         ("run/session.py", "from harness.nodes import borad", "session.py:1 imports harness.nodes.borad, which is not there"),
+        (
+            "run/session.py",
+            "def f():\n    from harness.folder import tain",
+            "session.py:2 imports harness.folder.tain, which is not",
+        ),
         ("cellar/wine.py", "", "cellar/wine.py:1 stands in a room without a level, cellar"),
-        ("nodes/board.py", "from harness import folder\nfrom harness.nodes.signals import X\nimport os, torch.run", None),
-        ("run/session.py", "from harness.commands import merge\nfrom ..nodes import board\nfrom harness.folder import X", None),
+        ("nodes/board.py", "from harness import folder\nfrom harness.nodes.signals import train\nimport os, torch.run", None),
+        (
+            "run/session.py",
+            "from harness.commands import merge\nfrom ..nodes import board\nfrom harness.folder import train",
+            None,
+        ),
         ("__init__.py", "from harness.nodes import signals\nfrom harness.run.session import train", None),
     ],
 )
@@ -118,11 +139,11 @@ def test_an_import_that_runs_upwards_is_found(tmp_path, file, source, expected):
     package = tmp_path / "harness"
     house = {"nodes/board.py": "from harness.nodes import signals", "folder.py": "from harness import configs", file: source}
     house = dict.fromkeys(("configs.py", "rehearsal/tiny.py", "commands/merge.py", "nodes/signals.py"), "") | house
-    house = dict.fromkeys(("start/launch.py", "run/session.py", "run/__init__.py"), "") | house
+    house = dict.fromkeys(("start/launch.py", "run/session.py", "__init__.py"), "") | house
     for name, text in house.items():
         (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text(text)
         (package / name).with_name("__init__.py").touch()
+        (package / name).write_text(f"{text}\n\n\ndef train():\n    pass\n")
     found = violations(package)
     assert any(expected in line for line in found) if expected else not found, found
 

@@ -33,7 +33,9 @@ def on_nodes(machinery, environment, workplace, tmp_path):
 def test_three_nodes(on_nodes, workplace):
     """The third system: GPT-2 on three machines of one GPU, which report one each."""
     run = workplace / "runs/three-nodes"
-    started = on_nodes(3, "--tiny", "gpt2_xl_wikitext", "3xt4_full_shard", "--output_dir", run, "--max_steps", "5")
+    started = on_nodes(
+        3, "--tiny", "gpt2_xl_wikitext", "3xt4_full_shard", "--output_dir", run, "--max_steps", "5", "--fp16", "false"
+    )
     for process, log in started:
         assert process.wait(timeout=240) == 0, log.read_text()
     results = read(run)
@@ -48,7 +50,7 @@ def test_a_cable_pulled_and_a_node_killed(on_nodes, machinery, workplace, tmp_pa
     settings = yaml.safe_load((ROOT / "accelerate_configs/3xt4_full_shard.yaml").read_text())
     two.write_text(yaml.safe_dump(settings | {"num_machines": 2, "num_processes": 2}))
     command = ["--tiny", "gpt2_xl_wikitext", two, "--output_dir", run, "--eval_strategy", "no", "--max_steps", "400"]
-    command += ["--save_steps", "3", "--logging_steps", "1"]
+    command += ["--save_steps", "3", "--logging_steps", "1", "--fp16", "false"]
 
     def train_until(step):
         started = on_nodes(2, *command, NODE_SILENCE="8")

@@ -23,12 +23,13 @@ def test_a_copied_recipe_with_a_model_from_the_hub(environment, launch, workplac
     config = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256}
     (source / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
     shutil.copy(ROOT / f"recipes/{RECIPE}.py", tmp_path / "mine.py")
-    flags = ["--model_name_or_path", "some/unknown-llama", "--learning_rate", "1e-3", "--max_steps", "4"]
+    flags = ["--model_name_or_path", "some/unknown-llama", "--learning_rate", "1e-3"]
     with serve(root) as server:
         process = launch("--tiny", tmp_path / "mine.py", "1x3090", *flags, HF_ENDPOINT=server.url, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     run = tmp_path / "outputs/tiny/mine"
     assert read(run)["model"] == "some/unknown-llama" and not read(run)["fsdp_enabled"]
+    assert read(run)["global_step"] == 30  # no flag says how far
     assert read(run, "config.json")["model_type"] == "llama"
     assert not any(request.endswith("model.safetensors") for request in server.requests)
 

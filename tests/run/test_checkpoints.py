@@ -8,7 +8,7 @@ from harness.nodes import signals
 from harness.run import session
 
 import pytest
-from conftest import losses, read
+from conftest import BRIEF, losses, read
 
 RECIPE = "qwen2_fineweb_edu"
 
@@ -16,9 +16,9 @@ RECIPE = "qwen2_fineweb_edu"
 def test_a_finished_run_says_so_and_is_left_alone(rehearse, launch):
     run = rehearse(RECIPE, "1x3090")
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.json"}
-    process = launch("--tiny", RECIPE, "1x3090", "--output_dir", run)
+    process = launch("--tiny", RECIPE, "1x3090", "--output_dir", run, *BRIEF)
     assert process.returncode == 0
-    for word in ("is finished", "30 steps", "--max_steps", "--output_dir", "rm -r"):
+    for word in ("is finished", "20 steps", "--max_steps", "--output_dir", "rm -r"):
         assert word in process.stdout
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.json"}
 
@@ -28,10 +28,10 @@ def test_a_run_killed_after_its_last_step_trains_no_other(rehearse, launch, work
     shutil.copytree(rehearse(RECIPE, "1x3090"), run)
     before = losses(run)
     (run / "train_results.json").unlink()
-    process = launch("--tiny", RECIPE, "1x3090", "--output_dir", run)
+    process = launch("--tiny", RECIPE, "1x3090", "--output_dir", run, *BRIEF)
     assert process.returncode == 0, process.stderr
     results = read(run)
-    assert (results["global_step"], results["resumed_from_step"]) == (30, 30) and losses(run) == before
+    assert (results["global_step"], results["resumed_from_step"]) == (20, 20) and losses(run) == before
     assert results["tokens"] > 0 and results["train_runtime"] > 0  # of the part before
 
 
@@ -51,7 +51,7 @@ def test_resumed_equals_uninterrupted(rehearse, launch, workplace, recipe, confi
     run = workplace / "runs" / f"resumed-{recipe}"
     shutil.copytree(middle, run / middle.name)
     shutil.copy(undisturbed / "run.json", run)
-    process = launch("--tiny", recipe, config, "--output_dir", run)
+    process = launch("--tiny", recipe, config, "--output_dir", run, *BRIEF)
     assert process.returncode == 0, process.stderr
     assert read(run)["resumed_from_step"] == 15
     assert losses(run) == losses(undisturbed)

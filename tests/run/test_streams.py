@@ -50,7 +50,7 @@ def test_processes_whose_files_end_at_different_times_go_on(rehearse, environmen
     command += ["--main_process_port", "0", ROOT / f"recipes/{RECIPE}.py", "--output_dir", run, "--max_steps", "40"]
     command += ["--model_name_or_path", model, "--dataset_name", tmp_path / "data", "--dataset_config", "default"]
     command += ["--max_length", "256", "--gradient_accumulation_steps", "1", "--max_eval_samples", "4"]
-    command += ["--eval_strategy", "epoch", "--save_strategy", "epoch", "--logging_steps", "10"]
+    command += ["--eval_strategy", "epoch", "--save_strategy", "epoch", "--logging_steps", "10", "--bf16", "false"]
     variables = {"RECIPE_LAUNCH": json.dumps(launched), "PYTHONPATH": str(ROOT / "recipes")}
     process = subprocess.run(
         list(map(str, command)), cwd=tmp_path, env=environment | variables, capture_output=True, text=True, timeout=120

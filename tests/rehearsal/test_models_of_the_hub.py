@@ -22,11 +22,13 @@ def test_a_copied_recipe_with_a_model_from_the_hub(environment, launch, workplac
     tokenizer.save_pretrained(source)
     config = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256}
     (source / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
-    shutil.copy(ROOT / f"recipes/{RECIPE}.py", tmp_path / "mine.py")
+    mine = (ROOT / f"recipes/{RECIPE}.py").read_text().replace("    train(", "    warnings.warn('mind the gap')\n    train(")
+    (tmp_path / "mine.py").write_text(mine.replace("from harness", "import warnings\n\nfrom harness"))
     flags = ["--model_name_or_path", "some/unknown-llama", "--learning_rate", "1e-3"]
     with serve(root) as server:
         process = launch("--tiny", tmp_path / "mine.py", "1x3090", *flags, HF_ENDPOINT=server.url, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
+    assert process.stderr.count("UserWarning: mind the gap") == 1  # what a recipe warns of is shown
     run = tmp_path / "outputs/tiny/mine"
     assert read(run)["model"] == "some/unknown-llama" and not read(run)["fsdp_enabled"]
     assert read(run)["global_step"] == 30  # no flag says how far

@@ -33,6 +33,7 @@ def main(options: list[str], recipe: str, *arguments: str):
             sys.exit(slurm.run(nodes, sys.argv[1:]))
     _prepare_environment(launch)
     server.prepare()
+    warnings.filterwarnings("ignore")  # in the launcher; the processes that train show theirs
     if launch.quantize:
         launch.on_cpu = True  # layer by layer in host RAM; a GPU need not be there
         _check(launch, arguments)
@@ -111,6 +112,7 @@ def _check(launch: Launched, arguments: list[str], config: dict | None = None) -
 def _checked(launch: Launched, arguments: list[str], config: dict | None, node: str) -> tuple[bool, str, bool]:
     """Runs the recipe up to the end of `parse`."""
     launched.node = node
+    warnings.filterwarnings("ignore")
     if config:
         _hardware(config, launch)
     checks.versions()
@@ -174,7 +176,6 @@ def _cores() -> int:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore")
     options = list(itertools.takewhile(lambda word: word.startswith("--"), sys.argv[1:]))
     code = 0
     try:

@@ -77,7 +77,9 @@ def _fork():
     """What `ForkServer.ensure_running` does, with a fork of this process in the place of a new Python."""
     global is_server, stdin
     server = forkserver._forkserver
-    resource_tracker.ensure_running()
+    os.environ["PYTHONWARNINGS"], own = "ignore:resource_tracker", os.environ.get("PYTHONWARNINGS")
+    resource_tracker.ensure_running()  # which would warn of what a killed launcher has left, and takes it away
+    os.environ.pop("PYTHONWARNINGS") if own is None else os.environ.update(PYTHONWARNINGS=own)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)  # again: it has unblocked SIGTERM
     with socket(AF_UNIX) as listener:
         server._forkserver_address = connection.arbitrary_address("AF_UNIX")

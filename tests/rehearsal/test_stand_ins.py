@@ -160,7 +160,7 @@ def test_what_cannot_be_is_one_line(made, theirs, capsys, kind, said):
     assert said in error and error.count("error: ") == error.count("\n") == 1
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "bloom"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "bloom", "deepseek_v3"])
 def test_another_architecture_trains_sharded(rehearse, theirs, kind):
     flags = ["--model_name_or_path", theirs(kind).model_name_or_path, "--max_steps", "6"]
     run = rehearse("qwen2_fineweb_edu", "1x3090_offload", *flags)

@@ -34,6 +34,7 @@ def _train(trainer):
     held = lock(folder) if trainer.is_world_process_zero() else None
     config = configs.read(launched.config)
     sharding.set_precision(trainer, config.get("fsdp_config", {}).get("fsdp_reduce_dtype", "float32"))
+    sharding.name_layers(trainer)
     sharding.prepare_4bit(trainer)
     sharding.BytesCheck(trainer.model)
     if trainer.accelerator.ddp_handler:

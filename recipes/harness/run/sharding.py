@@ -23,6 +23,13 @@ def set_precision(trainer, reduce_dtype: str = "float32"):
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=getattr(torch, reduce_dtype))
 
 
+def name_layers(trainer):
+    """Names the layers to wrap: accelerate 1.15 refuses a model that also names those of its relatives, which see or hear."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
+        plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in _layers(trainer.model).values()})
+
+
 def prepare_4bit(trainer):
     """Trains the adapter of a 4-bit model in float32, which computes in bf16 all the same.
 
@@ -56,6 +63,26 @@ def keep_head_gathered(model):
         return
     head.set_reshard_after_backward(False)
     model.register_forward_pre_hook(lambda module, inputs: head.unshard())  # nothing happens when it is whole already
+
+
+def carry_buffers(trainer):
+    """Carries saved buffers, such as the bias that balances experts, past accelerate; returns what undoes it.
+
+    accelerate 1.15 hands out sharded parameters only and takes a buffer of the state dict for one (its issue 3898). What
+    is not in the state dict it keeps, on every process as it is there.
+    """
+    if getattr(trainer.accelerator.state, "fsdp_plugin", None) is None:
+        return lambda: None
+    hidden = []
+    for module in trainer.model.modules():
+        for name in module._buffers.keys() - module._non_persistent_buffers_set:
+            if module._buffers[name] is not None:
+                value = module._buffers[name].to(trainer.args.device)
+                torch.distributed.broadcast(value, 0)  # only the first process has read the model
+                module._buffers[name].copy_(value)
+                module._non_persistent_buffers_set.add(name)
+                hidden.append((module._non_persistent_buffers_set, name))
+    return lambda: [names.discard(name) for names, name in hidden]
 
 
 class BytesCheck:
@@ -99,6 +126,7 @@ class AfterWrapping(TrainerCallback):
 
     def __init__(self, trainer, config: dict, processes: int):
         self.accelerator, self.config, self.processes = trainer.accelerator, config, processes
+        self.put_back = carry_buffers(trainer)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         if self.config:
@@ -109,6 +137,7 @@ class AfterWrapping(TrainerCallback):
         if fsdp.get("fsdp_reduce_each_batch"):
             reduce_each_batch(model)
         keep_head_gathered(model)
+        self.put_back()
 
 
 def gather_once(model):

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 BRIEF = ["--max_steps", "20"]  # a checkpoint on the way, at 15, and one at the end; a rehearsal by itself takes 30
+SKYPILOT = "skypilot==0.14.1"
 # Fixtures by what they cost: seconds, a rehearsal, machines.
 COSTS = {"environment": 1, "build_trainer": 1, "start": 2, "rehearse": 2, "sky_python": 3, "machinery": 3}
 
@@ -27,6 +28,23 @@ COSTS = {"environment": 1, "build_trainer": 1, "start": 2, "rehearse": 2, "sky_p
 def pytest_collection_modifyitems(items):
     """What answers at once comes first, whole rehearsals last."""
     items.sort(key=lambda item: max(COSTS.get(name, 0) for name in ("", *item.fixturenames)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sky_installation(request, tmp_path_factory):
+    """SkyPilot in an environment of its own, for its packages are not ours: begun at once, it takes a minute."""
+    if not any("sky_python" in item.fixturenames for item in request.session.items):
+        return None
+    folder = tmp_path_factory.mktemp("sky")
+    install = f'"$0" -m venv "$1" && "$1/bin/pip" install --quiet --disable-pip-version-check {SKYPILOT}'
+    return folder / "bin/python", subprocess.Popen(["sh", "-c", install, sys.executable, folder])
+
+
+@pytest.fixture(scope="session")
+def sky_python(sky_installation) -> Path:
+    path, process = sky_installation
+    assert process.wait(timeout=600) == 0
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 from harness import configs
@@ -13,7 +12,6 @@ from harness.start import flags
 import pytest
 from conftest import ROOT
 
-SKYPILOT = "skypilot==0.14.1"
 TASKS = sorted((ROOT / "cloud").glob("*.yaml"))
 DOCS = (ROOT / "docs/several-machines.md").read_text()
 READ = """
@@ -29,15 +27,6 @@ print(json.dumps({
     "run": task.run, "setup": task.setup, "storage": {path: [s.name, s.mode.value] for path, s in task.storage_mounts.items()},
 }))
 """
-
-
-@pytest.fixture(scope="session")
-def sky_python(tmp_path_factory) -> Path:
-    """SkyPilot in an environment of its own; its packages are not ours."""
-    folder = tmp_path_factory.mktemp("sky")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    subprocess.run([folder / "bin/pip", "install", "--quiet", "--disable-pip-version-check", SKYPILOT], check=True)
-    return folder / "bin/python"
 
 
 @pytest.fixture(scope="session")

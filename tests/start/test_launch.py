@@ -32,7 +32,7 @@ def test_lists_every_recipe_and_config(launch):
         ([RECIPE, "1x3090", "--tiny"], ["comes first"]),
         ([RECIPE, "1x3090", "--max_seq_length", "512"], ["now --max_length"]),
         ([RECIPE, CONFIG], ["needs 1 GPU", f"./launch.sh --tiny {RECIPE} {CONFIG}"]),
-        (["--tiny", RECIPE, CONFIG, "--model_name_or_path", "some/unknown-llama"], ["some/unknown-llama", "cannot be reached"]),
+        (["--tiny", RECIPE, CONFIG, "--model_name_or_path", "nobody/knows-llama"], ["nobody/knows-llama", "cannot be reached"]),
         ([RECIPE, "--tiny", CONFIG], ["comes first"]),
         (["--tiny", RECIPE, CONFIG, "--dataset_text_field", "body"], ["no column 'body'", "fineweb-edu", "text"]),
         (["--merge"], ["RUN"]),

@@ -90,6 +90,11 @@ def test_relative_paths(launch, tmp_path, elsewhere):
     assert json.loads(process.stdout) == [str(tmp_path / recipe)]
 
 
+def test_a_recipe_with_a_syntax_error(launch, tmp_path):
+    (tmp_path / "typo.py").write_text("import harness\ndef main(:\n")
+    is_one_line(launch("--tiny", "typo.py", "1x3090", cwd=tmp_path), "typo.py, line 2: invalid syntax")
+
+
 def test_a_file_that_is_no_recipe(launch, tmp_path):
     (tmp_path / "none.py").write_text("pass\n")
     is_one_line(launch("--tiny", "none.py", "1x3090", cwd=tmp_path), "none.py", "parse()")

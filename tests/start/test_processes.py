@@ -87,6 +87,8 @@ def test_a_process_has_imported_already_or_starts_anew(python, tmp_path, begins_
         ("sys.exit(7)", "7", ""),
         ("atexit.register(print, 'goodbye', flush=True)", "0", "goodbye"),
         ("os.kill(os.getpid(), 9)", "-9", ""),
+        ("sys.exit()", "0", ""),
+        ("import multiprocessing\nprint(multiprocessing.Pool(2).map(len, ['a', 'bc']), flush=True)", "0", "[1, 2]"),
     ],
 )
 def test_how_a_recipe_ends(python, tmp_path, body, code, shown):
@@ -95,6 +97,15 @@ def test_how_a_recipe_ends(python, tmp_path, body, code, shown):
     process = python(CALL.format(call=f"processes.recipe, {str(recipe)!r}, []"))
     assert process.returncode == 0, process.stderr
     assert process.stdout.split()[-2:] == [code, "None"] and shown in process.stdout and not process.stderr
+
+
+def test_every_process_may_leave_by_sys_exit(launch, tmp_path):
+    """torch's launcher waits for what a process returns, and `sys.exit(main())` returns nothing."""
+    recipe = tmp_path / "leaves.py"
+    text = (ROOT / f"recipes/{RECIPE}.py").read_text()
+    recipe.write_text(text.replace("    train(", "    raise SystemExit\n    train("))
+    process = launch("--tiny", recipe, "4gpu_shard_grad_op", cwd=tmp_path, NPROC_PER_NODE="2", timeout=120)
+    assert process.returncode == 0 and not process.stderr, process.stderr
 
 
 def test_a_traceback_begins_in_the_recipe(python, tmp_path):

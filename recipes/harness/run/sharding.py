@@ -45,8 +45,11 @@ def prepare_4bit(trainer):
     if trainer.is_fsdp_enabled:
         if early := [name for name, weight in model.named_parameters() if weight.device.type not in ("cpu", "meta")]:
             raise RuntimeError(f"{early[0]} is on a GPU before it is sharded, and so may be the whole model: load into host RAM")
-        # What accelerate does for bf16 without FSDP; under FSDP it would cast the packed weights.
-        trainer.autocast_smart_context_manager = lambda *args, **kwargs: torch.autocast(trainer.args.device.type, torch.bfloat16)
+        # What accelerate does for bf16 without FSDP; under FSDP it would cast the packed weights. Without the cache, which
+        # would keep a copy of every gathered adapter until the end of the pass.
+        trainer.autocast_smart_context_manager = lambda *args, **kwargs: torch.autocast(
+            trainer.args.device.type, torch.bfloat16, cache_enabled=False
+        )
 
 
 def keep_head_gathered(model):

@@ -39,6 +39,10 @@ def known(recipe: Path) -> set[str]:
         if spec is None:
             fail(f"{package} is not installed in this Python: pip install -r requirements.txt")
         files += [Path(spec.submodule_search_locations[0], name) for name in names]
+    try:
+        ast.parse(recipe.read_text("utf-8"))
+    except SyntaxError as error:
+        fail(f"{recipe.name}, line {error.lineno}: {error.msg}")
     return {"config", "help"} | {
         field.target.id
         for file in files

@@ -103,8 +103,8 @@ def _check(launch: Launched, arguments: list[str], config: dict | None = None) -
     Sets `launch.on_cpu`. Returns the run's folder, and whether it will hold checkpoints.
     """
     code, answer = processes.call(_checked, launch, arguments, config, launched.node)
-    if answer is None:
-        sys.exit(processes.ended(code))
+    if answer is None or signals.received:  # the check may have ended before it could hear of it
+        sys.exit(processes.ended(-signals.received or code))
     launch.on_cpu, *rest = answer
     return tuple(rest)
 
@@ -140,7 +140,8 @@ def _prepare_environment(launch: Launched):
     """What the libraries read while they are imported, and what every process should find."""
     os.environ.pop("PYTHONSAFEPATH", None)  # a recipe may import what lies beside it
     os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file when they are known
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less of a GPU's memory is lost between blocks
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less of a GPU's memory is lost between blocks
     os.environ.setdefault("LOGLEVEL", "ERROR")  # torchrun's: it warns about every signal it passes on
     if launch.tiny:
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"

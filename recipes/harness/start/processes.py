@@ -25,8 +25,13 @@ def call(function, *arguments):
     sender.close()
     signals.handle(pass_on)
     while process.is_alive():
-        with contextlib.suppress(KeyboardInterrupt):  # the process has it too, and says where it stopped
+        try:
             process.join()
+        except KeyboardInterrupt:  # Ctrl-C reaches the process too, which says where it stopped; `kill -INT` does not
+            with contextlib.suppress(KeyboardInterrupt, ProcessLookupError):
+                process.join(1)
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGINT)
     with contextlib.suppress(EOFError):
         return process.exitcode, receiver.recv()
     return process.exitcode, None
@@ -70,6 +75,7 @@ def ended(exit_code: int, rank: int | None = None) -> int:
 
 def pass_on(number, frame):
     """A signal handler: the processes leave by themselves, after a checkpoint."""
+    signals.received = number
     children = multiprocessing.active_children()
     for child in children:
         with contextlib.suppress(ProcessLookupError):
@@ -85,7 +91,8 @@ def _elastic(accelerate: list[str], path: str, flags: list[str]):
     from torch.distributed import run as torchrun
 
     # How each process ended is said in one line.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    for talker in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
+        logging.getLogger(talker).setLevel(logging.CRITICAL)
     arguments, *_ = launch._validate_launch_command(
         launch.launch_command_parser().parse_args([*accelerate, "--log_dir", os.devnull, path])
     )
@@ -113,6 +120,7 @@ def _answer(sender, environment: dict, function, arguments):
 def _begin(environment: dict, function, arguments):
     """The first lines of every process that is not a launcher."""
     signals.die_with_parent()
+    multiprocessing.set_start_method(None, force=True)  # what this process starts, it starts as any other would
     os.environ.update(environment)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if server.stdin >= 0:
@@ -122,9 +130,14 @@ def _begin(environment: dict, function, arguments):
         sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
     try:
         return function(*arguments)
+    except SystemExit as end:
+        if end.code:
+            raise
+        return None  # to torch's launcher, which waits for an answer
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         atexit._run_exitfuncs()  # multiprocessing leaves them out
 
 

@@ -32,7 +32,7 @@ stdin = -1  # the launcher's, which multiprocessing closes in the server; whoeve
 def prepare():
     """Imports the libraries and forks the server, where that can be."""
     global method
-    if sys.platform == "linux" and not import_libraries():
+    if sys.platform == "linux" and not hasattr(forkserver._forkserver, "_forkserver_authkey") and not import_libraries():
         # Whoever signals all processes of a job must not hit the server. What it forks unblocks them, and gets those that came.
         signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)
         with contextlib.suppress(OSError):
@@ -68,9 +68,15 @@ def import_libraries() -> str:
         sys.meta_path.remove(LaterBitsandbytes)
         gc.enable()
         gc.freeze()  # or the first collection of every process would copy all pages
-    return "a GPU was touched" * sys.modules["torch"].cuda.is_initialized() or "a thread was started" * (
-        threading.active_count() > 1
-    )
+    return "a GPU was touched" * _has_touched_gpu() or "a thread was started" * (threading.active_count() > 1)
+
+
+def _has_touched_gpu() -> bool:
+    """Whether a fork of this process could use a GPU no more: only a fork knows."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(sys.modules["torch"].cuda._is_in_bad_fork())
+    return os.waitpid(pid, 0)[1] != 0
 
 
 def _fork():
@@ -91,7 +97,7 @@ def _fork():
             try:
                 signals.die_with_parent()
                 os.close(server._forkserver_alive_fd)
-                is_server = True
+                is_server, server._forkserver_pid = True, None  # a process may have a server of its own
                 with contextlib.suppress(OSError):  # closed
                     stdin = os.dup(0)
                 forkserver.main(listener.detach(), alive, None)
@@ -104,8 +110,11 @@ def leave(code: int):
     """Ends the server, with what it may have forked, and this process."""
     if method == "forkserver":
         os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
-        forkserver._forkserver._stop()
+        with contextlib.suppress(OSError):  # its socket in /tmp may be gone after a long run
+            forkserver._forkserver._stop()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or nobody reads it any more
+            stream.flush()
     os._exit(code)  # to take down all that was imported takes Python more than a second

@@ -41,9 +41,9 @@ def strategies() -> list[list[str]]:
             (2 + 4 / GPUS, 4 / GPUS, 8 / GPUS),
             f"{2 * ring:.2f}",
             f"{2 * ring:.2f}",
-            "`4gpu_shard_grad_op`, `3xt4_full_shard`",
+            "`4gpu_shard_grad_op`, `3xt4_shard_grad_op`",
         ),
-        ("ZeRO-3", sharded, one, four, "`4gpu_full_shard`"),
+        ("ZeRO-3", sharded, one, four, "`4gpu_full_shard`, `3xt4_full_shard`"),
         (f"hybrid, {NODES} nodes of {GPUS}", sharded, f"{one}, {across}", f"{four}, {across}", "`2x4gpu_hybrid_shard`"),
     ]
     rows = [["strategy", "weights", "gradients", "Adam", "sum", "sent", f"sent, {MICRO_BATCHES} micro-batches", "config"]]

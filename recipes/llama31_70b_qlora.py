@@ -5,7 +5,7 @@
     ./launch.sh llama31_70b_qlora 2x3090_qlora --dataset_name my/conversations    # a column `messages` is taken as chat
 
 Needs two 24 GB GPUs, 110 GB of host RAM and 180 GB of disk; a forecast, not yet measured: 21.7 GB a GPU,
-80 to 95 s a step of 16,384 tokens. If memory runs out: --per_device_train_batch_size 4 --gradient_accumulation_steps 2.
+80 to 95 s a step of 16,384 tokens. If memory runs out: --per_device_train_batch_size 4.
 """
 
 from harness import parse, train
@@ -34,13 +34,14 @@ def main():
         max_length=1024,
         packing=True,
         per_device_train_batch_size=8,  # a micro-batch moves 77 GB over PCIe whatever its size: few large ones
-        gradient_accumulation_steps=1,  # times two GPUs: 16 sequences a step
+        global_batch_size=16,  # one micro-batch on each of two GPUs
         learning_rate=1e-4,
         warmup_steps=0.03,
         lr_scheduler_type="cosine",
         logging_steps=1,
         eval_strategy="steps",
-        eval_steps=25,
+        eval_steps=50,
+        max_eval_samples=64,  # a minute or two an evaluation (forecast)
         save_steps=25,
     )
     rows = load_dataset(data.dataset_name, data.dataset_config, streaming=data.dataset_streaming)

@@ -28,15 +28,15 @@ def main():
         max_length=2048,
         packing=True,  # whole examples side by side, none of them sees another
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=4,
+        global_batch_size=16,  # over all GPUs, one or eight: how many micro-batches a GPU has in a step follows
         activation_checkpointing=True,  # with 80 GB a GPU, false is a quarter faster
         learning_rate=2e-4,
         warmup_steps=0.03,
         lr_scheduler_type="cosine",
         logging_steps=5,
         eval_strategy="steps",
-        eval_steps=50,
-        save_steps=50,
+        eval_steps=0.25,  # below 1: a share of all steps
+        save_steps=0.25,
     )
     rows = load_dataset(data.dataset_name, data.dataset_config, split=data.dataset_train_split)
     rows = rows.map(as_prompt, remove_columns=rows.column_names)

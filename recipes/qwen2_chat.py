@@ -34,7 +34,7 @@ def main():
         max_length=2048,
         packing=True,
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=8,
+        global_batch_size=8,  # over all GPUs, one or four
         activation_checkpointing=False,
         optim="adamw_torch_fused",
         learning_rate=1e-5,
@@ -42,8 +42,8 @@ def main():
         lr_scheduler_type="cosine",
         logging_steps=10,
         eval_strategy="steps",
-        eval_steps=100,
-        save_steps=100,
+        eval_steps=0.1,  # below 1: a share of all steps
+        save_steps=0.1,
         lora_target_modules=["all-linear"],
     )
     rows = load_dataset(data.dataset_name, data.dataset_config)

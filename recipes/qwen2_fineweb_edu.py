@@ -27,7 +27,7 @@ def main():
         packing=True,  # every token of a batch trains; padding would waste about half
         packing_strategy="bfd_split",  # long documents go on in the next sequence, nothing is cut off
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=8,  # 16,384 tokens a step on one GPU; on four, 2 gives the same
+        global_batch_size=16,  # 16,384 tokens a step, on one GPU or on four
         activation_checkpointing=False,  # the configs that need the memory turn it on
         optim="adamw_torch_fused",
         learning_rate=2e-5,  # with --use_peft ten times as much

@@ -29,6 +29,7 @@ def test_runs_of_one_two_and_four_processes(rehearse, launch, tmp_path):
         assert row["efficiency"] == f"{faster / int(row['GPUs']):.0%}"
         assert row["tokens/s"] == f"{rates[row['GPUs']]:,.0f}"
     assert rows[0]["time (s)"] == f"{one['train_runtime']:.0f}" and rows[0]["loss"] == f"{one['final_loss']:.4f}"
+    assert all(row["GPU %"] == "" for row in rows)  # a CPU
     assert (tmp_path / "report.png").stat().st_size > 10_000 and not process.stderr
 
 
@@ -37,10 +38,11 @@ def test_runs_that_do_not_compare(tmp_path, capsys, monkeypatch):
     numbers = {"num_nodes": 1, "train_runtime": 9.0, "tokens_per_second": 5.0, "peak_gpu_gb": 1.0, "peak_host_gb": 1.0}
     for name, processes in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()
-        results = numbers | {"world_size": processes, "final_loss": 1.0, "recipe": name}
+        results = numbers | {"world_size": processes, "final_loss": 1.0, "recipe": name, "gpu_utilization": [97.0] * processes}
         (tmp_path / name / "train_results.json").write_text(json.dumps(results))
     report.main("a", "b")
-    assert "differ in recipe" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "differ in recipe" in said.err and "| 97 97 |" in said.out
 
 
 @pytest.mark.parametrize(("arguments", "words"), [(["nowhere"], ["nowhere", "train_results.json"]), ([], ["RUN"])])

@@ -34,7 +34,7 @@ def test_three_nodes(on_nodes, workplace):
     """The third system: GPT-2 on three machines of one GPU, which report one each."""
     run = workplace / "runs/three-nodes"
     started = on_nodes(
-        3, "--tiny", "gpt2_xl_wikitext", "3xt4_full_shard", "--output_dir", run, "--max_steps", "5", "--fp16", "false"
+        3, "--tiny", "gpt2_xl_wikitext", "3xt4_shard_grad_op", "--output_dir", run, "--max_steps", "5", "--fp16", "false"
     )
     for process, log in started:
         assert process.wait(timeout=240) == 0, log.read_text()
@@ -47,7 +47,7 @@ def test_three_nodes(on_nodes, workplace):
 def test_a_cable_pulled_and_a_node_killed(on_nodes, machinery, workplace, tmp_path):
     """Each ends on every node within a bounded time with a line; the last checkpoint is whole; the same command goes on."""
     run, two = workplace / "runs/broken", tmp_path / "2 nodes.yaml"
-    settings = yaml.safe_load((ROOT / "accelerate_configs/3xt4_full_shard.yaml").read_text())
+    settings = yaml.safe_load((ROOT / "accelerate_configs/3xt4_shard_grad_op.yaml").read_text())
     two.write_text(yaml.safe_dump(settings | {"num_machines": 2, "num_processes": 2}))
     command = ["--tiny", "gpt2_xl_wikitext", two, "--output_dir", run, "--eval_strategy", "no", "--max_steps", "400"]
     command += ["--save_steps", "3", "--logging_steps", "1", "--fp16", "false"]

@@ -72,7 +72,7 @@ def test_variables_that_cannot_be(nodes_from, monkeypatch, capsys, variables, wo
 @pytest.mark.parametrize(
     ("config", "variables", "words"),
     [
-        ("3xt4_full_shard", {}, ["3 machines with 1 GPU each", "NNODES=3", "sbatch --nodes 3", "--tiny"]),
+        ("3xt4_shard_grad_op", {}, ["3 machines with 1 GPU each", "NNODES=3", "sbatch --nodes 3", "--tiny"]),
         ("2x4gpu_hybrid_shard", PLAIN | {"NNODES": "3"}, ["4 GPUs of each of 2 nodes", "3 nodes with 4 GPUs each"]),
         ("2x4gpu_hybrid_shard", PLAIN | {"NPROC_PER_NODE": "2"}, ["4 GPUs of each of 2 nodes", "2 nodes with 2 GPUs each"]),
         ("1x3090", PLAIN, ["one GPU of one machine", "2 nodes"]),

@@ -48,7 +48,7 @@ def test_sbatch(undisturbed):
     assert (results["num_nodes"], results["world_size"], results["fsdp_enabled"]) == (2, 4, True)
     reports = [json.loads(line) for line in log.splitlines() if line.startswith('{"node"')]
     assert [(report["node"], report["fsdp_enabled"]) for report in reports] == [(0, True), (1, True)]
-    assert len(losses(run)) == 16 and log.count("{'loss'") == 16  # one node speaks
+    assert len(losses(run)) == 16 and log.count("  loss ") == 16  # one node speaks
 
 
 def test_requeued_twice_logs_the_same_losses(slurm_cluster, undisturbed, environment, workplace, two_by_two):
@@ -57,7 +57,7 @@ def test_requeued_twice_logs_the_same_losses(slurm_cluster, undisturbed, environ
     job = submit(slurm_cluster, environment, workplace, "--tiny", "llama31_8b_lora", two_by_two, "--output_dir", run, *HYBRID)
     log = workplace / f"slurm-{job}.out"
     for steps, disturb in ((2, ["scontrol", "requeue"]), (8, ["scancel", "--signal=USR1"])):
-        wait_until(lambda n=steps: log.exists() and log.read_text().count("{'loss'") >= n, 120, log.read_text)
+        wait_until(lambda n=steps: log.exists() and log.read_text().count("  loss ") >= n, 120, log.read_text)
         slurm_cluster.run(*disturb, job)
         wait_until(lambda: state(slurm_cluster, job) == "PENDING", 60, log.read_text)
         # SLURM would wait two minutes; a node needs a few seconds to forget the job's former life.

@@ -31,7 +31,7 @@ def test_gpt2_has_no_padding_and_documents_apart(build_trainer):
 
 
 def test_every_node_reports(rehearse):
-    run = rehearse("gpt2_xl_wikitext", "3xt4_full_shard")
+    run = rehearse("gpt2_xl_wikitext", "3xt4_shard_grad_op")
     (report,) = read(run)["nodes"]
     assert report.keys() == {"node", "fsdp_enabled", "world_size", "model_params_b", "peak_gpu_gb", "final_loss"}
     assert report["world_size"] == 3 and report["fsdp_enabled"]
@@ -39,7 +39,7 @@ def test_every_node_reports(rehearse):
 
 def test_what_is_saved_is_not_rounded(rehearse, launch, tmp_path):
     """After an evaluation the weights may still be gathered, in fp16; the model on disk is the float32 one."""
-    run = rehearse("gpt2_xl_wikitext", "3xt4_full_shard")
+    run = rehearse("gpt2_xl_wikitext", "3xt4_shard_grad_op")
     process = launch("--merge", run / "checkpoint-20", tmp_path / "merged")
     assert process.returncode == 0, process.stderr
     saved, merged = (load_file(next(folder.glob("model*.safetensors"))) for folder in (run, tmp_path / "merged"))

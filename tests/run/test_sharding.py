@@ -17,7 +17,7 @@ RECIPE = "qwen2_fineweb_edu"
 @pytest.fixture
 def without_dropout(tmp_path, rehearse, workplace):
     """The stand-in of GPT-2 with its dropout off: ranks draw different random numbers than one process does."""
-    rehearse("gpt2_xl_wikitext", "3xt4_full_shard")
+    rehearse("gpt2_xl_wikitext", "3xt4_shard_grad_op")
     source = next((workplace / "outputs/tiny/.stand-ins").glob("openai-community--gpt2-xl-*"))
     folder = tmp_path / "gpt2-without-dropout"
     config = AutoConfig.from_pretrained(source, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
@@ -26,7 +26,7 @@ def without_dropout(tmp_path, rehearse, workplace):
     return folder
 
 
-SHORT = ["--max_steps", "5", "--logging_steps", "1", "--gradient_accumulation_steps", "1", "--eval_strategy", "no"]
+SHORT = ["--max_steps", "5", "--logging_steps", "1", "--eval_strategy", "no"]
 SHORT += ["--learning_rate", "3e-3", "--bf16", "false", "--fp16", "false"]
 
 
@@ -35,7 +35,7 @@ SHORT += ["--learning_rate", "3e-3", "--bf16", "false", "--fp16", "false"]
     [
         (RECIPE, "4gpu_full_shard", 4, ["--dataset_streaming", "false"]),
         ("llama31_8b_lora", "hybrid", 4, ["--lora_dropout", "0", "--dtype", "float32"]),
-        ("gpt2_xl_wikitext", "3xt4_full_shard", 3, []),
+        ("gpt2_xl_wikitext", "3xt4_shard_grad_op", 3, []),
         ("qwen2_chat", "4gpu_shard_grad_op", 4, []),
         ("llama31_70b_qlora", "2x3090_qlora", 2, ["--lora_dropout", "0"]),
     ],
@@ -45,6 +45,7 @@ def test_sharded_equals_unsharded(rehearse, build_trainer, without_dropout, two_
     if recipe == "gpt2_xl_wikitext":
         flags = [*flags, "--model_name_or_path", str(without_dropout)]
     config = two_by_two if config == "hybrid" else config
+    flags = [*flags, "--global_batch_size", str(processes)]
     run = rehearse(recipe, config, *SHORT, *flags, "--per_device_train_batch_size", "1")
     assert read(run)["world_size"] == processes and read(run)["fsdp_enabled"]
     one = build_trainer(recipe, *SHORT, *flags, "--per_device_train_batch_size", str(processes), "--save_strategy", "no")

@@ -38,7 +38,7 @@ def test_a_stop_from_outside_leaves_a_checkpoint(rehearse, start, workplace, con
     run = workplace / "runs" / f"stopped-{config}"
     command = ["--tiny", RECIPE, config, "--output_dir", run, "--logging_steps", "1", "--eval_strategy", "no"]
     process, log = start(*command, "--max_steps", "2000", "--save_steps", "1000")
-    wait_until(lambda: log.read_text().count("{'loss'") > 2, 120, log.read_text)
+    wait_until(lambda: log.read_text().count("  loss ") > 2, 120, log.read_text)
     process.terminate()
     assert process.wait(timeout=60) == 143
     (step,) = re.findall(r"Stopped by SIGTERM at step (\d+); the same command goes on from there", log.read_text())

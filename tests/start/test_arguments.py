@@ -22,6 +22,9 @@ RECIPE = "qwen2_fineweb_edu"
         ([RECIPE, "--push_to_hub"], ["hf upload"]),
         ([RECIPE, "--config"], ["--config needs"]),
         ([RECIPE, "stray"], ["stray"]),
+        ([RECIPE, "--global_batch_size", "5"], ["--global_batch_size 5", "multiple of 2", "--global_batch_size 4"]),
+        ([RECIPE, "--global_batch_size", "1"], ["--global_batch_size 1", "multiple of 2", "--global_batch_size 2"]),
+        ([RECIPE, "--global_batch_size", "8", "--gradient_accumulation_steps", "2"], ["give one"]),
         (["--quantize", RECIPE], ["--load_in_4bit"]),
         (["llama31_70b_qlora", "--bf16", "true"], ["--bf16", "destroy"]),
         (["llama31_70b_qlora", "--bnb_4bit_quant_storage", "uint8"], ["uint8", "float32"]),
@@ -60,6 +63,19 @@ def test_evaluation_batches_are_not_larger_than_those_of_training(build_trainer,
     """Unless a flag says so; transformers' own 8 would be the largest of the run."""
     trainer = build_trainer("qwen2_chat", "--per_device_train_batch_size", "2", *flags)
     assert trainer.args.per_device_eval_batch_size == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ([], 2),  # a rehearsal's own
+        (["--global_batch_size", "12"], 6),
+        (["--global_batch_size", "12", "--per_device_train_batch_size", "1"], 12),
+        (["--gradient_accumulation_steps", "5"], 5),
+    ],
+)
+def test_the_accumulation_follows_from_the_global_batch(build_trainer, flags, steps):
+    assert build_trainer("qwen2_chat", *flags).args.gradient_accumulation_steps == steps
 
 
 def test_ddp_searches_no_unused_parameters(build_trainer):

@@ -170,7 +170,7 @@ def test_a_signal_to_every_process_at_once(session, workplace, number, code):
     """As SLURM sends it, to whatever runs in the job: the server lives on, a checkpoint is written, nothing is left."""
     run = workplace / f"runs/signalled-{code}"
     process, log, alive = session(run)
-    wait_until(lambda: log.read_text().count("{'loss'") > 1, 120, log.read_text)
+    wait_until(lambda: log.read_text().count("  loss ") > 1, 120, log.read_text)
     for one in alive():
         one.send_signal(number)
     assert process.wait(timeout=60) == code, log.read_text()
@@ -182,7 +182,7 @@ def test_a_signal_to_every_process_at_once(session, workplace, number, code):
 
 def test_a_killed_launcher_takes_everything_with_it(session, workplace):
     process, log, alive = session(workplace / "runs/killed-launcher")
-    wait_until(lambda: log.read_text().count("{'loss'") > 1, 120, log.read_text)
+    wait_until(lambda: log.read_text().count("  loss ") > 1, 120, log.read_text)
     assert len(alive()) >= 4  # launcher, server and two that train
     process.kill()
     process.wait()

@@ -23,6 +23,7 @@ NUMBERS = {
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 2,
+    "global_batch_size": None,  # follows from the two above
     "learning_rate": 1e-2,
     "warmup_steps": 4,
     "logging_first_step": True,

@@ -17,18 +17,19 @@ GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_l
 class MarkComplete(TrainerCallback):
     """Marks a checkpoint once every rank has written its part."""
 
-    def __init__(self, effort):
-        self.effort = effort
+    def __init__(self, progress):
+        self.progress = progress
 
     def on_save(self, args, state, control, model=None, **kwargs):
         process = PartialState()
+        progress = self.progress.so_far()
         process.wait_for_everyone()
         if process.is_main_process:
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
             for adapter in getattr(model, "peft_config", {}).values():
                 adapter.save_pretrained(folder)
             geometry = {"world_size": process.num_processes} | {name: getattr(args, name, None) for name in GEOMETRY}
-            write_json(folder / MARK, {"model": model.config.name_or_path, "geometry": geometry, "effort": self.effort.so_far()})
+            write_json(folder / MARK, {"model": model.config.name_or_path, "geometry": geometry, "progress": progress})
 
 
 def newest(args) -> Path | None:

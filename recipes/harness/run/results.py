@@ -8,11 +8,11 @@ import os
 import platform
 import resource
 import sys
-import time
 from pathlib import Path
 
-from harness.folder import MARK, RESULTS, RUN, read_json, write_json
+from harness.folder import RESULTS, RUN, read_json, write_json
 from harness.launched import say
+from harness.run.progress import Progress
 
 import torch
 from accelerate.utils import gather_object
@@ -21,32 +21,11 @@ from transformers import TrainerCallback
 PACKAGES = ["torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes", "datasets"]
 
 
-class Effort:
-    """Counts seconds of training and tokens in the loss, over all ranks and all parts of a run that was resumed.
-
-    transformers counts the tokens of every optimizer step anyway, to scale the loss; they are picked up there, without
-    waiting for the GPU.
-    """
-
-    def __init__(self, trainer, checkpoint: Path | None):
-        before = read_json(checkpoint / MARK).get("effort", {}) if checkpoint else {}
-        self.tokens, self.seconds, self._began = before.get("tokens", 0), before.get("seconds", 0.0), time.monotonic()
-        self._next = trainer.get_batch_samples
-        model = trainer.model  # now, for what is sharded no longer says how many parameters 4-bit weights are
-        self.parameters = (
-            model.get_nb_trainable_parameters()
-            if hasattr(model, "get_nb_trainable_parameters")
-            else (model.num_parameters(only_trainable=True), model.num_parameters())
-        )
-        trainer.get_batch_samples = self._get_batch_samples
-
-    def _get_batch_samples(self, *args, **kwargs):
-        batches, tokens = self._next(*args, **kwargs)
-        self.tokens = self.tokens + (tokens if tokens is not None else 0)
-        return batches, tokens
-
-    def so_far(self) -> dict:
-        return {"tokens": int(self.tokens), "seconds": round(self.seconds + time.monotonic() - self._began, 3)}
+def parameters(model) -> tuple[int, int]:
+    """Trained and all; to be asked before sharding, after which 4-bit weights no longer say how many they are."""
+    if hasattr(model, "get_nb_trainable_parameters"):
+        return model.get_nb_trainable_parameters()
+    return model.num_parameters(only_trainable=True), model.num_parameters()
 
 
 class NothingLeft(Exception):
@@ -80,36 +59,42 @@ class StopOnNan(TrainerCallback):
         )
 
 
-def write(trainer, outcome, evaluation: dict, effort: Effort, resumed_from: int) -> dict:
+def write(trainer, outcome, evaluation: dict, progress: Progress, counts: tuple[int, int], resumed_from: int) -> dict:
     """Gathers every rank's numbers (collective) and writes them on the first. Memory in GB (1e9 bytes), time in seconds.
 
-    Time and tokens are those of the whole run, also when it was resumed; evaluations and checkpoints are in the time.
+    Time and tokens are those of the whole run, also when it was resumed. `train_runtime` is all of it; a second of
+    `tokens_per_second` is one of optimizer steps, without the start, evaluations and checkpoints.
     """
     accelerator, state = trainer.accelerator, trainer.state
     unit = 1 if sys.platform == "darwin" else 1024
     gpu = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
     reserved = torch.cuda.max_memory_reserved() / 1e9 if torch.cuda.is_available() else 0.0
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-    ranks = gather_object([(os.environ.get("GROUP_RANK", "0"), gpu, host, trainer.is_fsdp_enabled, reserved)])
+    busy = progress.gpus.utilization()
+    ranks = gather_object([(os.environ.get("GROUP_RANK", "0"), gpu, host, trainer.is_fsdp_enabled, reserved, busy)])
     hosts = {node: sum(h for n, _, h, *_ in ranks if n == node) for node, *_ in ranks}
-    trainable, parameters = effort.parameters
+    effort, args = progress.so_far(), trainer.args
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    seconds = effort.seconds + (outcome.metrics["train_runtime"] if outcome else 0.0)
+    seconds = effort["seconds"] or 1  # of a run that had no step left
     results = read_json(Path(trainer.args.output_dir, RUN)) | {
-        "fsdp_enabled": all(enabled for *_, enabled, _ in ranks),
+        "fsdp_enabled": all(enabled for _, _, _, enabled, *_ in ranks),
         "world_size": accelerator.num_processes,
+        "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes,
         "num_nodes": len(hosts),
-        "model_params_b": round(parameters / 1e9, 6),
-        "trainable_params_b": round(trainable / 1e9, 6),
+        "model_params_b": round(counts[1] / 1e9, 6),
+        "trainable_params_b": round(counts[0] / 1e9, 6),
         "peak_gpu_gb": round(max(g for _, g, *_ in ranks), 3),
-        "peak_gpu_reserved_gb": round(max(r for *_, r in ranks), 3),
+        "peak_gpu_reserved_gb": round(max(r for *_, r, _ in ranks), 3),
+        "gpu_utilization": [percent for *_, gpus in ranks for percent in gpus],
         "peak_host_gb": round(max(hosts.values()), 3),
         "final_loss": losses[-1] if losses else (outcome.training_loss if outcome else None),
         **{name: evaluation[name] for name in ("eval_loss",) if name in evaluation},
         **({"perplexity": math.exp(min(evaluation["eval_loss"], 700))} if "eval_loss" in evaluation else {}),
-        "tokens_per_second": round(int(effort.tokens) / seconds, 1) if seconds else 0.0,
-        "train_runtime": round(seconds, 3),
-        "tokens": int(effort.tokens),
+        "tokens_per_second": round(effort["tokens"] / seconds, 1),
+        "loss_tokens_per_second": round(effort["loss_tokens"] / seconds, 1),
+        "train_runtime": effort["runtime"],
+        "tokens": effort["tokens"],
+        "loss_tokens": effort["loss_tokens"],
         "global_step": state.global_step,
         "epoch": state.epoch,
         "resumed_from_step": resumed_from,

@@ -4,12 +4,11 @@ import os
 from pathlib import Path
 
 from harness import configs
-from harness.folder import latest, lock
+from harness.folder import MARK, latest, lock, read_json
 from harness.launched import Launched, say
 from harness.nodes import network
 from harness.run import checkpoints, export, preemption, results, sharding, streams
-
-from transformers import PrinterCallback
+from harness.run.progress import Progress
 
 
 def train(trainer):
@@ -42,19 +41,18 @@ def _train(trainer):
     streams.keep_together(trainer)
     checkpoint = checkpoints.newest(trainer.args)
     resumed_from = int(checkpoint.name.split("-")[1]) if checkpoint else 0
-    effort = results.Effort(trainer, checkpoint)
+    parameters = results.parameters(trainer.model)
+    progress = Progress(trainer, read_json(checkpoint / MARK).get("progress", {}) if checkpoint else {})
     stop = preemption.StopTogether()
     for callback in (
         sharding.AfterWrapping(trainer, config, launched.processes),
         results.StopOnNan(),
-        checkpoints.MarkComplete(effort),
+        checkpoints.MarkComplete(progress),
         results.StopAtTheEnd(),
         stop,
+        progress,
     ):
         trainer.add_callback(callback)
-    if not trainer.is_world_process_zero():
-        trainer.remove_callback(PrinterCallback)  # it would print once a node
-
     if checkpoint:
         say(f"Continuing from {checkpoint}; data already seen is skipped.")
     try:
@@ -75,7 +73,7 @@ def _train(trainer):
         evaluation = logged[-1] if is_fresh else trainer.evaluate()
     trainer.save_state()
     export.save(trainer)
-    written = results.write(trainer, outcome, evaluation, effort, resumed_from)
+    written = results.write(trainer, outcome, evaluation, progress, parameters, resumed_from)
     export.sample(trainer, launched.tiny)
     results.summary(written, str(folder))
     stop.close(trainer)

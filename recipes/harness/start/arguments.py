@@ -1,11 +1,9 @@
 """`parse`: from a recipe's numbers and the command line to checked arguments."""
 
 import logging
-import math
 import os
 import sys
 import warnings
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness import configs, folder
@@ -13,29 +11,7 @@ from harness.commands import quantize
 from harness.launched import Checked, Launched, fail
 from harness.nodes import network
 from harness.rehearsal import fsdp_on_cpu, stand_ins
-from harness.start import checks, flags, loading
-
-import trl
-import yaml
-from torch.distributed import DistError
-
-
-@dataclass
-class DataArguments(trl.ScriptArguments):
-    """TRL's ScriptArguments and the budgets that Hugging Face's own scripts add to them."""
-
-    max_tokens: int | None = field(
-        default=None, metadata={"help": "Train on this many tokens; sets max_steps. Meant for packed data."}
-    )
-    max_samples: int | None = field(default=None, metadata={"help": "Train on this many documents at most."})
-    max_eval_samples: int = field(default=256, metadata={"help": "Documents held out for evaluation, never trained on."})
-
-
-class Parser(trl.TrlParser):
-    """TRL's parser, with one line per error."""
-
-    def error(self, message):
-        fail(message.split("\n")[0])
+from harness.start import checks, loading, numbers
 
 
 def parse(config_class, **defaults):
@@ -57,11 +33,8 @@ def parse(config_class, **defaults):
     _quieten()
     if sharded and launched.on_cpu and not launched.checking:
         fsdp_on_cpu.enable()
-    data, args, model = _read(config_class, defaults, launched, config)
-    if data.max_tokens:
-        per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * getattr(args, "max_length", 1024)
-        processes = launched.processes or int(os.environ.get("WORLD_SIZE", 1))
-        args.max_steps = math.ceil(data.max_tokens / (per_step * processes))
+    data, args, model = numbers.read(config_class, defaults, launched, config)
+    numbers.count_steps(data, args, launched.processes or int(os.environ.get("WORLD_SIZE", 1)))
     loading.complete(args, model, sharded)
     if launched.checking or (not launched.recipe and args.process_index == 0):
         # A recipe that names its text column has one; the others make theirs from what they load.
@@ -75,54 +48,6 @@ def parse(config_class, **defaults):
     if args.world_size > 1:
         network.meet(args.device)
     return data, args, model
-
-
-def _read(config_class, defaults: dict, launched: Launched, config: dict) -> tuple:
-    """The three argument objects: flags before the recipe's numbers before the config's before transformers' own."""
-    parser = Parser([DataArguments, config_class, trl.ModelConfig], allow_abbrev=False)
-    fields = {action.dest for action in parser._actions}
-    if misspelt := [name for name in defaults if name not in fields]:
-        fail(f"{Path(sys.argv[0]).name}: {flags.unknown(misspelt[0], sorted(fields))}")
-    numbers = {
-        "output_dir": folder.default(launched, sys.argv[0]),
-        "logging_nan_inf_filter": False,  # a NaN loss is to be seen
-        "disable_tqdm": not sys.stderr.isatty(),  # in a log file a bar is a thousand lines
-        "ddp_find_unused_parameters": False,  # transformers would search for some in every step
-        "save_total_limit": 2,  # the newest checkpoint may be cut short by a kill; the one before it is whole
-        **({"use_cpu": True} if launched.on_cpu else {}),
-        **_from_config(config, defaults),
-        **(stand_ins.NUMBERS if launched.tiny else {}),
-    }
-    parser.set_defaults_with_config(**numbers)
-    try:
-        *parsed, rest = parser.parse_args_and_config(return_remaining_strings=True)
-    except IndexError:
-        fail("--config needs the path of a YAML file with arguments")
-    except DistError as error:  # training arguments connect the processes
-        network.give_up(error)
-    except (ValueError, OSError, yaml.YAMLError) as error:
-        fail(str(error).split("\n")[0])
-    if rest:
-        fail(flags.unknown(rest[0], [option for action in parser._actions for option in action.option_strings]))
-    args = parsed[1]
-    if not any(word.split("=")[0] == "--per_device_eval_batch_size" for word in sys.argv):
-        args.per_device_eval_batch_size = min(args.per_device_eval_batch_size, args.per_device_train_batch_size)
-    return parsed
-
-
-def _from_config(config: dict, defaults: dict) -> dict:
-    """The recipe's numbers, with what the Accelerate config decides."""
-    precision = config.get("mixed_precision")
-    if precision is not None:
-        # `accelerate launch` has put it here too, where transformers would find it and `--bf16 false` would not reach.
-        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
-        defaults = {"bf16": precision == "bf16", "fp16": precision == "fp16", **defaults}
-    if config.get("fsdp_config", {}).get("fsdp_activation_checkpointing"):
-        # accelerate's own wrapper recomputes with other random numbers, so dropout (GPT-2, LoRA) would differ between
-        # forward and backward. transformers' own checkpointing keeps them, and a flag can turn it off.
-        os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
-        defaults = {**defaults, "activation_checkpointing": True}
-    return defaults
 
 
 def _check(data, args, model, launched: Launched, sharded: bool, text_field: str | None):

@@ -1,0 +1,107 @@
+"""Where a run's numbers come from: flags, the recipe, the Accelerate config, and what follows from them."""
+
+import math
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness import folder
+from harness.launched import Launched, fail
+from harness.nodes import network
+from harness.rehearsal import stand_ins
+from harness.start import flags
+
+import trl
+import yaml
+from torch.distributed import DistError
+
+
+@dataclass
+class DataArguments(trl.ScriptArguments):
+    """TRL's ScriptArguments and the budgets that Hugging Face's own scripts add to them."""
+
+    max_tokens: int | None = field(
+        default=None, metadata={"help": "Train on this many tokens; sets max_steps. Meant for packed data."}
+    )
+    max_samples: int | None = field(default=None, metadata={"help": "Train on this many documents at most."})
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Rows an optimizer step trains on, over all processes; sets gradient_accumulation_steps."},
+    )
+    max_eval_samples: int = field(default=256, metadata={"help": "Documents held out for evaluation, never trained on."})
+
+
+class Parser(trl.TrlParser):
+    """TRL's parser, with one line per error."""
+
+    def error(self, message):
+        fail(message.split("\n")[0])
+
+
+def read(config_class, defaults: dict, launched: Launched, config: dict) -> tuple:
+    """The three argument objects: flags before the recipe's numbers before the config's before transformers' own."""
+    parser = Parser([DataArguments, config_class, trl.ModelConfig], allow_abbrev=False)
+    fields = {action.dest for action in parser._actions}
+    if misspelt := [name for name in defaults if name not in fields]:
+        fail(f"{Path(sys.argv[0]).name}: {flags.unknown(misspelt[0], sorted(fields))}")
+    values = {
+        "output_dir": folder.default(launched, sys.argv[0]),
+        "logging_nan_inf_filter": False,  # a NaN loss is to be seen
+        "disable_tqdm": not sys.stderr.isatty(),  # in a log file a bar is a thousand lines
+        "ddp_find_unused_parameters": False,  # transformers would search for some in every step
+        "save_total_limit": 2,  # the newest checkpoint may be cut short by a kill; the one before it is whole
+        **({"use_cpu": True} if launched.on_cpu else {}),
+        **_from_config(config, defaults),
+        **(stand_ins.NUMBERS if launched.tiny else {}),
+    }
+    parser.set_defaults_with_config(**values)
+    try:
+        *parsed, rest = parser.parse_args_and_config(return_remaining_strings=True)
+    except IndexError:
+        fail("--config needs the path of a YAML file with arguments")
+    except DistError as error:  # training arguments connect the processes
+        network.give_up(error)
+    except (ValueError, OSError, yaml.YAMLError) as error:
+        fail(str(error).split("\n")[0])
+    if rest:
+        fail(flags.unknown(rest[0], [option for action in parser._actions for option in action.option_strings]))
+    args = parsed[1]
+    if not any(word.split("=")[0] == "--per_device_eval_batch_size" for word in sys.argv):
+        args.per_device_eval_batch_size = min(args.per_device_eval_batch_size, args.per_device_train_batch_size)
+    return parsed
+
+
+def count_steps(data, args, processes: int):
+    """What follows from numbers that do not depend on how many processes there are: the batch, and the budget of tokens."""
+    rows = args.per_device_train_batch_size * processes
+    given = {word.split("=")[0] for word in sys.argv} & {"--global_batch_size", "--gradient_accumulation_steps"}
+    if len(given) > 1:
+        fail("--global_batch_size and --gradient_accumulation_steps decide the same: give one of them")
+    if data.global_batch_size and "--gradient_accumulation_steps" not in given:
+        args.gradient_accumulation_steps, rest = divmod(data.global_batch_size, rows)
+        if rest or args.gradient_accumulation_steps < 1:
+            near = max(1, round(data.global_batch_size / rows)) * rows
+            fail(
+                f"--global_batch_size {data.global_batch_size} is not a multiple of {rows}, which is "
+                f"--per_device_train_batch_size {args.per_device_train_batch_size} on {processes} "
+                f"process{'es' * (processes > 1)}: give --global_batch_size {near}, or another micro-batch"
+            )
+    if data.max_tokens:
+        per_step = rows * args.gradient_accumulation_steps * getattr(args, "max_length", 1024)
+        args.max_steps = math.ceil(data.max_tokens / per_step)
+
+
+def _from_config(config: dict, defaults: dict) -> dict:
+    """The recipe's numbers, with what the Accelerate config decides."""
+    precision = config.get("mixed_precision")
+    if precision is not None:
+        # `accelerate launch` has put it here too, where transformers would find it and `--bf16 false` would not reach.
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        defaults = {"bf16": precision == "bf16", "fp16": precision == "fp16", **defaults}
+    if config.get("fsdp_config", {}).get("fsdp_activation_checkpointing"):
+        # accelerate's own wrapper recomputes with other random numbers, so dropout (GPT-2, LoRA) would differ between
+        # forward and backward. transformers' own checkpointing keeps them, and a flag can turn it off.
+        os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
+        defaults = {**defaults, "activation_checkpointing": True}
+    return defaults

@@ -20,10 +20,21 @@ MARK = "complete.json"  # in a checkpoint: every process has written its part
 
 
 def write_json(path: Path, content: dict):
-    """Writes so that the file is whole or not there."""
+    """Writes so that the file is whole or not there, also when the power fails."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     draft.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    sync(draft)
     draft.replace(path)
+    sync(path.parent)
+
+
+def sync(path: Path):
+    """Waits until a file or the names in a folder are on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
 
 
 def read_json(path: Path) -> dict:
@@ -119,10 +130,15 @@ def end_if_finished(folder: Path, max_steps: int, num_train_epochs: float):
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint in `folder`."""
-    whole = [path.parent for path in folder.glob(f"checkpoint-[0-9]*/{MARK}")]
-    return max(whole, key=_step, default=None)
+    """The newest checkpoint in `folder` that has a mark."""
+    return next((path for path in checkpoints(folder) if (path / MARK).is_file()), None)
 
 
-def _step(path: Path) -> int:
-    return int(path.name.split("-")[1])
+def checkpoints(folder: Path) -> list[Path]:
+    """What is called a checkpoint in `folder`, whole or not, the newest first."""
+    there = (path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal())
+    return sorted(there, key=step, reverse=True)
+
+
+def step(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[1])

@@ -76,6 +76,7 @@ def test_killed_and_started_again_logs_the_same_losses(rehearse, start, launch, 
     process.wait()
     # A kill in the middle of a later save leaves half a checkpoint.
     (run / "checkpoint-18").mkdir()
+    (run / "checkpoint-18/writing").touch()
     shutil.copy(run / "checkpoint-15/trainer_state.json", run / "checkpoint-18")
 
     again = launch(*command)

@@ -7,9 +7,10 @@ import shutil
 import sys
 from pathlib import Path
 
+from harness import marks
 from harness.commands.quantize import SOURCE
 from harness.commands.shards import Shards
-from harness.folder import MARK, read_json
+from harness.folder import MARK, checkpoints, read_json
 from harness.launched import fail, say
 
 
@@ -52,13 +53,15 @@ def _merge(source: Path, draft: Path):
 
 def _checkpoint(source: Path) -> Path:
     """The folder itself when it is a sharded checkpoint, else its newest whole one."""
-    found = [source, *sorted(source.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True)]
-    whole = [path for path in found if (path / MARK).is_file()]
-    if not whole:
+    for path in (path for path in (source, *checkpoints(source)) if (path / MARK).is_file()):
+        if not (fault := marks.fault(path)):
+            break
+        say(f"{path} is damaged: {fault}.")
+    else:
         fail(f"{source} holds neither an adapter nor a whole checkpoint")
-    if not (whole[0] / "pytorch_model_fsdp_0").is_dir():
-        fail(f"{whole[0]} is not sharded: it holds the model in model.safetensors already")
-    return whole[0]
+    if not (path / "pytorch_model_fsdp_0").is_dir():
+        fail(f"{path} is not sharded: it holds the model in model.safetensors already")
+    return path
 
 
 def _read(checkpoint: Path, names: list[str] | None) -> dict:

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from harness.commands.quantize import SOURCE
-from harness.folder import RUN, read_json
+from harness.folder import RUN, read_json, sync
 from harness.launched import say
 
 import torch
@@ -41,6 +41,7 @@ def save(trainer):
         (draft / "README.md").write_text(_card(read_json(folder / RUN), isinstance(model, PreTrainedModel)), "utf-8")
         for file in draft.iterdir():
             shutil.copymode(folder / RUN, file)  # safetensors makes files that only their owner reads
+            sync(file)
             file.replace(folder / file.name)
         draft.rmdir()
     trainer.accelerator.wait_for_everyone()

@@ -47,7 +47,7 @@ def _train(trainer):
     for callback in (
         sharding.AfterWrapping(trainer, config, launched.processes),
         results.StopOnNan(),
-        checkpoints.MarkComplete(progress),
+        checkpoints.Checkpoints(trainer, progress),
         results.StopAtTheEnd(),
         stop,
         progress,

@@ -1,0 +1,69 @@
+"""The mark of a checkpoint: any damage to any of its files is found, and named."""
+
+import shutil
+
+from harness import marks
+from harness.folder import MARK, latest, write_json
+
+import pytest
+
+FILES = {"scheduler.pt": b"s" * 1_465, "rng_state_1.pth": b"r" * 15_000, "pytorch_model_fsdp_0/__0_0.distcp": b"w" * 70_000}
+
+
+def _flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "missing": lambda path: path.unlink(),
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "one bit changed": _flip,
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "checkpoint-5"
+    marks.begin(folder)
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    assert marks.is_cut_short(folder) and latest(tmp_path) is None
+    parts = [marks.seal(folder, lambda name, n=n: ("1" in name) == n) for n in (False, True)]  # as two processes would
+    assert [len(part) for part in parts] == [2, 1]
+    marks.end(folder, {"geometry": {"seed": 42}, "effort": {"seconds": 0.1}, "files": parts[0] | parts[1]})
+    assert latest(tmp_path) == folder and not marks.is_cut_short(folder) and marks.fault(folder) == ""
+    return folder
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("name", [*FILES, MARK])
+def test_damage_is_found(checkpoint, name, kind):
+    DAMAGE[kind](checkpoint / name)
+    assert name in marks.fault(checkpoint)
+    if name == "rng_state_1.pth" and kind in ("one bit changed", "zeros"):  # only whose file it is reads it
+        assert not marks.fault(checkpoint, lambda name: "1" not in name)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_believed(checkpoint):
+    write_json(checkpoint / MARK, {"model": "m", "geometry": {"seed": 42}, "effort": {}})
+    assert marks.fault(checkpoint) == ""
+
+
+def test_a_mark_that_was_changed_counts_as_none(checkpoint):
+    text = (checkpoint / MARK).read_text()
+    (checkpoint / MARK).write_text(text.replace('"seed": 42', '"seed": 43'))
+    assert marks.fault(checkpoint) == f"{MARK} was changed"
+    (checkpoint / MARK).write_text("[]")
+    assert marks.fault(checkpoint) == f"{MARK} is no mark any more"
+
+
+def test_without_its_folder(checkpoint):
+    shutil.rmtree(checkpoint)
+    assert marks.fault(checkpoint) == f"{MARK} is missing" and not marks.is_cut_short(checkpoint)

@@ -3,6 +3,7 @@
     NNODES=3 NODE_RANK=0 MASTER_ADDR=host0 ./launch.sh gpt2_xl_wikitext 3xt4_shard_grad_op    # on three machines with a 16 GB T4
     sky jobs launch cloud/gpt2_xl_wikitext.yaml --env BUCKET=a-name-of-your-own            # on three spot machines
 
+Takes texts: a column `text`.
 Needs 3 x 16 GB, where DDP would need 25 GB on each; a forecast, not yet measured: 14 GB a GPU. The network is what
 limits it: the config gathers weights and reduces gradients once an optimizer step, whatever the accumulation.
 """
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 
 from harness import parse, train
 
-from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 from trl import pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -26,6 +26,7 @@ class Arguments(TrainingArguments):
 def main():
     data, args, model = parse(
         Arguments,
+        takes="text",
         model_name_or_path="openai-community/gpt2-xl",
         dataset_name="Salesforce/wikitext",
         dataset_config="wikitext-2-raw-v1",
@@ -47,14 +48,12 @@ def main():
     )
     tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
 
-    def prepare(split: str, samples: int):
-        """Packed rows of at most max_length tokens: no padding, so none enters the loss."""
-        rows = load_dataset(data.dataset_name, data.dataset_config, split=split)
-        rows = rows.filter(lambda row: len(row["text"]) > 50)
-        rows = rows.select(range(min(samples, len(rows))))
+    def packed(rows):
+        """Rows of at most max_length tokens: no padding, so none enters the loss."""
         rows = rows.map(lambda row: {"input_ids": tokenizer(row["text"] + tokenizer.eos_token)["input_ids"]})
         return pack_dataset(rows.select_columns("input_ids"), args.max_length, "bfd_split")
 
+    train_set, test_set = data.load(keep=lambda row: len(row["text"]) > 50)
     collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.eos_token_id, padding_free=True)
     gpt2 = AutoModelForCausalLM.from_pretrained(model.model_name_or_path, revision=model.model_revision, dtype="float32")
     add_fused_lm_head(gpt2)  # the loss without the logits of 50,257 words for every token
@@ -62,8 +61,8 @@ def main():
         model=gpt2,
         args=args,
         data_collator=lambda rows: {**collate(rows), "fused_lm_head": True},
-        train_dataset=prepare(data.dataset_train_split, data.max_samples),
-        eval_dataset=prepare(data.dataset_test_split, data.max_eval_samples),
+        train_dataset=packed(train_set),
+        eval_dataset=packed(test_set),
         processing_class=tokenizer,
     )
     train(trainer)

@@ -2,21 +2,23 @@
 
     ./launch.sh --quantize llama31_70b_qlora                    # once: 4-bit weights into the cache
     ./launch.sh llama31_70b_qlora 2x3090_qlora
-    ./launch.sh llama31_70b_qlora 2x3090_qlora --dataset_name my/conversations    # a column `messages` is taken as chat
+    ./launch.sh llama31_70b_qlora 2x3090_qlora --dataset_name my.jsonl
 
+Takes conversations (`messages` of role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
+`instruction`, `input` and `output`; or texts: a column `text`, or --dataset_text_field.
 Needs two 24 GB GPUs, 110 GB of host RAM and 180 GB of disk; a forecast, not yet measured: 21.7 GB a GPU,
 80 to 95 s a step of 16,384 tokens. If memory runs out: --per_device_train_batch_size 4.
 """
 
 from harness import parse, train
 
-from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 
 def main():
     data, args, model = parse(
         SFTConfig,
+        takes=("messages", "text"),
         model_name_or_path="meta-llama/Llama-3.1-70B",  # gated: accept its terms, then `hf auth login`
         dataset_name="HuggingFaceH4/ultrachat_200k",  # conversations; a set with a column `text` works as well
         dataset_train_split="train_sft",
@@ -44,16 +46,15 @@ def main():
         max_eval_samples=64,  # a minute or two an evaluation (forecast)
         save_steps=25,
     )
-    rows = load_dataset(data.dataset_name, data.dataset_config, streaming=data.dataset_streaming)
-    train_set, test_set = rows[data.dataset_train_split], rows[data.dataset_test_split]
-    if "messages" in train_set.column_names:
+    train_set, test_set = data.load()
+    if "messages" in test_set.column_names:
         # A base model has no chat template of its own: a plain one, a heading for every turn.
-        train_set, test_set = (split.map(as_text, remove_columns=split.column_names) for split in (train_set, test_set))
+        train_set, test_set = (split.map(as_text, remove_columns=test_set.column_names) for split in (train_set, test_set))
     trainer = SFTTrainer(
         model=model.model_name_or_path,
         args=args,
         train_dataset=train_set,
-        eval_dataset=test_set.take(data.max_eval_samples),
+        eval_dataset=test_set,
         peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),
     )

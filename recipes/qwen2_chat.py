@@ -2,14 +2,15 @@
 
     ./launch.sh qwen2_chat 1x3090
     ./launch.sh qwen2_chat 4gpu_shard_grad_op
-    ./launch.sh qwen2_chat 1x3090 --dataset_name my/conversations    # a column `messages` of role and content
+    ./launch.sh qwen2_chat 1x3090 --dataset_name my/conversations    # an id of the hub, a folder, or a file
 
+Takes conversations (`messages` of role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
+`instruction`, `input` and `output`.
 Needs one 24 GB GPU; a forecast, not yet measured: 12 to 15 GB and 10,000 tokens/s on 1x3090.
 """
 
 from harness import parse, train
 
-from datasets import load_dataset
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
@@ -27,6 +28,7 @@ TRAINING_TEMPLATE = (
 def main():
     data, args, model = parse(
         SFTConfig,
+        takes="messages",
         model_name_or_path="Qwen/Qwen2-0.5B-Instruct",  # for another family, replace the template above
         dataset_name="trl-lib/Capybara",
         assistant_only_loss=True,
@@ -46,14 +48,14 @@ def main():
         save_steps=0.1,
         lora_target_modules=["all-linear"],
     )
-    rows = load_dataset(data.dataset_name, data.dataset_config)
+    train_set, test_set = data.load()
     tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
     own_template, tokenizer.chat_template = tokenizer.chat_template, TRAINING_TEMPLATE
     trainer = SFTTrainer(
         model=model.model_name_or_path,
         args=args,
-        train_dataset=rows[data.dataset_train_split],
-        eval_dataset=rows[data.dataset_test_split].take(data.max_eval_samples),
+        train_dataset=train_set,
+        eval_dataset=test_set,
         processing_class=tokenizer,
         peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),

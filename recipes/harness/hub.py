@@ -1,4 +1,4 @@
-"""What can be asked of the hub and of a data set before anything large is downloaded."""
+"""What can be asked of the hub before anything large is downloaded, and its errors in one line."""
 
 import contextlib
 from pathlib import Path
@@ -20,29 +20,6 @@ def reachable(model: str, revision: str):
         if not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
             HfApi().model_info(model, revision=revision)  # says at once when nobody answers; a download tries for long
             hf_hub_download(model, "config.json", revision=revision)
-
-
-def dataset(data, text_field: str | None = None, name: str = ""):
-    """Fails unless the training split can be opened, has a first row, and that row has the text column.
-
-    `name` is what to call the data set in messages.
-    """
-    from datasets import load_dataset
-    from huggingface_hub import HfApi
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-
-    if HF_HUB_OFFLINE and not Path(data.dataset_name).exists():
-        return  # only `datasets` knows what its cache holds
-    with errors("data set", data.dataset_name):
-        if not Path(data.dataset_name).exists():
-            HfApi().dataset_info(data.dataset_name)
-        stream = load_dataset(data.dataset_name, data.dataset_config, split=data.dataset_train_split, streaming=True)
-        row = next(iter(stream), None)
-    name = name or data.dataset_name
-    if row is None:
-        fail(f"data set {name} ({data.dataset_train_split}) is empty")
-    if text_field and text_field not in row:
-        fail(f"data set {name} has no column {text_field!r}, it has {', '.join(row)}: name the text with --dataset_text_field")
 
 
 @contextlib.contextmanager

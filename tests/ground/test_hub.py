@@ -1,10 +1,7 @@
-"""The hub and a data set: what is missing, locked or empty is said in one line, by the real libraries."""
-
-import types
+"""The hub: what is missing or locked is said in one line, by the real libraries."""
 
 from harness import hub
 
-import datasets
 import pytest
 from stand_in_hub import serve
 
@@ -46,29 +43,3 @@ class TestHub:
         assert "no config.json" in says(hub.reachable, str(tmp_path), "main")
         assert "there is no folder ./nowhere" in says(hub.reachable, "./nowhere", "main")
         assert "unknown to the hub" in says(hub.reachable, "a b", "main")
-
-
-def data_set(path, **columns):
-    path.mkdir()
-    datasets.disable_progress_bars()
-    features = datasets.Features({name: datasets.Value("string") for name in columns})
-    datasets.Dataset.from_dict(columns, features=features).to_parquet(str(path / "train.parquet"))
-    return types.SimpleNamespace(dataset_name=str(path), dataset_config=None, dataset_train_split="train")
-
-
-def test_the_text_column(tmp_path, says):
-    data = data_set(tmp_path / "data", content=["some text"])
-    message = says(hub.dataset, data, "text")
-    assert "no column 'text'" in message and "content" in message and "--dataset_text_field" in message
-    hub.dataset(data, "content")
-    hub.dataset(data, None)
-
-
-def test_an_empty_data_set(tmp_path, says):
-    assert "is empty" in says(hub.dataset, data_set(tmp_path / "data", text=[]), "text")
-
-
-def test_a_split_that_is_not_there(tmp_path, says):
-    data = data_set(tmp_path / "data", text=["a"])
-    data.dataset_train_split = "trian"
-    assert "trian" in says(hub.dataset, data, "text")

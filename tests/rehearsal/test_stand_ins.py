@@ -1,10 +1,13 @@
 """The stand-ins: same architecture, same special tokens, same columns; real text; the same on every machine."""
 
+import copy
+import json
 import re
 import shutil
 import types
 from pathlib import Path
 
+from harness.data import DataArguments
 from harness.rehearsal import stand_ins, tiny_data, tiny_model
 
 import pytest
@@ -39,8 +42,8 @@ def model(name):
     return types.SimpleNamespace(model_name_or_path=name, model_revision="main", attn_implementation=None)
 
 
-def data(name, config=None, split="train"):
-    return types.SimpleNamespace(dataset_name=name, dataset_config=config, dataset_train_split=split)
+def data(name, config=None):
+    return DataArguments(dataset_name=name, dataset_config=config)
 
 
 FINEWEB = data("HuggingFaceFW/fineweb-edu", "sample-10BT")
@@ -56,7 +59,7 @@ def made(tmp_path, monkeypatch):
         stand_ins.prepare(the_data, the_model)
         args = types.SimpleNamespace(model_init_kwargs={"dtype": "float32"}, max_steps=30, max_length=9)
         stand_ins.announce(the_data, args, the_model)
-        the_data, the_model = types.SimpleNamespace(**vars(the_data)), types.SimpleNamespace(**vars(the_model))
+        the_data, the_model = copy.copy(the_data), types.SimpleNamespace(**vars(the_model))
         stand_ins.substitute(the_data, args, the_model)
         return the_model.model_name_or_path, the_data.dataset_name
 
@@ -178,19 +181,19 @@ def test_data_streams_with_the_columns_of_the_original(made):
     assert sorted(row["text"] for row in stream) == sorted(tiny_data.documents())
 
 
-def test_unknown_data_is_described_by_its_first_row(made, tmp_path):
+def test_data_of_a_persons_own_are_its_first_rows(made, tmp_path):
     source = tmp_path / "theirs"
     source.mkdir()
-    line = '{"instruction": "do", "output": "done", "messages": [{"role": "user", "content": "Hi"}], "n": 3, "x": 0.5}\n'
-    (source / "train.jsonl").write_text(line)
-    (source / "test.jsonl").write_text(line)
+    row = {"conversations": [{"from": "human", "value": "why " * 200}, {"from": "gpt", "value": "so"}], "n": 3}
+    (source / "train.jsonl").write_text((json.dumps(row) + "\n") * 600)
+    (source / "test.jsonl").write_text(json.dumps(row) + "\n")
     _, folder = made(the_data=data(str(source)))
     loaded = load_dataset(folder)
-    assert set(loaded) == {"train", "test"} and len(loaded["train"]) > 5 * len(loaded["test"])
-    assert list(row := loaded["train"][0]) == ["instruction", "output", "messages", "n", "x"]
-    assert [turn["role"] for turn in row["messages"]][:2] == ["user", "assistant"] and len(row["messages"]) % 2 == 0
-    assert row["instruction"] and row["output"] and row["instruction"] != row["output"]
-    assert isinstance(row["n"], int) and isinstance(row["x"], float)
+    assert {split: len(rows) for split, rows in loaded.items()} == {"train": 500, "test": 1}
+    asked, answered = loaded["train"][0]["conversations"]
+    assert (asked["value"], answered) == (("why " * 200)[:300], row["conversations"][1]) and loaded["train"][0]["n"] == 3
+    (source / "test.jsonl").write_text(json.dumps(row) * 2)
+    assert str(stand_ins.data_folder(data(str(source)))) != folder  # other rows, another stand-in
 
 
 def test_documents_are_real_text_of_many_lengths():

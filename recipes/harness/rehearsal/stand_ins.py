@@ -62,7 +62,7 @@ def announce(data, args, model):
     numbers = [f"{name} {number}" for name, number in NUMBERS.items() if getattr(args, name, None) == number]
     notice = (
         f"This is a rehearsal. The model is not {model.model_name_or_path} but a two-layer model of its architecture with "
-        f"random weights; the data is not {data.dataset_name} but Python's documentation in its columns. "
+        f"random weights; the data is {tiny_data.what(data.dataset_name)}. "
         f"Numbers that are not the recipe's: {', '.join(numbers)}."
     )
     say(textwrap.fill(notice, 110))
@@ -84,7 +84,9 @@ def model_folder(model) -> Path:
 
 
 def data_folder(data) -> Path:
-    return _folder(data.dataset_name, data.dataset_config)
+    path = Path(data.dataset_name).expanduser()
+    files = sorted(path.rglob("*")) if path.is_dir() else [path] * path.exists()
+    return _folder(data.dataset_name, f"{data.dataset_config}{[(file.name, file.stat().st_mtime_ns) for file in files]}")
 
 
 def _folder(name: str, variant: str | None) -> Path:

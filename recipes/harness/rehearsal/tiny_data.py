@@ -8,6 +8,7 @@ from harness import hub
 import yaml
 
 SHARDS = 8  # parquet files a split, so that up to eight processes each read their own
+ROWS, LETTERS = 500, 300  # of a data set that a person brings: so many of its first rows, so much of each text
 DATA_SETS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 NOT_PROSE = {"id", "prompt_id", "dump", "url", "file_path", "language", "source", "category", "name"}
 
@@ -30,38 +31,53 @@ def documents() -> list[str]:
     return texts
 
 
+def what(name: str) -> str:
+    """What stands in for a data set, in words."""
+    if name in DATA_SETS:
+        return f"not {name} but Python's documentation in its columns"
+    return f"the first {ROWS} rows of each split of {name}, long texts cut short"
+
+
 def make(data, folder: Path):
     from datasets import Dataset
 
-    described = DATA_SETS.get(data.dataset_name) or _describe(data)
-    splits, columns = described["splits"], described["columns"]
-    texts = documents()
-    # The first split gets nine tenths of the text, the others share the rest.
-    cuts = [0, *(int(len(texts) * (0.9 + 0.1 * i / max(1, len(splits) - 1))) for i in range(len(splits)))]
-    cuts[-1] = len(texts)
-    for split, start, end in zip(splits, cuts, cuts[1:], strict=False):
-        rows = [{name: _value(name, kind, texts[i], i, columns) for name, kind in columns.items()} for i in range(start, end)]
-        for shard in range(SHARDS):
+    described = DATA_SETS.get(data.dataset_name)
+    splits = _imitated(**described) if described else _first_rows(data)
+    for split, rows in splits.items():
+        shards = min(SHARDS, len(rows))
+        for shard in range(shards):
             path = folder / split / f"{shard:05}.parquet"
             path.parent.mkdir(parents=True, exist_ok=True)
-            Dataset.from_list(rows[shard::SHARDS]).to_parquet(str(path))
+            Dataset.from_list(rows[shard::shards]).to_parquet(str(path))
     files = "".join(f"  - split: {split}\n    path: {split}/*.parquet\n" for split in splits)
     card = f"---\nconfigs:\n- config_name: {data.dataset_config or 'default'}\n  data_files:\n{files}---\n"
     (folder / "README.md").write_text(card, "utf-8")
 
 
-def _describe(data) -> dict:
-    """Splits and columns of a data set the table does not know: read from its first row."""
-    from datasets import get_dataset_split_names, load_dataset
+def _imitated(splits: list[str], columns: dict[str, str]) -> dict[str, list[dict]]:
+    """Python's documentation in the columns of a known data set: nine tenths in the first split, the rest in the others."""
+    texts = documents()
+    cuts = [0, *(int(len(texts) * (0.9 + 0.1 * i / max(1, len(splits) - 1))) for i in range(len(splits)))]
+    cuts[-1] = len(texts)
+    return {
+        split: [{name: _value(name, kind, texts[i], i, columns) for name, kind in columns.items()} for i in range(start, end)]
+        for split, start, end in zip(splits, cuts, cuts[1:], strict=False)
+    }
 
-    hub.dataset(data)
+
+def _first_rows(data) -> dict[str, list[dict]]:
+    """The first rows of any other data set, its texts cut short, so that a rehearsal's short sequences hold an answer too."""
     with hub.errors("data set", data.dataset_name):
-        splits = get_dataset_split_names(data.dataset_name, data.dataset_config)
-        stream = load_dataset(data.dataset_name, data.dataset_config, split=data.dataset_train_split, streaming=True)
-        row = next(iter(stream))
-    kinds = {int: "int64", float: "float64", list: "messages"}
-    splits = sorted(splits, key=lambda split: split != data.dataset_train_split)
-    return {"splits": splits, "columns": {name: kinds.get(type(value), "string") for name, value in row.items()}}
+        splits = {name: [_short(row) for row in rows.take(ROWS)] for name, rows in data.splits(streaming=True).items()}
+    return {name: rows for name, rows in splits.items() if rows}
+
+
+def _short(value):
+    if isinstance(value, dict):
+        return {name: _short(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_short(part) for part in value]
+    return value[:LETTERS] if isinstance(value, str) else value
 
 
 def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str]):

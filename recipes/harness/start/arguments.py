@@ -14,11 +14,13 @@ from harness.rehearsal import fsdp_on_cpu, stand_ins
 from harness.start import checks, loading, numbers
 
 
-def parse(config_class, **defaults):
+def parse(config_class, takes=(), **defaults):
     """Turns a recipe's numbers and the command line into the three argument objects of TRL's scripts.
 
     Args:
         config_class: `trl.SFTConfig`, `transformers.TrainingArguments` or a subclass; its fields become flags.
+        takes: the shapes of rows the recipe can train on, the one it likes best first: "text", "messages", "prompt",
+            "instruction" (see `harness.data`). Without it rows are what they are.
         **defaults: the recipe's numbers, by the names of the fields they set. Flags come first, then these, then what
             the Accelerate config says (precision, activation checkpointing). A rehearsal lowers them.
 
@@ -34,12 +36,12 @@ def parse(config_class, **defaults):
     if sharded and launched.on_cpu and not launched.checking:
         fsdp_on_cpu.enable()
     data, args, model = numbers.read(config_class, defaults, launched, config)
+    data.takes, data.named = (takes,) if isinstance(takes, str) else takes, data.dataset_name
+    data.text_field, data.seed = getattr(args, "dataset_text_field", "text"), args.seed
     numbers.count_steps(data, args, launched.processes or int(os.environ.get("WORLD_SIZE", 1)))
     loading.complete(args, model, sharded)
     if launched.checking or (not launched.recipe and args.process_index == 0):
-        # A recipe that names its text column has one; the others make theirs from what they load.
-        text_field = args.dataset_text_field if "dataset_text_field" in defaults else None
-        _check(data, args, model, launched, sharded, text_field)
+        _check(data, args, model, launched, sharded)
     _substitute(data, args, model, launched, sharded)
     if launched.checking:
         raise Checked(args)
@@ -50,7 +52,7 @@ def parse(config_class, **defaults):
     return data, args, model
 
 
-def _check(data, args, model, launched: Launched, sharded: bool, text_field: str | None):
+def _check(data, args, model, launched: Launched, sharded: bool):
     """Ends the process when something is wrong, or when the run is finished; takes the run's folder when all is well."""
     if launched.quantize and not model.load_in_4bit:
         fail(f"{Path(launched.recipe).stem} does not use 4-bit weights: add --load_in_4bit --use_peft")
@@ -75,7 +77,7 @@ def _check(data, args, model, launched: Launched, sharded: bool, text_field: str
     folder.check(path, identity, is_default)
     if launched.tiny:
         stand_ins.prepare(data, model)
-    checks.sources(data, model, launched, text_field)
+    checks.sources(data, model, launched)
     folder.claim(path, identity, is_default)
     folder.end_if_finished(path, args.max_steps, args.num_train_epochs)
     if launched.tiny:

@@ -1,6 +1,6 @@
 """Everything that can be known to be wrong before a process is spawned, a model downloaded or a file written."""
 
-import dataclasses
+import copy
 import importlib.metadata
 import sys
 from pathlib import Path
@@ -95,11 +95,11 @@ def quantization(model, args):
         )
 
 
-def sources(data, model, launched, text_field: str | None):
+def sources(data, model, launched):
     """Model and data can be opened; in a rehearsal, their stand-ins."""
     if launched.tiny:
-        stand_in = dataclasses.replace(data, dataset_name=str(stand_ins.data_folder(data)))
-        hub.dataset(stand_in, text_field, name=data.dataset_name)
+        data = copy.copy(data)
+        data.dataset_name = str(stand_ins.data_folder(data))
     else:
         hub.reachable(model.model_name_or_path, model.model_revision)
-        hub.dataset(data, text_field)
+    data.check()

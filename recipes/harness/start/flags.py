@@ -17,7 +17,7 @@ from harness.launched import fail
 SOURCES = {
     "transformers": ["training_args.py"],
     "trl": ["trainer/base_config.py", "trainer/sft_config.py", "trainer/model_config.py", "scripts/utils.py"],
-    "harness": ["start/numbers.py"],
+    "harness": ["data.py"],
 }
 # Words people arrive with, and what they are called today.
 RENAMED = {

@@ -3,10 +3,10 @@
 import math
 import os
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness import folder
+from harness.data import DataArguments
 from harness.launched import Launched, fail
 from harness.nodes import network
 from harness.rehearsal import stand_ins
@@ -17,23 +17,14 @@ import yaml
 from torch.distributed import DistError
 
 
-@dataclass
-class DataArguments(trl.ScriptArguments):
-    """TRL's ScriptArguments and the budgets that Hugging Face's own scripts add to them."""
-
-    max_tokens: int | None = field(
-        default=None, metadata={"help": "Train on this many tokens; sets max_steps. Meant for packed data."}
-    )
-    max_samples: int | None = field(default=None, metadata={"help": "Train on this many documents at most."})
-    global_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Rows an optimizer step trains on, over all processes; sets gradient_accumulation_steps."},
-    )
-    max_eval_samples: int = field(default=256, metadata={"help": "Documents held out for evaluation, never trained on."})
-
-
 class Parser(trl.TrlParser):
-    """TRL's parser, with one line per error."""
+    """TRL's parser, with one line per error. Knows which arguments the file of --config gives."""
+
+    given = frozenset()
+
+    def set_defaults_with_config(self, **arguments):
+        self.given = frozenset(arguments)
+        return super().set_defaults_with_config(**arguments)
 
     def error(self, message):
         fail(message.split("\n")[0])
@@ -56,6 +47,7 @@ def read(config_class, defaults: dict, launched: Launched, config: dict) -> tupl
         **(stand_ins.NUMBERS if launched.tiny else {}),
     }
     parser.set_defaults_with_config(**values)
+    parser.given = frozenset()
     try:
         *parsed, rest = parser.parse_args_and_config(return_remaining_strings=True)
     except IndexError:
@@ -66,8 +58,13 @@ def read(config_class, defaults: dict, launched: Launched, config: dict) -> tupl
         fail(str(error).split("\n")[0])
     if rest:
         fail(flags.unknown(rest[0], [option for action in parser._actions for option in action.option_strings]))
-    args = parsed[1]
-    if not any(word.split("=")[0] == "--per_device_eval_batch_size" for word in sys.argv):
+    data, args, _ = parsed
+    words = (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--"))
+    data.given = parser.given | {word[2:].replace("-", "_").removeprefix("no_") for word in words}
+    if data.dataset_name != defaults.get("dataset_name"):  # whose config and splits are not those of another
+        for name in {"dataset_config", "dataset_train_split", "dataset_test_split"} - data.given:
+            setattr(data, name, getattr(DataArguments, name))
+    if "per_device_eval_batch_size" not in data.given:
         args.per_device_eval_batch_size = min(args.per_device_eval_batch_size, args.per_device_train_batch_size)
     return parsed
 
@@ -75,10 +72,10 @@ def read(config_class, defaults: dict, launched: Launched, config: dict) -> tupl
 def count_steps(data, args, processes: int):
     """What follows from numbers that do not depend on how many processes there are: the batch, and the budget of tokens."""
     rows = args.per_device_train_batch_size * processes
-    given = {word.split("=")[0] for word in sys.argv} & {"--global_batch_size", "--gradient_accumulation_steps"}
+    given = data.given & {"global_batch_size", "gradient_accumulation_steps"}
     if len(given) > 1:
         fail("--global_batch_size and --gradient_accumulation_steps decide the same: give one of them")
-    if data.global_batch_size and "--gradient_accumulation_steps" not in given:
+    if data.global_batch_size and "gradient_accumulation_steps" not in given:
         args.gradient_accumulation_steps, rest = divmod(data.global_batch_size, rows)
         if rest or args.gradient_accumulation_steps < 1:
             near = max(1, round(data.global_batch_size / rows)) * rows

@@ -33,6 +33,7 @@ class DataArguments(trl.ScriptArguments):
         metadata={"help": "Rows an optimizer step trains on, over all processes; sets gradient_accumulation_steps."},
     )
     max_eval_samples: int = field(default=256, metadata={"help": "Documents held out for evaluation, never trained on."})
+    profile: bool = field(default=False, metadata={"help": "Show what some steps in the middle spend their time on."})
 
     # No flags: `parse` knows them.
     takes = ()  # the shapes a recipe takes, the one it likes best first; () for rows as they are

@@ -7,7 +7,7 @@ from harness import configs
 from harness.folder import MARK, latest, lock, read_json
 from harness.launched import Launched, say
 from harness.nodes import network
-from harness.run import checkpoints, export, preemption, results, sharding, streams
+from harness.run import checkpoints, export, preemption, profile, results, sharding, streams
 from harness.run.progress import Progress
 
 
@@ -51,6 +51,7 @@ def _train(trainer):
         results.StopAtTheEnd(),
         stop,
         progress,
+        *([profile.Profile(trainer.args)] if getattr(trainer.args, "profile", False) else []),
     ):
         trainer.add_callback(callback)
     if checkpoint:

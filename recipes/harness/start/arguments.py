@@ -39,6 +39,7 @@ def parse(config_class, takes=(), **defaults):
     data.takes, data.named = (takes,) if isinstance(takes, str) else takes, data.dataset_name
     data.text_field, data.seed = getattr(args, "dataset_text_field", "text"), args.seed
     numbers.count_steps(data, args, launched.processes or int(os.environ.get("WORLD_SIZE", 1)))
+    args.profile = data.profile  # `train` sees the training arguments only
     loading.complete(args, model, sharded)
     if launched.checking or (not launched.recipe and args.process_index == 0):
         _check(data, args, model, launched, sharded)

@@ -47,6 +47,7 @@ def _train(trainer):
     for callback in (
         sharding.AfterWrapping(trainer, config, launched.processes),
         results.StopOnNan(),
+        streams.Place(trainer, checkpoint),
         checkpoints.Checkpoints(trainer, progress),
         results.StopAtTheEnd(),
         stop,

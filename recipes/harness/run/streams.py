@@ -1,8 +1,15 @@
-"""Streams under several processes: each reads files of its own, and none may run out before the others."""
+"""Streams under several processes: none may run out before the others, and each goes on where it stopped reading."""
 
-from harness.launched import fail
+import json
+from pathlib import Path
 
+from harness.launched import fail, say
+from harness.run import stream_state
+
+import transformers
+from accelerate import skip_first_batches
 from datasets import IterableDataset
+from transformers import TrainerCallback
 
 
 def keep_together(trainer):
@@ -11,10 +18,78 @@ def keep_together(trainer):
     Files differ in length: a process whose files are read would save or evaluate while the others still train, and all
     would wait for each other for ever. Ends the process with one line when a stream is to be evaluated, which must end.
     """
-    if isinstance(trainer.train_dataset, IterableDataset):
-        trainer.train_dataset = trainer.train_dataset.repeat(None)
     if isinstance(trainer.eval_dataset, IterableDataset) and trainer.args.world_size > 1:
         fail(
             "eval_dataset is a stream, and processes whose files end at different times would wait for each other for ever: "
             "hold out a fixed number of rows, Dataset.from_list(list(stream.take(256)))"
         )
+    if isinstance(trainer.train_dataset, IterableDataset):
+        trainer.train_dataset = trainer.train_dataset.repeat(None)
+        trainer.accelerator.dataloader_config.dispatch_batches = False  # each process reads for itself, also of a plain Trainer
+
+
+class Place(TrainerCallback):
+    """Keeps where each process is in a stream of `datasets`, in every checkpoint, and goes on there.
+
+    transformers would read the stream again from its beginning, and does so where the place is not known: with
+    --dataloader_num_workers, whose processes do not tell it, and where a checkpoint is another number of processes'.
+    """
+
+    def __init__(self, trainer, checkpoint: Path | None):
+        self.checkpoint, self.loader = checkpoint, None
+        self.places = (None, None)  # after the batch that trains, after the one that accelerate has read ahead
+        self._file = f"stream-{trainer.args.process_index}-of-{trainer.args.world_size}.json"
+        self._make = trainer.get_train_dataloader
+        trainer.get_train_dataloader = self._get_train_dataloader
+        transformers.trainer.skip_first_batches = self._skip_first_batches
+
+    def _get_train_dataloader(self):
+        loader = self._make()
+        stream = getattr(loader.dataset, "dataset", loader.dataset)  # below accelerate's, where all read the same files
+        if isinstance(stream, IterableDataset) and not loader.num_workers:
+            stream_state.complete()
+            collate, there = loader.collate_fn, self.checkpoint and self.checkpoint / self._file
+
+            def collate_and_look(rows):
+                self.places = (self.places[1], stream.state_dict())
+                return collate(rows)
+
+            loader.base_dataloader.collate_fn = collate_and_look
+            if there and there.is_file():
+                place = json.loads(there.read_text("utf-8"))
+                if _steps(place) == _steps(stream.state_dict()):
+                    stream.load_state_dict(place)
+                    self.loader = loader
+        return loader
+
+    def _skip_first_batches(self, loader, batches: int):
+        if loader is self.loader:
+            return loader  # it begins where it should
+        self._explain(loader, batches)
+        return skip_first_batches(loader, batches)
+
+    def _explain(self, loader, batches: int):
+        """Says what another number of processes reads twice or not at all."""
+        others = next(self.checkpoint.glob("stream-0-of-*.json"), None)
+        before, now = int(others.stem.split("-")[-1]) if others else 0, int(self._file.split("-")[-1].split(".")[0])
+        if before not in (0, now):
+            seen, passed = (batches * loader.batch_size * processes for processes in (before, now))
+            outcome = "reads {:,} of these or more a second time" if passed < seen else "leaves out {:,} others or more"
+            say(
+                f"The stream's place is that of {before} processes, which have trained on {seen:,} rows. Each of these {now} "
+                f"passes over the first {passed // now:,} rows of its own share, {passed:,} in all; the run "
+                f"{outcome.format(abs(seen - passed))}. Reading up to there takes time."
+            )
+
+    def on_save(self, args, state, control, **kwargs):
+        if self.places[0]:
+            try:
+                place = json.dumps(self.places[0])
+            except TypeError:  # a shuffled stream of what JSON cannot hold, pictures for one
+                return
+            Path(args.output_dir, f"checkpoint-{state.global_step}", self._file).write_text(place, "utf-8")
+
+
+def _steps(place: dict) -> list[str]:
+    """What is done to a row on its way through the stream, by the names of `datasets`."""
+    return [place.get("type", ""), *(_steps(place["examples_iterable"]) if "examples_iterable" in place else [])]

@@ -154,7 +154,7 @@ def test_a_resumed_run_reads_nothing_again(rehearse, launch, workplace, processe
     shutil.copy(undisturbed / "run.json", run)
     process = launch("--tiny", RECIPE, config, "--output_dir", run, *flags, NPROC_PER_NODE=str(processes))
     assert process.returncode == 0, process.stderr
-    assert len(list(run.glob("checkpoint-3/stream-*-of-*.json"))) == processes
+    assert len(list(run.glob("checkpoint-3/stream_*.json"))) == processes
     assert read(run)["resumed_from_step"] == 3 and losses(run) == losses(undisturbed)
 
 
@@ -163,7 +163,7 @@ def test_a_resumed_run_reads_nothing_again(rehearse, launch, workplace, processe
 )
 def test_another_number_of_processes_is_told_what_it_means(tmp_path, capsys, now, outcome):
     """Three steps of four batches of two rows on each of four processes."""
-    (tmp_path / "stream-0-of-4.json").write_text("{}")
+    (tmp_path / "stream_0.json").write_text('{"processes": 4}')
     args = SimpleNamespace(process_index=0, world_size=now)
     loader = DataLoader(Dataset.from_dict({"a": range(99)}).to_iterable_dataset(), batch_size=2)
     place = streams.Place(SimpleNamespace(args=args, get_train_dataloader=lambda: loader), tmp_path)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from harness.folder import read_json
 from harness.launched import fail, say
 from harness.run import stream_state
 
@@ -38,7 +39,7 @@ class Place(TrainerCallback):
     def __init__(self, trainer, checkpoint: Path | None):
         self.checkpoint, self.loader = checkpoint, None
         self.places = (None, None)  # after the batch that trains, after the one that accelerate has read ahead
-        self._file = f"stream-{trainer.args.process_index}-of-{trainer.args.world_size}.json"
+        self._file, self._processes = f"stream_{trainer.args.process_index}.json", trainer.args.world_size
         self._make = trainer.get_train_dataloader
         trainer.get_train_dataloader = self._get_train_dataloader
         transformers.trainer.skip_first_batches = self._skip_first_batches
@@ -48,19 +49,20 @@ class Place(TrainerCallback):
         stream = getattr(loader.dataset, "dataset", loader.dataset)  # below accelerate's, where all read the same files
         if isinstance(stream, IterableDataset) and not loader.num_workers:
             stream_state.complete()
-            collate, there = loader.collate_fn, self.checkpoint and self.checkpoint / self._file
+            collate, saved = loader.collate_fn, self._saved(self._file)
 
             def collate_and_look(rows):
                 self.places = (self.places[1], stream.state_dict())
                 return collate(rows)
 
             loader.base_dataloader.collate_fn = collate_and_look
-            if there and there.is_file():
-                place = json.loads(there.read_text("utf-8"))
-                if _steps(place) == _steps(stream.state_dict()):
-                    stream.load_state_dict(place)
-                    self.loader = loader
+            if saved.get("processes") == self._processes and _steps(saved["place"]) == _steps(stream.state_dict()):
+                stream.load_state_dict(saved["place"])
+                self.loader = loader
         return loader
+
+    def _saved(self, file: str) -> dict:
+        return read_json(self.checkpoint / file) if self.checkpoint else {}
 
     def _skip_first_batches(self, loader, batches: int):
         if loader is self.loader:
@@ -70,8 +72,7 @@ class Place(TrainerCallback):
 
     def _explain(self, loader, batches: int):
         """Says what another number of processes reads twice or not at all."""
-        others = next(self.checkpoint.glob("stream-0-of-*.json"), None)
-        before, now = int(others.stem.split("-")[-1]) if others else 0, int(self._file.split("-")[-1].split(".")[0])
+        before, now = self._saved("stream_0.json").get("processes", 0), self._processes
         if before not in (0, now):
             seen, passed = (batches * loader.batch_size * processes for processes in (before, now))
             outcome = "reads {:,} of these or more a second time" if passed < seen else "leaves out {:,} others or more"
@@ -84,7 +85,7 @@ class Place(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         if self.places[0]:
             try:
-                place = json.dumps(self.places[0])
+                place = json.dumps({"processes": self._processes, "place": self.places[0]})
             except TypeError:  # a shuffled stream of what JSON cannot hold, pictures for one
                 return
             Path(args.output_dir, f"checkpoint-{state.global_step}", self._file).write_text(place, "utf-8")

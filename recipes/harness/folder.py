@@ -67,7 +67,7 @@ def check(folder: Path, identity: dict, is_default: bool):
         lock(folder).release()
     if _steps_aside(there, identity, is_default):
         there = {}
-    elif not there and folder.is_dir() and any(folder.iterdir()):
+    elif not there and folder.is_dir() and any(not path.name.startswith(f".{RUN}.") for path in folder.iterdir()):
         fail(f"{folder} holds files that are not a run of this project: choose an empty or new --output_dir")
     for key in (key for key in identity if there and key not in ("config", "sharded")):
         if there.get(key) != identity[key]:

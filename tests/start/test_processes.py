@@ -1,5 +1,6 @@
 """One import a start: where processes come from, what they begin and end with."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -99,11 +100,11 @@ def test_how_a_recipe_ends(python, tmp_path, body, code, shown):
     assert process.stdout.split()[-2:] == [code, "None"] and shown in process.stdout and not process.stderr
 
 
-def test_every_process_may_leave_by_sys_exit(launch, tmp_path):
-    """torch's launcher waits for what a process returns, and `sys.exit(main())` returns nothing."""
+def test_every_process_may_leave_by_exit(launch, tmp_path):
+    """torch's launcher waits for what a process returns, and neither `sys.exit(main())` nor `os._exit(0)` returns anything."""
     recipe = tmp_path / "leaves.py"
     text = (ROOT / f"recipes/{RECIPE}.py").read_text()
-    recipe.write_text(text.replace("    train(", "    raise SystemExit\n    train("))
+    recipe.write_text(text.replace("    train(", "    __import__('os')._exit(0) if args.process_index else exit()\n    train("))
     process = launch("--tiny", recipe, "4gpu_shard_grad_op", cwd=tmp_path, NPROC_PER_NODE="2", timeout=120)
     assert process.returncode == 0 and not process.stderr, process.stderr
 
@@ -143,11 +144,11 @@ def session(environment, workplace, tmp_path):
     started = []
 
     def alive():
-        return [p for p in psutil.process_iter() if _session(p.pid) == started[0].pid and p.status() != "zombie"]
+        return [p for p in psutil.process_iter(["status"]) if _session(p.pid) == started[0].pid and p.info["status"] != "zombie"]
 
-    def call(run):
+    def call(run, *more):
         flags = ["--output_dir", str(run), "--max_steps", "2000", "--save_steps", "1000", "--logging_steps", "1"]
-        command = [str(ROOT / "launch.sh"), "--tiny", RECIPE, "4gpu_full_shard", *flags, "--eval_strategy", "no"]
+        command = [str(ROOT / "launch.sh"), "--tiny", RECIPE, "4gpu_full_shard", *flags, "--eval_strategy", "no", *more]
         with (tmp_path / "log").open("w") as log:
             env = environment | {"NPROC_PER_NODE": "2"}
             started.append(subprocess.Popen(command, cwd=workplace, env=env, stdout=log, stderr=log, start_new_session=True))
@@ -187,3 +188,38 @@ def test_a_killed_launcher_takes_everything_with_it(session, workplace):
     process.kill()
     process.wait()
     wait_until(lambda: not alive(), 20, lambda: str(alive()))
+
+
+def test_a_signal_after_the_last_step_does_no_harm(session, workplace):
+    """To every process, again and again, while the model is written, while samples are made, while Python ends."""
+    run = workplace / "runs/finished-all-the-same"
+    process, log, alive = session(run, "--max_steps", "4")
+    wait_until(lambda: "step 4/4" in log.read_text() or process.poll() is not None, 120, log.read_text)
+    signals = 0
+    while process.poll() is None:
+        for one in alive():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal((signal.SIGUSR1, signal.SIGTERM)[signals % 2])
+        signals += 1
+    assert process.returncode == 0 and signals > 2, log.read_text()
+    assert (run / "train_results.json").is_file() and (run / "model.safetensors").is_file()
+    assert "Traceback" not in log.read_text() and "Stopped" not in log.read_text() and not alive()
+
+
+def test_a_process_that_hangs_is_not_waited_for_longer_than_said(session, workplace):
+    run = workplace / "runs/hangs"
+    process, log, alive = session(run, "--ddp_timeout", "12")
+    wait_until(lambda: log.read_text().count("  loss  ") > 1 or process.poll() is not None, 120, log.read_text)
+    servers = [child for child in psutil.Process(process.pid).children() if len(child.children()) == 2]
+    min(servers[0].children(), key=lambda rank: rank.pid).send_signal(signal.SIGSTOP)  # the one that speaks for all
+    assert process.wait(timeout=90) == 3, log.read_text()
+    errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "process 1 lost the first one" in errors[0], log.read_text()
+    wait_until(lambda: not alive(), 20, lambda: str(alive()))
+
+
+def test_nobody_is_left_when_the_parent_went_first(python):
+    """A launcher that is killed between a fork and the child's wish to die with it."""
+    script = "import os\nfrom harness.nodes import signals\nsignals.die_with_parent({})\nprint('lives')"
+    assert python(script.format("os.getppid()")).stdout == "lives\n"
+    assert python(script.format("os.getpid()")).returncode == 137

@@ -6,6 +6,9 @@ import re
 import socket
 import sys
 import threading
+import time
+
+from harness.nodes import signals
 
 LOST = 3  # exit code of a process that lost the others
 CAUSES = (
@@ -66,8 +69,10 @@ def explain(error: Exception, step: int, kept):
 
 
 def _end(message: str):
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not signals.received:  # then the launcher says why the other one went
         print(f"\nerror: {message}", file=sys.stderr, flush=True)
+    elif os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(3)  # for the one that speaks to be the first to go; if it is the one that is lost, the launcher speaks
     os._exit(LOST)  # without waiting for the others, who cannot be reached
 
 

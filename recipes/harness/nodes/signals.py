@@ -1,6 +1,7 @@
 """Signals on their way from whoever stops a run (SLURM, a cloud, `kill`) to the processes that train."""
 
 import ctypes
+import os
 import signal
 import sys
 
@@ -25,7 +26,9 @@ def handle(handler):
         signal.signal(number, handler)
 
 
-def die_with_parent():
+def die_with_parent(parent: int):
     """When the parent is killed outright, this process goes with it and does not keep GPUs and folder."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it was killed before this process could say so
+            os._exit(128 + signal.SIGKILL)

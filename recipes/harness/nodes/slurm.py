@@ -16,9 +16,18 @@ def run(nodes: Nodes, arguments: list[str]) -> int:
     cpus = [int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
     if cpus:
         command.append(f"--cpus-per-task={min(cpus)}")  # one task a node: it gets what the job has there
-    srun = subprocess.Popen([*command, sys.executable, "-m", "harness.start.launch", *arguments])
-    signals.handle(lambda number, frame: srun.send_signal(number))  # which passes it on to the nodes
-    code = srun.wait()
+    started = []
+
+    def pass_on(number, frame):
+        signals.received = number
+        for srun in started:
+            srun.send_signal(number)  # which passes it on to the nodes
+
+    signals.handle(pass_on)
+    started.append(subprocess.Popen([*command, sys.executable, "-m", "harness.start.launch", *arguments]))
+    if signals.received:
+        pass_on(signals.received, None)
+    code = started[0].wait()
     job = os.environ["SLURM_JOB_ID"]
     if code == 128 + signal.SIGUSR1:
         print("error: out of time before there was a checkpoint to go on from: give the job more --time", file=sys.stderr)

@@ -1,5 +1,6 @@
 """Stopping a run from outside: all processes leave at one step, after a checkpoint."""
 
+import datetime
 import signal
 
 from harness.launched import say
@@ -16,10 +17,13 @@ class StopTogether(TrainerCallback):
     The processes agree after every step through a gloo group of their own, on the CPU: nothing waits for a GPU.
     """
 
-    def __init__(self):
+    def __init__(self, timeout: float):
+        """`timeout`, in seconds, is how long a process waits for the others."""
         signals.listen()  # until now a signal ends the process at once: there is nothing to save
         self.number = 0  # the signal all agreed on
-        self.group = dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
+        self.group = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
 
     def on_step_end(self, args, state, control, **kwargs):
         number = torch.tensor([signals.received])

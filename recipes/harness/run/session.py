@@ -43,7 +43,7 @@ def _train(trainer):
     resumed_from = int(checkpoint.name.split("-")[1]) if checkpoint else 0
     parameters = results.parameters(trainer.model)
     progress = Progress(trainer, read_json(checkpoint / MARK).get("progress", {}) if checkpoint else {})
-    stop = preemption.StopTogether()
+    stop = preemption.StopTogether(trainer.args.ddp_timeout)
     for callback in (
         sharding.AfterWrapping(trainer, config, launched.processes),
         results.StopOnNan(),

@@ -54,7 +54,6 @@ def _on_several(nodes: machines.Nodes, config: dict, launch: Launched, options: 
     facts["NPROC_PER_NODE"] = launch.processes // launch.nodes
     for path in (launch.recipe, launch.config):
         facts[f"{Path(path).name} of digest"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
-    signals.handle(lambda number, frame: sys.exit(128 + number))  # so that the others learn of it
     with Meeting(nodes, facts) as meeting:
         output_dir, saves = meeting.in_turn(lambda: _check(launch, arguments, config))
         if saves and not meeting.share(Path(output_dir)):
@@ -103,8 +102,11 @@ def _check(launch: Launched, arguments: list[str], config: dict | None = None) -
     Sets `launch.on_cpu`. Returns the run's folder, and whether it will hold checkpoints.
     """
     code, answer = processes.call(_checked, launch, arguments, config, launched.node)
-    if answer is None or signals.received:  # the check may have ended before it could hear of it
-        sys.exit(processes.ended(-signals.received or code))
+    signals.handle(processes.stop)
+    if answer is None:
+        sys.exit(processes.ended(code))
+    if signals.received:  # and the check had ended before it could hear of it
+        processes.stop(signals.received, None)
     launch.on_cpu, *rest = answer
     return tuple(rest)
 
@@ -179,6 +181,7 @@ def _cores() -> int:
 if __name__ == "__main__":
     options = list(itertools.takewhile(lambda word: word.startswith("--"), sys.argv[1:]))
     code = 0
+    signals.handle(processes.stop)
     try:
         main(options, *sys.argv[1 + len(options) :])
     except SystemExit as end:

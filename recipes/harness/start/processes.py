@@ -21,9 +21,9 @@ def call(function, *arguments):
     context = multiprocessing.get_context(server.method)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_answer, args=(sender, _changes(), function, arguments))
+    signals.handle(pass_on)
     process.start()
     sender.close()
-    signals.handle(pass_on)
     while process.is_alive():
         try:
             process.join()
@@ -58,6 +58,9 @@ def run(path: str, flags: list[str], accelerate: list[str] | None) -> int:
         return 128 + number
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
+        if failure.exitcode == LOST and failure.local_rank and not signals.received:
+            going_on = "The same command goes on from the newest checkpoint"
+            print(f"\nerror: process {rank} lost the first one, which hangs or was killed. {going_on}", file=sys.stderr)
         return ended(failure.exitcode, rank)
     return 0
 
@@ -66,6 +69,9 @@ def ended(exit_code: int, rank: int | None = None) -> int:
     """`exit_code` as a shell counts it, after a line about a process that could not say itself how it ended."""
     code = exit_code if exit_code >= 0 else 128 - exit_code
     has_said_why = code in {0, 2, LOST, OUT_OF_TIME, *(128 + number for number in SIGNALS)} or (rank is None and exit_code > 0)
+    if signals.received and exit_code == LOST:  # another process was stopped before it could listen
+        print(f"Stopped by {signal.Signals(signals.received).name}.", file=sys.stderr)
+        return 128 + signals.received
     if -exit_code in SIGNALS:
         print(f"Stopped by {signal.Signals(-exit_code).name} before the training began.", file=sys.stderr)
     elif not has_said_why:
@@ -73,15 +79,22 @@ def ended(exit_code: int, rank: int | None = None) -> int:
     return code
 
 
+def stop(number, frame):
+    """A signal handler of a launcher that trains nothing yet."""
+    sys.exit(ended(-number))
+
+
 def pass_on(number, frame):
-    """A signal handler: the processes leave by themselves, after a checkpoint."""
-    signals.received = number
+    """A signal handler: the processes leave by themselves, after a checkpoint, or finish when they have trained all."""
+    if number in SIGNALS:
+        signals.received = number
     children = multiprocessing.active_children()
     for child in children:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, number)
-    if not children:
-        sys.exit(128 + number)
+            os.kill(child.pid, signals.received)
+    if not children:  # yet, or any more
+        signal.signal(signal.SIGALRM, pass_on)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
 
 
 def _elastic(accelerate: list[str], path: str, flags: list[str]):
@@ -105,7 +118,24 @@ def _elastic(accelerate: list[str], path: str, flags: list[str]):
     # torchrun would kill the processes 30 s after a SIGTERM; they leave by themselves once their checkpoint is written.
     config.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
     signals.handle(pass_on)
+    _count_whoever_leaves()
     torchrun.elastic_launch(config, _begin)(_changes(), recipe, [path, flags])
+
+
+def _count_whoever_leaves():
+    """torch's launcher waits for an answer from every process, and `os._exit(0)` gives none."""
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+
+    poll = MultiprocessContext._poll
+
+    def poll_and_count(context):
+        left = [rank for rank, process in enumerate(context._pc.processes) if process.exitcode == 0]
+        result = poll(context)
+        for rank in left:
+            context._return_values.setdefault(rank, None)
+        return result
+
+    MultiprocessContext._poll = poll_and_count
 
 
 def _changes() -> dict[str, str]:
@@ -119,14 +149,14 @@ def _answer(sender, environment: dict, function, arguments):
 
 def _begin(environment: dict, function, arguments):
     """The first lines of every process that is not a launcher."""
-    signals.die_with_parent()
+    signals.die_with_parent(server.pid or multiprocessing.parent_process().pid)
     multiprocessing.set_start_method(None, force=True)  # what this process starts, it starts as any other would
     os.environ.update(environment)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if server.stdin >= 0:
         os.dup2(server.stdin, 0)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 (for as long as the process lives)
-    if server.is_server and "OMP_NUM_THREADS" in environment:  # which has been read already
+    if server.pid and "OMP_NUM_THREADS" in environment:  # which has been read already
         sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
     try:
         return function(*arguments)
@@ -137,7 +167,8 @@ def _begin(environment: dict, function, arguments):
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, *SIGNALS):  # there is nothing more to stop
+            signal.signal(number, signal.SIG_IGN)
         atexit._run_exitfuncs()  # multiprocessing leaves them out
 
 

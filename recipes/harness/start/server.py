@@ -25,7 +25,7 @@ from harness.nodes import signals
 
 method = "spawn"  # how multiprocessing starts a process
 environment = {}  # of the server, and so of what it forks
-is_server = False  # also in what it forks
+pid = 0  # of the server, in it and in what it forks
 stdin = -1  # the launcher's, which multiprocessing closes in the server; whoever debugs a recipe wants it
 
 
@@ -81,8 +81,8 @@ def _has_touched_gpu() -> bool:
 
 def _fork():
     """What `ForkServer.ensure_running` does, with a fork of this process in the place of a new Python."""
-    global is_server, stdin
-    server = forkserver._forkserver
+    global pid, stdin
+    server, launcher = forkserver._forkserver, os.getpid()
     os.environ["PYTHONWARNINGS"], own = "ignore:resource_tracker", os.environ.get("PYTHONWARNINGS")
     resource_tracker.ensure_running()  # which would warn of what a killed launcher has left, and takes it away
     os.environ.pop("PYTHONWARNINGS") if own is None else os.environ.update(PYTHONWARNINGS=own)
@@ -95,9 +95,9 @@ def _fork():
         server._forkserver_pid = os.fork()
         if server._forkserver_pid == 0:
             try:
-                signals.die_with_parent()
+                signals.die_with_parent(launcher)
                 os.close(server._forkserver_alive_fd)
-                is_server, server._forkserver_pid = True, None  # a process may have a server of its own
+                pid, server._forkserver_pid = os.getpid(), None  # a process may have a server of its own
                 with contextlib.suppress(OSError):  # closed
                     stdin = os.dup(0)
                 forkserver.main(listener.detach(), alive, None)

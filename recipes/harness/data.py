@@ -8,6 +8,7 @@ from pathlib import Path
 from harness import hub, shapes
 from harness.launched import fail, say
 
+import datasets
 import numpy as np
 import trl
 from datasets import Dataset, IterableDataset, load_dataset
@@ -18,6 +19,11 @@ FILES_AT_ONCE, BLOCK = 4, 1_000  # of a stream: how many files its rows come fro
 FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 # A shuffle of one row holds nothing back, so its position is all there is to save.
 logging.getLogger("datasets.iterable_dataset").addFilter(lambda record: "without the buffer content" not in str(record.msg))
+
+if datasets.config.PYARROW_VERSION.major > 24:
+    # Without it a stream that mixes Parquet files sleeps five seconds whenever it is left, for a crash of older versions of
+    # Arrow (apache/arrow issue 45214).
+    datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 
 
 @dataclass

@@ -152,7 +152,7 @@ class Slurm(Nodes):
                 "JobRequeue=0",
                 "MinJobAge=3600",
                 "SlurmdParameters=config_overrides",
-                "SchedulerParameters=sched_min_interval=0,requeue_delay=1",
+                "SchedulerParameters=sched_min_interval=0,sched_interval=1,requeue_delay=1",
                 *nodes,
                 f"PartitionName=all Nodes={','.join(self.names)} Default=YES MaxTime=60 State=UP OverSubscribe=FORCE:2",
                 "",

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import yaml
 from cluster import Nodes, Slurm, missing
+from rehearsals import Rehearsals
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-BRIEF = ["--max_steps", "20"]  # a checkpoint on the way, at 15, and one at the end; a rehearsal by itself takes 30
 SKYPILOT = "skypilot==0.14.1"
 # Fixtures by what they cost: seconds, a rehearsal, machines.
 COSTS = {"environment": 1, "build_trainer": 1, "start": 2, "rehearse": 2, "sky_python": 3, "machinery": 3}
@@ -86,20 +86,19 @@ def launch(environment, workplace):
 
 @pytest.fixture(scope="session")
 def rehearse(launch, workplace):
-    """Rehearses a recipe with a config and flags, once a session, BRIEF unless flags say how long; returns the run's folder."""
-    done = {}
+    """Rehearses a recipe with a config and flags, once a session; returns the run's folder."""
+    rehearsals = Rehearsals(launch, workplace / "runs")
+    yield rehearsals
+    rehearsals.close()
 
-    def call(recipe, config, *flags, **variables):
-        flags = flags if "--max_steps" in flags else (*flags, *BRIEF)
-        key = (recipe, config, *flags, *variables.items())
-        if key not in done:
-            folder = workplace / "runs" / f"{len(done)}-{Path(recipe).stem}"
-            process = launch("--tiny", recipe, config, "--output_dir", folder, *flags, **variables)
-            assert process.returncode == 0, process.stdout + process.stderr
-            done[key] = folder
-        return done[key]
 
-    return call
+@pytest.fixture(scope="session", autouse=True)
+def begin_pairs(request):
+    """Begins the rehearsals that most tests ask for while those that need none run."""
+    tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_pair_trains_and_leaves_a_model"]
+    for test in tests:
+        if test.callspec.params["processes"] < 8:
+            request.getfixturevalue("rehearse").begin(test.callspec.params["recipe"], test.callspec.params["config"])
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def state(cluster, job) -> str:
     return re.search(r"JobState=(\w+)", cluster.run("scontrol", "show", "job", job)).group(1)
 
 
-HYBRID = ["--logging_steps", "1", "--max_steps", "16", "--eval_strategy", "no"]
+HYBRID = ["--logging_steps", "1", "--max_steps", "16", "--eval_strategy", "no", "--bf16", "false", "--dtype", "float32"]
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from harness.run import sharding
+from harness.run import four_bit
 from harness.start import loading
 
 import pytest
@@ -68,4 +68,4 @@ def test_a_base_on_a_gpu_stops_the_run():
     layer = SimpleNamespace(device=torch.device("cuda:0"), requires_grad=False)
     model = SimpleNamespace(is_loaded_in_4bit=True, parameters=lambda: [layer], named_parameters=lambda: [("layer.0", layer)])
     with pytest.raises(RuntimeError, match=r"layer\.0 is on a GPU before it is sharded"):
-        sharding.prepare_4bit(SimpleNamespace(model=model, is_fsdp_enabled=True))
+        four_bit.prepare(SimpleNamespace(model=model, is_fsdp_enabled=True))

@@ -51,9 +51,9 @@ def test_pair_trains_and_leaves_a_model(rehearse, workplace, built, two_by_two, 
     assert AutoTokenizer.from_pretrained(run).chat_template == trainer.processing_class.chat_template
     assert (run / "loss.png").stat().st_size > 5000
     assert (run / "samples.txt").read_text().count("> ") >= 3
-    # Packed rows are nearly full; chat and code train on a part of them.
+    # Packed rows are nearly full (short conversations leave gaps); chat and code train on a part of them.
     rows = results["global_step"] * results["global_batch_size"]
-    assert results["global_batch_size"] == processes * 2 * 2 and 0.9 * 256 * rows < results["tokens"] <= 256 * rows
+    assert results["global_batch_size"] == processes * 2 * 2 and 0.8 * 256 * rows < results["tokens"] <= 256 * rows
     assert (0.9 if recipe in ("qwen2_fineweb_edu", "gpt2_xl_wikitext") else 0.1) < results["loss_tokens"] / results["tokens"] <= 1
     assert results["tokens_per_second"] / results["loss_tokens_per_second"] == pytest.approx(
         results["tokens"] / results["loss_tokens"], rel=0.01

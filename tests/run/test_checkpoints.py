@@ -13,7 +13,8 @@ from harness.nodes import signals
 from harness.run import checkpoints, session
 
 import pytest
-from conftest import BRIEF, ROOT, free_port, losses, read
+from conftest import ROOT, free_port, losses, read
+from rehearsals import BRIEF
 
 RECIPE = "qwen2_fineweb_edu"
 

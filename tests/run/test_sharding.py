@@ -3,7 +3,7 @@
 import json
 
 from harness.nodes import signals
-from harness.run import session, sharding
+from harness.run import four_bit, session
 
 import pytest
 import torch
@@ -102,7 +102,7 @@ def test_changed_4bit_weights_stop_the_run():
 
     for flips in (False, True):
         model = Model().to("cpu")
-        sharding.BytesCheck(model)
+        four_bit.BytesCheck(model)
         if flips:
             model.layer.linear.weight.data.view(torch.uint8)[100] ^= 1
             with pytest.raises(RuntimeError, match="4-bit weights were changed"):

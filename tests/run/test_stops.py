@@ -7,7 +7,8 @@ import subprocess
 import psutil
 import pytest
 import torch
-from conftest import BRIEF, ROOT, losses, read, wait_until
+from conftest import ROOT, losses, read, wait_until
+from rehearsals import BRIEF
 from safetensors.torch import load_file
 
 RECIPE = "qwen2_fineweb_edu"
@@ -36,7 +37,7 @@ def test_a_stop_from_outside_leaves_a_checkpoint(rehearse, start, workplace, con
     """SIGTERM to the launcher: one step more, a checkpoint, and the same command goes on from it."""
     rehearse(RECIPE, "1x3090")  # makes the stand-ins
     run = workplace / "runs" / f"stopped-{config}"
-    command = ["--tiny", RECIPE, config, "--output_dir", run, "--logging_steps", "1", "--eval_strategy", "no"]
+    command = ["--tiny", RECIPE, config, "--output_dir", run, "--logging_steps", "1", "--eval_strategy", "no", "--bf16", "false"]
     process, log = start(*command, "--max_steps", "2000", "--save_steps", "1000")
     wait_until(lambda: log.read_text().count("  loss ") > 2, 120, log.read_text)
     process.terminate()

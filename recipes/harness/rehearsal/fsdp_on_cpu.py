@@ -6,6 +6,9 @@ an error. FSDP2 itself runs on CPU. So accelerate is told that it has GPUs, and 
 
 import os
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 
 def enable():
     """To be called before the first `PartialState` is made. Training arguments then need `use_cpu=True`."""
@@ -33,3 +36,14 @@ def keep_4bit_layout():
     from bitsandbytes.nn import modules
 
     modules.has_avx512bf16 = lambda: False
+
+
+class Fp16InFloat32(TorchDispatchMode):
+    """Multiplies fp16 matrices in float32 and rounds the result, as a GPU does; a CPU without fp16 takes 20 times as long."""
+
+    PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in self.PRODUCTS and args[-1].dtype == torch.float16:
+            return function(*(factor.float() for factor in args), **(kwargs or {})).half()
+        return function(*args, **(kwargs or {}))

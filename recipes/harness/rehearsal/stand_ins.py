@@ -59,7 +59,7 @@ def prepare(data, model):
 
 def announce(data, args, model):
     """Says what the stand-ins replace."""
-    numbers = [f"{name} {number}" for name, number in NUMBERS.items() if getattr(args, name, None) == number]
+    numbers = [f"{name} {number}" for name, number in NUMBERS.items() if getattr(args, name, ...) == number]
     notice = (
         f"This is a rehearsal. The model is not {model.model_name_or_path} but a two-layer model of its architecture with "
         f"random weights; the data is {tiny_data.what(data.dataset_name)}. "

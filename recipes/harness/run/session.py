@@ -7,7 +7,7 @@ from harness import configs
 from harness.folder import MARK, latest, lock, read_json
 from harness.launched import Launched, say
 from harness.nodes import network
-from harness.run import checkpoints, export, preemption, profile, results, sharding, streams
+from harness.run import checkpoints, export, four_bit, preemption, profile, results, sharding, streams
 from harness.run.progress import Progress
 
 
@@ -34,8 +34,9 @@ def _train(trainer):
     config = configs.read(launched.config)
     sharding.set_precision(trainer, config.get("fsdp_config", {}).get("fsdp_reduce_dtype", "float32"))
     sharding.name_layers(trainer)
-    sharding.prepare_4bit(trainer)
-    sharding.BytesCheck(trainer.model)
+    four_bit.prepare(trainer)
+    sharding.tell_apart(trainer.model)
+    four_bit.BytesCheck(trainer.model)
     if trainer.accelerator.ddp_handler:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # or DDP would hold the gradients twice
     streams.keep_together(trainer)

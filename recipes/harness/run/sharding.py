@@ -1,6 +1,6 @@
 """FSDP is what the config says, or the run stops: kind, world size, sharded layers, precision."""
 
-import hashlib
+import functools
 
 import torch
 from transformers import TrainerCallback
@@ -23,33 +23,22 @@ def set_precision(trainer, reduce_dtype: str = "float32"):
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=getattr(torch, reduce_dtype))
 
 
-def name_layers(trainer):
+def namelayers_of(trainer):
     """Names the layers to wrap: accelerate 1.15 refuses a model that also names those of its relatives, which see or hear."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
-        plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in _layers(trainer.model).values()})
+        plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in layers_of(trainer.model).values()})
 
 
-def prepare_4bit(trainer):
-    """Trains the adapter of a 4-bit model in float32, which computes in bf16 all the same.
+def tell_apart(model):
+    """Gives weights that only the first process has read an address each.
 
-    TRL casts it to bf16, and Adam's moments with it, whose decay of 0.1 % a step bf16 rounds away. Price: 8 bytes more for
-    each trained parameter, where the shards live. Raises RuntimeError when FSDP is to shard a model that is on a GPU already.
+    accelerate 1.15 finds the optimizer's parameters again by address. Those without memory all have 0: they would be taken
+    for one, and the others would not be trained.
     """
-    model = trainer.model
-    if not getattr(model, "is_loaded_in_4bit", False):
-        return
     for weight in model.parameters():
-        if weight.requires_grad:
-            weight.data = weight.data.float()
-    if trainer.is_fsdp_enabled:
-        if early := [name for name, weight in model.named_parameters() if weight.device.type not in ("cpu", "meta")]:
-            raise RuntimeError(f"{early[0]} is on a GPU before it is sharded, and so may be the whole model: load into host RAM")
-        # What accelerate does for bf16 without FSDP; under FSDP it would cast the packed weights. Without the cache, which
-        # would keep a copy of every gathered adapter until the end of the pass.
-        trainer.autocast_smart_context_manager = lambda *args, **kwargs: torch.autocast(
-            trainer.args.device.type, torch.bfloat16, cache_enabled=False
-        )
+        if weight.is_meta:
+            weight.data_ptr = functools.partial(id, weight)
 
 
 def keep_head_gathered(model):
@@ -80,45 +69,16 @@ def carry_buffers(trainer):
     for module in trainer.model.modules():
         for name in module._buffers.keys() - module._non_persistent_buffers_set:
             if module._buffers[name] is not None:
-                value = module._buffers[name].to(trainer.args.device)
+                value = module._buffers[name]
+                value = (torch.empty_like if value.is_meta else torch.Tensor.to)(value, device=trainer.args.device)
                 torch.distributed.broadcast(value, 0)  # only the first process has read the model
-                module._buffers[name].copy_(value)
+                module._buffers[name] = value.cpu()
                 module._non_persistent_buffers_set.add(name)
                 hidden.append((module._non_persistent_buffers_set, name))
     return lambda: [names.discard(name) for names, name in hidden]
 
 
-class BytesCheck:
-    """Stops the run, on any rank, when 4-bit weights do not come out of FSDP as they went in.
-
-    Remembers the packed bytes of every 4-bit weight in the first and the last layer, and compares them where they are
-    used: gathered, on the device, in the first forward pass.
-    """
-
-    def __init__(self, model):
-        layers = list(_layers(model).values())
-        for module in [module for layer in layers[:1] + layers[-1:] for module in layer.modules()]:
-            if type(getattr(module, "weight", None)).__name__ == "Params4bit":
-                self._watch(module, _digest(module.weight))
-
-    def _watch(self, module, loaded: str):
-        def compare(module, inputs):
-            hook.remove()
-            if _digest(module.weight) != loaded:
-                raise RuntimeError(
-                    "the 4-bit weights were changed by sharding: their storage was cast or its bits were not kept. "
-                    "Use bnb_4bit_quant_storage float32 with mixed_precision 'no'"
-                )
-
-        hook = module.register_forward_pre_hook(compare)
-
-
-def _digest(weight: torch.Tensor) -> str:
-    copy = weight.detach().clone().view(torch.uint8).cpu()  # FSDP2 must stay able to free the storage, which numpy forbids
-    return hashlib.sha256(copy.numpy()).hexdigest()
-
-
-def _layers(model) -> dict[str, torch.nn.Module]:
+def layers_of(model) -> dict[str, torch.nn.Module]:
     """The transformer layers by name, wrapped by FSDP or not."""
     names = set(model._no_split_modules or [])
     return {name: module for name, module in model.named_modules() if names & {cls.__name__ for cls in type(module).__mro__}}
@@ -180,7 +140,7 @@ def verify(model, accelerator, config: dict, processes: int):
         )
     if kind != "FSDP":
         return
-    layers = _layers(model)
+    layers = layers_of(model)
     whole = [n for n, m in layers.items() if not isinstance(m, FSDPModule)]
     whole += [f"{n}.{p}" for n, m in layers.items() for p, w in m.named_parameters() if not isinstance(w, DTensor)]
     if whole or not layers:

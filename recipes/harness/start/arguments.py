@@ -91,6 +91,8 @@ def _substitute(data, args, model, launched: Launched, sharded: bool):
     if launched.tiny:
         stand_ins.substitute(data, args, model)
         args.report_to = []  # a rehearsal is not for the project's charts
+    if args.fp16 and launched.on_cpu and not launched.checking:
+        fsdp_on_cpu.Fp16InFloat32().__enter__()  # until the process ends
     if model.load_in_4bit and launched.on_cpu:
         fsdp_on_cpu.keep_4bit_layout()
     if model.load_in_4bit and sharded:

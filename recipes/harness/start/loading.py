@@ -1,6 +1,9 @@
 """How the model is loaded: its attention, its dtype, and where 4-bit weights go."""
 
 import json
+import os
+
+from accelerate.utils import str_to_bool
 
 
 def complete(args, model, sharded: bool):
@@ -12,6 +15,8 @@ def complete(args, model, sharded: bool):
         model.bnb_4bit_quant_storage = model.bnb_4bit_quant_storage or "float32"
         model.dtype = "bfloat16"
         _into_host_ram()
+    elif sharded and int(os.environ.get("RANK", 0)) and str_to_bool(os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")):
+        _leave_weights_to_the_first()
     if hasattr(args, "model_init_kwargs"):
         given = args.model_init_kwargs or {}
         given = json.loads(given) if isinstance(given, str) else given
@@ -28,6 +33,22 @@ def _into_host_ram():
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
     Bnb4BitHfQuantizer.update_device_map = lambda self, device_map: {"": "cpu"}
+
+
+def _leave_weights_to_the_first():
+    """Only the first process reads the weights, and hands them out when they are sharded; this one learns their shapes.
+
+    transformers 5.23 reads them in every process (its issue 43749), so that a node's host RAM holds as many copies
+    wherever the dtype is not that of the file.
+    """
+    import torch
+    from transformers import core_model_loading
+
+    def shape_of(tensor, device=None, dtype=None):
+        shape = tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape  # of a file, or of a tensor
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    core_model_loading._materialize_copy = shape_of
 
 
 def attention() -> str | None:

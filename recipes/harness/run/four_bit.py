@@ -1,0 +1,59 @@
+"""4-bit weights under FSDP: sharded from host RAM, their bytes kept, their adapter trained in float32."""
+
+import hashlib
+
+from harness.run.sharding import layers_of
+
+import torch
+
+
+def prepare(trainer):
+    """Trains the adapter of a 4-bit model in float32, which computes in bf16 all the same.
+
+    TRL casts it to bf16, and Adam's moments with it, whose decay of 0.1 % a step bf16 rounds away. Price: 8 bytes more for
+    each trained parameter, where the shards live. Raises RuntimeError when FSDP is to shard a model that is on a GPU already.
+    """
+    model = trainer.model
+    if not getattr(model, "is_loaded_in_4bit", False):
+        return
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float()
+    if trainer.is_fsdp_enabled:
+        if early := [name for name, weight in model.named_parameters() if weight.device.type not in ("cpu", "meta")]:
+            raise RuntimeError(f"{early[0]} is on a GPU before it is sharded, and so may be the whole model: load into host RAM")
+        # What accelerate does for bf16 without FSDP; under FSDP it would cast the packed weights. Without the cache, which
+        # would keep a copy of every gathered adapter until the end of the pass.
+        trainer.autocast_smart_context_manager = lambda *args, **kwargs: torch.autocast(
+            trainer.args.device.type, torch.bfloat16, cache_enabled=False
+        )
+
+
+class BytesCheck:
+    """Stops the run, on any rank, when 4-bit weights do not come out of FSDP as they went in.
+
+    Remembers the packed bytes of every 4-bit weight in the first and the last layer, and compares them where they are
+    used: gathered, on the device, in the first forward pass.
+    """
+
+    def __init__(self, model):
+        layers = list(layers_of(model).values())
+        for module in [module for layer in layers[:1] + layers[-1:] for module in layer.modules()]:
+            if type(getattr(module, "weight", None)).__name__ == "Params4bit":
+                self._watch(module, _digest(module.weight))
+
+    def _watch(self, module, loaded: str):
+        def compare(module, inputs):
+            hook.remove()
+            if _digest(module.weight) != loaded:
+                raise RuntimeError(
+                    "the 4-bit weights were changed by sharding: their storage was cast or its bits were not kept. "
+                    "Use bnb_4bit_quant_storage float32 with mixed_precision 'no'"
+                )
+
+        hook = module.register_forward_pre_hook(compare)
+
+
+def _digest(weight: torch.Tensor) -> str:
+    copy = weight.detach().clone().view(torch.uint8).cpu()  # FSDP2 must stay able to free the storage, which numpy forbids
+    return hashlib.sha256(copy.numpy()).hexdigest()

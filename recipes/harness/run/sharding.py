@@ -23,7 +23,7 @@ def set_precision(trainer, reduce_dtype: str = "float32"):
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=getattr(torch, reduce_dtype))
 
 
-def namelayers_of(trainer):
+def name_layers(trainer):
     """Names the layers to wrap: accelerate 1.15 refuses a model that also names those of its relatives, which see or hear."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.transformer_cls_names_to_wrap is None:

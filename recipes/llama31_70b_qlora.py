@@ -10,6 +10,8 @@ Needs two 24 GB GPUs, 110 GB of host RAM and 180 GB of disk; a forecast, not yet
 80 to 95 s a step of 16,384 tokens. If memory runs out: --per_device_train_batch_size 4.
 """
 
+from pathlib import Path
+
 from harness import parse, train
 
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
@@ -23,6 +25,7 @@ def main():
         dataset_name="HuggingFaceH4/ultrachat_200k",  # conversations; a set with a column `text` works as well
         dataset_train_split="train_sft",
         dataset_test_split="test_sft",
+        dataset_streaming=True,  # only the rows that are trained on are read
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         use_bnb_nested_quant=True,  # quantizes the scales too: 1.1 GB a GPU for 4.3
@@ -33,8 +36,11 @@ def main():
         lora_dropout=0.05,
         lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         max_steps=100,  # about two and a half hours (forecast)
+        chat_template_path=str(Path(__file__).with_name("headings.jinja")),  # a base model has none: a heading for every turn
+        assistant_only_loss=True,  # the answers, and the end-of-text token that ends each
         max_length=1024,
         packing=True,
+        packing_strategy="bfd_split",  # long conversations go on in the next row
         per_device_train_batch_size=8,  # a micro-batch moves 77 GB over PCIe whatever its size: few large ones
         global_batch_size=16,  # one micro-batch on each of two GPUs
         learning_rate=1e-4,
@@ -47,9 +53,8 @@ def main():
         save_steps=25,
     )
     train_set, test_set = data.load()
-    if "messages" in test_set.column_names:
-        # A base model has no chat template of its own: a plain one, a heading for every turn.
-        train_set, test_set = (split.map(as_text, remove_columns=test_set.column_names) for split in (train_set, test_set))
+    if args.dataset_text_field in test_set.column_names:
+        args.assistant_only_loss, args.chat_template_path = False, None  # texts have no turns
     trainer = SFTTrainer(
         model=model.model_name_or_path,
         args=args,
@@ -59,11 +64,6 @@ def main():
         quantization_config=get_quantization_config(model),
     )
     train(trainer)
-
-
-def as_text(row: dict) -> dict:
-    """`messages` (a list of role and content) as one text, a heading a turn."""
-    return {"text": "\n\n".join(f"### {turn['role'].capitalize()}\n{turn['content']}" for turn in row["messages"])}
 
 
 if __name__ == "__main__":

@@ -11,27 +11,16 @@ Needs one 24 GB GPU; a forecast, not yet measured: 12 to 15 GB and 10,000 tokens
 
 from harness import parse, train
 
-from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
-
-# The model's own template, with what the assistant says marked: its words and the end of its turn.
-TRAINING_TEMPLATE = (
-    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 def main():
     data, args, model = parse(
         SFTConfig,
         takes="messages",
-        model_name_or_path="Qwen/Qwen2-0.5B-Instruct",  # for another family, replace the template above
+        model_name_or_path="Qwen/Qwen2-0.5B-Instruct",
         dataset_name="trl-lib/Capybara",
-        assistant_only_loss=True,
+        assistant_only_loss=True,  # by the model's own chat template
         num_train_epochs=1,
         max_length=2048,
         packing=True,
@@ -49,18 +38,14 @@ def main():
         lora_target_modules=["all-linear"],
     )
     train_set, test_set = data.load()
-    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
-    own_template, tokenizer.chat_template = tokenizer.chat_template, TRAINING_TEMPLATE
     trainer = SFTTrainer(
         model=model.model_name_or_path,
         args=args,
         train_dataset=train_set,
         eval_dataset=test_set,
-        processing_class=tokenizer,
         peft_config=get_peft_config(model),
         quantization_config=get_quantization_config(model),
     )
-    tokenizer.chat_template = own_template  # what is saved is what every server knows
     train(trainer)
 
 

@@ -59,7 +59,7 @@ class DataArguments(trl.ScriptArguments):
         """
         splits = self.splits(self.dataset_streaming)
         train, test = splits[self.dataset_train_split], splits.get(self.dataset_test_split)
-        shape, columns = self._shape(train)
+        shape, columns, _ = self._shape(train)
         settings = {"shape": shape, "text_field": self.text_field}
         train, test = (rows.filter(keep) if keep and rows is not None else rows for rows in (train, test))
         if test is None:
@@ -85,8 +85,9 @@ class DataArguments(trl.ScriptArguments):
             train = train.map(_shuffled, batched=True, batch_size=BLOCK, fn_kwargs={"seed": self.seed})
         return train, Dataset.from_list(held_out)
 
-    def check(self):
-        """Ends the process with one line unless every split that will be used is there, with rows that the recipe takes."""
+    def check(self) -> list[dict]:
+        """The first rows to train on. Ends the process with one line unless every split that will be used is there, with rows
+        that the recipe takes."""
         for name in ("max_samples", "max_eval_samples"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 fail(f"--{name} is {getattr(self, name)}, expected 1 or more")
@@ -96,7 +97,7 @@ class DataArguments(trl.ScriptArguments):
                 f"--dataset_config {self.dataset_config} chooses among those of a folder or of the hub; {self.named} is one file"
             )
         if HF_HUB_OFFLINE and self.dataset_streaming and not is_here:
-            return  # only `datasets` knows what its cache holds
+            return []  # only `datasets` knows what its cache holds
         splits = self.splits(streaming=is_here or not HF_HUB_OFFLINE)
         there = f"{self.named} has the split{'s' * (len(splits) > 1)} {', '.join(splits)}"
         if self.dataset_train_split not in splits:
@@ -105,8 +106,9 @@ class DataArguments(trl.ScriptArguments):
             fail(f"{there}, none called {self.dataset_test_split}: without --dataset_test_split some rows are held out")
         if self.dataset_test_split == self.dataset_train_split:
             fail(f"{self.dataset_train_split} would be trained on and evaluated: choose another --dataset_test_split")
-        for split in {self.dataset_train_split, self.dataset_test_split} & splits.keys():
-            self._shape(splits[split])
+        if self.dataset_test_split in splits:
+            self._shape(splits[self.dataset_test_split])
+        return self._shape(splits[self.dataset_train_split])[2]
 
     def splits(self, streaming: bool) -> dict:
         """All splits of the data set: of an id of the hub, a folder, or one file. Ends the process when it cannot be opened."""
@@ -123,19 +125,19 @@ class DataArguments(trl.ScriptArguments):
     def _path(self) -> Path:
         return Path(self.dataset_name).expanduser().absolute()
 
-    def _shape(self, rows) -> tuple[str, list[str]]:
-        """The shape that the first rows have, of those the recipe takes, and the names of their columns."""
+    def _shape(self, rows) -> tuple[str, list[str], list[dict]]:
+        """The shape that the first rows have, of those the recipe takes, the names of their columns, and the rows in it."""
         with hub.errors("data set", self.named):
             first = list(rows.take(20))
         if not first:
             fail(f"data set {self.named} has no rows in {rows.split}")
         for shape in self.takes:
-            if any(shapes.convert(row, shape, self.text_field) for row in first):
-                return shape, list(first[0])
+            if fitting := [new for row in first if (new := shapes.convert(row, shape, self.text_field))]:
+                return shape, list(first[0]), fitting
         if self.takes:
             wanted = " or ".join(shapes.SHAPES[shape][1] for shape in self.takes)
             fail(f"data set {self.named} has the columns {', '.join(first[0])}; this recipe takes {wanted}")
-        return "", []
+        return "", [], first
 
 
 def _is_wanted(row: dict, shape: str, text_field: str, but: set[str]) -> bool:

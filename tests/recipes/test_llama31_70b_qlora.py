@@ -11,18 +11,36 @@ from conftest import read
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
+from trained import in_the_loss
+from transformers import AutoTokenizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from trl import ModelConfig, SFTConfig
 
 
 def test_text_and_chat_data_for_the_70b(build_trainer):
+    """Conversations train on the answers and their ends, to the last; texts train whole."""
     chat = build_trainer("llama31_70b_qlora", "--load_in_4bit", "false")
-    assert "### User" in chat.processing_class.decode(chat.train_dataset[0]["input_ids"])
-    flags = ["--dataset_name", "Salesforce/wikitext", "--dataset_train_split", "train", "--dataset_test_split", "test"]
-    text = build_trainer("llama31_70b_qlora", "--load_in_4bit", "false", *flags)
-    assert "### User" not in text.processing_class.decode(text.train_dataset[0]["input_ids"])
+    trained = ""
+    for row, _ in zip(chat.train_dataset, range(50), strict=False):
+        assert "### " not in "".join(in_the_loss(chat, row))
+        trained += "".join(in_the_loss(chat, row))
+    assert trained.count("<|end_of_text|>") > 50
+    text = build_trainer("llama31_70b_qlora", "--load_in_4bit", "false", "--dataset_name", "Salesforce/wikitext")
+    assert text.processing_class.chat_template is None
+    row = next(iter(text.train_dataset))
+    assert row["labels"] == row["input_ids"]
     lora = text.model.peft_config["default"]
     assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (16, 16, 0.05)
+
+
+def test_answers_come_to_an_end(rehearse):
+    """And the saved tokenizer writes the prompt that was trained on."""
+    run = rehearse("llama31_70b_qlora", "2x3090_qlora")
+    answers = [part.split("### Assistant")[-1] for part in (run / "samples.txt").read_text().split("\n> ")]
+    assert len(answers) == 3 and any(answer.rstrip().endswith("<|end_of_text|>") for answer in answers)
+    turns = [{"role": "user", "content": "Why?"}]
+    prompt = AutoTokenizer.from_pretrained(run).apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|begin_of_text|>### User\nWhy?\n\n### Assistant\n"
 
 
 def test_qlora_keeps_the_base_and_names_it(rehearse, workplace):

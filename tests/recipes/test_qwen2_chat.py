@@ -1,10 +1,7 @@
 """The loss is on the assistant's turns and their end, by a template that writes what the model's own writes."""
 
-import runpy
-
 from harness.rehearsal import tiny_model
 
-from conftest import ROOT
 from trained import in_the_loss
 
 
@@ -18,16 +15,3 @@ def test_chat_trains_on_the_assistants_turns_and_their_end(build_trainer):
     assert "".join(in_the_loss(trainer, row)) == "".join(turns)
     known = tiny_model.family_of("Qwen/Qwen2-0.5B-Instruct")["tokenizer"]
     assert trainer.processing_class.chat_template == known["chat_template"]  # what is saved is the model's own
-
-
-def test_the_training_template_writes_what_the_models_own_writes(build_trainer):
-    recipe = runpy.run_path(str(ROOT / "recipes/qwen2_chat.py"))
-    tokenizer = build_trainer("qwen2_chat").processing_class
-    for roles in (["user", "assistant"], ["system", "user", "assistant", "user"]):
-        messages = [{"role": role, "content": f"{role} says"} for role in roles]
-        for prompt in (True, False):
-            own = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-            ours = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=prompt, chat_template=recipe["TRAINING_TEMPLATE"]
-            )
-            assert own == ours

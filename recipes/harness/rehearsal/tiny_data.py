@@ -83,10 +83,11 @@ def _short(value):
 def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str]):
     if kind == "messages":
         words = text.split(" ")
-        size = min(40, len(words) // 2)
-        turns = [" ".join(words[start : start + size]) for start in range(0, len(words) - size + 1, size)]
-        roles = ("user", "assistant")
-        return [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns[: len(turns) // 2 * 2])]
+        size = min(40, len(words))
+        asked = size * 4 // 5  # an answer is short, so that even a rehearsal's samples come to an end
+        parts = [words[start : start + size] for start in range(0, len(words) - size + 1, size)]
+        turns = [" ".join(turn) for part in parts for turn in (part[:asked], part[asked:])]
+        return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
     if kind == "int64":
         return index
     if kind == "float64":

@@ -94,18 +94,26 @@ def sample(trainer, is_rehearsal: bool, prompts: int = 3):
             out = model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                max_new_tokens=16 if is_rehearsal else 48,
+                max_new_tokens=48,
                 do_sample=True,
                 top_p=0.9,
                 pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
                 use_cache=True,
                 synced_gpus=trainer.accelerator.num_processes > 1,  # a process that has met the end goes on for the others
             )
-        shown.append(f"> {tokenizer.decode(prompt)}\n{tokenizer.decode(out[0][len(prompt) :], skip_special_tokens=True)}\n")
+        shown.append(f"> {tokenizer.decode(prompt)}\n{_answer(out[0][len(prompt) :].tolist(), model, tokenizer)}\n")
     expectation = "; random weights make little sense" if is_rehearsal else ""
     say(f"\nWhat the model writes after a few held-out beginnings (samples.txt{expectation}):\n\n" + "\n".join(shown))
     if trainer.is_world_process_zero():
         Path(trainer.args.output_dir, "samples.txt").write_text("\n".join(shown), "utf-8")
+
+
+def _answer(ids: list[int], model, tokenizer) -> str:
+    """What the model wrote up to the token it ended with, or as far as it was let."""
+    ends = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    end = next((place for place, token in enumerate(ids) if token in ends), None)
+    return f"{tokenizer.decode(ids)} …" if end is None else tokenizer.decode(ids[: end + 1])
 
 
 def _prompt(row: dict, tokens: int = 24) -> list[int]:

@@ -11,7 +11,7 @@ from harness.commands import quantize
 from harness.launched import Checked, Launched, fail
 from harness.nodes import network
 from harness.rehearsal import fsdp_on_cpu, stand_ins
-from harness.start import checks, loading, numbers
+from harness.start import chat, checks, loading, numbers
 
 
 def parse(config_class, takes=(), **defaults):
@@ -46,6 +46,7 @@ def parse(config_class, takes=(), **defaults):
     _substitute(data, args, model, launched, sharded)
     if launched.checking:
         raise Checked(args)
+    chat.prepare(args, model, data.given)
     if args.process_index or args.disable_tqdm:
         _without_bars()
     if args.world_size > 1:
@@ -78,7 +79,7 @@ def _check(data, args, model, launched: Launched, sharded: bool):
     folder.check(path, identity, is_default)
     if launched.tiny:
         stand_ins.prepare(data, model)
-    checks.sources(data, model, launched)
+    checks.sources(data, args, model, launched)
     folder.claim(path, identity, is_default)
     folder.end_if_finished(path, args.max_steps, args.num_train_epochs)
     if launched.tiny:

@@ -8,6 +8,7 @@ from pathlib import Path
 from harness import hub
 from harness.launched import fail, say
 from harness.rehearsal import stand_ins
+from harness.start import chat
 
 REQUIREMENTS = Path(__file__).resolve().parents[3] / "requirements.txt"
 TESTED_PYTHON = (3, 11)
@@ -95,11 +96,13 @@ def quantization(model, args):
         )
 
 
-def sources(data, model, launched):
-    """Model and data can be opened; in a rehearsal, their stand-ins."""
+def sources(data, args, model, launched):
+    """Model and data can be opened, and are for each other; in a rehearsal, their stand-ins."""
+    name = model.model_name_or_path
     if launched.tiny:
-        data = copy.copy(data)
-        data.dataset_name = str(stand_ins.data_folder(data))
+        data, model = copy.copy(data), copy.copy(model)
+        data.dataset_name, model.model_name_or_path = str(stand_ins.data_folder(data)), str(stand_ins.model_folder(model))
+        model.model_revision = "main"
     else:
         hub.reachable(model.model_name_or_path, model.model_revision)
-    data.check()
+    chat.check(args, model, data.given, data.check(), name)

@@ -26,6 +26,8 @@ class Launched:
     tiny: bool = False  # tiny stand-ins for model and data
     on_cpu: bool = False  # too few GPUs: shard on CPU
     quantize: bool = False  # only make the 4-bit weights
+    attention: str = ""  # what the launcher found this machine's GPUs can have; "" leaves it to transformers
+    torch_loss: str = ""  # why TRL's loss cannot use Triton here
     checking: bool = False  # stop once the arguments are known to be good
 
     def to_environment(self) -> dict[str, str]:

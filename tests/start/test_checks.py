@@ -1,12 +1,17 @@
 """The hardware and the packages: what does not fit is said before anything is spawned."""
 
 import os
+import sys
+from types import ModuleType, SimpleNamespace
 
 from harness.launched import Launched
 from harness.start import checks, launch, loading
 
 import pytest
 import torch
+from trl import ModelConfig, SFTConfig
+from trl.kernels import chunked_logprob
+from trl.trainer import utils
 
 CONFIG = {"num_processes": 2, "num_machines": 1, "mixed_precision": "bf16"}
 
@@ -66,13 +71,66 @@ def test_bf16_needs_compute_capability_8(monkeypatch, says):
 
 @pytest.mark.parametrize(
     ("capability", "installed", "expected"),
-    [((8, 6), True, "flash_attention_2"), ((8, 6), False, None), ((7, 5), True, None), (None, True, None)],
+    [((8, 6), True, "flash_attention_2"), ((8, 6), False, ""), ((7, 5), True, ""), (None, True, "")],
 )
 def test_flash_attention_where_it_can_be_had(monkeypatch, capability, installed, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda kernels_fallback_ok: installed)
-    assert loading.attention() == expected
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    attention, torch_loss = loading.choose()
+    assert attention == expected and bool(torch_loss) == bool(capability)  # no Triton here
+
+
+@pytest.mark.parametrize(
+    ("capability", "error", "word"), [((7, 5), None, "Tesla T4"), ((8, 6), "no C compiler\n", "gcc"), ((8, 6), None, "")]
+)
+def test_the_loss_is_computed_in_torch_where_triton_cannot(monkeypatch, capability, error, word):
+    def compile_launcher():
+        if error:
+            raise RuntimeError(error)
+
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_target=compile_launcher))
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    monkeypatch.setitem(sys.modules, "triton.runtime", SimpleNamespace(driver=driver))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda kernels_fallback_ok: False)
+    _, reason = loading.choose()
+    assert word in reason and bool(word) == bool(reason)
+
+
+def test_trl_takes_the_torch_path_where_it_is_told_to(monkeypatch, build_trainer):
+    monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
+    monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
+    model = ModelConfig()
+    loading.complete(
+        SFTConfig(use_cpu=True, bf16=False), model, False, Launched(torch_loss="no compiler", attention="flash_attention_2")
+    )
+    assert not chunked_logprob._use_triton(torch.device("cuda")) and utils._CHUNKED_LOGPROB_CHUNK_SIZE == 4096
+    assert model.attn_implementation == "flash_attention_2"
+    loading.complete(
+        SFTConfig(use_cpu=True, bf16=False),
+        rehearsed := ModelConfig(),
+        False,
+        Launched(on_cpu=True, attention="flash_attention_2"),
+    )
+    assert rehearsed.attn_implementation is None
+
+
+def test_what_attention_costs_is_said(monkeypatch, capsys, rehearse, workplace):
+    rehearse("qwen2_fineweb_edu", "1x3090")
+    model = ModelConfig(str(next((workplace / "outputs/tiny/.stand-ins").glob("Qwen--Qwen2-0.5B-*"))))
+    args = SFTConfig(use_cpu=True, bf16=False, packing=True, max_length=48, per_device_train_batch_size=2)
+    loading.announce(args, model, Launched())
+    assert "meets all 96 of a micro-batch, about 25% of" in capsys.readouterr().out  # hidden size 64
+    model.attn_implementation = "flash_attention_2"
+    loading.announce(args, model, Launched(torch_loss="no compiler"))
+    assert capsys.readouterr().out.splitlines() == [
+        "TRL's loss runs in torch, a little slower, not in Triton: no compiler",
+        "Attention: flash_attention_2.",
+    ]
 
 
 def test_versions_are_a_warning(monkeypatch, tmp_path, capsys):

@@ -22,6 +22,12 @@ def prepare(trainer):
     if trainer.is_fsdp_enabled:
         if early := [name for name, weight in model.named_parameters() if weight.device.type not in ("cpu", "meta")]:
             raise RuntimeError(f"{early[0]} is on a GPU before it is sharded, and so may be the whole model: load into host RAM")
+        layer = max(sum(weight.nbytes for weight in layer.parameters()) for layer in layers_of(model).values())
+        if torch.cuda.is_available() and torch.cuda.max_memory_allocated() > 2 * layer:
+            raise RuntimeError(
+                f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB were on the GPU before the model was sharded, more than two "
+                f"layers ({2 * layer / 1e9:.1f} GB): something loads it there"
+            )
         # What accelerate does for bf16 without FSDP; under FSDP it would cast the packed weights. Without the cache, which
         # would keep a copy of every gathered adapter until the end of the pass.
         trainer.autocast_smart_context_manager = lambda *args, **kwargs: torch.autocast(

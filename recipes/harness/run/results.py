@@ -81,6 +81,7 @@ def write(trainer, outcome, evaluation: dict, progress: Progress, counts: tuple[
         "world_size": accelerator.num_processes,
         "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes,
         "num_nodes": len(hosts),
+        "attention": getattr(trainer.accelerator.unwrap_model(trainer.model).config, "_attn_implementation", None),
         "model_params_b": round(counts[1] / 1e9, 6),
         "trainable_params_b": round(counts[0] / 1e9, 6),
         "peak_gpu_gb": round(max(g for _, g, *_ in ranks), 3),

@@ -11,7 +11,7 @@ from harness.commands import quantize
 from harness.launched import Checked, Launched, fail
 from harness.nodes import network
 from harness.rehearsal import fsdp_on_cpu, stand_ins
-from harness.start import chat, checks, loading, numbers
+from harness.start import chat, checks, loading, memory, numbers
 
 
 def parse(config_class, takes=(), **defaults):
@@ -40,7 +40,8 @@ def parse(config_class, takes=(), **defaults):
     data.text_field, data.seed = getattr(args, "dataset_text_field", "text"), args.seed
     numbers.count_steps(data, args, launched.processes or int(os.environ.get("WORLD_SIZE", 1)))
     args.profile = data.profile  # `train` sees the training arguments only
-    loading.complete(args, model, sharded)
+    memory.asked.update(args=args, model=model, in_4bit=model.load_in_4bit)
+    loading.complete(args, model, sharded, launched)
     if launched.checking or (not launched.recipe and args.process_index == 0):
         _check(data, args, model, launched, sharded)
     _substitute(data, args, model, launched, sharded)
@@ -84,6 +85,8 @@ def _check(data, args, model, launched: Launched, sharded: bool):
     folder.end_if_finished(path, args.max_steps, args.num_train_epochs)
     if launched.tiny:
         stand_ins.announce(data, args, model)
+    else:
+        loading.announce(args, model, launched)
 
 
 def _substitute(data, args, model, launched: Launched, sharded: bool):

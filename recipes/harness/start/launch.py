@@ -16,7 +16,7 @@ from pathlib import Path
 from harness import configs, launched
 from harness.launched import Checked, Launched, fail
 from harness.nodes import machines, signals, slurm
-from harness.start import checks, flags, processes, server
+from harness.start import checks, flags, loading, processes, server
 
 
 def main(options: list[str], recipe: str, *arguments: str):
@@ -34,6 +34,11 @@ def main(options: list[str], recipe: str, *arguments: str):
     _prepare_environment(launch)
     server.prepare()
     warnings.filterwarnings("ignore")  # in the launcher; the processes that train show theirs
+    if not launch.quantize:
+        code, chosen = processes.call(loading.choose)
+        if chosen is None:
+            sys.exit(processes.ended(code))
+        launch.attention, launch.torch_loss = chosen
     if launch.quantize:
         launch.on_cpu = True  # layer by layer in host RAM; a GPU need not be there
         _check(launch, arguments)
@@ -51,6 +56,7 @@ def _on_several(nodes: machines.Nodes, config: dict, launch: Launched, options: 
 
     launched.node = f"node {nodes.rank}: " if nodes.rank else ""
     facts = {"command": shlex.join([*options, Path(launch.recipe).stem, Path(launch.config).stem, *arguments])}
+    facts["attention of its GPUs"] = launch.attention
     facts["NPROC_PER_NODE"] = launch.processes // launch.nodes
     for path in (launch.recipe, launch.config):
         facts[f"{Path(path).name} of digest"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]

@@ -3,19 +3,22 @@
 import json
 import os
 
-from accelerate.utils import str_to_bool
+from harness.launched import say
 
 
-def complete(args, model, sharded: bool):
-    """Fills in how a trainer loads the model that it is given by name."""
-    model.attn_implementation = model.attn_implementation or attention()
+def complete(args, model, sharded: bool, launched):
+    """Fills in how a trainer loads the model that it is given by name, and how its loss is computed."""
+    if not launched.on_cpu:
+        model.attn_implementation = model.attn_implementation or launched.attention or None
+    if launched.torch_loss:
+        _compute_loss_in_torch()
     is_4bit = model.load_in_4bit and sharded
     if is_4bit:
         # FSDP2 shards floating-point parameters only, and keeps their bits when it need not cast them.
         model.bnb_4bit_quant_storage = model.bnb_4bit_quant_storage or "float32"
         model.dtype = "bfloat16"
         _into_host_ram()
-    elif sharded and int(os.environ.get("RANK", 0)) and str_to_bool(os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")):
+    elif sharded and int(os.environ.get("RANK", 0)) and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING") == "true":
         _leave_weights_to_the_first()
     if hasattr(args, "model_init_kwargs"):
         given = args.model_init_kwargs or {}
@@ -51,13 +54,56 @@ def _leave_weights_to_the_first():
     core_model_loading._materialize_copy = shape_of
 
 
-def attention() -> str | None:
-    """FlashAttention-2 where this GPU can have it (the flash-attn package, else a prebuilt one of `kernels`).
+def _compute_loss_in_torch():
+    """TRL's loss without Triton, in tiles of 4,096 words of the vocabulary where its own are 32,768.
 
-    None elsewhere: transformers chooses, SDPA for most models.
+    In float32 torch keeps seven such tiles at a time: 2 x 256 tokens of GPT-2 XL need 59 MB, and would need 470 MB.
+    """
+    from trl.kernels import chunked_logprob
+    from trl.trainer import utils
+
+    chunked_logprob._TRITON_AVAILABLE, utils._CHUNKED_LOGPROB_CHUNK_SIZE = False, 4096
+
+
+def choose() -> tuple[str, str]:
+    """What the GPUs of this machine can have, asked once in the launcher so that all processes do the same.
+
+    Returns the attention, FlashAttention-2 where the flash-attn package or a prebuilt one of `kernels` is there ("" leaves it
+    to transformers: SDPA for most models), and why TRL's loss cannot use Triton, "" where it can.
     """
     import torch
     from transformers.utils import is_flash_attn_2_available
 
-    ampere = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
-    return "flash_attention_2" if ampere and is_flash_attn_2_available(kernels_fallback_ok=True) else None
+    if not torch.cuda.is_available():
+        return "", ""
+    if torch.cuda.get_device_capability() < (8, 0):  # triton issue 10918
+        return "", f"it does not support {torch.cuda.get_device_name()}"
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()  # compiles what it launches kernels with
+        reason = ""
+    except Exception as error:  # no compiler, no Python.h, no libcuda: each says so in a kind of its own
+        reason = f"{str(error).splitlines()[0]} (apt install gcc python3-dev)"
+    return "flash_attention_2" if is_flash_attn_2_available(kernels_fallback_ok=True) else "", reason
+
+
+def announce(args, model, launched):
+    """Says, of a run on GPUs, which attention it has and what it costs, and whether the loss is the slower one."""
+    from transformers import AutoConfig
+
+    if launched.on_cpu:
+        return
+    if launched.torch_loss:
+        say(f"TRL's loss runs in torch, a little slower, not in Triton: {launched.torch_loss}")
+    if model.attn_implementation:
+        return say(f"Attention: {model.attn_implementation}.")
+    config = AutoConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision).get_text_config()
+    tokens = args.per_device_train_batch_size * (getattr(args, "max_length", None) or 0)
+    if getattr(args, "packing", False) and tokens:
+        # 4 x tokens x hidden for each token and layer, beside 2 x 12 x hidden x hidden of its weights.
+        say(
+            f"Attention: transformers' choice, for most models SDPA with a mask: each token meets all {tokens:,} of a "
+            f"micro-batch, about {tokens / 6 / config.hidden_size:.0%} of the weights' arithmetic. FlashAttention-2 needs compute "
+            "capability 8.0 and a prebuilt kernel from the hub, or the flash-attn package."
+        )

@@ -13,7 +13,12 @@ from pathlib import Path
 from harness.nodes import signals
 from harness.nodes.network import LOST
 from harness.nodes.signals import OUT_OF_TIME, SIGNALS
-from harness.start import server
+from harness.start import memory, server
+
+KILLED = (
+    ": it was killed, most often by the kernel because the host's memory was full (`dmesg` says so). Ask for more memory "
+    "(SLURM: --mem), leave fewer programs beside it, or take a config without fsdp_offload_params"
+)
 
 
 def call(function, *arguments):
@@ -68,14 +73,16 @@ def run(path: str, flags: list[str], accelerate: list[str] | None) -> int:
 def ended(exit_code: int, rank: int | None = None) -> int:
     """`exit_code` as a shell counts it, after a line about a process that could not say itself how it ended."""
     code = exit_code if exit_code >= 0 else 128 - exit_code
-    has_said_why = code in {0, 2, LOST, OUT_OF_TIME, *(128 + number for number in SIGNALS)} or (rank is None and exit_code > 0)
+    speaking = {0, 2, LOST, OUT_OF_TIME, memory.EXIT_CODE, *(128 + number for number in SIGNALS)}
+    has_said_why = code in speaking or (rank is None and exit_code > 0)
     if signals.received and exit_code == LOST:  # another process was stopped before it could listen
         print(f"Stopped by {signal.Signals(signals.received).name}.", file=sys.stderr)
         return 128 + signals.received
     if -exit_code in SIGNALS:
         print(f"Stopped by {signal.Signals(-exit_code).name} before the training began.", file=sys.stderr)
     elif not has_said_why:
-        print(f"error: process {rank or 0} failed first (exit code {code}); see what it printed above", file=sys.stderr)
+        reason = KILLED if code == 137 else "; see what it printed above"
+        print(f"error: process {rank or 0} failed first (exit code {code}){reason}", file=sys.stderr)
     return code
 
 
@@ -179,6 +186,7 @@ def recipe(path: str, flags: list[str]):
     try:
         runpy.run_path(path, run_name="__main__")
     except Exception as error:
+        memory.explain(error)
         trace = error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename != path:
             trace = trace.tb_next

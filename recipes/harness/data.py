@@ -1,7 +1,6 @@
 """The data of a run, in the shapes people have: where it lies, what its rows are, what is held out of them."""
 
 import glob
-import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,10 +14,8 @@ from datasets import Dataset, IterableDataset, load_dataset
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
-FILES_AT_ONCE, BLOCK = 4, 1_000  # of a stream: how many files its rows come from in turn, how many rows are shuffled
+FILES_AT_ONCE, BUFFER = 4, 1_000  # of a stream: how many files its rows come from in turn, how many of these are shuffled
 FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
-# A shuffle of one row holds nothing back, so its position is all there is to save.
-logging.getLogger("datasets.iterable_dataset").addFilter(lambda record: "without the buffer content" not in str(record.msg))
 
 if datasets.config.PYARROW_VERSION.major > 24:
     # Without it a stream that mixes Parquet files sleeps five seconds whenever it is left, for a crash of older versions of
@@ -72,17 +69,15 @@ class DataArguments(trl.ScriptArguments):
                 f"{self.named} has no split {self.dataset_test_split}: {len(held_out)} rows of {self.dataset_train_split} are "
                 "held out for evaluation, never trained on."
             )
-        if self.dataset_streaming:
-            train = train.shuffle(self.seed, buffer_size=1, max_buffer_input_shards=FILES_AT_ONCE)
-        elif self.max_samples:
+        if self.max_samples and not self.dataset_streaming:
             train = train.take(self.max_samples)
         but = {str(row) for row in held_out} if test is None else set()
         train = train.filter(_is_wanted, fn_kwargs=settings | {"but": but}).map(
             shapes.convert, fn_kwargs=settings, remove_columns=columns
         )
         if self.dataset_streaming:
+            train = train.shuffle(self.seed, buffer_size=BUFFER, max_buffer_input_shards=FILES_AT_ONCE)
             train = train.take(self.max_samples) if self.max_samples else train
-            train = train.map(_shuffled, batched=True, batch_size=BLOCK, fn_kwargs={"seed": self.seed})
         return train, Dataset.from_list(held_out)
 
     def check(self) -> list[dict]:
@@ -169,9 +164,3 @@ def _at_most_a_tenth(rows: int, count: int) -> int:
     if rows < 2:
         fail("a data set of one row leaves nothing to evaluate on: name a split with --dataset_test_split")
     return min(count, max(1, rows // 10))
-
-
-def _shuffled(rows: dict, seed: int) -> dict:
-    """A block of rows in another order, always the same one: a run that goes on needs to know no more than its first row."""
-    order = np.random.default_rng(seed).permutation(len(next(iter(rows.values()))))
-    return {name: [values[index] for index in order] for name, values in rows.items()}

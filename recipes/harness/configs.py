@@ -48,7 +48,16 @@ def read(path: str) -> dict:
         fail(f"{name} is not a readable YAML file: {error}")
     if not isinstance(config, dict):
         fail(f"{name} holds no keys: an Accelerate config is a list of `key: value` lines")
-    _known(name, config, TOP_KEYS)
+    problems = _unknown(config, TOP_KEYS)
+    fsdp = config["fsdp_config"] = config.get("fsdp_config") or {}
+    if config.get("distributed_type") == "FSDP":
+        problems += _fsdp2(fsdp)
+    elif fsdp:
+        problems.append("fsdp_config is only read with distributed_type: FSDP")
+    if fsdp and (FSDP1_WORDS.keys() & fsdp.keys() or fsdp.get("fsdp_version", 1) == 1):
+        problems.append(f"accelerate translates FSDP1: accelerate to-fsdp2 --config_file {name} --output_file fsdp2_{name}")
+    if problems:
+        fail(f"{name}: {'; '.join(problems)}")
     if config.get("distributed_type") not in KINDS:
         fail(f"{name}: distributed_type is {config.get('distributed_type')!r}, expected one of {', '.join(KINDS)}")
     if config.get("mixed_precision", "no") not in ("no", "bf16", "fp16"):
@@ -59,39 +68,38 @@ def read(path: str) -> dict:
     config["num_processes"] = processes
     if config["distributed_type"] == "NO" and processes > 1:
         fail(f"{name}: distributed_type NO is one process; for {processes}, use FSDP or MULTI_GPU")
-    fsdp = config["fsdp_config"] = config.get("fsdp_config") or {}
-    if config["distributed_type"] == "FSDP":
-        _fsdp2(name, fsdp)
-    elif fsdp:
-        fail(f"{name}: fsdp_config is only read with distributed_type: FSDP")
     return config
 
 
-def _known(name: str, keys: dict, allowed: set[str]):
-    for key in keys:
-        if key not in allowed:
-            near = difflib.get_close_matches(str(key), allowed, n=1)
-            fail(f"{name}: unknown key {key}: " + (f"did you mean {near[0]}?" if near else "accelerate does not read it here"))
+def _unknown(keys: dict, allowed: set[str]) -> list[str]:
+    problems = []
+    for key in (key for key in keys if key not in allowed):
+        near = difflib.get_close_matches(str(key), allowed, n=1)
+        problems.append(f"unknown key {key}: " + (f"did you mean {near[0]}?" if near else "accelerate does not read it here"))
+    return problems
 
 
-def _fsdp2(name: str, fsdp: dict):
-    for key, advice in FSDP1_WORDS.items():
-        if key in fsdp:
-            fail(f"{name}: {key} is a word of FSDP1: {advice}")
-    _known(name, fsdp, FSDP2_KEYS | HARNESS_KEYS)
+def _fsdp2(fsdp: dict) -> list[str]:
+    """What is wrong with an fsdp_config, all of it at once."""
+    problems = [f"{key} is a word of FSDP1: {advice}" for key, advice in FSDP1_WORDS.items() if key in fsdp]
+    problems += _unknown(fsdp, FSDP2_KEYS | HARNESS_KEYS | FSDP1_WORDS.keys())
     if fsdp.get("fsdp_version") != 2:
-        fail(f"{name}: fsdp_version is {fsdp.get('fsdp_version', 'missing, which accelerate takes as 1')}: write fsdp_version: 2")
+        version = fsdp.get("fsdp_version", "missing, which accelerate takes as 1")
+        problems.append(f"fsdp_version is {version}: write fsdp_version: 2")
     if fsdp.get("fsdp_auto_wrap_policy") != "TRANSFORMER_BASED_WRAP":
-        fail(f"{name}: write fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, one FSDP unit a transformer layer")
-    for key in (BOOLEANS | HARNESS_KEYS - {"fsdp_reduce_dtype"}) & fsdp.keys():
+        problems.append("write fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, one FSDP unit a transformer layer")
+    for key in sorted((BOOLEANS | HARNESS_KEYS - {"fsdp_reduce_dtype"}) & fsdp.keys()):
         if not isinstance(fsdp[key], bool):
-            fail(f"{name}: {key} is {fsdp[key]!r}, expected true or false")
+            problems.append(f"{key} is {fsdp[key]!r}, expected true or false")
     if fsdp.get("fsdp_reshard_after_backward") is False and fsdp.get("fsdp_reshard_after_forward") is not False:
-        fail(f"{name}: fsdp_reshard_after_backward: false needs fsdp_reshard_after_forward: false, or nothing stays gathered")
+        problems.append("fsdp_reshard_after_backward: false needs fsdp_reshard_after_forward: false, or nothing stays gathered")
     if fsdp.get("fsdp_reduce_each_batch") and fsdp.get("fsdp_reshard_after_backward") is False:
-        fail(f"{name}: fsdp_reduce_each_batch: true saves memory, fsdp_reshard_after_backward: false spends it: take one of them")
+        problems.append(
+            "fsdp_reduce_each_batch: true saves memory, fsdp_reshard_after_backward: false spends it: take one of them"
+        )
     if fsdp.get("fsdp_reduce_dtype", "float32") not in ("float32", "bfloat16", "float16"):
-        fail(f"{name}: fsdp_reduce_dtype is {fsdp['fsdp_reduce_dtype']!r}, expected float32, bfloat16 or float16")
+        problems.append(f"fsdp_reduce_dtype is {fsdp['fsdp_reduce_dtype']!r}, expected float32, bfloat16 or float16")
+    return problems
 
 
 def mesh(config: dict) -> tuple[int, int]:

@@ -2,6 +2,9 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 from harness import configs
 
@@ -113,3 +116,55 @@ def test_the_yaml_is_one_accelerate_itself_reads():
     for path in CONFIGS:
         ClusterConfig.from_yaml_file(yaml_file=str(path))
         assert yaml.safe_load(path.read_text()).keys() <= configs.TOP_KEYS
+
+
+OF_FSDP1 = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+fsdp_config:
+  fsdp_activation_checkpointing: false
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_forward_prefetch: false
+  fsdp_offload_params: false
+  fsdp_reshard_after_forward: SHARD_GRAD_OP
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_use_orig_params: true
+  fsdp_version: 1
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 4
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+def test_fsdp1_is_answered_at_once_and_what_accelerate_makes_of_it_is_taken(tmp_path, monkeypatch, says):
+    """As `accelerate config` writes it; the command of the answer is run as it stands."""
+    (tmp_path / "mine.yaml").write_text(OF_FSDP1)
+    monkeypatch.chdir(tmp_path)
+    message = says(configs.read, "mine.yaml")
+    for word in (
+        "backward_prefetch",
+        "forward_prefetch",
+        "sync_module_states",
+        "use_orig_params",
+        "version is 1",
+        "'SHARD_GRAD_OP'",
+    ):
+        assert word in message
+    command = message[message.index("accelerate to-fsdp2") :].split()
+    subprocess.run([Path(sys.executable).with_name(command[0]), *command[1:]], check=True, capture_output=True)
+    fsdp = configs.read("fsdp2_mine.yaml")["fsdp_config"]
+    assert fsdp["fsdp_version"] == 2 and fsdp["fsdp_reshard_after_forward"] is False

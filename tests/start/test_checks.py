@@ -124,7 +124,7 @@ def test_what_attention_costs_is_said(monkeypatch, capsys, rehearse, workplace):
     model = ModelConfig(str(next((workplace / "outputs/tiny/.stand-ins").glob("Qwen--Qwen2-0.5B-*"))))
     args = SFTConfig(use_cpu=True, bf16=False, packing=True, max_length=48, per_device_train_batch_size=2)
     loading.announce(args, model, Launched())
-    assert "meets all 96 of a micro-batch, about 25% of" in capsys.readouterr().out  # hidden size 64
+    assert "meets all 96 of its row, about 25% of" in capsys.readouterr().out  # hidden size 64
     model.attn_implementation = "flash_attention_2"
     loading.announce(args, model, Launched(torch_loss="no compiler"))
     assert capsys.readouterr().out.splitlines() == [

@@ -103,7 +103,7 @@ def announce(args, model, launched):
     if getattr(args, "packing", False) and tokens:
         # 4 x tokens x hidden for each token and layer, beside 2 x 12 x hidden x hidden of its weights.
         say(
-            f"Attention: transformers' choice, for most models SDPA with a mask: each token meets all {tokens:,} of a micro-batch, "
+            f"Attention: transformers' choice, for most models SDPA with a mask: each token meets all {tokens:,} of its row, "
             f"about {tokens / 6 / config.hidden_size:.0%} of the weights' arithmetic. FlashAttention-2 needs compute capability "
             "8.0 and a prebuilt kernel from the hub, or the flash-attn package."
         )

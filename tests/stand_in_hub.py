@@ -7,6 +7,7 @@ Serves `root/models/OWNER/NAME/…` and `root/datasets/OWNER/NAME/…` under eve
 import contextlib
 import hashlib
 import http.server
+import io
 import json
 import re
 import threading
@@ -76,32 +77,38 @@ class Handler(http.server.BaseHTTPRequestHandler):
         file = folder / name
         if not file.is_file():
             return self._json(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
-        content, status, headers = file.read_bytes(), 200, {}
+        size, status, headers = file.stat().st_size, 200, {}
+        start, end = 0, size
         if match := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            start, end = int(match[1]), min(int(match[2] or len(content)), len(content) - 1)
-            headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
-            content, status = content[start : end + 1], 206
+            start, end = int(match[1]), min(int(match[2] or size), size - 1) + 1
+            headers["Content-Range"], status = f"bytes {start}-{end - 1}/{size}", 206
         headers |= {"ETag": f'"{_oid(file)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        self._send(status, content, "application/octet-stream", headers)
+        with file.open("rb") as content:
+            content.seek(start)
+            self._send(status, content, end - start, "application/octet-stream", headers)
 
     def _json(self, status: int, value, headers: dict | None = None):
-        self._send(status, json.dumps(value).encode(), "application/json", headers or {})
+        content = json.dumps(value).encode()
+        self._send(status, io.BytesIO(content), len(content), "application/json", headers or {})
 
-    def _send(self, status: int, content: bytes, kind: str, headers: dict):
+    def _send(self, status: int, content, length: int, kind: str, headers: dict):
+        """Answers with the next `length` bytes of `content`, a file, which may be larger than memory."""
         self.send_response(status)
-        for name, value in {"Content-Type": kind, "Content-Length": len(content), **headers}.items():
+        for name, value in {"Content-Type": kind, "Content-Length": length, **headers}.items():
             self.send_header(name, str(value))
         self.end_headers()
-        if self.command != "HEAD":
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self.wfile.write(content)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while self.command != "HEAD" and (part := content.read(min(length, 2**20))):
+                self.wfile.write(part)
+                length -= len(part)
 
     def log_message(self, *args):
         pass
 
 
 def _oid(file: Path) -> str:
-    return hashlib.sha1(file.read_bytes()).hexdigest()
+    """Another one for every version of a file, without reading it: weights have gigabytes."""
+    return hashlib.sha1(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}".encode()).hexdigest()
 
 
 @contextlib.contextmanager

@@ -122,7 +122,7 @@ def _checked(launch: Launched, arguments: list[str], config: dict | None, node: 
     launched.node = node
     warnings.filterwarnings("ignore")
     if config:
-        _hardware(config, launch)
+        _hardware(config, launch, "--use_cpu" in arguments)
     checks.versions()
     os.environ.update(dataclasses.replace(launch, checking=True).to_environment())
     try:
@@ -133,12 +133,12 @@ def _checked(launch: Launched, arguments: list[str], config: dict | None, node: 
     fail(f"{Path(launch.recipe).name} ended without calling parse(): is it a recipe?")
 
 
-def _hardware(config: dict, launch: Launched):
+def _hardware(config: dict, launch: Launched, use_cpu: bool):
     """Sets `on_cpu`, or fails when this machine cannot do its part."""
     name, gpus = Path(launch.config).name, launch.processes // launch.nodes
-    if checks.gpu_count() >= gpus:
+    if not use_cpu and checks.gpu_count() >= gpus:
         return checks.bf16(config, name, gpus)
-    if not launch.tiny:
+    if not (launch.tiny or use_cpu):
         wanted = f"{gpus} GPU{'s' * (gpus > 1)}"
         fail(f"{name} needs {wanted}, and this machine has {checks.gpu_count() or 'none'}. {_rehearsal(launch)}")
     launch.on_cpu = True

@@ -28,7 +28,7 @@ def gpu(dtype: str) -> dict:
     """How many GPUs, name and bytes of the first, and its TFLOP/s in a large product of matrices; of the CPU without one."""
     import torch
 
-    found = {"gpus": torch.cuda.device_count(), "device": "CPU", "bytes": 0}
+    found = {"gpus": torch.cuda.device_count() if torch.cuda.is_available() else 0, "device": "CPU", "bytes": 0}
     if found["gpus"]:
         properties = torch.cuda.get_device_properties(0)
         found |= {"device": properties.name, "bytes": properties.total_memory}
@@ -68,7 +68,7 @@ def served(recipe: str, is_tiny: bool, **sizes):
         with serve(Path(folder, "hub")) as hub:
             environment |= {"PYTHON": sys.executable, "HF_HOME": f"{folder}/cache", "HF_ENDPOINT": hub.url}
             download = f"import huggingface_hub; huggingface_hub.snapshot_download({model!r})"
-            subprocess.run([sys.executable, "-c", download], env=environment, check=True, stderr=subprocess.DEVNULL)
+            subprocess.run([sys.executable, "-c", download], env=environment, stderr=subprocess.DEVNULL)
             yield Path(folder), environment, matrices
 
 
@@ -104,20 +104,15 @@ def measure(recipe: str, config: str, changes: dict, found: dict, steps: int, wo
         path = folder / f"{config}.yaml"
         path.write_text(yaml.safe_dump(its | changes | {"fsdp_config": fsdp | changes.get("fsdp_config", {})}), "utf-8")
         if its["mixed_precision"] == "no" and found["gpus"]:  # so that it is not in the seconds to the first step
-            subprocess.run([material.ROOT / "launch.sh", "--quantize", recipe], cwd=folder, env=environment, check=True)
+            subprocess.run([material.ROOT / "launch.sh", "--quantize", recipe], cwd=folder, env=environment)
         if limit:
             share = f"per_process_memory_fraction:{min(1.0, limit / found['bytes']):.4f}"
             environment["PYTORCH_ALLOC_CONF"] = f"expandable_segments:True,{share}"
         results = run([recipe, str(path) if changes else config, *words], folder, environment)
     rate = ask_gpu("float16" if its["mixed_precision"] == "fp16" else "bfloat16")["matrix_tflops"]
     record = {
-        **{
-            "measurement": ", ".join([f"{recipe} × {config}", *said]),
-            "recipe": recipe,
-            "config": config,
-            "changes": changes,
-            "sizes": sizes,
-        },
+        **{"measurement": ", ".join([f"{recipe} × {config}", *said]), "recipe": recipe, "config": config},
+        **{"changes": changes, "sizes": sizes},
         **{"command": shlex.join(["./launch.sh", recipe, config, *words]), "device": found["device"]},
         **{"limit_gb": limit and limit / 1e9, "matrix_tflops": rate},
         **{name: results[name] for name in [*NUMBERS, "failed"] if name in results},

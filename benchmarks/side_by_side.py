@@ -39,12 +39,13 @@ DOCUMENTS = 2000  # log-normal in length as FineWeb-Edu's, about: a median of 60
 def measure(rounds: int, changes: dict, sizes: dict) -> dict:
     """Tokens per second of each side, and how many times as many our recipe trains (the median of all rounds)."""
     from harness.rehearsal import tiny_model
-    from harness.start import server
+    from harness.start import flags, server
 
     calls = [node for node in ast.walk(ast.parse(sides.RECIPE.read_text("utf-8"))) if isinstance(node, ast.Call)]
     call = next(node for node in calls if getattr(node.func, "id", "") == "parse")
-    numbers = {word.arg: ast.literal_eval(word.value) for word in call.keywords} | changes | {"eval_strategy": "no"}
-    rows = numbers.pop("global_batch_size")
+    fields = [word for word in call.keywords if word.arg in flags.known(sides.RECIPE)]
+    numbers = {word.arg: ast.literal_eval(word.value) for word in fields} | changes | {"eval_strategy": "no"}
+    rows = numbers.pop("global_batch_size")  # TRL does not know it
     numbers.setdefault("gradient_accumulation_steps", rows // numbers["per_device_train_batch_size"])
     with tempfile.TemporaryDirectory() as scratch:
         model, data = Path(scratch, "model"), Path(scratch, "data")

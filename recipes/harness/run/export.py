@@ -1,5 +1,6 @@
 """The end of a run is a model: loads with plain `from_pretrained`, in the dtype its original came in."""
 
+import itertools
 import shutil
 from pathlib import Path
 
@@ -81,27 +82,33 @@ def _card(run: dict, is_whole: bool) -> str:
 
 
 def sample(trainer, is_rehearsal: bool, prompts: int = 3):
-    """Lets the model continue a few held-out texts (or answer held-out prompts), on the screen and in samples.txt."""
+    """Lets the model continue a few held-out texts (or answer held-out prompts), on the screen and in samples.txt.
+
+    All at once: where weights are gathered for every token, each token costs the same for one text and for three.
+    """
     rows = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
     rows = next(iter(rows.values())) if isinstance(rows, dict) else rows
-    model, tokenizer, shown = trainer.model, trainer.processing_class, []
+    prompts = [_prompt(row) for row in itertools.islice(rows, prompts)]
+    model, tokenizer, width = trainer.model, trainer.processing_class, max(map(len, prompts))
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, which reads pictures too
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=trainer.accelerator.device)
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=ids.device)
     model.eval()
     torch.manual_seed(0)  # on every rank, so that sharded ranks write the same tokens
-    for row, _ in zip(rows, range(prompts), strict=False):
-        prompt = _prompt(row)
-        ids = torch.tensor([prompt], device=trainer.accelerator.device)
-        with torch.no_grad():
-            out = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=48,
-                do_sample=True,
-                top_p=0.9,
-                pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-                use_cache=True,
-                synced_gpus=trainer.accelerator.num_processes > 1,  # a process that has met the end goes on for the others
-            )
-        shown.append(f"> {tokenizer.decode(prompt)}\n{_answer(out[0][len(prompt) :].tolist(), model, tokenizer)}\n")
+    with torch.no_grad():
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=48,
+            do_sample=True,
+            top_p=0.9,
+            pad_token_id=pad,
+            use_cache=True,
+            synced_gpus=trainer.accelerator.num_processes > 1,  # a process that has met the end goes on for the others
+        )
+    answers = [_answer(answer.tolist(), model, tokenizer) for answer in out[:, width:]]
+    shown = [f"> {tokenizer.decode(prompt)}\n{answer}\n" for prompt, answer in zip(prompts, answers, strict=True)]
     expectation = "; random weights make little sense" if is_rehearsal else ""
     say(f"\nWhat the model writes after a few held-out beginnings (samples.txt{expectation}):\n\n" + "\n".join(shown))
     if trainer.is_world_process_zero():

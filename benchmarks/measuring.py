@@ -20,7 +20,8 @@ BRIEF = ["--logging_steps", "1", "--eval_strategy", "no", "--save_strategy", "no
 SMALL = ["--use_cpu", "--max_length", "256", "--per_device_train_batch_size", "2", "--global_batch_size", "4"]
 NUMBERS = [
     *("tokens_per_second", "loss_tokens_per_second", "peak_gpu_gb", "peak_gpu_reserved_gb", "peak_host_gb", "gpu_utilization"),
-    *("world_size", "global_batch_size", "model_params_b", "trainable_params_b", "tokens", "seconds_to_first_step", "losses"),
+    *("world_size", "global_batch_size", "model_params_b", "trainable_params_b", "tokens", "seconds_to_first_step"),
+    *("attention", "losses"),
 ]
 
 

@@ -99,9 +99,14 @@ def main(rounds: int, results: Path):
 
     server.prepare()  # before anything else: they are forked from a process that has imported the libraries only
     import torch
+    from transformers.utils import is_flash_attn_2_available
 
     device = "gpu" if torch.cuda.is_available() else "cpu"
-    record = measure(rounds, *((CHANGES, SMALL) if device == "cpu" else ({}, {})))
+    if device == "cpu":
+        record = measure(rounds, CHANGES, SMALL)
+    else:
+        flash = is_flash_attn_2_available(kernels_fallback_ok=True)
+        record = measure(rounds, {"attn_implementation": "flash_attention_2"} if flash else {}, {})
     command = f"python benchmarks/side_by_side.py --rounds {rounds}"
     record = {"measurement": "side by side", "command": command, **material.provenance(), **record}
     results.mkdir(parents=True, exist_ok=True)

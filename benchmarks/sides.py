@@ -65,14 +65,13 @@ def _with_trainer(turn: Turn, script: str, numbers: dict):
 
 def _load(numbers: dict):
     """The model, on its device, the tokenizer and the endless stream of documents."""
-    from harness.start import loading
-
     import torch
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     name, device = numbers["model_name_or_path"], "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="float32", attn_implementation=loading.attention()).to(device)
+    attention = numbers.get("attn_implementation")
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="float32", attn_implementation=attention).to(device)
     documents = load_dataset(numbers["dataset_name"], numbers["dataset_config"], split="train", streaming=True)
     return model.train(), AutoTokenizer.from_pretrained(name), documents.repeat(None)
 

@@ -9,6 +9,7 @@
 #   ./launch.sh                                  the recipes and the configs, a line each
 #   ./launch.sh RECIPE CONFIG [--flag value …]   train
 #   ./launch.sh --tiny RECIPE CONFIG [--flag …]  rehearse on tiny stand-ins; needs no GPU
+#   ./launch.sh --plan RECIPE [CONFIG] [--flag …]  will it fit, on which cards, how long; without GPU or weights
 #   ./launch.sh --quantize RECIPE [--flag …]     make the 4-bit weights a recipe loads, and keep them
 #   ./launch.sh --merge RUN [OUT]                an adapter or a sharded checkpoint becomes a plain model
 #   ./launch.sh --report RUN…                    finished runs side by side: time, speed-up, memory, losses
@@ -138,6 +139,22 @@ run() {
   PYTHONSAFEPATH=1 exec "$python" -m harness.start.launch "${options[@]}" "${files[@]}" "$@"
 }
 
+# plan RECIPE [CONFIG] [--flag …]: without CONFIG, all of them
+plan() {
+  (($#)) || fail "--plan needs a RECIPE; ./launch.sh lists them"
+  local -a files
+  files=("$(resolve recipes py "$1" recipe)")
+  shift
+  if [[ ${1:--} == -* ]]; then
+    files+=("$here"/accelerate_configs/*.yaml)
+  else
+    files+=("$(resolve accelerate_configs yaml "$1" config)")
+    shift
+  fi
+  prepare_python
+  PYTHONSAFEPATH=1 exec "$python" -m harness.plan.command "${files[@]}" "$@"
+}
+
 case ${1:-} in
   "")
     printf './launch.sh RECIPE CONFIG [--flag value …]      or, without a GPU:  ./launch.sh --tiny RECIPE CONFIG\n'
@@ -154,6 +171,10 @@ case ${1:-} in
     exec "$python" -m pytest tests "$@"
     ;;
   --tiny | --quantize) run "$@" ;;
+  --plan)
+    shift
+    plan "$@"
+    ;;
   --merge)
     shift
     (($# == 1 || $# == 2)) || fail "--merge takes the folder of a run, and where the model is to go: ./launch.sh --merge RUN [OUT]"

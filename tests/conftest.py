@@ -14,6 +14,7 @@ import pytest
 import yaml
 from cluster import Nodes, Slurm, missing
 from rehearsals import Rehearsals
+from stand_in_hub import serve
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -22,7 +23,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 SKYPILOT = "skypilot==0.14.1"
 # Fixtures by what they cost: seconds, a rehearsal, machines.
-COSTS = {"environment": 1, "build_trainer": 1, "start": 2, "rehearse": 2, "sky_python": 3, "machinery": 3}
+COSTS = {"environment": 1, "build_trainer": 1, "start": 2, "rehearse": 2, "drive": 2, "sky_python": 3, "machinery": 3}
 
 
 def pytest_collection_modifyitems(items):
@@ -148,6 +149,29 @@ def machinery(tmp_path_factory):
     kind = Nodes if missing("slurmctld", "slurmd", "munged", "sbatch") else Slurm
     with kind(3, tmp_path_factory.mktemp("cluster")) as made:
         yield made
+
+
+@pytest.fixture(scope="session")
+def drive(environment, tmp_path_factory):
+    """Calls tests/plan/drive.py with runs (recipe, config, flags, how); returns what was found for each."""
+
+    def call(runs) -> list:
+        folder = tmp_path_factory.mktemp("drive")
+        runs = [[str(recipe), str(config), [str(flag) for flag in flags], how] for recipe, config, flags, how in runs]
+        with serve(ROOT / "tests/published") as hub:
+            process = subprocess.run(
+                [sys.executable, ROOT / "tests/plan/drive.py", json.dumps(runs), str(free_port())],
+                env=environment | {"HF_ENDPOINT": hub.url},
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=580,
+            )
+        files = [folder / f"{number}.json" for number in range(len(runs))]
+        assert all(file.is_file() for file in files), process.stdout + process.stderr
+        return [json.loads(file.read_text()) for file in files]
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import pytest
 from conftest import RECIPES, ROOT
 
 HARNESS = ROOT / "recipes/harness"
-LEVELS = {"ground": 0, "nodes": 1, "rehearsal": 1, "commands": 2, "start": 3, "run": 3, "roof": 4}
+LEVELS = {"ground": 0, "nodes": 1, "rehearsal": 1, "commands": 2, "start": 3, "run": 3, "plan": 4, "roof": 5}
 
 
 def module(path: Path, package: Path) -> str:

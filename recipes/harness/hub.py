@@ -42,3 +42,13 @@ def errors(kind: str, name: str):
                 "(HF_ENDPOINT and HF_HUB_OFFLINE are obeyed), or give the path of a folder that has it"
             )
         fail(f"{kind} {name}: {str(error).strip() or type(error).__name__}"[:400])
+
+
+def size(kind: str, name: str, suffixes: tuple[str, ...]) -> int | None:
+    """Bytes of a repository's files with one of `suffixes`; None when the hub does not say. `kind` is "model" or "dataset"."""
+    from huggingface_hub import HfApi
+
+    with contextlib.suppress(Exception):  # a plan goes on without it
+        files = HfApi().repo_info(name, repo_type=kind, files_metadata=True, timeout=10).siblings
+        return sum(file.size for file in files if file.rfilename.endswith(suffixes) and file.size) or None
+    return None

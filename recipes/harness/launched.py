@@ -28,6 +28,7 @@ class Launched:
     quantize: bool = False  # only make the 4-bit weights
     attention: str = ""  # what the launcher found this machine's GPUs can have; "" leaves it to transformers
     torch_loss: str = ""  # why TRL's loss cannot use Triton here
+    plan: bool = False  # simulate: the model's config.json is all there is of it
     checking: bool = False  # stop once the arguments are known to be good
 
     def to_environment(self) -> dict[str, str]:

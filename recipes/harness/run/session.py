@@ -28,17 +28,22 @@ def train(trainer):
         raise
 
 
-def _train(trainer):
-    launched, folder = Launched.from_environment(), Path(trainer.args.output_dir)
-    held = lock(folder) if trainer.is_world_process_zero() else None
-    config = configs.read(launched.config)
+def prepare(trainer, config: dict):
+    """What accelerate is to know before it wraps the model."""
     sharding.set_precision(trainer, config.get("fsdp_config", {}).get("fsdp_reduce_dtype", "float32"))
     sharding.name_layers(trainer)
     four_bit.prepare(trainer)
     sharding.tell_apart(trainer.model)
-    four_bit.BytesCheck(trainer.model)
     if trainer.accelerator.ddp_handler:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # or DDP would hold the gradients twice
+
+
+def _train(trainer):
+    launched, folder = Launched.from_environment(), Path(trainer.args.output_dir)
+    held = lock(folder) if trainer.is_world_process_zero() else None
+    config = configs.read(launched.config)
+    prepare(trainer, config)
+    four_bit.BytesCheck(trainer.model)
     streams.keep_together(trainer)
     checkpoint = checkpoints.newest(trainer.args)
     resumed_from = int(checkpoint.name.split("-")[1]) if checkpoint else 0

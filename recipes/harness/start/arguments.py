@@ -10,7 +10,7 @@ from harness import configs, folder
 from harness.commands import quantize
 from harness.launched import Checked, Launched, fail
 from harness.nodes import network
-from harness.rehearsal import fsdp_on_cpu, stand_ins
+from harness.rehearsal import fsdp_on_cpu, full_size, stand_ins
 from harness.start import chat, checks, loading, memory, numbers
 
 
@@ -42,7 +42,7 @@ def parse(config_class, takes=(), **defaults):
     args.profile = data.profile  # `train` sees the training arguments only
     memory.asked.update(args=args, model=model, in_4bit=model.load_in_4bit)
     loading.complete(args, model, sharded, launched)
-    if launched.checking or (not launched.recipe and args.process_index == 0):
+    if launched.checking or launched.plan or (not launched.recipe and args.process_index == 0):
         _check(data, args, model, launched, sharded)
     _substitute(data, args, model, launched, sharded)
     if launched.checking:
@@ -50,7 +50,7 @@ def parse(config_class, takes=(), **defaults):
     chat.prepare(args, model, data.given)
     if args.process_index or args.disable_tqdm:
         _without_bars()
-    if args.world_size > 1:
+    if args.world_size > 1 and not launched.plan:
         network.meet(args.device)
     return data, args, model
 
@@ -64,6 +64,8 @@ def _check(data, args, model, launched: Launched, sharded: bool):
     if launched.quantize:
         return stand_ins.prepare(data, model) if launched.tiny else None
     checks.arguments(data, args, model)
+    if launched.plan:
+        return None
     path, is_default = Path(args.output_dir), args.output_dir == folder.default(launched, sys.argv[0])
     identity = {
         "recipe": Path(launched.recipe or sys.argv[0]).stem,
@@ -91,6 +93,8 @@ def _check(data, args, model, launched: Launched, sharded: bool):
 
 def _substitute(data, args, model, launched: Launched, sharded: bool):
     """Puts in the place of model and data what is loaded instead: stand-ins in a rehearsal, 4-bit weights made beforehand."""
+    if launched.plan:
+        return full_size.substitute(data, args, model)
     name = model.model_name_or_path
     if launched.tiny:
         stand_ins.substitute(data, args, model)

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+from harness.launched import Launched
 from harness.run import four_bit
 from harness.start import loading
 
@@ -74,11 +75,10 @@ def test_the_base_is_loaded_into_host_ram(monkeypatch):
     """With a GPU there, and whatever SFTTrainer asks for: transformers takes None for the GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(loading, "attention", lambda: None)
     monkeypatch.setattr(Bnb4BitHfQuantizer, "update_device_map", Bnb4BitHfQuantizer.update_device_map)
     quantizer = object.__new__(Bnb4BitHfQuantizer)
     assert quantizer.update_device_map(None) == {"": 0}
-    loading.complete(SFTConfig(use_cpu=True, bf16=False), ModelConfig("some/model", load_in_4bit=True), sharded=True)
+    loading.complete(SFTConfig(use_cpu=True, bf16=False), ModelConfig("some/model", load_in_4bit=True), True, Launched())
     assert quantizer.update_device_map(None) == {"": "cpu"}
 
 
@@ -87,3 +87,26 @@ def test_a_base_on_a_gpu_stops_the_run():
     model = SimpleNamespace(is_loaded_in_4bit=True, parameters=lambda: [layer], named_parameters=lambda: [("layer.0", layer)])
     with pytest.raises(RuntimeError, match=r"layer\.0 is on a GPU before it is sharded"):
         four_bit.prepare(SimpleNamespace(model=model, is_fsdp_enabled=True))
+
+
+def test_more_than_a_layer_or_two_on_a_gpu_stops_the_run(monkeypatch):
+    """Wherever it came from: the weights are in host RAM again, and the peak remembers."""
+    model = Model()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    peak = 2 * sum(weight.nbytes for weight in model.layer.parameters())
+    for allocated in (peak, peak + 1):
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda allocated=allocated: allocated)
+        trainer = SimpleNamespace(model=model, is_fsdp_enabled=True)
+        if allocated > peak:
+            with pytest.raises(RuntimeError, match="more than two layers"):
+                four_bit.prepare(trainer)
+        else:
+            four_bit.prepare(trainer)
+
+
+class Model(torch.nn.Module):
+    is_loaded_in_4bit, _no_split_modules = True, ("Linear",)
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)

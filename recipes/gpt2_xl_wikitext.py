@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from harness import parse, train
 
+from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
-from trl import pack_dataset
+from trl import get_peft_config, pack_dataset
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 
@@ -55,8 +56,11 @@ def main():
 
     train_set, test_set = data.load(keep=lambda row: len(row["text"]) > 50)
     collate = DataCollatorForLanguageModeling(pad_token_id=tokenizer.eos_token_id, padding_free=True)
-    gpt2 = AutoModelForCausalLM.from_pretrained(model.model_name_or_path, revision=model.model_revision, dtype="float32")
+    kwargs = {"revision": model.model_revision, "dtype": model.dtype, "attn_implementation": model.attn_implementation}
+    gpt2 = AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **kwargs)
     add_fused_lm_head(gpt2)  # the loss without the logits of 50,257 words for every token
+    if model.use_peft:
+        gpt2 = get_peft_model(gpt2, get_peft_config(model))
     trainer = Trainer(
         model=gpt2,
         args=args,

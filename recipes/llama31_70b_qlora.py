@@ -10,8 +10,6 @@ Needs two 24 GB GPUs, 110 GB of host RAM and 180 GB of disk; a forecast, not yet
 80 to 95 s a step of 16,384 tokens. If memory runs out: --per_device_train_batch_size 4.
 """
 
-from pathlib import Path
-
 from harness import parse, train
 
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
@@ -36,7 +34,7 @@ def main():
         lora_dropout=0.05,
         lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         max_steps=100,  # about two and a half hours (forecast)
-        chat_template_path=str(Path(__file__).with_name("headings.jinja")),  # a base model has none: a heading for every turn
+        chat_template_path="recipes/headings.jinja",  # a base model has none: a heading for every turn
         assistant_only_loss=True,  # the answers, and the end-of-text token that ends each
         max_length=1024,
         packing=True,

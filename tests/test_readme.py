@@ -99,6 +99,10 @@ def test_training_command_passes_its_checks(command, tmp_path, monkeypatch):
         shutil.copy(resolved("recipes", "py", "qwen2_fineweb_edu"), path)
     if "my-org/my-llama" in rest:  # stands for a model of the reader's
         rest[rest.index("my-org/my-llama")] = "Qwen/Qwen2-0.5B"
+    if "--dataset_name" in rest:  # and this for data of the reader's
+        rest[rest.index("--dataset_name") + 1] = "my.jsonl"
+        row = {"text": "a", "prompt": "a", "completion": "b"}
+        Path("my.jsonl").write_text(json.dumps(row) * 20)
     if "--output_dir" in rest:  # may be a folder of a machine that is not this one
         rest[rest.index("--output_dir") + 1] = "a run"
     flags.check(path, rest)

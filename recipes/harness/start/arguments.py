@@ -64,6 +64,7 @@ def _check(data, args, model, launched: Launched, sharded: bool):
     if launched.quantize:
         return stand_ins.prepare(data, model) if launched.tiny else None
     checks.arguments(data, args, model)
+    checks.idle(data, args, model, sharded)
     if launched.plan:
         return None
     path, is_default = Path(args.output_dir), args.output_dir == folder.default(launched, sys.argv[0])

@@ -30,6 +30,7 @@ MARKED = """
 {%%- if not whole.startswith(done.text) %%}{{ raise_exception(%r) }}{%% endif %%}
 {{- whole[done.text|length:] }}
 """
+PROJECT = Path(__file__).resolve().parents[3]
 REASON = "its chat template writes a turn in another way once the conversation goes on"
 ASKED, TOLD = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 ONE_ANSWER, MORE = [ASKED, TOLD], [ASKED, TOLD, ASKED, TOLD]
@@ -58,8 +59,8 @@ def training_template(tokenizer) -> str | None:
 def prepare(args, model, given: frozenset[str]):
     """To be called before an SFTTrainer is made, which then asks here for a template to train with."""
     sft_trainer.get_training_chat_template = training_template
-    if getattr(args, "chat_template_path", None) and not _file(args, _tokenizer(model), given):
-        args.chat_template_path = None
+    if getattr(args, "chat_template_path", None):
+        args.chat_template_path = _file(args, _tokenizer(model), given)
 
 
 def check(args, model, given: frozenset[str], rows: list[dict], name: str):
@@ -104,8 +105,14 @@ def _writes_the_same(tokenizer, template: str, turns: list[dict]) -> bool:
 
 
 def _file(args, tokenizer, given: frozenset[str]) -> str | None:
-    """The file of the chat template to use in the place of the model's own: a recipe's is for a model that has none."""
-    return args.chat_template_path if "chat_template_path" in given or not tokenizer.chat_template else None
+    """The file of the chat template to use in the place of the model's own: a recipe's is for a model that has none.
+
+    A path that leads nowhere from here may lead somewhere from the project's folder.
+    """
+    path = args.chat_template_path
+    if not path or ("chat_template_path" not in given and tokenizer.chat_template):
+        return None
+    return str(PROJECT / path) if not Path(path).exists() and (PROJECT / path).is_file() else path
 
 
 def _is_chat(row: dict) -> bool:

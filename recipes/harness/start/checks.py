@@ -82,6 +82,28 @@ def arguments(data, args, model):
         fail("quantized weights are frozen, so nothing would train: add --use_peft")
 
 
+def idle(data, args, model, sharded: bool):
+    """Flags that were given, and would change nothing or what they do not say."""
+    adapters = {name for name in data.given if name.startswith("lora_")} | data.given & {"use_rslora", "use_dora"}
+    if adapters and not model.use_peft:
+        fail(f"--{min(adapters)} is for adapters: add --use_peft")
+    in_4bit = data.given & {"bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"}
+    if in_4bit and not model.load_in_4bit:
+        fail(f"--{min(in_4bit)} is for 4-bit weights: add --load_in_4bit --use_peft")
+    if data.ignore_bias_buffers:
+        fail("--ignore_bias_buffers is for trainers that these recipes do not use: leave it out")
+    if data.max_tokens and "max_steps" in data.given:
+        fail("--max_tokens and --max_steps decide the same: give one of them")
+    if model.lora_task_type != "CAUSAL_LM":
+        fail(f"--lora_task_type {model.lora_task_type} is for other models: these recipes train causal language models")
+    if (model.load_in_4bit or model.load_in_8bit) and not hasattr(args, "model_init_kwargs"):
+        fail("this recipe loads its model itself, whole: take one with an SFTTrainer for --load_in_4bit or --load_in_8bit")
+    if model.load_in_8bit and sharded:
+        fail("--load_in_8bit is for one GPU, FSDP2 shards floating-point parameters only: take --load_in_4bit")
+    if model.load_in_4bit and sharded and "dtype" in data.given and model.dtype != "bfloat16":
+        fail(f"--dtype {model.dtype} would be passed over, sharded 4-bit weights compute in bfloat16: leave the flag out")
+
+
 def quantization(model, args):
     """4-bit weights that FSDP could not shard, or would destroy."""
     if model.bnb_4bit_quant_storage not in ("float32", "bfloat16", "float16"):

@@ -10,6 +10,8 @@ def complete(args, model, sharded: bool, launched):
     """Fills in how a trainer loads the model that it is given by name, and how its loss is computed."""
     if not launched.on_cpu:
         model.attn_implementation = model.attn_implementation or launched.attention or None
+    if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
+        model.lora_target_modules = [model.lora_target_modules]  # TRL makes a text of a single name, PEFT a pattern of a text
     if launched.torch_loss:
         _compute_loss_in_torch()
     is_4bit = model.load_in_4bit and sharded

@@ -97,6 +97,8 @@ prepare_python() {
   local done="$here/.venv/requirements.installed"
   cmp -s "$here/requirements.txt" "$done" && return
   command -v python3 >/dev/null || fail "python3 is missing: install Python 3.11"
+  python3 -c 'import ensurepip, venv' 2>/dev/null ||
+    fail "python3 cannot make a virtual environment: install python3-venv, or set PYTHON"
   if command -v flock >/dev/null; then
     exec 9>"$here/.venv.lock"
     flock 9

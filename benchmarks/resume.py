@@ -40,7 +40,8 @@ def until_first_step(checkpoint: Path, *flags) -> float:
             said.append(line)
             if "loss" in line and "Continuing from" in "".join(said):
                 seconds = time.monotonic() - began
-                process.kill()
+                process.terminate()  # which leaves nothing behind that still writes
+                process.communicate()
                 return seconds
     raise RuntimeError("".join(said))
 

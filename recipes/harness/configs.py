@@ -49,6 +49,9 @@ def read(path: str) -> dict:
     if not isinstance(config, dict):
         fail(f"{name} holds no keys: an Accelerate config is a list of `key: value` lines")
     problems = _unknown(config, TOP_KEYS)
+    for key in ("fsdp_config", "parallelism_config"):
+        if not isinstance(config.get(key) or {}, dict):
+            fail(f"{name}: {key} is {config[key]!r}, expected lines of `key: value` below it")
     fsdp = config["fsdp_config"] = config.get("fsdp_config") or {}
     if config.get("distributed_type") == "FSDP":
         problems += _fsdp2(fsdp)
@@ -63,7 +66,7 @@ def read(path: str) -> dict:
     if config.get("mixed_precision", "no") not in ("no", "bf16", "fp16"):
         fail(f"{name}: mixed_precision is {config['mixed_precision']!r}, expected 'no', bf16 or fp16 (quote the 'no')")
     processes, machines = config.get("num_processes", 1), config.setdefault("num_machines", 1)
-    if not all(isinstance(n, int) and n > 0 for n in (processes, machines)) or processes % machines:
+    if not all(type(n) is int and n > 0 for n in (processes, machines)) or processes % machines:
         fail(f"{name}: num_processes ({processes}) counts all machines, so it must be a multiple of num_machines ({machines})")
     config["num_processes"] = processes
     if config["distributed_type"] == "NO" and processes > 1:

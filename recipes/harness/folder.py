@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 
 RUN = "run.json"
 RESULTS = "train_results.json"
+LOCK = ".lock"
 MARK = "complete.json"  # in a checkpoint: every process has written its part
 
 
@@ -44,11 +45,13 @@ def read_json(path: Path) -> dict:
 
 def lock(folder: Path) -> FileLock:
     """Takes the folder for one run, which holds the lock as long as it lives; fails when another run does."""
-    held = FileLock(folder / ".lock")
+    held = FileLock(folder / LOCK)
     try:
         held.acquire(timeout=0)
     except Timeout:
         fail(f"another run is writing into {folder}: wait for it, stop it, or choose another --output_dir")
+    except OSError as error:
+        fail(f"{folder} cannot be written ({error.strerror}): choose another --output_dir")
     return held
 
 
@@ -62,12 +65,26 @@ def check(folder: Path, identity: dict, is_default: bool):
 
     A rehearsal in its default folder steps aside for one with another config, which would not be a continuation.
     """
-    there = read_json(folder / RUN)
+    if folder.exists() and not folder.is_dir():
+        fail(f"{folder} is a file: give a folder as --output_dir")
+    there = _owner(folder)
     if there:
         lock(folder).release()
+    _compare(folder, there, identity, is_default)
+
+
+def _owner(folder: Path) -> dict:
+    """What `run.json` says, {} when there is none."""
+    try:
+        return read_json(folder / RUN)
+    except ValueError:
+        fail(f"{folder / RUN} is damaged, so nobody knows whose run that is: choose another --output_dir")
+
+
+def _compare(folder: Path, there: dict, identity: dict, is_default: bool):
     if _steps_aside(there, identity, is_default):
         there = {}
-    elif not there and folder.is_dir() and any(not path.name.startswith(f".{RUN}.") for path in folder.iterdir()):
+    elif not there and folder.is_dir() and any(not path.name.startswith((LOCK, f".{RUN}.")) for path in folder.iterdir()):
         fail(f"{folder} holds files that are not a run of this project: choose an empty or new --output_dir")
     for key in (key for key in identity if there and key not in ("config", "sharded")):
         if there.get(key) != identity[key]:
@@ -88,8 +105,8 @@ def _steps_aside(there: dict, identity: dict, is_default: bool) -> bool:
 
 
 def claim(folder: Path, identity: dict, is_default: bool):
-    """Makes `folder`, which `check` let pass, the folder of this run."""
-    there = read_json(folder / RUN)
+    """Makes `folder`, which `check` let pass, the folder of this run: of one, also when two begin at the same moment."""
+    there = _owner(folder)
     try:
         if _steps_aside(there, identity, is_default):
             aside = folder.with_name(f"{folder.name}.{there['config']}")
@@ -98,7 +115,10 @@ def claim(folder: Path, identity: dict, is_default: bool):
             folder.rename(aside)
             say(f"The rehearsal with {there['config']} that was in {folder} is now in {aside}.")
         folder.mkdir(parents=True, exist_ok=True)
+        held = lock(folder)
+        _compare(folder, _owner(folder), identity, is_default)
         write_json(folder / RUN, identity)
+        held.release()
     except OSError as error:
         fail(f"{folder} cannot be written ({error.strerror}): choose another --output_dir")
 

@@ -41,6 +41,8 @@ def errors(kind: str, name: str):
                 f"{kind} {name} is not on this machine and the hub cannot be reached: connect to the network "
                 "(HF_ENDPOINT and HF_HUB_OFFLINE are obeyed), or give the path of a folder that has it"
             )
+        if "StopIteration" in names:
+            fail(f"{kind} {name} is empty")
         fail(f"{kind} {name}: {str(error).strip() or type(error).__name__}"[:400])
 
 

@@ -49,4 +49,7 @@ def fail(message: str):
 def say(message: str):
     """Prints on the first rank, or in the launcher of the first node, only."""
     if os.environ.get("RANK", "0") == "0" and not node:
-        print(message, flush=True)
+        try:
+            print(message, flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read has gone; the run goes on

@@ -1,9 +1,12 @@
 """A run's folder: claimed once, refused to others, finished as far as asked."""
 
+import subprocess
+import sys
+
 from harness import folder
 
 import pytest
-from conftest import read
+from conftest import ROOT, read
 
 IDENTITY = dict.fromkeys(("recipe", "model", "dataset", "dataset_config", "use_peft", "load_in_4bit"), "a")
 IDENTITY |= {"tiny": False, "config": "c", "sharded": True}
@@ -42,6 +45,26 @@ class TestRunFolder:
     def test_that_cannot_be_written(self, tmp_path, says):
         (tmp_path / "file").touch()
         assert "cannot be written" in says(take, tmp_path / "file" / "run", IDENTITY, False)
+
+    def test_belongs_to_one_of_those_that_begin_at_the_same_moment(self, tmp_path):
+        script = (
+            f"import sys; sys.path.insert(0, {str(ROOT / 'recipes')!r}); from pathlib import Path\n"
+            "from harness import folder\n"
+            f"run, mine = Path({str(tmp_path / 'run')!r}), {IDENTITY!r} | {{'recipe': sys.argv[1]}}\n"
+            "folder.check(run, mine, False); print(flush=True); sys.stdin.readline(); folder.claim(run, mine, False)"
+        )
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        runs = [subprocess.Popen([sys.executable, "-c", script, f"{number}"], text=True, **pipes) for number in range(6)]
+        for run in runs:
+            run.stdout.readline()  # all have checked
+        for run in runs:
+            run.stdin.write("\n")
+            run.stdin.flush()
+        said = [run.communicate()[1] for run in runs]
+        assert sorted(run.returncode for run in runs) == [0, 2, 2, 2, 2, 2], said
+        owner = next(number for number, run in enumerate(runs) if run.returncode == 0)
+        assert read(tmp_path / "run", "run.json")["recipe"] == str(owner)
+        assert all(line.startswith("error: ") and line.count("\n") == 1 for line in said if line)
 
     def test_a_rehearsal_with_another_config_steps_aside(self, tmp_path, capsys):
         run = tmp_path / "run"

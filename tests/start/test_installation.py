@@ -46,6 +46,14 @@ def test_installs_once_and_again_when_requirements_change(clone):
     assert installs in call("--test").stderr and python.exists()
 
 
+def test_a_python_without_venv(clone, tmp_path):
+    """As Debian splits it: without python3-venv there is no ensurepip."""
+    folder, call = clone
+    (tmp_path / "ensurepip.py").write_text("raise ImportError('No module named ensurepip')\n")
+    is_one_line(call("--test", PYTHONPATH=str(tmp_path)), "python3 cannot make a virtual environment: install python3-venv")
+    assert not (folder / ".venv").exists()
+
+
 def test_python_of_the_user_installs_nothing(clone):
     folder, call = clone
     bare = shutil.copy(sys.executable, folder / "bare python")

@@ -79,13 +79,27 @@ def _slurm() -> Nodes:
         fail("this is a SLURM allocation, but srun is not in PATH: load SLURM's module, or add its folder")
     if not re.fullmatch(r"1(\(x\d+\))?", tasks) and (is_step or "SLURM_NTASKS" in os.environ):
         fail(f"SLURM has {tasks} tasks a node, launch.sh wants one and starts a process for each GPU itself: --ntasks-per-node=1")
+    if not is_step:
+        job = os.environ["SLURM_JOB_ID"]
+        if reason := _scontrol("show", "job", job)[1]:
+            fail(f"SLURM_JOB_ID says that this is job {job}, and SLURM does not ({reason}): outside of a job, unset it")
     if is_step:
         nodes.rank = number("SLURM_NODEID", least=0)
     nodes.head = os.environ.get("MASTER_ADDR", "")
     if nodes.count > 1 and not nodes.head:
         listed = os.environ.get(f"{scope}_NODELIST", "")
-        names = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, text=True)
-        if names.returncode or not names.stdout.split():
-            fail(f"scontrol cannot tell the names of {listed}: {names.stderr}")
-        nodes.head = names.stdout.split()[0]
+        names, reason = _scontrol("show", "hostnames", listed)
+        if reason or not names:
+            fail(f"the names of the nodes {listed} cannot be told ({reason}): set MASTER_ADDR to the first one's")
+        nodes.head = names[0]
     return nodes
+
+
+def _scontrol(*arguments: str) -> tuple[list[str], str]:
+    """The words that scontrol answers, and why it does not."""
+    try:
+        process = subprocess.run(["scontrol", *arguments], capture_output=True, text=True)
+    except OSError:
+        return [], "scontrol is not in PATH"
+    reason = " ".join(process.stderr.split()[:40]) or f"exit code {process.returncode}"
+    return process.stdout.split(), reason if process.returncode else ""

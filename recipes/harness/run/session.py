@@ -40,7 +40,7 @@ def prepare(trainer, config: dict):
 
 def _train(trainer):
     launched, folder = Launched.from_environment(), Path(trainer.args.output_dir)
-    held = lock(folder) if trainer.is_world_process_zero() else None
+    held = lock(folder) if trainer.is_world_process_zero() and not launched.recipe else None  # else the launcher has
     config = configs.read(launched.config)
     prepare(trainer, config)
     four_bit.BytesCheck(trainer.model)

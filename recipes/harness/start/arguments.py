@@ -38,6 +38,7 @@ def parse(config_class, takes=(), **defaults):
     data, args, model = numbers.read(config_class, defaults, launched, config)
     data.takes, data.named = (takes,) if isinstance(takes, str) else takes, data.dataset_name
     data.text_field, data.seed = getattr(args, "dataset_text_field", "text"), args.seed
+    numbers.check(data, args, model)
     numbers.count_steps(data, args, launched.processes or int(os.environ.get("WORLD_SIZE", 1)))
     args.profile = data.profile  # `train` sees the training arguments only
     memory.asked.update(args=args, model=model, in_4bit=model.load_in_4bit)

@@ -82,6 +82,10 @@ def check(args, model, given: frozenset[str], rows: list[dict], name: str):
             f"{name} has no chat template, as it is no chat model: take its -Instruct or -Chat, or teach it plain headings with "
             "--chat_template_path recipes/headings.jinja"
         )
+    try:
+        tokenizer.apply_chat_template(chats[0], tokenize=False)
+    except TemplateError as error:
+        fail(f"the chat template {path or f'of {name}'} fails ({str(error)[:200]}): give another with --chat_template_path")
     if not args.assistant_only_loss:
         return
     try:

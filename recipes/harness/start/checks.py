@@ -2,13 +2,14 @@
 
 import copy
 import importlib.metadata
+import os
+import shutil
 import sys
 from pathlib import Path
 
-from harness import hub
 from harness.launched import fail, say
 from harness.rehearsal import stand_ins
-from harness.start import chat
+from harness.start import models
 
 REQUIREMENTS = Path(__file__).resolve().parents[3] / "requirements.txt"
 TESTED_PYTHON = (3, 11)
@@ -62,6 +63,20 @@ def bf16(config: dict, name: str, gpus: int):
                 f"{torch.cuda.get_device_name(index)} has compute capability {major}.{minor} and no bf16 arithmetic, which "
                 f"{name} asks for: use a config with mixed_precision: fp16"
             )
+
+
+def shared_memory(launched):
+    """Fails when /dev/shm has no room for what processes share: locks, and NCCL's buffers (33 MB each, as its errors say)."""
+    shm, nccl = Path("/dev/shm"), 33 * (launched.processes // launched.nodes) * (not launched.on_cpu)
+    if not shm.is_dir():
+        return
+    megabytes = 1 + (nccl if launched.processes > launched.nodes and os.environ.get("NCCL_SHM_DISABLE") != "1" else 0)
+    room = shutil.disk_usage(shm).free / 1e6
+    if room < megabytes:
+        fail(
+            f"/dev/shm has {room:.0f} MB free, and {megabytes} are needed: delete what is left there, or give a container more "
+            "(docker run --shm-size=1g, or --ipc=host)" + ", or set NCCL_SHM_DISABLE=1" * (megabytes > 1)
+        )
 
 
 def arguments(data, args, model):
@@ -119,12 +134,14 @@ def quantization(model, args):
 
 
 def sources(data, args, model, launched):
-    """Model and data can be opened, and are for each other; in a rehearsal, their stand-ins."""
+    """Model and data can be opened, and are for each other and the run; in a rehearsal, their stand-ins."""
+    from harness.start import chat  # which imports transformers
+
     name = model.model_name_or_path
     if launched.tiny:
         data, model = copy.copy(data), copy.copy(model)
         data.dataset_name, model.model_name_or_path = str(stand_ins.data_folder(data)), str(stand_ins.model_folder(model))
         model.model_revision = "main"
     else:
-        hub.reachable(model.model_name_or_path, model.model_revision)
+        models.check(args, model)
     chat.check(args, model, data.given, data.check(), name)

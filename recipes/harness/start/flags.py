@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from harness.launched import fail
+from harness.launched import fail, say
 
 # Where the dataclasses live whose fields become flags.
 SOURCES = {
@@ -33,6 +33,10 @@ RENAMED = {
 
 def known(recipe: Path) -> set[str]:
     """Names of all dataclass fields a recipe's flags can come from, its own classes included."""
+    for package in ("torch", "datasets", "accelerate", "peft", "numpy", *SOURCES):
+        found = importlib.util.find_spec(package)
+        if found and found.submodule_search_locations is None:
+            fail(f"{found.origin} hides the package {package}: give it another name, or take its folder out of PYTHONPATH")
     files = [recipe]
     for package, names in SOURCES.items():
         spec = importlib.util.find_spec(package)
@@ -40,9 +44,13 @@ def known(recipe: Path) -> set[str]:
             fail(f"{package} is not installed in this Python: pip install -r requirements.txt")
         files += [Path(spec.submodule_search_locations[0], name) for name in names]
     try:
-        ast.parse(recipe.read_text("utf-8"))
+        words = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(ast.parse(recipe.read_text("utf-8")))}
     except SyntaxError as error:
         fail(f"{recipe.name}, line {error.lineno}: {error.msg}")
+    except ValueError as error:
+        fail(f"{recipe.name} is no Python file: {error}")
+    if "parse" in words and "train" not in words:
+        fail(f"{recipe.name} calls parse() and never train(): its last line hands the trainer to train(trainer)")
     return {"config", "help"} | {
         field.target.id
         for file in files
@@ -95,4 +103,4 @@ def help_text(recipe: Path) -> str:
 
 
 if __name__ == "__main__":
-    print(help_text(Path(sys.argv[1])))
+    say(help_text(Path(sys.argv[1])))

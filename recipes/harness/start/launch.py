@@ -7,13 +7,14 @@
 import dataclasses
 import hashlib
 import itertools
+import logging
 import os
 import shlex
 import sys
 import warnings
 from pathlib import Path
 
-from harness import configs, launched
+from harness import configs, folder, launched
 from harness.launched import Checked, Launched, fail
 from harness.nodes import machines, signals, slurm
 from harness.start import checks, flags, loading, processes, server
@@ -24,7 +25,7 @@ def main(options: list[str], recipe: str, *arguments: str):
     if not launch.quantize:
         launch.config, *arguments = arguments
     if "--help" in arguments or "-h" in arguments:
-        return print(flags.help_text(Path(recipe)))
+        return launched.say(flags.help_text(Path(recipe)))
     flags.check(Path(recipe), list(arguments))
     config, nodes = configs.read(launch.config), machines.from_environment()
     if not launch.quantize:
@@ -43,7 +44,7 @@ def main(options: list[str], recipe: str, *arguments: str):
         launch.on_cpu = True  # layer by layer in host RAM; a GPU need not be there
         _check(launch, arguments)
     elif nodes.count == 1:
-        _check(launch, arguments, config)
+        held = folder.lock(Path(_check(launch, arguments, config)[0]))  # noqa: F841 (as long as this process lives)
         sys.exit(processes.run(recipe, arguments, _accelerate(launch, config)))
     else:
         _on_several(nodes, config, launch, options, arguments)
@@ -70,6 +71,7 @@ def _on_several(nodes: machines.Nodes, config: dict, launch: Launched, options: 
         command = [*_accelerate(launch, config), "--machine_rank", str(nodes.rank), "--main_process_ip", nodes.head]
         command += ["--same_network", "--rdzv_backend", "static"]  # ranks follow NODE_RANK
         command += ["--main_process_port", str(meeting.port())]
+        held = folder.lock(Path(output_dir)) if nodes.rank == 0 else None  # noqa: F841 (not before all have checked)
         if found := network.interface(meeting.peer()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", found)  # gloo would take what the machine's own name resolves to
         if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # meant for the meeting
@@ -121,9 +123,11 @@ def _checked(launch: Launched, arguments: list[str], config: dict | None, node: 
     """Runs the recipe up to the end of `parse`."""
     launched.node = node
     warnings.filterwarnings("ignore")
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what is wrong with a file is said in one line
     if config:
         _hardware(config, launch, "--use_cpu" in arguments)
     checks.versions()
+    checks.shared_memory(launch)
     os.environ.update(dataclasses.replace(launch, checking=True).to_environment())
     try:
         processes.recipe(launch.recipe, arguments)

@@ -1,5 +1,6 @@
 """Where a run's numbers come from: flags, the recipe, the Accelerate config, and what follows from them."""
 
+import json
 import math
 import os
 import sys
@@ -54,8 +55,17 @@ def read(config_class, defaults: dict, launched: Launched, config: dict) -> tupl
         fail("--config needs the path of a YAML file with arguments")
     except DistError as error:  # training arguments connect the processes
         network.give_up(error)
-    except (ValueError, OSError, yaml.YAMLError) as error:
+    except json.JSONDecodeError as error:
+        fail(f"{error.doc} is not JSON ({error.msg}), which the flag before it takes")
+    except yaml.YAMLError as error:
+        fail(f"the file of --config is not a readable YAML file: {error}")
+    except (ValueError, OSError) as error:
         fail(str(error).split("\n")[0])
+    for action in parser._actions:
+        if action.dest in parser.given and action.nargs in ("+", "*"):
+            value = next(getattr(part, action.dest) for part in parsed if hasattr(part, action.dest))
+            if value is not None and not isinstance(value, list | str):
+                fail(f"{action.dest} in the file of --config is {value!r}, expected a list")
     if rest:
         fail(flags.unknown(rest[0], [option for action in parser._actions for option in action.option_strings]))
     data, args, _ = parsed
@@ -67,6 +77,23 @@ def read(config_class, defaults: dict, launched: Launched, config: dict) -> tupl
     if "per_device_eval_batch_size" not in data.given:
         args.per_device_eval_batch_size = min(args.per_device_eval_batch_size, args.per_device_train_batch_size)
     return parsed
+
+
+def check(data, args, model):
+    """Fails at a number that no run can have. NaN is smaller and larger than nothing, so it is found as well."""
+    steps = [f"{kind}_steps" for kind in ("logging", "eval", "save") if getattr(args, f"{kind}_strategy") == "steps"]
+    least = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1)
+    least |= dict.fromkeys(("max_length", "max_tokens", "global_batch_size", "lora_r"), 1)
+    least |= dict.fromkeys(("learning_rate", "num_train_epochs", *steps), sys.float_info.min)  # more than 0
+    least |= dict.fromkeys(("weight_decay", "warmup_steps", "max_grad_norm", "seed", "dataloader_num_workers"), 0)
+    for name, smallest in least.items():
+        value = next((getattr(part, name) for part in (data, args, model) if hasattr(part, name)), None)
+        if value is None or (name == "num_train_epochs" and args.max_steps > 0):
+            continue
+        if not isinstance(value, int | float):
+            fail(f"--{name} is {value!r}, expected a number")
+        if not smallest <= value < math.inf:
+            fail(f"--{name} is {value}, expected {'a number above 0' if 0 < smallest < 1 else f'{smallest} or more'}")
 
 
 def count_steps(data, args, processes: int):

@@ -69,8 +69,7 @@ def _on_several(nodes: machines.Nodes, config: dict, launch: Launched, options: 
                 "give an --output_dir on a file system that all nodes share, or --save_strategy no"
             )
         command = [*_accelerate(launch, config), "--machine_rank", str(nodes.rank), "--main_process_ip", nodes.head]
-        command += ["--same_network", "--rdzv_backend", "static"]  # ranks follow NODE_RANK
-        command += ["--main_process_port", str(meeting.port())]
+        command += ["--same_network", "--main_process_port", str(meeting.port()), "--rdzv_backend", "static"]  # NODE_RANK's order
         held = folder.lock(Path(output_dir)) if nodes.rank == 0 else None  # noqa: F841 (not before all have checked)
         if found := network.interface(meeting.peer()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", found)  # gloo would take what the machine's own name resolves to

@@ -2,6 +2,9 @@
 
 Serves `root/models/OWNER/NAME/…` and `root/datasets/OWNER/NAME/…` under every revision. A repository with a file
 `.gated` answers as a gated one does without a token.
+
+What goes wrong is ordered by `server.trouble`, a function of a request's method and path: None, a status ("503"; "429" asks
+to come again after a second), "cut" (half of what was promised), "silent" (nothing for `server.silence` seconds).
 """
 
 import contextlib
@@ -11,6 +14,7 @@ import io
 import json
 import re
 import threading
+import time
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -35,6 +39,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _answer(self, body: str = ""):
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{self.command} {path}")
+        self.trouble = self.server.trouble(self.command, path)
+        if self.trouble == "silent":
+            time.sleep(self.server.silence)
+            self.close_connection = True
+            return None
+        if self.trouble and self.trouble.isdecimal():
+            again = {"Retry-After": "1"} if self.trouble == "429" else {}
+            return self._json(int(self.trouble), {"error": "in trouble"}, again)
         if match := API.match(path):
             kind, repo, what, _, inside = match.groups()
             return self._api(self._repo(kind, repo), repo, what, inside or "", body)
@@ -97,6 +109,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         for name, value in {"Content-Type": kind, "Content-Length": length, **headers}.items():
             self.send_header(name, str(value))
         self.end_headers()
+        if self.trouble == "cut":
+            length, self.close_connection = length // 2, True
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             while self.command != "HEAD" and (part := content.read(min(length, 2**20))):
                 self.wfile.write(part)
@@ -116,6 +130,7 @@ def serve(root: Path):
     """Serves `root` on a free port of 127.0.0.1; yields the server, with `url` and the `requests` it saw."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.root, server.requests = root, []
+    server.trouble, server.silence = lambda method, path: None, 2
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

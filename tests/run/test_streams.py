@@ -114,7 +114,8 @@ def test_every_process_goes_on_where_it_was(documents, processes, tmp_path):
             loader = DataLoader(packed(documents, False), batch_size=2, collate_fn=lambda rows: [row["labels"] for row in rows])
             loader = prepare_data_loader(loader, num_processes=processes, process_index=rank, dispatch_batches=False)
             args = SimpleNamespace(process_index=rank, world_size=processes, output_dir=tmp_path)
-            trainer = SimpleNamespace(args=args, get_train_dataloader=lambda: loader)
+            parts = {"train_dataset": None, "get_batch_samples": None, "get_train_dataloader": lambda: loader}
+            trainer = SimpleNamespace(args=args, **parts)
             place = streams.Place(trainer, checkpoint)
             prepared = trainer.get_train_dataloader()
             if skipped:
@@ -124,6 +125,7 @@ def test_every_process_goes_on_where_it_was(documents, processes, tmp_path):
         (tmp_path / "checkpoint-1").mkdir(exist_ok=True)
         place, args, undisturbed = batches(None)
         list(itertools.islice(undisturbed, 5))
+        place.place = place.places[0]
         place.on_save(args, SimpleNamespace(global_step=1), None)
         _, _, resumed = batches(tmp_path / "checkpoint-1", 5)
         assert list(itertools.islice(resumed, 12)) == list(itertools.islice(undisturbed, 12))
@@ -163,10 +165,13 @@ def test_a_resumed_run_reads_nothing_again(rehearse, launch, workplace, processe
 )
 def test_another_number_of_processes_is_told_what_it_means(tmp_path, capsys, now, outcome):
     """Three steps of four batches of two rows on each of four processes."""
-    (tmp_path / "stream_0.json").write_text('{"processes": 4}')
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint.mkdir()
+    (checkpoint / "stream_0.json").write_text('{"processes": 4}')
     args = SimpleNamespace(process_index=0, world_size=now)
     loader = DataLoader(Dataset.from_dict({"a": range(99)}).to_iterable_dataset(), batch_size=2)
-    place = streams.Place(SimpleNamespace(args=args, get_train_dataloader=lambda: loader), tmp_path)
+    parts = {"train_dataset": None, "get_batch_samples": None, "get_train_dataloader": lambda: loader}
+    place = streams.Place(SimpleNamespace(args=args, **parts), checkpoint)
     place._explain(loader, 12)
     said = capsys.readouterr().out
     assert "that of 4 processes, which have trained on 96 rows" in said and outcome in said

@@ -1,6 +1,6 @@
 """Starts many launches that are refused, for the price of one: imports once, then forks for each.
 
-Reads one JSON object a line, `{"words", "folder", "variables", "has_gpus", "mounts"}`; answers each with
+Reads one JSON object a line, `{"words", "folder", "variables", "mounts"}`; answers each with
 `{"code", "out", "err"}`. `words` are what launch.sh gives to `harness.start.launch`.
 """
 
@@ -29,7 +29,7 @@ def main():
         print(json.dumps({"code": code, **said}), flush=True)
 
 
-def begin(words: list[str], folder: str, variables: dict, has_gpus: bool, mounts: list[list[str]]):
+def begin(words: list[str], folder: str, variables: dict, mounts: list[list[str]]):
     """What `python -m harness.start.launch` does; never returns."""
     code = 1
     try:
@@ -41,8 +41,6 @@ def begin(words: list[str], folder: str, variables: dict, has_gpus: bool, mounts
             for options in (["--make-rprivate", "/"], *mounts):
                 subprocess.run(["mount", *options], check=True)
         launch.processes.run = lambda *arguments: 0  # what is not refused trains no model
-        if has_gpus:  # as many as are asked for; all the rest is this machine
-            launch._hardware = lambda config, launched: setattr(launched, "on_cpu", True)
         sys.argv = ["launch", *words]
         options = [word for word in words[:2] if word.startswith("--")]
         launch.main(options, *words[len(options) :])

@@ -15,7 +15,7 @@ from conftest import ROOT
 
 # What a person types: launch.sh itself, or what it gives to `harness.start.launch` (see refusals.py).
 TINY = "--tiny qwen2_fineweb_edu 1x3090"
-REAL = "qwen2_fineweb_edu 1x3090 --dataset_name data --model_name_or_path"  # on a machine with GPUs
+REAL = "qwen2_fineweb_edu 1x3090 --use_cpu --dataset_name data --model_name_or_path"
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "a,b"}
 
 KINDS = {
@@ -223,7 +223,7 @@ def test_is_refused_in_one_line(refuse, environment, kind):
             is_path = words[place].startswith("./")
             words[place] = str(folder / words[place] if is_path else ROOT / room / f"{words[place]}.{ending}")
         mounts = [[str(folder / word) if word == "data" else word for word in mount.split()]] if mount else []
-        answer = call(words=words, variables=variables, has_gpus="--tiny" not in words, mounts=mounts)
+        answer = call(words=words, variables=variables, mounts=mounts)
     assert answer["code"] == 2 and not answer["out"], answer
     assert answer["err"].startswith("error: ") and answer["err"].count("\n") == 1 and expected in answer["err"], answer["err"]
     assert "hf_secret" not in answer["err"] and _written(folder) == before

@@ -50,10 +50,11 @@ def _train(trainer):
     parameters = results.parameters(trainer.model)
     progress = Progress(trainer, read_json(checkpoint / MARK).get("progress", {}) if checkpoint else {})
     stop = preemption.StopTogether(trainer.args.ddp_timeout)
+    place = streams.Place(trainer, checkpoint, stop.group)
     for callback in (
         sharding.AfterWrapping(trainer, config, launched.processes),
         results.StopOnNan(),
-        streams.Place(trainer, checkpoint),
+        place,
         checkpoints.Checkpoints(trainer, progress),
         results.StopAtTheEnd(),
         stop,
@@ -72,6 +73,7 @@ def _train(trainer):
         going_on = f"The same command goes on from {kept}." if kept else "No checkpoint was written yet."
         say(f"\nStopped at step {trainer.state.global_step}. {going_on}")
         os._exit(130)  # other ranks may wait in a collective for ever
+    place.leave()
     stop.leave(trainer)
 
     evaluation = {}

@@ -5,10 +5,15 @@ from pathlib import Path
 
 from harness.folder import read_json
 from harness.launched import fail, say
+from harness.nodes.signals import OUT_OF_TIME
+from harness.patience import Lost
 from harness.run import stream_state
 
+import torch
+import torch.distributed as dist
 import transformers
 from accelerate import skip_first_batches
+from accelerate.utils import gather_object
 from datasets import IterableDataset
 from transformers import TrainerCallback
 
@@ -32,15 +37,22 @@ def keep_together(trainer):
 class Place(TrainerCallback):
     """Keeps where each process is in a stream of `datasets`, in every checkpoint, and goes on there.
 
+    When the hub is lost to one process, all stop before the same step, after a checkpoint.
+
     transformers would read the stream again from its beginning, and does so where the place is not known: with
     --dataloader_num_workers, whose processes do not tell it, and where a checkpoint is another number of processes'.
     """
 
-    def __init__(self, trainer, checkpoint: Path | None):
-        self.checkpoint, self.loader = checkpoint, None
+    def __init__(self, trainer, checkpoint: Path | None, group=None):
+        """`group` is one of all processes on the CPU, None for a process that is alone."""
+        self.trainer, self.checkpoint, self.group, self.loader = trainer, checkpoint, group, None
+        self.place, self.saved_at = None, int(checkpoint.name.split("-")[1]) if checkpoint else 0
+        self.is_lost, self.reason = False, ""  # the hub, to any process; to this one
         self.places = (None, None)  # after the batch that trains, after the one that accelerate has read ahead
         self._file, self._processes = f"stream_{trainer.args.process_index}.json", trainer.args.world_size
-        self._make = trainer.get_train_dataloader
+        self._make, self._next = trainer.get_train_dataloader, trainer.get_batch_samples
+        if isinstance(trainer.train_dataset, IterableDataset):
+            trainer.get_batch_samples = self._get_batch_samples
         trainer.get_train_dataloader = self._get_train_dataloader
         transformers.trainer.skip_first_batches = self._skip_first_batches
 
@@ -64,6 +76,34 @@ class Place(TrainerCallback):
     def _saved(self, file: str) -> dict:
         return read_json(self.checkpoint / file) if self.checkpoint else {}
 
+    def _get_batch_samples(self, *arguments):
+        """The batches of a step, on all processes or on none: then the run stops before it."""
+        batches = [], None
+        try:
+            batches = self._next(*arguments)
+        except Lost as lost:
+            self.reason = str(lost)
+        is_lost = torch.tensor(int(bool(self.reason)))
+        if self.group:
+            dist.all_reduce(is_lost, dist.ReduceOp.MAX, group=self.group)
+        self.is_lost = bool(is_lost)
+        if not self.is_lost:
+            self.place = self.places[0]
+            return batches
+        args, state, control = self.trainer.args, self.trainer.state, self.trainer.control
+        control.should_training_stop = control.should_log = True
+        control.should_save = args.save_strategy != "no" and state.global_step > self.saved_at
+        return [], None
+
+    def leave(self):
+        """Ends the process, after one line of them all, when the hub was lost."""
+        if self.is_lost:
+            reason = max(gather_object([self.reason]), key=len)
+            going_on = f"The same command goes on from step {self.saved_at}." if self.saved_at else "There is no checkpoint yet."
+            say(f"\nStopped at step {self.trainer.state.global_step}: {reason}. {going_on}")
+            self.trainer.end()
+            raise SystemExit(OUT_OF_TIME)
+
     def _skip_first_batches(self, loader, batches: int):
         if loader is self.loader:
             return loader  # it begins where it should
@@ -83,9 +123,10 @@ class Place(TrainerCallback):
             )
 
     def on_save(self, args, state, control, **kwargs):
-        if self.places[0]:
+        self.saved_at = state.global_step
+        if self.place:
             try:
-                place = json.dumps({"processes": self._processes, "place": self.places[0]})
+                place = json.dumps({"processes": self._processes, "place": self.place})
             except TypeError:  # a shuffled stream of what JSON cannot hold, pictures for one
                 return
             Path(args.output_dir, f"checkpoint-{state.global_step}", self._file).write_text(place, "utf-8")

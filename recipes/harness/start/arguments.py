@@ -6,7 +6,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from harness import configs, folder
+from harness import configs, folder, patience
 from harness.commands import quantize
 from harness.launched import Checked, Launched, fail
 from harness.nodes import network
@@ -48,6 +48,7 @@ def parse(config_class, takes=(), **defaults):
     _substitute(data, args, model, launched, sharded)
     if launched.checking:
         raise Checked(args)
+    patience.wait_for_the_hub()
     chat.prepare(args, model, data.given)
     if args.process_index or args.disable_tqdm:
         _without_bars()

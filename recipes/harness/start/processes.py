@@ -13,6 +13,7 @@ from pathlib import Path
 from harness.nodes import signals
 from harness.nodes.network import LOST
 from harness.nodes.signals import OUT_OF_TIME, SIGNALS
+from harness.patience import Lost
 from harness.start import memory, server
 
 KILLED = (
@@ -185,6 +186,9 @@ def recipe(path: str, flags: list[str]):
     sys.path.insert(0, str(Path(path).parent))
     try:
         runpy.run_path(path, run_name="__main__")
+    except Lost as lost:
+        print(f"error: {lost}. The same command goes on later", file=sys.stderr, flush=True)
+        sys.exit(OUT_OF_TIME)
     except Exception as error:
         memory.explain(error)
         trace = error.__traceback__

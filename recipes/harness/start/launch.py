@@ -136,7 +136,7 @@ def _checked(launch: Launched, arguments: list[str], config: dict | None, node: 
     fail(f"{Path(launch.recipe).name} ended without calling parse(): is it a recipe?")
 
 
-def _hardware(config: dict, launch: Launched, use_cpu: bool):
+def _hardware(config: dict, launch: Launched, use_cpu: bool = False):
     """Sets `on_cpu`, or fails when this machine cannot do its part."""
     name, gpus = Path(launch.config).name, launch.processes // launch.nodes
     if not use_cpu and checks.gpu_count() >= gpus:

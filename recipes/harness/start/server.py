@@ -96,6 +96,7 @@ def _fork():
         if server._forkserver_pid == 0:
             try:
                 signals.die_with_parent(launcher)
+                signals.handle(signal.SIG_DFL)  # the launcher's handlers are not for what the server forks
                 os.close(server._forkserver_alive_fd)
                 pid, server._forkserver_pid = os.getpid(), None  # a process may have a server of its own
                 with contextlib.suppress(OSError):  # closed

@@ -8,6 +8,7 @@ import datasets
 import huggingface_hub
 import pyarrow
 import pytest
+from conftest import losses
 from datasets import load_dataset
 from pyarrow import parquet
 from stand_in_hub import serve
@@ -91,3 +92,36 @@ def test_a_file_that_changes_while_it_is_read(hub, monkeypatch, stream):
     with pytest.raises(patience.Lost, match=r"1\.parquet is not on the hub any more as it was"):
         file.read(64)
     assert len(before) == 64
+
+
+def test_a_hub_that_stays_away_costs_nothing(hub, rehearse, launch, workplace, tmp_path):
+    """Two processes stream; to one of them the hub is lost. Both leave, and the same command logs what it would have logged."""
+    rehearse("qwen2_fineweb_edu", "1x3090")  # makes the stand-ins
+    model = next((workplace / "outputs/tiny/.stand-ins").glob("Qwen--Qwen2-0.5B-????????"))
+    folder = hub.root / "datasets/many/rows"
+    folder.mkdir(parents=True)
+    for file in range(40):  # a thousand rows are packed at a time, and few tokens: files are read in every other step
+        rows = [{"text": f"{file} {row}"} for row in range(200)]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{file:02}.parquet")
+    flags = ["--model_name_or_path", model, "--dataset_name", "many/rows", "--dataset_config", "default", "--bf16", "false"]
+    flags += ["--max_steps", "12", "--save_steps", "4", "--logging_steps", "1", "--eval_strategy", "no", "--max_length", "512"]
+    flags += ["--global_batch_size", "4", "--max_eval_samples", "4", "--learning_rate", "1e-2", "--report_to", "none"]
+    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "NPROC_PER_NODE": "2", "HUB_PATIENCE": "2"}
+
+    def train(run):
+        command = ["qwen2_fineweb_edu", "4gpu_ddp", "--use_cpu", *flags, "--output_dir", run]
+        return launch(*command, cwd=tmp_path, **variables)
+
+    process = train(tmp_path / "undisturbed")
+    assert process.returncode == 0, process.stderr
+    run, lost = tmp_path / "run", re.compile(r"/[23]\d\.parquet$")  # the files of the second process
+    hub.trouble = lambda method, path: "503" if lost.search(path) and (run / "checkpoint-4/complete.json").exists() else None
+    process = train(run)
+    assert process.returncode == 75 and "Traceback" not in process.stderr, process.stdout + process.stderr
+    said = r"Stopped at step (\d+): the hub has not answered .*: HTTP status 503. The same command goes on from step \1\."
+    step = re.search(said, process.stdout)[1]
+    hub.trouble = lambda method, path: None
+    process = train(run)
+    assert process.returncode == 0, process.stderr
+    assert f"Continuing from {run}/checkpoint-{step}" in process.stdout
+    assert losses(run) == losses(tmp_path / "undisturbed")

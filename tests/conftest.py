@@ -7,6 +7,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
@@ -21,9 +22,11 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-SKYPILOT = "skypilot==0.14.1"
+# Packages of others than the project: what they are, and whether they run beside its own.
+OTHERS = {"sky_python": (["skypilot==0.14.1"], False), "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0"], True)}
 # Fixtures by what they cost: seconds, a rehearsal, machines.
-COSTS = {"environment": 1, "build_trainer": 1, "start": 2, "rehearse": 2, "drive": 2, "sky_python": 3, "machinery": 3}
+COSTS = {"environment": 1, "build_trainer": 1, "start": 2, "rehearse": 2, "drive": 2}
+COSTS |= {"sky_python": 3, "tracker_python": 3, "machinery": 3}
 
 
 def pytest_collection_modifyitems(items):
@@ -32,18 +35,32 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def sky_installation(request, tmp_path_factory):
-    """SkyPilot in an environment of its own, for its packages are not ours: begun at once, it takes a minute."""
-    if not any("sky_python" in item.fixturenames for item in request.session.items):
-        return None
-    folder = tmp_path_factory.mktemp("sky")
-    install = f'"$0" -m venv "$1" && "$1/bin/pip" install --quiet --disable-pip-version-check {SKYPILOT}'
-    return folder / "bin/python", subprocess.Popen(["sh", "-c", install, sys.executable, folder])
+def installations(request, tmp_path_factory):
+    """Packages of others, in environments of their own: begun at once, they take a minute."""
+    begun = {}
+    for name in OTHERS.keys() & {name for item in request.session.items for name in item.fixturenames}:
+        packages, beside_ours = OTHERS[name]
+        folder = tmp_path_factory.mktemp(name)
+        if beside_ours:
+            site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+            site.mkdir(parents=True)
+            (site / "ours.pth").write_text(sysconfig.get_path("purelib"))
+        install = f'"$0" -m venv "$1" && "$1/bin/python" -m pip install --quiet --disable-pip-version-check {" ".join(packages)}'
+        begun[name] = folder / "bin/python", subprocess.Popen(["sh", "-c", install, sys.executable, folder])
+    return begun
 
 
 @pytest.fixture(scope="session")
-def sky_python(sky_installation) -> Path:
-    path, process = sky_installation
+def sky_python(installations) -> Path:
+    return _installed(*installations["sky_python"])
+
+
+@pytest.fixture(scope="session")
+def tracker_python(installations) -> Path:
+    return _installed(*installations["tracker_python"])
+
+
+def _installed(path: Path, process: subprocess.Popen) -> Path:
     assert process.wait(timeout=600) == 0
     return path
 

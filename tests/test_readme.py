@@ -33,9 +33,9 @@ FOLDERS = ("accelerate_configs", "benchmarks", "cloud", "docs", "recipes", "test
 LIBRARIES = {
     "accelerate": ["commands/launch.py", "utils/dataclasses.py"],
     "peft": ["auto.py"],
-    "transformers": ["trainer_pt_utils.py"],
+    "transformers": ["trainer_pt_utils.py", "integrations/integration_utils.py"],
 }
-OTHERS = {"apt", "max_hourly_cost", "SBATCH_ACCOUNT"}  # of Debian, SkyPilot and SLURM
+OTHERS = {"apt", "logdir", "max_hourly_cost", "SBATCH_ACCOUNT", "TRACKIO_DIR", "WANDB_API_KEY", "WANDB_MODE"}  # of others
 
 
 def resolved(folder: str, extension: str, word: str) -> Path:

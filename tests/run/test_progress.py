@@ -1,7 +1,12 @@
 """The line at every log, and the counters behind it."""
 
+import json
+import os
+import subprocess
+
 from harness.run import progress
 
+import pytest
 import torch
 from conftest import read
 
@@ -70,3 +75,51 @@ def test_gpus_are_looked_at_between_logs(monkeypatch):
 def test_a_rehearsal_logs_speed_and_keeps_the_numbers_whole(rehearse):
     history = read(rehearse(RECIPE, "1x3090"), "trainer_state.json")["log_history"]
     assert all({"loss", "grad_norm", "tokens_per_second"} <= entry.keys() for entry in history if "loss" in entry)
+
+
+# Writes down what every process of a run connects to, and which files trackio opens.
+WATCH = """
+import os, sys
+def watch(event, arguments):
+    if event in ("socket.connect", "sqlite3.connect"):
+        with open(os.environ["SEEN"], "a") as file:
+            print(os.environ.get("RANK"), event, *arguments[-1:], file=file)
+if "SEEN" in os.environ:
+    sys.addaudithook(watch)
+"""
+# What the two trackers would show, as JSON: tag to (step, value).
+READ = """
+import json, sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trackio.sqlite_storage import SQLiteStorage as storage
+events = EventAccumulator(sys.argv[1]).Reload()
+board = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+runs = {run: storage.get_logs("huggingface", run) for run in storage.get_runs("huggingface")}
+print(json.dumps([board, runs]))
+"""
+
+
+def test_trackers(rehearse, tracker_python, tmp_path):
+    """TensorBoard and trackio get what is logged, once, from the first process, and nothing leaves the machine."""
+    site = next(tracker_python.parents[1].glob("lib/python*/site-packages"))
+    (site / "sitecustomize.py").write_text(WATCH)
+    variables = {"PYTHON": str(tracker_python), "TRACKIO_DIR": str(tmp_path / "trackio"), "SEEN": str(tmp_path / "seen")}
+    flags = ["--report_to", "all", "--max_steps", "6", "--eval_strategy", "no", "--save_strategy", "no"]
+    run = rehearse(RECIPE, "4gpu_ddp", *flags, NPROC_PER_NODE="2", **variables)
+    [written] = run.glob("runs/*/events.out.tfevents.*.0")  # another one holds the evaluation at the end
+    read_both = [tracker_python, "-c", READ, written.parent]
+    seen = (tmp_path / "seen").read_text().splitlines()
+    board, runs = json.loads(subprocess.check_output(read_both, env=os.environ | variables, text=True))
+    history = read(run, "trainer_state.json")["log_history"]
+    losses = [(entry["step"], pytest.approx(entry["loss"])) for entry in history if "loss" in entry]
+    [evaluation] = [entry for entry in history if "eval_loss" in entry]
+    [(name, logs)] = runs.items()
+    assert name.startswith(run.name)
+    assert [(log["train/global_step"], log["train/loss"]) for log in logs if "train/loss" in log] == losses
+    assert [log["eval/loss"] for log in logs if "eval/loss" in log] == [evaluation["eval_loss"]]
+    assert [tuple(point) for point in board["train/loss"]] == losses
+    assert [tuple(point) for point in board["eval/loss"]] == [(6, pytest.approx(evaluation["eval_loss"]))]
+    assert len(board["train/tokens_per_second"]) == len(losses)
+    assert {line.split()[0] for line in seen if "sqlite3.connect" in line} == {"0"}
+    abroad = [line for line in seen if "socket.connect" in line and "/pymp-" not in line and "'localhost'" not in line]
+    assert not abroad

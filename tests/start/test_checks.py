@@ -1,9 +1,11 @@
 """The hardware and the packages: what does not fit is said before anything is spawned."""
 
+import functools
 import os
 import sys
 from types import ModuleType, SimpleNamespace
 
+import harness
 from harness.launched import Launched
 from harness.start import checks, launch, loading
 
@@ -141,3 +143,15 @@ def test_versions_are_a_warning(monkeypatch, tmp_path, capsys):
     warning = capsys.readouterr().out
     assert warning.startswith("warning: not tested with Python 3.") and "(tested: 0.1)" in warning
     assert "not-installed" not in warning
+
+
+def test_a_tracker_that_is_missing(says):
+    assert "-m pip install comet-ml\n" in says(checks.trackers, ["comet_ml"])
+    assert "tensorboard, trackio, wandb" in says(checks.trackers, ["trakio"])
+
+
+def test_a_rehearsal_is_for_a_tracker_only_when_it_is_asked_for(build_trainer, monkeypatch, says):
+    """Whatever the recipe says; and what is asked for must be installed."""
+    monkeypatch.setattr("harness.parse", functools.partial(harness.parse, report_to="comet_ml"))
+    assert build_trainer("qwen2_fineweb_edu").args.report_to == []
+    assert "pip install clearml" in says(build_trainer, "qwen2_fineweb_edu", "--report_to", "clearml")

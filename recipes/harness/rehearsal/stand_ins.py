@@ -31,6 +31,7 @@ NUMBERS = {
     "eval_steps": 15,
     "save_steps": 15,
     "max_eval_samples": 16,
+    "report_to": "none",
 }
 
 

@@ -1,5 +1,6 @@
 """`parse`: from a recipe's numbers and the command line to checked arguments."""
 
+import datetime
 import logging
 import os
 import sys
@@ -41,6 +42,8 @@ def parse(config_class, takes=(), **defaults):
     numbers.check(data, args, model)
     numbers.count_steps(data, args, launched.processes or int(os.environ.get("WORLD_SIZE", 1)))
     args.profile = data.profile  # `train` sees the training arguments only
+    if args.report_to and not args.run_name:  # or trackio would begin another run for an evaluation at the end
+        args.run_name = f"{Path(args.output_dir).name} {datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
     memory.asked.update(args=args, model=model, in_4bit=model.load_in_4bit)
     loading.complete(args, model, sharded, launched)
     if launched.checking or launched.plan or (not launched.recipe and args.process_index == 0):
@@ -101,7 +104,6 @@ def _substitute(data, args, model, launched: Launched, sharded: bool):
     name = model.model_name_or_path
     if launched.tiny:
         stand_ins.substitute(data, args, model)
-        args.report_to = []  # a rehearsal is not for the project's charts
     if args.fp16 and launched.on_cpu and not launched.checking:
         fsdp_on_cpu.Fp16InFloat32().__enter__()  # until the process ends
     if model.load_in_4bit and launched.on_cpu:

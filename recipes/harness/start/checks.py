@@ -91,6 +91,7 @@ def arguments(data, args, model):
         fail("--save_only_model leaves out the optimizer, so the run could not go on: leave the flag out")
     if args.save_total_limit == 1:
         fail("--save_total_limit 1 deletes the last checkpoint before the next one is whole: give 2 or more")
+    trackers(args.report_to)
     if data.dataset_streaming and args.max_steps <= 0:
         fail("a stream has no length: give --max_steps, or --max_tokens for a token budget")
     if (model.load_in_4bit or model.load_in_8bit) and not model.use_peft:
@@ -117,6 +118,18 @@ def idle(data, args, model, sharded: bool):
         fail("--load_in_8bit is for one GPU, FSDP2 shards floating-point parameters only: take --load_in_4bit")
     if model.load_in_4bit and sharded and "dtype" in data.given and model.dtype != "bfloat16":
         fail(f"--dtype {model.dtype} would be passed over, sharded 4-bit weights compute in bfloat16: leave the flag out")
+
+
+def trackers(names: list[str]):
+    """The packages of --report_to are here."""
+    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            fail(f"--report_to {name} is none of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}")
+        if name not in get_available_reporting_integrations():
+            fail(f"--report_to {name} needs its package: {sys.executable} -m pip install {name.replace('_', '-')}")
 
 
 def quantization(model, args):

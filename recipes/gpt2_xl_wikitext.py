@@ -4,7 +4,7 @@
     sky jobs launch cloud/gpt2_xl_wikitext.yaml --env BUCKET=a-name-of-your-own            # on three spot machines
 
 Takes texts: a column `text`.
-Needs 3 x 16 GB, where DDP would need 25 GB on each; a forecast, not yet measured: 14 GB a GPU. The network is what
+Needs 3 x 16 GB, where DDP would need 25 GB on each; a forecast, not yet measured: 10.4 or 13.1 GB a GPU. The network is what
 limits it: the config gathers weights and reduces gradients once an optimizer step, whatever the accumulation.
 """
 

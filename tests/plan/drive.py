@@ -79,7 +79,7 @@ def real(path: str, rank: int, port: int, launch, config, flags):
         made.append(Real(ledger))
         return made[0]
 
-    simulation.simulate(launch, config, flags, make)
+    simulation.simulate(launch, config, flags, make, False)
     if rank == 0:
         Path(path).write_text(json.dumps(made[0].peak()))
 
@@ -100,8 +100,8 @@ def main(runs: str, port: str):
             for process in ranks:
                 process.join()
         else:
-            more = [functools.partial(fakes.Fakes, cuda=False)] if kind == "cpu" else []
-            processes.call(simulation.write, out, launch, config, flags, *more)
+            make = functools.partial(fakes.Fakes, cuda=kind == "cuda")
+            processes.call(simulation.write, out, launch, config, flags, make, False)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ as the first process sees them. A simulation changes its process for good, so it
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import resource
@@ -30,20 +31,25 @@ import torch
 import transformers
 
 
-def simulate(launch: Launched, config: dict, flags: list[str], make=Fakes) -> dict:
+def simulate(launch: Launched, config: dict, flags: list[str], make=Fakes, to_the_end: bool = True) -> dict:
     """Everything one run can be asked, for `arithmetic` and `pages` to make numbers of.
 
-    `make` makes what tensors and processes are; the tests hold a run on real ones against it.
+    `make` makes what tensors and processes are; the tests hold a run on real ones against it. Without `to_the_end`, evaluation
+    and sample, which need less memory than training, are left out.
     Raises RuntimeError when what was counted is not what the config says.
     """
     began = time.monotonic()
+    gc.freeze()  # or every collection would look through the libraries
+    gc.set_threshold(200_000)
     command = launcher._accelerate(launch, config)
     ledger, found = Ledger(), {}
     fakes = make(ledger)
     if command is not None:
         os.environ.update(_accelerate(command, launch.recipe))
         fakes.join(launch.processes, launch.processes // launch.nodes)
-    session.train = functools.partial(_train, ledger=ledger, fakes=fakes, config=config, launch=launch, found=found)
+    session.train = functools.partial(
+        _train, ledger=ledger, fakes=fakes, config=config, launch=launch, found=found, to_the_end=to_the_end
+    )
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     with (
@@ -78,7 +84,7 @@ def _accelerate(command: list[str], path: str) -> dict[str, str]:
     return launch.prepare_multi_gpu_env(arguments)
 
 
-def _train(trainer, ledger: Ledger, fakes: Fakes, config: dict, launch: Launched, found: dict):
+def _train(trainer, ledger: Ledger, fakes: Fakes, config: dict, launch: Launched, found: dict, to_the_end: bool):
     """What stands in for `session.train`: the same trainer, one step, on a batch of full length. Ends with `Enough`."""
     args, model = trainer.args, trainer.model
     batch = _full(next(iter(trainer.get_train_dataloader())), args)
@@ -97,7 +103,7 @@ def _train(trainer, ledger: Ledger, fakes: Fakes, config: dict, launch: Launched
     found |= {"shards": shards, "replicas": launch.processes // shards, "processes": launch.processes, "nodes": launch.nodes}
     found["expected"] = arithmetic.expected(arithmetic.shapes(model), shards, trainer.is_fsdp_enabled and args.bf16 | args.fp16)
     trainer.add_callback(sharding.AfterWrapping(trainer, config, launch.processes))
-    trainer.add_callback(Step(trainer, config, ledger, fakes, batch, found))
+    trainer.add_callback(Step(trainer, config, ledger, fakes, batch, found, to_the_end))
     wrap = trainer._prepare_for_training
 
     def prepare(*arguments):

@@ -15,8 +15,9 @@ class Enough(BaseException):
 class Step(transformers.TrainerCallback):
     """Enters the simulation when the model is wrapped, and leaves it after one optimizer step and what comes after a run."""
 
-    def __init__(self, trainer, config: dict, ledger: Ledger, fakes, batch: dict, found: dict):
+    def __init__(self, trainer, config: dict, ledger: Ledger, fakes, batch: dict, found: dict, to_the_end: bool):
         self.trainer, self.ledger, self.fakes, self.batch, self.found = trainer, ledger, fakes, batch, found
+        self.to_the_end = to_the_end
         policy = getattr(getattr(trainer.accelerator.state, "fsdp_plugin", None), "cpu_offload", None)
         self.offloaded = isinstance(policy, torch.distributed.fsdp.CPUOffloadPolicy)
         # One micro-batch, added to the gradients of earlier ones, is the last of many. Where FSDP keeps gradients whole until the
@@ -90,13 +91,14 @@ class Step(transformers.TrainerCallback):
         self.found["step"]["touched"] += after["touched"]
         wrapped = trainer.model_wrapped
         wrapped.eval()
-        if trainer.eval_dataset is not None:
+        if trainer.eval_dataset is not None and self.to_the_end:
             rows = args.per_device_eval_batch_size / args.per_device_train_batch_size
             with ledger.within(moment="evaluation"):
                 trainer.prediction_step(wrapped, _rows(self.batch, rows, self.fakes), True)
-        with ledger.within(moment="sample"), torch.no_grad():
-            prompt = torch.ones(1, getattr(args, "max_length", None) or 512, dtype=torch.long)
-            trainer.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+        if self.to_the_end:
+            with ledger.within(moment="sample"), torch.no_grad():
+                prompt = torch.ones(1, getattr(args, "max_length", None) or 512, dtype=torch.long)
+                trainer.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
         with ledger.within(moment="save", holder="gathered"), torch.no_grad():
             for unit in [module for module in model.modules() if isinstance(module, torch.distributed.fsdp.FSDPModule)]:
                 unit.reshard()

@@ -44,7 +44,7 @@ def test_a_card_must_hold_the_peak_and_the_reserve():
 
 def test_time_is_between_all_hidden_and_nothing_hidden():
     low, high = cards.step_seconds(CARDS["A100 80 GB"], FOUND)
-    assert low == pytest.approx(1 / 0.75) and high == pytest.approx(1 / 0.40 + 3e9 / 25e9)
+    assert low == pytest.approx(1 / 0.80) and high == pytest.approx(1 / 0.40 + 3e9 / 25e9)
     slow, _ = cards.step_seconds(CARDS["A100 80 GB"], FOUND | {"nodes": 4})
     assert slow == pytest.approx(low), "over 100 Gbit/s, 3 GB still hide behind the arithmetic"
     offloaded = FOUND | {"offloaded": True, "step": {**FOUND["step"], "moved": {"to_gpu": 240e9}}}
@@ -59,7 +59,7 @@ def test_hours_and_money():
         pytest.approx(high * 1000 / 3600, abs=0.01),
     ]
     assert plan["price"]["A100 80 GB"][1] == pytest.approx(plan["hours"]["A100 80 GB"][1] * 4 * 2.0)
-    assert plan["tokens_a_step"] == 2048 * 2 * 4 and plan["tokens_per_second"]["A100 80 GB"][1] == round(16384 / (1 / 0.75))
+    assert plan["tokens_a_step"] == 2048 * 2 * 4 and plan["tokens_per_second"]["A100 80 GB"][1] == round(16384 / (1 / 0.80))
     assert cards.plan(FOUND | {"max_steps": -1})["hours"] == {}, "without data nobody knows how long an epoch is"
 
 

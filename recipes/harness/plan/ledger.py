@@ -85,7 +85,7 @@ class Ledger(TorchDispatchMode):
             self.see(tensor, holder)
         if count := flop_registry.get(function._overloadpacket):
             self.flops[str(inputs[0].dtype)] += count(*arguments, **keywords or {}, out_val=result)
-        else:
+        elif function.namespace != "c10d" and "empty" not in function.name():
             self.touched += sum(t.numel() * t.element_size() for t in outputs + inputs)
         return result
 

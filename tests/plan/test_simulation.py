@@ -1,5 +1,6 @@
 """Every pair of README's table, simulated at full size: it fits the card its config is for, and holds what it should."""
 
+import os
 import re
 
 from harness.plan import cards
@@ -7,8 +8,12 @@ from harness.plan import cards
 import pytest
 from conftest import ROOT, readme_pairs
 
+# These two cost as much processor time as all others: .ci/run asks for them.
+DEAR = [("llama31_70b_qlora", "2x3090_qlora"), ("llama31_8b_lora", "2x4gpu_hybrid_shard")]
+ALL = "SIMULATE_ALL" in os.environ
 CARDS = {card.name: card for card in cards.CARDS}
-PAIRS = [pair[:2] for pair in readme_pairs()]
+PAIRS = [pair[:2] for pair in readme_pairs() if ALL or pair[:2] not in DEAR]
+dear = pytest.mark.skipif(not ALL, reason="simulated by .ci/run only (SIMULATE_ALL=1)")
 PARAMETERS = {  # as the models' cards on the hub say
     "Qwen/Qwen2-0.5B": 494_032_768,
     "Qwen/Qwen2-0.5B-Instruct": 494_032_768,
@@ -40,10 +45,11 @@ def test_a_pair_fits_the_card_its_config_is_for(pair, found):
 def test_the_readme_says_what_was_simulated(found):
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|.*?\| ([\d.]+) GB \*\(forecast", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert rows
-    for recipe, config, size in rows:
+    for recipe, config, size in (row for row in rows if row[:2] in PAIRS):
         assert float(size) == pytest.approx(peak(found[recipe, config]) / 1e9, abs=0.06), (recipe, config)
 
 
+@dear
 def test_nothing_of_70b_is_ever_whole_on_a_card(found):
     """From load to save, of 35 GB in 4 bits and 4 GB in bf16 there are two layers, the head and the embedding at most."""
     run = found["llama31_70b_qlora", "2x3090_qlora"]
@@ -63,12 +69,20 @@ def test_what_was_simulated_before_differs_little(found):
 def test_what_moves_is_what_the_config_says(found):
     offload = found["qwen2_fineweb_edu", "1x3090_offload"]["step"]["moved"]
     assert offload["to_gpu"] == pytest.approx(27.3e9, rel=0.01)  # 8 micro-batches fetch the model twice, a tied head once
-    assert offload["to_host"] == 8 * 4 * 494_032_768
+    assert offload["to_host"] == pytest.approx(8 * 4 * 494_032_768, rel=0.001)
     ddp = found["qwen2_fineweb_edu", "4gpu_ddp"]["step"]["moved"]
     assert ddp["all_reduced"] == pytest.approx(4 * 494_032_768, rel=0.001)
     once = found["gpt2_xl_wikitext", "3xt4_shard_grad_op"]["step"]["moved"]
     assert once["gathered"] == pytest.approx(2 * 1_557_611_200, rel=0.01)
     assert once["reduced"] == pytest.approx(2 * 1_557_611_200, rel=0.01)
-    hybrid, flat = (found["llama31_8b_lora", config]["step"]["moved"] for config in ("2x4gpu_hybrid_shard", "4gpu_full_shard"))
-    assert hybrid["gathered"] == pytest.approx(flat["gathered"], rel=0.01)
-    assert hybrid["all_reduced"] == pytest.approx(41_943_040, rel=0.01), "a quarter of the adapter's gradients, in float32"
+
+
+@dear
+def test_across_nodes_go_gradients_only(found):
+    """A micro-batch gathers and reduces as on one node; across nodes go the adapter's gradients, a quarter on each GPU, once."""
+    hybrid, flat = (found["llama31_8b_lora", config] for config in ("2x4gpu_hybrid_shard", "4gpu_full_shard"))
+    for kind in ("gathered", "reduced"):
+        once, often = (run["step"]["moved"][kind] / run["accumulation"] for run in (hybrid, flat))
+        assert once == pytest.approx(often, rel=0.01)
+    assert hybrid["step"]["moved"]["all_reduced"] == pytest.approx(41_943_040, rel=0.01)
+    assert "all_reduced" not in flat["step"]["moved"]

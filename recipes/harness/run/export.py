@@ -73,7 +73,8 @@ def _card(run: dict, is_whole: bool) -> str:
     """A model card with what the hub reads: base model, data, library."""
     kind = "A fine-tune" if is_whole else "An adapter"
     rehearsal = "\n\nThis is a rehearsal on tiny stand-ins: the model knows nothing." if run["tiny"] else ""
-    base = "" if run["tiny"] else f"base_model: {run['model']}\ndatasets:\n- {run['dataset']}\n"
+    known = {"base_model": run["model"], "datasets": run["dataset"]} if not run["tiny"] else {}
+    base = "".join(f"{key}: [{name}]\n" for key, name in known.items() if not Path(name).exists())  # ids of the hub only
     return (
         f"---\n{base}library_name: {'transformers' if is_whole else 'peft'}\npipeline_tag: text-generation\n---\n\n"
         f"{kind} of {run['model']} on {run['dataset']} with the recipe `{run['recipe']}` "

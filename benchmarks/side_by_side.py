@@ -23,10 +23,10 @@ import material
 import sides
 
 NAMES = {
-    "recipe": "`recipes/qwen2_fineweb_edu.py`",
+    "recipe": "the recipe, `recipes/qwen2_fineweb_edu.py`",
     "bare_loop": "a bare PyTorch loop over the same packed rows",
     "bare_loop_with_trl_loss": "the same loop with TRL's loss",
-    "trl_sft": "`trl sft` with the same numbers",
+    "trl_sft": "TRL's `trl sft` with the same numbers",
     "guide": "the source guide's way: truncate, pad to the full length",
 }
 GOALS = {"bare_loop": 0.95, "guide": 1.5}  # times as many tokens as these

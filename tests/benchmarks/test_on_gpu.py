@@ -100,3 +100,12 @@ def test_a_measurement_replaces_its_forecasts():
 )
 def test_what_is_not_of_the_pair_changes_no_cell(changes):
     assert on_gpu.with_cells(README, [measured(**changes)]) == README
+
+
+def test_the_readme_says_what_was_measured():
+    records = [json.loads(path.read_text()) for path in material.RESULTS.glob("*.json")]
+    assert records
+    for record in records:
+        assert record["hardware"]["cpu"] and record["versions"]["torch"] and record["command"] and record["commit"]
+        assert re.fullmatch(r"20\d\d-\d\d-\d\d", record["date"])
+    assert on_gpu.with_cells(README, records) == README

@@ -1,7 +1,8 @@
-"""All sides train, in turns, on a model of two tiny layers."""
+"""All sides train, in turns, on a model of two tiny layers; docs/ holds the committed table."""
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 
@@ -26,3 +27,13 @@ def test_all_sides_take_turns(environment, tmp_path):
     assert 0.2 < share.pop("guide") < 0.85  # eight documents, cut and padded
     assert len(share) == 4 and all(0.9 < packed <= 1 for packed in share.values())
     assert not (ROOT / "run").exists()
+
+
+def test_docs_hold_the_committed_table():
+    sys.path.insert(0, str(BENCHMARKS))
+    program = runpy.run_path(str(BENCHMARKS / "side_by_side.py"))
+    record = json.loads((BENCHMARKS / "results/side_by_side_cpu.json").read_text())
+    page = (ROOT / "docs/measurements.md").read_text()
+    for row in program["table"](record):
+        assert "| " + " | ".join(row) + " |" in page
+    assert record["date"] in page and all(f"{name} {record['versions'][name]}" in page for name in ("torch", "trl"))

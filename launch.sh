@@ -10,7 +10,8 @@
 #   ./launch.sh RECIPE CONFIG [--flag value …]   train
 #   ./launch.sh --tiny RECIPE CONFIG [--flag …]  rehearse on tiny stand-ins; needs no GPU
 #   ./launch.sh --plan RECIPE [CONFIG] [--flag …]  will it fit, on which cards, how long; without GPU or weights
-#   ./launch.sh --quantize RECIPE [--flag …]     make the 4-bit weights a recipe loads, and keep them
+#   ./launch.sh --preview RECIPE [--flag …]      what the model will see: rows as packed, what trains, what is cut off
+#   ./launch.sh --prepare RECIPE [--flag …]      all a run needs into the caches: afterwards it runs without internet
 #   ./launch.sh --merge RUN [OUT]                an adapter or a sharded checkpoint becomes a plain model
 #   ./launch.sh --report RUN…                    finished runs side by side: time, speed-up, memory, losses
 #   ./launch.sh RECIPE --help                    what a recipe is and which numbers it sets
@@ -117,17 +118,22 @@ prepare_python() {
   exec 9>&-
 }
 
-# run [--tiny] [--quantize] RECIPE [CONFIG] [--flag …]
+# run [--tiny] [--prepare | --preview] RECIPE [CONFIG] [--flag …]
 run() {
   local -a options=()
-  while [[ ${1:-} == --tiny || ${1:-} == --quantize ]]; do
+  local command=
+  while [[ ${1:-} == --tiny || ${1:-} == --prepare || ${1:-} == --preview ]]; do
+    if [[ $1 != --tiny ]]; then
+      [[ -z $command ]] || fail "$command and $1 are two commands: call one after the other"
+      command=$1
+    fi
     options+=("$1")
     shift
   done
   (($#)) || fail "${options[*]} needs a RECIPE; ./launch.sh lists them"
   local -a files
   files=("$(resolve recipes py "$1" recipe)")
-  if [[ " ${options[*]} " != *" --quantize "* ]]; then
+  if [[ -z $command ]]; then
     case ${2:---} in
       --help | -h) exec python3 -m harness.start.flags "${files[0]}" ;;
       --tiny) fail "--tiny comes first: ./launch.sh --tiny $1 ${3:-CONFIG}" ;;
@@ -172,7 +178,7 @@ case ${1:-} in
     cd -- "$here"
     exec "$python" -m pytest tests "$@"
     ;;
-  --tiny | --quantize) run "$@" ;;
+  --tiny | --prepare | --preview) run "$@" ;;
   --plan)
     shift
     plan "$@"

@@ -105,7 +105,7 @@ def measure(recipe: str, config: str, changes: dict, found: dict, steps: int, wo
         path = folder / f"{config}.yaml"
         path.write_text(yaml.safe_dump(its | changes | {"fsdp_config": fsdp | changes.get("fsdp_config", {})}), "utf-8")
         if its["mixed_precision"] == "no" and found["gpus"]:  # so that it is not in the seconds to the first step
-            subprocess.run([material.ROOT / "launch.sh", "--quantize", recipe], cwd=folder, env=environment)
+            subprocess.run([material.ROOT / "launch.sh", "--prepare", recipe], cwd=folder, env=environment)
         if limit:
             share = f"per_process_memory_fraction:{min(1.0, limit / found['bytes']):.4f}"
             environment["PYTORCH_ALLOC_CONF"] = f"expandable_segments:True,{share}"

@@ -1,6 +1,6 @@
 """QLoRA of Llama-3.1-70B: 4-bit weights, LoRA adapters, on two 24 GB GPUs.
 
-    ./launch.sh --quantize llama31_70b_qlora                    # once: 4-bit weights into the cache
+    ./launch.sh --prepare llama31_70b_qlora                     # once: model, data and 4-bit weights into the caches
     ./launch.sh llama31_70b_qlora 2x3090_qlora
     ./launch.sh llama31_70b_qlora 2x3090_qlora --dataset_name my.jsonl
 

@@ -1,9 +1,22 @@
 """What can be asked of the hub before anything large is downloaded, and its errors in one line."""
 
 import contextlib
+import os
+import ssl
 from pathlib import Path
+from urllib import error, request
 
 from harness.launched import fail
+
+
+def answers(seconds: float = 5.0) -> bool:
+    """Whether anybody answers at the hub's address within `seconds`; asked before a library is imported that asks for long."""
+    address = request.Request(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), method="HEAD")
+    try:
+        request.urlopen(address, timeout=seconds).close()
+    except OSError as failure:
+        return isinstance(failure, error.HTTPError) or isinstance(getattr(failure, "reason", None), ssl.SSLError)
+    return True
 
 
 def reachable(model: str, revision: str):
@@ -27,8 +40,8 @@ def errors(kind: str, name: str):
     """Turns the exceptions of the hub's libraries into one line that says which it was and what to do."""
     try:
         yield
-    except Exception as error:
-        causes = [error]
+    except Exception as problem:
+        causes = [problem]
         while cause := causes[-1].__cause__ or causes[-1].__context__:
             causes.append(cause)
         names = {cls.__name__ for cause in causes for cls in type(cause).__mro__}
@@ -39,11 +52,12 @@ def errors(kind: str, name: str):
         if names & {"TransportError", "ConnectionError", "OfflineModeIsEnabled"}:
             fail(
                 f"{kind} {name} is not on this machine and the hub cannot be reached: connect to the network "
-                "(HF_ENDPOINT and HF_HUB_OFFLINE are obeyed), or give the path of a folder that has it"
+                "(HF_ENDPOINT and HF_HUB_OFFLINE are obeyed) or call ./launch.sh --prepare where there is one, or give the path "
+                "of a folder that has it"
             )
         if "StopIteration" in names:
             fail(f"{kind} {name} is empty")
-        fail(f"{kind} {name}: {str(error).strip() or type(error).__name__}"[:400])
+        fail(f"{kind} {name}: {str(problem).strip() or type(problem).__name__}"[:400])
 
 
 def size(kind: str, name: str, suffixes: tuple[str, ...]) -> int | None:

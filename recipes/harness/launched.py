@@ -25,7 +25,7 @@ class Launched:
     nodes: int = 1
     tiny: bool = False  # tiny stand-ins for model and data
     on_cpu: bool = False  # too few GPUs: shard on CPU
-    quantize: bool = False  # only make the 4-bit weights
+    command: str = ""  # "prepare" or "preview": the recipe runs up to its trainer, whose model holds nothing
     attention: str = ""  # what the launcher found this machine's GPUs can have; "" leaves it to transformers
     torch_loss: str = ""  # why TRL's loss cannot use Triton here
     plan: bool = False  # simulate: the model's config.json is all there is of it

@@ -1,23 +1,19 @@
 """4-bit weights: the bytes transformers would write, made once."""
 
-import runpy
-import sys
-
 from harness.commands import quantize
-from harness.launched import Checked, Launched
 from harness.rehearsal import tiny_model
 
 import pytest
 import torch
 import trl
-from conftest import ROOT, read
-from safetensors.torch import load_file
+from conftest import read
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
-def test_quantizing_writes_what_transformers_would(tmp_path, monkeypatch):
-    """Weight by weight the same bytes, without ever holding the model."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def model(tmp_path):
+    """A Llama of two layers, and how it is to be quantized."""
     model = trl.ModelConfig(
         "meta-llama/Llama-3.1-70B",
         load_in_4bit=True,
@@ -27,6 +23,11 @@ def test_quantizing_writes_what_transformers_would(tmp_path, monkeypatch):
     )
     tiny_model.make(model.model_name_or_path, "main", tmp_path / "source")
     model.model_name_or_path = str(tmp_path / "source")
+    return model
+
+
+def test_quantizing_writes_what_transformers_would(model, tmp_path):
+    """Weight by weight the same bytes, without ever holding the model."""
     quantize._quantize(model, tmp_path / "ours")
     AutoModelForCausalLM.from_pretrained(
         tmp_path / "source",
@@ -43,24 +44,27 @@ def test_quantizing_writes_what_transformers_would(tmp_path, monkeypatch):
     assert configs[0] == configs[1]
 
 
-def test_quantizing_happens_once(launch, rehearse, workplace, monkeypatch, capsys):
+def test_quantizing_goes_on_with_the_next_file(model, tmp_path):
+    whole, ours = tmp_path / "source/model.safetensors", tmp_path / "ours"
+    weights = sorted(load_file(whole).items())
+    for number, part in enumerate((weights[:5], weights[5:]), 1):
+        save_file(dict(part), whole.with_name(f"model-{number}-of-2.safetensors"), {"format": "pt"})
+    whole.unlink()
+    quantize._quantize(model, ours)
+    first, second = (ours / f"model-{number}-of-2.safetensors" for number in (1, 2))
+    written, content = first.stat().st_mtime_ns, second.read_bytes()
+    second.with_name(f"{second.name}.half").write_bytes(content[:100])  # what a kill leaves behind
+    second.unlink()
+    quantize._quantize(model, ours)
+    assert first.stat().st_mtime_ns == written and second.read_bytes() == content
+    assert not list(ours.glob("*.half"))
+    AutoModelForCausalLM.from_pretrained(ours, device_map={"": "cpu"})
+
+
+def test_quantizing_happens_once(launch, rehearse, workplace):
     rehearse("llama31_70b_qlora", "2x3090_qlora")
-    again = launch("--quantize", "--tiny", "llama31_70b_qlora")
+    again = launch("--prepare", "--tiny", "llama31_70b_qlora")
     assert again.returncode == 0 and "The 4-bit weights of meta-llama/Llama-3.1-70B are in" in again.stdout
     folder = next((workplace / "outputs/tiny/.quantized").glob("*Llama-3.1-70B*nf4*/"))
     settings = read(folder, "config.json")["quantization_config"]
     assert settings["bnb_4bit_quant_storage"] == "float32" and settings["bnb_4bit_use_double_quant"]
-    # A draft that a kill left behind is not taken for a finished one.
-    draft = folder.with_name(f".{folder.name}.draft")
-    folder.rename(draft)
-    next(draft.glob("*.safetensors")).write_bytes(b"half")
-    path = str(ROOT / "recipes/llama31_70b_qlora.py")
-    launched = Launched(recipe=path, tiny=True, on_cpu=True, quantize=True, checking=True)
-    for name, value in launched.to_environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(workplace)
-    monkeypatch.setattr(sys, "argv", [path])
-    with pytest.raises(Checked):
-        runpy.run_path(path, run_name="__main__")
-    assert "Quantizing" in capsys.readouterr().out
-    assert load_file(next(folder.glob("*.safetensors"))) and not draft.exists()

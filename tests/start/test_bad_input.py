@@ -86,7 +86,7 @@ KINDS = {
     "JSON that is none": (f"{TINY} --model_init_kwargs {{bad", "{bad is not JSON"),
     # arguments against each other
     "4-bit weights without an adapter": (f"{TINY} --load_in_4bit", "add --use_peft"),
-    "nothing to quantize": ("--tiny --quantize qwen2_chat", "add --load_in_4bit"),
+    "nothing to prepare for": ("--tiny --prepare qwen2_chat --load_in_4bit", "add --use_peft"),
     "a cast of packed weights": ("--tiny llama31_70b_qlora 2x3090_qlora --bf16 true", "--bf16 and --fp16 ask for a cast"),
     "packed weights that cannot be sharded": (
         "--tiny llama31_70b_qlora 2x3090_qlora --bnb_4bit_quant_storage uint8",
@@ -218,7 +218,7 @@ def test_is_refused_in_one_line(refuse, environment, kind):
         process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
         answer = {"code": process.returncode, "out": process.stdout, "err": process.stderr}
     else:
-        names = [place for place, word in enumerate(words) if not word.startswith("--")][: 1 if "--quantize" in words else 2]
+        names = [place for place, word in enumerate(words) if not word.startswith("--")][: 1 if "--prepare" in words else 2]
         for place, (room, ending) in zip(names, (("recipes", "py"), ("accelerate_configs", "yaml")), strict=False):
             is_path = words[place].startswith("./")
             words[place] = str(folder / words[place] if is_path else ROOT / room / f"{words[place]}.{ending}")

@@ -6,16 +6,16 @@ quantized already takes seconds a layer.
 
 import hashlib
 import os
-import shutil
 from pathlib import Path
 
-from harness.commands.shards import Shards
 from harness.folder import write_json
 from harness.launched import fail, say
 from harness.rehearsal import stand_ins
 
 from filelock import FileLock
 
+# What is downloaded of a model's weights: not the same once more under other names.
+WEIGHTS = {"allow_patterns": ["*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]}
 SOURCE = "source.json"  # in a quantized model's folder: which model it was made from
 
 
@@ -42,14 +42,13 @@ def prepare(model, name: str):
         if folder.is_dir():
             return say(f"The 4-bit weights of {name} are in {folder}.")
         say(f"Quantizing {name} to 4 bits, once, into {folder} …")
-        draft = folder.with_name(f".{folder.name}.draft")
-        shutil.rmtree(draft, ignore_errors=True)
+        draft = folder.with_name(f".{folder.name}.draft")  # goes on where a kill left it, file by file
         _quantize(model, draft)
         draft.rename(folder)
 
 
 def _quantize(model, folder: Path):
-    """Writes what transformers would save of the quantized model, holding one weight and one file of it at a time.
+    """Writes what transformers would save of the quantized model, holding one file of it at a time; goes on with the next file.
 
     (transformers 5.23 holds nearly twice the original model while it quantizes: 260 GB for 70B.)
     """
@@ -57,6 +56,8 @@ def _quantize(model, folder: Path):
     import trl
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
+    from safetensors.torch import save_file
+    from tqdm import tqdm
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(os.cpu_count() or 1)
@@ -67,22 +68,30 @@ def _quantize(model, folder: Path):
     head = whole.get_output_embeddings()
     linear = {f"{n}.weight" for n, m in whole.named_modules() if isinstance(m, torch.nn.Linear) and m is not head}
 
-    source, missing = Path(model.model_name_or_path), set(linear)
+    source = Path(model.model_name_or_path)
     if not source.is_dir():
-        source = Path(snapshot_download(str(source), revision=model.model_revision, allow_patterns=["*.safetensors"]))
-    files = Shards(folder)
-    for shard in sorted(source.glob("*.safetensors")):
-        with safe_open(shard, "pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (safe_open is no dict)
-                weight = weights.get_tensor(name).to(getattr(torch, model.dtype))
-                if name in linear:
-                    missing.discard(name)
-                    files.add(_packed(name, weight, settings))
-                else:
-                    files.add({name: weight.clone()})
-    if missing:
+        source = Path(snapshot_download(str(source), revision=model.model_revision, **WEIGHTS))
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = [shard for shard in sorted(source.glob("*.safetensors")) if not shard.name.startswith("consolidated")]
+    bar, index = tqdm(total=sum(shard.stat().st_size for shard in shards), unit="B", unit_scale=True, disable=None), {}
+    for shard in shards:
+        packed, half = folder / shard.name, folder / f"{shard.name}.half"
+        if not packed.is_file():
+            tensors = {}
+            with safe_open(shard, "pt") as weights:
+                for name in weights.keys():  # noqa: SIM118 (safe_open is no dict)
+                    original = weights.get_tensor(name)
+                    weight = original.to(getattr(torch, model.dtype))
+                    tensors |= _packed(name, weight, settings) if name in linear else {name: weight.clone()}
+                    bar.update(original.nbytes)
+            save_file(tensors, half, {"format": "pt"})
+            half.replace(packed)
+        with safe_open(packed, "pt") as weights:
+            index |= dict.fromkeys(weights.keys(), packed.name)
+    bar.close()
+    if missing := linear - index.keys():
         fail(f"{source} has no weight {sorted(missing)[0]} in safetensors, so it cannot be quantized here")
-    files.close()
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
     config.dtype, config.quantization_config = getattr(torch, model.dtype), settings.to_dict()
     config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision).save_pretrained(folder)

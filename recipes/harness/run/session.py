@@ -4,10 +4,11 @@ import os
 from pathlib import Path
 
 from harness import configs
+from harness.commands import preview
 from harness.folder import MARK, latest, lock, read_json
-from harness.launched import Launched, say
+from harness.launched import Checked, Launched, say
 from harness.nodes import network
-from harness.run import checkpoints, export, four_bit, preemption, profile, results, sharding, streams
+from harness.run import checkpoints, export, first_batch, four_bit, preemption, profile, results, sharding, streams
 from harness.run.progress import Progress
 
 
@@ -21,6 +22,11 @@ def train(trainer):
         RuntimeError: when the run is not sharded as its config says, 4-bit weights did not survive sharding, or the loss
             is no number any more.
     """
+    if command := Launched.from_environment().command:
+        if command == "preview":
+            preview.show(trainer)
+        say("All that this run needs is here: the same flags train without internet.")
+        raise Checked(trainer.args)
     try:
         _train(trainer)
     except RuntimeError as error:
@@ -48,6 +54,7 @@ def _train(trainer):
     checkpoint = checkpoints.newest(trainer.args)
     resumed_from = int(checkpoint.name.split("-")[1]) if checkpoint else 0
     parameters = results.parameters(trainer.model)
+    first_batch.check(trainer)
     progress = Progress(trainer, read_json(checkpoint / MARK).get("progress", {}) if checkpoint else {})
     stop = preemption.StopTogether(trainer.args.ddp_timeout)
     place = streams.Place(trainer, checkpoint, stop.group)

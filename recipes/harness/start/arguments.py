@@ -3,13 +3,14 @@
 import datetime
 import logging
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
 
 from harness import configs, folder, patience
-from harness.commands import quantize
-from harness.launched import Checked, Launched, fail
+from harness.commands import hollow, prepare, preview, quantize, stream_files
+from harness.launched import Checked, Launched
 from harness.nodes import network
 from harness.rehearsal import fsdp_on_cpu, full_size, stand_ins
 from harness.start import chat, checks, loading, memory, numbers
@@ -32,7 +33,7 @@ def parse(config_class, takes=(), **defaults):
     """
     launched = Launched.from_environment()
     config = configs.read(launched.config)
-    sharded = config.get("distributed_type") == "FSDP" or launched.quantize
+    sharded = config.get("distributed_type") == "FSDP" or bool(launched.command)
     _quieten()
     if sharded and launched.on_cpu and not launched.checking:
         fsdp_on_cpu.enable()
@@ -49,7 +50,11 @@ def parse(config_class, takes=(), **defaults):
     if launched.checking or launched.plan or (not launched.recipe and args.process_index == 0):
         _check(data, args, model, launched, sharded)
     _substitute(data, args, model, launched, sharded)
-    if launched.checking:
+    if launched.command:
+        hollow.enter(args)
+    if launched.command == "preview":
+        preview.enter(data)
+    elif launched.checking and not launched.command:
         raise Checked(args)
     patience.wait_for_the_hub()
     chat.prepare(args, model, data.given)
@@ -62,12 +67,8 @@ def parse(config_class, takes=(), **defaults):
 
 def _check(data, args, model, launched: Launched, sharded: bool):
     """Ends the process when something is wrong, or when the run is finished; takes the run's folder when all is well."""
-    if launched.quantize and not model.load_in_4bit:
-        fail(f"{Path(launched.recipe).stem} does not use 4-bit weights: add --load_in_4bit --use_peft")
     if model.load_in_4bit and sharded:
         checks.quantization(model, args)
-    if launched.quantize:
-        return stand_ins.prepare(data, model) if launched.tiny else None
     checks.arguments(data, args, model)
     checks.idle(data, args, model, sharded)
     if launched.plan:
@@ -85,10 +86,13 @@ def _check(data, args, model, launched: Launched, sharded: bool):
         "use_peft": model.use_peft,
         "load_in_4bit": model.load_in_4bit,
     }
-    folder.check(path, identity, is_default)
+    if not launched.command:
+        folder.check(path, identity, is_default)
     if launched.tiny:
         stand_ins.prepare(data, model)
     checks.sources(data, args, model, launched)
+    if launched.command:
+        return
     folder.claim(path, identity, is_default)
     folder.end_if_finished(path, args.max_steps, args.num_train_epochs)
     if launched.tiny:
@@ -104,11 +108,15 @@ def _substitute(data, args, model, launched: Launched, sharded: bool):
     name = model.model_name_or_path
     if launched.tiny:
         stand_ins.substitute(data, args, model)
+    elif launched.command == "prepare":
+        prepare.download(data, args, model, launched.attention)
+    else:
+        stream_files.substitute(data, args, launched.processes or args.world_size)
     if args.fp16 and launched.on_cpu and not launched.checking:
         fsdp_on_cpu.Fp16InFloat32().__enter__()  # until the process ends
     if model.load_in_4bit and launched.on_cpu:
         fsdp_on_cpu.keep_4bit_layout()
-    if model.load_in_4bit and sharded:
+    if model.load_in_4bit and sharded and launched.command != "preview":
         if launched.checking:
             quantize.prepare(model, name)
         quantize.substitute(model, args)
@@ -119,6 +127,9 @@ def _quieten():
     for module in ("transformers", "trl", "peft", "accelerate"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
     warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # of accelerate's calls
+    # That a data set comes from the cache where there is no hub, `checks.sources` says.
+    for talker in ("datasets.load", "datasets.packaged_modules.cache.cache"):
+        logging.getLogger(talker).addFilter(lambda record: not re.search("offline mode|^Found the latest", record.getMessage()))
     # A tied head is not in a checkpoint because it is the embedding; nothing is missing.
     logging.getLogger("transformers.trainer").addFilter(lambda record: "['lm_head.weight']" not in record.getMessage())
 

@@ -150,11 +150,15 @@ def sources(data, args, model, launched):
     """Model and data can be opened, and are for each other and the run; in a rehearsal, their stand-ins."""
     from harness.start import chat  # which imports transformers
 
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
     name = model.model_name_or_path
     if launched.tiny:
         data, model = copy.copy(data), copy.copy(model)
         data.dataset_name, model.model_name_or_path = str(stand_ins.data_folder(data)), str(stand_ins.model_folder(model))
         model.model_revision = "main"
     else:
+        if HF_HUB_OFFLINE:
+            say("Without the hub: model and data are those that are on this machine.")
         models.check(args, model)
     chat.check(args, model, data.given, data.check(), name)

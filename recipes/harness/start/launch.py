@@ -1,7 +1,6 @@
 """From the command line to a checked run and its processes. Called by launch.sh:
 
-`python -m harness.start.launch [--tiny] RECIPE.py CONFIG.yaml [--flag value …]`, or
-`python -m harness.start.launch [--tiny] --quantize RECIPE.py [--flag value …]`.
+`python -m harness.start.launch [--tiny] [--prepare | --preview] RECIPE.py [CONFIG.yaml] [--flag value …]`.
 """
 
 import dataclasses
@@ -14,35 +13,34 @@ import sys
 import warnings
 from pathlib import Path
 
-from harness import configs, folder, launched
+from harness import configs, folder, hub, launched
 from harness.launched import Checked, Launched, fail
 from harness.nodes import machines, signals, slurm
 from harness.start import checks, flags, loading, processes, server
 
 
 def main(options: list[str], recipe: str, *arguments: str):
-    launch = Launched(recipe=recipe, tiny="--tiny" in options, quantize="--quantize" in options)
-    if not launch.quantize:
+    launch = Launched(recipe=recipe, tiny="--tiny" in options, command="".join(options).replace("--tiny", "")[2:])
+    if not launch.command:
         launch.config, *arguments = arguments
     if "--help" in arguments or "-h" in arguments:
         return launched.say(flags.help_text(Path(recipe)))
     flags.check(Path(recipe), list(arguments))
     config, nodes = configs.read(launch.config), machines.from_environment()
-    if not launch.quantize:
+    if not launch.command:
         _fit(config, nodes, launch)
         if nodes.is_allocation:
             sys.exit(slurm.run(nodes, sys.argv[1:]))
     _prepare_environment(launch)
     server.prepare()
     warnings.filterwarnings("ignore")  # in the launcher; the processes that train show theirs
-    if not launch.quantize:
+    if launch.command != "preview":
         code, chosen = processes.call(loading.choose)
         if chosen is None:
             sys.exit(processes.ended(code))
         launch.attention, launch.torch_loss = chosen
-    if launch.quantize:
-        launch.on_cpu = True  # layer by layer in host RAM; a GPU need not be there
-        _check(launch, arguments)
+    if launch.command:
+        _check(dataclasses.replace(launch, on_cpu=True), arguments)  # a GPU need not be there
     elif nodes.count == 1:
         held = folder.lock(Path(_check(launch, arguments, config)[0]))  # noqa: F841 (as long as this process lives)
         sys.exit(processes.run(recipe, arguments, _accelerate(launch, config)))
@@ -156,6 +154,8 @@ def _prepare_environment(launch: Launched):
     os.environ.setdefault("LOGLEVEL", "ERROR")  # torchrun's: it warns about every signal it passes on
     if launch.tiny:
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    elif "HF_HUB_OFFLINE" not in os.environ and not hub.answers():
+        os.environ["HF_HUB_OFFLINE"] = "1"  # or every process would try for long, again and again
 
 
 def _accelerate(launch: Launched, config: dict) -> list[str] | None:

@@ -1,0 +1,23 @@
+"""What can be seen before the first step: whether anything of it trains."""
+
+from harness.launched import fail
+
+
+def check(trainer):
+    """Ends the run, on all processes alike, when the loss of its first step is on no token.
+
+    transformers adds up the tokens of the loss over all processes and micro-batches of a step.
+    """
+    following = trainer.get_batch_samples
+
+    def first(*args, **kwargs):
+        batches, tokens = following(*args, **kwargs)
+        trainer.get_batch_samples = following
+        if tokens is not None and not int(tokens):
+            fail(
+                "no token of the first step is trained on: either the answers begin after --max_length tokens, or nothing is "
+                "marked as an answer; ./launch.sh --preview shows the rows"
+            )
+        return batches, tokens
+
+    trainer.get_batch_samples = first

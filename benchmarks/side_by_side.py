@@ -44,7 +44,8 @@ def measure(rounds: int, changes: dict, sizes: dict) -> dict:
     calls = [node for node in ast.walk(ast.parse(sides.RECIPE.read_text("utf-8"))) if isinstance(node, ast.Call)]
     call = next(node for node in calls if getattr(node.func, "id", "") == "parse")
     fields = [word for word in call.keywords if word.arg in flags.known(sides.RECIPE)]
-    numbers = {word.arg: ast.literal_eval(word.value) for word in fields} | changes | {"eval_strategy": "no"}
+    own = {word.arg: ast.literal_eval(word.value) for word in fields}
+    numbers = own | changes | {"eval_strategy": "no"}
     rows = numbers.pop("global_batch_size")  # TRL does not know it
     numbers.setdefault("gradient_accumulation_steps", rows // numbers["per_device_train_batch_size"])
     with tempfile.TemporaryDirectory() as scratch:
@@ -53,11 +54,13 @@ def measure(rounds: int, changes: dict, sizes: dict) -> dict:
         tokenizer, scale = tiny_model.make_tokenizer(tiny_model.family_of("Qwen/Qwen2-0.5B")), numbers["max_length"] / 1024
         material.make_documents(data, tokenizer, DOCUMENTS, 600 * scale, 1000 * scale)
         numbers |= {"model_name_or_path": str(model), "dataset_name": str(data), "output_dir": "run"}
+        changed = {name: value for name, value in numbers.items() if own.get(name) != value}  # the recipe says the rest
         context, lines, processes = get_context(server.method), {}, []
         try:
             for name in NAMES:
                 lines[name], end = context.Pipe()
-                processes.append(context.Process(target=sides.begin, args=(name, end, numbers, Path(scratch, name))))
+                given = changed if name == "recipe" else numbers
+                processes.append(context.Process(target=sides.begin, args=(name, end, given, Path(scratch, name))))
                 processes[-1].start()
                 end.close()
             for name in NAMES:

@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 RUN = "run.json"
 RESULTS = "train_results.json"
 LOCK = ".lock"
+UNWRITABLE = 74  # exit code of a run that could not write into its folder (EX_IOERR)
 MARK = "complete.json"  # in a checkpoint: every process has written its part
 
 
@@ -117,7 +118,8 @@ def claim(folder: Path, identity: dict, is_default: bool):
         folder.mkdir(parents=True, exist_ok=True)
         held = lock(folder)
         _compare(folder, _owner(folder), identity, is_default)
-        write_json(folder / RUN, identity)
+        if read_json(folder / RUN) != identity:
+            write_json(folder / RUN, identity)
         held.release()
     except OSError as error:
         fail(f"{folder} cannot be written ({error.strerror}): choose another --output_dir")

@@ -206,18 +206,6 @@ def test_a_signal_after_the_last_step_does_no_harm(session, workplace):
     assert "Traceback" not in log.read_text() and "Stopped" not in log.read_text() and not alive()
 
 
-def test_a_process_that_hangs_is_not_waited_for_longer_than_said(session, workplace):
-    run = workplace / "runs/hangs"
-    process, log, alive = session(run, "--ddp_timeout", "12")
-    wait_until(lambda: log.read_text().count("  loss  ") > 1 or process.poll() is not None, 120, log.read_text)
-    servers = [child for child in psutil.Process(process.pid).children() if len(child.children()) == 2]
-    min(servers[0].children(), key=lambda rank: rank.pid).send_signal(signal.SIGSTOP)  # the one that speaks for all
-    assert process.wait(timeout=90) == 3, log.read_text()
-    errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "process 1 lost the first one" in errors[0], log.read_text()
-    wait_until(lambda: not alive(), 20, lambda: str(alive()))
-
-
 def test_nobody_is_left_when_the_parent_went_first(python):
     """A launcher that is killed between a fork and the child's wish to die with it."""
     script = "import os\nfrom harness.nodes import signals\nsignals.die_with_parent({})\nprint('lives')"

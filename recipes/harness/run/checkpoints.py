@@ -33,6 +33,8 @@ class Checkpoints(TrainerCallback):
 
     def _save(self, *arguments):
         process, checkpoint = PartialState(), self.folder / f"checkpoint-{self.trainer.state.global_step}"
+        if not (self.folder / folder.RUN).is_file():  # transformers would make it anew
+            raise FileNotFoundError(self.folder)
         if process.is_main_process:
             self._make_room(checkpoint)
             marks.begin(checkpoint)

@@ -8,7 +8,7 @@ from harness.commands import preview
 from harness.folder import MARK, latest, lock, read_json
 from harness.launched import Checked, Launched, say
 from harness.nodes import network
-from harness.run import checkpoints, export, first_batch, four_bit, preemption, profile, results, sharding, streams
+from harness.run import checkpoints, disk, export, first_batch, four_bit, preemption, profile, results, sharding, streams
 from harness.run.progress import Progress
 
 
@@ -29,8 +29,10 @@ def train(trainer):
         raise Checked(trainer.args)
     try:
         _train(trainer)
-    except RuntimeError as error:
-        network.explain(error, trainer.state.global_step, latest(Path(trainer.args.output_dir)))
+    except Exception as error:
+        disk.explain(error, trainer)
+        if isinstance(error, RuntimeError):
+            network.explain(error, trainer.state.global_step, latest(Path(trainer.args.output_dir)))
         raise
 
 
@@ -52,6 +54,7 @@ def _train(trainer):
     four_bit.BytesCheck(trainer.model)
     streams.keep_together(trainer)
     checkpoint = checkpoints.newest(trainer.args)
+    disk.check(trainer, checkpoint)
     resumed_from = int(checkpoint.name.split("-")[1]) if checkpoint else 0
     parameters = results.parameters(trainer.model)
     first_batch.check(trainer)

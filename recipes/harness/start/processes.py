@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+from harness.folder import UNWRITABLE
 from harness.nodes import signals
 from harness.nodes.network import LOST
 from harness.nodes.signals import OUT_OF_TIME, SIGNALS
@@ -74,7 +75,7 @@ def run(path: str, flags: list[str], accelerate: list[str] | None) -> int:
 def ended(exit_code: int, rank: int | None = None) -> int:
     """`exit_code` as a shell counts it, after a line about a process that could not say itself how it ended."""
     code = exit_code if exit_code >= 0 else 128 - exit_code
-    speaking = {0, 2, LOST, OUT_OF_TIME, memory.EXIT_CODE, *(128 + number for number in SIGNALS)}
+    speaking = {0, 2, LOST, UNWRITABLE, OUT_OF_TIME, memory.EXIT_CODE, *(128 + number for number in SIGNALS)}
     has_said_why = code in speaking or (rank is None and exit_code > 0)
     if signals.received and exit_code == LOST:  # another process was stopped before it could listen
         print(f"Stopped by {signal.Signals(signals.received).name}.", file=sys.stderr)

@@ -24,6 +24,7 @@ def main():
         num_train_epochs=1,
         max_length=2048,
         packing=True,
+        packing_strategy="bfd_split",  # long conversations go on in the next row
         per_device_train_batch_size=1,
         global_batch_size=8,  # over all GPUs, one or four
         activation_checkpointing=False,

@@ -97,7 +97,7 @@ def sample(trainer, is_rehearsal: bool, prompts: int = 3):
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=ids.device)
     model.eval()
     torch.manual_seed(0)  # on every rank, so that sharded ranks write the same tokens
-    with torch.no_grad():
+    with torch.no_grad(), trainer.autocast_smart_context_manager():
         out = model.generate(
             input_ids=ids,
             attention_mask=mask,

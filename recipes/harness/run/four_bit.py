@@ -29,6 +29,9 @@ def prepare(trainer):
                 f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB were on the GPU before the model was sharded, more than two "
                 f"layers ({2 * layer / 1e9:.1f} GB): something loads it there"
             )
+        for module in model.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = False  # PEFT would keep a float32 copy of what goes into each adapter
         # What accelerate does for bf16 without FSDP; under FSDP it would cast the packed weights. Without the cache, which
         # would keep a copy of every gathered adapter until the end of the pass.
         trainer.autocast_smart_context_manager = lambda *args, **kwargs: torch.autocast(

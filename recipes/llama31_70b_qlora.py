@@ -6,7 +6,7 @@
 
 Takes conversations (`messages` of role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
 `instruction`, `input` and `output`; or texts: a column `text`, or --dataset_text_field.
-Needs two 24 GB GPUs, 110 GB of host RAM and 180 GB of disk; a forecast, not yet measured: 22.4 GB a GPU,
+Needs two 24 GB GPUs, 110 GB of host RAM and 180 GB of disk; a forecast, not yet measured: 20.6 GB a GPU,
 80 to 95 s a step of 16,384 tokens. If memory runs out: --per_device_train_batch_size 4.
 """
 

@@ -176,7 +176,8 @@ case ${1:-} in
     shift
     prepare_python
     cd -- "$here"
-    exec "$python" -m pytest tests "$@"
+    # Two at once: while one test waits for a clock or for one process, another computes.
+    exec "$python" -m pytest tests -n 2 --dist loadgroup "$@"
     ;;
   --tiny | --prepare | --preview) run "$@" ;;
   --plan)

@@ -1,5 +1,6 @@
 """Fixtures: the launcher as a user calls it, rehearsals that tests share, a recipe's trainer built in this process."""
 
+import contextlib
 import json
 import os
 import re
@@ -30,39 +31,52 @@ COSTS |= {"sky_python": 3, "tracker_python": 3, "machinery": 3}
 
 
 def pytest_collection_modifyitems(items):
-    """What answers at once comes first, whole rehearsals last."""
+    """What answers at once comes first, whole rehearsals last; one worker has the machines, and one what a module shares."""
     items.sort(key=lambda item: max(COSTS.get(name, 0) for name in ("", *item.fixturenames)))
+    for item in items:
+        scopes = {definitions[-1].scope for definitions in item._fixtureinfo.name2fixturedefs.values()}
+        if "machinery" in item.fixturenames or "module" in scopes:
+            item.add_marker(pytest.mark.xdist_group("machines" if "machinery" in item.fixturenames else item.path.stem))
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory) -> Path:
+    """A folder that all workers of these tests have."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="session", autouse=True)
-def installations(request, tmp_path_factory):
-    """Packages of others, in environments of their own: begun at once, they take a minute."""
-    begun = {}
+def installations(request, shared):
+    """Packages of others, in environments of their own: begun at once, by the first worker, they take a minute."""
     for name in OTHERS.keys() & {name for item in request.session.items for name in item.fixturenames}:
         packages, beside_ours = OTHERS[name]
-        folder = tmp_path_factory.mktemp(name)
-        if beside_ours:
-            site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-            site.mkdir(parents=True)
-            (site / "ours.pth").write_text(sysconfig.get_path("purelib"))
-        install = f'"$0" -m venv "$1" && "$1/bin/python" -m pip install --quiet --disable-pip-version-check {" ".join(packages)}'
-        begun[name] = folder / "bin/python", subprocess.Popen(["sh", "-c", install, sys.executable, folder])
-    return begun
+        folder = shared / name
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            if beside_ours:
+                site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
+                site.mkdir(parents=True)
+                (site / "ours.pth").write_text(sysconfig.get_path("purelib"))
+            install = (
+                f'"$0" -m venv "$1" && "$1/bin/python" -m pip install --quiet --disable-pip-version-check {" ".join(packages)}'
+            )
+            subprocess.Popen(["sh", "-c", f'{install} && touch "$1/installed"', sys.executable, folder])
 
 
 @pytest.fixture(scope="session")
-def sky_python(installations) -> Path:
-    return _installed(*installations["sky_python"])
+def sky_python(shared) -> Path:
+    return _installed(shared / "sky_python")
 
 
 @pytest.fixture(scope="session")
-def tracker_python(installations) -> Path:
-    return _installed(*installations["tracker_python"])
+def tracker_python(shared) -> Path:
+    return _installed(shared / "tracker_python")
 
 
-def _installed(path: Path, process: subprocess.Popen) -> Path:
-    assert process.wait(timeout=600) == 0
-    return path
+def _installed(folder: Path) -> Path:
+    wait_until((folder / "installed").exists, 600, lambda: f"{folder} is not installed")
+    return folder / "bin/python"
 
 
 @pytest.fixture(scope="session")
@@ -80,9 +94,11 @@ def environment(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def workplace(tmp_path_factory):
+def workplace(shared):
     """The folder rehearsals run in; it has a space in its name."""
-    return tmp_path_factory.mktemp("work place")
+    place = shared / "work place"
+    place.mkdir(exist_ok=True)
+    return place
 
 
 @pytest.fixture(scope="session")
@@ -105,18 +121,7 @@ def launch(environment, workplace):
 @pytest.fixture(scope="session")
 def rehearse(launch, workplace):
     """Rehearses a recipe with a config and flags, once a session; returns the run's folder."""
-    rehearsals = Rehearsals(launch, workplace / "runs")
-    yield rehearsals
-    rehearsals.close()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def begin_pairs(request):
-    """Begins the rehearsals that most tests ask for while those that need none run."""
-    tests = [item for item in request.session.items if getattr(item, "originalname", "") == "test_pair_trains_and_leaves_a_model"]
-    for test in tests:
-        if test.callspec.params["processes"] < 8:
-            request.getfixturevalue("rehearse").begin(test.callspec.params["recipe"], test.callspec.params["config"])
+    return Rehearsals(launch, workplace / "runs")
 
 
 @pytest.fixture
@@ -192,15 +197,16 @@ def drive(environment, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def two_by_two(tmp_path_factory):
+def two_by_two(shared):
     """The hybrid config on four processes: two replicas of two shards."""
     settings = yaml.safe_load((ROOT / "accelerate_configs/2x4gpu_hybrid_shard.yaml").read_text())
     assert settings["parallelism_config"]["parallelism_config_dp_shard_size"] == 4
     settings["parallelism_config"]["parallelism_config_dp_shard_size"] = 2
     settings |= {"num_processes": 4}
-    path = tmp_path_factory.mktemp("a config") / "hybrid_2x2.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
+    path = shared / "hybrid_2x2.yaml"
+    draft = path.with_suffix(f".{os.getpid()}")
+    draft.write_text(yaml.safe_dump(settings))
+    return draft.rename(path)
 
 
 def readme_pairs() -> list[tuple[str, str, int, bool]]:

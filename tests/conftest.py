@@ -30,6 +30,7 @@ COSTS = {"environment": 1, "build_trainer": 1, "start": 2, "rehearse": 2, "drive
 COSTS |= {"sky_python": 3, "tracker_python": 3, "machinery": 3}
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """What answers at once comes first, whole rehearsals last; one worker has the machines, and one what a module shares."""
     items.sort(key=lambda item: max(COSTS.get(name, 0) for name in ("", *item.fixturenames)))

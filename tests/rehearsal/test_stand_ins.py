@@ -165,10 +165,10 @@ def test_what_cannot_be_is_one_line(made, theirs, capsys, kind, said):
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "bloom", "deepseek_v3"])
 def test_another_architecture_trains_sharded(rehearse, theirs, kind):
-    flags = ["--model_name_or_path", theirs(kind).model_name_or_path, "--max_steps", "6"]
+    flags = ["--model_name_or_path", theirs(kind).model_name_or_path, "--max_steps", "10"]
     run = rehearse("qwen2_fineweb_edu", "1x3090_offload", *flags)
     assert read(run)["fsdp_enabled"] and read(run, "config.json")["model_type"] == kind
-    assert losses(run)[5][0] < losses(run)[1][0]
+    assert losses(run)[10][0] < losses(run)[1][0]
 
 
 def test_data_streams_with_the_columns_of_the_original(made):

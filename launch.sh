@@ -118,11 +118,18 @@ prepare_python() {
   exec 9>&-
 }
 
-# run [--tiny] [--prepare | --preview] RECIPE [CONFIG] [--flag …]
+# call MODULE [argument …]: a module of the harness, in the Python of the project
+call() {
+  prepare_python
+  # The folder a person stands in may hold a datasets.py; it must not be taken for the package.
+  PYTHONSAFEPATH=1 exec "$python" -m "harness.$1" "${@:2}"
+}
+
+# run [--tiny] [--prepare | --preview | --plan] RECIPE [CONFIG] [--flag …]
 run() {
-  local -a options=()
-  local command=
-  while [[ ${1:-} == --tiny || ${1:-} == --prepare || ${1:-} == --preview ]]; do
+  local -a options=() files
+  local command='' module=start.launch
+  while [[ ${1:-} =~ ^--(tiny|prepare|preview|plan)$ ]]; do
     if [[ $1 != --tiny ]]; then
       [[ -z $command ]] || fail "$command and $1 are two commands: call one after the other"
       command=$1
@@ -131,7 +138,6 @@ run() {
     shift
   done
   (($#)) || fail "${options[*]} needs a RECIPE; ./launch.sh lists them"
-  local -a files
   files=("$(resolve recipes py "$1" recipe)")
   if [[ -z $command ]]; then
     case ${2:---} in
@@ -139,28 +145,18 @@ run() {
       --tiny) fail "--tiny comes first: ./launch.sh --tiny $1 ${3:-CONFIG}" ;;
       -*) fail "which config? ./launch.sh ${options[*]:+${options[*]} }$1 CONFIG, where CONFIG is one of: $(names accelerate_configs | paste -sd ' ')" ;;
     esac
-    files+=("$(resolve accelerate_configs yaml "$2" config)")
   fi
-  shift "${#files[@]}"
-  prepare_python
-  # The folder a person stands in may hold a datasets.py; it must not be taken for the package.
-  PYTHONSAFEPATH=1 exec "$python" -m harness.start.launch "${options[@]}" "${files[@]}" "$@"
-}
-
-# plan RECIPE [CONFIG] [--flag …]: without CONFIG, all of them
-plan() {
-  (($#)) || fail "--plan needs a RECIPE; ./launch.sh lists them"
-  local -a files
-  files=("$(resolve recipes py "$1" recipe)")
   shift
-  if [[ ${1:--} == -* ]]; then
-    files+=("$here"/accelerate_configs/*.yaml)
-  else
+  if [[ $command == --plan ]]; then
+    ((${#options[@]} == 1)) || fail "--plan is of the full size: leave out --tiny"
+    module=plan.command options=()
+    if [[ ${1:--} == -* ]]; then files+=("$here"/accelerate_configs/*.yaml); fi
+  fi
+  if [[ ${1:--} != -* && $command != --pre* ]]; then
     files+=("$(resolve accelerate_configs yaml "$1" config)")
     shift
   fi
-  prepare_python
-  PYTHONSAFEPATH=1 exec "$python" -m harness.plan.command "${files[@]}" "$@"
+  call "$module" "${options[@]}" "${files[@]}" "$@"
 }
 
 case ${1:-} in
@@ -179,22 +175,16 @@ case ${1:-} in
     # Two at once: while one test waits for a clock or for one process, another computes.
     exec "$python" -m pytest tests -n 2 --dist loadgroup "$@"
     ;;
-  --tiny | --prepare | --preview) run "$@" ;;
-  --plan)
-    shift
-    plan "$@"
-    ;;
+  --tiny | --prepare | --preview | --plan) run "$@" ;;
   --merge)
     shift
     (($# == 1 || $# == 2)) || fail "--merge takes the folder of a run, and where the model is to go: ./launch.sh --merge RUN [OUT]"
-    prepare_python
-    PYTHONSAFEPATH=1 exec "$python" -m harness.commands.merge "$@"
+    call commands.merge "$@"
     ;;
   --report)
     shift
     [[ ${1:--} != -* ]] || fail "--report takes the folders of finished runs: ./launch.sh --report RUN…"
-    prepare_python
-    PYTHONSAFEPATH=1 exec "$python" -m harness.commands.report "$@"
+    call commands.report "$@"
     ;;
   -*) fail "unknown option $1: ./launch.sh --help lists them" ;;
   *) run "$@" ;;

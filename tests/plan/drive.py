@@ -101,7 +101,8 @@ def main(runs: str, port: str):
                 process.join()
         else:
             make = functools.partial(fakes.Fakes, cuda=kind == "cuda")
-            processes.call(simulation.write, out, launch, config, flags, make, False)
+            _, found = processes.call(simulation.simulate, launch, config, flags, make, False)
+            Path(out).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

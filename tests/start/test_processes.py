@@ -119,6 +119,13 @@ def test_a_traceback_begins_in_the_recipe(python, tmp_path):
     assert lines[-1] == "KeyError: 'column'"
 
 
+def test_an_answer_may_be_larger_than_a_pipe(python):
+    """The process that gives it waits until it is read."""
+    process = python(CALL.format(call="work.much"), "def much():\n    return 'a' * 1_000_000\n")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split()[1:] == ["0", "a" * 1_000_000]
+
+
 def test_threads_of_arithmetic(python):
     """OMP_NUM_THREADS is read when torch is imported, which was before."""
     work = "import torch\ndef threads():\n    return torch.get_num_threads()\n"

@@ -1,6 +1,8 @@
 """A recipe that only runs up to its trainer: its model is made of two small layers and reads no weights."""
 
+import atexit
 import contextlib
+import shutil
 import tempfile
 
 from harness.rehearsal import tiny_model
@@ -21,7 +23,5 @@ def enter(args):
         return model
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
-    args.output_dir = _folder.name
-
-
-_folder = tempfile.TemporaryDirectory(prefix="recipe-")
+    args.output_dir = tempfile.mkdtemp(prefix="recipe-")
+    atexit.register(shutil.rmtree, args.output_dir, ignore_errors=True)

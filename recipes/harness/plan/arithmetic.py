@@ -56,7 +56,7 @@ def curve(ledger, points: int = 1500) -> list[dict]:
     stretch, kept, top = max(1, steps // points), [], -1
     for number, (moment, total, held) in enumerate(ledger.timeline()):
         if total > top:
-            top, best = total, {"moment": moment, "by": {name: held[name] for name in held}}
+            top, best = total, {"moment": moment, "by": dict(held)}
         if number % stretch == stretch - 1 or number == steps - 1:
             kept.append(best)
             top = -1

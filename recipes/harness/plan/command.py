@@ -7,7 +7,6 @@ make it fit, each way tried by another simulation.
 import json
 import os
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -55,13 +54,11 @@ def run(recipe: str, path: str, config: dict, arguments: list[str], optional: bo
     from harness.start import processes
 
     launch = fit(recipe, path, config)
-    with tempfile.NamedTemporaryFile() as file:
-        code, is_done = processes.call(simulation.write, file.name, launch, config, arguments)
-        if optional and code == 2:
-            return None
-        if not is_done:
-            sys.exit(processes.ended(code))
-        found = json.loads(Path(file.name).read_text("utf-8"))
+    code, found = processes.call(simulation.simulate, launch, config, arguments)
+    if optional and code == 2:
+        return None
+    if found is None:
+        sys.exit(processes.ended(code))
     return found | {"recipe": Path(recipe).stem, "config": Path(path).stem, "download": _download(found)}
 
 

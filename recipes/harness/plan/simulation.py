@@ -70,12 +70,6 @@ def simulate(launch: Launched, config: dict, flags: list[str], make=Fakes, to_th
     return found
 
 
-def write(path: str, *arguments):
-    """A simulation into a file: it is more than a pipe between processes holds at once."""
-    Path(path).write_text(json.dumps(simulate(*arguments)), "utf-8")
-    return True
-
-
 def _accelerate(command: list[str], path: str) -> dict[str, str]:
     """What `accelerate launch` would set in the environment."""
     from accelerate.commands import launch

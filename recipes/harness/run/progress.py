@@ -56,15 +56,12 @@ class Progress(TrainerCallback):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the GPU's part of the steps so far belongs to them
             self._stand()
-            self._go()
+            self.clock = time.monotonic()
         step, began = self.first
         self.left = (time.monotonic() - began) / (state.global_step - step) * (state.max_steps - state.global_step)
 
     def on_epoch_end(self, args, state, control, **kwargs):
         self._stand()
-
-    def _go(self, *args, **kwargs):
-        self.clock = time.monotonic()
 
     def _stand(self):
         if self.clock is not None:
@@ -72,7 +69,7 @@ class Progress(TrainerCallback):
         self.clock = None
 
     def on_evaluate(self, args, state, control, **kwargs):
-        self._go()
+        self.clock = time.monotonic()
 
     on_save = on_evaluate
 

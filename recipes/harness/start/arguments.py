@@ -68,7 +68,7 @@ def parse(config_class, takes=(), **defaults):
 def _check(data, args, model, launched: Launched, sharded: bool):
     """Ends the process when something is wrong, or when the run is finished; takes the run's folder when all is well."""
     if model.load_in_4bit and sharded:
-        checks.quantization(model, args)
+        checks.quantization(data, args, model)
     checks.arguments(data, args, model)
     checks.idle(data, args, model, sharded)
     if launched.plan:

@@ -132,14 +132,14 @@ def trackers(names: list[str]):
             fail(f"--report_to {name} needs its package: {sys.executable} -m pip install {name.replace('_', '-')}")
 
 
-def quantization(model, args):
+def quantization(data, args, model):
     """4-bit weights that FSDP could not shard, or would destroy."""
     if model.bnb_4bit_quant_storage not in ("float32", "bfloat16", "float16"):
         fail(
             f"--bnb_4bit_quant_storage {model.bnb_4bit_quant_storage} cannot be sharded: FSDP2 shards floating-point "
             "parameters only and would leave the whole model on every GPU; leave the flag out (float32)"
         )
-    if (args.bf16 or args.fp16) and any(word.split("=")[0] in ("--bf16", "--fp16") for word in sys.argv):
+    if (args.bf16 or args.fp16) and data.given & {"bf16", "fp16"}:
         fail(
             "--bf16 and --fp16 ask for a cast of the weights, which would destroy packed 4-bit ones: leave the flag out; "
             "the model already computes in the dtype it is loaded in (bf16)"

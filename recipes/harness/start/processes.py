@@ -8,6 +8,7 @@ import os
 import runpy
 import signal
 import sys
+from multiprocessing import connection
 from pathlib import Path
 
 from harness.folder import UNWRITABLE
@@ -31,17 +32,20 @@ def call(function, *arguments):
     signals.handle(pass_on)
     process.start()
     sender.close()
-    while process.is_alive():
+    answers = []
+    while process.is_alive() or not answers:
         try:
+            if not answers and connection.wait([receiver, process.sentinel]):
+                answers = [receiver.recv()]  # before it ends: a process waits until a large answer is read
             process.join()
+        except EOFError:
+            answers = [None]
         except KeyboardInterrupt:  # Ctrl-C reaches the process too, which says where it stopped; `kill -INT` does not
             with contextlib.suppress(KeyboardInterrupt, ProcessLookupError):
                 process.join(1)
                 if process.is_alive():
                     os.kill(process.pid, signal.SIGINT)
-    with contextlib.suppress(EOFError):
-        return process.exitcode, receiver.recv()
-    return process.exitcode, None
+    return process.exitcode, answers[0]
 
 
 def run(path: str, flags: list[str], accelerate: list[str] | None) -> int:

@@ -17,6 +17,7 @@ import yaml
 from cluster import Nodes, Slurm, missing
 from rehearsals import Rehearsals
 from stand_in_hub import serve
+from starts import Starts
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
@@ -26,7 +27,7 @@ CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 # Packages of others than the project: what they are, and whether they run beside its own.
 OTHERS = {"sky_python": (["skypilot==0.14.1"], False), "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0"], True)}
 # Fixtures by what they cost: seconds, a rehearsal, machines.
-COSTS = {"environment": 1, "build_trainer": 1, "start": 2, "rehearse": 2, "drive": 2}
+COSTS = {"environment": 1, "build_trainer": 1, "start": 2, "starts": 2, "drive": 2}
 COSTS |= {"sky_python": 3, "tracker_python": 3, "machinery": 3}
 
 
@@ -120,9 +121,17 @@ def launch(environment, workplace):
 
 
 @pytest.fixture(scope="session")
-def rehearse(launch, workplace):
+def starts(environment, workplace):
+    """What `launch` does to `harness.start.launch`, without its imports."""
+    made = Starts(environment, workplace)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def rehearse(launch, starts, workplace):
     """Rehearses a recipe with a config and flags, once a session; returns the run's folder."""
-    return Rehearsals(launch, workplace / "runs")
+    return Rehearsals(launch, starts, workplace / "runs")
 
 
 @pytest.fixture

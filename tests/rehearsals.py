@@ -12,8 +12,8 @@ BRIEF = ["--max_steps", "20"]  # a checkpoint on the way, at 15, and one at the 
 class Rehearsals:
     """Called with a recipe, a config and flags (BRIEF unless they say how long), returns the run's folder."""
 
-    def __init__(self, launch, folder: Path):
-        self.launch, self.folder = launch, folder
+    def __init__(self, launch, starts, folder: Path):
+        self.launch, self.starts, self.folder = launch, starts, folder
         folder.mkdir(exist_ok=True)
 
     def __call__(self, recipe, config, *flags, **variables) -> Path:
@@ -23,7 +23,8 @@ class Rehearsals:
         said = run.with_suffix(".txt")  # how it ended
         with FileLock(run.with_suffix(".lock")):
             if not said.exists():
-                process = self.launch("--tiny", recipe, config, "--output_dir", run, *flags, **variables)
+                start = self.starts if variables.keys() <= {"NPROC_PER_NODE"} else self.launch
+                process = start("--tiny", recipe, config, "--output_dir", run, *flags, **variables)
                 said.write_text("" if process.returncode == 0 else process.stdout + process.stderr)
         assert not said.read_text(), said.read_text()
         return run

@@ -1,5 +1,6 @@
 """Python and shell are clean by the tools everybody uses."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,3 +23,9 @@ BIN = Path(sys.executable).parent
 def test_clean(command):
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stdout + process.stderr
+
+
+@pytest.mark.xdist_group("together")
+def test_workers_keep_groups_together(request):
+    """Two of them making the same machines would be in each other's way."""
+    assert request.node.nodeid.endswith("@together") == ("PYTEST_XDIST_WORKER" in os.environ)

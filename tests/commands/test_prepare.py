@@ -15,11 +15,11 @@ STREAM = ["--max_tokens", "2_000", *BRIEF]
 
 
 @pytest.fixture
-def hub(launch, workplace, tmp_path):
+def hub(starts, workplace, tmp_path):
     """Serves the tiny stand-ins of a recipe under the recipe's own ids."""
 
     def call(recipe, model, data):
-        assert launch("--prepare", "--tiny", recipe).returncode == 0
+        assert starts("--prepare", "--tiny", recipe).returncode == 0
         for kind, name in (("models", model), ("datasets", data)):
             stand_in = next((workplace / "outputs/tiny/.stand-ins").glob(f"{name.replace('/', '--')}-*"))
             shutil.copytree(stand_in, tmp_path / "hub" / kind / name, dirs_exist_ok=True)

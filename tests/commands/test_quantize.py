@@ -61,9 +61,9 @@ def test_quantizing_goes_on_with_the_next_file(model, tmp_path):
     AutoModelForCausalLM.from_pretrained(ours, device_map={"": "cpu"})
 
 
-def test_quantizing_happens_once(launch, rehearse, workplace):
+def test_quantizing_happens_once(starts, rehearse, workplace):
     rehearse("llama31_70b_qlora", "2x3090_qlora")
-    again = launch("--prepare", "--tiny", "llama31_70b_qlora")
+    again = starts("--prepare", "--tiny", "llama31_70b_qlora")
     assert again.returncode == 0 and "The 4-bit weights of meta-llama/Llama-3.1-70B are in" in again.stdout
     folder = next((workplace / "outputs/tiny/.quantized").glob("*Llama-3.1-70B*nf4*/"))
     settings = read(folder, "config.json")["quantization_config"]

@@ -19,22 +19,22 @@ from rehearsals import BRIEF
 RECIPE = "qwen2_fineweb_edu"
 
 
-def test_a_finished_run_says_so_and_is_left_alone(rehearse, launch):
+def test_a_finished_run_says_so_and_is_left_alone(rehearse, starts):
     run = rehearse(RECIPE, "1x3090")
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.json"}
-    process = launch("--tiny", RECIPE, "1x3090", "--output_dir", run, *BRIEF)
+    process = starts("--tiny", RECIPE, "1x3090", "--output_dir", run, *BRIEF)
     assert process.returncode == 0
     for word in ("is finished", "20 steps", "--max_steps", "--output_dir", "rm -r"):
         assert word in process.stdout
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.json"}
 
 
-def test_a_run_killed_after_its_last_step_trains_no_other(rehearse, launch, workplace):
+def test_a_run_killed_after_its_last_step_trains_no_other(rehearse, starts, workplace):
     run = workplace / "runs/killed-at-the-end"
     shutil.copytree(rehearse(RECIPE, "1x3090"), run)
     before = losses(run)
     (run / "train_results.json").unlink()
-    process = launch("--tiny", RECIPE, "1x3090", "--output_dir", run, *BRIEF)
+    process = starts("--tiny", RECIPE, "1x3090", "--output_dir", run, *BRIEF)
     assert process.returncode == 0, process.stderr
     results = read(run)
     assert (results["global_step"], results["resumed_from_step"]) == (20, 20) and losses(run) == before
@@ -50,14 +50,14 @@ def test_a_run_killed_after_its_last_step_trains_no_other(rehearse, launch, work
         ("qwen2_chat", "1x3090"),
     ],
 )
-def test_resumed_equals_uninterrupted(rehearse, launch, workplace, recipe, config):
+def test_resumed_equals_uninterrupted(rehearse, starts, workplace, recipe, config):
     """From the checkpoint in the middle of a finished run: the second half logs the same losses, bit for bit."""
     undisturbed = rehearse(recipe, config)
     middle = min(undisturbed.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     run = workplace / "runs" / f"resumed-{recipe}"
     shutil.copytree(middle, run / middle.name)
     shutil.copy(undisturbed / "run.json", run)
-    process = launch("--tiny", recipe, config, "--output_dir", run, *BRIEF)
+    process = starts("--tiny", recipe, config, "--output_dir", run, *BRIEF)
     assert process.returncode == 0, process.stderr
     assert read(run)["resumed_from_step"] == 15
     assert losses(run) == losses(undisturbed)
@@ -115,11 +115,11 @@ def test_damage_to_the_newest_falls_back(twice, capsys, kind):
     assert (run / "damaged-checkpoint-20").is_dir() and not (run / "checkpoint-20").exists()
 
 
-def test_after_damage_the_losses_are_those_of_an_undisturbed_run(twice, launch):
+def test_after_damage_the_losses_are_those_of_an_undisturbed_run(twice, starts):
     run, undisturbed = twice
     _changed(run / "checkpoint-20/optimizer.pt")
     (run / "damaged-checkpoint-20").mkdir()  # from an earlier time
-    process = launch("--tiny", "qwen2_chat", "1x3090", "--output_dir", run, *BRIEF)
+    process = starts("--tiny", "qwen2_chat", "1x3090", "--output_dir", run, *BRIEF)
     assert process.returncode == 0 and "damaged: optimizer.pt was changed" in process.stdout, process.stderr
     assert read(run)["resumed_from_step"] == 15 and losses(run) == losses(undisturbed)
     assert (run / "damaged-checkpoint-20.2/optimizer.pt").is_file()

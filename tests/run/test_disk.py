@@ -53,7 +53,7 @@ def train(environment, workplace, tmp_path_factory):
     return call
 
 
-def test_a_disk_that_fills_in_the_middle_of_a_save(small_disk, train, launch, rehearse):
+def test_a_disk_that_fills_in_the_middle_of_a_save(small_disk, train, starts, rehearse):
     folder = small_disk("16M")
     run, ballast = folder / "run", folder / "ballast"
 
@@ -65,7 +65,7 @@ def test_a_disk_that_fills_in_the_middle_of_a_save(small_disk, train, launch, re
     assert "at step 20: the disk is full: for a checkpoint of " in line and " MB are missing" in line
     assert f"goes on from {run / 'checkpoint-10'}" in line
     ballast.unlink()
-    process = launch("--tiny", RECIPE, "1x3090", "--output_dir", run, *FLAGS)
+    process = starts("--tiny", RECIPE, "1x3090", "--output_dir", run, *FLAGS)
     assert process.returncode == 0, process.stderr
     assert read(run)["resumed_from_step"] == 10 and losses(run) == losses(rehearse(RECIPE, "1x3090", *FLAGS))
 

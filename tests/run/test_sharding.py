@@ -37,7 +37,7 @@ SHORT += ["--learning_rate", "3e-3", "--bf16", "false", "--fp16", "false"]
         ("llama31_8b_lora", "hybrid", 4, ["--lora_dropout", "0", "--dtype", "float32"]),
         ("gpt2_xl_wikitext", "3xt4_shard_grad_op", 3, []),
         ("qwen2_chat", "4gpu_shard_grad_op", 4, []),
-        ("llama31_70b_qlora", "2x3090_qlora", 2, ["--lora_dropout", "0"]),
+        ("llama31_70b_qlora", "2x3090_qlora", 2, ["--lora_dropout", "0", "--dataset_streaming", "false"]),
     ],
 )
 def test_sharded_equals_unsharded(rehearse, build_trainer, without_dropout, two_by_two, recipe, config, processes, flags):

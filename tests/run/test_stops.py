@@ -66,7 +66,7 @@ def test_a_stop_before_training_leaves_no_process(start, workplace):
     assert "Stopped by SIGTERM before the training began." in log.read_text() and "Traceback" not in log.read_text()
 
 
-def test_killed_and_started_again_logs_the_same_losses(rehearse, start, launch, workplace):
+def test_killed_and_started_again_logs_the_same_losses(rehearse, start, starts, workplace):
     undisturbed = rehearse(RECIPE, "1x3090_offload")
     run = workplace / "runs/killed"
     command = ["--tiny", RECIPE, "1x3090_offload", "--output_dir", run, *BRIEF]
@@ -80,7 +80,7 @@ def test_killed_and_started_again_logs_the_same_losses(rehearse, start, launch, 
     (run / "checkpoint-18/writing").touch()
     shutil.copy(run / "checkpoint-15/trainer_state.json", run / "checkpoint-18")
 
-    again = launch(*command)
+    again = starts(*command)
     assert again.returncode == 0, again.stderr
     assert f"Continuing from {run / 'checkpoint-15'}" in again.stdout and "checkpoint-18 was cut short" in again.stdout
     assert read(run)["resumed_from_step"] == 15

@@ -145,14 +145,14 @@ def test_only_the_row_group_is_read_again(tmp_path, monkeypatch):
     assert begun == [([9], 900)]
 
 
-def test_a_resumed_run_reads_nothing_again(rehearse, launch, workplace):
+def test_a_resumed_run_reads_nothing_again(rehearse, starts, workplace):
     """Two processes, from their third step: losses equal to the bit."""
     flags = ["--max_steps", "5", "--save_steps", "3", "--logging_steps", "1", "--eval_strategy", "no"]
     undisturbed = rehearse(RECIPE, "4gpu_shard_grad_op", *flags, NPROC_PER_NODE="2")
     run = workplace / "runs/stream"
     shutil.copytree(undisturbed / "checkpoint-3", run / "checkpoint-3")
     shutil.copy(undisturbed / "run.json", run)
-    process = launch("--tiny", RECIPE, "4gpu_shard_grad_op", "--output_dir", run, *flags, NPROC_PER_NODE="2")
+    process = starts("--tiny", RECIPE, "4gpu_shard_grad_op", "--output_dir", run, *flags, NPROC_PER_NODE="2")
     assert process.returncode == 0, process.stderr
     assert len(list(run.glob("checkpoint-3/stream_*.json"))) == 2
     assert read(run)["resumed_from_step"] == 3 and losses(run) == losses(undisturbed)

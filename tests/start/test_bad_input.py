@@ -5,15 +5,14 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from harness.folder import lock
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, is_one_line
 
-# What a person types: launch.sh itself, or what it gives to `harness.start.launch` (see refusals.py).
+# What a person types: launch.sh itself, or what it gives to `harness.start.launch` (see starts.py).
 TINY = "--tiny qwen2_fineweb_edu 1x3090"
 REAL = "qwen2_fineweb_edu 1x3090 --use_cpu --dataset_name data --model_name_or_path"
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "a,b"}
@@ -156,8 +155,8 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def refuse(environment, workplace, rehearse):
-    """Starts a launch in a folder of bad things; returns how it ended and what it said."""
+def bad(workplace, rehearse):
+    """A folder of bad things."""
     rehearse("qwen2_chat", "1x3090")  # makes the stand-ins
     rehearse("qwen2_fineweb_edu", "1x3090")
     folder = workplace / "bad"
@@ -171,17 +170,7 @@ def refuse(environment, workplace, rehearse):
     (folder / "outputs/tiny").symlink_to(workplace / "outputs/tiny")
     _models(next((workplace / "outputs/tiny/.stand-ins").glob("Qwen--Qwen2-0.5B-????????")), folder)
     held = lock(folder / "busy")
-    variables = environment | {"PYTHONPATH": f"{ROOT / 'recipes'}", "PYTHONSAFEPATH": "1"}
-    command = [sys.executable, Path(__file__).with_name("refusals.py")]
-    with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-
-        def call(**case):
-            process.stdin.write(json.dumps(case | {"folder": str(folder)}) + "\n")
-            process.stdin.flush()
-            return json.loads(process.stdout.readline())
-
-        yield folder, call
-        process.stdin.close()
+    yield folder
     held.release()
 
 
@@ -206,27 +195,21 @@ def _written(folder: Path) -> dict:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_is_refused_in_one_line(refuse, environment, kind):
-    folder, call = refuse
+def test_is_refused_in_one_line(bad, environment, starts, kind):
     command, expected, variables, mount = (*KINDS[kind], {}, "")[:4]
     if mount and os.geteuid():
         pytest.skip("only root can mount")
-    before, words = _written(folder), shlex.split(command)
-    variables = {name: f"{folder / value}" if value == "hides" else value for name, value in variables.items()}
+    before, words = _written(bad), shlex.split(command)
+    variables = {name: f"{bad / value}" if value == "hides" else value for name, value in variables.items()}
     if words[0] == "launch.sh":
         command, environment = [ROOT / "launch.sh", *words[1:]], environment | variables
-        process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-        answer = {"code": process.returncode, "out": process.stdout, "err": process.stderr}
+        process = subprocess.run(command, cwd=bad, env=environment, capture_output=True, text=True, timeout=120)
     else:
-        names = [place for place, word in enumerate(words) if not word.startswith("--")][: 1 if "--prepare" in words else 2]
-        for place, (room, ending) in zip(names, (("recipes", "py"), ("accelerate_configs", "yaml")), strict=False):
-            is_path = words[place].startswith("./")
-            words[place] = str(folder / words[place] if is_path else ROOT / room / f"{words[place]}.{ending}")
-        mounts = [[str(folder / word) if word == "data" else word for word in mount.split()]] if mount else []
-        answer = call(words=words, variables=variables, mounts=mounts)
-    assert answer["code"] == 2 and not answer["out"], answer
-    assert answer["err"].startswith("error: ") and answer["err"].count("\n") == 1 and expected in answer["err"], answer["err"]
-    assert "hf_secret" not in answer["err"] and _written(folder) == before
+        words = [str(bad / word) if word.startswith("./") and word.endswith((".py", ".yaml")) else word for word in words]
+        mounts = [[str(bad / word) if word == "data" else word for word in mount.split()]] if mount else []
+        process = starts(*words, cwd=bad, mounts=mounts, trains=False, **variables)
+    is_one_line(process, expected)
+    assert "hf_secret" not in process.stderr and _written(bad) == before
 
 
 def test_there_are_sixty_kinds():

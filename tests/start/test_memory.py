@@ -3,7 +3,7 @@
 import sys
 
 from harness.run import export
-from harness.start import memory, processes
+from harness.start import memory, processes, worker
 
 import pytest
 import torch
@@ -85,7 +85,7 @@ def test_a_recipe_that_runs_out_ends_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.path", [*sys.path])
     monkeypatch.setattr("sys.argv", [])
     with pytest.raises(Ended):
-        processes.recipe(str(path), [])
+        worker.recipe(str(path), [])
     error = capsys.readouterr().err
     assert error.strip().count("\n") == 0 and error.strip().startswith("error: ") and "Traceback" not in error
 

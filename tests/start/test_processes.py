@@ -59,7 +59,7 @@ def test_what_is_imported_before_the_fork(python):
 
 CALL = """
 import os, sys
-from harness.start import processes, server
+from harness.start import processes, server, worker
 import work
 server.prepare()
 os.environ["SINCE"] = "then"
@@ -95,7 +95,7 @@ def test_a_process_has_imported_already_or_starts_anew(python, tmp_path, begins_
 def test_how_a_recipe_ends(python, tmp_path, body, code, shown):
     recipe = tmp_path / "ends.py"
     recipe.write_text(f"import atexit, os, sys\n{body}\n")
-    process = python(CALL.format(call=f"processes.recipe, {str(recipe)!r}, []"))
+    process = python(CALL.format(call=f"worker.recipe, {str(recipe)!r}, []"))
     assert process.returncode == 0, process.stderr
     assert process.stdout.split()[-2:] == [code, "None"] and shown in process.stdout and not process.stderr
 
@@ -112,7 +112,7 @@ def test_every_process_may_leave_by_exit(launch, tmp_path):
 def test_a_traceback_begins_in_the_recipe(python, tmp_path):
     recipe = tmp_path / "fails.py"
     recipe.write_text("def main():\n    raise KeyError('column')\n\n\nmain()\n")
-    process = python(CALL.format(call=f"processes.recipe, {str(recipe)!r}, []"))
+    process = python(CALL.format(call=f"worker.recipe, {str(recipe)!r}, []"))
     lines = process.stderr.splitlines()
     assert process.stdout.split()[-2:] == ["1", "None"]
     assert lines[:2] == ["Traceback (most recent call last):", f'  File "{recipe}", line 5, in <module>'], process.stderr

@@ -24,7 +24,7 @@ from harness.plan.step import Enough, Step
 from harness.rehearsal.full_size import NAMES
 from harness.run import session, sharding
 from harness.start import launch as launcher
-from harness.start import processes
+from harness.start import worker
 
 import datasets
 import torch
@@ -58,7 +58,7 @@ def simulate(launch: Launched, config: dict, flags: list[str], make=Fakes, to_th
         contextlib.redirect_stdout(nowhere),  # what a run says is of its stand-ins
         contextlib.suppress(Enough),
     ):
-        processes.recipe(launch.recipe, [*flags, "--output_dir", folder, "--report_to", "none", "--disable_tqdm", "true"])
+        worker.recipe(launch.recipe, [*flags, "--output_dir", folder, "--report_to", "none", "--disable_tqdm", "true"])
     found |= {
         "peaks": ledger.peaks(),
         "host_peaks": ledger.peaks("host"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from harness import configs, folder, hub, launched
 from harness.launched import Checked, Launched, fail
 from harness.nodes import machines, signals, slurm
-from harness.start import checks, flags, loading, processes, server
+from harness.start import checks, flags, loading, processes, server, worker
 
 
 def main(options: list[str], recipe: str, *arguments: str):
@@ -127,7 +127,7 @@ def _checked(launch: Launched, arguments: list[str], config: dict | None, node: 
     checks.shared_memory(launch)
     os.environ.update(dataclasses.replace(launch, checking=True).to_environment())
     try:
-        processes.recipe(launch.recipe, arguments)
+        worker.recipe(launch.recipe, arguments)
     except Checked as checked:
         args = checked.args[0]
         return launch.on_cpu, args.output_dir, args.save_strategy != "no"

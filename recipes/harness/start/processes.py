@@ -1,22 +1,18 @@
 """The processes of one machine, one alone or those that train together, watched by torch's elastic launcher."""
 
-import atexit
 import contextlib
 import logging
 import multiprocessing
 import os
-import runpy
 import signal
 import sys
 from multiprocessing import connection
-from pathlib import Path
 
 from harness.folder import UNWRITABLE
 from harness.nodes import signals
 from harness.nodes.network import LOST
 from harness.nodes.signals import OUT_OF_TIME, SIGNALS
-from harness.patience import Lost
-from harness.start import memory, server
+from harness.start import memory, server, worker
 
 KILLED = (
     ": it was killed, most often by the kernel because the host's memory was full (`dmesg` says so). Ask for more memory "
@@ -28,7 +24,7 @@ def call(function, *arguments):
     """Runs `function` in a process of its own; returns its exit code (-N: signal N ended it) and what the function returned."""
     context = multiprocessing.get_context(server.method)
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, _changes(), function, arguments))
+    process = context.Process(target=worker.answer, args=(sender, _changes(), function, arguments))
     signals.handle(pass_on)
     process.start()
     sender.close()
@@ -54,7 +50,7 @@ def run(path: str, flags: list[str], accelerate: list[str] | None) -> int:
     Returns the exit code, after a line about a process that could not say itself how it ended.
     """
     if accelerate is None:
-        code, _ = call(recipe, path, flags)
+        code, _ = call(worker.recipe, path, flags)
         return ended(code)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -132,7 +128,7 @@ def _elastic(accelerate: list[str], path: str, flags: list[str]):
     config.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
     signals.handle(pass_on)
     _count_whoever_leaves()
-    torchrun.elastic_launch(config, _begin)(_changes(), recipe, [path, flags])
+    torchrun.elastic_launch(config, worker.begin)(_changes(), worker.recipe, [path, flags])
 
 
 def _count_whoever_leaves():
@@ -154,50 +150,3 @@ def _count_whoever_leaves():
 def _changes() -> dict[str, str]:
     """What this process has set in its environment since the server took a copy of it."""
     return {name: value for name, value in os.environ.items() if server.environment.get(name) != value}
-
-
-def _answer(sender, environment: dict, function, arguments):
-    sender.send(_begin(environment, function, arguments))
-
-
-def _begin(environment: dict, function, arguments):
-    """The first lines of every process that is not a launcher."""
-    signals.die_with_parent(server.pid or multiprocessing.parent_process().pid)
-    multiprocessing.set_start_method(None, force=True)  # what this process starts, it starts as any other would
-    os.environ.update(environment)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    if server.stdin >= 0:
-        os.dup2(server.stdin, 0)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115 (for as long as the process lives)
-    if server.pid and "OMP_NUM_THREADS" in environment:  # which has been read already
-        sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    try:
-        return function(*arguments)
-    except SystemExit as end:
-        if end.code:
-            raise
-        return None  # to torch's launcher, which waits for an answer
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        for number in (signal.SIGINT, *SIGNALS):  # there is nothing more to stop
-            signal.signal(number, signal.SIG_IGN)
-        atexit._run_exitfuncs()  # multiprocessing leaves them out
-
-
-def recipe(path: str, flags: list[str]):
-    """What `python RECIPE` does."""
-    sys.argv = [path, *flags]
-    sys.path.insert(0, str(Path(path).parent))
-    try:
-        runpy.run_path(path, run_name="__main__")
-    except Lost as lost:
-        print(f"error: {lost}. The same command goes on later", file=sys.stderr, flush=True)
-        sys.exit(OUT_OF_TIME)
-    except Exception as error:
-        memory.explain(error)
-        trace = error.__traceback__
-        while trace and trace.tb_frame.f_code.co_filename != path:
-            trace = trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-        sys.exit(1)

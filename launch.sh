@@ -173,7 +173,7 @@ case ${1:-} in
     prepare_python
     cd -- "$here"
     # Two at once: while one test waits for a clock or for one process, another computes.
-    exec "$python" -m pytest tests -n 2 --dist loadgroup "$@"
+    exec "$python" -m pytest tests -n 2 --dist loadgroup --no-loadscope-reorder "$@"
     ;;
   --tiny | --prepare | --preview | --plan) run "$@" ;;
   --merge)

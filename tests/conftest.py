@@ -26,14 +26,17 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 # Packages of others than the project: what they are, and whether they run beside its own.
 OTHERS = {"sky_python": (["skypilot==0.14.1"], False), "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0"], True)}
-# Fixtures by what they cost: seconds, a rehearsal, machines.
-COSTS = {"environment": 1, "build_trainer": 1, "start": 2, "starts": 2, "drive": 2}
-COSTS |= {"sky_python": 3, "tracker_python": 3, "machinery": 3}
+# Fixtures by when their tests run: those of seconds, of machines, of rehearsals, of what is being installed.
+COSTS = {"environment": 1, "build_trainer": 1, "machinery": 2, "start": 3, "starts": 3, "drive": 3}
+COSTS |= {"sky_python": 4, "tracker_python": 4}
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """What answers at once comes first, whole rehearsals last; one worker has the machines, and one what a module shares."""
+    """What answers at once comes first, whole rehearsals last; one worker has the machines, and one what a module shares.
+
+    The machines come early: their tests wait a lot, and meanwhile the other worker has enough to compute.
+    """
     items.sort(key=lambda item: max(COSTS.get(name, 0) for name in ("", *item.fixturenames)))
     for item in items:
         scopes = {definitions[-1].scope for definitions in item._fixtureinfo.name2fixturedefs.values()}

@@ -76,7 +76,7 @@ def begin(words: list[str], folder: str, variables: dict, mounts: list[list[str]
     """What `python -m harness.start.launch` does; never returns."""
     from harness.start import launch, server
 
-    code = 1
+    code = 0
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.chdir(folder)
@@ -93,6 +93,7 @@ def begin(words: list[str], folder: str, variables: dict, mounts: list[list[str]
     except SystemExit as end:
         code = end.code or 0
     except BaseException:
+        code = 1
         sys.excepthook(*sys.exc_info())
     finally:
         server.leave(code)

@@ -30,7 +30,7 @@ HYBRID = ["--logging_steps", "1", "--max_steps", "16", "--eval_strategy", "no", 
 
 
 @pytest.fixture(scope="session")
-def undisturbed(machinery, environment, workplace, two_by_two, rehearse):
+def undisturbed(machinery, environment, workplace, two_by_two):
     """A hybrid run on two nodes of two processes, through sbatch."""
     if not isinstance(machinery, Slurm):
         pytest.skip(missing("slurmctld", "slurmd", "munged", "sbatch"))

@@ -11,7 +11,7 @@ def test_gpt2_has_no_padding_and_documents_apart(build_trainer):
     trainer = build_trainer("gpt2_xl_wikitext", "--fp16", "false", "--max_samples", "20")
     assert len({token for row in trainer.train_dataset for token in row["input_ids"]}) > 100
     lengths = [len(row["input_ids"]) for row in trainer.train_dataset]
-    assert max(lengths) <= 256 and sum(lengths) / (256 * len(lengths)) > 0.9
+    assert max(lengths) <= 128 and sum(lengths) / (128 * len(lengths)) > 0.9
     end = trainer.processing_class.eos_token_id
     texts = [row["input_ids"] for row in trainer.train_dataset]
     assert sum(ids.count(end) for ids in texts) == 20  # each text of more than 50 characters, once

@@ -35,7 +35,7 @@ def test_pair_trains_and_leaves_a_model(rehearse, workplace, built, two_by_two, 
     assert (results["fsdp_enabled"], results["world_size"], results["num_nodes"]) == (sharded, processes, 1)
     assert results["config"] == getattr(config, "stem", config) and results["tiny"] and results["resumed_from_step"] == 0
     logged = [loss for loss, _ in losses(run).values()]
-    assert logged[0] - logged[-1] > (0.5 if results["load_in_4bit"] else 1.0)
+    assert logged[0] - results["eval_loss"] > (0.5 if results["load_in_4bit"] else 1.0)
     assert results["final_loss"] == logged[-1]
     assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
     assert results["model_params_b"] >= results["trainable_params_b"] > 0
@@ -53,7 +53,7 @@ def test_pair_trains_and_leaves_a_model(rehearse, workplace, built, two_by_two, 
     assert (run / "samples.txt").read_text().count("> ") >= 3
     # Packed rows are nearly full (short conversations leave gaps); chat and code train on a part of them.
     rows = results["global_step"] * results["global_batch_size"]
-    assert results["global_batch_size"] == processes * 2 * 2 and 0.8 * 256 * rows < results["tokens"] <= 256 * rows
+    assert results["global_batch_size"] == processes * 2 * 2 and 0.7 * 128 * rows < results["tokens"] <= 128 * rows
     assert (0.9 if recipe in ("qwen2_fineweb_edu", "gpt2_xl_wikitext") else 0.1) < results["loss_tokens"] / results["tokens"] <= 1
     assert results["tokens_per_second"] / results["loss_tokens_per_second"] == pytest.approx(
         results["tokens"] / results["loss_tokens"], rel=0.01

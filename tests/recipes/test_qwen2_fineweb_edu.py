@@ -54,4 +54,4 @@ def test_documents_do_not_see_each_other(build_trainer):
 
 def test_a_token_budget_is_a_number_of_steps(build_trainer):
     trainer = build_trainer(RECIPE, "--max_tokens", "10_000")
-    assert trainer.args.max_steps == -(-10_000 // (2 * 2 * 256))
+    assert trainer.args.max_steps == -(-10_000 // (2 * 2 * 128))

@@ -44,9 +44,9 @@ def test_seconds_are_those_of_steps(build_trainer, monkeypatch):
     trainer.train()
     so_far = counted.so_far()
     assert so_far["seconds"] == 50 + 4 * 2 and so_far["runtime"] == 4 * 2 + 4000
-    assert 0.9 < (so_far["tokens"] - 100) / (4 * 2 * 2 * 256) <= 1
+    assert 0.9 < (so_far["tokens"] - 100) / (4 * 2 * 2 * 128) <= 1
     speeds = [entry["tokens_per_second"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(speeds) == 4 and all(0.9 < speed / (2 * 256) <= 1 for speed in speeds)
+    assert len(speeds) == 4 and all(0.9 < speed / (2 * 128) <= 1 for speed in speeds)
 
 
 def test_gpus_are_looked_at_between_logs(monkeypatch):

@@ -17,11 +17,17 @@ RECIPE = "qwen2_fineweb_edu"
 def python(environment, tmp_path):
     """Runs a script; functions that other processes are to run stand in its module `work`."""
 
-    def call(script, work="", **options):
+    def call(script, work="", arguments=(), **options):
         (tmp_path / "work.py").write_text(work)
         variables = environment | {"PYTHONPATH": f"{ROOT / 'recipes'}{os.pathsep}{tmp_path}"} | options.pop("variables", {})
         return subprocess.run(
-            [sys.executable, "-c", script], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120, **options
+            [sys.executable, "-c", script, *arguments],
+            cwd=tmp_path,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            **options,
         )
 
     return call
@@ -82,22 +88,25 @@ def test_a_process_has_imported_already_or_starts_anew(python, tmp_path, begins_
     assert (method, code, answer[0].strip()) == (expected[0], "0", expected[1])
 
 
-@pytest.mark.parametrize(
-    ("body", "code", "shown"),
-    [
-        ("sys.exit(7)", "7", ""),
-        ("atexit.register(print, 'goodbye', flush=True)", "0", "goodbye"),
-        ("os.kill(os.getpid(), 9)", "-9", ""),
-        ("sys.exit()", "0", ""),
-        ("import multiprocessing\nprint(multiprocessing.Pool(2).map(len, ['a', 'bc']), flush=True)", "0", "[1, 2]"),
-    ],
-)
-def test_how_a_recipe_ends(python, tmp_path, body, code, shown):
-    recipe = tmp_path / "ends.py"
-    recipe.write_text(f"import atexit, os, sys\n{body}\n")
-    process = python(CALL.format(call=f"worker.recipe, {str(recipe)!r}, []"))
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.split()[-2:] == [code, "None"] and shown in process.stdout and not process.stderr
+ENDS = {
+    "sys.exit(7)": ("7", ""),
+    "atexit.register(print, 'goodbye', flush=True)": ("0", "goodbye"),
+    "os.kill(os.getpid(), 9)": ("-9", ""),
+    "sys.exit()": ("0", ""),
+    "import multiprocessing\nprint(multiprocessing.Pool(2).map(len, ['a', 'bc']), flush=True)": ("0", "[1, 2]"),
+}
+
+
+def test_how_a_recipe_ends(python, tmp_path):
+    script = CALL.rsplit("print(", 1)[0] + "for path in sys.argv[1:]:\n"
+    script += "    print(*processes.call(worker.recipe, path, []), flush=True)\n    print('---', flush=True)\n"
+    recipes = [tmp_path / f"ends_{number}.py" for number in range(len(ENDS))]
+    for recipe, body in zip(recipes, ENDS, strict=True):
+        recipe.write_text(f"import atexit, os, sys\n{body}\n")
+    process = python(script, arguments=recipes)
+    assert process.returncode == 0 and not process.stderr, process.stderr
+    for said, (body, (code, shown)) in zip(process.stdout.split("---\n"), ENDS.items(), strict=False):
+        assert said.split()[-2:] == [code, "None"] and shown in said, body
 
 
 def test_every_process_may_leave_by_exit(launch, tmp_path):
@@ -119,19 +128,12 @@ def test_a_traceback_begins_in_the_recipe(python, tmp_path):
     assert lines[-1] == "KeyError: 'column'"
 
 
-def test_an_answer_may_be_larger_than_a_pipe(python):
-    """The process that gives it waits until it is read."""
-    process = python(CALL.format(call="work.much"), "def much():\n    return 'a' * 1_000_000\n")
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.split()[1:] == ["0", "a" * 1_000_000]
-
-
 def test_threads_of_arithmetic(python):
-    """OMP_NUM_THREADS is read when torch is imported, which was before."""
-    work = "import torch\ndef threads():\n    return torch.get_num_threads()\n"
+    """OMP_NUM_THREADS is read when torch is imported, which was before. An answer may be larger than a pipe holds."""
+    work = "import torch\ndef threads():\n    return str(torch.get_num_threads()) * 1_000_000\n"
     script = CALL.format(call="work.threads").replace('os.environ["SINCE"] = "then"', 'os.environ["OMP_NUM_THREADS"] = "1"')
     process = python(script, work, variables={"OMP_NUM_THREADS": "2"})
-    assert process.stdout.split() == ["forkserver", "0", "1"], process.stderr
+    assert process.stdout.split() == ["forkserver", "0", "1" * 1_000_000], process.stderr
 
 
 def test_processes_that_start_anew_log_the_same_losses(rehearse, tmp_path):

@@ -19,7 +19,7 @@ FOLDER = Path("outputs/tiny/.stand-ins")
 # What a rehearsal runs with unless a flag says otherwise: the recipe's own numbers are for days on GPUs.
 NUMBERS = {
     "max_steps": 30,
-    "max_length": 256,
+    "max_length": 128,
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 2,

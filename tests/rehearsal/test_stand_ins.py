@@ -191,7 +191,7 @@ def test_data_of_a_persons_own_are_its_first_rows(made, tmp_path):
     loaded = load_dataset(folder)
     assert {split: len(rows) for split, rows in loaded.items()} == {"train": 500, "test": 1}
     asked, answered = loaded["train"][0]["conversations"]
-    assert (asked["value"], answered) == (("why " * 200)[:300], row["conversations"][1]) and loaded["train"][0]["n"] == 3
+    assert (asked["value"], answered) == (("why " * 200)[:150], row["conversations"][1]) and loaded["train"][0]["n"] == 3
     (source / "test.jsonl").write_text(json.dumps(row) * 2)
     assert str(stand_ins.data_folder(data(str(source)))) != folder  # other rows, another stand-in
 

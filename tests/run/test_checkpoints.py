@@ -63,6 +63,26 @@ def test_resumed_equals_uninterrupted(rehearse, starts, workplace, recipe, confi
     assert losses(run) == losses(undisturbed)
 
 
+@pytest.mark.parametrize("now", [2, 8])
+def test_four_processes_go_on_as_two_and_as_eight(rehearse, starts, workplace, now):
+    """Sharded: the same global batches in float32 give the same losses."""
+    flags = ["--max_steps", "5", "--save_steps", "3", "--logging_steps", "1", "--eval_strategy", "no", "--max_length", "64"]
+    flags += ["--per_device_train_batch_size", "1", "--global_batch_size", "8", "--dataset_streaming", "false"]
+    flags += ["--bf16", "false", "--learning_rate", "3e-3"]
+    undisturbed = rehearse(RECIPE, "4gpu_full_shard", *flags)
+    run = workplace / f"runs/on-{now}"
+    shutil.copytree(undisturbed / "checkpoint-3", run / "checkpoint-3")
+    shutil.copy(undisturbed / "run.json", run)
+    process = starts("--tiny", RECIPE, "4gpu_full_shard", "--output_dir", run, *flags, NPROC_PER_NODE=str(now))
+    assert process.returncode == 0, process.stderr
+    results = read(run)
+    assert (results["resumed_from_step"], results["world_size"], results["global_batch_size"]) == (3, now, 8)
+    expected = losses(undisturbed)
+    assert losses(run).keys() == expected.keys()
+    for step, numbers in losses(run).items():
+        assert numbers == (pytest.approx(expected[step][0], abs=1e-4), pytest.approx(expected[step][1], rel=1e-3)), step
+
+
 def test_a_checkpoint_of_broken_weights_does_not_count(build_trainer, monkeypatch):
     """The loss turned NaN between two logs: the run stops before such a checkpoint is one to go on from."""
     flags = ["--max_steps", "2", "--save_steps", "1", "--logging_steps", "9", "--logging_first_step", "false"]

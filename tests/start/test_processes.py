@@ -221,3 +221,15 @@ def test_nobody_is_left_when_the_parent_went_first(python):
     script = "import os\nfrom harness.nodes import signals\nsignals.die_with_parent({})\nprint('lives')"
     assert python(script.format("os.getppid()")).stdout == "lives\n"
     assert python(script.format("os.getpid()")).returncode == 137
+
+
+def test_a_process_that_hangs(session, workplace):
+    """As `kill -STOP` makes it: within --ddp_timeout the others notice, one line says so, and nothing is left."""
+    process, log, alive = session(workplace / "runs/hangs", "--ddp_timeout", "10")
+    wait_until(lambda: log.read_text().count("  loss ") > 1, 120, log.read_text)
+    ranks = sorted(one.pid for one in alive() if one.ppid() != process.pid and one.pid != process.pid)
+    psutil.Process(ranks[-1]).suspend()
+    assert process.wait(timeout=90) not in (0, 2), log.read_text()
+    errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "was lost at step" in errors[0] and "Traceback" not in log.read_text(), log.read_text()
+    wait_until(lambda: not alive(), 20, lambda: str(alive()))

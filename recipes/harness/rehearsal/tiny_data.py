@@ -8,7 +8,7 @@ from harness import hub
 import yaml
 
 SHARDS = 8  # parquet files a split, so that up to eight processes each read their own
-ROWS, LETTERS = 500, 300  # of a data set that a person brings: so many of its first rows, so much of each text
+ROWS, LETTERS = 500, 150  # of a data set that a person brings: so many of its first rows, so much of each text
 DATA_SETS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 NOT_PROSE = {"id", "prompt_id", "dump", "url", "file_path", "language", "source", "category", "name"}
 
@@ -97,5 +97,5 @@ def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str])
     prose = [column for column in columns if columns[column] == "string" and column not in NOT_PROSE]
     words, place = text.split(" "), prose.index(name)
     if len(prose) > 1:
-        words = words[:60]  # prompt and completion together stay below a rehearsal's max_length
+        words = text[:200].split(" ")  # prompt and completion together stay below a rehearsal's max_length
     return " ".join(words[len(words) * place // len(prose) : len(words) * (place + 1) // len(prose)])

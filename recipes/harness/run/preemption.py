@@ -23,7 +23,10 @@ class StopTogether(TrainerCallback):
         self.number = 0  # the signal all agreed on
         self.group = None
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
+            patience = datetime.timedelta(seconds=timeout)
+            self.group = dist.new_group(backend="gloo", timeout=patience)
+            if dist.get_backend() == "gloo":  # to which transformers does not hand --ddp_timeout
+                dist.distributed_c10d._set_pg_timeout(patience)
 
     def on_step_end(self, args, state, control, **kwargs):
         number = torch.tensor([signals.received])

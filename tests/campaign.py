@@ -1,6 +1,6 @@
 """Kills, damages and signals runs, and looks whether the same command gives what an undisturbed run gives.
 
-    python tests/campaign.py [TRIALS [SEED]]        prints a table; a line for every trial goes to campaign.jsonl
+    python tests/campaign.py [TRIALS [SEED]]        prints a table, also after Ctrl-C; a line for every trial goes to campaign.jsonl
 
 Three ways to disturb a rehearsal of six steps that saves every second one:
 
@@ -221,10 +221,11 @@ def main(trials: int = 300, seed: int = 0):
     prepare()
     campaign = Campaign(Path(os.environ.get("TMPDIR", "/tmp"), f"campaign-{os.getpid()}"), seed)
     began = time.monotonic()
-    for number in range(trials):
-        kind = ("kill", "damage", "signal")[number % 3]
-        trial = campaign.trial(kind, campaign.variants[number // 3 % len(campaign.variants)])
-        print(f"{number + 1} {time.monotonic() - began:.0f} s", *trial.values(), flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        for number in range(trials):
+            kind = ("kill", "damage", "signal")[number % 3]
+            trial = campaign.trial(kind, campaign.variants[number // 3 % len(campaign.variants)])
+            print(f"{number + 1} {time.monotonic() - began:.0f} s", *trial.values(), flush=True)
     print(campaign.table(), f"\nseed {seed}, {time.monotonic() - began:.0f} s, {campaign.folder}")
     return any(trial["wrong"] for trial in campaign.trials)
 

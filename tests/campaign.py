@@ -1,6 +1,6 @@
 """Kills, damages and signals runs, and looks whether the same command gives what an undisturbed run gives.
 
-    python tests/campaign.py [TRIALS [SEED]]        prints a table, also after Ctrl-C; a line for every trial goes to campaign.jsonl
+    python tests/campaign.py [TRIALS [SEED]]   prints a table, also after Ctrl-C; every trial goes to campaign.jsonl
 
 Three ways to disturb a rehearsal of six steps that saves every second one:
 

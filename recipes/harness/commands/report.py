@@ -65,12 +65,10 @@ def _row(run: dict) -> tuple[str, ...]:
 
 def _draw(runs: list[dict]) -> Path:
     """Draws losses over steps, and speed-up over processes beside the ideal, into report.png of the folder one stands in."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (losses, speed) = pyplot.subplots(1, 2, figsize=(11, 4))
+    figure = Figure(figsize=(11, 4), layout="tight")
+    losses, speed = figure.subplots(1, 2)
     for run in runs:
         if run["history"]:
             losses.plot(*zip(*run["history"], strict=True), label=run["name"])
@@ -83,13 +81,11 @@ def _draw(runs: list[dict]) -> Path:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize="small")
-    figure.tight_layout()
     path = Path("report.png").absolute()
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
         fail(f"{path} cannot be written ({error.strerror}): call --report from another folder")
-    pyplot.close(figure)
     return path
 
 

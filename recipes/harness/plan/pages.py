@@ -114,13 +114,11 @@ def _table(rows: list[tuple]):
 
 def draw(plan: dict, curve: list[dict], path: Path = Path("plan.png")) -> Path:
     """Memory over the step, stacked by what holds it, with lines at the cards' sizes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     curve = [point for point in curve if point["moment"] not in ("load", "first step")]
-    figure, axes = pyplot.subplots(figsize=(9, 4.5))
+    figure = Figure(figsize=(9, 4.5))
+    axes = figure.subplots()
     layers = {name: [point["by"].get(name, 0) / cards.GB for point in curve] for name in NAMES}
     layers = {name: sizes for name, sizes in layers.items() if max(sizes) > 0.01}
     axes.stackplot(range(len(curve)), *layers.values(), labels=[NAMES[name] for name in layers])
@@ -140,5 +138,4 @@ def draw(plan: dict, curve: list[dict], path: Path = Path("plan.png")) -> Path:
         figure.savefig(path, dpi=120)
     except OSError as error:
         fail(f"{path.absolute()} cannot be written ({error.strerror}): call --plan from another folder")
-    pyplot.close(figure)
     return path.absolute()

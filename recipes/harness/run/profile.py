@@ -106,18 +106,14 @@ def table(wholes: list[int], ranks: list[dict[str, tuple[int, int]]], steps: int
 
 def draw(found: dict[str, list[tuple[int, int]]], begin: int, end: int, title: str, path: Path):
     """Draws what went on from `begin` to `end`, a line for each category."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     bars = {w: [((s - begin) / 1e6, (e - s) / 1e6) for s, e in found.get(w, []) if s < end and e > begin] for w in CATEGORIES}
     lanes = [what for what in CATEGORIES if bars[what]]
-    figure, axes = pyplot.subplots(figsize=(10, 0.9 + 0.35 * len(lanes)))
+    figure = Figure(figsize=(10, 0.9 + 0.35 * len(lanes)), layout="tight")
+    axes = figure.subplots()
     for lane, what in enumerate(lanes):
         axes.broken_barh(bars[what], (lane - 0.4, 0.8), color=f"C{CATEGORIES.index(what)}")
     axes.set(xlabel="ms", xlim=(0, (end - begin) / 1e6), title=title)
     axes.set(yticks=range(len(lanes)), yticklabels=lanes, ylim=(len(lanes) - 0.5, -0.5))
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)

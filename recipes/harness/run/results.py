@@ -117,12 +117,10 @@ def write(trainer, outcome, evaluation: dict, progress: Progress, counts: tuple[
 
 def draw(log_history: list[dict], title: str, path: Path):
     """Draws training and evaluation loss over steps."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+    figure = Figure(figsize=(7, 4), layout="tight")
+    axes = figure.subplots()
     for key, label, style in (("loss", "training", "-"), ("eval_loss", "held-out", "o--")):
         points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
         if points:
@@ -130,9 +128,7 @@ def draw(log_history: list[dict], title: str, path: Path):
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def summary(results: dict, folder: str):

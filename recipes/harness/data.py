@@ -2,6 +2,7 @@
 
 import glob
 from dataclasses import dataclass, field
+from logging import ERROR, getLogger
 from pathlib import Path
 
 from harness import hub, shapes
@@ -87,10 +88,6 @@ class DataArguments(trl.ScriptArguments):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 fail(f"--{name} is {getattr(self, name)}, expected 1 or more")
         is_here = self._path().exists()
-        if self.dataset_config and self._path().is_file():
-            fail(
-                f"--dataset_config {self.dataset_config} chooses among those of a folder or of the hub; {self.named} is one file"
-            )
         if HF_HUB_OFFLINE and self.dataset_streaming and not is_here:
             return []  # only `datasets` knows what its cache holds
         splits = self.splits(streaming=is_here or not HF_HUB_OFFLINE)
@@ -110,8 +107,13 @@ class DataArguments(trl.ScriptArguments):
         path = self._path()
         if not path.exists() and (self.dataset_name[:1] in ("/", ".", "~") or path.suffix in FILES):
             fail(f"there is no file or folder {self.dataset_name}")
+        if self.dataset_config and path.is_file():
+            fail(
+                f"--dataset_config {self.dataset_config} chooses among those of a folder or of the hub; {self.named} is one file"
+            )
         with hub.errors("data set", self.named):
             if path.is_file():
+                getLogger("huggingface_hub.repocard").setLevel(ERROR)  # a README beside the file says nothing of it
                 return load_dataset(str(path.parent), data_files=glob.escape(path.name), streaming=streaming)
             if not path.exists() and not HF_HUB_OFFLINE:
                 HfApi().dataset_info(self.dataset_name)  # says at once what is unknown, or that nobody answers

@@ -6,6 +6,7 @@ It reads as fast as memory does, and runs beside the fsync that waits for the di
 
 import hashlib
 import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +24,19 @@ def begin(checkpoint: Path):
 
 def is_cut_short(checkpoint: Path) -> bool:
     """Whether a kill came while it was written or deleted."""
-    return (checkpoint / WRITING).is_file() and not (checkpoint / MARK).exists()
+    is_begun = checkpoint.is_dir() and ((checkpoint / WRITING).is_file() or not any(checkpoint.iterdir()))
+    return is_begun and not (checkpoint / MARK).exists()
+
+
+def remove(checkpoint: Path):
+    """Deletes a checkpoint; a kill on the way leaves one that is cut short."""
+    begin(checkpoint)
+    for path in checkpoint.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != WRITING:
+            path.unlink()
+    shutil.rmtree(checkpoint)
 
 
 def seal(checkpoint: Path, is_mine) -> dict[str, list]:

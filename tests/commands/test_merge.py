@@ -72,7 +72,8 @@ def test_adapter_checkpoint_of_an_unfinished_run(rehearse, tmp_path):
 def test_sharded_checkpoint_becomes_a_plain_model(launch, rehearse, tmp_path):
     run = rehearse("qwen2_fineweb_edu", "4gpu_full_shard")
     process = launch("--merge", run / "checkpoint-20", tmp_path / "plain")
-    assert process.returncode == 0, process.stderr
+    assert process.returncode == 0 and "Warning" not in process.stderr, process.stderr
+    assert all(file.stat().st_mode & 0o044 for file in (tmp_path / "plain").iterdir())  # for whoever may read the folder
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     final = AutoModelForCausalLM.from_pretrained(run)
     assert merged.dtype == final.dtype == torch.bfloat16

@@ -1,6 +1,8 @@
 """The mark of a checkpoint: any damage to any of its files is found, and named."""
 
+import os
 import shutil
+import sys
 
 from harness import marks
 from harness.folder import MARK, latest, write_json
@@ -27,6 +29,9 @@ DAMAGE = {
 }
 
 
+CHANGES = {"open", "os.mkdir", "os.remove", "os.rmdir"}
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     folder = tmp_path / "checkpoint-5"
@@ -49,6 +54,25 @@ def test_damage_is_found(checkpoint, name, kind):
     assert name in marks.fault(checkpoint)
     if name == "rng_state_1.pth" and kind in ("one bit changed", "zeros"):  # only whose file it is reads it
         assert not marks.fault(checkpoint, lambda name: "1" not in name)
+
+
+@pytest.mark.parametrize("change", [marks.begin, marks.remove], ids=["begun", "deleted"])
+def test_a_kill_on_the_way_leaves_one_that_is_cut_short(checkpoint, tmp_path, change):
+    """Or one that is whole, or none. Python's audit events name the places."""
+    for place in range(1, 100):
+        folder = tmp_path / f"killed at {place}/checkpoint-5"
+        if change is marks.remove:
+            shutil.copytree(checkpoint, folder)
+        pid = os.fork()
+        if pid == 0:
+            left = iter(range(place - 1))
+            sys.addaudithook(lambda event, _, left=left: event in CHANGES and next(left, None) is None and os._exit(9))
+            change(folder)
+            os._exit(0)
+        if os.waitpid(pid, 0)[1] == 0:
+            break
+        assert not folder.exists() or marks.is_cut_short(folder) or not marks.fault(folder), place
+    assert place > (3 if change is marks.begin else 8) and folder.exists() == (change is marks.begin)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_believed(checkpoint):

@@ -121,6 +121,7 @@ KINDS = {
     "a template that fails": ("--tiny qwen2_chat 1x3090 --chat_template_path fails.jinja", "fails.jinja fails (never)"),
     "a template that is not there": ("--tiny qwen2_chat 1x3090 --chat_template_path no.jinja", "no.jinja is no file"),
     # data
+    "a configuration of one file": (f"{TINY} --dataset_name broken.jsonl --dataset_config x", "broken.jsonl is one file"),
     "a file of data that is not there": (f"{REAL} ./whole --dataset_name no.jsonl", "there is no file or folder no.jsonl"),
     "a column that is not there": (f"{REAL} ./whole --dataset_text_field body", "has the columns text; this recipe takes texts"),
     "a split that is not there": (f"{REAL} ./whole --dataset_train_split trian", "none called trian"),

@@ -5,11 +5,12 @@ An adapter is added to the model it was trained on; a sharded checkpoint of an u
 
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 from harness import marks
 from harness.commands.quantize import SOURCE
-from harness.commands.shards import Shards
+from harness.commands.shards import Shards, save
 from harness.folder import MARK, checkpoints, read_json
 from harness.launched import fail, say
 
@@ -73,7 +74,9 @@ def _read(checkpoint: Path, names: list[str] | None) -> dict:
     metadata = reader.read_metadata().state_dict_metadata
     wanted = {name: metadata[name] for name in names or metadata}
     state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in wanted.items()}
-    load(state, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, that no other process takes part
+        load(state, storage_reader=reader, no_dist=True)
     return state
 
 
@@ -102,7 +105,6 @@ def _add_adapter(folder: Path, adapter: dict, draft: Path):
     from huggingface_hub import snapshot_download
     from peft import PeftConfig
     from safetensors import safe_open
-    from safetensors.torch import save_file
     from tqdm import tqdm
 
     settings = PeftConfig.from_pretrained(folder)
@@ -120,7 +122,7 @@ def _add_adapter(folder: Path, adapter: dict, draft: Path):
         with safe_open(shard, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (safe_open is no dict)
                 merged[name] = changes.pop(name, lambda weight: weight)(weights.get_tensor(name))
-            save_file(merged, draft / shard.name, {"format": "pt"})
+            save(merged, draft / shard.name)
     if changes:
         fail(f"{base} has no weight {next(iter(changes))}: is it the model this adapter was trained on?")
     for file in base.iterdir():

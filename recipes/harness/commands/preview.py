@@ -31,10 +31,10 @@ def enter(data):
         splits = all_splits(streaming=True)
         splits = {name: splits[name] for name in (data.dataset_train_split, data.dataset_test_split) if name in splits}
         found.totals = {name: getattr((rows.info.splits or {}).get(name), "num_examples", None) for name, rows in splits.items()}
-        if streaming:
-            return splits
         if data._path().exists():
             found.totals = {name: len(rows) for name, rows in all_splits(streaming=False).items()}
+        if streaming:
+            return splits
         return {name: Dataset.from_list(list(rows.take(ROWS)), features=rows.features) for name, rows in splits.items()}
 
     def keep(trainer, dataset, tokenizer, args, packing, formatting_func, name):
@@ -134,7 +134,7 @@ def _numbers(args, whole: list, seen: list, packed: list, batches: list):
         steps = max(1, of_epoch / a_row / rows)
         say(f"an epoch   about {steps:,.0f} steps, {of_epoch:,.0f} tokens; {where}")
     else:
-        say(f"an epoch   unknown: the hub does not say how many rows there are; {where}")
+        say(f"an epoch   unknown: nobody says how many rows there are; {where}")
     steps = args.max_steps if args.max_steps > 0 else steps * args.num_train_epochs
     if steps:
         say(f"the run    {steps:,.0f} steps, {steps * rows * a_row:,.0f} tokens")

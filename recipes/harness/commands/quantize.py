@@ -8,6 +8,7 @@ import hashlib
 import os
 from pathlib import Path
 
+from harness.commands.shards import save
 from harness.folder import write_json
 from harness.launched import fail, say
 from harness.rehearsal import stand_ins
@@ -56,7 +57,6 @@ def _quantize(model, folder: Path):
     import trl
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
-    from safetensors.torch import save_file
     from tqdm import tqdm
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -84,7 +84,7 @@ def _quantize(model, folder: Path):
                     weight = original.to(getattr(torch, model.dtype))
                     tensors |= _packed(name, weight, settings) if name in linear else {name: weight.clone()}
                     bar.update(original.nbytes)
-            save_file(tensors, half, {"format": "pt"})
+            save(tensors, half)
             half.replace(packed)
         with safe_open(packed, "pt") as weights:
             index |= dict.fromkeys(weights.keys(), packed.name)

@@ -2,7 +2,6 @@
 
 import platform
 import re
-import shutil
 from pathlib import Path
 
 from harness import folder, marks
@@ -45,8 +44,7 @@ class Checkpoints(TrainerCallback):
         best = self.trainer.state.best_model_checkpoint
         old = [path for path in folder.checkpoints(self.folder) if path != coming and path.name != Path(best or "").name]
         for path in old[max(1, self.limit - 1) :] if self.limit else []:
-            marks.begin(path)
-            shutil.rmtree(path)
+            marks.remove(path)
 
     def on_save(self, args, state, control, model=None, **kwargs):
         process, checkpoint = PartialState(), self.folder / f"checkpoint-{state.global_step}"
@@ -102,7 +100,7 @@ def newest(args) -> Path | None:
             say(f"{path} is damaged: {what}. It is kept as {_set_aside(path).name}.")
         for path in cut_short:
             say(f"{path} was cut short while it was written; removing it.")
-            shutil.rmtree(path)
+            marks.remove(path)
     process.wait_for_everyone()
     if whole is None:
         return None

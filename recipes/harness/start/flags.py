@@ -91,7 +91,7 @@ def help_text(recipe: Path) -> str:
     # Source lines such as `max_length=1024,  # why`, so that the comments come along.
     lines = [line.strip() for call in calls for line in ast.get_source_segment(source, call).splitlines()]
     numbers = ""
-    for name, value, why in re.findall(r"^(\w+)=(.*?),(?:\s*(# .*))?$", "\n".join(lines), re.MULTILINE):
+    for name, value, why in re.findall(r"^(?!takes=)(\w+)=(.*?),(?:\s*(# .*))?$", "\n".join(lines), re.MULTILINE):
         flag = f"--{name} " + value.strip("[]").strip('"')
         numbers += f"    {flag:<52} {why}".rstrip() + "\n"
     return (

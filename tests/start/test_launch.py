@@ -34,6 +34,7 @@ def test_help_shows_the_recipe_and_its_numbers(launch):
     shown = launch(RECIPE, "--help").stdout
     assert "Continued pretraining of Qwen2-0.5B" in shown
     assert "--learning_rate 2e-5" in shown and "# with --use_peft ten times as much" in shown
+    assert "--takes" not in shown  # no flag
 
 
 @pytest.fixture

@@ -31,10 +31,10 @@ def enter(data):
         splits = all_splits(streaming=True)
         splits = {name: splits[name] for name in (data.dataset_train_split, data.dataset_test_split) if name in splits}
         found.totals = {name: getattr((rows.info.splits or {}).get(name), "num_examples", None) for name, rows in splits.items()}
-        if data._path().exists():
-            found.totals = {name: len(rows) for name, rows in all_splits(streaming=False).items()}
         if streaming:
             return splits
+        if data._path().exists():
+            found.totals = {name: len(rows) for name, rows in all_splits(streaming=False).items()}
         return {name: Dataset.from_list(list(rows.take(ROWS)), features=rows.features) for name, rows in splits.items()}
 
     def keep(trainer, dataset, tokenizer, args, packing, formatting_func, name):

@@ -5,9 +5,9 @@ As a program it reads one JSON object a line and answers each with `{"code", "ou
 
 import ctypes
 import importlib
-import itertools
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -77,9 +77,8 @@ def main():
 
 def begin(words: list[str], folder: str, variables: dict, mounts: list[list[str]], trains: bool):
     """What `python -m harness.start.launch` does; never returns."""
-    from harness.start import launch, server
+    from harness.start import processes
 
-    code = 0
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.chdir(folder)
@@ -89,17 +88,14 @@ def begin(words: list[str], folder: str, variables: dict, mounts: list[list[str]
             for options in (["--make-rprivate", "/"], *mounts):
                 subprocess.run(["mount", *options], check=True)
         if not trains:
-            launch.processes.run = lambda *arguments: 0
+            processes.run = lambda *arguments: 0
         sys.argv = ["launch", *words]
-        options = list(itertools.takewhile(lambda word: word.startswith("--"), words))
-        launch.main(options, *words[len(options) :])
-    except SystemExit as end:
-        code = end.code or 0
+        runpy.run_module("harness.start.launch", run_name="__main__", alter_sys=True)  # which ends the process
     except BaseException:
-        code = 1
         sys.excepthook(*sys.exc_info())
     finally:
-        server.leave(code)
+        sys.stderr.flush()
+        os._exit(1)
 
 
 if __name__ == "__main__":

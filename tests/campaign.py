@@ -8,11 +8,12 @@ Three ways to disturb a rehearsal of six steps that saves every second one:
   writing, makes, renames or deletes one. Python's audit events name the places; what torch and safetensors write past
   Python is met before and after, and half of it is what the next way leaves.
 - damage: a file of the newest checkpoint is missing, empty, cut or changed.
-- signal: SIGTERM or SIGUSR1 at a random moment, to the launcher or to every process.
+- signal: SIGTERM or SIGUSR1 at a random moment from the command on, to the launcher or to every process.
 
 Afterwards the same command must end with exit code 0, the losses and the model of the undisturbed run, to the bit (see
 `ROUNDED`); have repeated no more than one interval between checkpoints; and nothing may be left running, nor a traceback
-shown. Every run is a fork of this process, which has imported the libraries, and does from there on what launch.sh does.
+shown. Every run is a fork of this process, which has imported the libraries, and does from there on what launch.sh does;
+those that get a signal are launch.sh itself.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ CODES = {0, 75, 143, 138, -signal.SIGTERM, -signal.SIGUSR1}  # how a run may ans
 class Run:
     """A command in a process group of its own; `at` kills it at that place, `places` takes their names."""
 
-    def __init__(self, folder: Path, arguments: list[str], at: int = 0, whom: str = "all", places: Path | None = None):
+    def __init__(self, folder: Path, arguments: list[str], at=0, whom="all", places: Path | None = None, forks: bool = True):
         self.log = folder.with_name(f"{folder.name}.log")
         self.pid = os.fork()
         if self.pid == 0:
@@ -67,8 +68,10 @@ class Run:
             if at or places:
                 self._watch(folder, at, whom, places)
             config, *flags = arguments
-            sys.argv = ["launch", "--tiny", str(ROOT / "recipes/qwen2_fineweb_edu.py")]
-            sys.argv += [str(ROOT / f"accelerate_configs/{config}.yaml"), *flags, *FLAGS, "--output_dir", str(folder)]
+            recipe, config = str(ROOT / "recipes/qwen2_fineweb_edu.py"), str(ROOT / f"accelerate_configs/{config}.yaml")
+            sys.argv = ["launch.sh", "--tiny", recipe, config, *flags, *FLAGS, "--output_dir", str(folder)]
+            if not forks:
+                os.execv(ROOT / "launch.sh", sys.argv)
             runpy.run_module("harness.start.launch", run_name="__main__", alter_sys=True)
 
     def _watch(self, folder: Path, at: int, whom: str, places: Path | None):
@@ -125,7 +128,7 @@ class Run:
 
 class Campaign:
     def __init__(self, folder: Path, seed: int, variants=tuple(VARIANTS)):
-        self.folder, self.random, self.variants = folder, random.Random(seed), variants
+        self.folder, self.random, self.variants, self.importing = folder, random.Random(seed), variants, prepare()
         self.undisturbed, self.trials = {}, []
         folder.mkdir(parents=True, exist_ok=True)
         os.chdir(folder)
@@ -160,8 +163,8 @@ class Campaign:
                 started, where = Run(run, VARIANTS[variant], at, whom), f"{places[at - 1]} ({at} of {len(places)}) to {whom}"
                 code, wrong = started.wait()
             else:
-                number, moment = self.random.choice((signal.SIGTERM, signal.SIGUSR1)), self.random.uniform(0, seconds)
-                started, where = Run(run, VARIANTS[variant]), f"{number.name} after {moment:.1f} s to {whom}"
+                number, moment = self.random.choice((signal.SIGTERM, signal.SIGUSR1)), self.random.uniform(0, seconds + self.importing)
+                started, where = Run(run, VARIANTS[variant], forks=False), f"{number.name} after {moment:.1f} s to {whom}"
                 time.sleep(moment)
                 started.send(number, whom)
                 code, wrong = started.wait()
@@ -221,17 +224,18 @@ def _losses(run: Path) -> list:
     return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in history if "loss" in entry]
 
 
-def prepare():
-    """Imports what every run would; nothing here may begin a thread."""
+def prepare() -> float:
+    """Imports what every run would, and says how many seconds that took; nothing here may begin a thread."""
+    began = time.monotonic()
     sys.path.insert(0, str(ROOT / "recipes"))
-    os.environ["PYTHONPATH"] = str(ROOT / "recipes")
+    os.environ |= {"PYTHONPATH": str(ROOT / "recipes"), "PYTHON": sys.executable}
     from harness.start import server
 
     assert not (problem := server.import_libraries()), problem
+    return time.monotonic() - began
 
 
 def main(trials: int = 300, seed: int = 0):
-    prepare()
     campaign = Campaign(Path(os.environ.get("TMPDIR", "/tmp"), f"campaign-{os.getpid()}"), seed)
     began = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):

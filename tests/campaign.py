@@ -163,7 +163,8 @@ class Campaign:
                 started, where = Run(run, VARIANTS[variant], at, whom), f"{places[at - 1]} ({at} of {len(places)}) to {whom}"
                 code, wrong = started.wait()
             else:
-                number, moment = self.random.choice((signal.SIGTERM, signal.SIGUSR1)), self.random.uniform(0, seconds + self.importing)
+                moment = self.random.uniform(0, seconds + self.importing)
+                number = self.random.choice((signal.SIGTERM, signal.SIGUSR1))
                 started, where = Run(run, VARIANTS[variant], forks=False), f"{number.name} after {moment:.1f} s to {whom}"
                 time.sleep(moment)
                 started.send(number, whom)

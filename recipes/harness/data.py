@@ -11,11 +11,13 @@ from harness.launched import fail, say
 import datasets
 import numpy as np
 import trl
+import xxhash
 from datasets import Dataset, IterableDataset, load_dataset
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
 FILES_AT_ONCE, BUFFER = 4, 1_000  # of a stream: how many files its rows come from in turn, how many of these are shuffled
+ENDS = 2**25  # bytes at each end of a file that tell whether it has changed
 FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
 if datasets.config.PYARROW_VERSION.major > 24:
@@ -118,6 +120,22 @@ class DataArguments(trl.ScriptArguments):
             if not path.exists() and not HF_HUB_OFFLINE:
                 HfApi().dataset_info(self.dataset_name)  # says at once what is unknown, or that nobody answers
             return load_dataset(str(path) if path.exists() else self.dataset_name, self.dataset_config, streaming=streaming)
+
+    def digest(self) -> str:
+        """Of local files: of their names, sizes, and the first and last 32 MiB of each; "" for a data set of the hub."""
+        path = self._path()
+        if not path.exists():
+            return ""
+        files = [path] if path.is_file() else [file for file in sorted(path.rglob("[!.]*")) if file.is_file()]
+        found = xxhash.xxh3_64()
+        for file in files:
+            with hub.errors("data set", self.named), file.open("rb", buffering=0) as content:
+                size = file.stat().st_size
+                found.update(f"{file.relative_to(path.parent)} {size} ".encode())
+                for start in sorted({0, max(0, size - ENDS)}):
+                    content.seek(start)
+                    found.update(content.read(ENDS))
+        return found.hexdigest()
 
     def _path(self) -> Path:
         return Path(self.dataset_name).expanduser().absolute()

@@ -18,6 +18,7 @@ RUN = "run.json"
 RESULTS = "train_results.json"
 LOCK = ".lock"
 UNWRITABLE = 74  # exit code of a run that could not write into its folder (EX_IOERR)
+MAY_CHANGE = ("config", "sharded", "recipe_digest", "data_digest")  # of what `run.json` says, under conditions of their own
 MARK = "complete.json"  # in a checkpoint: every process has written its part
 
 
@@ -64,7 +65,8 @@ def default(launched: Launched, script: str) -> str:
 def check(folder: Path, identity: dict, is_default: bool):
     """Fails when `folder` belongs to something else, or another run is in it. Writes nothing.
 
-    A rehearsal in its default folder steps aside for one with another config, which would not be a continuation.
+    A rehearsal in its default folder steps aside for one that would not be its continuation: with another config, of a recipe
+    or of data that have changed.
     """
     if folder.exists() and not folder.is_dir():
         fail(f"{folder} is a file: give a folder as --output_dir")
@@ -87,12 +89,18 @@ def _compare(folder: Path, there: dict, identity: dict, is_default: bool):
         there = {}
     elif not there and folder.is_dir() and any(not path.name.startswith((LOCK, f".{RUN}.")) for path in folder.iterdir()):
         fail(f"{folder} holds files that are not a run of this project: choose an empty or new --output_dir")
-    for key in (key for key in identity if there and key not in ("config", "sharded")):
+    for key in (key for key in identity if there and key not in MAY_CHANGE):
         if there.get(key) != identity[key]:
             fail(
                 f"{folder} holds a run with {key} {there.get(key)}, this one has {key} {identity[key]}: "
                 "choose another --output_dir, or move that folder away"
             )
+    begun = (folder / RESULTS).exists() or next(folder.glob("checkpoint-*"), None)
+    if begun and there.get("data_digest", identity["data_digest"]) != identity["data_digest"]:
+        fail(
+            f"{folder} holds a run on {identity['dataset']} as it was: its rows have changed since, and what was held out may "
+            "be trained on. Choose another --output_dir, or move that folder away"
+        )
     if there and there["sharded"] != identity["sharded"] and list(folder.glob("checkpoint-*")):
         kinds = {True: "FSDP", False: "unsharded"}
         fail(
@@ -102,7 +110,8 @@ def _compare(folder: Path, there: dict, identity: dict, is_default: bool):
 
 
 def _steps_aside(there: dict, identity: dict, is_default: bool) -> bool:
-    return bool(there.get("tiny")) and identity["tiny"] and is_default and there["config"] != identity["config"]
+    is_other = any(there.get(key, identity[key]) != identity[key] for key in ("config", "recipe_digest", "data_digest"))
+    return bool(there.get("tiny")) and identity["tiny"] and is_default and is_other
 
 
 def claim(folder: Path, identity: dict, is_default: bool):
@@ -115,6 +124,7 @@ def claim(folder: Path, identity: dict, is_default: bool):
                 shutil.rmtree(aside)
             folder.rename(aside)
             say(f"The rehearsal with {there['config']} that was in {folder} is now in {aside}.")
+            there = {}
         folder.mkdir(parents=True, exist_ok=True)
         held = lock(folder)
         _compare(folder, _owner(folder), identity, is_default)
@@ -123,6 +133,8 @@ def claim(folder: Path, identity: dict, is_default: bool):
         held.release()
     except OSError as error:
         fail(f"{folder} cannot be written ({error.strerror}): choose another --output_dir")
+    if there.get("recipe_digest", identity["recipe_digest"]) != identity["recipe_digest"]:
+        say(f"{identity['recipe']}.py has changed since the last start of the run in {folder}, which goes on as it says now.")
 
 
 def finished(folder: Path, max_steps: int, num_train_epochs: float) -> dict:

@@ -21,13 +21,13 @@ def test_runs_of_one_two_and_four_processes(rehearse, launch, tmp_path):
     assert process.returncode == 0, process.stderr
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in process.stdout.splitlines() if line[:1] == "|"]
     rows = [dict(zip(table[0], row, strict=True)) for row in table[2:]]
-    assert [row["GPUs"] for row in rows] == ["1", "2", "4"]
+    assert [row["processes"] for row in rows] == ["1", "2", "4"]
     one, rates = read(runs[1]), {str(read(run)["world_size"]): read(run)["tokens_per_second"] for run in runs}
     for row in rows:
-        faster = rates[row["GPUs"]] / one["tokens_per_second"]
+        faster = rates[row["processes"]] / one["tokens_per_second"]
         assert row["nodes"] == "1" and row["speed-up"] == f"{faster:.2f}"
-        assert row["efficiency"] == f"{faster / int(row['GPUs']):.0%}"
-        assert row["tokens/s"] == f"{rates[row['GPUs']]:,.0f}"
+        assert row["efficiency"] == f"{faster / int(row['processes']):.0%}"
+        assert row["tokens/s"] == f"{rates[row['processes']]:,.0f}"
     assert rows[0]["time (s)"] == f"{one['train_runtime']:.0f}" and rows[0]["loss"] == f"{one['final_loss']:.4f}"
     assert all(row["GPU %"] == "" for row in rows)  # a CPU
     assert (tmp_path / "report.png").stat().st_size > 10_000 and not process.stderr

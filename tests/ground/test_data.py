@@ -165,3 +165,16 @@ def test_a_recipe_says_which_rows_it_takes(recipe):
     }
     for shape in [takes] if isinstance(takes, str) else takes:
         assert columns[shape] in said
+
+
+@pytest.mark.parametrize("place", ["rows.jsonl", "."])
+def test_what_tells_that_local_data_changed(tmp_path, monkeypatch, place):
+    monkeypatch.setattr("harness.data.ENDS", 8)
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(bytes(range(64)))
+    before = opened(tmp_path / place).digest()
+    file.touch()
+    assert opened(tmp_path / place).digest() == before and opened("someone/rows").digest() == ""
+    for changed in (b"\0" + file.read_bytes()[:-1], file.read_bytes()[:-1], file.read_bytes()[:-1] + b"\0"):
+        file.write_bytes(changed)
+        assert opened(tmp_path / place).digest() != before

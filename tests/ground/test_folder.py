@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT, read
 
 IDENTITY = dict.fromkeys(("recipe", "model", "dataset", "dataset_config", "use_peft", "load_in_4bit"), "a")
+IDENTITY |= dict.fromkeys(("recipe_digest", "data_digest"), "a")
 IDENTITY |= {"tiny": False, "config": "c", "sharded": True}
 
 
@@ -74,6 +75,36 @@ class TestRunFolder:
         assert (tmp_path / "run.old/model.safetensors").read_text() == "weights"
         assert read(run, "run.json")["config"] == "new" and not (run / "model.safetensors").exists()
         assert "run.old" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("key", ["recipe_digest", "data_digest"])
+    def test_a_rehearsal_of_what_was_edited_begins_anew(self, tmp_path, key):
+        run = tmp_path / "run"
+        for digest in ("before", "after"):
+            take(run, IDENTITY | {"tiny": True, key: digest}, True)
+            assert not (run / "checkpoint-5").exists()
+            (run / "checkpoint-5").mkdir()
+        assert (tmp_path / "run.c/checkpoint-5").is_dir()
+
+    def test_data_that_changed_under_a_run(self, tmp_path, says):
+        run, others = tmp_path / "run", IDENTITY | {"data_digest": "after"}
+        take(run, IDENTITY, True)
+        take(run, others, True)  # which has not trained on anything yet
+        (run / "checkpoint-5").mkdir()
+        assert "its rows have changed since" in says(take, run, IDENTITY, True)
+        take(run, others, True)
+
+    def test_a_recipe_that_changed_under_a_run(self, tmp_path, capsys):
+        take(tmp_path / "run", IDENTITY, True)
+        assert "changed" not in capsys.readouterr().out
+        take(tmp_path / "run", IDENTITY | {"recipe_digest": "after"}, True)
+        assert "a.py has changed since" in capsys.readouterr().out
+
+    def test_a_run_of_an_earlier_version_goes_on(self, tmp_path, capsys):
+        digests = ("recipe_digest", "data_digest")
+        folder.write_json(tmp_path / "run.json", {key: value for key, value in IDENTITY.items() if key not in digests})
+        (tmp_path / "checkpoint-5").mkdir()
+        take(tmp_path, IDENTITY, True)
+        assert not capsys.readouterr().out
 
     def test_a_real_run_never_steps_aside(self, tmp_path):
         take(tmp_path / "run", IDENTITY, True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.folder import RESULTS, read_json
 from harness.launched import fail
 
-COLUMNS = ("run", "nodes", "GPUs", "time (s)", "speed-up", "efficiency", "tokens/s", "GB a GPU", "GPU %", "GB host", "loss")
+COLUMNS = ("run", "nodes", "processes", "time (s)", "speed-up", "efficiency", "tokens/s", "GB a GPU", "GPU %", "GB host", "loss")
 
 NUMBERS = ("num_nodes", "world_size", "train_runtime", "tokens_per_second", "peak_gpu_gb", "peak_host_gb", "final_loss")
 

@@ -1,6 +1,7 @@
 """`parse`: from a recipe's numbers and the command line to checked arguments."""
 
 import datetime
+import hashlib
 import logging
 import os
 import re
@@ -85,6 +86,8 @@ def _check(data, args, model, launched: Launched, sharded: bool):
         "tiny": launched.tiny,
         "use_peft": model.use_peft,
         "load_in_4bit": model.load_in_4bit,
+        "recipe_digest": hashlib.sha256(Path(launched.recipe or sys.argv[0]).read_bytes()).hexdigest()[:8],
+        "data_digest": data.digest(),
     }
     if not launched.command:
         folder.check(path, identity, is_default)

@@ -6,7 +6,7 @@ import runpy
 import sys
 from types import SimpleNamespace
 
-from harness.commands import preview
+from harness.commands import first_rows, preview
 from harness.launched import Checked
 from harness.rehearsal import tiny_model
 
@@ -24,7 +24,7 @@ def show(workplace, monkeypatch, capsys):
     def call(recipe, *flags):
         for cls, name in ((PreTrainedModel, "from_pretrained"), (SFTTrainer, "_prepare_dataset")):
             monkeypatch.setattr(cls, name, getattr(cls, name))  # put back afterwards
-        monkeypatch.setattr(preview, "found", SimpleNamespace(data=None, totals={}, whole={}, is_chat=False))
+        monkeypatch.setattr(first_rows, "found", SimpleNamespace(data=None, totals={}, whole={}, is_chat=False))
         monkeypatch.chdir(workplace)
         path = str(ROOT / f"recipes/{recipe}.py")
         launched = {"recipe": path, "tiny": True, "on_cpu": True, "checking": True, "command": "preview"}
@@ -94,7 +94,7 @@ class TestWarnings:
         assert "1 of 1 documents have no end token" in self.warnings(tokenizer, [(ids + end, masked)], ids + end)
 
     def test_a_template_without_the_turns_end(self, tokenizer, monkeypatch):
-        monkeypatch.setattr(preview.found, "is_chat", True)
+        monkeypatch.setattr(first_rows.found, "is_chat", True)
         row = [tokenizer.eos_token_id] * 3
         tokenizer.chat_template = "{% for m in messages %}### {{ m['role'] }}\n{{ m['content'] }}\n\n{% endfor %}"
         assert "does not end the assistant's turn" in self.warnings(tokenizer, [(row, row)])

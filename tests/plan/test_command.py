@@ -1,7 +1,13 @@
 """`launch.sh --plan` as a person calls it."""
 
+import json
+import re
+import shutil
+
+from harness.rehearsal import tiny_model
+
 import pytest
-from conftest import is_one_line
+from conftest import ROOT, is_one_line
 
 
 @pytest.mark.parametrize(
@@ -17,3 +23,30 @@ from conftest import is_one_line
 )
 def test_mistakes_are_one_line(launch, arguments, words):
     is_one_line(launch("--plan", *arguments), *words)
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """A model's config and tokenizer without weights, and rows of one's own."""
+    tiny_model.make_tokenizer(tiny_model.FAMILIES["Qwen/Qwen2-0.5B*"]).save_pretrained(tmp_path / "model")
+    shutil.copy(ROOT / "tests/published/models/Qwen/Qwen2-0.5B/config.json", tmp_path / "model")
+    rows = ({"instruction": f"Count to {number}.", "input": "", "output": "One, two. " * 15} for number in range(1000))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return ["--model_name_or_path", "./model", "--dataset_name", "rows.jsonl", "--num_train_epochs", "2"]
+
+
+def test_hours_and_money_of_epochs(launch, mine, tmp_path):
+    """Steps by the recipe's own rows: as many as the preview says, in hours, and in money."""
+    preview = launch("--preview", "llama31_8b_lora", *mine, cwd=tmp_path)
+    steps = int(re.search(r"^the run +([\d,]+) steps", preview.stdout, re.MULTILINE)[1].replace(",", ""))
+    process = launch("--plan", "llama31_8b_lora", "1x3090", *mine, "--price_per_gpu_hour", "100", cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    about = int(re.search(r"^the run +about (\d+) steps, by the first rows", process.stdout, re.MULTILINE)[1])
+    assert abs(about - steps) <= 1 and steps > 2
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in process.stdout.splitlines() if line[:1] == "|"]
+    card = next(dict(zip(table[0], row, strict=True)) for row in table if row[0] == "L4")
+    step, hours, price = ([float(end) for end in card[name].split("–")] for name in ("s a step", "hours", "price"))
+    for end in (0, 1):
+        assert hours[end] == pytest.approx(about * step[end] / 3600, abs=0.1)
+        assert price[end] == pytest.approx(100 * about * step[end] / 3600, rel=0.1, abs=1)
+    assert (tmp_path / "plan.png").stat().st_size > 10_000 and "error" not in process.stderr

@@ -1,70 +1,31 @@
 """What the model will see: rows as they are packed, what of them trains, how long they are. For `launch.sh --preview RECIPE`.
 
-The recipe's own lines make the rows, up to its trainer, of the first ROWS of each split.
+The recipe's own lines make the rows, up to its trainer, of the first of each split.
 """
 
-import copy
 import itertools
 import os
-import statistics
 import sys
-from types import SimpleNamespace
 
+from harness.commands import first_rows
 from harness.launched import Checked, say
 
-ROWS, BATCHES = 400, 100
+BATCHES = 100
 SHOWN, PIECES, HEAD, TAIL = 2, 3, 160, 40  # rows; documents of a row; tokens of a document's beginning and end
 IGNORED = -100  # the label of a token that is not trained on
-# Rows there are by split; rows before they are cut and packed; whether they are conversations.
-found = SimpleNamespace(data=None, totals={}, whole={}, is_chat=False)
-
-
-def enter(data):
-    """From here on in this process a recipe loads the first rows only, and SFTTrainer keeps what it makes of them."""
-    from datasets import Dataset
-    from trl import SFTTrainer
-    from trl.data_utils import is_conversational
-
-    all_splits, prepare, found.data = data.splits, SFTTrainer._prepare_dataset, data
-
-    def few(streaming: bool) -> dict:
-        splits = all_splits(streaming=True)
-        splits = {name: splits[name] for name in (data.dataset_train_split, data.dataset_test_split) if name in splits}
-        found.totals = {name: getattr((rows.info.splits or {}).get(name), "num_examples", None) for name, rows in splits.items()}
-        if streaming:
-            return splits
-        if data._path().exists():
-            found.totals = {name: len(rows) for name, rows in all_splits(streaming=False).items()}
-        return {name: Dataset.from_list(list(rows.take(ROWS)), features=rows.features) for name, rows in splits.items()}
-
-    def keep(trainer, dataset, tokenizer, args, packing, formatting_func, name):
-        found.is_chat = is_conversational(next(iter(dataset)))
-        uncut = copy.copy(args)
-        uncut.max_length, uncut.shuffle_dataset = None, False
-        found.whole[name] = prepare(trainer, dataset, tokenizer, uncut, False, formatting_func, name)
-        return prepare(trainer, found.whole[name], tokenizer, args, packing, None, name)
-
-    data.splits, SFTTrainer._prepare_dataset = few, keep
 
 
 def show(trainer):
     """Prints rows, numbers and warnings; ends the process, with exit code 1 when there are warnings."""
     args, tokenizer = trainer.args, getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    packed = list(itertools.islice(trainer.train_dataset, ROWS))
-    splits = {"train": packed, "eval": trainer.eval_dataset or []}
-    for name, rows in splits.items():
-        whole = itertools.islice(found.whole[name], ROWS) if name in found.whole else rows
-        splits[name] = [document for row in whole for document in documents(row)]
-    length = getattr(args, "max_length", None) or sys.maxsize
-    is_split = (getattr(args, "packing", False) and args.packing_strategy != "bfd") or "train" not in found.whole
-    seen = [document if is_split else [part[:length] for part in document] for document in splits["train"]]
+    packed, splits, seen = first_rows.look(trainer)
     batches = list(itertools.islice(trainer.get_train_dataloader(), BATCHES))
 
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     key = "green trains, grey does not" if colour else "⟦ ⟧ trains, the rest does not"
     say(f"\nThe first rows as the model will see them: {key}; special tokens are {'bold' if colour else 'marked ◆'}.")
     for row in packed[:SHOWN]:
-        parts = documents(row)
+        parts = first_rows.documents(row)
         say(f"\n--- a row of {len(row['input_ids']):,} tokens, {len(parts)} document{'s' * (len(parts) > 1)}")
         say("\n---\n".join(painted(tokenizer, *part, colour) for part in parts[:PIECES]))
         if len(parts) > PIECES:
@@ -77,16 +38,6 @@ def show(trainer):
     if warnings:
         sys.exit(1)
     raise Checked(args)
-
-
-def documents(row: dict) -> list[tuple[list[int], list[int]]]:
-    """The tokens and labels of each document of a row, packed or not."""
-    ids, start, parts = row["input_ids"], 0, []
-    labels = row.get("labels", ids)
-    for length in row.get("seq_lengths") or [len(ids)]:
-        parts.append((ids[start : start + length], labels[start : start + length]))
-        start += length
-    return parts
 
 
 def painted(tokenizer, ids: list[int], labels: list[int], colour: bool) -> str:
@@ -120,19 +71,17 @@ def _numbers(args, whole: list, seen: list, packed: list, batches: list):
     say(
         f"lengths    {lengths[0]:,} to {lengths[-1]:,} tokens; a tenth below {tenths[0]:,}, half below {tenths[1]:,}, "
         f"nine tenths below {tenths[2]:,} ({len(lengths)} documents)\n"
-        f"cut off    {share if 'train' in found.whole else 'not known: the recipe itself cuts and packs its rows'}\n"
+        f"cut off    {share if 'train' in first_rows.found.whole else 'not known: the recipe itself cuts and packs its rows'}\n"
         f"padding    {padding / tokens:.1%} of the tokens of {len(batches)} batches\n"
         f"trains     {trained / tokens:.1%} of them"
     )
-    data, a_row = found.data, statistics.mean(len(row["input_ids"]) for row in packed)
+    data, a_row = first_rows.found.data, first_rows.mean_length(packed)
     rows = data.global_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps
     where = f"a step is {rows} rows{'' if data.global_batch_size else ' on one GPU'}, {rows * a_row:,.0f} tokens"
-    steps = 0
-    if total := found.totals.get(data.dataset_train_split):
-        total = min(total * len(whole) / min(total, ROWS), data.max_samples or total)
-        of_epoch = total * statistics.mean(len(ids) for ids, _ in seen)
-        steps = max(1, of_epoch / a_row / rows)
-        say(f"an epoch   about {steps:,.0f} steps, {of_epoch:,.0f} tokens; {where}")
+    of_epoch, tokens = first_rows.epoch(whole, seen, packed)
+    steps = max(1, of_epoch / rows) if of_epoch else 0
+    if steps:
+        say(f"an epoch   about {steps:,.0f} steps, {tokens:,.0f} tokens; {where}")
     else:
         say(f"an epoch   unknown: nobody says how many rows there are; {where}")
     steps = args.max_steps if args.max_steps > 0 else steps * args.num_train_epochs
@@ -147,7 +96,7 @@ def _warnings(tokenizer, splits: dict, seen: list, batches: list, trainer):
     ending = [
         any(i in ends and label != IGNORED for i, label in zip(ids[-3:], labels[-3:], strict=True)) for ids, labels in train
     ]
-    has_whole = "train" in found.whole
+    has_whole = "train" in first_rows.found.whole
     endless = sum(
         not ends_well and (has_whole or len(ids) < (getattr(trainer.args, "max_length", None) or sys.maxsize))
         for ends_well, (ids, _) in zip(ending, train, strict=True)
@@ -159,7 +108,7 @@ def _warnings(tokenizer, splits: dict, seen: list, batches: list, trainer):
     texts = {tuple(ids) for ids, _ in train if len(ids) > 8}
     if known := sum(tuple(ids) in texts for ids, _ in held_out):
         yield f"{known} of {len(held_out)} documents for evaluation are trained on as well: the held-out loss will flatter"
-    if found.is_chat and (after := _after_an_answer(tokenizer)) is not None and not ends & set(after):
+    if first_rows.found.is_chat and (after := _after_an_answer(tokenizer)) is not None and not ends & set(after):
         yield (
             f"the chat template does not end the assistant's turn with {tokenizer.convert_ids_to_tokens(sorted(ends))} but with "
             f"{tokenizer.decode(after)!r}: a server will not know where an answer stops"

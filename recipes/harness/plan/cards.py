@@ -105,6 +105,7 @@ def plan(found: dict, price: float = 0.0) -> dict:
         "tflops": round(sum(found["step"]["flops"].values()) / 1e12, 1),
         "tokens_a_step": tokens,
         "steps": steps,
+        "steps_are_estimated": "estimated" in found,
         "fits": {card.name: fits(card, found, peak) for card in CARDS},
         "largest_micro_batch": {card.name: largest(card, found) for card in CARDS},
         "step_seconds": {},

@@ -4,7 +4,10 @@ Simulates the recipe with each config, says whether it fits and how long it take
 make it fit, each way tried by another simulation.
 """
 
+import contextlib
+import io
 import json
+import logging
 import os
 import sys
 import warnings
@@ -27,17 +30,17 @@ def main(recipe: str, *words: str):
     quiet = "--json" in own
     server.prepare()
     from harness.plan import fakes  # which imports torch; a misspelt flag does not wait for it
+    from harness.plan.length import Length
 
     warnings.filterwarnings("ignore")
     if missing := fakes.broken():
         fail(f"cannot plan with these versions: {', '.join(missing)} is not there; everything else works without it")
-    plans = []
+    plans, length = [], Length(recipe, arguments)
     for path, config in read.items():
         if not quiet:
             pages.progress(f"Simulating {Path(recipe).stem} with {Path(path).stem} …")
         found = run(recipe, path, config, arguments, optional=len(read) > 1)
-        if found:
-            plans.append(cards.plan(found, float(own.get("--price_per_gpu_hour") or 0)))
+        plans.append(found if "refused" in found else cards.plan(length.of(found), float(own.get("--price_per_gpu_hour") or 0)))
     if quiet:
         print(json.dumps(plans[0] if len(read) == 1 else plans, indent=2))
     elif len(read) > 1:
@@ -48,18 +51,31 @@ def main(recipe: str, *words: str):
         pages.proposals(proposals.tried(plans[0], found, paths[0], lambda *change: again(recipe, arguments, *change)))
 
 
-def run(recipe: str, path: str, config: dict, arguments: list[str], optional: bool = False) -> dict | None:
-    """One simulation, in a process of its own. Ends this one when it fails, or returns None with `optional`."""
-    from harness.plan import simulation
+def run(recipe: str, path: str, config: dict, arguments: list[str], optional: bool = False) -> dict:
+    """One simulation, in a process of its own. Ends this one when it is refused, or returns the reason with `optional`."""
     from harness.start import processes
 
     launch = fit(recipe, path, config)
-    code, found = processes.call(simulation.simulate, launch, config, arguments)
-    if optional and code == 2:
-        return None
+    code, found = processes.call(_simulated, launch, config, arguments, optional)
     if found is None:
         sys.exit(processes.ended(code))
-    return found | {"recipe": Path(recipe).stem, "config": Path(path).stem, "download": _download(found)}
+    names = {"recipe": Path(recipe).stem, "config": Path(path).stem}
+    return found | names | ({} if "refused" in found else {"download": _download(found)})
+
+
+def _simulated(launch: Launched, config: dict, arguments: list[str], optional: bool) -> dict:
+    from harness.plan import simulation
+
+    logging.disable(logging.WARNING)  # what libraries say of a run is not said of a plan
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return simulation.simulate(launch, config, arguments)
+    except SystemExit as end:
+        if optional and end.code == 2:
+            return {"refused": said.getvalue().strip().removeprefix("error: ")}
+        sys.stderr.write(said.getvalue())
+        raise
 
 
 def _download(found: dict) -> int:

@@ -40,7 +40,8 @@ def whole(plan: dict):
     print(f"disk         {plan['disk_gb']:.0f} GB{free}, of which {plan['download_gb']:.1f} GB are downloaded")
     kinds = {"to_gpu": "to the GPU", "to_host": "to the host", "all_reduced": "all-reduced"}
     moved = ", ".join(f"{kinds.get(kind, kind)} {size:.2f} GB" for kind, size in plan["moved_gb"].items())
-    print(f"one step     {plan['tokens_a_step']:,} tokens, {plan['tflops']:,.0f} TFLOP a GPU; {moved or 'nothing is moved'}\n")
+    print(f"one step     {plan['tokens_a_step']:,} tokens, {plan['tflops']:,.0f} TFLOP a GPU; {moved or 'nothing is moved'}")
+    print(f"the run      {_length(plan)}\n")
     rows = [("card", "fits", "largest micro-batch", "s a step", "tokens/s", "hours", "price")]
     for name, fits in plan["fits"].items():
         rows.append((name, _fits(plan, name, fits), str(plan["largest_micro_batch"][name]), *_ranges(plan, name)))
@@ -51,7 +52,7 @@ def whole(plan: dict):
 def side_by_side(plans: list[dict]):
     """A line for every config."""
     rows = [("config", "GPUs", "GB a GPU", "with reserve", "GB host", "smallest card", "tokens/s on it")]
-    for plan in plans:
+    for plan in (plan for plan in plans if "refused" not in plan):
         card = next((name for name, fits in plan["fits"].items() if fits), None)
         speed = plan["tokens_per_second"].get(card)
         rows.append(
@@ -65,7 +66,10 @@ def side_by_side(plans: list[dict]):
                 f"{speed[0]:,}–{speed[1]:,}" if speed else "",
             )
         )
-    _table(rows)
+    if len(rows) > 1:
+        _table(rows)
+    for plan in (plan for plan in plans if "refused" in plan):
+        print(f"{plan['config']}: {plan['refused']}")
     print(f"\n{NOT_SIMULATED}")
 
 
@@ -75,6 +79,13 @@ def proposals(tried: list[dict]):
         return
     print(f"\nTo fit {tried[0]['card']}, each tried by a simulation:")
     _table([("change", "GB a GPU with reserve", "fits")] + [(t["change"], f"{t['needs']:.1f}", t["fits"]) for t in tried])
+
+
+def _length(plan: dict) -> str:
+    if not plan["steps"]:
+        return "as many steps as its data give, which nobody here knows: --max_steps N says hours"
+    about = "about {:,} steps, by the first rows of its data" if plan["steps_are_estimated"] else "{:,} steps"
+    return about.format(plan["steps"])
 
 
 def _fits(plan: dict, name: str, fits: bool) -> str:

@@ -152,5 +152,6 @@ def _facts(trainer, batch: dict) -> dict:
         "max_length": getattr(args, "max_length", None),
         "checkpointing": bool(args.gradient_checkpointing),
         "max_steps": args.max_steps,
+        "epochs": args.num_train_epochs,
         "optimizer": str(args.optim),
     }

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 from harness import configs, folder, patience
-from harness.commands import hollow, prepare, preview, quantize, stream_files
+from harness.commands import first_rows, hollow, prepare, quantize, stream_files
 from harness.launched import Checked, Launched
 from harness.nodes import network
 from harness.rehearsal import fsdp_on_cpu, full_size, stand_ins
@@ -54,7 +54,7 @@ def parse(config_class, takes=(), **defaults):
     if launched.command:
         hollow.enter(args)
     if launched.command == "preview":
-        preview.enter(data)
+        first_rows.enter(data)
     elif launched.checking and not launched.command:
         raise Checked(args)
     patience.wait_for_the_hub()

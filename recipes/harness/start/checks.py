@@ -160,5 +160,5 @@ def sources(data, args, model, launched):
     else:
         if HF_HUB_OFFLINE:
             say("Without the hub: model and data are those that are on this machine.")
-        models.check(args, model)
+        models.check(args, model, with_weights=launched.command != "preview")
     chat.check(args, model, data.given, data.check(), name)

@@ -9,7 +9,7 @@ from harness.launched import fail
 WEIGHTS = "model.safetensors"
 
 
-def check(args, model):
+def check(args, model, with_weights: bool):
     """Fails unless the config can be read, the weights of a folder are whole, and tokenizer and length fit the model."""
     from transformers import AutoConfig, AutoTokenizer
 
@@ -18,7 +18,7 @@ def check(args, model):
     with hub.errors("model", name):
         config = AutoConfig.from_pretrained(name, revision=revision)
         config = config.get_text_config()
-    if Path(name).is_dir():
+    if Path(name).is_dir() and with_weights:
         _weights(Path(name))
     with hub.errors("the tokenizer of", name):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)

@@ -146,9 +146,9 @@ def build_trainer(workplace, monkeypatch, tmp_path):
 
     def call(recipe, *flags):
         monkeypatch.chdir(workplace)
-        launched = {"recipe": recipe, "processes": 1, "tiny": True, "on_cpu": True}
-        monkeypatch.setattr(harness, "train", handed_over.append)
         path = str(ROOT / "recipes" / f"{recipe}.py")
+        launched = {"recipe": path, "processes": 1, "tiny": True, "on_cpu": True}
+        monkeypatch.setattr(harness, "train", handed_over.append)
         # Once as launch.py does, to check and to make the stand-ins; once as a rank does.
         for checking in (True, False):
             monkeypatch.setenv("RECIPE_LAUNCH", json.dumps(launched | {"checking": checking}))
@@ -167,6 +167,7 @@ def says(capsys):
     """Calls something that must end the process with one line, and returns the line."""
 
     def call(function, *arguments):
+        capsys.readouterr()  # what was said before
         with pytest.raises(SystemExit) as stopped:
             function(*arguments)
         message = capsys.readouterr().err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-BRIEF = ["--max_steps", "20"]  # a checkpoint on the way, at 15, and one at the end; a rehearsal by itself takes 30
+BRIEF = ["--max_steps", "12", "--save_steps", "8", "--eval_steps", "8"]  # a checkpoint on the way and one at the end
 
 
 class Rehearsals:

@@ -1,76 +1,86 @@
 """What `--prepare` brings here is all a run needs: the hub is stopped, and the recipe trains."""
 
 import shutil
-import subprocess
-import sys
 
 from harness.commands import prepare, stream_files
 
 import pytest
-from conftest import ROOT, read
+from conftest import read
 from stand_in_hub import serve
+from starts import Starts
 
 BRIEF = ["--max_length", "64", "--max_eval_samples", "4", "--per_device_train_batch_size", "1"]
 STREAM = ["--max_tokens", "2_000", *BRIEF]
 
 
-@pytest.fixture
-def hub(starts, workplace, tmp_path):
-    """Serves the tiny stand-ins of a recipe under the recipe's own ids."""
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("home")
 
-    def call(recipe, model, data):
+
+@pytest.fixture(scope="module")
+def hub(home):
+    with serve(home / "hub") as server:
+        yield server
+
+
+@pytest.fixture
+def stand_ins(starts, workplace, hub):
+    """Puts the tiny stand-ins of a recipe into the hub, under the recipe's own ids."""
+
+    def call(recipe, *ids):
         assert starts("--prepare", "--tiny", recipe).returncode == 0
-        for kind, name in (("models", model), ("datasets", data)):
+        for kind, name in zip(("models", "datasets"), ids, strict=True):
             stand_in = next((workplace / "outputs/tiny/.stand-ins").glob(f"{name.replace('/', '--')}-*"))
-            shutil.copytree(stand_in, tmp_path / "hub" / kind / name, dirs_exist_ok=True)
-        return serve(tmp_path / "hub")
+            shutil.copytree(stand_in, hub.root / kind / name)
 
     return call
 
 
-@pytest.fixture
-def train(environment, tmp_path):
-    """Trains as `python recipe.py` on this machine's CPU, with what launch.sh sets where nobody answers."""
-
-    def call(recipe, *flags, **variables):
-        command = [sys.executable, ROOT / f"recipes/{recipe}.py", "--use_cpu", *flags]
-        variables = environment | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "recipes"), **variables}
-        return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
-
-    return call
+@pytest.fixture(scope="module")
+def online(environment, hub, home):
+    made = Starts(environment | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "cache")}, home)
+    yield made
+    made.close()
 
 
-def test_a_stream(hub, launch, train, tmp_path):
+@pytest.fixture(scope="module")
+def offline(environment, home):
+    """With what launch.sh sets where nobody answers."""
+    made = Starts(environment | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(home / "cache")}, home)
+    yield made
+    made.close()
+
+
+def test_a_stream(stand_ins, hub, online, offline, tmp_path):
     """As many of its files as the budget needs come here; a run that needs more says so."""
-    home = {"HF_HOME": str(tmp_path / "cache")}
-    with hub("qwen2_fineweb_edu", "Qwen/Qwen2-0.5B", "HuggingFaceFW/fineweb-edu") as server:
-        process = launch("--preview", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path, HF_ENDPOINT=server.url, **home)
-        assert process.returncode == 0 and "--- a row of" in process.stdout, process.stderr
-        assert not any("model.safetensors" in request for request in server.requests)
-        process = launch("--prepare", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path, HF_ENDPOINT=server.url, **home)
-        assert process.returncode == 0, process.stderr
-        assert "To download: model Qwen/Qwen2-0.5B" in process.stdout and "1 of its 8 files" in process.stdout
-        assert not (tmp_path / "outputs").exists()
-        again = launch("--prepare", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path, HF_ENDPOINT=server.url, **home)
-        assert "To download: nothing" in again.stdout
-    # Now nobody answers.
-    process = train("qwen2_fineweb_edu", *STREAM, **home)
+    stand_ins("qwen2_fineweb_edu", "Qwen/Qwen2-0.5B", "HuggingFaceFW/fineweb-edu")
+    process = online("--preview", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
+    assert process.returncode == 0 and "--- a row of" in process.stdout, process.stderr
+    assert not any("model.safetensors" in request for request in hub.requests)
+    process = online("--prepare", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    assert "To download: model Qwen/Qwen2-0.5B" in process.stdout and "1 of its 8 files" in process.stdout
+    assert not (tmp_path / "outputs").exists()
+    again = online("--prepare", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
+    assert "To download: nothing" in again.stdout
+    process = offline("qwen2_fineweb_edu", "1x3090", "--use_cpu", *STREAM, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert read(tmp_path / "outputs/qwen2_fineweb_edu")["dataset"] == "HuggingFaceFW/fineweb-edu"
-    longer = train("qwen2_fineweb_edu", *STREAM, "--max_tokens", "100_000", **home)
+    longer = offline("qwen2_fineweb_edu", "1x3090", "--use_cpu", *STREAM, "--max_tokens", "100_000", cwd=tmp_path)
     assert longer.returncode == 2 and "too few of its files" in longer.stderr and "--prepare" in longer.stderr
 
 
-def test_a_data_set_is_tokenized_already(hub, launch, train, tmp_path):
-    home, flags = {"HF_HOME": str(tmp_path / "cache")}, ["--max_steps", "2", *BRIEF, "--max_length", "256"]
-    with hub("qwen2_chat", "Qwen/Qwen2-0.5B-Instruct", "trl-lib/Capybara") as server:
-        process = launch("--prepare", "qwen2_chat", *flags, cwd=tmp_path, HF_ENDPOINT=server.url, **home)
-        assert process.returncode == 0, process.stderr
-    tokenized = sorted((tmp_path / "cache/datasets").rglob("cache-*.arrow"))
-    process = train("qwen2_chat", *flags, **home)
+def test_a_data_set_is_tokenized_already(stand_ins, home, online, offline, tmp_path):
+    flags = ["--max_steps", "2", *BRIEF, "--max_length", "256"]
+    stand_ins("qwen2_chat", "Qwen/Qwen2-0.5B-Instruct", "trl-lib/Capybara")
+    process = online("--prepare", "qwen2_chat", *flags, cwd=tmp_path)
+    assert process.returncode == 0, process.stderr
+    tokenized = sorted((home / "cache/datasets").rglob("cache-*.arrow"))
+    process = offline("qwen2_chat", "1x3090", "--use_cpu", *flags, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert read(tmp_path / "outputs/qwen2_chat")["global_step"] == 2
-    assert tokenized and sorted((tmp_path / "cache/datasets").rglob("cache-*.arrow")) == tokenized
+    assert tokenized and sorted((home / "cache/datasets").rglob("cache-*.arrow")) == tokenized
 
 
 def test_what_does_not_fit_is_refused(says, tmp_path):

@@ -12,6 +12,7 @@ from conftest import losses
 from datasets import load_dataset
 from pyarrow import parquet
 from stand_in_hub import serve
+from starts import Starts
 
 ROWS = [{"text": f"row {row} " + "of many words " * (row % 40)} for row in range(400)]
 
@@ -94,7 +95,7 @@ def test_a_file_that_changes_while_it_is_read(hub, monkeypatch, stream):
     assert len(before) == 64
 
 
-def test_a_hub_that_stays_away_costs_nothing(hub, rehearse, launch, workplace, tmp_path):
+def test_a_hub_that_stays_away_costs_nothing(hub, rehearse, environment, workplace, tmp_path):
     """Two processes stream; to one of them the hub is lost. Both leave, and the same command logs what it would have logged."""
     rehearse("qwen2_fineweb_edu", "1x3090")  # makes the stand-ins
     model = next((workplace / "outputs/tiny/.stand-ins").glob("Qwen--Qwen2-0.5B-????????"))
@@ -108,9 +109,10 @@ def test_a_hub_that_stays_away_costs_nothing(hub, rehearse, launch, workplace, t
     flags += ["--global_batch_size", "4", "--max_eval_samples", "4", "--learning_rate", "1e-2", "--report_to", "none"]
     variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "NPROC_PER_NODE": "2", "HUB_PATIENCE": "2"}
 
+    starts = Starts(environment | variables, tmp_path)
+
     def train(run):
-        command = ["qwen2_fineweb_edu", "4gpu_ddp", "--use_cpu", *flags, "--output_dir", run]
-        return launch(*command, cwd=tmp_path, **variables)
+        return starts("qwen2_fineweb_edu", "4gpu_ddp", "--use_cpu", *flags, "--output_dir", run)
 
     process = train(tmp_path / "undisturbed")
     assert process.returncode == 0, process.stderr
@@ -125,3 +127,4 @@ def test_a_hub_that_stays_away_costs_nothing(hub, rehearse, launch, workplace, t
     assert process.returncode == 0, process.stderr
     assert f"Continuing from {run}/checkpoint-{step}" in process.stdout
     assert losses(run) == losses(tmp_path / "undisturbed")
+    starts.close()

@@ -50,6 +50,7 @@ def twins(rehearse, workplace, tmp_path):
 def test_real_ids_over_http(twins, environment, tmp_path):
     """No rehearsal: the recipe's own ids, config and stream, over HTTP, as `python recipe.py` on a machine's CPU."""
     command = [sys.executable, ROOT / f"recipes/{RECIPE}.py", "--use_cpu", "--max_steps", "2"]
+    command += ["--max_length", "64", "--global_batch_size", "4", "--per_device_train_batch_size", "2", "--max_eval_samples", "8"]
     variables = {"HF_ENDPOINT": twins.url, "HF_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT / "recipes")}
     process = subprocess.run(command, cwd=tmp_path, env=environment | variables, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr

@@ -30,7 +30,8 @@ class Starts:
 
     def __call__(self, *arguments, cwd=None, timeout=300, trains=True, mounts=(), **variables) -> subprocess.CompletedProcess:
         words = [str(argument) for argument in arguments]
-        names = [place for place, word in enumerate(words) if not word.startswith("--")][: 1 if words[0].startswith("--pre") else 2]
+        named = 1 if words[0].startswith("--pre") else 2  # a recipe, or a recipe and a config
+        names = [place for place, word in enumerate(words) if not word.startswith("--")][:named]
         for place, (room, ending) in zip(names, (("recipes", "py"), ("accelerate_configs", "yaml")), strict=False):
             if "/" not in words[place]:
                 words[place] = str(ROOT / room / f"{words[place]}.{ending}")

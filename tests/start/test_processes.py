@@ -199,6 +199,31 @@ def test_a_killed_launcher_takes_everything_with_it(session, workplace):
     wait_until(lambda: not alive(), 20, lambda: str(alive()))
 
 
+INTERRUPTED = """
+import os, runpy, signal, sys
+class Interrupt:
+    def find_spec(name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+module = sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupt)
+runpy.run_module("harness.start.launch", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("module", ["yaml", "torch._C"])
+def test_ctrl_c_while_modules_are_imported(python, module):
+    words = ["--tiny", str(ROOT / f"recipes/{RECIPE}.py"), str(ROOT / "accelerate_configs/1x3090.yaml")]
+    process = python(INTERRUPTED, arguments=[module, *words])
+    assert (process.returncode, process.stderr) == (-signal.SIGINT, "")
+
+
+def test_ctrl_c_is_not_for_what_runs_in_the_background(python):
+    words = ["yaml", "--tiny", str(ROOT / f"recipes/{RECIPE}.py"), str(ROOT / "accelerate_configs/1x3090.yaml"), "--help"]
+    process = python(INTERRUPTED, arguments=words, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    assert process.returncode == 0 and "--max_steps" in process.stdout
+
+
 def test_a_signal_after_the_last_step_does_no_harm(session, workplace):
     """To every process, again and again, while the model is written, while samples are made, while Python ends."""
     run = workplace / "runs/finished-all-the-same"

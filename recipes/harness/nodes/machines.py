@@ -103,3 +103,11 @@ def _scontrol(*arguments: str) -> tuple[list[str], str]:
         return [], "scontrol is not in PATH"
     reason = " ".join(process.stderr.split()[:40]) or f"exit code {process.returncode}"
     return process.stdout.split(), reason if process.returncode else ""
+
+
+def cores() -> int:
+    """Physical cores this process may use."""
+    import psutil
+
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(psutil.cpu_count(logical=False) or usable, usable)

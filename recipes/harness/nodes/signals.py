@@ -26,6 +26,15 @@ def handle(handler):
         signal.signal(number, handler)
 
 
+def interrupt(handler):
+    """What Ctrl-C does from here on: `signal.SIG_DFL` ends the process without a word, `default_int_handler` raises.
+
+    Nothing where whoever started it wants it ignored, as a shell does for what runs in the background.
+    """
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
+
+
 def die_with_parent(parent: int):
     """When the parent is killed outright, this process goes with it and does not keep GPUs and folder."""
     if sys.platform == "linux":

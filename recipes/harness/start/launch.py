@@ -3,6 +3,13 @@
 `python -m harness.start.launch [--tiny] [--prepare | --preview] RECIPE.py [CONFIG.yaml] [--flag value …]`.
 """
 
+import signal
+
+from harness.nodes import signals
+
+if __name__ == "__main__":
+    signals.interrupt(signal.SIG_DFL)  # while modules are imported
+
 import dataclasses
 import hashlib
 import itertools
@@ -15,7 +22,7 @@ from pathlib import Path
 
 from harness import configs, folder, hub, launched
 from harness.launched import Checked, Launched, fail
-from harness.nodes import machines, signals, slurm
+from harness.nodes import machines, slurm
 from harness.start import checks, flags, loading, processes, server, worker
 
 
@@ -162,7 +169,7 @@ def _accelerate(launch: Launched, config: dict) -> list[str] | None:
     """The arguments of `accelerate launch`, None for one plain process; sets what the processes find in their environment."""
     os.environ.update(launch.to_environment())
     # accelerate gives every process one thread; an optimizer on the CPU (offload) needs every core, a rehearsal only one.
-    threads = 1 if launch.on_cpu else max(1, _cores() * launch.nodes // launch.processes)
+    threads = 1 if launch.on_cpu else max(1, machines.cores() * launch.nodes // launch.processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if launch.on_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a machine with too few GPUs is as good as one without
@@ -179,18 +186,11 @@ def _rehearsal(launch: Launched) -> str:
     return f"Rehearse it here, on tiny stand-ins: ./launch.sh --tiny {names}"
 
 
-def _cores() -> int:
-    """Physical cores this process may use."""
-    import psutil
-
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(psutil.cpu_count(logical=False) or usable, usable)
-
-
 if __name__ == "__main__":
     options = list(itertools.takewhile(lambda word: word.startswith("--"), sys.argv[1:]))
     code = 0
     signals.handle(processes.stop)
+    signals.interrupt(signal.default_int_handler)
     try:
         main(options, *sys.argv[1 + len(options) :])
     except SystemExit as end:

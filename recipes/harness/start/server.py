@@ -58,6 +58,7 @@ class LaterBitsandbytes:
 def import_libraries() -> str:
     """Imports what every process of a run imports; returns why this one must not fork now, '' when it may."""
     gc.disable()  # thousands of modules make many objects and no garbage
+    signals.interrupt(signal.SIG_DFL)  # an extension that is being imported may swallow a KeyboardInterrupt
     sys.meta_path.insert(0, LaterBitsandbytes)
     try:
         for library in ("torch", "datasets", "transformers.trainer", "trl.trainer.sft_trainer"):
@@ -66,6 +67,7 @@ def import_libraries() -> str:
         return repr(error)
     finally:
         sys.meta_path.remove(LaterBitsandbytes)
+        signals.interrupt(signal.default_int_handler)
         gc.enable()
         gc.freeze()  # or the first collection of every process would copy all pages
     return "a GPU was touched" * _has_touched_gpu() or "a thread was started" * (threading.active_count() > 1)

@@ -1,5 +1,6 @@
 """Signals on their way from whoever stops a run (SLURM, a cloud, `kill`) to the processes that train."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -33,6 +34,25 @@ def interrupt(handler):
     """
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, handler)
+
+
+@contextlib.contextmanager
+def end_at_once():
+    """Within it a signal ends this process where it stands: what a handler raises, an import may swallow."""
+
+    def end(number, frame):
+        if number in SIGNALS:
+            os.write(2, f"Stopped by {signal.Signals(number).name} before the training began.\n".encode())
+        os._exit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *SIGNALS)}
+    for number in (number for number, handler in before.items() if handler != signal.SIG_IGN):
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def die_with_parent(parent: int):

@@ -58,16 +58,15 @@ class LaterBitsandbytes:
 def import_libraries() -> str:
     """Imports what every process of a run imports; returns why this one must not fork now, '' when it may."""
     gc.disable()  # thousands of modules make many objects and no garbage
-    signals.interrupt(signal.SIG_DFL)  # an extension that is being imported may swallow a KeyboardInterrupt
     sys.meta_path.insert(0, LaterBitsandbytes)
     try:
-        for library in ("torch", "datasets", "transformers.trainer", "trl.trainer.sft_trainer"):
-            importlib.import_module(library)
+        with signals.end_at_once():
+            for library in ("torch", "datasets", "transformers.trainer", "trl.trainer.sft_trainer"):
+                importlib.import_module(library)
     except Exception as error:  # a process that starts anew meets it again, and shows it whole
         return repr(error)
     finally:
         sys.meta_path.remove(LaterBitsandbytes)
-        signals.interrupt(signal.default_int_handler)
         gc.enable()
         gc.freeze()  # or the first collection of every process would copy all pages
     return "a GPU was touched" * _has_touched_gpu() or "a thread was started" * (threading.active_count() > 1)

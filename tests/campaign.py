@@ -43,8 +43,10 @@ VARIANTS = {
     "adapter, sharded, 4 processes": ["4gpu_full_shard", *PEFT],
 }
 # After its first step DDP puts gradients into other buckets, and the sums of more than two processes depend on the bucket: a
-# run that goes on rounds that step otherwise. Its losses may differ by this share, its weights by a few units of bf16.
-ROUNDED = {"full, 4 processes": 1e-3}
+# run that goes on rounds that step otherwise. Its losses may differ by this share, its weights by a few units of their dtype.
+ROUNDED = {"full, 4 processes": 1e-3, "adapter, 4 processes": 1e-3}
+UNITS = {"torch.bfloat16": {"rtol": 0.02, "atol": 0.005}, "torch.float32": {"rtol": 1e-4, "atol": 1e-6}}
+MODEL = ("model.safetensors", "adapter_model.safetensors")
 DAMAGE = {
     "missing": Path.unlink,
     "empty": lambda path: os.truncate(path, 0),
@@ -210,11 +212,12 @@ def _differs(run: Path, undisturbed: Path, variant: str) -> str:
     if share := ROUNDED.get(variant):
         steps = zip(ours, theirs, strict=False)
         is_near = all(abs(one - other) <= share * abs(other) for both in steps for one, other in zip(*both, strict=True))
-        one, other = (load_file(folder / "model.safetensors") for folder in (run, undisturbed))
-        if one.keys() != other.keys() or not all(one[name].allclose(other[name], rtol=0.02, atol=0.005) for name in one):
+        file = next(name for name in MODEL if (undisturbed / name).is_file())
+        one, other = (load_file(folder / file) for folder in (run, undisturbed))
+        if one.keys() != other.keys() or not all(one[n].allclose(other[n], **UNITS[str(one[n].dtype)]) for n in one):
             return "another model"
         return "other losses" * (len(ours) != len(theirs) or not is_near)
-    for file in ("model.safetensors", "adapter_model.safetensors"):
+    for file in MODEL:
         if (undisturbed / file).is_file() and (run / file).read_bytes() != (undisturbed / file).read_bytes():
             return "another model"
     return "other losses" * (ours != theirs)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-BRIEF = ["--max_steps", "12", "--save_steps", "8", "--eval_steps", "8"]  # a checkpoint on the way and one at the end
+BRIEF = ["--max_steps", "15", "--save_steps", "10", "--eval_steps", "10"]  # a checkpoint on the way and one at the end
 
 
 class Rehearsals:

@@ -61,7 +61,7 @@ def test_an_interrupted_merge_leaves_nothing_that_looks_finished(adapter, tmp_pa
 
 def test_adapter_checkpoint_of_an_unfinished_run(rehearse, tmp_path):
     run = rehearse("llama31_8b_lora", "4gpu_full_shard")
-    shutil.copytree(run / "checkpoint-12", tmp_path / "unfinished/checkpoint-12")
+    shutil.copytree(run / "checkpoint-15", tmp_path / "unfinished/checkpoint-15")
     for source, out in ((run, "finished"), (tmp_path / "unfinished", "plain")):
         merge.main(str(source), str(tmp_path / out))
     ours, theirs = (load_file(tmp_path / out / "model.safetensors") for out in ("plain", "finished"))
@@ -70,7 +70,7 @@ def test_adapter_checkpoint_of_an_unfinished_run(rehearse, tmp_path):
 
 def test_sharded_checkpoint_becomes_a_plain_model(launch, rehearse, tmp_path, says):
     run = rehearse("qwen2_fineweb_edu", "4gpu_full_shard")
-    process = launch("--merge", run / "checkpoint-12", tmp_path / "plain")
+    process = launch("--merge", run / "checkpoint-15", tmp_path / "plain")
     assert process.returncode == 0 and "Warning" not in process.stderr, process.stderr
     assert all(file.stat().st_mode & 0o044 for file in (tmp_path / "plain").iterdir())  # for whoever may read the folder
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
@@ -82,7 +82,7 @@ def test_sharded_checkpoint_becomes_a_plain_model(launch, rehearse, tmp_path, sa
 
 def test_sharded_checkpoint_merges_with_accelerate(rehearse, tmp_path):
     run = rehearse("qwen2_fineweb_edu", "4gpu_full_shard")
-    arguments = [str(run / "checkpoint-12/pytorch_model_fsdp_0"), str(tmp_path)]
+    arguments = [str(run / "checkpoint-15/pytorch_model_fsdp_0"), str(tmp_path)]
     merge_command(merge_command_parser().parse_args(arguments))  # `accelerate merge-weights`
     merged, saved = load_file(tmp_path / "model.safetensors"), load_file(run / "model.safetensors")
     assert saved.keys() <= merged.keys()

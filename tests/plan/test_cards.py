@@ -67,6 +67,6 @@ def test_host_and_disk():
     plan = cards.plan(FOUND)
     assert plan["peak_host_gb"] == pytest.approx(4 * 2.5 + 4 * 4), "every process reads the whole model"
     assert cards.plan(FOUND | {"copies": 1})["peak_host_gb"] == pytest.approx(4 * 2.5 + 4)
-    assert plan["disk_gb"] == pytest.approx(2 + 3 * 12 + 2)
+    assert plan["disk_gb"] == pytest.approx(2 + 2 * 12 + 2)
     adapter = cards.plan(FOUND | {"adapter": True, "trained": 10**7})
-    assert adapter["disk_gb"] == pytest.approx(2 + 3 * 0.12 + 0.04)
+    assert adapter["disk_gb"] == pytest.approx(2 + 2 * 0.12 + 0.04)

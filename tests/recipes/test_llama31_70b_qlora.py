@@ -37,7 +37,7 @@ def test_text_and_chat_data_for_the_70b(build_trainer):
 
 def test_answers_come_to_an_end(rehearse):
     """And the saved tokenizer writes the prompt that was trained on."""
-    run = rehearse("llama31_70b_qlora", "2x3090_qlora")
+    run = rehearse("llama31_70b_qlora", "2x3090_qlora", "--max_steps", "30", "--eval_strategy", "no")
     answers = [part.split("### Assistant")[-1] for part in (run / "samples.txt").read_text().split("\n> ")]
     assert len(answers) == 3 and any(answer.rstrip().endswith("<|end_of_text|>") for answer in answers)
     turns = [{"role": "user", "content": "Why?"}]
@@ -57,7 +57,7 @@ def test_qlora_keeps_the_base_and_names_it(rehearse, workplace):
     }
     assert read(run)["trainable_params_b"] == pytest.approx(parameters["adapter"] / 1e9, abs=1e-6)
     assert read(run)["model_params_b"] == pytest.approx(sum(parameters.values()) / 1e9, abs=1e-6)  # not of packed bytes
-    saved = FileSystemReader(run / "checkpoint-12/pytorch_model_fsdp_0").read_metadata().state_dict_metadata
+    saved = FileSystemReader(run / "checkpoint-15/pytorch_model_fsdp_0").read_metadata().state_dict_metadata
     assert saved and all("lora_" in name for name in saved)
     model = AutoPeftModelForCausalLM.from_pretrained(run)
     assert sum(weight.abs().sum() for name, weight in model.named_parameters() if "lora_B" in name) > 0
@@ -66,7 +66,7 @@ def test_qlora_keeps_the_base_and_names_it(rehearse, workplace):
 def test_adapter_and_adam_are_float32(rehearse):
     """In bf16 Adam's second moment would never come down again: its decay of 0.1 % a step is below bf16's rounding."""
     run = rehearse("llama31_70b_qlora", "2x3090_qlora")
-    parts = [FileSystemReader(run / "checkpoint-12" / name).read_metadata() for name in ("pytorch_model_fsdp_0", "optimizer_0")]
+    parts = [FileSystemReader(run / "checkpoint-15" / name).read_metadata() for name in ("pytorch_model_fsdp_0", "optimizer_0")]
     for tensors in (part.state_dict_metadata for part in parts):
         assert {entry.properties.dtype for entry in tensors.values() if hasattr(entry, "properties")} == {torch.float32}
     assert sum("exp_avg_sq" in name for name in parts[1].state_dict_metadata) == len(parts[0].state_dict_metadata)
@@ -96,10 +96,10 @@ def test_more_than_a_layer_or_two_on_a_gpu_stops_the_run(monkeypatch):
     model = Model()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     peak = 2 * sum(weight.nbytes for weight in model.layer.parameters())
-    for allocated in (peak, peak + 1):
+    for allocated in (peak + four_bit.SLACK, peak + four_bit.SLACK + 1):
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda allocated=allocated: allocated)
         trainer = SimpleNamespace(model=model, is_fsdp_enabled=True)
-        if allocated > peak:
+        if allocated > peak + four_bit.SLACK:
             with pytest.raises(RuntimeError, match="more than two layers"):
                 four_bit.prepare(trainer)
         else:

@@ -24,7 +24,7 @@ def test_a_finished_run_says_so_and_is_left_alone(rehearse, starts):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.json"}
     process = starts("--tiny", RECIPE, "1x3090", "--output_dir", run, *BRIEF)
     assert process.returncode == 0
-    for word in ("is finished", "12 steps", "--max_steps", "--output_dir", "rm -r"):
+    for word in ("is finished", "15 steps", "--max_steps", "--output_dir", "rm -r"):
         assert word in process.stdout
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.json"}
 
@@ -37,7 +37,7 @@ def test_a_run_killed_after_its_last_step_trains_no_other(rehearse, starts, work
     process = starts("--tiny", RECIPE, "1x3090", "--output_dir", run, *BRIEF)
     assert process.returncode == 0, process.stderr
     results = read(run)
-    assert (results["global_step"], results["resumed_from_step"]) == (12, 12) and losses(run) == before
+    assert (results["global_step"], results["resumed_from_step"]) == (15, 15) and losses(run) == before
     assert results["tokens"] > 0 and results["train_runtime"] > 0  # of the part before
 
 
@@ -59,7 +59,7 @@ def test_resumed_equals_uninterrupted(rehearse, starts, workplace, recipe, confi
     shutil.copy(undisturbed / "run.json", run)
     process = starts("--tiny", recipe, config, "--output_dir", run, *BRIEF)
     assert process.returncode == 0, process.stderr
-    assert read(run)["resumed_from_step"] == 8
+    assert read(run)["resumed_from_step"] == 10
     assert losses(run) == losses(undisturbed)
 
 
@@ -128,21 +128,21 @@ def twice(rehearse, tmp_path):
 def test_damage_to_the_newest_falls_back(twice, capsys, kind):
     run, _ = twice
     file, damage, words = DAMAGE[kind]
-    damage(run / "checkpoint-12" / file)
-    assert checkpoints.newest(SimpleNamespace(output_dir=str(run))) == run / "checkpoint-8"
+    damage(run / "checkpoint-15" / file)
+    assert checkpoints.newest(SimpleNamespace(output_dir=str(run))) == run / "checkpoint-10"
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "damaged" in line]
-    assert line.startswith(f"{run / 'checkpoint-12'} is damaged: {file} {words}") and "kept as damaged-checkpoint-12." in line
-    assert (run / "damaged-checkpoint-12").is_dir() and not (run / "checkpoint-12").exists()
+    assert line.startswith(f"{run / 'checkpoint-15'} is damaged: {file} {words}") and "kept as damaged-checkpoint-15." in line
+    assert (run / "damaged-checkpoint-15").is_dir() and not (run / "checkpoint-15").exists()
 
 
 def test_after_damage_the_losses_are_those_of_an_undisturbed_run(twice, starts):
     run, undisturbed = twice
-    _changed(run / "checkpoint-12/optimizer.pt")
-    (run / "damaged-checkpoint-12").mkdir()  # from an earlier time
+    _changed(run / "checkpoint-15/optimizer.pt")
+    (run / "damaged-checkpoint-15").mkdir()  # from an earlier time
     process = starts("--tiny", "qwen2_chat", "1x3090", "--output_dir", run, *BRIEF)
     assert process.returncode == 0 and "damaged: optimizer.pt was changed" in process.stdout, process.stderr
-    assert read(run)["resumed_from_step"] == 8 and losses(run) == losses(undisturbed)
-    assert (run / "damaged-checkpoint-12.2/optimizer.pt").is_file()
+    assert read(run)["resumed_from_step"] == 10 and losses(run) == losses(undisturbed)
+    assert (run / "damaged-checkpoint-15.2/optimizer.pt").is_file()
     model = (run / "model.safetensors").read_bytes()
     assert model == (undisturbed / "model.safetensors").read_bytes()
 
@@ -153,7 +153,7 @@ def test_when_none_is_whole_nothing_is_touched(twice, says):
         (path / "scheduler.pt").unlink()
     before = sorted(run.rglob("*"))
     line = says(checkpoints.newest, SimpleNamespace(output_dir=str(run)))
-    for words in ("checkpoint-8: scheduler.pt is missing", "checkpoint-12: ", "Nothing was deleted", "another --output_dir"):
+    for words in ("checkpoint-10: scheduler.pt is missing", "checkpoint-15: ", "Nothing was deleted", "another --output_dir"):
         assert words in line
     assert sorted(run.rglob("*")) == before
 

@@ -73,19 +73,19 @@ def test_killed_and_started_again_logs_the_same_losses(rehearse, start, starts, 
     run = workplace / "runs/killed"
     command = ["--tiny", RECIPE, "1x3090_offload", "--output_dir", run, *BRIEF]
     process, log = start(*command)
-    wait_until(lambda: (run / "checkpoint-8/complete.json").exists() or process.poll() is not None, 120, log.read_text)
+    wait_until(lambda: (run / "checkpoint-10/complete.json").exists() or process.poll() is not None, 120, log.read_text)
     assert process.poll() is None, log.read_text()
     process.kill()  # the launcher alone: what it started must go with it
     process.wait()
     # A kill in the middle of a later save leaves half a checkpoint.
-    (run / "checkpoint-10").mkdir()
-    (run / "checkpoint-10/writing").touch()
-    shutil.copy(run / "checkpoint-8/trainer_state.json", run / "checkpoint-10")
+    (run / "checkpoint-12").mkdir()
+    (run / "checkpoint-12/writing").touch()
+    shutil.copy(run / "checkpoint-10/trainer_state.json", run / "checkpoint-12")
 
     again = starts(*command)
     assert again.returncode == 0, again.stderr
-    assert f"Continuing from {run / 'checkpoint-8'}" in again.stdout and "checkpoint-10 was cut short" in again.stdout
-    assert read(run)["resumed_from_step"] == 8
+    assert f"Continuing from {run / 'checkpoint-10'}" in again.stdout and "checkpoint-12 was cut short" in again.stdout
+    assert read(run)["resumed_from_step"] == 10
     assert losses(run) == losses(undisturbed)  # bit for bit
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (run, undisturbed))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

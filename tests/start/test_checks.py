@@ -11,10 +11,14 @@ from harness.start import checks, launch, loading
 
 import pytest
 import torch
+from conftest import ROOT
+from packaging.requirements import Requirement
+from transformers import BloomConfig, Qwen2Config, dependency_versions_table
 from trl import ModelConfig, SFTConfig
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
+FLASH = "flash_attention_2"
 CONFIG = {"num_processes": 2, "num_machines": 1, "mixed_precision": "bf16"}
 
 
@@ -73,7 +77,7 @@ def test_bf16_needs_compute_capability_8(monkeypatch, says):
 
 @pytest.mark.parametrize(
     ("capability", "installed", "expected"),
-    [((8, 6), True, "flash_attention_2"), ((8, 6), False, ""), ((7, 5), True, ""), (None, True, "")],
+    [((8, 6), True, FLASH), ((8, 6), False, ""), ((7, 5), True, ""), (None, True, "")],
 )
 def test_flash_attention_where_it_can_be_had(monkeypatch, capability, installed, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
@@ -82,6 +86,36 @@ def test_flash_attention_where_it_can_be_had(monkeypatch, capability, installed,
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     attention, torch_loss = loading.choose()
     assert attention == expected and bool(torch_loss) == bool(capability)  # no Triton here
+
+
+def test_kernels_that_transformers_takes_may_be_installed():
+    """A pin that transformers does not take would leave every GPU without FlashAttention, without a word."""
+    wanted = Requirement(dependency_versions_table.deps["kernels"]).specifier
+    least = next(word.version for word in wanted if word.operator == ">=")
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    (ours,) = (Requirement(line.split("#")[0]) for line in lines if line.startswith("kernels"))
+    assert ours.specifier.contains(least) and all(word.operator in ("<", ">=") for word in ours.specifier)
+    assert not [v for v in ("0.19.0", "0.20.0", "1.0.0") if ours.specifier.contains(v) and not wanted.contains(v)]
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers", "expected"),
+    [
+        ("qwen2", {}, FLASH),
+        ("qwen2", {"bf16": False}, None),
+        ("bloom", {}, None),
+        ("unknown", {}, FLASH),
+    ],
+)
+def test_flash_attention_is_for_models_that_have_it(tmp_path, name, numbers, expected):
+    (tmp_path / "qwen2").mkdir()
+    (tmp_path / "bloom").mkdir()
+    Qwen2Config().save_pretrained(tmp_path / "qwen2")
+    BloomConfig().save_pretrained(tmp_path / "bloom")
+    args = SimpleNamespace(**{"bf16": True, "fp16": False} | numbers)
+    model = ModelConfig(model_name_or_path=str(tmp_path / name), dtype="float32")
+    loading.complete(args, model, False, Launched(attention=FLASH))
+    assert model.attn_implementation == expected
 
 
 @pytest.mark.parametrize(
@@ -107,16 +141,14 @@ def test_trl_takes_the_torch_path_where_it_is_told_to(monkeypatch, build_trainer
     monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
     monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
     model = ModelConfig()
-    loading.complete(
-        SFTConfig(use_cpu=True, bf16=False), model, False, Launched(torch_loss="no compiler", attention="flash_attention_2")
-    )
+    loading.complete(SFTConfig(use_cpu=True, bf16=True), model, False, Launched(torch_loss="no compiler", attention=FLASH))
     assert not chunked_logprob._use_triton(torch.device("cuda")) and utils._CHUNKED_LOGPROB_CHUNK_SIZE == 4096
-    assert model.attn_implementation == "flash_attention_2"
+    assert model.attn_implementation == FLASH
     loading.complete(
         SFTConfig(use_cpu=True, bf16=False),
         rehearsed := ModelConfig(),
         False,
-        Launched(on_cpu=True, attention="flash_attention_2"),
+        Launched(on_cpu=True, attention=FLASH),
     )
     assert rehearsed.attn_implementation is None
 
@@ -127,7 +159,7 @@ def test_what_attention_costs_is_said(monkeypatch, capsys, rehearse, workplace):
     args = SFTConfig(use_cpu=True, bf16=False, packing=True, max_length=48, per_device_train_batch_size=2)
     loading.announce(args, model, Launched())
     assert "meets all 96 of its row, about 25% of" in capsys.readouterr().out  # hidden size 64
-    model.attn_implementation = "flash_attention_2"
+    model.attn_implementation = FLASH
     loading.announce(args, model, Launched(torch_loss="no compiler"))
     assert capsys.readouterr().out.splitlines() == [
         "TRL's loss runs in torch, a little slower, not in Triton: no compiler",

@@ -20,10 +20,20 @@ def runs_out(*args, **kwargs):
     ("flags", "moment", "helps"),
     [
         ([], "loss", ["forward pass ran in step 1.", "--activation_checkpointing true", "--per_device_train_batch_size 1"]),
-        (["--activation_checkpointing"], "backward", ["backward pass ran in step 1.", "_size 1 or --use_peft"]),
-        ([], "optimizer", ["optimizer stepped in step 1.", "--use_peft --learning_rate 2e-4 or --activation_checkpointing"]),
-        (["--eval_steps", "1"], "evaluation", ["model was evaluated.", "batch_size 1"]),
-        (["--save_steps", "1", "--use_peft"], "checkpoint", ["a checkpoint was saved.", "--load_in_4bit"]),
+        (["--activation_checkpointing"], "backward", ["backward pass ran in step 1.", "_size 1 or the config 1x3090_offload"]),
+        ([], "optimizer", ["optimizer stepped in step 1.", "the config 1x3090_offload or --use_peft --learning_rate 2e-4"]),
+        ([], "clipping", ["gradients were clipped in step 1.", "the config 1x3090_offload or --use_peft"]),
+        ([], "batch", ["a step was prepared in step 1."]),
+        (
+            ["--eval_steps", "1"],
+            "evaluation",
+            ["evaluated after step 1.", "_eval_batch_size 1 or the config"],
+        ),
+        (
+            ["--save_steps", "1", "--use_peft"],
+            "checkpoint",
+            ["checkpoint was saved after step 1.", "offload or --load_in_4bit"],
+        ),
     ],
 )
 def test_the_line_names_moment_and_flags(build_trainer, monkeypatch, flags, moment, helps):
@@ -34,6 +44,10 @@ def test_the_line_names_moment_and_flags(build_trainer, monkeypatch, flags, mome
         monkeypatch.setattr(torch.Tensor, "backward", runs_out)
     elif moment == "optimizer":
         monkeypatch.setattr(torch.optim.AdamW, "step", runs_out)
+    elif moment == "clipping":
+        monkeypatch.setattr(trainer.accelerator, "clip_grad_norm_", runs_out)
+    elif moment == "batch":
+        monkeypatch.setattr(trainer, "get_batch_samples", runs_out)
     elif moment == "evaluation":
         monkeypatch.setattr(trainer, "prediction_step", runs_out)
     else:

@@ -101,7 +101,7 @@ def plan(found: dict, price: float = 0.0) -> dict:
         "peak_host_gb": gb(_host(found)),
         "disk_gb": gb(_disk(found)),
         "download_gb": gb(found["download"]),
-        "moved_gb": {kind: gb(size) for kind, size in found["step"]["moved"].items() if gb(size)},
+        "moved_gb": {kind: gb(size) for kind, size in _moved(found).items() if gb(size)},
         "tflops": round(sum(found["step"]["flops"].values()) / 1e12, 1),
         "tokens_a_step": tokens,
         "steps": steps,
@@ -127,6 +127,17 @@ def plan(found: dict, price: float = 0.0) -> dict:
     return result
 
 
+def _moved(found: dict) -> dict:
+    """Bytes of a step by kind, on one GPU; what of them it gets from other nodes and sends there, as "across_nodes"."""
+    moved, local = found["step"]["moved"], found["processes"] // found["nodes"]
+    if found["nodes"] == 1:
+        return moved
+    if found["shards"] <= local:  # sharded within a node, or not at all
+        return moved | {"across_nodes": 2 * moved.get("all_reduced", 0) * (found["nodes"] - 1) / found["nodes"]}
+    away = (found["shards"] - local) / found["shards"]
+    return moved | {"across_nodes": (moved.get("gathered", 0) + moved.get("reduced", 0)) * away}
+
+
 def _top(found: dict) -> dict:
     return max(found["peaks"].values(), key=lambda moment: moment["bytes"])
 
@@ -140,10 +151,10 @@ def _host(found: dict) -> float:
 
 
 def _disk(found: dict) -> float:
-    """Bytes: what is downloaded, 4-bit weights made of it, two checkpoints and the one being written, the model."""
+    """Bytes: what is downloaded, 4-bit weights made of it, two checkpoints, one of which may be being written, the model."""
     checkpoint = 12 * found["trained"]  # weights and Adam's two moments, float32
     model = 4 * found["trained"] if found["adapter"] else found["parameters"] * found["hub_bytes"]
-    return found["download"] + found["packed"] + 3 * checkpoint + model
+    return found["download"] + found["packed"] + 2 * checkpoint + model
 
 
 def gb(size: float) -> float:

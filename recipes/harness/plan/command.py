@@ -60,6 +60,7 @@ def run(recipe: str, path: str, config: dict, arguments: list[str], optional: bo
     if found is None:
         sys.exit(processes.ended(code))
     names = {"recipe": Path(recipe).stem, "config": Path(path).stem}
+    names["global_batch_size"] = any(word.split("=")[0].replace("-", "_") == "__global_batch_size" for word in arguments)
     return found | names | ({} if "refused" in found else {"download": _download(found)})
 
 
@@ -90,7 +91,7 @@ def _download(found: dict) -> int:
 def again(recipe: str, arguments: list[str], path: str, more: list[str]) -> dict:
     """A simulation with other flags; those given twice count as given last."""
     pages.progress(f"Trying {Path(path).stem} {' '.join(more)} …")
-    return run(recipe, path, configs.read(path), [*arguments, *more])
+    return run(recipe, path, configs.read(path), [*arguments, *more], optional=True)
 
 
 def fit(recipe: str, path: str, config: dict) -> Launched:

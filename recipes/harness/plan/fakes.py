@@ -17,7 +17,10 @@ import torch
 
 # What is replaced or called, by module; tests/plan/test_fakes.py looks whether it still does what is needed.
 NEEDED = {
+    "accelerate.commands.launch": ("_validate_launch_command", "prepare_multi_gpu_env"),
+    "torch._C": ("_ExcludeDispatchKeyGuard",),
     "torch._subclasses.fake_tensor": ("FakeTensor", "FakeTensorMode"),
+    "torch.amp": ("GradScaler._maybe_opt_step",),
     "torch.testing._internal.distributed.fake_pg": ("FakeStore",),
     "torch.distributed.fsdp._fully_shard._fsdp_init": ("_move_states_to_device",),
     "torch.distributed.fsdp._fully_shard._fsdp_param": ("FSDPParam.all_gather_inputs", "FSDPParam._init_sharded_param"),
@@ -28,6 +31,7 @@ NEEDED = {
     "torch.utils._foreach_utils": ("_get_foreach_kernels_supported_devices",),
     "torch.utils.flop_counter": ("flop_registry",),
     "torch.utils.weak": ("WeakIdKeyDictionary",),
+    "transformers": ("Trainer._prepare_for_training", "Trainer._clip_grad_norm"),
     "transformers.modeling_utils": ("PreTrainedModel._from_config",),
     "trl.kernels.chunked_logprob": ("_use_triton", "_forward_kernel", "_backward_kernel", "_addmm_fp32"),
     "trl.trainer.utils": ("_use_triton",),

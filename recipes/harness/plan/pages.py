@@ -19,7 +19,8 @@ NAMES = {
 }
 NOT_SIMULATED = """\
 Not simulated: CUDA's context, NCCL's buffers, cuBLAS' workspaces, the allocator's fragments; the reserve is for them. Time is a
-roofline with assumed shares of each card's rates, not measured. Every token counts as one that trains."""
+roofline, not measured. It is a range: at best products run at 80 % of a card's rate and all that moves hides behind them, at
+worst at 40 % with nothing hidden. Every token counts as one that trains."""
 
 
 def progress(message: str):
@@ -38,7 +39,7 @@ def whole(plan: dict):
     print(f"host memory  {plan['peak_host_gb']:.0f} GB a node{_against(plan['peak_host_gb'], _own_memory())}")
     free = _against(plan["disk_gb"], shutil.disk_usage(".").free / cards.GB)
     print(f"disk         {plan['disk_gb']:.0f} GB{free}, of which {plan['download_gb']:.1f} GB are downloaded")
-    kinds = {"to_gpu": "to the GPU", "to_host": "to the host", "all_reduced": "all-reduced"}
+    kinds = {"to_gpu": "to the GPU", "to_host": "to the host", "all_reduced": "all-reduced", "across_nodes": "across nodes"}
     moved = ", ".join(f"{kinds.get(kind, kind)} {size:.2f} GB" for kind, size in plan["moved_gb"].items())
     print(f"one step     {plan['tokens_a_step']:,} tokens, {plan['tflops']:,.0f} TFLOP a GPU; {moved or 'nothing is moved'}")
     print(f"the run      {_length(plan)}\n")

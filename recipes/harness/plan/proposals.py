@@ -5,22 +5,25 @@ from pathlib import Path
 from harness import configs
 from harness.plan import cards
 
-TARGET = next(card for card in cards.CARDS if card.name == "RTX 3090")  # where a run fits no 24 GB card, this one is aimed at
-
 
 def tried(plan: dict, found: dict, config: str, run) -> list[dict]:
     """`{"change", "needs", "fits", "card"}` of every change that was simulated; none where the run fits already.
 
-    `run(config, flags)` simulates. A change that saves memory is kept, and the next one comes on top of it.
+    Aimed at is the card that the config is for: a T4 where it says fp16, else one of 24 GB. `run(config, flags)` simulates, or
+    says why it does not. A change that saves memory is kept, and the next one comes on top of it.
     """
-    if plan["fits"][TARGET.name]:
+    card = "T4" if configs.read(config).get("mixed_precision") == "fp16" else "RTX 3090"
+    if plan["fits"][card]:
         return []
     kept, rows, best = [], [], plan["peak_gpu_gb"] + plan["reserve_gb"]
     for other, flags in changes(found, config):
-        result = cards.plan(run(other or config, [*kept, *flags]))
-        needs, fits = result["peak_gpu_gb"] + result["reserve_gb"], result["fits"][TARGET.name]
+        simulated = run(other or config, [*kept, *flags])
+        if "refused" in simulated:
+            continue
+        result = cards.plan(simulated)
+        needs, fits = result["peak_gpu_gb"] + result["reserve_gb"], result["fits"][card]
         words = ([Path(other).stem] if other else [Path(config).stem]) + kept + flags
-        rows.append({"change": " ".join(words), "needs": needs, "fits": "yes" if fits else "no", "card": TARGET.name})
+        rows.append({"change": " ".join(words), "needs": needs, "fits": "yes" if fits else "no", "card": card})
         if fits:
             break
         if needs < 0.98 * best:
@@ -35,7 +38,8 @@ def changes(found: dict, config: str) -> list[tuple[str, list[str]]]:
         possible.append(("", ["--activation_checkpointing", "true"]))
     if batch > 1:
         rows = str(batch * found["accumulation"])
-        possible.append(("", ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", rows]))
+        as_many = [] if found["global_batch_size"] else ["--gradient_accumulation_steps", rows]  # rows in a step as before
+        possible.append(("", ["--per_device_train_batch_size", "1", *as_many]))
     possible += [(other, []) for other in _relatives(config)]
     if not found["adapter"]:
         possible.append(("", ["--use_peft", "true"]))

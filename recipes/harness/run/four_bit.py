@@ -7,6 +7,8 @@ from harness.run.sharding import layers_of
 
 import torch
 
+SLACK = 2**26  # bytes of a GPU before there is a model: the first all-reduce, workspaces
+
 
 def prepare(trainer):
     """Trains the adapter of a 4-bit model in float32, which computes in bf16 all the same.
@@ -24,7 +26,7 @@ def prepare(trainer):
         if early := [name for name, weight in model.named_parameters() if weight.device.type not in ("cpu", "meta")]:
             raise RuntimeError(f"{early[0]} is on a GPU before it is sharded, and so may be the whole model: load into host RAM")
         layer = max(sum(weight.nbytes for weight in layer.parameters()) for layer in layers_of(model).values())
-        if torch.cuda.is_available() and torch.cuda.max_memory_allocated() > 2 * layer:
+        if torch.cuda.is_available() and torch.cuda.max_memory_allocated() > 2 * layer + SLACK:
             raise RuntimeError(
                 f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB were on the GPU before the model was sharded, more than two "
                 f"layers ({2 * layer / 1e9:.1f} GB): something loads it there"

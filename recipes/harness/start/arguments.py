@@ -46,7 +46,7 @@ def parse(config_class, takes=(), **defaults):
     args.profile = data.profile  # `train` sees the training arguments only
     if args.report_to and not args.run_name:  # or trackio would begin another run for an evaluation at the end
         args.run_name = f"{Path(args.output_dir).name} {datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
-    memory.asked.update(args=args, model=model, in_4bit=model.load_in_4bit)
+    memory.asked.update(args=args, model=model, in_4bit=model.load_in_4bit, sharded=sharded)
     loading.complete(args, model, sharded, launched)
     if launched.checking or launched.plan or (not launched.recipe and args.process_index == 0):
         _check(data, args, model, launched, sharded)

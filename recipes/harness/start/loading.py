@@ -2,14 +2,15 @@
 
 import json
 import os
+import warnings
 
 from harness.launched import say
 
 
 def complete(args, model, sharded: bool, launched):
     """Fills in how a trainer loads the model that it is given by name, and how its loss is computed."""
-    if not launched.on_cpu:
-        model.attn_implementation = model.attn_implementation or launched.attention or None
+    if launched.attention and not launched.on_cpu and not model.attn_implementation and _takes_flash(args, model):
+        model.attn_implementation = launched.attention
     if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
         model.lora_target_modules = [model.lora_target_modules]  # TRL makes a text of a single name, PEFT a pattern of a text
     if launched.torch_loss:
@@ -27,6 +28,19 @@ def complete(args, model, sharded: bool, launched):
         given = json.loads(given) if isinstance(given, str) else given
         kwargs = {"dtype": model.dtype, "revision": model.model_revision, "attn_implementation": model.attn_implementation}
         args.model_init_kwargs = {**kwargs, **given}
+
+
+def _takes_flash(args, model) -> bool:
+    """Whether the model's class has FlashAttention and computes in 16 bits, the only ones that it takes."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    if not (args.bf16 or args.fp16 or model.dtype in ("bfloat16", "float16")):
+        return False
+    try:
+        config = AutoConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)
+    except Exception:  # the check says what is wrong; a rehearsal of a model that is known here need not reach the hub
+        return True
+    return getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_flash_attn", False)
 
 
 def _into_host_ram():
@@ -76,6 +90,7 @@ def choose() -> tuple[str, str]:
     import torch
     from transformers.utils import is_flash_attn_2_available
 
+    warnings.filterwarnings("ignore")  # of a driver that is too old, for one: `checks` says so in a line
     if not torch.cuda.is_available():
         return "", ""
     if torch.cuda.get_device_capability() < (8, 0):  # triton issue 10918
@@ -86,7 +101,7 @@ def choose() -> tuple[str, str]:
         driver.active.get_current_target()  # compiles what it launches kernels with
         reason = ""
     except Exception as error:  # no compiler, no Python.h, no libcuda: each says so in a kind of its own
-        reason = f"{str(error).splitlines()[0]} (apt install gcc python3-dev)"
+        reason = f"{(str(error).splitlines() or [repr(error)])[0]} (apt install gcc python3-dev)"
     return "flash_attention_2" if is_flash_attn_2_available(kernels_fallback_ok=True) else "", reason
 
 
@@ -98,14 +113,15 @@ def announce(args, model, launched):
         return
     if launched.torch_loss:
         say(f"TRL's loss runs in torch, a little slower, not in Triton: {launched.torch_loss}")
-    if model.attn_implementation:
+    if "flash" in (model.attn_implementation or ""):
         return say(f"Attention: {model.attn_implementation}.")
+    chosen = model.attn_implementation or "transformers' choice, for most models SDPA"
     config = AutoConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision).get_text_config()
     tokens = args.per_device_train_batch_size * (getattr(args, "max_length", None) or 0)
     if getattr(args, "packing", False) and tokens:
         # 4 x tokens x hidden for each token and layer, beside 2 x 12 x hidden x hidden of its weights.
         say(
-            f"Attention: transformers' choice, for most models SDPA with a mask: each token meets all {tokens:,} of its row, "
-            f"about {tokens / 6 / config.hidden_size:.0%} of the weights' arithmetic. FlashAttention-2 needs compute capability "
-            "8.0 and a prebuilt kernel from the hub, or the flash-attn package."
+            f"Attention: {chosen}, with a mask: each token meets all {tokens:,} of its row, about "
+            f"{tokens / 6 / config.hidden_size:.0%} of the weights' arithmetic. FlashAttention-2 needs compute capability 8.0, "
+            "16 bits, a model that has it, and a prebuilt kernel from the hub or the flash-attn package."
         )

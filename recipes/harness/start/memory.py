@@ -10,15 +10,17 @@ from harness.nodes import signals
 EXIT_CODE = 12  # ENOMEM
 asked = {}  # the arguments of this run, once `parse` knows them: "args", "model", "in_4bit"
 
-# The function that an error went through first, and what was going on then.
+# A function that an error went through, and what was going on then; the first of them that it did counts.
 MOMENTS = {
-    "sample": "the samples were made",
-    "save": "the model was saved",
     "_save_checkpoint": "a checkpoint was saved",
     "evaluate": "the model was evaluated",
+    "sample": "the samples were made",
+    "save": "the model was saved",
     "compute_loss": "the forward pass ran",
     "backward": "the backward pass ran",
     "step": "the optimizer stepped",
+    "_clip_grad_norm": "the gradients were clipped",
+    "_inner_training_loop": "a step was prepared",
 }
 
 
@@ -34,9 +36,12 @@ def explain(error: Exception):
 
 def _line(error: Exception) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    moment = next((MOMENTS[frame.f_code.co_name] for frame in frames if frame.f_code.co_name in MOMENTS), "the model was loaded")
+    names = {frame.f_code.co_name for frame in frames}
+    moment = next((words for name, words in MOMENTS.items() if name in names), "the model was loaded")
     trainers = [frame.f_locals.get("self") for frame in frames if hasattr(frame.f_locals.get("self"), "accelerator")]
-    step = f" in step {trainers[0].state.global_step + 1}" if trainers and moment.endswith(("ran", "stepped")) else ""
+    done = trainers[0].state.global_step if trainers else 0
+    in_step = moment.endswith(("ran", "stepped", "clipped", "prepared"))
+    step = f" in step {done + 1}" if trainers and in_step else f" after step {done}" * (done > 0)
     flags = " or ".join(_flags(moment)) or "another config, which shards over more GPUs or offloads"
     return f"{_where(error)} ran out of memory while {moment}{step}. What helps most here: {flags}"
 
@@ -57,13 +62,15 @@ def _flags(moment: str) -> list[str]:
     args, model = asked.get("args"), asked.get("model")
     if args is None:
         return []
-    if "evaluated" in moment and args.per_device_eval_batch_size > 1:
-        return ["--per_device_eval_batch_size 1"]
     rows, length = args.per_device_train_batch_size, getattr(args, "max_length", None) or 0
-    weights = ["--use_peft --learning_rate 2e-4"] * (not model.use_peft)
-    weights += ["--load_in_4bit"] * (model.use_peft and not asked["in_4bit"])
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    weights = [f"the config {'4gpu_full_shard' if several else '1x3090_offload'}"] * (not asked["sharded"])
+    weights += ["--use_peft --learning_rate 2e-4"] * (not model.use_peft)
+    weights += ["--load_in_4bit"] * (model.use_peft and not asked["in_4bit"] and hasattr(args, "model_init_kwargs"))
     activations = ["--activation_checkpointing true"] * (not args.activation_checkpointing)
     activations += [f"--per_device_train_batch_size {rows // 2}"] * (rows > 1)
-    activations += [f"--max_length {length // 2}"] * (length > 256)
-    in_step = "pass" in moment
-    return (activations + weights if in_step else weights + activations)[:2]
+    shorter = [f"--max_length {length // 2}"] * (length > 256)
+    if "evaluated" in moment:
+        activations = ["--per_device_eval_batch_size 1"] * (args.per_device_eval_batch_size > 1)
+    activations += shorter
+    return (activations + weights if "pass" in moment or "evaluated" in moment else weights + activations)[:2]

@@ -39,10 +39,11 @@ def test_runs_that_do_not_compare(tmp_path, capsys, monkeypatch):
     for name, processes in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()
         results = numbers | {"world_size": processes, "final_loss": 1.0, "recipe": name, "gpu_utilization": [97.0] * processes}
+        results["gpu_memory_gb"] = [14.21] * processes
         (tmp_path / name / "train_results.json").write_text(json.dumps(results))
     report.main("a", "b")
     said = capsys.readouterr()
-    assert "differ in recipe" in said.err and "| 97 97 |" in said.out
+    assert "differ in recipe" in said.err and "| 97 97 | 14.2 14.2" in said.out
 
 
 @pytest.mark.parametrize(("arguments", "words"), [(["nowhere"], ["nowhere", "train_results.json"]), ([], ["RUN"])])

@@ -2,8 +2,8 @@
 
     python drive.py '[["RECIPE.py", "CONFIG.yaml", ["--flag", "value"], "cuda"], …]'
 
-The last word says how: "cuda" as on GPUs, "cpu" with the CPU's own kernels, "real" on real tensors, in as many processes as
-the config says; of those the allocator's peak over the step is written.
+The last word says how: "cuda" as on GPUs, "cuda to the end" with evaluation and sample besides, "cpu" with the CPU's own
+kernels, "real" on real tensors, in as many processes as the config says; of those the allocator's peak over the step is written.
 """
 
 import contextlib
@@ -100,8 +100,8 @@ def main(runs: str, port: str):
             for process in ranks:
                 process.join()
         else:
-            make = functools.partial(fakes.Fakes, cuda=kind == "cuda")
-            _, found = processes.call(simulation.simulate, launch, config, flags, make, False)
+            make = functools.partial(fakes.Fakes, cuda=kind in ("cuda", "cuda to the end"))
+            _, found = processes.call(simulation.simulate, launch, config, flags, make, "to the end" in kind)
             Path(out).write_text(json.dumps(found))
 
 

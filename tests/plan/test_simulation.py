@@ -27,7 +27,8 @@ PARAMETERS = {  # as the models' cards on the hub say
 @pytest.fixture(scope="module")
 def found(drive):
     """What was found for every pair. A config of N machines is simulated from one."""
-    runs = [(ROOT / f"recipes/{recipe}.py", ROOT / f"accelerate_configs/{config}.yaml", [], "cuda") for recipe, config in PAIRS]
+    how = "cuda to the end" if ALL else "cuda"  # evaluation and sample as well
+    runs = [(ROOT / f"recipes/{recipe}.py", ROOT / f"accelerate_configs/{config}.yaml", [], how) for recipe, config in PAIRS]
     return dict(zip(PAIRS, drive(runs), strict=True))
 
 

@@ -15,8 +15,12 @@ RECIPE = "qwen2_fineweb_edu"
 
 def test_the_line_is_aligned():
     logs = {"loss": 2.34567, "learning_rate": 2e-5, "grad_norm": 0.84, "tokens_per_second": 10512.3, "gpu_0_utilization": 97.0}
+    logs |= {"gpu_1_utilization": 96.0, "gpu_0_memory_gb": 14.21, "gpu_1_memory_gb": 14.0}
     lines = [progress.line_of(logs, step, 1000, 83.0) for step in (1, 1000)]
-    assert lines[0] == "step     1/1,000  loss  2.3457  lr 2.00e-05  grad    0.840     10,512 tokens/s  GPU 97 %  0:01:23 left"
+    start, rest = lines[0].split("  loss ")
+    assert start == "step     1/1,000" and rest == (
+        " 2.3457  lr 2.00e-05  grad    0.840     10,512 tokens/s  GPU 97 96 % 14.2 14.0 GB  0:01:23 left"
+    )
     assert len(lines[0]) == len(lines[1])
     assert progress.line_of({"eval_loss": 2.0, "eval_runtime": 3.2}, 20, 30, 1.0) == "step 20/30  held-out loss 2.0000  in 3 s"
     assert progress.line_of({"train_runtime": 9.0}, 30, 30, 0.0) == ""
@@ -65,7 +69,7 @@ def test_gpus_are_looked_at_between_logs(monkeypatch):
         "gpu_1_utilization": 20.0,
         "gpu_1_memory_gb": 3.0,
     }
-    assert gpus.read() == {} and gpus.utilization() == [80.0, 20.0]
+    assert gpus.read() == {} and gpus.of_the_run() == [(80.0, 3.0), (20.0, 3.0)]
     gpus.look()  # the counters are at their end: an error
     assert gpus.read() == {}
     monkeypatch.setenv("LOCAL_RANK", "1")

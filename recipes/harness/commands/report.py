@@ -9,7 +9,20 @@ from pathlib import Path
 from harness.folder import RESULTS, read_json
 from harness.launched import fail
 
-COLUMNS = ("run", "nodes", "processes", "time (s)", "speed-up", "efficiency", "tokens/s", "GB a GPU", "GPU %", "GB host", "loss")
+COLUMNS = (
+    "run",
+    "nodes",
+    "processes",
+    "time (s)",
+    "speed-up",
+    "efficiency",
+    "tokens/s",
+    "GB a GPU",
+    "GPU %",
+    "GB in use",
+    "GB host",
+    "loss",
+)
 
 NUMBERS = ("num_nodes", "world_size", "train_runtime", "tokens_per_second", "peak_gpu_gb", "peak_host_gb", "final_loss")
 
@@ -58,6 +71,7 @@ def _row(run: dict) -> tuple[str, ...]:
         f"{run['tokens_per_second']:,.0f}",
         f"{run['peak_gpu_gb']:.1f}" if run["peak_gpu_gb"] else "CPU",
         " ".join(f"{percent:.0f}" for percent in run.get("gpu_utilization", [])),
+        " ".join(f"{used:.1f}" for used in run.get("gpu_memory_gb", [])),
         f"{run['peak_host_gb']:.1f}",
         f"{run['final_loss']:.4f}",
     )

@@ -104,12 +104,12 @@ class Gpus:
     def __init__(self):
         count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0
         self.count = count if os.environ.get("LOCAL_RANK", "0") == "0" else 0  # one process looks for all
-        self.looks, self.of_run = [[] for _ in range(self.count)], [[] for _ in range(self.count)]
+        self.looks, self.of_run = [[] for _ in range(self.count)], [[] for _ in range(self.count)]  # (percent, bytes)
 
     def look(self):
         try:
             for index, looks in enumerate(self.looks):
-                looks.append(torch.cuda.utilization(index))
+                looks.append((torch.cuda.utilization(index), torch.cuda.device_memory_used(index)))
         except Exception:  # no NVML on this system, or not for this GPU: no reason to end a run
             self.looks = []
 
@@ -119,14 +119,22 @@ class Gpus:
         for index, looks in enumerate(self.looks):
             if looks:
                 self.of_run[index] += looks
-                found[f"gpu_{index}_utilization"] = round(sum(looks) / len(looks), 1)
-                found[f"gpu_{index}_memory_gb"] = round(torch.cuda.device_memory_used(index) / 1e9, 2)
+                found[f"gpu_{index}_utilization"] = _percent(looks)
+                found[f"gpu_{index}_memory_gb"] = _gigabytes(looks)
                 looks.clear()
         return found
 
-    def utilization(self) -> list[float]:
-        """Percent of the whole run, a number a GPU; empty where nothing was seen."""
-        return [round(sum(looks) / len(looks), 1) for looks in self.of_run if looks]
+    def of_the_run(self) -> list[tuple[float, float]]:
+        """Percent and most GB of the whole run, of every GPU; empty where nothing was seen."""
+        return [(_percent(looks), _gigabytes(looks)) for looks in self.of_run if looks]
+
+
+def _percent(looks: list) -> float:
+    return round(sum(percent for percent, _ in looks) / len(looks), 1)
+
+
+def _gigabytes(looks: list) -> float:
+    return round(max(size for _, size in looks) / 1e9, 2)
 
 
 def line_of(logs: dict, step: int, steps: int, left: float | None) -> str:
@@ -144,7 +152,8 @@ def line_of(logs: dict, step: int, steps: int, left: float | None) -> str:
     if torch.cuda.is_available():
         parts.append(f"{torch.cuda.max_memory_allocated() / 1e9:5.1f} GB")
     if busy := [f"{value:3.0f}" for name, value in logs.items() if name.endswith("_utilization")]:
-        parts.append(f"GPU{''.join(busy)} %")
+        used = [f" {value:.1f}" for name, value in logs.items() if name.endswith("_memory_gb")]
+        parts.append(f"GPU{''.join(busy)} %{''.join(used)} GB")
     if left is not None:
         parts.append(f"{datetime.timedelta(seconds=round(left))} left")
     return "  ".join(parts)

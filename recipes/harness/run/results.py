@@ -70,8 +70,8 @@ def write(trainer, outcome, evaluation: dict, progress: Progress, counts: tuple[
     gpu = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
     reserved = torch.cuda.max_memory_reserved() / 1e9 if torch.cuda.is_available() else 0.0
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-    busy = progress.gpus.utilization()
-    ranks = gather_object([(os.environ.get("GROUP_RANK", "0"), gpu, host, trainer.is_fsdp_enabled, reserved, busy)])
+    seen = progress.gpus.of_the_run()
+    ranks = gather_object([(os.environ.get("GROUP_RANK", "0"), gpu, host, trainer.is_fsdp_enabled, reserved, seen)])
     hosts = {node: sum(h for n, _, h, *_ in ranks if n == node) for node, *_ in ranks}
     effort, args = progress.so_far(), trainer.args
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
@@ -86,7 +86,8 @@ def write(trainer, outcome, evaluation: dict, progress: Progress, counts: tuple[
         "trainable_params_b": round(counts[0] / 1e9, 6),
         "peak_gpu_gb": round(max(g for _, g, *_ in ranks), 3),
         "peak_gpu_reserved_gb": round(max(r for *_, r, _ in ranks), 3),
-        "gpu_utilization": [percent for *_, gpus in ranks for percent in gpus],
+        "gpu_utilization": [percent for *_, gpus in ranks for percent, _ in gpus],
+        "gpu_memory_gb": [used for *_, gpus in ranks for _, used in gpus],
         "peak_host_gb": round(max(hosts.values()), 3),
         "final_loss": losses[-1] if losses else (outcome.training_loss if outcome else None),
         **{name: evaluation[name] for name in ("eval_loss",) if name in evaluation},

@@ -11,13 +11,11 @@ from harness.launched import fail, say
 import datasets
 import numpy as np
 import trl
-import xxhash
 from datasets import Dataset, IterableDataset, load_dataset
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
 FILES_AT_ONCE, BUFFER = 4, 1_000  # of a stream: how many files its rows come from in turn, how many of these are shuffled
-ENDS = 2**25  # bytes at each end of a file that tell whether it has changed
 FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 
 if datasets.config.PYARROW_VERSION.major > 24:
@@ -72,12 +70,13 @@ class DataArguments(trl.ScriptArguments):
                 f"{self.named} has no split {self.dataset_test_split}: {len(held_out)} rows of {self.dataset_train_split} are "
                 "held out for evaluation, never trained on."
             )
+        but = {str(row) for row in held_out} if test is None else set()
+        train = train.filter(_is_wanted, fn_kwargs=settings | {"but": but})
+        if not list(train.take(1)):
+            fail(f"no row of {self.named} is left to train on: they have no text or answer, or say what is held out")
         if self.max_samples and not self.dataset_streaming:
             train = train.take(self.max_samples)
-        but = {str(row) for row in held_out} if test is None else set()
-        train = train.filter(_is_wanted, fn_kwargs=settings | {"but": but}).map(
-            shapes.convert, fn_kwargs=settings, remove_columns=columns
-        )
+        train = train.map(shapes.convert, fn_kwargs=settings, remove_columns=columns)
         if self.dataset_streaming:
             train = train.shuffle(self.seed, buffer_size=BUFFER, max_buffer_input_shards=FILES_AT_ONCE)
             train = train.take(self.max_samples) if self.max_samples else train
@@ -89,7 +88,9 @@ class DataArguments(trl.ScriptArguments):
         for name in ("max_samples", "max_eval_samples"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 fail(f"--{name} is {getattr(self, name)}, expected 1 or more")
-        is_here = self._path().exists()
+        is_here = self.path().exists()
+        if not self.dataset_name:
+            fail("--dataset_name is empty: give an id of the hub, a folder or a file")
         if HF_HUB_OFFLINE and self.dataset_streaming and not is_here:
             return []  # only `datasets` knows what its cache holds
         splits = self.splits(streaming=is_here or not HF_HUB_OFFLINE)
@@ -106,7 +107,7 @@ class DataArguments(trl.ScriptArguments):
 
     def splits(self, streaming: bool) -> dict:
         """All splits of the data set: of an id of the hub, a folder, or one file. Ends the process when it cannot be opened."""
-        path = self._path()
+        path = self.path()
         if not path.exists() and (self.dataset_name[:1] in ("/", ".", "~") or path.suffix in FILES):
             fail(f"there is no file or folder {self.dataset_name}")
         if self.dataset_config and path.is_file():
@@ -121,23 +122,7 @@ class DataArguments(trl.ScriptArguments):
                 HfApi().dataset_info(self.dataset_name)  # says at once what is unknown, or that nobody answers
             return load_dataset(str(path) if path.exists() else self.dataset_name, self.dataset_config, streaming=streaming)
 
-    def digest(self) -> str:
-        """Of local files: of their names, sizes, and the first and last 32 MiB of each; "" for a data set of the hub."""
-        path = self._path()
-        if not path.exists():
-            return ""
-        files = [path] if path.is_file() else [file for file in sorted(path.rglob("[!.]*")) if file.is_file()]
-        found = xxhash.xxh3_64()
-        for file in files:
-            with hub.errors("data set", self.named), file.open("rb", buffering=0) as content:
-                size = file.stat().st_size
-                found.update(f"{file.relative_to(path.parent)} {size} ".encode())
-                for start in sorted({0, max(0, size - ENDS)}):
-                    content.seek(start)
-                    found.update(content.read(ENDS))
-        return found.hexdigest()
-
-    def _path(self) -> Path:
+    def path(self) -> Path:
         return Path(self.dataset_name).expanduser().absolute()
 
     def _shape(self, rows) -> tuple[str, list[str], list[dict]]:
@@ -151,7 +136,7 @@ class DataArguments(trl.ScriptArguments):
                 return shape, list(first[0]), fitting
         if self.takes:
             wanted = " or ".join(shapes.SHAPES[shape][1] for shape in self.takes)
-            fail(f"data set {self.named} has the columns {', '.join(first[0])}; this recipe takes {wanted}")
+            fail(f"data set {self.named} {shapes.lacks(first, self.takes, self.text_field)}; this recipe takes {wanted}")
         return "", [], first
 
 

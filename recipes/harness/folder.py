@@ -18,7 +18,8 @@ RUN = "run.json"
 RESULTS = "train_results.json"
 LOCK = ".lock"
 UNWRITABLE = 74  # exit code of a run that could not write into its folder (EX_IOERR)
-MAY_CHANGE = ("config", "sharded", "recipe_digest", "data_digest")  # of what `run.json` says, under conditions of their own
+# Of what `run.json` says, under conditions of their own.
+MAY_CHANGE = ("config", "sharded", "recipe_digest", "data_digest", "max_samples", "max_eval_samples")
 MARK = "complete.json"  # in a checkpoint: every process has written its part
 
 
@@ -96,6 +97,12 @@ def _compare(folder: Path, there: dict, identity: dict, is_default: bool):
                 "choose another --output_dir, or move that folder away"
             )
     begun = (folder / RESULTS).exists() or next(folder.glob("checkpoint-*"), None)
+    for key in ("max_samples", "max_eval_samples"):
+        if begun and there.get(key, identity[key]) != identity[key]:
+            fail(
+                f"{folder} holds a run with --{key} {there[key]}, this one has {identity[key]}, so other rows would be held out "
+                "or trained on: give the same, or choose another --output_dir"
+            )
     if begun and there.get("data_digest", identity["data_digest"]) != identity["data_digest"]:
         fail(
             f"{folder} holds a run on {identity['dataset']} as it was: its rows have changed since, and what was held out may "

@@ -2,7 +2,7 @@
 
 from trl.data_utils import is_conversational, maybe_convert_to_chatml
 
-ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's words, and everybody else's
+ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's words, and everybody else's; whatever their case
 BESIDE = ("tools", "chat_template_kwargs")  # columns that a chat template reads besides the conversation
 
 
@@ -31,7 +31,9 @@ def _messages(row: dict, _) -> dict | None:
             chat = maybe_convert_to_chatml({name: row[name] for name in names})
             if not all(is_conversational({"messages": turns}) for turns in chat.values()):
                 continue
-            chat = {name: [turn | {"role": ROLES.get(turn["role"], turn["role"])} for turn in chat[name]] for name in chat}
+            chat = {name: [_turn(turn) for turn in turns] for name, turns in chat.items()}
+            if not all(turn for turns in chat.values() for turn in turns):
+                return None  # somebody says nothing
             answers = [turn for turn in chat[[*chat][-1]] if turn["role"] == "assistant"]
             return chat | {name: row[name] for name in BESIDE if row.get(name)} if answers else None
     if pair := _prompt(row, _):
@@ -41,12 +43,35 @@ def _messages(row: dict, _) -> dict | None:
     return None
 
 
+def _turn(turn: dict) -> dict | None:
+    """A turn with its text as one, which beside calls of tools may be none; None when nothing is said."""
+    role, content = str(turn.get("role")).lower(), turn.get("content")
+    if isinstance(content, list):  # of parts; those that are no text cannot be trained on here
+        texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
+    if content is None and turn.get("tool_calls"):
+        content = ""
+    return turn | {"role": ROLES.get(role, role), "content": content} if isinstance(content, str) else None
+
+
 def _conversation(question: str, answer: str) -> dict:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 def _has(row: dict, name: str) -> bool:
     return isinstance(row.get(name), str) and bool(row[name].strip())
+
+
+def lacks(rows: list[dict], takes: tuple[str, ...], text_field: str) -> str:
+    """What is wrong with rows in none of these shapes, whose columns may have the right names all the same."""
+    columns = {"text": [{text_field}], "prompt": [{"prompt", "completion"}], "instruction": [{"instruction", "output"}]}
+    columns["messages"] = [{"messages"}, {"conversations"}, *columns["prompt"], *columns["instruction"]]
+    if not any(names <= rows[0].keys() for shape in takes for names in columns[shape]):
+        return f"has the columns {', '.join(rows[0])}"
+    turns = [turn for row in rows for name in ("messages", "conversations") for turn in row.get(name) or []]
+    roles = sorted({str(turn.get("role") or turn.get("from")) for turn in turns if isinstance(turn, dict)})
+    spoken = f" (there are the roles {', '.join(roles)})" if roles else ""
+    return f"has the columns {', '.join(rows[0])}, but in its first {len(rows)} rows no text or answer to train on{spoken}"
 
 
 # What a recipe can say that it takes, and the words for it.

@@ -13,6 +13,8 @@ from conftest import RECIPES
 
 CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 SHARE = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look"}}]}
+PART, TWICE = {"type": "text", "text": "Why?"}, {"role": "user", "content": "Why?Why?"}
 TASK = {"instruction": "Add.", "input": "1 2", "output": "3"}
 
 
@@ -45,6 +47,11 @@ def texts(count, start=0):
         ({"prompt": "Why?", "completion": "So.", "messages": None}, "messages", {"messages": CHAT}),
         ({"prompt": "Why?", "messages": CHAT, "tools": [1]}, "messages", {"messages": CHAT, "tools": [1]}),
         ({"prompt": "Why?"}, "messages", None),
+        ({"messages": [{"role": "User", "content": "Why?"}, {"role": "GPT", "content": "So."}]}, "messages", {"messages": CHAT}),
+        ({"messages": [CHAT[0], {"role": "assistant", "content": None}]}, "messages", None),
+        ({"messages": [CHAT[0], CALL, *CHAT]}, "messages", {"messages": [CHAT[0], CALL | {"content": ""}, *CHAT]}),
+        ({"messages": [{"role": "user", "content": [PART, PART]}, CHAT[1]]}, "messages", {"messages": [TWICE, CHAT[1]]}),
+        ({"messages": [{"role": "user", "content": [PART, {"image": 1}]}, CHAT[1]]}, "messages", None),
         (TASK, "messages", {"messages": [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]}),
         (TASK | {"prompt": "All of it"}, "instruction", TASK),
         (TASK | {"input": None}, "instruction", TASK | {"input": ""}),
@@ -55,6 +62,35 @@ def texts(count, start=0):
 )
 def test_rows_in_the_shapes_people_have(row, shape, expected):
     assert shapes.convert(json.loads(json.dumps(row)), shape, "text") == expected
+
+
+def test_what_is_wrong_with_rows_of_the_right_columns(tmp_path, says):
+    silent = write(
+        tmp_path / "silent.jsonl", [{"messages": [{"role": "user", "content": "Why?"}, {"role": "bot", "content": "So."}]}]
+    )
+    message = says(opened(silent, ("messages",)).check)
+    assert "columns messages, but in its first 1 rows no text or answer" in message and "roles bot, user" in message
+    numbers = write(tmp_path / "numbers.jsonl", [{"prompt": "Why?", "completion": 5}])
+    assert "but in its first 1 rows no text or answer" in says(opened(numbers, ("prompt",)).check)
+    assert "has the columns prompt, completion; this" in says(opened(numbers, ("text",)).check)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_nothing_is_left_to_train_on(tmp_path, capsys, streaming):
+    same = write(tmp_path / "same.jsonl", [{"text": "again"}] * 40)
+    with pytest.raises(SystemExit) as ended:
+        opened(same, ("text",), dataset_streaming=streaming).load()
+    assert ended.value.code == 2 and "error: no row of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_max_samples_counts_rows_that_train(tmp_path, streaming):
+    rows = [{"text": f"text {index}" if index % 4 == 0 else None} for index in range(400)]
+    data = opened(
+        write(tmp_path / "rows.jsonl", rows), ("text",), dataset_streaming=streaming, max_samples=40, max_eval_samples=2
+    )
+    train, _ = data.load()
+    assert len(list(train)) == 40
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -165,16 +201,3 @@ def test_a_recipe_says_which_rows_it_takes(recipe):
     }
     for shape in [takes] if isinstance(takes, str) else takes:
         assert columns[shape] in said
-
-
-@pytest.mark.parametrize("place", ["rows.jsonl", "."])
-def test_what_tells_that_local_data_changed(tmp_path, monkeypatch, place):
-    monkeypatch.setattr("harness.data.ENDS", 8)
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(bytes(range(64)))
-    before = opened(tmp_path / place).digest()
-    file.touch()
-    assert opened(tmp_path / place).digest() == before and opened("someone/rows").digest() == ""
-    for changed in (b"\0" + file.read_bytes()[:-1], file.read_bytes()[:-1], file.read_bytes()[:-1] + b"\0"):
-        file.write_bytes(changed)
-        assert opened(tmp_path / place).digest() != before

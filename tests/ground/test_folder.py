@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, read
 
 IDENTITY = dict.fromkeys(("recipe", "model", "dataset", "dataset_config", "use_peft", "load_in_4bit"), "a")
-IDENTITY |= dict.fromkeys(("recipe_digest", "data_digest"), "a")
+IDENTITY |= dict.fromkeys(("recipe_digest", "data_digest"), "a") | {"max_samples": None, "max_eval_samples": 16}
 IDENTITY |= {"tiny": False, "config": "c", "sharded": True}
 
 
@@ -93,6 +93,13 @@ class TestRunFolder:
         assert "its rows have changed since" in says(take, run, IDENTITY, True)
         take(run, others, True)
 
+    @pytest.mark.parametrize("key", ["max_samples", "max_eval_samples"])
+    def test_other_rows_held_out_or_trained_on(self, tmp_path, says, key):
+        take(tmp_path / "run", IDENTITY, True)
+        take(tmp_path / "run", IDENTITY | {key: 8}, True)
+        (tmp_path / "run/checkpoint-5").mkdir()
+        assert f"--{key} 8, this one has" in says(take, tmp_path / "run", IDENTITY, True)
+
     def test_a_recipe_that_changed_under_a_run(self, tmp_path, capsys):
         take(tmp_path / "run", IDENTITY, True)
         assert "changed" not in capsys.readouterr().out
@@ -100,7 +107,7 @@ class TestRunFolder:
         assert "a.py has changed since" in capsys.readouterr().out
 
     def test_a_run_of_an_earlier_version_goes_on(self, tmp_path, capsys):
-        digests = ("recipe_digest", "data_digest")
+        digests = ("recipe_digest", "data_digest", "max_samples", "max_eval_samples")
         folder.write_json(tmp_path / "run.json", {key: value for key, value in IDENTITY.items() if key not in digests})
         (tmp_path / "checkpoint-5").mkdir()
         take(tmp_path, IDENTITY, True)

@@ -4,6 +4,7 @@ from harness.plan.ledger import Ledger
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 MEGA = 2**20
 
@@ -48,6 +49,20 @@ def test_a_copy_of_weights_is_no_activation_and_logits_are_of_the_loss():
     assert (by["gathered"], by["loss"]) == (64 * 1000 * 2, -(-8 * 1000 * 2 // 512) * 512)
     assert ledger.count()["flops"] == {"torch.bfloat16": 2 * 8 * 64 * 1000} and not ledger.count()["flops"]
     del logits
+
+
+def test_what_operators_read_and_write():
+    """Asking a fake tensor where it is, or for a view of it, touches none of its bytes; products are counted otherwise."""
+    ledger = Ledger()
+    with FakeTensorMode(), ledger:
+        tensor = torch.empty(MEGA)
+        assert tensor.device.type == "cpu" and tensor.view(1024, 1024).T.device == tensor.device
+        torch.ops.aten._unsafe_view(tensor, [1024, 1024])
+        assert ledger.touched == 0
+        tensor.view(1024, 1024) @ tensor.view(1024, 1024)
+        assert ledger.touched == 0
+        tensor + 1
+    assert ledger.touched == 8 * MEGA  # read and written
 
 
 def test_labels_end_with_their_block():

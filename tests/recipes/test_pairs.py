@@ -35,7 +35,7 @@ def test_pair_trains_and_leaves_a_model(rehearse, workplace, built, two_by_two, 
     assert (results["fsdp_enabled"], results["world_size"], results["num_nodes"]) == (sharded, processes, 1)
     assert results["config"] == getattr(config, "stem", config) and results["tiny"] and results["resumed_from_step"] == 0
     logged = [loss for loss, _ in losses(run).values()]
-    assert logged[0] - results["eval_loss"] > (0.5 if results["load_in_4bit"] else 1.0)
+    assert logged[0] - results["eval_loss"] > (0.3 if results["load_in_4bit"] else 0.5)
     assert results["final_loss"] == logged[-1]
     assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
     assert results["model_params_b"] >= results["trainable_params_b"] > 0

@@ -71,6 +71,7 @@ KINDS = {
     "half a step": (f"{TINY} --max_steps 1.5", "--max_steps/--max-steps: invalid int value: '1.5'"),
     "a word as learning rate": (f"{TINY} --learning_rate high", "invalid float value: 'high'"),
     "NaN as learning rate": (f"{TINY} --learning_rate nan", "--learning_rate is nan, expected a number above 0"),
+    "no step at all": (f"{TINY} --max_steps 0", "--max_steps is 0, expected 1 or more"),
     "a batch size of 0": (f"{TINY} --per_device_train_batch_size 0", "--per_device_train_batch_size is 0, expected 1 or more"),
     "no accumulation at all": (f"{TINY} --gradient_accumulation_steps 0", "--gradient_accumulation_steps is 0, expected 1"),
     "a length of 0": (f"{TINY} --max_length 0", "--max_length is 0, expected 1 or more"),
@@ -125,6 +126,7 @@ KINDS = {
     "a file of data that is not there": (f"{REAL} ./whole --dataset_name no.jsonl", "there is no file or folder no.jsonl"),
     "a column that is not there": (f"{REAL} ./whole --dataset_text_field body", "has the columns text; this recipe takes texts"),
     "a split that is not there": (f"{REAL} ./whole --dataset_train_split trian", "none called trian"),
+    "no name of data": (f"{TINY} --dataset_name=", "--dataset_name is empty"),
     "data that are none": (f"{REAL} ./whole --dataset_name empty.jsonl", "empty.jsonl is empty"),
     "data that are no JSON": (f"{REAL} ./whole --dataset_name broken.jsonl", "JSON parse error"),
 }

@@ -25,7 +25,7 @@ def enter(data):
         found.totals = {name: getattr((rows.info.splits or {}).get(name), "num_examples", None) for name, rows in splits.items()}
         if streaming:
             return splits
-        if data._path().exists():
+        if data.path().exists():
             found.totals = {name: len(rows) for name, rows in all_splits(streaming=False).items()}
         return {name: Dataset.from_list(list(rows.take(ROWS)), features=rows.features) for name, rows in splits.items()}
 

@@ -85,7 +85,7 @@ class Ledger(TorchDispatchMode):
             self.see(tensor, holder)
         if count := flop_registry.get(function._overloadpacket):
             self.flops[str(inputs[0].dtype)] += count(*arguments, **keywords or {}, out_val=result)
-        elif function.namespace != "c10d" and "empty" not in function.name():
+        elif function.namespace not in ("c10d", "prim") and not any(word in function.name() for word in ("empty", "_view")):
             self.touched += sum(t.numel() * t.element_size() for t in outputs + inputs)
         return result
 

@@ -9,7 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from harness import configs, folder, patience
+from harness import configs, folder, local_files, patience
 from harness.commands import first_rows, hollow, prepare, quantize, stream_files
 from harness.launched import Checked, Launched
 from harness.nodes import network
@@ -87,10 +87,13 @@ def _check(data, args, model, launched: Launched, sharded: bool):
         "use_peft": model.use_peft,
         "load_in_4bit": model.load_in_4bit,
         "recipe_digest": hashlib.sha256(Path(launched.recipe or sys.argv[0]).read_bytes()).hexdigest()[:8],
-        "data_digest": data.digest(),
+        "data_digest": local_files.digest(data),
+        "max_samples": data.max_samples,
+        "max_eval_samples": data.max_eval_samples,
     }
     if not launched.command:
         folder.check(path, identity, is_default)
+    local_files.name_those_passed_over(data)
     if launched.tiny:
         stand_ins.prepare(data, model)
     checks.sources(data, args, model, launched)

@@ -13,6 +13,7 @@ from trl import get_peft_config, get_quantization_config
 @dataclass
 class Arguments(TrainingArguments):
     max_length: int = 2048
+    model_init_kwargs: dict | str | None = None  # what a recipe has that can quantize
 
 
 def main():
@@ -26,8 +27,9 @@ def main():
         remove_unused_columns=False,
         lora_target_modules=["all-linear"],
     )
+    quantization = get_quantization_config(model)
     base = AutoModelForCausalLM.from_pretrained(
-        model.model_name_or_path, dtype=model.dtype, quantization_config=get_quantization_config(model)
+        model.model_name_or_path, quantization_config=quantization, **args.model_init_kwargs
     )
     adapted = peft.get_peft_model(base, get_peft_config(model)) if model.use_peft else base
     row = {"input_ids": [0] * args.max_length, "labels": [0] * args.max_length}

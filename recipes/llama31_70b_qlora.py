@@ -7,7 +7,7 @@
 Takes conversations (`messages` of role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
 `instruction`, `input` and `output`; or texts: a column `text`, or --dataset_text_field.
 Needs two 24 GB GPUs, 110 GB of host RAM and 180 GB of disk; a forecast, not yet measured: 20.6 GB a GPU,
-80 to 95 s a step of 16,384 tokens. If memory runs out: --per_device_train_batch_size 4.
+80 to 175 s a step of 16,384 tokens. If memory runs out: --per_device_train_batch_size 4.
 """
 
 from harness import parse, train
@@ -33,7 +33,7 @@ def main():
         lora_alpha=16,
         lora_dropout=0.05,
         lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        max_steps=100,  # about two and a half hours (forecast)
+        max_steps=100,  # two to five hours (forecast)
         chat_template_path="recipes/headings.jinja",  # a base model has none: a heading for every turn
         assistant_only_loss=True,  # the answers, and the end-of-text token that ends each
         max_length=1024,

@@ -26,6 +26,13 @@ def test_the_keys_are_the_ones_accelerate_knows():
     assert known == configs.FSDP2_KEYS | configs.FSDP1_WORDS.keys()
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_gradients_stay_sharded_where_memory_is_the_point(path):
+    """Where layers are freed after the forward pass; where they stay gathered, traffic is, and gradients add up whole."""
+    fsdp = configs.read(str(path))["fsdp_config"]
+    assert bool(fsdp.get("fsdp_reduce_each_batch")) == bool(fsdp.get("fsdp_reshard_after_forward"))
+
+
 @pytest.mark.parametrize("key", sorted(configs.FSDP2_KEYS))
 def test_every_fsdp2_key_changes_the_plugin(key, monkeypatch):
     """A key that changes nothing is dead under FSDP2."""

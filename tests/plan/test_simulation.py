@@ -51,6 +51,20 @@ def test_the_readme_says_what_was_simulated(found):
         assert float(size) == pytest.approx(peak(found[recipe, config]) / 1e9, abs=0.06), (recipe, config)
 
 
+def test_the_readme_says_how_fast_that_would_be(found):
+    row = re.compile(r"^\| `(\w+)` \| `(\w+)` \|.*\| ([\d,]+)–([\d,]+)(?: on (\w+)s)? \*\(forecast", re.MULTILINE)
+    rows = [
+        (pair, *rest) for *pair, low, high, card in row.findall((ROOT / "README.md").read_text()) for rest in [(low, high, card)]
+    ]
+    assert rows
+    for pair, low, high, card in ((tuple(pair), *rest) for pair, *rest in rows if tuple(pair) in PAIRS):
+        run = found[pair]
+        tokens = run["tokens"] * run["accumulation"] * run["processes"]
+        best, worst = cards.step_seconds(CARDS[{"A100": "A100 80 GB", "T4": "T4"}.get(card, "RTX 3090")], run)
+        said = [float(number.replace(",", "")) for number in (low, high)]
+        assert said == [pytest.approx(tokens / worst, rel=0.06), pytest.approx(tokens / best, rel=0.06)], pair
+
+
 @dear
 def test_nothing_of_70b_is_ever_whole_on_a_card(found):
     """From load to save, of 35 GB in 4 bits and 4 GB in bf16 there are two layers, the head and the embedding at most."""
@@ -77,6 +91,14 @@ def test_what_moves_is_what_the_config_says(found):
     once = found["gpt2_xl_wikitext", "3xt4_shard_grad_op"]["step"]["moved"]
     assert once["gathered"] == pytest.approx(2 * 1_557_611_200, rel=0.01)
     assert once["reduced"] == pytest.approx(2 * 1_557_611_200, rel=0.01)
+
+
+@dear
+def test_the_recipe_of_the_published_numbers_can_be_simulated(drive):
+    recipe, config = ROOT / "benchmarks/published_recipe.py", ROOT / "accelerate_configs/4gpu_full_shard.yaml"
+    flags = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--use_peft", "--load_in_4bit", "--max_length", "512"]
+    (run,) = drive([(recipe, config, flags, "cuda")])
+    assert run["packed"] > 0 and run["adapter"]
 
 
 @dear

@@ -41,6 +41,8 @@ def test_pair_trains_and_leaves_a_model(rehearse, workplace, built, two_by_two, 
     assert results["model_params_b"] >= results["trainable_params_b"] > 0
     assert (results["model_params_b"] > results["trainable_params_b"]) == results["use_peft"]
     assert results["peak_host_gb"] > 0.3 * processes
+    on_a_gpu = ("peak_gpu_gb", "peak_gpu_reserved_gb", "gpu_utilization", "gpu_memory_gb")
+    assert [results[name] for name in on_a_gpu] == [0, 0, [], []]
     assert results["versions"]["torch"] == torch.__version__
 
     trainer = built(recipe)

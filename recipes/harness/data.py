@@ -89,8 +89,6 @@ class DataArguments(trl.ScriptArguments):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 fail(f"--{name} is {getattr(self, name)}, expected 1 or more")
         is_here = self.path().exists()
-        if not self.dataset_name:
-            fail("--dataset_name is empty: give an id of the hub, a folder or a file")
         if HF_HUB_OFFLINE and self.dataset_streaming and not is_here:
             return []  # only `datasets` knows what its cache holds
         splits = self.splits(streaming=is_here or not HF_HUB_OFFLINE)

@@ -41,7 +41,7 @@ def test_a_pair_fits_the_card_its_config_is_for(pair, found):
     card = CARDS["T4" if "t4" in pair[1] else "RTX 3090"]
     assert cards.fits(card, found[pair], peak(found[pair]))
     assert found[pair]["parameters"] == PARAMETERS[found[pair]["names"]["model"]]
-    assert {"load", "forward", "backward"} <= found[pair]["peaks"].keys()
+    assert {"load", "forward", "backward", "save"} <= found[pair]["peaks"].keys()
 
 
 def test_the_readme_says_what_was_simulated(found):

@@ -140,7 +140,7 @@ def test_the_loss_is_computed_in_torch_where_triton_cannot(monkeypatch, capabili
 def test_trl_takes_the_torch_path_where_it_is_told_to(monkeypatch, build_trainer):
     monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
     monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
-    model = ModelConfig()
+    model = ModelConfig("/nowhere")
     loading.complete(SFTConfig(use_cpu=True, bf16=True), model, False, Launched(torch_loss="no compiler", attention=FLASH))
     assert not chunked_logprob._use_triton(torch.device("cuda")) and utils._CHUNKED_LOGPROB_CHUNK_SIZE == 4096
     assert model.attn_implementation == FLASH

@@ -30,6 +30,14 @@ def test_a_misspelt_flag_is_answered_without_torch(launch, tmp_path):
     assert not imported & {"torch", "transformers", "trl", "accelerate", "datasets"}
 
 
+def test_variables_of_another_launcher_are_not_read(launch, tmp_path):
+    """Left in a shell, or set in a pod: a rank other than 0 would say nothing, a world of four wait for three."""
+    process = launch("--tiny", RECIPE, "1x3090", "--max_lenght", "5", cwd=tmp_path, RANK="2", LOCAL_RANK="2", WORLD_SIZE="4")
+    notice, error = process.stderr.splitlines()
+    assert notice.startswith("WORLD_SIZE=4 is not read here") and "NNODES" in notice
+    assert process.returncode == 2 and "--max_lenght" in error
+
+
 def test_help_shows_the_recipe_and_its_numbers(launch):
     shown = launch(RECIPE, "--help").stdout
     assert "Continued pretraining of Qwen2-0.5B" in shown

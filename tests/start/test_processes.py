@@ -128,6 +128,17 @@ def test_a_traceback_begins_in_the_recipe(python, tmp_path):
     assert lines[-1] == "KeyError: 'column'"
 
 
+@pytest.mark.parametrize("who", ["True", "args.process_index"])
+def test_processes_that_fail_alike_show_one_traceback(starts, tmp_path, who):
+    """And one that fails alone shows its own."""
+    recipe = tmp_path / "fails.py"
+    text = (ROOT / f"recipes/{RECIPE}.py").read_text()
+    recipe.write_text(text.replace("    train(", f"    assert not ({who}), 'mine'\n    train("))
+    process = starts("--tiny", recipe, "4gpu_ddp", cwd=tmp_path, NPROC_PER_NODE="2")
+    assert process.returncode == 1 and process.stderr.count("Traceback") == 1, process.stderr
+    assert process.stderr.count("AssertionError: mine") == 1
+
+
 def test_threads_of_arithmetic(python):
     """OMP_NUM_THREADS is read when torch is imported, which was before. An answer may be larger than a pipe holds."""
     work = "import torch\ndef threads():\n    return str(torch.get_num_threads()) * 1_000_000\n"
@@ -217,11 +228,21 @@ runpy.run_module("harness.start.launch", run_name="__main__", alter_sys=True)
 WORDS = ["--tiny", str(ROOT / f"recipes/{RECIPE}.py"), str(ROOT / "accelerate_configs/1x3090.yaml")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("module", ["yaml", "torch._C", "accelerate.accelerator"])
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        ("yaml", signal.SIGINT),
+        ("yaml", signal.SIGTERM),
+        ("torch._C", signal.SIGINT),
+        ("torch._C", signal.SIGUSR1),
+        ("accelerate.accelerator", signal.SIGINT),
+        ("accelerate.accelerator", signal.SIGTERM),
+    ],
+)
 def test_a_signal_while_modules_are_imported(python, module, number):
     """It ends the launcher, in one line at most, although an import may swallow what a handler raises."""
-    process = python(INTERRUPTED, arguments=[str(int(number)), module, *WORDS])
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # also where these tests run in the background
+    process = python(INTERRUPTED, arguments=[str(int(number)), module, *WORDS], **heard)
     assert process.returncode in (-number, 128 + number) and "Traceback" not in process.stderr
     lines = process.stderr.splitlines()
     assert lines in ([], [f"Stopped by {number.name} before the training began."])

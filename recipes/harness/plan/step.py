@@ -100,6 +100,7 @@ class Step(transformers.TrainerCallback):
                 prompt = torch.ones(1, getattr(args, "max_length", None) or 512, dtype=torch.long)
                 trainer.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
         with ledger.within(moment="save", holder="gathered"), torch.no_grad():
+            ledger.spike(1, "rest")  # unsharded, it needs no more than is there
             for unit in [module for module in model.modules() if isinstance(module, torch.distributed.fsdp.FSDPModule)]:
                 unit.reshard()
             for weight in model.parameters():

@@ -3,13 +3,15 @@
 import json
 import os
 import warnings
+from pathlib import Path
 
 from harness.launched import say
+from harness.rehearsal import stand_ins
 
 
 def complete(args, model, sharded: bool, launched):
     """Fills in how a trainer loads the model that it is given by name, and how its loss is computed."""
-    if launched.attention and not launched.on_cpu and not model.attn_implementation and _takes_flash(args, model):
+    if launched.attention and not launched.on_cpu and not model.attn_implementation and _takes_flash(args, model, launched.tiny):
         model.attn_implementation = launched.attention
     if isinstance(model.lora_target_modules, str) and model.lora_target_modules.isidentifier():
         model.lora_target_modules = [model.lora_target_modules]  # TRL makes a text of a single name, PEFT a pattern of a text
@@ -30,15 +32,20 @@ def complete(args, model, sharded: bool, launched):
         args.model_init_kwargs = {**kwargs, **given}
 
 
-def _takes_flash(args, model) -> bool:
+def _takes_flash(args, model, tiny: bool) -> bool:
     """Whether the model's class has FlashAttention and computes in 16 bits, the only ones that it takes."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     if not (args.bf16 or args.fp16 or model.dtype in ("bfloat16", "float16")):
         return False
+    name, revision = model.model_name_or_path, model.model_revision
+    if tiny:
+        name, revision = str(stand_ins.model_folder(model)), "main"
+        if not Path(name).is_dir():  # yet; nothing is loaded before it is
+            return True
     try:
-        config = AutoConfig.from_pretrained(model.model_name_or_path, revision=model.model_revision)
-    except Exception:  # the check says what is wrong; a rehearsal of a model that is known here need not reach the hub
+        config = AutoConfig.from_pretrained(name, revision=revision)
+    except Exception:  # the check says what is wrong
         return True
     return getattr(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None), "_supports_flash_attn", False)
 

@@ -6,6 +6,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 
 from harness.nodes import signals
@@ -55,6 +56,10 @@ def recipe(path: str, flags: list[str]):
         sys.exit(OUT_OF_TIME)
     except Exception as error:
         memory.explain(error)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(3)  # where all fail alike, the first one speaks, and the launcher stops the others
+            if signals.received:
+                sys.exit(1)
         trace = error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename != path:
             trace = trace.tb_next

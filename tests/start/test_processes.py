@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 
+from harness.nodes import network
+
 import psutil
 import pytest
 from conftest import ROOT, losses, wait_until
@@ -135,8 +137,9 @@ def test_processes_that_fail_alike_show_one_traceback(starts, tmp_path, who):
     text = (ROOT / f"recipes/{RECIPE}.py").read_text()
     recipe.write_text(text.replace("    train(", f"    assert not ({who}), 'mine'\n    train("))
     process = starts("--tiny", recipe, "4gpu_ddp", cwd=tmp_path, NPROC_PER_NODE="2")
-    assert process.returncode == 1 and process.stderr.count("Traceback") == 1, process.stderr
-    assert process.stderr.count("AssertionError: mine") == 1
+    assert process.stderr.count("Traceback") == process.stderr.count("AssertionError: mine") == 1, process.stderr
+    # Another one that notices first that this one has gone is the first to end.
+    assert process.returncode in ((1, network.LOST) if who != "True" else (1,))
 
 
 def test_threads_of_arithmetic(python):

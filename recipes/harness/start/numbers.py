@@ -86,7 +86,7 @@ def check(data, args, model):
     least |= dict.fromkeys(("max_length", "max_tokens", "global_batch_size", "lora_r"), 1)
     least |= dict.fromkeys(("learning_rate", "num_train_epochs", *steps), sys.float_info.min)  # more than 0
     least |= dict.fromkeys(("weight_decay", "warmup_steps", "max_grad_norm", "seed", "dataloader_num_workers"), 0)
-    if not data.dataset_name:
+    if data.dataset_name == "":  # None: a recipe that brings its own rows
         fail("--dataset_name is empty: give an id of the hub, a folder or a file")
     if args.max_steps == 0:
         fail("--max_steps is 0, expected 1 or more, or -1 for as many as --num_train_epochs has")

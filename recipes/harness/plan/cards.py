@@ -36,7 +36,7 @@ LINES = (16, 24, 40, 80)  # GB, of the picture
 PCIE = (10e9, 24e9)  # bytes/s between host and GPU: eight lanes of PCIe 4, or sixteen
 NETWORK = (1.1e9, 11e9)  # bytes/s between nodes: 10 or 100 Gbit/s Ethernet
 PRODUCTS = (0.40, 0.80)  # shares of the rates above; not measured here
-REST = (0.50, 1.00)
+REST = (0.50, 1.00)  # shares of the memory's rate, for whatever is no product
 # Seconds a parameter, fused, on one and on two cores (measured, shared with other work).
 ADAM_ON_HOST = (1.6e-9, 0.95e-9)
 

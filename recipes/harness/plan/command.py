@@ -5,6 +5,7 @@ make it fit, each way tried by another simulation.
 """
 
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -29,18 +30,20 @@ def main(recipe: str, *words: str):
     read = {path: configs.read(path) for path in paths}
     quiet = "--json" in own
     server.prepare()
-    from harness.plan import fakes  # which imports torch; a misspelt flag does not wait for it
-    from harness.plan.length import Length
+    from harness.plan import fakes, length  # which import torch; a misspelt flag does not wait for it
+    from harness.start import processes
 
     warnings.filterwarnings("ignore")
     if missing := fakes.broken():
         fail(f"cannot plan with these versions: {', '.join(missing)} is not there; everything else works without it")
-    plans, length = [], Length(recipe, arguments)
+    plans, price = [], float(own.get("--price_per_gpu_hour") or 0)
+    # Neither a config nor what is proposed changes how many there are.
+    rows = functools.cache(lambda: processes.call(length.rows_of_an_epoch, recipe, arguments)[1])
     for path, config in read.items():
         if not quiet:
             pages.progress(f"Simulating {Path(recipe).stem} with {Path(path).stem} …")
         found = run(recipe, path, config, arguments, optional=len(read) > 1)
-        plans.append(found if "refused" in found else cards.plan(length.of(found), float(own.get("--price_per_gpu_hour") or 0)))
+        plans.append(found if "refused" in found else cards.plan(length.with_steps(found, rows), price))
     if quiet:
         print(json.dumps(plans[0] if len(read) == 1 else plans, indent=2))
     elif len(read) > 1:

@@ -9,25 +9,18 @@ import warnings
 from harness.commands import first_rows
 from harness.launched import Checked, Launched
 from harness.run import session
-from harness.start import processes, worker
+from harness.start import worker
 
 
-class Length:
-    """Rows of an epoch, asked for once: neither a config nor what a plan proposes changes them."""
+def with_steps(found: dict, rows) -> dict:
+    """`found`, with the steps of its epochs where no flag and no recipe says how many; as it is where nobody knows.
 
-    def __init__(self, recipe: str, flags: list[str]):
-        self.recipe, self.flags, self.rows = recipe, flags, []
-
-    def of(self, found: dict) -> dict:
-        """`found`, with the steps of its epochs where no flag and no recipe says how many; as it is where nobody knows."""
-        if found["max_steps"] > 0:
-            return found
-        if not self.rows:
-            self.rows = [processes.call(rows_of_an_epoch, self.recipe, self.flags)[1]]
-        if not self.rows[0]:
-            return found
-        a_step = found["micro_batch"] * found["accumulation"] * found["processes"]
-        return found | {"max_steps": math.ceil(found["epochs"] * self.rows[0] / a_step), "estimated": True}
+    `rows()` answers as `rows_of_an_epoch` does, and is asked only then.
+    """
+    if found["max_steps"] > 0 or not rows():
+        return found
+    a_step = found["micro_batch"] * found["accumulation"] * found["processes"]
+    return found | {"max_steps": math.ceil(found["epochs"] * rows() / a_step), "estimated": True}
 
 
 def rows_of_an_epoch(recipe: str, flags: list[str]) -> float | None:

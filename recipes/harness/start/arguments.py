@@ -75,7 +75,26 @@ def _check(data, args, model, launched: Launched, sharded: bool):
     if launched.plan:
         return None
     path, is_default = Path(args.output_dir), args.output_dir == folder.default(launched, sys.argv[0])
-    identity = {
+    identity = {} if launched.command else _identity(data, model, launched, sharded)
+    if not launched.command:
+        folder.check(path, identity, is_default)
+    local_files.name_those_passed_over(data)
+    if launched.tiny:
+        stand_ins.prepare(data, model)
+    checks.sources(data, args, model, launched)
+    if launched.command:
+        return
+    folder.claim(path, identity, is_default)
+    folder.end_if_finished(path, args.max_steps, args.num_train_epochs)
+    if launched.tiny:
+        stand_ins.announce(data, args, model)
+    else:
+        loading.announce(args, model, launched)
+
+
+def _identity(data, model, launched: Launched, sharded: bool) -> dict:
+    """What `run.json` says of a run."""
+    return {
         "recipe": Path(launched.recipe or sys.argv[0]).stem,
         "config": Path(launched.config).stem,
         "model": model.model_name_or_path,
@@ -91,20 +110,6 @@ def _check(data, args, model, launched: Launched, sharded: bool):
         "max_samples": data.max_samples,
         "max_eval_samples": data.max_eval_samples,
     }
-    if not launched.command:
-        folder.check(path, identity, is_default)
-    local_files.name_those_passed_over(data)
-    if launched.tiny:
-        stand_ins.prepare(data, model)
-    checks.sources(data, args, model, launched)
-    if launched.command:
-        return
-    folder.claim(path, identity, is_default)
-    folder.end_if_finished(path, args.max_steps, args.num_train_epochs)
-    if launched.tiny:
-        stand_ins.announce(data, args, model)
-    else:
-        loading.announce(args, model, launched)
 
 
 def _substitute(data, args, model, launched: Launched, sharded: bool):

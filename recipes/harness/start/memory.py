@@ -8,7 +8,7 @@ import traceback
 from harness.nodes import signals
 
 EXIT_CODE = 12  # ENOMEM
-asked = {}  # the arguments of this run, once `parse` knows them: "args", "model", "in_4bit"
+asked = {}  # the arguments of this run, once `parse` knows them: "args", "model", "in_4bit", "sharded"
 
 # A function that an error went through, and what was going on then; the first of them that it did counts.
 MOMENTS = {

@@ -6,33 +6,35 @@
 #SBATCH --signal=USR1@300
 # Fine-tune with one command.
 #
-#   ./launch.sh                                  the recipes and the configs, a line each
-#   ./launch.sh RECIPE CONFIG [--flag value …]   train
-#   ./launch.sh --tiny RECIPE CONFIG [--flag …]  rehearse on tiny stand-ins; needs no GPU
-#   ./launch.sh --plan RECIPE [CONFIG] [--flag …]  will it fit, on which cards, how long; without GPU or weights
-#   ./launch.sh --preview RECIPE [--flag …]      what the model will see: rows as packed, what trains, what is cut off
-#   ./launch.sh --prepare RECIPE [--flag …]      all a run needs into the caches: afterwards it runs without internet
-#   ./launch.sh --merge RUN [OUT]                an adapter or a sharded checkpoint becomes a plain model
-#   ./launch.sh --report RUN…                    finished runs side by side: time, speed-up, memory, losses
-#   ./launch.sh RECIPE --help                    what a recipe is and which numbers it sets
-#   ./launch.sh --test [pytest arguments]        run the tests
+#   ./launch.sh                                    lists the recipes and the configs
+#   ./launch.sh RECIPE CONFIG [--flag value …]     trains
+#   ./launch.sh RECIPE --help                      what a recipe is and what it sets
+#   ./launch.sh --tiny RECIPE CONFIG [--flag …]    rehearses with a tiny model and dataset; needs no GPU
+#   ./launch.sh --plan RECIPE [CONFIG] [--flag …]  will it fit, on which cards, how long; needs no GPU and no weights
+#   ./launch.sh --preview [--tiny] RECIPE [--flag …]  the rows as the model will see them, and which tokens count in the loss
+#   ./launch.sh --prepare [--tiny] RECIPE [--flag …]  downloads everything a run needs; afterwards it trains without internet
+#   ./launch.sh --merge RUN [OUT]                  makes a plain model from an adapter or a sharded checkpoint
+#   ./launch.sh --report RUN…                      compares finished runs: time, speed-up, memory, losses
+#   ./launch.sh --test RECIPE [CONFIG]             the smoke test of one recipe
+#   ./launch.sh --test [pytest arguments]          all tests
 #
-# RECIPE and CONFIG are names, or paths to files that lie anywhere. The first call makes .venv and installs
-# requirements.txt into it; PYTHON=/path/to/python uses that environment instead and installs nothing.
+# RECIPE and CONFIG are names, or paths of files anywhere. The first call makes .venv and installs requirements.txt into it;
+# PYTHON=/path/to/python uses that environment instead and installs nothing. --json makes --plan, --preview and --report print
+# JSON. ./launch.sh --debug … shows the traceback of an error.
 #
 # Several machines:
 #   sbatch --nodes 2 --gpus-per-node 4 launch.sh RECIPE CONFIG            SLURM; or `srun ./launch.sh …` in an allocation
-#   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 ./launch.sh RECIPE CONFIG      on each, with its own NODE_RANK
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 ./launch.sh RECIPE CONFIG      on each machine, with its own NODE_RANK
 set -euo pipefail
 
 unset CDPATH
 if [[ ${WORLD_SIZE:-1} != 1 && -z ${NNODES:-} ]]; then
-  printf 'WORLD_SIZE=%s is not read here; several machines are told by NNODES, NODE_RANK and MASTER_ADDR.\n' "$WORLD_SIZE" >&2
+  printf 'WORLD_SIZE=%s is ignored: several machines are set by NNODES, NODE_RANK and MASTER_ADDR.\n' "$WORLD_SIZE" >&2
 fi
 unset RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE # of another launcher; this one starts the processes itself
 script=${BASH_SOURCE[0]}
 if [[ ${script##*/} == slurm_script && -n ${SLURM_JOB_ID:-} ]]; then
-  # SLURM runs a copy in its spool folder. It knows the original, with the arguments behind it.
+  # SLURM runs a copy in its spool folder. `scontrol` has the path of the original, with its arguments.
   script=$(scontrol show job "$SLURM_JOB_ID" | sed -n '/^ *Command=/{s///p;q;}') || true
   script=${script%" $*"}
   [[ $script == /* ]] || script=$SLURM_SUBMIT_DIR/$script
@@ -45,7 +47,7 @@ fail() {
   exit 2
 }
 
-[[ -d $here/recipes/harness ]] || fail "$script is not launch.sh of a clone: submit the file itself, sbatch launch.sh RECIPE CONFIG"
+[[ -d $here/recipes/harness ]] || fail "$script is not in a clone of the project: submit the file itself, sbatch launch.sh RECIPE CONFIG"
 
 # names FOLDER: the names of the recipes or configs in it
 names() {
@@ -57,7 +59,7 @@ names() {
   done
 }
 
-# list FOLDER: each file's name and what its first line says of it
+# list FOLDER: the name of each file, and its first line
 list() {
   local name file line
   while IFS= read -r name; do
@@ -70,7 +72,7 @@ list() {
   done < <(names "$1")
 }
 
-# resolve FOLDER EXTENSION WORD KIND: the file that WORD names, or one line with the nearest name
+# resolve FOLDER EXTENSION WORD KIND: the path of the file that WORD names
 resolve() {
   local file
   for file in "$here/$1/$3.$2" "$3"; do
@@ -84,85 +86,113 @@ resolve() {
   local near all
   near=$(nearest "$3" "${known[@]}")
   all=$(printf ', %s' "${known[@]}")
-  fail "no $4 is called '$3': did you mean $near? There are: ${all:2}"
+  fail "unknown $4: $3. Did you mean $near? There are: ${all:2}"
 }
 
 nearest() {
   python3 -c 'import difflib, sys; print(difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1, 0)[0])' "$@"
 }
 
-# Sets $python, after making .venv where it is not yet what requirements.txt says.
+# Sets $python, after installing requirements.txt into .venv unless that was done.
 prepare_python() {
   if [[ -n ${PYTHON:-} ]]; then
-    python=$(command -v -- "$PYTHON") || fail "PYTHON=$PYTHON is no program: give the path of a python"
+    python=$(command -v -- "$PYTHON") || fail "PYTHON: program not found: $PYTHON. Give the path of a python"
     [[ $python == /* ]] || python=$PWD/$python
     return
   fi
   python="$here/.venv/bin/python"
-  local done="$here/.venv/requirements.installed"
-  cmp -s "$here/requirements.txt" "$done" && return
-  command -v python3 >/dev/null || fail "python3 is missing: install Python 3.11"
+  local installed="$here/.venv/requirements.installed"
+  cmp -s "$here/requirements.txt" "$installed" && return
+  command -v python3 >/dev/null || fail "python3 not found: install Python 3.11"
   python3 -c 'import ensurepip, venv' 2>/dev/null ||
     fail "python3 cannot make a virtual environment: install python3-venv, or set PYTHON"
   if command -v flock >/dev/null; then
     exec 9>"$here/.venv.lock"
     flock 9
-    if cmp -s "$here/requirements.txt" "$done"; then
+    if cmp -s "$here/requirements.txt" "$installed"; then
       exec 9>&-
       return
     fi
   fi
-  printf 'Installing requirements.txt into %s, once: 5.5 GB with the libraries of CUDA, some minutes.\n' "$here/.venv" >&2
+  printf 'Installing requirements.txt into %s: 5.5 GB with the CUDA libraries, once, some minutes.\n' "$here/.venv" >&2
   python3 -m venv "$here/.venv" >&2 || fail "python3 cannot make a virtual environment: install python3-venv, or set PYTHON"
   local -a install=("$python" -m pip install --disable-pip-version-check)
   if command -v uv >/dev/null; then install=(uv pip install --python "$python" --compile-bytecode); fi
   "${install[@]}" -r "$here/requirements.txt" >&2 ||
-    fail "the installation did not finish: see above, then call the same command again to go on"
-  cp -- "$here/requirements.txt" "$done"
+    fail "the installation did not finish, see above: run the same command again to continue it"
+  cp -- "$here/requirements.txt" "$installed"
   exec 9>&-
 }
 
-# call MODULE [argument …]: a module of the harness, in the Python of the project
+# call MODULE [argument …]: runs a module of the harness
 call() {
   prepare_python
-  # The folder a person stands in may hold a datasets.py; it must not be taken for the package.
+  # A file such as datasets.py in the working directory must not be imported instead of the package.
   PYTHONSAFEPATH=1 exec "$python" -m "harness.$1" "${@:2}"
 }
 
 # run [--tiny] [--prepare | --preview | --plan] RECIPE [CONFIG] [--flag …]
 run() {
-  local -a options=() files
-  local command='' module=start.launch
+  local -a tiny=() files
+  local command=''
   while [[ ${1:-} =~ ^--(tiny|prepare|preview|plan)$ ]]; do
-    if [[ $1 != --tiny ]]; then
-      [[ -z $command ]] || fail "$command and $1 are two commands: call one after the other"
+    if [[ $1 == --tiny ]]; then
+      tiny=(--tiny)
+    else
+      [[ -z $command ]] || fail "$command and $1 are two commands: run one after the other"
       command=$1
     fi
-    options+=("$1")
     shift
   done
-  (($#)) || fail "${options[*]} needs a RECIPE; ./launch.sh lists them"
+  (($#)) || fail "${command:-${tiny[*]}} needs a RECIPE; ./launch.sh lists them"
   files=("$(resolve recipes py "$1" recipe)")
   if [[ -z $command ]]; then
     case ${2:---} in
       --help | -h) exec python3 -m harness.start.flags "${files[0]}" ;;
       --tiny) fail "--tiny comes first: ./launch.sh --tiny $1 ${3:-CONFIG}" ;;
-      -*) fail "which config? ./launch.sh ${options[*]:+${options[*]} }$1 CONFIG, where CONFIG is one of: $(names accelerate_configs | paste -sd ' ')" ;;
+      -*) fail "CONFIG is missing: ./launch.sh ${tiny[*]:+${tiny[*]} }$1 CONFIG, where CONFIG is one of: $(names accelerate_configs | paste -sd ' ')" ;;
     esac
   fi
   shift
-  if [[ $command == --plan ]]; then
-    ((${#options[@]} == 1)) || fail "--plan is of the full size: leave out --tiny"
-    module=plan.command options=()
-    if [[ ${1:--} == -* ]]; then files+=("$here"/accelerate_configs/*.yaml); fi
-  fi
-  if [[ ${1:--} != -* && $command != --pre* ]]; then
-    files+=("$(resolve accelerate_configs yaml "$1" config)")
-    shift
-  fi
-  call "$module" "${options[@]}" "${files[@]}" "$@"
+  case $command in
+    --preview) call commands.preview "${tiny[@]}" "${files[@]}" "$@" ;;
+    --prepare) call commands.prepare "${tiny[@]}" "${files[@]}" "$@" ;;
+    --plan)
+      ((${#tiny[@]} == 0)) || fail "--plan is about the full size: leave out --tiny"
+      if [[ ${1:--} == -* ]]; then
+        call plan.command "${files[@]}" "$here"/accelerate_configs/*.yaml "$@"
+      fi
+      files+=("$(resolve accelerate_configs yaml "$1" config)")
+      call plan.command "${files[@]}" "${@:2}"
+      ;;
+    *)
+      files+=("$(resolve accelerate_configs yaml "$1" config)")
+      call start.launch "${tiny[@]}" "${files[@]}" "${@:2}"
+      ;;
+  esac
 }
 
+# run_tests [RECIPE [CONFIG]] [pytest argument …]
+run_tests() {
+  local -a selection=(tests)
+  if [[ ${1:--} != -* ]]; then
+    selection=(tests/recipes/test_smoke.py --recipe "$(resolve recipes py "$1" recipe)")
+    shift
+    if [[ ${1:--} != -* ]]; then
+      selection+=(--config "$(resolve accelerate_configs yaml "$1" config)")
+      shift
+    fi
+  fi
+  prepare_python
+  cd -- "$here"
+  # Two workers: while one test waits for a timeout or for one process, another one computes.
+  exec "$python" -m pytest "${selection[@]}" -n 2 --dist loadgroup --no-loadscope-reorder "$@"
+}
+
+if [[ ${1:-} == --debug ]]; then
+  export HARNESS_DEBUG=1
+  shift
+fi
 case ${1:-} in
   "")
     printf './launch.sh RECIPE CONFIG [--flag value …]      or, without a GPU:  ./launch.sh --tiny RECIPE CONFIG\n'
@@ -172,22 +202,16 @@ case ${1:-} in
     list accelerate_configs
     ;;
   --help | -h) sed -n '/^# Fine/,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" ;;
-  --test)
-    shift
-    prepare_python
-    cd -- "$here"
-    # Two at once: while one test waits for a clock or for one process, another computes.
-    exec "$python" -m pytest tests -n 2 --dist loadgroup --no-loadscope-reorder "$@"
-    ;;
+  --test) run_tests "${@:2}" ;;
   --tiny | --prepare | --preview | --plan) run "$@" ;;
   --merge)
     shift
-    (($# == 1 || $# == 2)) || fail "--merge takes the folder of a run, and where the model is to go: ./launch.sh --merge RUN [OUT]"
+    (($# == 1 || $# == 2)) || fail "--merge needs the folder of a run, and optionally one for the model: ./launch.sh --merge RUN [OUT]"
     call commands.merge "$@"
     ;;
   --report)
     shift
-    [[ ${1:--} != -* ]] || fail "--report takes the folders of finished runs: ./launch.sh --report RUN…"
+    [[ ${1:--} != -* || ${2:--} != -* ]] || fail "--report needs the folders of finished runs: ./launch.sh --report RUN…"
     call commands.report "$@"
     ;;
   -*) fail "unknown option $1: ./launch.sh --help lists them" ;;

@@ -1,26 +1,40 @@
-"""What happens around every recipe. A recipe uses two names: `parse` and `train`.
+"""What happens around every recipe. A recipe uses three functions: `parse`, `load` and `train`.
 
-Importing this package is cheap: torch and the rest are loaded by the first call.
+Importing this package is cheap: torch and the other libraries are imported by the first call.
 """
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
-# Where the CPU has bf16 arithmetic, bitsandbytes asks for a package, in every process, that training does not use.
+from harness.launched import exit_on_user_error
+
+# On a CPU with bf16 arithmetic, bitsandbytes logs in every process that it misses a package that training does not use.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
-def parse(config_class, **defaults):
-    """See `harness.start.arguments.parse`."""
-    from harness.start.arguments import parse
+def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **defaults: Any) -> tuple[Any, Any, Any]:
+    """Returns `(script_args, training_args, model_args)`. See `harness.start.arguments.parse`."""
+    with exit_on_user_error():
+        from harness.start.arguments import parse
 
-    return parse(config_class, **defaults)
-
-
-def train(trainer):
-    """See `harness.run.session.train`."""
-    from harness.run.session import train
-
-    return train(trainer)
+        return parse(config_class, dataset_formats, **defaults)
 
 
-__all__ = ["parse", "train"]
+def load(script_args: Any, keep: Callable[[dict], bool] | None = None) -> tuple[Any, Any]:
+    """Returns `(train_dataset, eval_dataset)`. See `harness.data.loading.load`."""
+    with exit_on_user_error():
+        from harness.data.loading import load
+
+        return load(script_args, keep)
+
+
+def train(trainer: Any) -> None:
+    """Trains and saves the model. See `harness.run.session.train`."""
+    with exit_on_user_error():
+        from harness.run.session import train
+
+        train(trainer)
+
+
+__all__ = ["load", "parse", "train"]

@@ -1,6 +1,6 @@
-"""The run's folder: whose it is, whether it may be used, whether its run is finished.
+"""The output directory of a run: which run it belongs to, whether it may be used, whether the run is finished.
 
-`run.json` is written before the first process starts and names the recipe, config, model and data;
+`run.json` is written before the first process starts and names the recipe, config, model and dataset.
 `train_results.json` is written last and marks a finished run.
 """
 
@@ -10,21 +10,21 @@ import shutil
 import sys
 from pathlib import Path
 
-from harness.launched import Launched, fail, say
+from harness.launched import Launched, UserError, print_once
 
 from filelock import FileLock, Timeout
 
 RUN = "run.json"
 RESULTS = "train_results.json"
 LOCK = ".lock"
-UNWRITABLE = 74  # exit code of a run that could not write into its folder (EX_IOERR)
-# Of what `run.json` says, under conditions of their own.
-MAY_CHANGE = ("config", "sharded", "recipe_digest", "data_digest", "max_samples", "max_eval_samples")
-MARK = "complete.json"  # in a checkpoint: every process has written its part
+COMPLETION_MARKER = "complete.json"  # in a checkpoint: every process has written its part
+NOT_WRITABLE = 74  # exit code of a run that could not write into its output directory (EX_IOERR)
+# The keys of run.json that may differ between two starts of a run, under the conditions of `_check_same_run`.
+MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_digest", "max_samples", "max_eval_samples")
 
 
-def write_json(path: Path, content: dict):
-    """Writes so that the file is whole or not there, also when the power fails."""
+def write_json(path: Path, content: dict) -> None:
+    """Writes a file so that it is complete or missing, also after a power failure."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     draft.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     sync(draft)
@@ -32,8 +32,13 @@ def write_json(path: Path, content: dict):
     sync(path.parent)
 
 
-def sync(path: Path):
-    """Waits until a file or the names in a folder are on the disk."""
+def read_json(path: Path) -> dict:
+    """The content of a file of `write_json`, {} if there is none."""
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the list of names of a folder, is on the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -41,111 +46,135 @@ def sync(path: Path):
         os.close(number)
 
 
-def read_json(path: Path) -> dict:
-    """The content of a file of `write_json`, {} when there is none."""
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+def default_output_dir(launched: Launched, script: str) -> str:
+    """`outputs/RECIPE`, for a rehearsal `outputs/tiny/RECIPE`."""
+    parent = Path("outputs", "tiny") if launched.tiny else Path("outputs")
+    return str(parent / Path(launched.recipe or script).stem)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """All checkpoint folders of a run, complete or not, the newest first."""
+    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[1])
+
+
+def newest_complete_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that has a completion marker. `run/checkpoints.py` also compares checksums."""
+    return next((path for path in checkpoints(folder) if (path / COMPLETION_MARKER).is_file()), None)
+
+
+def resume_hint(folder: Path) -> str:
+    """The end of every message about a run that stopped."""
+    checkpoint = newest_complete_checkpoint(folder)
+    return f"The same command resumes from {checkpoint}." if checkpoint else "No checkpoint was written yet."
 
 
 def lock(folder: Path) -> FileLock:
-    """Takes the folder for one run, which holds the lock as long as it lives; fails when another run does."""
+    """Locks the output directory for one run until its process ends. Raises UserError if another run has locked it."""
     held = FileLock(folder / LOCK)
     try:
         held.acquire(timeout=0)
-    except Timeout:
-        fail(f"another run is writing into {folder}: wait for it, stop it, or choose another --output_dir")
+    except Timeout as error:
+        raise UserError(
+            f"--output_dir: another run is writing into {folder}: wait for it, stop it, or choose another one"
+        ) from error
     except OSError as error:
-        fail(f"{folder} cannot be written ({error.strerror}): choose another --output_dir")
+        raise UserError(f"--output_dir: {folder} cannot be written ({error.strerror}): choose another one") from error
     return held
 
 
-def default(launched: Launched, script: str) -> str:
-    """`outputs/RECIPE`, or `outputs/tiny/RECIPE` for a rehearsal."""
-    return str(Path("outputs", *(["tiny"] if launched.tiny else []), Path(launched.recipe or script).stem))
+def check_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
+    """Raises UserError if the folder belongs to another run, or if another process is writing into it. Writes nothing.
 
-
-def check(folder: Path, identity: dict, is_default: bool):
-    """Fails when `folder` belongs to something else, or another run is in it. Writes nothing.
-
-    A rehearsal in its default folder steps aside for one that would not be its continuation: with another config, of a recipe
-    or of data that have changed.
+    `identity` is the content of run.json for the run that is about to start. `is_default`: no --output_dir was given.
     """
     if folder.exists() and not folder.is_dir():
-        fail(f"{folder} is a file: give a folder as --output_dir")
-    there = _owner(folder)
-    if there:
+        raise UserError(f"--output_dir: {folder} is a file, expected a folder")
+    existing = _read_run_file(folder)
+    if existing:
         lock(folder).release()
-    _compare(folder, there, identity, is_default)
+    _check_same_run(folder, existing, identity, is_default)
 
 
-def _owner(folder: Path) -> dict:
-    """What `run.json` says, {} when there is none."""
+def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
+    """Writes run.json into a folder that passed `check_output_dir`. Safe if two runs start at the same time."""
+    existing = _read_run_file(folder)
     try:
-        return read_json(folder / RUN)
-    except ValueError:
-        fail(f"{folder / RUN} is damaged, so nobody knows whose run that is: choose another --output_dir")
-
-
-def _compare(folder: Path, there: dict, identity: dict, is_default: bool):
-    if _steps_aside(there, identity, is_default):
-        there = {}
-    elif not there and folder.is_dir() and any(not path.name.startswith((LOCK, f".{RUN}.")) for path in folder.iterdir()):
-        fail(f"{folder} holds files that are not a run of this project: choose an empty or new --output_dir")
-    for key in (key for key in identity if there and key not in MAY_CHANGE):
-        if there.get(key) != identity[key]:
-            fail(
-                f"{folder} holds a run with {key} {there.get(key)}, this one has {key} {identity[key]}: "
-                "choose another --output_dir, or move that folder away"
-            )
-    begun = (folder / RESULTS).exists() or next(folder.glob("checkpoint-*"), None)
-    for key in ("max_samples", "max_eval_samples"):
-        if begun and there.get(key, identity[key]) != identity[key]:
-            fail(
-                f"{folder} holds a run with --{key} {there[key]}, this one has {identity[key]}, so other rows would be held out "
-                "or trained on: give the same, or choose another --output_dir"
-            )
-    if begun and there.get("data_digest", identity["data_digest"]) != identity["data_digest"]:
-        fail(
-            f"{folder} holds a run on {identity['dataset']} as it was: its rows have changed since, and what was held out may "
-            "be trained on. Choose another --output_dir, or move that folder away"
-        )
-    if there and there["sharded"] != identity["sharded"] and list(folder.glob("checkpoint-*")):
-        kinds = {True: "FSDP", False: "unsharded"}
-        fail(
-            f"{folder} holds {kinds[there['sharded']]} checkpoints of {there['config']}, which {identity['config']} "
-            f"({kinds[identity['sharded']]}) cannot continue: choose another --output_dir"
-        )
-
-
-def _steps_aside(there: dict, identity: dict, is_default: bool) -> bool:
-    is_other = any(there.get(key, identity[key]) != identity[key] for key in ("config", "recipe_digest", "data_digest"))
-    return bool(there.get("tiny")) and identity["tiny"] and is_default and is_other
-
-
-def claim(folder: Path, identity: dict, is_default: bool):
-    """Makes `folder`, which `check` let pass, the folder of this run: of one, also when two begin at the same moment."""
-    there = _owner(folder)
-    try:
-        if _steps_aside(there, identity, is_default):
-            aside = folder.with_name(f"{folder.name}.{there['config']}")
-            if read_json(aside / RUN).get("tiny"):
-                shutil.rmtree(aside)
-            folder.rename(aside)
-            say(f"The rehearsal with {there['config']} that was in {folder} is now in {aside}.")
-            there = {}
+        if _is_replaced_rehearsal(existing, identity, is_default):
+            moved = folder.with_name(f"{folder.name}.{existing['config']}")
+            if read_json(moved / RUN).get("tiny"):
+                shutil.rmtree(moved)
+            folder.rename(moved)
+            print_once(f"The earlier rehearsal with {existing['config']} was moved from {folder} to {moved}.")
+            existing = {}
         folder.mkdir(parents=True, exist_ok=True)
         held = lock(folder)
-        _compare(folder, _owner(folder), identity, is_default)
+        _check_same_run(folder, _read_run_file(folder), identity, is_default)
         if read_json(folder / RUN) != identity:
             write_json(folder / RUN, identity)
         held.release()
     except OSError as error:
-        fail(f"{folder} cannot be written ({error.strerror}): choose another --output_dir")
-    if there.get("recipe_digest", identity["recipe_digest"]) != identity["recipe_digest"]:
-        say(f"{identity['recipe']}.py has changed since the last start of the run in {folder}, which goes on as it says now.")
+        raise UserError(f"--output_dir: {folder} cannot be written ({error.strerror}): choose another one") from error
+    if existing.get("recipe_digest", identity["recipe_digest"]) != identity["recipe_digest"]:
+        print_once(f"{identity['recipe']}.py has changed since {folder} was last trained; the run resumes with the new version.")
 
 
-def finished(folder: Path, max_steps: int, num_train_epochs: float) -> dict:
-    """The results of the run in `folder` if it already went as far as is asked now, else {}."""
+def _read_run_file(folder: Path) -> dict:
+    try:
+        return read_json(folder / RUN)
+    except ValueError as error:
+        raise UserError(f"--output_dir: {folder / RUN} is damaged, so its run is unknown: choose another one") from error
+
+
+def _is_replaced_rehearsal(existing: dict, identity: dict, is_default: bool) -> bool:
+    """Whether a rehearsal in the default folder is moved away for one with another config, recipe or dataset."""
+    if not (is_default and identity["tiny"] and existing.get("tiny")):
+        return False
+    return any(existing.get(key, identity[key]) != identity[key] for key in ("config", "recipe_digest", "data_digest"))
+
+
+def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bool) -> None:
+    """Raises UserError unless `folder` is free, or its run is the one that `identity` describes."""
+    if _is_replaced_rehearsal(existing, identity, is_default):
+        return
+    if not existing:
+        if folder.is_dir() and any(not path.name.startswith((LOCK, f".{RUN}.")) for path in folder.iterdir()):
+            raise UserError(f"--output_dir: {folder} has files that are not from a run: choose an empty or new folder")
+        return
+    choose = "choose another --output_dir, or move that folder away"
+    for key in identity:
+        if key not in MAY_DIFFER and existing.get(key) != identity[key]:
+            raise UserError(
+                f"--output_dir: {folder} holds a run with {key} {existing.get(key)}, this run has {key} {identity[key]}: {choose}"
+            )
+    has_begun = (folder / RESULTS).exists() or bool(list(folder.glob("checkpoint-*")))
+    if not has_begun:
+        return
+    for key in ("max_samples", "max_eval_samples"):
+        if existing.get(key, identity[key]) != identity[key]:
+            raise UserError(
+                f"--{key}: {folder} holds a run with {existing[key]}, this run has {identity[key]}. Evaluation rows would be "
+                "trained on: pass the same value, or choose another --output_dir"
+            )
+    if existing.get("data_digest", identity["data_digest"]) != identity["data_digest"]:
+        raise UserError(
+            f"--dataset_name: the files of {identity['dataset']} have changed since the run in {folder} began. Evaluation rows "
+            f"might be trained on: {choose}"
+        )
+    if existing["sharded"] != identity["sharded"] and list(folder.glob("checkpoint-*")):
+        kinds = {True: "FSDP", False: "unsharded"}
+        raise UserError(
+            f"--output_dir: {folder} holds {kinds[existing['sharded']]} checkpoints of {existing['config']}, which "
+            f"{identity['config']} ({kinds[identity['sharded']]}) cannot resume: choose another one"
+        )
+
+
+def finished_results(folder: Path, max_steps: int, num_train_epochs: float) -> dict:
+    """The results of the run in `folder` if it has trained as far as is asked for now, else {}."""
     results = read_json(folder / RESULTS)
     if not results:
         return {}
@@ -154,32 +183,17 @@ def finished(folder: Path, max_steps: int, num_train_epochs: float) -> dict:
     return results if results["epoch"] >= num_train_epochs else {}
 
 
-def end_if_finished(folder: Path, max_steps: int, num_train_epochs: float):
-    """Ends the process when the run in `folder` went as far as is asked, or cannot go on."""
-    if results := finished(folder, max_steps, num_train_epochs):
+def exit_if_finished(folder: Path, max_steps: int, num_train_epochs: float) -> None:
+    """Exits with code 0 if the run has trained as far as is asked for. Raises UserError if it has not and cannot resume."""
+    if results := finished_results(folder, max_steps, num_train_epochs):
         flag = "--max_steps" if max_steps > 0 else "--num_train_epochs"
-        say(
+        print_once(
             f"{folder} is finished: {results['global_step']} steps, final loss {results['final_loss']:.4f}.\n"
-            f"To go on: the same command with a larger {flag}. To start over: another --output_dir, or rm -r {folder}"
+            f"To train further: the same command with a larger {flag}. To start over: another --output_dir, or rm -r {folder}"
         )
         sys.exit(0)
     if (folder / RESULTS).exists() and not list(folder.glob("checkpoint-*")):
-        fail(
-            f"{folder} is finished and its checkpoints are gone, so it cannot go on: train its model further with "
+        raise UserError(
+            f"--output_dir: {folder} is finished and its checkpoints were deleted, so it cannot resume: train its model with "
             f"--model_name_or_path {folder} and another --output_dir"
         )
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder` that has a mark."""
-    return next((path for path in checkpoints(folder) if (path / MARK).is_file()), None)
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """What is called a checkpoint in `folder`, whole or not, the newest first."""
-    there = (path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal())
-    return sorted(there, key=step, reverse=True)
-
-
-def step(checkpoint: Path) -> int:
-    return int(checkpoint.name.split("-")[1])

@@ -1,16 +1,25 @@
-"""What can be asked of the hub before anything large is downloaded, and its errors in one line."""
+"""The Hugging Face Hub: is it reachable, is a model on it, what its errors mean, and how long a run waits for it."""
 
 import contextlib
+import logging
 import os
 import ssl
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib import error, request
 
-from harness.launched import fail
+from harness.compat.huggingface_hub import HubLost, install_read_retries
+from harness.launched import UserError
+
+FIRST_MESSAGE, NEXT_MESSAGE = 5, 30  # seconds of waiting before the first message, and between two messages
+TEMPORARY = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which the Hub may answer again
+LOGIN = "`.venv/bin/hf auth login` (or set HF_TOKEN)"
 
 
-def answers(seconds: float = 5.0) -> bool:
-    """Whether anybody answers at the hub's address within `seconds`; asked before a library is imported that asks for long."""
+def is_reachable(seconds: float = 5.0) -> bool:
+    """Whether the Hub's address answers within `seconds`. Does not import huggingface_hub, which would retry for long."""
     address = request.Request(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), method="HEAD")
     try:
         request.urlopen(address, timeout=seconds).close()
@@ -19,52 +28,119 @@ def answers(seconds: float = 5.0) -> bool:
     return True
 
 
-def reachable(model: str, revision: str):
-    """Fails unless the model's config can be read: from a folder, from the cache or from the hub."""
+def check_model_exists(model: str, revision: str) -> None:
+    """Raises UserError unless the model's config.json can be read: from a folder, from the cache or from the Hub."""
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
     if Path(model).is_dir():
         if not Path(model, "config.json").is_file():
-            fail(f"{model} has no config.json: it is not a model folder")
+            raise UserError(f"--model_name_or_path: {model} has no config.json, so it is not a model folder")
         return
-    if model[:1] in ("/", ".", "~"):
-        fail(f"there is no folder {model}: give a model folder, or an id of the hub (OWNER/NAME)")
-    with errors("model", model):
+    if model.startswith(("/", ".", "~")):
+        raise UserError(f"--model_name_or_path: folder not found: {model}. Give a model folder, or a Hub ID (OWNER/NAME)")
+    with hub_errors("model", model):
         if not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
-            HfApi().model_info(model, revision=revision)  # says at once when nobody answers; a download tries for long
+            HfApi().model_info(model, revision=revision)  # fails at once when the Hub is unreachable; a download retries
             hf_hub_download(model, "config.json", revision=revision)
 
 
+def file_sizes(kind: str, name: str, suffixes: tuple[str, ...]) -> int | None:
+    """Bytes of a repository's files with one of `suffixes`; None when the Hub does not say. `kind`: "model" or "dataset"."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import httpx
+
+    try:
+        files = HfApi().repo_info(name, repo_type=kind, files_metadata=True, timeout=10).siblings
+    except (OSError, ValueError, httpx.HTTPError):
+        return None
+    return sum(file.size for file in files if file.rfilename.endswith(suffixes) and file.size) or None
+
+
 @contextlib.contextmanager
-def errors(kind: str, name: str):
-    """Turns the exceptions of the hub's libraries into one line that says which it was and what to do."""
+def hub_errors(kind: str, name: str) -> Iterator[None]:
+    """Turns the exceptions of loading a model or dataset into a UserError that says which one failed and what to do.
+
+    Other exceptions (TypeError, AttributeError, KeyError …) are bugs and pass through.
+    """
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub import errors
+    from huggingface_hub.utils import httpx
+    from pyarrow import ArrowException
+
     try:
         yield
-    except Exception as problem:
+    except (OSError, ValueError, EOFError, StopIteration, DatasetsError, ArrowException, httpx.HTTPError) as problem:
         causes = [problem]
         while cause := causes[-1].__cause__ or causes[-1].__context__:
             causes.append(cause)
-        names = {cls.__name__ for cause in causes for cls in type(cause).__mro__}
-        if "GatedRepoError" in names:
-            fail(f"{kind} {name} is gated: accept its terms on its hub page, then `hf auth login` (or set HF_TOKEN)")
-        if names & {"RepositoryNotFoundError", "HFValidationError"}:
-            fail(f"{kind} {name} is unknown to the hub, or private: check the name; for a private one `hf auth login`")
-        if names & {"TransportError", "ConnectionError", "OfflineModeIsEnabled"}:
-            fail(
-                f"{kind} {name} is not on this machine and the hub cannot be reached: connect to the network "
-                "(HF_ENDPOINT and HF_HUB_OFFLINE are obeyed) or call ./launch.sh --prepare where there is one, or give the path "
-                "of a folder that has it"
+
+        def is_caused_by(*kinds: type) -> bool:
+            return any(isinstance(cause, kinds) for cause in causes)
+
+        if is_caused_by(errors.GatedRepoError):
+            reason = f"access is gated: accept its terms on its Hub page, then {LOGIN}"
+        elif is_caused_by(errors.RepositoryNotFoundError, errors.HFValidationError):
+            reason = f"not found on the Hub, or private: check the name; for a private one {LOGIN}"
+        elif is_caused_by(httpx.TransportError, ConnectionError, errors.OfflineModeIsEnabled):
+            reason = (
+                "not on this machine, and the Hub cannot be reached: connect to the network (HF_ENDPOINT and HF_HUB_OFFLINE "
+                "apply), or run ./launch.sh --prepare where there is one, or give the path of a local folder"
             )
-        if "StopIteration" in names:
-            fail(f"{kind} {name} is empty")
-        fail(f"{kind} {name}: {str(problem).strip() or type(problem).__name__}"[:400])
+        elif is_caused_by(StopIteration):
+            reason = "it is empty"
+        else:
+            reason = str(problem).strip()[:400] or type(problem).__name__
+        raise UserError(f"{kind} {name}: {reason}") from problem
 
 
-def size(kind: str, name: str, suffixes: tuple[str, ...]) -> int | None:
-    """Bytes of a repository's files with one of `suffixes`; None when the hub does not say. `kind` is "model" or "dataset"."""
-    from huggingface_hub import HfApi
+def wait_for_hub() -> None:
+    """Makes every file of the Hub that this process opens or reads wait, up to HUB_PATIENCE seconds, when the Hub fails."""
+    patience()
+    for name in ("huggingface_hub.utils._http", "datasets.utils.file_utils"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # the messages of `retry` replace theirs
+    install_read_retries(retry)
 
-    with contextlib.suppress(Exception):  # a plan goes on without it
-        files = HfApi().repo_info(name, repo_type=kind, files_metadata=True, timeout=10).siblings
-        return sum(file.size for file in files if file.rfilename.endswith(suffixes) and file.size) or None
-    return None
+
+def patience() -> int:
+    """Seconds to wait for a Hub that fails."""
+    text = os.environ.get("HUB_PATIENCE", "600")
+    if not text.isdecimal():
+        raise UserError(f"HUB_PATIENCE is {text!r}, expected a whole number of seconds")
+    return int(text)
+
+
+def retry(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls `function` until the Hub answers. Raises HubLost after `patience()` seconds; other errors at once."""
+    began, next_message, pause = time.monotonic(), FIRST_MESSAGE, 1.0
+    while True:
+        try:
+            return function(*args, **kwargs)
+        except Exception as failure:
+            reason, requested_pause = temporary_failure(failure)
+            if not reason:
+                raise
+            waited = time.monotonic() - began
+            if waited + requested_pause > patience():
+                message = f"the Hub has not answered for {waited:.0f} of {patience()} s (HUB_PATIENCE): {reason}"
+                raise HubLost(message) from failure
+        if waited >= next_message:
+            next_message = waited + NEXT_MESSAGE
+            process = f"Process {os.environ['RANK']} is" if "RANK" in os.environ else "This run is"
+            print(f"{process} waiting for the Hub ({reason}), {waited:.0f} of {patience()} s (HUB_PATIENCE) so far.", flush=True)
+        time.sleep(requested_pause or min(pause, patience() - waited))
+        pause = min(2 * pause, 30)
+
+
+def temporary_failure(failure: Exception) -> tuple[str, float]:
+    """Why the Hub did not answer and how many seconds it asks to wait; ("", 0) for an error that waiting does not mend."""
+    from huggingface_hub.utils import httpx
+
+    response = getattr(failure, "response", None)
+    if response is not None:
+        seconds = response.headers.get("Retry-After", "")
+        if response.status_code not in TEMPORARY:
+            return "", 0.0
+        return f"HTTP status {response.status_code}", float(seconds) if seconds.isdecimal() else 0.0
+    if isinstance(failure, httpx.TransportError | TimeoutError | ConnectionError):
+        return str(failure) or type(failure).__name__, 0.0
+    return "", 0.0

@@ -1,18 +1,28 @@
-"""What launch.sh decided, carried to every process in one environment variable."""
+"""What launch.sh decided about a run, passed to every process in one environment variable; errors and messages for the user."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
+import traceback
+from collections.abc import Iterator
 
-VARIABLE = "RECIPE_LAUNCH"
+LAUNCH_VARIABLE = "RECIPE_LAUNCH"
+DEBUG_VARIABLE = "HARNESS_DEBUG"  # set by launch.sh --debug: errors show their traceback
+NODE_VARIABLE = "HARNESS_NODE"  # number of this node, set in the launchers of all nodes but the first
 
 
-node = ""  # "node 2: " in the launcher of any node but the first
+class UserError(Exception):
+    """Something the user can mend. `exit_on_user_error` turns it into one message and exit code 2."""
 
 
 class Checked(BaseException):
-    """Raised by `parse` when the run was only to be checked: everything is in order. Carries the training arguments."""
+    """Raised at the end of `parse` when the run was only to be checked; its arguments are the three of `parse`."""
+
+
+class TrainerBuilt(BaseException):
+    """Raised by `train` when no training was asked for; its argument is the trainer that the recipe built."""
 
 
 @dataclasses.dataclass
@@ -21,35 +31,47 @@ class Launched:
 
     recipe: str = ""  # path of the recipe
     config: str = ""  # path of the Accelerate YAML
-    processes: int = 0  # over all nodes
+    processes: int = 0  # on all nodes
     nodes: int = 1
-    tiny: bool = False  # tiny stand-ins for model and data
-    on_cpu: bool = False  # too few GPUs: shard on CPU
-    command: str = ""  # "prepare" or "preview": the recipe runs up to its trainer, whose model holds nothing
-    attention: str = ""  # what the launcher found this machine's GPUs can have; "" leaves it to transformers
-    torch_loss: str = ""  # why TRL's loss cannot use Triton here
-    plan: bool = False  # simulate: the model's config.json is all there is of it
-    checking: bool = False  # stop once the arguments are known to be good
+    tiny: bool = False  # a rehearsal: tiny model and dataset
+    on_cpu: bool = False  # shard on CPU, because there are too few GPUs
+    mode: str = "train"  # or "preview", "prepare", "plan"
+    only_check: bool = False  # stop at the end of `parse`
+    attention: str = ""  # what the launcher found for this machine's GPUs; "" leaves the choice to transformers
+    no_triton: str = ""  # why TRL's loss cannot use Triton here, "" if it can
 
     def to_environment(self) -> dict[str, str]:
-        return {VARIABLE: json.dumps(dataclasses.asdict(self))}
+        return {LAUNCH_VARIABLE: json.dumps(dataclasses.asdict(self))}
 
     @classmethod
     def from_environment(cls) -> "Launched":
-        return cls(**json.loads(os.environ.get(VARIABLE, "{}")))
+        return cls(**json.loads(os.environ.get(LAUNCH_VARIABLE, "{}")))
 
 
-def fail(message: str):
-    """Ends the process with one line on stderr and exit code 2. Other ranks stay silent."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {node}{' '.join(message.split())}", file=sys.stderr, flush=True)
-    sys.exit(2)
+@contextlib.contextmanager
+def exit_on_user_error() -> Iterator[None]:
+    """Ends the process with one message and exit code 2 when a `UserError` is raised. Only the first process prints it."""
+    try:
+        yield
+    except UserError as error:
+        if is_first_process():
+            if os.environ.get(DEBUG_VARIABLE):
+                traceback.print_exc()
+            node = os.environ.get(NODE_VARIABLE)
+            print(f"error: {f'node {node}: ' if node else ''}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
-def say(message: str):
-    """Prints on the first rank, or in the launcher of the first node, only."""
-    if os.environ.get("RANK", "0") == "0" and not node:
-        try:
-            print(message, flush=True)
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read has gone; the run goes on
+def is_first_process() -> bool:
+    """Whether this is the process with rank 0, or none of several."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def print_once(message: str) -> None:
+    """Prints in the process with rank 0, before there are ranks in the launcher of the first node."""
+    if not is_first_process() or ("RANK" not in os.environ and NODE_VARIABLE in os.environ):
+        return
+    try:
+        print(message, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of the pipe has exited; the run continues without it

@@ -1,4 +1,6 @@
-"""From a run to a deployable model, one shard in memory at a time. Called by `launch.sh --merge RUN [OUT]`.
+"""From a run to a plain model, with one file of it in memory at a time. launch.sh calls it:
+
+`python -m harness.commands.merge RUN [OUT]`.
 
 An adapter is added to the model it was trained on; a sharded checkpoint of an unfinished run is put together.
 """
@@ -6,102 +8,127 @@ An adapter is added to the model it was trained on; a sharded checkpoint of an u
 import shutil
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from harness import marks
-from harness.commands.quantize import SOURCE
-from harness.commands.shards import Shards, save
-from harness.folder import MARK, checkpoints, read_json
-from harness.launched import fail, say
+from harness.folder import COMPLETION_MARKER, checkpoints, read_json, write_json
+from harness.launched import UserError, exit_on_user_error, print_once
+
+FILE_BYTES = 4_000_000_000  # weights in a file of a model that is put together
+SHARDED = "pytorch_model_fsdp_0"  # the folder of the weights in a sharded checkpoint
+WRAPPER = "model."  # accelerate saves the weights of a sharded model below this name
 
 
-def main(run: str, out: str = ""):
+def main(run: str, out: str = "") -> None:
     source = Path(run)
     if not source.is_dir():
-        fail(f"{run} is not a folder: give the folder of a run or of a checkpoint")
+        raise UserError(f"{run} is not a folder: pass the folder of a run or of a checkpoint")
     target = Path(out) if out else source / "merged"
     if target.exists():
-        fail(f"{target} exists already: move it away, or name another folder: ./launch.sh --merge RUN OUT")
+        raise UserError(f"{target} exists already: move it away, or name another folder: ./launch.sh --merge RUN OUT")
     draft = target.with_name(f".{target.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     try:
         draft.mkdir(parents=True)
     except OSError as error:
-        fail(f"{target} cannot be written ({error.strerror})")
+        raise UserError(f"{target} cannot be written ({error.strerror})") from error
     try:
-        _merge(source, draft)
+        merge(source, draft)
         draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    say(f"{target} is a plain model: AutoModelForCausalLM.from_pretrained({str(target)!r})")
+    print_once(f"{target} is a plain model: AutoModelForCausalLM.from_pretrained({str(target)!r})")
 
 
-def _merge(source: Path, draft: Path):
+def merge(source: Path, target: Path) -> None:
+    """Writes the model of a run or checkpoint into `target`."""
     if (source / "adapter_model.safetensors").is_file():
         from safetensors.torch import load_file
 
-        return _add_adapter(source, load_file(source / "adapter_model.safetensors"), draft)
+        add_adapter(source, load_file(source / "adapter_model.safetensors"), target)
+        return
     if (source / "config.json").is_file():
-        fail(f"{source} is a plain model already")
-    checkpoint = _checkpoint(source)
-    if (checkpoint / "adapter_config.json").is_file():
-        prefix = "model.base_model.model."
-        weights = {name.removeprefix("model."): tensor for name, tensor in _read(checkpoint, None).items()}
-        assert all(f"model.{name}".startswith(prefix) for name in weights)
-        return _add_adapter(checkpoint, {name.replace(".default.", "."): w for name, w in weights.items()}, draft)
-    return _put_together(checkpoint, draft)
+        raise UserError(f"{source} is a plain model already")
+    checkpoint = find_sharded_checkpoint(source)
+    if not (checkpoint / "adapter_config.json").is_file():
+        put_together(checkpoint, target)
+        return
+    weights = {name.removeprefix(WRAPPER): weight for name, weight in read_sharded(checkpoint, None).items()}
+    if unexpected := [name for name in weights if not name.startswith("base_model.model.")]:
+        raise UserError(f"{checkpoint} has the weight {unexpected[0]}, which is not one of an adapter")
+    add_adapter(checkpoint, {name.replace(".default.", "."): weight for name, weight in weights.items()}, target)
 
 
-def _checkpoint(source: Path) -> Path:
-    """The folder itself when it is a sharded checkpoint, else its newest whole one."""
-    for path in (path for path in (source, *checkpoints(source)) if (path / MARK).is_file()):
-        if not (fault := marks.fault(path)):
-            break
-        say(f"{path} is damaged: {fault}.")
-    else:
-        fail(f"{source} holds neither an adapter nor a whole checkpoint")
-    if not (path / "pytorch_model_fsdp_0").is_dir():
-        fail(f"{path} is not sharded: it holds the model in model.safetensors already")
-    return path
+def find_sharded_checkpoint(source: Path) -> Path:
+    """The folder itself if it is a sharded checkpoint, else its newest complete one."""
+    from harness.run.checkpoints import find_damage
+
+    for path in (source, *checkpoints(source)):
+        if not (path / COMPLETION_MARKER).is_file():
+            continue
+        if damage := find_damage(path):
+            print_once(f"{path} is damaged: {damage}.")
+            continue
+        if not (path / SHARDED).is_dir():
+            raise UserError(f"{path} is not sharded: it has the model in model.safetensors already")
+        return path
+    raise UserError(f"{source} has neither an adapter nor a complete checkpoint")
 
 
-def _read(checkpoint: Path, names: list[str] | None) -> dict:
-    """Tensors of a sharded checkpoint by name, whole; all of them for None."""
+def read_sharded(checkpoint: Path, names: list[str] | None) -> dict[str, Any]:
+    """Unsharded tensors of a sharded checkpoint by name; None reads all of them."""
     import torch
     from torch.distributed.checkpoint import FileSystemReader, load
 
-    reader = FileSystemReader(checkpoint / "pytorch_model_fsdp_0")
+    reader = FileSystemReader(checkpoint / SHARDED)
     metadata = reader.read_metadata().state_dict_metadata
     wanted = {name: metadata[name] for name in names or metadata}
     state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in wanted.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, that no other process takes part
+        warnings.simplefilter("ignore")  # torch warns that no other process takes part
         load(state, storage_reader=reader, no_dist=True)
     return state
 
 
-def _put_together(checkpoint: Path, draft: Path):
-    """A plain model from a sharded checkpoint, in the dtype of the model the run began with."""
+def put_together(checkpoint: Path, target: Path) -> None:
+    """Writes a plain model from a sharded checkpoint, in the dtype of the model that the run started from."""
+    from harness.model.quantized import save_readable
+
     import torch
     from torch.distributed.checkpoint import FileSystemReader
     from tqdm import tqdm
     from transformers import AutoConfig, AutoTokenizer
 
-    base = read_json(checkpoint / MARK)["model"]
+    base = read_json(checkpoint / COMPLETION_MARKER)["model"]
     config = AutoConfig.from_pretrained(base)
-    names = FileSystemReader(checkpoint / "pytorch_model_fsdp_0").read_metadata().state_dict_metadata
-    files = Shards(draft, size=4_000_000_000)
+    weight_map, waiting = {}, {}
+
+    def write_file() -> None:
+        file = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
+        save_readable(waiting, target / file)
+        weight_map.update(dict.fromkeys(waiting, file))
+        waiting.clear()
+
+    names = FileSystemReader(checkpoint / SHARDED).read_metadata().state_dict_metadata
     for name in tqdm(names, desc="Merging", unit="weight"):
-        if not (config.tie_word_embeddings and name.endswith("lm_head.weight")):
-            (tensor,) = _read(checkpoint, [name]).values()
-            files.add({name.removeprefix("model."): tensor.to(config.dtype or torch.float32)})
-    files.close()
-    config.save_pretrained(draft)
-    AutoTokenizer.from_pretrained(base).save_pretrained(draft)
+        if config.tie_word_embeddings and name.endswith("lm_head.weight"):
+            continue
+        (tensor,) = read_sharded(checkpoint, [name]).values()
+        waiting[name.removeprefix(WRAPPER)] = tensor.to(config.dtype or torch.float32)
+        if sum(tensor.nbytes for tensor in waiting.values()) > FILE_BYTES:
+            write_file()
+    if waiting:
+        write_file()
+    write_json(target / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+    config.save_pretrained(target)
+    AutoTokenizer.from_pretrained(base).save_pretrained(target)
 
 
-def _add_adapter(folder: Path, adapter: dict, draft: Path):
-    """The model an adapter belongs to, with the adapter added to its weights."""
+def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
+    """Writes the model an adapter belongs to, with the adapter added to its weights."""
+    from harness.model.quantized import SOURCE, save_readable
+
     from huggingface_hub import snapshot_download
     from peft import PeftConfig
     from safetensors import safe_open
@@ -109,37 +136,37 @@ def _add_adapter(folder: Path, adapter: dict, draft: Path):
 
     settings = PeftConfig.from_pretrained(folder)
     base = Path(settings.base_model_name_or_path)
-    base = Path(read_json(base / SOURCE).get("model", base))  # not the quantized copy it was trained on
+    base = Path(read_json(base / SOURCE).get("model", base))  # not the quantized copy that it was trained on
     if not base.is_dir():
-        files = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
-        base = Path(snapshot_download(str(base), revision=settings.revision, allow_patterns=files))
-    changes = _changes(adapter, settings)
-    shards = sorted(base.glob("*.safetensors"))
-    if not shards:
-        fail(f"{base} holds no safetensors")
-    for shard in tqdm(shards, desc="Merging", unit="file"):
+        patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
+        base = Path(snapshot_download(str(base), revision=settings.revision, allow_patterns=patterns))
+    changes = changed_weights(adapter, settings)
+    files = sorted(base.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{base} has no weights in safetensors")
+    for file in tqdm(files, desc="Merging", unit="file"):
         merged = {}
-        with safe_open(shard, "pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (safe_open is no dict)
-                merged[name] = changes.pop(name, lambda weight: weight)(weights.get_tensor(name))
-            save(merged, draft / shard.name)
+        with safe_open(file, "pt") as weights:
+            for name in weights.keys():  # noqa: SIM118 (safe_open is not a dict)
+                weight = weights.get_tensor(name)
+                merged[name] = changes.pop(name)(weight) if name in changes else weight
+            save_readable(merged, target / file.name)
     if changes:
-        fail(f"{base} has no weight {next(iter(changes))}: is it the model this adapter was trained on?")
+        raise UserError(f"{base} has no weight {next(iter(changes))}: is it the model that this adapter was trained on?")
     for file in base.iterdir():
         if file.suffix in (".json", ".jinja", ".model", ".txt"):
-            shutil.copyfile(file, draft / file.name)
-    for file in folder.glob("*token*"):  # the run's own tokenizer and template win
-        shutil.copyfile(file, draft / file.name)
-    if (folder / "chat_template.jinja").is_file():
-        shutil.copyfile(folder / "chat_template.jinja", draft / "chat_template.jinja")
+            shutil.copyfile(file, target / file.name)
+    for file in (*folder.glob("*token*"), folder / "chat_template.jinja"):  # the run's own tokenizer and chat template
+        if file.is_file():
+            shutil.copyfile(file, target / file.name)
 
 
-def _changes(adapter: dict, settings) -> dict:
-    """What happens to each changed weight of the base model: its name to a function of the weight."""
+def changed_weights(adapter: dict[str, Any], settings: Any) -> dict[str, Callable[[Any], Any]]:
+    """For each weight of the base model that an adapter changes: its name, and a function from the weight to the new one."""
     from peft.utils.other import get_pattern_key
 
     if settings.use_dora or any("lora_magnitude" in name for name in adapter):
-        fail("a DoRA adapter cannot be merged shard by shard: load it with PEFT and call merge_and_unload()")
+        raise UserError("a DoRA adapter cannot be merged file by file: load it with PEFT and call merge_and_unload()")
     changes = {}
     for name, tensor in adapter.items():
         module = name.removeprefix("base_model.model.")
@@ -148,25 +175,33 @@ def _changes(adapter: dict, settings) -> dict:
             alpha = settings.alpha_pattern.get(get_pattern_key(settings.alpha_pattern, module), settings.lora_alpha)
             rank = tensor.shape[0]
             scaling = alpha / (rank**0.5 if settings.use_rslora else rank)
-            second = adapter[name.replace("lora_A", "lora_B")]
-            changes[f"{module}.weight"] = lambda weight, a=tensor, b=second, scaling=scaling: _added(weight, a, b, scaling)
-        elif ".lora_B." not in name:  # trained whole: modules_to_save
-            changes[module] = lambda weight, whole=tensor: whole.to(weight.dtype)
+            changes[f"{module}.weight"] = _adding(tensor, adapter[name.replace("lora_A", "lora_B")], scaling)
+        elif ".lora_B." not in name:  # modules_to_save: trained as a whole
+            changes[module] = _replacing(tensor)
     return changes
 
 
-def _added(weight, a, b, scaling: float, rows: int = 1024):
-    """weight + scaling * b @ a, computed in float32 a few rows at a time; weight (out, in), a (rank, in), b (out, rank).
+def _replacing(tensor: Any) -> Callable[[Any], Any]:
+    return lambda weight: tensor.to(weight.dtype)
 
-    GPT-2 keeps its weights the other way round, (in, out).
+
+def _adding(a: Any, b: Any, scaling: float) -> Callable[[Any], Any]:
+    return lambda weight: add_low_rank(weight, a, b, scaling)
+
+
+def add_low_rank(weight: Any, a: Any, b: Any, scaling: float, rows: int = 1024) -> Any:
+    """weight + scaling * b @ a, computed in float32 for `rows` rows at a time; weight (out, in), a (rank, in), b (out, rank).
+
+    GPT-2's weights have the shape (in, out).
     """
-    turned = tuple(weight.shape) != (b.shape[0], a.shape[1])
-    merged = weight.T.clone() if turned else weight.clone()
+    is_transposed = tuple(weight.shape) != (b.shape[0], a.shape[1])
+    merged = weight.T.clone() if is_transposed else weight.clone()
     for start in range(0, len(merged), rows):
         part = slice(start, start + rows)
         merged[part] = (merged[part].float() + scaling * (b[part].float() @ a.float())).to(weight.dtype)
-    return merged.T.contiguous() if turned else merged
+    return merged.T.contiguous() if is_transposed else merged
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with exit_on_user_error():
+        main(*sys.argv[1:])

@@ -1,130 +1,257 @@
-"""Everything a run will need, into the caches, on a machine with internet. Called by `launch.sh --prepare RECIPE`.
+"""Downloads everything a run needs: model, dataset, 4-bit weights. Afterwards it trains without internet. launch.sh calls it:
 
-First it says how much there is to download, and fails when this machine cannot hold it. Then come the files of model and
-data, and 4-bit weights. At last the recipe goes on up to its trainer, so that its own lines open the data and tokenize it.
+`python -m harness.commands.prepare [--tiny] RECIPE.py [--flag value …]`.
+
+It first prints how much there is to download, and stops if this machine has no space for it. At the end it runs the recipe
+until its trainer is built, so that the recipe's own code opens and tokenizes the data.
 """
 
+import dataclasses
 import glob
+import random
 import shutil
+import sys
+import tempfile
+import warnings
 from pathlib import Path
+from typing import Any
 
-from harness import hub
-from harness.commands import quantize, stream_files
-from harness.launched import fail, say
+from harness.folder import write_json
+from harness.hub import hub_errors
+from harness.launched import Launched, UserError, exit_on_user_error, print_once
+from harness.start import flags
+from harness.start.launch import build_trainer, check_recipe, gpu_features, set_environment
 
-SETTINGS = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
+import yaml
+
+SETTINGS = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]  # files of a model besides its weights
+MARGIN = 1.1  # rows differ in length, and the sample that measures it is small
+SAMPLE = 100  # rows
+PROCESSES = 8  # of a run whose config is not known yet, where the number matters
 GB = 1e9
 
 
-def download(data, args, model, attention: str):
-    """Brings model and data here, where they are not yet. What was interrupted goes on: so do the hub's downloads."""
+def main(words: list[str]) -> int:
+    options = [word for word in words[:1] if word == "--tiny"]
+    recipe, *arguments = words[len(options) :]
+    flags.check_flags(Path(recipe), arguments)
+    launched = Launched(recipe=recipe, tiny="--tiny" in options, mode="prepare", on_cpu=True)
+    set_environment(launched)
+    launched.attention, launched.no_triton = gpu_features()
+    with tempfile.TemporaryDirectory(prefix="prepare-") as output_dir:
+        arguments = [*arguments, "--output_dir", output_dir]
+        checked = check_recipe(launched, arguments)
+        if not launched.tiny:
+            download(*checked, launched.attention)
+        build(dataclasses.replace(launched, only_check=False), arguments)
+    print_once("Everything this run needs is on this machine: the same flags train without internet.")
+    return 0
+
+
+def build(launched: Launched, arguments: list[str]) -> None:
+    """Builds the recipe's trainer, so that its data is in the caches."""
+    from harness.compat.transformers import load_small_models, load_tokenizers_as_offline
+    from harness.rehearsal import tiny_model
+
+    warnings.filterwarnings("ignore")
+    load_tokenizers_as_offline()
+    load_small_models(lambda config: tiny_model.shrink(config, {"vocab_size": config.get_text_config().vocab_size}))
+    build_trainer(launched, arguments)
+
+
+def download(script_args: Any, training_args: Any, model_args: Any, attention: str) -> None:
+    """Downloads the files of model and dataset that are not here. An interrupted download continues."""
+    from harness.data.loading import dataset_path
+    from harness.model.quantized import WEIGHT_FILES, quantized_folder
+
     from datasets.config import HF_DATASETS_CACHE
     from huggingface_hub import snapshot_download
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
-    from transformers import tokenization_utils_base
 
     disable_progress_bars()
-    name, source, wanted, record, arrow = model.model_name_or_path, data.dataset_name, {}, None, 0
-    packs = model.load_in_4bit and not quantize.folder_of(model).is_dir()
-    if not Path(name).is_dir():
-        patterns = [*SETTINGS, *([] if model.load_in_4bit and not packs else quantize.WEIGHTS["allow_patterns"])]
-        wanted["model", name] = {**quantize.WEIGHTS, "revision": model.model_revision, "allow_patterns": patterns}
-    if not Path(source).expanduser().exists():
-        with hub.errors("data set", source):
-            files, record, arrow = _data(data, args, model)
-        names = [glob.escape(stream_files.path_in(address)) for addresses in files.values() for address in addresses]
-        wanted["data set", source] = {"repo_type": "dataset", "allow_patterns": names}
-    sizes = {what: _sizes(*what, options) for what, options in wanted.items()}
-    missing = {what: sum(size for size, is_here in files if not is_here) for what, files in sizes.items()}
-    weights = [size for size, _ in sizes.get(("model", name), [])] or [f.stat().st_size for f in Path(name).glob("*.safetensors")]
+    model, dataset = model_args.model_name_or_path, script_args.dataset_name
+    quantizes = model_args.load_in_4bit and not quantized_folder(model_args).is_dir()
+    wanted, files, record, arrow_bytes = {}, {}, None, 0
+    if Path(model).is_dir():
+        weights = [file.stat().st_size for file in Path(model).glob("*.safetensors")]
+    else:
+        weights = []
+        has_weights = model_args.load_in_4bit and not quantizes
+        patterns = SETTINGS if has_weights else [*SETTINGS, *WEIGHT_FILES["allow_patterns"]]
+        wanted["model", model] = {**WEIGHT_FILES, "revision": model_args.model_revision, "allow_patterns": patterns}
+    if not dataset_path(script_args).exists():
+        with hub_errors("dataset", dataset):
+            files, record, arrow_bytes = files_of_dataset(script_args, training_args, model_args)
+        names = [glob.escape(path_in_repository(address)) for addresses in files.values() for address in addresses]
+        if names:
+            wanted["dataset", dataset] = {"repo_type": "dataset", "allow_patterns": names}
 
-    parts = [f"{kind} {of} {_size(size)}" for (kind, of), size in missing.items() if size]
-    say(f"To download: {', '.join(parts) or 'nothing, model and data are here'}.")
-    folders = [(HF_HUB_CACHE, sum(missing.values())), (HF_DATASETS_CACHE, arrow)]
-    if packs:
-        folders.append((quantize.folder_of(model), 0.3 * sum(weights)))  # 4.5 bits of 16, and what stays as it is
-        _fits_memory(name, max(weights, default=0))
-    _fits_disk(folders)
+    missing = {}
+    for (kind, name), options in wanted.items():
+        sizes = file_sizes(kind, name, options)
+        missing[kind, name] = sum(size for size, is_here in sizes if not is_here)
+        if kind == "model":
+            weights = [size for size, _ in sizes]
+    parts = [f"{kind} {name} {readable(size)}" for (kind, name), size in missing.items() if size]
+    print_once(f"To download: {', '.join(parts) or 'nothing, model and dataset are on this machine'}.")
+    folders = [(HF_HUB_CACHE, sum(missing.values())), (HF_DATASETS_CACHE, arrow_bytes)]
+    if quantizes:
+        folders.append((quantized_folder(model_args), round(0.3 * sum(weights))))  # 4.5 bits of 16, and what stays in 16 bits
+        check_memory(model, max(weights, default=0))
+    check_disk(folders)
 
     snapshots = {}
-    if not args.disable_tqdm:
+    if not training_args.disable_tqdm:
         enable_progress_bars()
-    for (kind, of), options in wanted.items():
-        with hub.errors(kind, of):
-            snapshots[kind] = snapshot_download(of, **options)
+    for (kind, name), options in wanted.items():
+        with hub_errors(kind, name):
+            snapshots[kind] = Path(snapshot_download(name, **options))
     if record:
-        stream_files.link(data, files, record, Path(snapshots["data set"]))
-        stream_files.substitute(data, args, stream_files.processes(data))
-    say(_about(attention))
-    # A tokenizer notes whether it came over the network, and what it tokenizes has another fingerprint when it did.
-    tokenization_utils_base.is_offline_mode = lambda: True
+        link_stream_files(script_args, files, record, snapshots["dataset"])
+    print_once(about_flash_attention(attention))
 
 
-def _about(attention: str) -> str:
-    """What is said of FlashAttention, whose kernels came with the launcher's question whether they can be had."""
+def about_flash_attention(attention: str) -> str:
+    """The kernels were downloaded when `gpu_features` asked whether this machine can use them."""
     import torch
 
     if not torch.cuda.is_available():
-        return "FlashAttention: skipped, for which kernels there are depends on the GPU, and here is none."
+        return "FlashAttention: skipped, because its kernels depend on the GPU and this machine has none."
     if attention:
-        return "FlashAttention: here."
-    return "FlashAttention: cannot be had, so PyTorch's SDPA will be used; `pip install kernels` lets the hub's be fetched."
+        return "FlashAttention: available."
+    return "FlashAttention: not available, so PyTorch's SDPA is used; `pip install kernels` allows kernels from the Hub."
 
 
-def _size(number: float) -> str:
-    return f"{number / GB:.1f} GB" if number >= GB / 10 else f"{number / 1e6:.1f} MB"
-
-
-def _data(data, args, model) -> tuple[dict[str, list[str]], dict | None, int]:
-    """The addresses of a data set's files by split, the record of a stream, and the bytes of what is made of the others."""
+def files_of_dataset(script_args: Any, training_args: Any, model_args: Any) -> tuple[dict[str, list[str]], dict | None, int]:
+    """The addresses of the files to download by split, the record of a stream, and the bytes of other data once converted."""
     from datasets import load_dataset_builder
-    from transformers import AutoTokenizer
 
-    builder = load_dataset_builder(data.dataset_name, data.dataset_config)
+    builder = load_dataset_builder(script_args.dataset_name, script_args.dataset_config)
     files = {str(split): list(names) for split, names in builder.config.data_files.items()}
-    if data.dataset_streaming:
-        tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path, revision=model.model_revision)
-        return *stream_files.choose(data, args, files, tokenizer), 0
-    if Path(builder.cache_dir).is_dir():  # whole, or not there
+    if script_args.dataset_streaming:
+        return *choose_stream_files(script_args, training_args, model_args, files), 0
+    if Path(builder.cache_dir).is_dir():  # it is complete if it exists
         return {}, None, 0
     return files, None, builder.info.dataset_size or 0
 
 
-def _sizes(kind: str, name: str, options: dict) -> list[tuple[int, bool]]:
-    """Of every file: its bytes, and whether it is here."""
+def choose_stream_files(
+    script_args: Any, training_args: Any, model_args: Any, files: dict[str, list[str]]
+) -> tuple[dict[str, list[str]], dict]:
+    """The files of a stream that are enough for a run, by split, and the record of how many tokens they are enough for.
+
+    `files` are `hf://` addresses by split. They are chosen from all over the list, because neighbours are often alike.
+    Raises UserError for files that do not say how many rows they have; Parquet files do.
+    """
+    from harness.data.loading import tokens_of_run
+
+    from huggingface_hub import HfFileSystem
+    from pyarrow import parquet
+
+    train, test = script_args.dataset_train_split, script_args.dataset_test_split
+    names = list(files[train])
+    if not all(name.endswith(".parquet") for name in names):
+        raise UserError(
+            f"--dataset_name: the files of the stream {script_args.dataset_name} are not Parquet, so nothing says how many of "
+            "them a run needs: --dataset_streaming false downloads all of them"
+        )
+    has_fixed_batch = script_args.global_batch_size and "gradient_accumulation_steps" not in script_args.given
+    tokens = tokens_of_run(script_args, training_args, processes=1 if has_fixed_batch else PROCESSES)
+    packing, length = getattr(training_args, "packing", False), getattr(training_args, "max_length", None) or 1024
+    tokens_per_row = min(mean_tokens(script_args, model_args), length) if packing else length
+    random.Random(0).shuffle(names)
+    chosen, rows = [], 0
+    while names and rows < tokens / tokens_per_row * MARGIN + script_args.max_eval_samples:
+        chosen.append(names.pop())
+        with HfFileSystem().open(chosen[-1]) as file:
+            rows += parquet.read_metadata(file).num_rows
+    record = {"packing": packing, "tokens": tokens, "files": len(chosen), "of": len(chosen) + len(names)}
+    splits = {train: sorted(chosen)}
+    if test in files and test != train:
+        splits[test] = files[test][:1]
+    return splits, record
+
+
+def mean_tokens(script_args: Any, model_args: Any) -> float:
+    """The mean number of tokens of the first rows of a stream."""
+    from harness.data.chat_templates import load_tokenizer
+
+    from datasets import load_dataset
+
+    tokenizer = load_tokenizer(model_args)
+    name, config, split = script_args.dataset_name, script_args.dataset_config, script_args.dataset_train_split
+    rows = list(load_dataset(name, config, split=split, streaming=True).take(SAMPLE))
+    return sum(len(tokenizer(str(row.get(script_args.text_field, row)))["input_ids"]) for row in rows) / len(rows)
+
+
+def path_in_repository(address: str) -> str:
+    """PATH of `hf://datasets/OWNER/NAME@REVISION/PATH`."""
+    return address.split("@")[1].split("/", 1)[1]
+
+
+def link_stream_files(script_args: Any, files: dict[str, list[str]], record: dict, snapshot: Path) -> None:
+    """Makes a dataset of these files, with the config and splits of the original, where `use_prepared_files` finds it."""
+    from harness.data.loading import PREPARED, prepared_folder
+
+    folder = prepared_folder(script_args) / f"{record['files']}-of-{record['of']}"
+    splits = []
+    for split, addresses in files.items():
+        paths = [path_in_repository(address) for address in addresses]
+        splits.append({"split": split, "path": paths})
+        for path in paths:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).unlink(missing_ok=True)
+            (folder / path).symlink_to(snapshot / path)
+    card = {"configs": [{"config_name": script_args.dataset_config or "default", "data_files": splits}]}
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n", "utf-8")
+    write_json(folder / PREPARED, record)
+
+
+def file_sizes(kind: str, name: str, options: dict) -> list[tuple[int, bool]]:
+    """Of every wanted file of a repository: its bytes, and whether it is on this machine."""
     from huggingface_hub import snapshot_download
 
-    with hub.errors(kind, name):
-        found = snapshot_download(name, **options, dry_run=True)
-    if "*.safetensors" in options["allow_patterns"] and not any(file.filename.endswith(".safetensors") for file in found):
-        fail(f"model {name} has no weights in safetensors, the only ones that are loaded here")
-    return [(file.file_size or 0, not file.will_download) for file in found]
+    with hub_errors(kind, name):
+        files = snapshot_download(name, **options, dry_run=True)
+    if "*.safetensors" in options["allow_patterns"] and not any(file.filename.endswith(".safetensors") for file in files):
+        raise UserError(f"--model_name_or_path: {name} has no weights in safetensors, the only format that is loaded")
+    return [(file.file_size or 0, not file.will_download) for file in files]
 
 
-def _fits_disk(folders: list[tuple[str, int]]):
-    """Fails when a file system has less room than all that is to be written to it."""
+def check_disk(folders: list[tuple[Path | str, int]]) -> None:
+    """Raises UserError if a disk has less space than all that is written to it. `folders`: where, and how many bytes."""
     needed, free = {}, {}
     for folder, size in folders:
-        there = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-        device = there.stat().st_dev
-        needed[device], free[device] = needed.get(device, 0) + size, (shutil.disk_usage(there).free, folder)
+        existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+        device = existing.stat().st_dev
+        needed[device] = needed.get(device, 0) + size
+        free[device] = shutil.disk_usage(existing).free, folder
     for device, size in needed.items():
-        room, folder = free[device]
-        if size > room:
-            fail(
-                f"{_size(size)} are to be written to the disk of {folder}, which has {_size(room)} free: make room, or name a "
-                "folder on a larger disk, HF_HOME=/a/folder"
+        available, folder = free[device]
+        if size > available:
+            raise UserError(
+                f"{readable(size)} are needed on the disk of {folder}, which has {readable(available)} free: free some space, or "
+                "set HF_HOME to a folder on a larger disk"
             )
 
 
-def _fits_memory(name: str, largest: int):
-    """Fails when quantizing would not fit host memory: a file of the original, what becomes of it, and one weight in float32."""
+def check_memory(name: str, largest_file: int) -> None:
+    """Raises UserError if quantizing needs more host memory than is free: one file of the original, and its 4-bit version."""
     import psutil
 
-    needed, available = 2 * largest + 3e9, psutil.virtual_memory().available
+    needed, available = 2 * largest_file + 3e9, psutil.virtual_memory().available
     if needed > available:
-        fail(
-            f"quantizing {name} takes {_size(needed)} of host memory, for its largest file has {_size(largest)}, and "
-            f"{_size(available)} are free: prepare it on a machine with more"
+        raise UserError(
+            f"quantizing {name} needs {readable(needed)} of host memory, because its largest file has {readable(largest_file)}; "
+            f"{readable(available)} are free: run --prepare on a machine with more"
         )
+
+
+def readable(size: float) -> str:
+    return f"{size / GB:.1f} GB" if size >= GB / 10 else f"{size / 1e6:.1f} MB"
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        sys.exit(main(sys.argv[1:]))

@@ -1,139 +1,300 @@
-"""What the model will see: rows as they are packed, what of them trains, how long they are. For `launch.sh --preview RECIPE`.
+"""What the model will see: the packed rows, which tokens count in the loss, lengths, warnings. launch.sh calls it:
 
-The recipe's own lines make the rows, up to its trainer, of the first of each split.
+`python -m harness.commands.preview [--tiny] RECIPE.py [--json] [--flag value …]`.
+
+The recipe makes the rows itself: it runs until its trainer is built, with a model of two layers and the first rows of each split.
 """
 
+import dataclasses
 import itertools
+import json
 import os
+import statistics
 import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from harness.commands import first_rows
-from harness.launched import Checked, say
+from harness.launched import Launched, exit_on_user_error, print_once
+from harness.start import flags
+from harness.start.launch import build_trainer, check_recipe, set_environment
 
 BATCHES = 100
-SHOWN, PIECES, HEAD, TAIL = 2, 3, 160, 40  # rows; documents of a row; tokens of a document's beginning and end
-IGNORED = -100  # the label of a token that is not trained on
+SHOWN_ROWS, SHOWN_DOCUMENTS, SHOWN_START, SHOWN_END = 2, 3, 160, 40  # rows; documents of a row; tokens of a long document
+IGNORED = -100  # the label of a token that does not count in the loss
+
+Document = tuple[list[int], list[int]]  # tokens and labels
 
 
-def show(trainer):
-    """Prints rows, numbers and warnings; ends the process, with exit code 1 when there are warnings."""
-    args, tokenizer = trainer.args, getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    packed, splits, seen = first_rows.look(trainer)
-    batches = list(itertools.islice(trainer.get_train_dataloader(), BATCHES))
+@dataclass
+class PreviewRows:
+    """The first rows of a recipe's datasets."""
 
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    key = "green trains, grey does not" if colour else "⟦ ⟧ trains, the rest does not"
-    say(f"\nThe first rows as the model will see them: {key}; special tokens are {'bold' if colour else 'marked ◆'}.")
-    for row in packed[:SHOWN]:
-        parts = first_rows.documents(row)
-        say(f"\n--- a row of {len(row['input_ids']):,} tokens, {len(parts)} document{'s' * (len(parts) > 1)}")
-        say("\n---\n".join(painted(tokenizer, *part, colour) for part in parts[:PIECES]))
-        if len(parts) > PIECES:
-            say(f"--- {len(parts) - PIECES} documents more")
-    say("")
-    _numbers(args, splits["train"], seen, packed, batches)
-    warnings = list(_warnings(tokenizer, splits, seen, batches, trainer))
-    for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    if warnings:
-        sys.exit(1)
-    raise Checked(args)
+    packed: list[dict]  # as the model sees them
+    train: list[Document]  # whole documents to train on
+    eval: list[Document]  # whole documents to evaluate on
+    kept: list[Document]  # what is kept of the documents in `train`
+    is_whole_known: bool  # False: the recipe tokenizes its rows itself, and `train` has what is kept
+    is_conversational: bool
+    total: int | None  # rows of the training split, None if nothing says how many there are
+    max_samples: int | None
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a packed row."""
+        return statistics.mean(len(row["input_ids"]) for row in self.packed)
+
+    def epoch(self) -> tuple[float, float] | None:
+        """Packed rows and tokens of an epoch, estimated from the first rows; None if the number of rows is not known."""
+        from harness.data.loading import FIRST_ROWS
+
+        if not self.total:
+            return None
+        documents = min(self.total * len(self.train) / min(self.total, FIRST_ROWS), self.max_samples or self.total)
+        tokens = documents * statistics.mean(len(ids) for ids, _ in self.kept)
+        return tokens / self.mean_length, tokens
 
 
-def painted(tokenizer, ids: list[int], labels: list[int], colour: bool) -> str:
-    """A document as text, its middle left out when it is long."""
-    if len(ids) > 2 * (HEAD + TAIL):
-        left_out = f"\n… {len(ids) - HEAD - TAIL:,} tokens …\n"
-        ends = painted(tokenizer, ids[:HEAD], labels[:HEAD], colour), painted(tokenizer, ids[-TAIL:], labels[-TAIL:], colour)
-        return left_out.join(ends)
-    specials = {*tokenizer.all_special_ids, *(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)}
+def main(words: list[str]) -> int:
+    options = [word for word in words[:1] if word == "--tiny"]
+    recipe, *arguments = words[len(options) :]
+    as_json = "--json" in arguments
+    arguments = [word for word in arguments if word != "--json"]
+    flags.check_flags(Path(recipe), arguments)
+    launched = Launched(recipe=recipe, tiny="--tiny" in options, mode="preview", on_cpu=True)
+    set_environment(launched)
+    with tempfile.TemporaryDirectory(prefix="preview-") as output_dir:
+        trainer, rows, script_args = build_preview(launched, [*arguments, "--output_dir", output_dir])
+        batches = list(itertools.islice(trainer.get_train_dataloader(), BATCHES))
+        numbers = summarize(trainer.args, rows, batches, script_args)
+        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+        found = list(find_problems(tokenizer, rows, batches, trainer))
+    if as_json:
+        print(
+            json.dumps({"recipe": Path(recipe).stem, "dataset": script_args.display_name, **numbers, "warnings": found}, indent=2)
+        )
+        return int(bool(found))
+    print_rows(tokenizer, rows)
+    print_numbers(numbers)
+    for problem in found:
+        print(f"warning: {problem}", file=sys.stderr)
+    return int(bool(found))
+
+
+def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, PreviewRows, Any]:
+    """The trainer that a recipe builds, the first rows of its datasets, and its script arguments. Changes this process."""
+    script_args, _, _ = check_recipe(launched, arguments)
+    warnings.filterwarnings("ignore")
+
+    from harness.compat.transformers import load_small_models
+    from harness.compat.trl import record_whole_rows
+    from harness.data.loading import FIRST_ROWS, count_training_rows
+    from harness.rehearsal import tiny_model
+
+    from trl.data_utils import is_conversational
+
+    whole, conversational = {}, []
+
+    def record(split: str, rows: Any, tokenized: Any) -> None:
+        conversational.append(is_conversational(next(iter(rows))))
+        whole[split] = tokenized
+
+    record_whole_rows(record)
+    load_small_models(lambda config: tiny_model.shrink(config, {"vocab_size": config.get_text_config().vocab_size}))
+    trainer = build_trainer(dataclasses.replace(launched, only_check=False), arguments)
+
+    packed = list(itertools.islice(trainer.train_dataset, FIRST_ROWS))
+    splits = {"train": packed, "eval": trainer.eval_dataset or []}
+    documents = {}
+    for split, rows in splits.items():
+        rows = itertools.islice(whole.get(split, rows), FIRST_ROWS)
+        documents[split] = [document for row in rows for document in documents_of(row)]
+    args = trainer.args
+    kept = documents["train"]
+    length = getattr(args, "max_length", None)
+    if "train" in whole and length and not (getattr(args, "packing", False) and args.packing_strategy != "bfd"):
+        kept = [(ids[:length], labels[:length]) for ids, labels in kept]  # the other strategies split long documents
+    rows = PreviewRows(
+        packed=packed,
+        train=documents["train"],
+        eval=documents["eval"],
+        kept=kept,
+        is_whole_known="train" in whole,
+        is_conversational=any(conversational),
+        total=count_training_rows(script_args),
+        max_samples=script_args.max_samples,
+    )
+    return trainer, rows, script_args
+
+
+def documents_of(row: dict) -> list[Document]:
+    """The documents of a row, packed or not."""
+    ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
+    documents, start = [], 0
+    for length in row.get("seq_lengths") or [len(ids)]:
+        documents.append((ids[start : start + length], labels[start : start + length]))
+        start += length
+    return documents
+
+
+def print_rows(tokenizer: Any, rows: PreviewRows) -> None:
+    has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    key = "green tokens count in the loss, grey ones do not" if has_colour else "tokens in ⟦ ⟧ count in the loss"
+    print_once(f"\nThe first rows as the model will see them: {key}; special tokens are {'bold' if has_colour else 'marked ◆'}.")
+    for row in rows.packed[:SHOWN_ROWS]:
+        documents = documents_of(row)
+        print_once(
+            f"\n--- a row of {len(row['input_ids']):,} tokens, {len(documents)} document{'s' if len(documents) > 1 else ''}"
+        )
+        print_once("\n---\n".join(paint(tokenizer, *document, has_colour) for document in documents[:SHOWN_DOCUMENTS]))
+        if len(documents) > SHOWN_DOCUMENTS:
+            print_once(f"--- {len(documents) - SHOWN_DOCUMENTS} more documents")
+    print_once("")
+
+
+def paint(tokenizer: Any, ids: list[int], labels: list[int], has_colour: bool) -> str:
+    """A document as text, without its middle if it is long."""
+    if len(ids) > 2 * (SHOWN_START + SHOWN_END):
+        hidden = f"\n… {len(ids) - SHOWN_START - SHOWN_END:,} tokens …\n"
+        start = paint(tokenizer, ids[:SHOWN_START], labels[:SHOWN_START], has_colour)
+        return start + hidden + paint(tokenizer, ids[-SHOWN_END:], labels[-SHOWN_END:], has_colour)
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special} | set(tokenizer.all_special_ids)
     text = ""
-    for trains, run in itertools.groupby(zip(ids, labels, strict=True), lambda pair: pair[1] != IGNORED):
+    for counts, run in itertools.groupby(zip(ids, labels, strict=True), lambda pair: pair[1] != IGNORED):
         part = ""
-        for is_special, tokens in itertools.groupby(run, lambda pair: pair[0] in specials):
-            tokens = [token for token, _ in tokens]
-            if colour:
-                part += f"\033[{'1;' * is_special}{32 if trains else 90}m{tokenizer.decode(tokens)}\033[0m"
+        for is_special, pairs in itertools.groupby(run, lambda pair: pair[0] in special):
+            tokens = [token for token, _ in pairs]
+            if has_colour:
+                style = ("1;" if is_special else "") + ("32" if counts else "90")
+                part += f"\033[{style}m{tokenizer.decode(tokens)}\033[0m"
+            elif is_special:
+                part += "".join(f"◆{tokenizer.decode(token)}" for token in tokens)
             else:
-                part += "".join(f"◆{tokenizer.decode(token)}" for token in tokens) if is_special else tokenizer.decode(tokens)
-        text += f"⟦{part}⟧" if trains and not colour else part
+                part += tokenizer.decode(tokens)
+        text += f"⟦{part}⟧" if counts and not has_colour else part
     return text
 
 
-def _numbers(args, whole: list, seen: list, packed: list, batches: list):
-    lengths = sorted(len(ids) for ids, _ in whole)
-    tenths = [lengths[len(lengths) * tenth // 10] for tenth in (1, 5, 9)]
-    cut = [len(ids) - len(kept) for (ids, _), (kept, _) in zip(whole, seen, strict=True)]
+def summarize(args: Any, rows: PreviewRows, batches: list[dict], script_args: Any) -> dict[str, Any]:
+    """The numbers of a preview."""
+    lengths = sorted(len(ids) for ids, _ in rows.train)
+    cut = [len(ids) - len(kept) for (ids, _), (kept, _) in zip(rows.train, rows.kept, strict=True)]
     tokens = sum(batch["input_ids"].numel() for batch in batches)
-    padding = sum(int((batch["attention_mask"] == 0).sum()) for batch in batches if batch.get("attention_mask") is not None)
-    share = f"{sum(map(bool, cut)) / len(cut):.1%} of the documents, {sum(cut) / sum(lengths):.1%} of the tokens"
-    trained = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
-    say(
-        f"lengths    {lengths[0]:,} to {lengths[-1]:,} tokens; a tenth below {tenths[0]:,}, half below {tenths[1]:,}, "
-        f"nine tenths below {tenths[2]:,} ({len(lengths)} documents)\n"
-        f"cut off    {share if 'train' in first_rows.found.whole else 'not known: the recipe itself cuts and packs its rows'}\n"
-        f"padding    {padding / tokens:.1%} of the tokens of {len(batches)} batches\n"
-        f"trains     {trained / tokens:.1%} of them"
+    masks = [batch["attention_mask"] for batch in batches if batch.get("attention_mask") is not None]
+    rows_per_step = script_args.global_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps
+    epoch = rows.epoch()
+    steps_per_epoch = max(1, epoch[0] / rows_per_step) if epoch else None
+    steps = args.max_steps if args.max_steps > 0 else steps_per_epoch and steps_per_epoch * args.num_train_epochs
+    return {
+        "documents": len(lengths),
+        "lengths": {
+            "shortest": lengths[0],
+            "percentile_10": lengths[len(lengths) // 10],
+            "median": lengths[len(lengths) // 2],
+            "percentile_90": lengths[len(lengths) * 9 // 10],
+            "longest": lengths[-1],
+        },
+        "truncated_documents": sum(map(bool, cut)) / len(cut) if rows.is_whole_known else None,
+        "truncated_tokens": sum(cut) / sum(lengths) if rows.is_whole_known else None,
+        "batches": len(batches),
+        "padding": sum(int((mask == 0).sum()) for mask in masks) / tokens,
+        "in_the_loss": sum(int((batch["labels"] != IGNORED).sum()) for batch in batches) / tokens,
+        "rows_per_step": rows_per_step,
+        "is_rows_per_step_for_one_gpu": not script_args.global_batch_size,
+        "tokens_per_step": round(rows_per_step * rows.mean_length),
+        "steps_per_epoch": steps_per_epoch and round(steps_per_epoch),
+        "tokens_per_epoch": epoch and round(epoch[1]),
+        "steps": steps and round(steps),
+        "tokens": steps and round(steps * rows_per_step * rows.mean_length),
+    }
+
+
+def print_numbers(numbers: dict[str, Any]) -> None:
+    lengths = numbers["lengths"]
+    print_once(
+        f"lengths      {lengths['shortest']:,} to {lengths['longest']:,} tokens; 10th percentile {lengths['percentile_10']:,}, "
+        f"median {lengths['median']:,}, 90th percentile {lengths['percentile_90']:,} ({numbers['documents']} documents)"
     )
-    data, a_row = first_rows.found.data, first_rows.mean_length(packed)
-    rows = data.global_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps
-    where = f"a step is {rows} rows{'' if data.global_batch_size else ' on one GPU'}, {rows * a_row:,.0f} tokens"
-    of_epoch, tokens = first_rows.epoch(whole, seen, packed)
-    steps = max(1, of_epoch / rows) if of_epoch else 0
-    if steps:
-        say(f"an epoch   about {steps:,.0f} steps, {tokens:,.0f} tokens; {where}")
+    if numbers["truncated_documents"] is None:
+        print_once("truncated    not known: the recipe truncates and packs its rows itself")
     else:
-        say(f"an epoch   unknown: nobody says how many rows there are; {where}")
-    steps = args.max_steps if args.max_steps > 0 else steps * args.num_train_epochs
-    if steps:
-        say(f"the run    {steps:,.0f} steps, {steps * rows * a_row:,.0f} tokens")
-
-
-def _warnings(tokenizer, splits: dict, seen: list, batches: list, trainer):
-    """One line for each thing that would train without complaint and teach something else."""
-    ends = {tokenizer.eos_token_id, *_list(trainer.model.generation_config.eos_token_id)} - {None}
-    train, held_out = splits["train"], splits["eval"]
-    ending = [
-        any(i in ends and label != IGNORED for i, label in zip(ids[-3:], labels[-3:], strict=True)) for ids, labels in train
-    ]
-    has_whole = "train" in first_rows.found.whole
-    endless = sum(
-        not ends_well and (has_whole or len(ids) < (getattr(trainer.args, "max_length", None) or sys.maxsize))
-        for ends_well, (ids, _) in zip(ending, train, strict=True)
-    )
-    if endless:
-        yield f"{endless} of {len(train)} documents have no end token that is trained on: the model does not learn to stop there"
-    if nothing := sum(all(label == IGNORED for label in labels) for _, labels in seen):
-        yield f"in {nothing} of {len(seen)} documents nothing trains: what is to be learnt is cut off, or not marked as an answer"
-    texts = {tuple(ids) for ids, _ in train if len(ids) > 8}
-    if known := sum(tuple(ids) in texts for ids, _ in held_out):
-        yield f"{known} of {len(held_out)} documents for evaluation are trained on as well: the held-out loss will flatter"
-    if first_rows.found.is_chat and (after := _after_an_answer(tokenizer)) is not None and not ends & set(after):
-        yield (
-            f"the chat template does not end the assistant's turn with {tokenizer.convert_ids_to_tokens(sorted(ends))} but with "
-            f"{tokenizer.decode(after)!r}: a server will not know where an answer stops"
+        print_once(
+            f"truncated    {numbers['truncated_documents']:.1%} of the documents, {numbers['truncated_tokens']:.1%} of the tokens"
         )
-    if tokenizer.pad_token_id == tokenizer.eos_token_id and _never_trains(batches, tokenizer.eos_token_id):
-        yield f"{tokenizer.eos_token} is padding and the end, and the loss is on neither: give another --pad_token"
+    print_once(f"padding      {numbers['padding']:.1%} of the tokens of {numbers['batches']} batches")
+    print_once(f"in the loss  {numbers['in_the_loss']:.1%} of these tokens")
+    one_gpu = " on one GPU" if numbers["is_rows_per_step_for_one_gpu"] else ""
+    print_once(f"one step     {numbers['rows_per_step']} rows{one_gpu}, {numbers['tokens_per_step']:,} tokens")
+    if numbers["steps_per_epoch"]:
+        print_once(f"one epoch    about {numbers['steps_per_epoch']:,} steps, {numbers['tokens_per_epoch']:,} tokens")
+    else:
+        print_once("one epoch    unknown: the dataset does not say how many rows it has")
+    if numbers["steps"]:
+        print_once(f"the run      {numbers['steps']:,} steps, {numbers['tokens']:,} tokens")
 
 
-def _after_an_answer(tokenizer) -> list[int] | None:
-    """The tokens that the template writes after what an assistant says, None when it cannot write such a turn."""
+def find_problems(tokenizer: Any, rows: PreviewRows, batches: list[dict], trainer: Any) -> Iterator[str]:
+    """One message for each thing that would train without an error and teach something else."""
+    eos = trainer.model.generation_config.eos_token_id
+    end_tokens = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    max_length = getattr(trainer.args, "max_length", None) or sys.maxsize
+    endless = 0
+    for ids, labels in rows.train:
+        has_end = any(token in end_tokens and label != IGNORED for token, label in zip(ids[-3:], labels[-3:], strict=True))
+        is_complete = rows.is_whole_known or len(ids) < max_length
+        endless += not has_end and is_complete
+    if endless:
+        yield f"{endless} of {len(rows.train)} documents have no end token in the loss: the model does not learn to stop there"
+    without_loss = sum(all(label == IGNORED for label in labels) for _, labels in rows.kept)
+    if without_loss:
+        yield (
+            f"{without_loss} of {len(rows.kept)} documents have no token in the loss: the answer is truncated, or not marked as "
+            "an answer"
+        )
+    trained = {tuple(ids) for ids, _ in rows.train if len(ids) > 8}
+    shared = sum(tuple(ids) in trained for ids, _ in rows.eval)
+    if shared:
+        yield f"{shared} of {len(rows.eval)} documents for evaluation are also trained on: the evaluation loss will be too low"
+    if rows.is_conversational:
+        after_answer = tokens_after_an_answer(tokenizer)
+        if after_answer is not None and not end_tokens & set(after_answer):
+            yield (
+                f"the chat template does not end the assistant's turn with {tokenizer.convert_ids_to_tokens(sorted(end_tokens))} "
+                f"but with {tokenizer.decode(after_answer)!r}: a server will not know where an answer stops"
+            )
+    if tokenizer.pad_token_id == tokenizer.eos_token_id and is_never_in_the_loss(batches, tokenizer.eos_token_id):
+        yield f"{tokenizer.eos_token} is both padding and the end token, and never counts in the loss: pass another --pad_token"
+
+
+def tokens_after_an_answer(tokenizer: Any) -> list[int] | None:
+    """The tokens that the chat template writes after an answer, None if it cannot render a conversation."""
+    from jinja2 import TemplateError
+
     answer = "An answer."
+    turns = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
     try:
-        turns = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": answer}]
         text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # whatever a template raises
+        return tokenizer(text[text.rindex(answer) + len(answer) :], add_special_tokens=False)["input_ids"]
+    except (TemplateError, ValueError, TypeError):
         return None
-    return tokenizer(text[text.rindex(answer) + len(answer) :], add_special_tokens=False)["input_ids"]
 
 
-def _never_trains(batches: list, token: int) -> bool:
-    """Whether a token is in the batches, as no padding, and its label in none of them."""
-    there = [batch["input_ids"] == token for batch in batches]
-    there = [places & (batch.get("attention_mask", places) != 0) for places, batch in zip(there, batches, strict=True)]
-    return any(bool(places.any()) for places in there) and not any(bool((batch["labels"] == token).any()) for batch in batches)
+def is_never_in_the_loss(batches: list[dict], token: int) -> bool:
+    """Whether a token occurs in the batches outside of padding, and never with its own label."""
+    occurs = False
+    for batch in batches:
+        places = batch["input_ids"] == token
+        if batch.get("attention_mask") is not None:
+            places = places & (batch["attention_mask"] != 0)
+        occurs = occurs or bool(places.any())
+        if bool((batch["labels"] == token).any()):
+            return False
+    return occurs
 
 
-def _list(value) -> list:
-    return value if isinstance(value, list) else [value]
+if __name__ == "__main__":
+    with exit_on_user_error():
+        sys.exit(main(sys.argv[1:]))

@@ -1,13 +1,17 @@
-"""Finished runs side by side: a table, and a picture of their losses and speed-up. Called by `launch.sh --report RUN…`.
+"""Finished runs next to each other: a table, and a picture of their losses and speed-up. launch.sh calls it:
 
-Speed-up is measured against the run with the fewest processes, by tokens/s, so that runs of different length compare.
+`python -m harness.commands.report [--json] RUN…`.
+
+The speed-up is over the run with the fewest processes, by tokens/s, so that runs of different length can be compared.
 """
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from harness.folder import RESULTS, read_json
-from harness.launched import fail
+from harness.launched import UserError, exit_on_user_error
 
 COLUMNS = (
     "run",
@@ -17,50 +21,49 @@ COLUMNS = (
     "speed-up",
     "efficiency",
     "tokens/s",
-    "GB a GPU",
+    "GB per GPU",
     "GPU %",
     "GB in use",
     "GB host",
     "loss",
 )
+NEEDED = ("num_nodes", "world_size", "train_runtime", "tokens_per_second", "peak_gpu_gb", "peak_host_gb", "final_loss")
+COMPARED = ("recipe", "model", "dataset", "device", "tiny")
 
-NUMBERS = ("num_nodes", "world_size", "train_runtime", "tokens_per_second", "peak_gpu_gb", "peak_host_gb", "final_loss")
 
-
-def main(*folders: str):
-    runs = sorted((_read(Path(folder)) for folder in folders), key=lambda run: run["world_size"])
+def main(*words: str) -> None:
+    as_json = "--json" in words
+    runs = sorted((read_run(Path(word)) for word in words if word != "--json"), key=lambda run: run["world_size"])
     base = runs[0]
     for run in runs:
         run["speed_up"] = run["tokens_per_second"] / base["tokens_per_second"]
         run["efficiency"] = run["speed_up"] * base["world_size"] / run["world_size"]
-    rows = [COLUMNS, *map(_row, runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    for number, row in enumerate(rows):
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
-        if number == 0:
-            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    differing = [
-        name for name in ("recipe", "model", "dataset", "device", "tiny") if len({str(run.get(name)) for run in runs}) > 1
-    ]
-    if differing:
-        print(f"\nwarning: these runs differ in {', '.join(differing)}, so their speeds may not compare", file=sys.stderr)
-    print(f"\nSpeed-up is over {base['name']}, the run on the fewest processes. Picture: {_draw(runs)}")
+    if as_json:
+        print(json.dumps(runs, indent=2))
+        return
+    print_table([COLUMNS, *map(table_row, runs)])
+    differences = [name for name in COMPARED if len({str(run.get(name)) for run in runs}) > 1]
+    if differences:
+        print(f"\nwarning: these runs differ in {', '.join(differences)}, so their speeds may not be comparable", file=sys.stderr)
+    print(f"\nSpeed-up is over {base['name']}, the run with the fewest processes. Picture: {draw(runs)}")
 
 
-def _read(folder: Path) -> dict:
+def read_run(folder: Path) -> dict[str, Any]:
+    """The results of a run, with its name and its training losses as (step, loss)."""
     try:
         results = read_json(folder / RESULTS)
     except ValueError:
         results = {}
-    if absent := [name for name in NUMBERS if not isinstance(results.get(name), int | float)]:
-        fail(f"{folder} is not the folder of a finished run: its {RESULTS} is missing or does not say {absent[0]}")
+    if missing := [name for name in NEEDED if not isinstance(results.get(name), int | float)]:
+        raise UserError(f"{folder} is not the folder of a finished run: its {RESULTS} is missing, or has no {missing[0]}")
     if not results["tokens_per_second"]:
-        fail(f"{folder} holds no measurement: its run trained no step")
+        raise UserError(f"{folder} has no speed: its run trained no step")
     history = read_json(folder / "trainer_state.json").get("log_history", [])
-    return results | {"name": str(folder), "history": [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]}
+    losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    return results | {"name": str(folder), "losses": losses}
 
 
-def _row(run: dict) -> tuple[str, ...]:
+def table_row(run: dict[str, Any]) -> tuple[str, ...]:
     return (
         run["name"],
         str(run["num_nodes"]),
@@ -77,15 +80,24 @@ def _row(run: dict) -> tuple[str, ...]:
     )
 
 
-def _draw(runs: list[dict]) -> Path:
-    """Draws losses over steps, and speed-up over processes beside the ideal, into report.png of the folder one stands in."""
+def print_table(rows: list[tuple[str, ...]]) -> None:
+    """Prints rows, the first of them a header, as a Markdown table."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for number, row in enumerate(rows):
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+        if number == 0:
+            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
+
+
+def draw(runs: list[dict[str, Any]]) -> Path:
+    """Draws losses over steps, and speed-up over processes with the ideal, into report.png of the working directory."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4), layout="tight")
     losses, speed = figure.subplots(1, 2)
     for run in runs:
-        if run["history"]:
-            losses.plot(*zip(*run["history"], strict=True), label=run["name"])
+        if run["losses"]:
+            losses.plot(*zip(*run["losses"], strict=True), label=run["name"])
     losses.set(xlabel="step", ylabel="loss (nats per token)")
     sizes = [run["world_size"] for run in runs]
     speed.plot(sizes, [size / sizes[0] for size in sizes], "--", color="grey", label="ideal")
@@ -99,9 +111,10 @@ def _draw(runs: list[dict]) -> Path:
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
-        fail(f"{path} cannot be written ({error.strerror}): call --report from another folder")
+        raise UserError(f"{path} cannot be written ({error.strerror}): call --report from another folder") from error
     return path
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with exit_on_user_error():
+        main(*sys.argv[1:])

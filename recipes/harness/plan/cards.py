@@ -1,25 +1,33 @@
-"""From what was counted to cards: which it fits, how long a step takes on them, what that costs. All of it a forecast.
+"""From a simulation to cards: which the run fits, how long a step takes on them, what that costs. All of it is a forecast.
 
-A step's time is a roofline: products at a share of the card's rate, all else at a share of its memory's, and what moves over
-the slower and the faster of the usual links. The better end of a range has everything move behind the arithmetic, the other
-one nothing.
+The time of a step is a roofline: matrix products at a share of the card's rate, all other operators at a share of its memory's
+rate, and the transfers over the slower and the faster of the usual links. At the better end of a range all transfers are
+hidden behind compute, at the worse end none.
+
+The second half proposes what would make a run fit.
 """
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness import configs
+from harness.plan.simulation import Refused, Simulation
 
 GB = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """Numbers of the makers' data sheets, dense; memory as the driver leaves it to CUDA, in bytes."""
+    """Numbers of the maker's data sheet, dense; memory as the driver leaves it to CUDA."""
 
     name: str
-    memory: float  # what torch says of an empty card
-    half: float  # FLOP/s in bf16 or fp16, adding in float32
+    memory: float  # bytes, what torch reports for an empty card
+    half: float  # FLOP/s in bf16 or fp16 with float32 accumulation
     single: float  # FLOP/s in float32, without TF32
     bandwidth: float  # bytes/s of its memory
-    links: tuple[float, float]  # bytes/s between GPUs of a node: PCIe 3 or 4, eight or sixteen lanes; NVLink
+    links: tuple[float, float]  # bytes/s between GPUs of a node, slow and fast: PCIe 3 x8 or 4 x16; NVLink
     bf16: bool = True
 
 
@@ -32,130 +40,201 @@ CARDS = (
     Card("A100 80 GB", 84.9 * GB, 312e12, 19.5e12, 2039e9, (25e9, 230e9)),
     Card("H100 80 GB", 84.9 * GB, 989e12, 67e12, 3350e9, (50e9, 370e9)),
 )
-LINES = (16, 24, 40, 80)  # GB, of the picture
-PCIE = (10e9, 24e9)  # bytes/s between host and GPU: eight lanes of PCIe 4, or sixteen
+PCIE = (10e9, 24e9)  # bytes/s between host and GPU: PCIe 4 x8, or x16
 NETWORK = (1.1e9, 11e9)  # bytes/s between nodes: 10 or 100 Gbit/s Ethernet
-PRODUCTS = (0.40, 0.80)  # shares of the rates above; not measured here
-REST = (0.50, 1.00)  # shares of the memory's rate, for whatever is no product
-# Seconds a parameter, fused, on one and on two cores (measured, shared with other work).
+PRODUCT_RATE = (0.40, 0.80)  # shares of the card's FLOP/s; assumed
+MEMORY_RATE = (0.50, 1.00)  # shares of the card's memory bandwidth, for all other operators; assumed
+# Seconds per parameter of fused AdamW on the host, on one and on two cores (measured, shared with other work).
 ADAM_ON_HOST = (1.6e-9, 0.95e-9)
 
 # What a simulation does not see, on top of its peak.
-CONTEXT = 0.5 * GB  # CUDA's context and loaded kernels
-COLLECTIVES = 0.5 * GB  # NCCL's buffers, with several processes
+CUDA_CONTEXT = 0.5 * GB  # with the loaded kernels
+NCCL_BUFFERS = 0.5 * GB  # with several processes
 PROCESS = 2.5 * GB  # of host memory: Python, torch, CUDA's libraries
-FRAGMENTS = 0.05  # of the peak: the allocator's blocks, cuBLAS' workspaces
+FRAGMENTATION = 0.05  # of the peak: the allocator's blocks, cuBLAS workspaces
 
 
 def reserve(peak: float, processes: int) -> float:
-    """Bytes that must stay free beside the peak."""
-    return CONTEXT + (COLLECTIVES if processes > 1 else 0) + FRAGMENTS * peak
+    """Bytes that must stay free on top of the peak."""
+    return CUDA_CONTEXT + (NCCL_BUFFERS if processes > 1 else 0) + FRAGMENTATION * peak
 
 
-def fits(card: Card, found: dict, peak: float) -> bool:
-    return peak + reserve(peak, found["processes"]) <= card.memory and (card.bf16 or not found["bf16"])
+def fits(card: Card, found: Simulation, peak: float) -> bool:
+    return peak + reserve(peak, found.processes) <= card.memory and (card.bf16 or not found.needs_bf16)
 
 
-def largest(card: Card, found: dict) -> int:
-    """The largest micro-batch that fits, 0 for none: what grows with it, activations and loss, is taken to grow as it does."""
-    batch = 0
-    while batch < 4096:
-        peak = max(fixed + growing * (batch + 1) / found["micro_batch"] for fixed, growing in found["hull"])
+def largest_micro_batch(card: Card, found: Simulation) -> int:
+    """The largest micro-batch that fits, 0 if none does. Activations and loss are assumed to grow with it."""
+    rows = 0
+    while rows < 4096:
+        peak = max(fixed + growing * (rows + 1) / found.micro_batch for fixed, growing in found.hull)
         if not fits(card, found, peak):
             break
-        batch += 1
-    return batch
+        rows += 1
+    return rows
 
 
-def step_seconds(card: Card, found: dict) -> tuple[float, float]:
+def step_seconds(card: Card, found: Simulation) -> tuple[float, float]:
     """Seconds of one optimizer step, at best and at worst."""
-    step, moved = found["step"], found["step"]["moved"]
-    hybrid = found["replicas"] > 1 and found["shards"] > 1
-    group = found["processes"] if not hybrid else found["shards"]
-    single = step["flops"].get("torch.float32", 0)
-    half = sum(step["flops"].values()) - single
-    seconds = []
-    for end in (1, 0):
-        compute = (half / card.half + single / card.single) / PRODUCTS[end] + step["touched"] / card.bandwidth / REST[end]
-        near = card.links[end] if hybrid or found["nodes"] == 1 else NETWORK[end]
-        far = NETWORK[end] if found["nodes"] > 1 else card.links[end]
-        wire = (moved.get("gathered", 0) + moved.get("reduced", 0)) * (group - 1) / group / near
-        wire += 2 * moved.get("all_reduced", 0) * (found["replicas"] - 1) / found["replicas"] / far
-        wire += (moved.get("to_gpu", 0) + moved.get("to_host", 0)) / PCIE[end]
-        adam = found["trained_here"] * ADAM_ON_HOST[end] if found["offloaded"] else 0
-        seconds.append((max(compute, wire) if end else compute + wire) + adam)
-    return seconds[0], seconds[1]
+    worst, best = (_seconds(card, found, end) for end in (0, 1))
+    return best, worst
 
 
-def plan(found: dict, price: float = 0.0) -> dict:
-    """What a person or a program is told; memory in GB (1e9 bytes), time in seconds."""
-    peak = max(moment["bytes"] for moment in found["peaks"].values())
-    tokens = found["tokens"] * found["accumulation"] * found["processes"]
-    steps = found["max_steps"] if found["max_steps"] > 0 else None
-    result = {name: found[name] for name in ("recipe", "config", "processes", "nodes", "parameters", "trained", "micro_batch")}
-    result |= {
+def _seconds(card: Card, found: Simulation, end: int) -> float:
+    """`end`: 0 for the worse end of the assumptions, 1 for the better one."""
+    flops, moved = found.step.flops, found.step.moved
+    single = flops.get("torch.float32", 0)
+    half = sum(flops.values()) - single
+    compute = (half / card.half + single / card.single) / PRODUCT_RATE[end]
+    compute += found.step.touched / card.bandwidth / MEMORY_RATE[end]
+
+    is_hybrid = found.replicas > 1 and found.shards > 1
+    group = found.shards if is_hybrid else found.processes
+    near = card.links[end] if is_hybrid or found.nodes == 1 else NETWORK[end]
+    far = NETWORK[end] if found.nodes > 1 else card.links[end]
+    transfer = (moved.get("gathered", 0) + moved.get("reduced", 0)) * (group - 1) / group / near
+    transfer += 2 * moved.get("all_reduced", 0) * (found.replicas - 1) / found.replicas / far
+    transfer += (moved.get("to_gpu", 0) + moved.get("to_host", 0)) / PCIE[end]
+    adam = found.trained_here * ADAM_ON_HOST[end] if found.is_offloaded else 0
+    return (max(compute, transfer) if end == 1 else compute + transfer) + adam
+
+
+def make_plan(found: Simulation, price: float = 0.0) -> dict[str, Any]:
+    """The plan as `--json` prints it; memory in GB (1e9 bytes), time in seconds, `price` per GPU and hour."""
+    peak = found.peak.bytes
+    tokens = found.tokens * found.accumulation * found.processes
+    steps = found.max_steps if found.max_steps > 0 else None
+    plan = {
+        "recipe": found.recipe,
+        "config": found.config,
+        "processes": found.processes,
+        "nodes": found.nodes,
+        "parameters": found.parameters,
+        "trained": found.trained,
+        "micro_batch": found.micro_batch,
         "peak_gpu_gb": gb(peak),
-        "reserve_gb": gb(reserve(peak, found["processes"])),
-        "moments": {name: gb(moment["bytes"]) for name, moment in found["peaks"].items() if name != "first step"},
-        "holders": {name: gb(size) for name, size in _top(found)["by"].items() if gb(size)},
-        "peak_host_gb": gb(_host(found)),
-        "disk_gb": gb(_disk(found)),
-        "download_gb": gb(found["download"]),
-        "moved_gb": {kind: gb(size) for kind, size in _moved(found).items() if gb(size)},
-        "tflops": round(sum(found["step"]["flops"].values()) / 1e12, 1),
-        "tokens_a_step": tokens,
+        "reserve_gb": gb(reserve(peak, found.processes)),
+        "moments": {moment: gb(of.bytes) for moment, of in found.peaks.items() if moment != "first step"},
+        "holders": {holder: gb(size) for holder, size in found.peak.by_holder.items() if gb(size)},
+        "peak_host_gb": gb(host_memory(found)),
+        "disk_gb": gb(disk_space(found)),
+        "download_gb": gb(found.download),
+        "moved_gb": {kind: gb(size) for kind, size in moved_bytes(found).items() if gb(size)},
+        "tflops": round(sum(found.step.flops.values()) / 1e12, 1),
+        "tokens_per_step": tokens,
         "steps": steps,
-        "steps_are_estimated": "estimated" in found,
+        "steps_are_estimated": found.steps_are_estimated,
         "fits": {card.name: fits(card, found, peak) for card in CARDS},
-        "largest_micro_batch": {card.name: largest(card, found) for card in CARDS},
+        "largest_micro_batch": {card.name: largest_micro_batch(card, found) for card in CARDS},
         "step_seconds": {},
         "tokens_per_second": {},
         "hours": {},
         "price": {},
     }
     for card in CARDS:
-        if found["bf16"] and not card.bf16:
+        if found.needs_bf16 and not card.bf16:
             continue
-        low, high = step_seconds(card, found)
-        result["step_seconds"][card.name] = [round(low, 3), round(high, 3)]
-        result["tokens_per_second"][card.name] = [round(tokens / high), round(tokens / low)]
+        best, worst = step_seconds(card, found)
+        plan["step_seconds"][card.name] = [round(best, 3), round(worst, 3)]
+        plan["tokens_per_second"][card.name] = [round(tokens / worst), round(tokens / best)]
         if steps:
-            hours = [round(steps * seconds / 3600, 2) for seconds in (low, high)]
-            result["hours"][card.name] = hours
+            hours = [round(steps * seconds / 3600, 2) for seconds in (best, worst)]
+            plan["hours"][card.name] = hours
             if price:
-                result["price"][card.name] = [round(h * price * found["processes"], 2) for h in hours]
-    return result
+                plan["price"][card.name] = [round(number * price * found.processes, 2) for number in hours]
+    return plan
 
 
-def _moved(found: dict) -> dict:
-    """Bytes of a step by kind, on one GPU; what of them it gets from other nodes and sends there, as "across_nodes"."""
-    moved, local = found["step"]["moved"], found["processes"] // found["nodes"]
-    if found["nodes"] == 1:
+def moved_bytes(found: Simulation) -> dict[str, float]:
+    """Bytes of a step by kind, on one GPU; "across_nodes" is what it exchanges with other nodes."""
+    moved, per_node = found.step.moved, found.processes // found.nodes
+    if found.nodes == 1:
         return moved
-    if found["shards"] <= local:  # sharded within a node, or not at all
-        return moved | {"across_nodes": 2 * moved.get("all_reduced", 0) * (found["nodes"] - 1) / found["nodes"]}
-    away = (found["shards"] - local) / found["shards"]
-    return moved | {"across_nodes": (moved.get("gathered", 0) + moved.get("reduced", 0)) * away}
+    if found.shards <= per_node:  # sharded within a node, or not at all
+        return moved | {"across_nodes": 2 * moved.get("all_reduced", 0) * (found.nodes - 1) / found.nodes}
+    elsewhere = (found.shards - per_node) / found.shards
+    return moved | {"across_nodes": (moved.get("gathered", 0) + moved.get("reduced", 0)) * elsewhere}
 
 
-def _top(found: dict) -> dict:
-    return max(found["peaks"].values(), key=lambda moment: moment["bytes"])
+def host_memory(found: Simulation) -> float:
+    """Bytes of host memory on a node: the model while it loads, what offload keeps there, the whole model to be saved."""
+    per_node = found.processes // found.nodes
+    loading = found.host_peaks["load"].bytes * found.copies if "load" in found.host_peaks else 0
+    training = max((peak.bytes for moment, peak in found.host_peaks.items() if moment != "load"), default=0)
+    saving = 0 if found.is_adapter else 4 * found.parameters  # gathered on the first process, in float32
+    return per_node * PROCESS + max(loading, per_node * training, saving)
 
 
-def _host(found: dict) -> float:
-    """Bytes of host memory on a node: the model while it is loaded, what offload keeps there, the whole model to be saved."""
-    local, held = found["processes"] // found["nodes"], {name: at["bytes"] for name, at in found["host_peaks"].items()}
-    loading = held.pop("load", 0) * found["copies"]
-    saving = 0 if found["adapter"] else 4 * found["parameters"]  # gathered on the first process, in float32
-    return local * PROCESS + max(loading, local * max(held.values(), default=0), saving)
-
-
-def _disk(found: dict) -> float:
-    """Bytes: what is downloaded, 4-bit weights made of it, two checkpoints, one of which may be being written, the model."""
-    checkpoint = 12 * found["trained"]  # weights and Adam's two moments, float32
-    model = 4 * found["trained"] if found["adapter"] else found["parameters"] * found["hub_bytes"]
-    return found["download"] + found["packed"] + 2 * checkpoint + model
+def disk_space(found: Simulation) -> float:
+    """Bytes: the download, 4-bit weights made of it, two checkpoints, and the model."""
+    checkpoint = 12 * found.trained  # weights and Adam's two moments, in float32
+    model = 4 * found.trained if found.is_adapter else found.parameters * found.hub_bytes
+    return found.download + found.packed + 2 * checkpoint + model
 
 
 def gb(size: float) -> float:
     return round(size / GB, 3)
+
+
+def try_proposals(
+    plan: dict[str, Any], found: Simulation, config: str, run: Callable[[str, list[str]], Simulation | Refused]
+) -> list[dict[str, Any]]:
+    """Simulates what could make the run fit, the cheapest change first, until one does; [] if it fits already.
+
+    The target is the card that the config is for: a T4 for fp16, else one of 24 GB. `run(config, flags)` simulates. A change
+    that saves memory is kept, and the next one is tried on top of it. Returns `{"change", "needs", "fits", "card"}` of each.
+    """
+    card = "T4" if configs.read(config).mixed_precision == "fp16" else "RTX 3090"
+    if plan["fits"][card]:
+        return []
+    kept, rows, best = [], [], plan["peak_gpu_gb"] + plan["reserve_gb"]
+    for other_config, flags in proposals(found, config):
+        simulated = run(other_config or config, [*kept, *flags])
+        if isinstance(simulated, Refused):
+            continue
+        result = make_plan(simulated)
+        needs, is_enough = result["peak_gpu_gb"] + result["reserve_gb"], result["fits"][card]
+        words = [Path(other_config or config).stem, *kept, *flags]
+        rows.append({"change": " ".join(words), "needs": needs, "fits": "yes" if is_enough else "no", "card": card})
+        if is_enough:
+            break
+        if needs < 0.98 * best:
+            kept, best, config = [*kept, *flags], needs, other_config or config
+    return rows
+
+
+def proposals(found: Simulation, config: str) -> list[tuple[str, list[str]]]:
+    """(config, flags) of each change, "" for the same config. First what costs time, last what changes what is learnt."""
+    changes = []
+    if not found.has_checkpointing:
+        changes.append(("", ["--activation_checkpointing", "true"]))
+    if found.micro_batch > 1:
+        flags = ["--per_device_train_batch_size", "1"]
+        if not found.has_global_batch_flag:  # as many rows per step as before
+            flags += ["--gradient_accumulation_steps", str(found.micro_batch * found.accumulation)]
+        changes.append(("", flags))
+    changes += [(other, []) for other in configs_that_save_more(config)]
+    use_peft = [] if found.is_adapter else ["--use_peft", "true"]
+    if use_peft:
+        changes.append(("", use_peft))
+    if not found.packed:
+        changes.append(("", [*use_peft, "--load_in_4bit", "true"]))
+    if found.max_length and found.max_length >= 2048:
+        changes.append(("", ["--max_length", str(found.max_length // 2)]))
+    return changes
+
+
+def configs_that_save_more(config: str) -> list[str]:
+    """Configs for the same machines and precision that keep less on a GPU: sharded instead of whole, offloaded."""
+
+    def saving(of: configs.AccelerateConfig) -> int:
+        return 1 + of.reshard_after_forward + 2 * of.offload_params if of.is_fsdp else 0
+
+    own, others = configs.read(config), []
+    for path in sorted(Path(config).parent.glob("*.yaml")):
+        other = configs.read(str(path))
+        same_machines = (other.num_processes, other.num_machines) == (own.num_processes, own.num_machines)
+        same_kind = (other.mixed_precision, other.replicas, other.shards) == (own.mixed_precision, own.replicas, own.shards)
+        if same_machines and same_kind and saving(other) > saving(own):
+            others.append((saving(other), str(path)))
+    return [path for _, path in sorted(others)]

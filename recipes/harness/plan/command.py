@@ -1,144 +1,185 @@
-"""Called by launch.sh: `python -m harness.plan.command RECIPE.py CONFIG.yaml… [--flag value …]`.
+"""Will it fit, on which cards, how long: simulates a recipe with each config. launch.sh calls it:
 
-Simulates the recipe with each config, says whether it fits and how long it takes, and, where it does not fit, what would
-make it fit, each way tried by another simulation.
+`python -m harness.plan.command RECIPE.py CONFIG.yaml… [--json] [--price_per_gpu_hour N] [--flag value …]`.
+
+If the run does not fit, changes are tried until it does, each by another simulation.
 """
 
 import contextlib
+import dataclasses
 import functools
 import io
 import json
 import logging
+import math
 import os
+import signal
 import sys
+import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from harness import configs, hub
-from harness.launched import Launched, fail
-from harness.nodes import machines
-from harness.plan import cards, pages, proposals
-from harness.start import flags, server
+from harness import configs, signals
+from harness.configs import AccelerateConfig
+from harness.hub import file_sizes
+from harness.launched import Launched, UserError, exit_on_user_error
+from harness.nodes.machines import nodes_from_environment
+from harness.start import flags, processes
 
-OWN = {"--json": False, "--price_per_gpu_hour": True}  # flags of --plan itself; whether a value follows
+if TYPE_CHECKING:
+    from harness.plan.simulation import Refused, Simulation
 
 
-def main(recipe: str, *words: str):
-    paths = [word for word in words if word.endswith((".yaml", ".yml"))][: _leading(words)]
-    own, arguments = _own(list(words[len(paths) :]))
-    flags.check(Path(recipe), arguments)
+def main(recipe: str, *words: str) -> None:
+    count = next((number for number, word in enumerate(words) if not word.endswith((".yaml", ".yml"))), len(words))
+    paths, (price, as_json, arguments) = words[:count], read_own_flags(list(words[count:]))
+    flags.check_flags(Path(recipe), arguments)
     read = {path: configs.read(path) for path in paths}
-    quiet = "--json" in own
-    server.prepare()
-    from harness.plan import fakes, length  # which import torch; a misspelt flag does not wait for it
-    from harness.start import processes
-
+    can_fork = processes.import_libraries()
     warnings.filterwarnings("ignore")
-    if missing := fakes.broken():
-        fail(f"cannot plan with these versions: {', '.join(missing)} is not there; everything else works without it")
-    plans, price = [], float(own.get("--price_per_gpu_hour") or 0)
-    # Neither a config nor what is proposed changes how many there are.
-    rows = functools.cache(lambda: processes.call(length.rows_of_an_epoch, recipe, arguments)[1])
-    for path, config in read.items():
-        if not quiet:
-            pages.progress(f"Simulating {Path(recipe).stem} with {Path(path).stem} …")
-        found = run(recipe, path, config, arguments, optional=len(read) > 1)
-        plans.append(found if "refused" in found else cards.plan(length.with_steps(found, rows), price))
-    if quiet:
-        print(json.dumps(plans[0] if len(read) == 1 else plans, indent=2))
+    from harness.plan import cards, pages  # they import torch, which a misspelt flag need not wait for
+    from harness.plan.simulation import Refused
+
+    # Neither a config nor a proposal changes how many rows an epoch has, so they are counted once.
+    rows = functools.cache(lambda: processes.call(can_fork, rows_of_epoch, recipe, arguments)[1])
+    plans, found = [], None
+    for config in read.values():
+        if not as_json:
+            pages.print_progress(f"Simulating {Path(recipe).stem} with {config.name} …")
+        found = run(can_fork, recipe, config, arguments, optional=len(read) > 1)
+        plans.append(found if isinstance(found, Refused) else cards.make_plan(with_steps(found, rows), price))
+    if as_json:
+        shown = [{"config": p.config, "refused": p.reason} if isinstance(p, Refused) else p for p in plans]
+        print(json.dumps(shown[0] if len(read) == 1 else shown, indent=2))
     elif len(read) > 1:
-        pages.side_by_side(plans)
+        pages.print_side_by_side(plans)
     else:
-        pages.whole(plans[0])
-        print(f"\nPicture: {pages.draw(plans[0], found['curve'])}", flush=True)
-        pages.proposals(proposals.tried(plans[0], found, paths[0], lambda *change: again(recipe, arguments, *change)))
+        pages.print_plan(plans[0])
+        print(f"\nPicture: {pages.draw(plans[0], found.curve)}", flush=True)
+
+        def run_again(path: str, more: list[str]) -> "Simulation | Refused":
+            pages.print_progress(f"Trying {' '.join([Path(path).stem, *more])} …")
+            return run(can_fork, recipe, configs.read(path), [*arguments, *more], optional=True)
+
+        pages.print_proposals(cards.try_proposals(plans[0], found, paths[0], run_again))
 
 
-def run(recipe: str, path: str, config: dict, arguments: list[str], optional: bool = False) -> dict:
-    """One simulation, in a process of its own. Ends this one when it is refused, or returns the reason with `optional`."""
-    from harness.start import processes
+def read_own_flags(words: list[str]) -> tuple[float, bool, list[str]]:
+    """The values of --price_per_gpu_hour (0 without it) and --json, and the remaining words."""
+    price, as_json, rest = "0", False, []
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--price_per_gpu_hour=") else [word])]
+    while words:
+        word = words.pop(0)
+        if word == "--json":
+            as_json = True
+        elif word == "--price_per_gpu_hour":
+            if not words:
+                raise UserError("--price_per_gpu_hour needs a number")
+            price = words.pop(0)
+            with contextlib.suppress(ValueError):
+                if float(price) > 0:
+                    continue
+            raise UserError(f"--price_per_gpu_hour is {price}, expected a number above 0")
+        else:
+            rest.append(word)
+    return float(price), as_json, rest
 
-    launch = fit(recipe, path, config)
-    code, found = processes.call(_simulated, launch, config, arguments, optional)
+
+def run(
+    can_fork: bool, recipe: str, config: AccelerateConfig, arguments: list[str], optional: bool = False
+) -> "Simulation | Refused":
+    """One simulation in a process of its own. If it is refused, this process exits, or with `optional` returns the reason."""
+    launched = fit_processes(recipe, config)
+    code, found = processes.call(can_fork, simulate_quietly, launched, config, arguments, optional)
     if found is None:
-        sys.exit(processes.ended(code))
-    names = {"recipe": Path(recipe).stem, "config": Path(path).stem}
-    names["global_batch_size"] = any(word.split("=")[0].replace("-", "_") == "__global_batch_size" for word in arguments)
-    return found | names | ({} if "refused" in found else {"download": _download(found)})
+        sys.exit(processes.explain_exit(code))
+    from harness.plan.simulation import Refused
+
+    if isinstance(found, Refused):
+        return found
+    names = {word.split("=")[0].replace("-", "_") for word in arguments}
+    return dataclasses.replace(found, download=download_bytes(found), has_global_batch_flag="__global_batch_size" in names)
 
 
-def _simulated(launch: Launched, config: dict, arguments: list[str], optional: bool) -> dict:
-    from harness.plan import simulation
+def simulate_quietly(
+    launched: Launched, config: AccelerateConfig, arguments: list[str], optional: bool
+) -> "Simulation | Refused":
+    from harness.plan.simulation import Refused, simulate
 
-    logging.disable(logging.WARNING)  # what libraries say of a run is not said of a plan
-    said = io.StringIO()
+    logging.disable(logging.WARNING)  # what libraries log about a run does not belong to a plan
+    messages = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
-            return simulation.simulate(launch, config, arguments)
+        with contextlib.redirect_stderr(messages):
+            return simulate(launched, config, arguments)
     except SystemExit as end:
         if optional and end.code == 2:
-            return {"refused": said.getvalue().strip().removeprefix("error: ")}
-        sys.stderr.write(said.getvalue())
+            return Refused(Path(launched.recipe).stem, config.name, messages.getvalue().strip().removeprefix("error: "))
+        sys.stderr.write(messages.getvalue())
         raise
 
 
-def _download(found: dict) -> int:
-    """Bytes, as the hub tells them; of a model it says nothing of, the parameters'. A stream downloads no files."""
-    model, dataset, streams = (found["names"].get(name) for name in ("model", "dataset", "streaming"))
-    weights = 0 if Path(model).is_dir() else hub.size("model", model, (".safetensors",))
-    weights = found["parameters"] * found["hub_bytes"] if weights is None else weights
-    is_here = streams or Path(dataset).exists()
-    return weights + (0 if is_here else hub.size("dataset", dataset, (".parquet", ".jsonl", ".json", ".csv")) or 0)
+def fit_processes(recipe: str, config: AccelerateConfig) -> Launched:
+    """As many processes and nodes as the config has, or as launch.sh's variables say."""
+    nodes = nodes_from_environment()
+    count = nodes.count if nodes.count > 1 else config.num_machines
+    gpus = nodes.processes or config.num_processes // config.num_machines
+    if config.distributed_type == "NO":
+        gpus = 1
+    if config.is_hybrid and count * gpus != config.replicas * config.shards:
+        raise UserError(f"{config.name} is for {config.replicas} nodes with {config.shards} GPUs, not for {count} with {gpus}")
+    return Launched(recipe=recipe, config=config.path, processes=count * gpus, nodes=count, on_cpu=True, mode="plan")
 
 
-def again(recipe: str, arguments: list[str], path: str, more: list[str]) -> dict:
-    """A simulation with other flags; those given twice count as given last."""
-    pages.progress(f"Trying {Path(path).stem} {' '.join(more)} …")
-    return run(recipe, path, configs.read(path), [*arguments, *more], optional=True)
+def download_bytes(found: "Simulation") -> int:
+    """Bytes to download, from the Hub; if it does not answer, those of the parameters. A stream downloads no files."""
+    weights = 0 if Path(found.model).is_dir() else file_sizes("model", found.model, (".safetensors",))
+    if weights is None:
+        weights = found.parameters * found.hub_bytes
+    if found.is_streamed or Path(found.dataset).exists():
+        return weights
+    return weights + (file_sizes("dataset", found.dataset, (".parquet", ".jsonl", ".json", ".csv")) or 0)
 
 
-def fit(recipe: str, path: str, config: dict) -> Launched:
-    """As many processes and nodes as the config says, or as the variables of launch.sh do."""
-    nodes = machines.from_environment()
-    count = nodes.count if nodes.count > 1 else config["num_machines"]
-    gpus = nodes.processes or config["num_processes"] // config["num_machines"]
-    gpus = 1 if config["distributed_type"] == "NO" else gpus
-    replicas, shards = configs.mesh(config)
-    if replicas * shards > 1 and count * gpus != replicas * shards:
-        fail(f"{Path(path).name} is for {replicas} nodes of {shards} GPUs, not for {count} of {gpus}")
-    return Launched(recipe=recipe, config=path, processes=count * gpus, nodes=count, on_cpu=True, plan=True)
+def with_steps(found: "Simulation", rows: Callable[[], float | None]) -> "Simulation":
+    """`found` with the steps of its epochs, if neither a flag nor the recipe sets them and the number of rows is known."""
+    if found.max_steps > 0:
+        return found
+    count = rows()
+    if not count:
+        return found
+    rows_per_step = found.micro_batch * found.accumulation * found.processes
+    steps = math.ceil(found.epochs * count / rows_per_step)
+    return dataclasses.replace(found, max_steps=steps, steps_are_estimated=True)
 
 
-def _leading(words) -> int:
-    return next((number for number, word in enumerate(words) if word.startswith("-")), len(words))
+def rows_of_epoch(recipe: str, arguments: list[str]) -> float | None:
+    """Packed rows in an epoch of a recipe; None if tokenizer or data cannot be had, or do not say how many rows there are."""
+    from harness.commands.preview import build_preview
 
-
-def _own(words: list[str]) -> tuple[dict, list[str]]:
-    """The flags of --plan, and those of the recipe."""
-    own, rest = {}, []
-    words = [part for word in words for part in (word.split("=", 1) if word.split("=")[0] in OWN else [word])]
-    while words:
-        word = words.pop(0)
-        if word not in OWN:
-            rest.append(word)
-        elif OWN[word] and not words:
-            fail(f"{word} needs a number")
-        else:
-            own[word] = words.pop(0) if OWN[word] else True
-    try:
-        assert float(own.get("--price_per_gpu_hour", 1)) > 0
-    except (ValueError, AssertionError):
-        fail(f"--price_per_gpu_hour is {own['--price_per_gpu_hour']}, expected a number above 0")
-    return own, rest
+    launched = Launched(recipe=recipe, mode="preview", on_cpu=True)
+    messages: Any = io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="plan-") as output_dir:
+        words = [*arguments, "--disable_tqdm", "true", "--output_dir", output_dir]
+        with contextlib.redirect_stdout(messages), contextlib.redirect_stderr(messages):
+            try:
+                _, rows, _ = build_preview(launched, words)
+            except SystemExit:
+                return None
+    epoch = rows.epoch()
+    return epoch[0] if epoch else None
 
 
 if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed on a GPU
     code = 0
+    signals.set_interrupt_handler(signal.default_int_handler)
     try:
-        main(*sys.argv[1:])
+        with exit_on_user_error():
+            main(*sys.argv[1:])
     except SystemExit as end:
         code = end.code
     except KeyboardInterrupt:
         code = 130
-    server.leave(code or 0)
+    processes.exit_quickly(code or 0)

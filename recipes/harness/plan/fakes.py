@@ -1,164 +1,521 @@
-"""Tensors that hold nothing, and one process that stands for all. Here, in `kernels`, `wrapping` and `four_bit` stands all that
-is private of the libraries; `broken()` says what of it is not there in the installed versions.
+"""What a simulation replaces: tensors without memory, the other processes, CUDA's kernels, loading, 4-bit layers.
 
-Fake tensors are on the CPU device, for on a machine without a GPU torch computes no backward pass on fake CUDA ones. The CPU
-has other kernels, which keep other things for backward; those are replaced. Nothing is put back: a simulation has a process
-of its own.
+The tensors are torch's fake tensors on the CPU device: on a machine without a GPU, torch runs no backward pass on fake CUDA
+tensors. The CPU has other kernels, which keep other tensors for backward; those that matter are replaced by what CUDA runs.
+Nothing is restored: a simulation has a process of its own.
 """
 
 import contextlib
 import functools
 import importlib
 import os
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from harness.plan import kernels, wrapping
+from harness.compat.guards import changes
+from harness.plan.ledger import Ledger
 
+import bitsandbytes
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers import BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import AutoHfQuantizer
 
-# What is replaced or called, by module; tests/plan/test_fakes.py looks whether it still does what is needed.
-NEEDED = {
-    "accelerate.commands.launch": ("_validate_launch_command", "prepare_multi_gpu_env"),
-    "torch._C": ("_ExcludeDispatchKeyGuard",),
-    "torch._subclasses.fake_tensor": ("FakeTensor", "FakeTensorMode"),
-    "torch.amp": ("GradScaler._maybe_opt_step",),
-    "torch.testing._internal.distributed.fake_pg": ("FakeStore",),
-    "torch.distributed.fsdp._fully_shard._fsdp_init": ("_move_states_to_device",),
-    "torch.distributed.fsdp._fully_shard._fsdp_param": ("FSDPParam.all_gather_inputs", "FSDPParam._init_sharded_param"),
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group": ("foreach_reduce",),
-    "torch.distributed.tensor._sharding_prop": ("ShardingPropagator._propagate_tensor_meta_non_cached",),
-    "torch.nn.parallel.distributed": ("_verify_param_shape_across_processes", "_sync_module_states"),
-    "torch.optim.optimizer": ("_get_foreach_kernels_supported_devices",),
-    "torch.utils._foreach_utils": ("_get_foreach_kernels_supported_devices",),
-    "torch.utils.flop_counter": ("flop_registry",),
-    "torch.utils.weak": ("WeakIdKeyDictionary",),
-    "transformers": ("Trainer._prepare_for_training", "Trainer._clip_grad_norm"),
-    "transformers.modeling_utils": ("PreTrainedModel._from_config",),
-    "trl.kernels.chunked_logprob": ("_use_triton", "_forward_kernel", "_backward_kernel", "_addmm_fp32"),
-    "trl.trainer.utils": ("_use_triton",),
-    "trl.trainer.sft_trainer": ("get_peft_model",),
-    "bitsandbytes.nn": ("Linear4bit",),
-}
+# Operators that CUDA's autocast computes in float32 and the CPU's does not (PyTorch's page on torch.amp lists both).
+FLOAT32_OPERATORS = (
+    "layer_norm",
+    "softmax.int",
+    "log_softmax.int",
+    "pow.Tensor_Scalar",
+    "rsqrt",
+    "exp",
+    "log",
+    "cumsum",
+)
 
 
-def broken() -> list[str]:
-    """Names of `NEEDED` that the installed versions do not have."""
-    missing = []
-    for module, names in NEEDED.items():
-        for name in names:
-            try:
-                functools.reduce(getattr, name.split("."), importlib.import_module(module))
-            except (ImportError, AttributeError):
-                missing.append(f"{module}.{name}")
-    return missing
+class Mode(FakeTensorMode):
+    """Makes fake tensors. DDP asks for the device cpu:0, which a fake tensor does not know."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if kwargs and getattr(kwargs.get("device"), "index", None) is not None:
+            kwargs = {**kwargs, "device": torch.device(kwargs["device"].type)}
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 class Fakes:
-    """The replacements for one simulation, counted in `ledger`. Without `cuda` the CPU's own kernels stay, for comparison."""
+    """The replacements for one simulation, counted in `ledger`. Without `cuda` the CPU's own kernels stay, for a comparison."""
 
-    def __init__(self, ledger, cuda: bool = True):
-        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-        class Mode(FakeTensorMode):
-            def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-                if keywords and getattr(keywords.get("device"), "index", None) is not None:  # DDP says cpu:0
-                    keywords = {**keywords, "device": torch.device(keywords["device"].type)}
-                return super().__torch_dispatch__(function, types, arguments, keywords)
-
+    def __init__(self, ledger: Ledger, cuda: bool = True) -> None:
         self.ledger, self.mode = ledger, Mode(allow_non_fake_inputs=True)
-        # accelerate knows the optimizer's parameters by their address; if all were at 0, Adam would update one of them.
-        FakeTensor.data_ptr = lambda tensor: tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
-        self._scalars()
-        self._converting()
-        self._loading()
-        wrapping.offload(ledger)
-        wrapping.data_parallel(ledger)
-        wrapping.shapes_only(ledger)
+        give_fake_tensors_addresses()
+        give_fake_tensors_values(self.mode)
+        convert_modules_in_place()
+        load_models_from_config(self)
+        count_offload(ledger)
+        count_data_parallel(ledger)
+        ignore_shape_propagation(ledger)
         if cuda:
-            self.library = kernels.as_on_cuda()
-            kernels.loss(ledger)
+            self.library = use_cuda_kernels()  # it must be kept: its destructor removes the kernels
+            use_triton_loss(ledger)
 
     @contextlib.contextmanager
-    def here(self, **labels):
-        """Every tensor made in here holds nothing, and is counted."""
+    def here(self, **labels: str) -> Iterator[None]:
+        """Every tensor that is made within this block is fake, and is counted."""
         with self.mode, self.ledger, self.ledger.within(**labels):
             yield
 
-    def join(self, processes: int, on_a_node: int):
-        """This process is the first of many that are not there."""
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+    def join_processes(self, processes: int, per_node: int) -> None:
+        join_fake_processes(processes, per_node)
 
-        ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": on_a_node}
-        os.environ.update({name: str(value) for name, value in ranks.items()})
-        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
-
-    def fake(self, value):
+    def fake(self, value: Any) -> Any:
         return self.mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
-    def _scalars(self):
-        """Whatever is asked of a tensor that holds nothing is 1, and no gradient overflows."""
-        item = torch.Tensor.item
-        torch.amp.GradScaler._maybe_opt_step = lambda scaler, optimizer, state, *arguments: optimizer.step(*arguments)
 
-        def scalar(tensor):
-            if type(tensor) is not self.kind:
-                return item(tensor)
-            return True if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+@changes("transformers:Trainer._prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint)")
+def wrap_counted(trainer: Any, ledger: Ledger, fakes: Any) -> None:
+    """Counts what is allocated while accelerate wraps the model: the shards of FSDP, or the buckets of DDP.
 
-        take = torch.Tensor.__getitem__
+    Upstream: no issue: it is not a fault of transformers.
+    Checked with: transformers 5.23.0.
+    Remove when: never.
+    """
+    prepare = trainer._prepare_for_training
 
-        def chosen(tensor, index):
-            if type(index) is self.kind and index.dtype is torch.bool:  # as many as there are: the most it can be
-                return take(tensor.flatten(0, index.dim() - 1), torch.arange(index.numel(), device=tensor.device))
-            return take(tensor, index)
+    def prepare_counted(*args: Any) -> Any:
+        if not trainer.is_fsdp_enabled:
+            with fakes.here(holder="gradients"):  # DDP makes its buckets now
+                return prepare(*args)
+        # FSDP's device meshes need real tensors.
+        with ledger, ledger.within(holder="weights", place="host"):
+            return prepare(*args)
 
-        torch.Tensor.__getitem__ = chosen
-        self.kind = type(self.mode.from_tensor(torch.empty(1)))
-        torch.Tensor.item = scalar
-        for name in ("__bool__", "__int__", "__float__", "__index__"):
-            convert = {"__bool__": bool, "__float__": float}.get(name, int)
-            original = getattr(torch.Tensor, name)
-            replaced = lambda tensor, c=convert, o=original: c(scalar(tensor)) if type(tensor) is self.kind else o(tensor)  # noqa: E731
-            setattr(torch.Tensor, name, replaced)
+    trainer._prepare_for_training = prepare_counted
 
-    def _converting(self):
-        """`module.to(…)`: torch would swap what is fake with what it becomes, which nothing may refer to then."""
 
-        def apply(module, function, recurse=True):
-            for child in module.children() if recurse else ():
-                child._apply(function)
-            for weight in module._parameters.values():
-                if weight is not None and (new := function(weight)) is not weight:
-                    weight.data = new
-            module._buffers.update({name: function(value) for name, value in module._buffers.items() if value is not None})
-            return module
+@changes("transformers:Trainer._clip_grad_norm(self, model)")
+def install_steps(trainer: Any, run_backward: Callable, run_optimizer: Callable) -> None:
+    """Makes a trainer whose optimizer exists pass backward, clipping and the optimizer's step to these functions.
 
-        torch.nn.Module._apply = apply
+    Upstream: no issue: it is not a fault of transformers.
+    Checked with: transformers 5.23.0.
+    Remove when: never.
+    """
+    optimizer = trainer.optimizer.optimizer
+    trainer.accelerator.backward = functools.partial(run_backward, trainer.accelerator.backward)
+    trainer._clip_grad_norm = functools.partial(run_optimizer, trainer._clip_grad_norm)
+    optimizer.step = functools.partial(run_optimizer, optimizer.step)
 
-    def _loading(self):
-        from harness.plan import four_bit
 
-        import peft
-        import transformers
-        from trl.trainer import sft_trainer
+@changes("torch.testing._internal.distributed.fake_pg:FakeStore")
+def join_fake_processes(processes: int, per_node: int) -> None:
+    """Makes this process the first of many that do not exist.
 
-        def from_pretrained(cls, name, *arguments, config=None, dtype=None, quantization_config=None, **options):
-            revision = options.get("revision") or "main"
-            config = config or transformers.AutoConfig.from_pretrained(name, revision=revision)
-            dtype = getattr(torch, dtype, config.dtype) if isinstance(dtype, str) else dtype or config.dtype or torch.float32
-            with self.mode:
-                model = cls._from_config(config, dtype=dtype, attn_implementation=options.get("attn_implementation"))
-                model.name_or_path = config.name_or_path = str(name)
-                if quantization_config is not None:
-                    four_bit.quantize(model, quantization_config)
-            for tensor in (*model.parameters(), *model.buffers()):
-                self.ledger.mark(tensor, "weights", "host")
-            return model.eval()
+    Upstream: no issue: the "fake" backend is made for tests.
+    Checked with: torch 2.13.0.
+    Remove when: the backend has a public store.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        transformers.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": per_node}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
 
-        def get_peft_model(*arguments, **options):
-            with self.here(holder="weights", place="host"):
-                return adapt(*arguments, **options)
 
-        adapt = peft.get_peft_model
-        peft.get_peft_model = sft_trainer.get_peft_model = get_peft_model
+@changes("torch._subclasses.fake_tensor:FakeTensor", "torch:UntypedStorage._cdata")
+def give_fake_tensors_addresses() -> None:
+    """Gives every fake tensor an address.
+
+    accelerate finds the optimizer's parameters by address after sharding. A fake tensor has none, so all would be taken for
+    one parameter, and Adam would hold the states of one.
+    Upstream: no issue yet.
+    Checked with: torch 2.13.0, accelerate 1.15.0.
+    Remove when: accelerate maps parameters by name.
+    """
+
+    def data_ptr(tensor: FakeTensor) -> int:
+        return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+
+    FakeTensor.data_ptr = data_ptr
+
+
+@changes("torch.amp:GradScaler._maybe_opt_step(self, optimizer, optimizer_state, args, kwargs)")
+def give_fake_tensors_values(mode: Mode) -> None:
+    """Makes every number that is read from a fake tensor 1, and a boolean mask select everything; no gradient overflows.
+
+    A fake tensor raises an error when its value is read. Training reads a few: token counts, the gradient norm, the scale.
+    Upstream: no issue: a fake tensor has no values.
+    Checked with: torch 2.13.0.
+    Remove when: never.
+    """
+    kind = type(mode.from_tensor(torch.empty(1)))
+    original_item, original_getitem = torch.Tensor.item, torch.Tensor.__getitem__
+
+    def value_of(tensor: torch.Tensor) -> bool | int | float:
+        if tensor.dtype is torch.bool:
+            return True
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def item(tensor: torch.Tensor) -> bool | int | float:
+        return value_of(tensor) if type(tensor) is kind else original_item(tensor)
+
+    def getitem(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+        if type(index) is kind and index.dtype is torch.bool:  # the largest possible result
+            return original_getitem(tensor.flatten(0, index.dim() - 1), torch.arange(index.numel(), device=tensor.device))
+        return original_getitem(tensor, index)
+
+    def converting(name: str, convert: Callable) -> Callable:
+        original = getattr(torch.Tensor, name)
+        return lambda tensor: convert(value_of(tensor)) if type(tensor) is kind else original(tensor)
+
+    def step(scaler: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    torch.Tensor.item, torch.Tensor.__getitem__ = item, getitem
+    for name, convert in (("__bool__", bool), ("__int__", int), ("__float__", float), ("__index__", int)):
+        setattr(torch.Tensor, name, converting(name, convert))
+    torch.amp.GradScaler._maybe_opt_step = step
+
+
+@changes("torch.nn:Module._apply(self, fn, recurse)")
+def convert_modules_in_place() -> None:
+    """Makes `module.to(…)` set the data of a fake weight.
+
+    torch swaps a weight that is a tensor subclass with its converted version, which fails if anything refers to it.
+    Upstream: no issue yet.
+    Checked with: torch 2.13.0.
+    Remove when: swapping works for fake tensors.
+    """
+
+    def apply(module: torch.nn.Module, fn: Callable, recurse: bool = True) -> torch.nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(fn)
+        for weight in module._parameters.values():
+            if weight is not None and (converted := fn(weight)) is not weight:
+                weight.data = converted
+        module._buffers.update({name: fn(value) for name, value in module._buffers.items() if value is not None})
+        return module
+
+    torch.nn.Module._apply = apply
+
+
+@changes(
+    "transformers:PreTrainedModel.from_pretrained",
+    "transformers:PreTrainedModel._from_config",
+    "peft:get_peft_model",
+    "trl.trainer.sft_trainer:get_peft_model",
+)
+def load_models_from_config(fakes: Fakes) -> None:
+    """Makes `from_pretrained` build a model of fake weights from its config, and adapters of fake weights.
+
+    Upstream: no issue: it is not a fault of transformers.
+    Checked with: transformers 5.23.0, peft 0.21.2, trl 1.16.0.
+    Remove when: never.
+    """
+    import peft
+    import transformers
+    from trl.trainer import sft_trainer
+
+    def from_pretrained(
+        cls: type,
+        name: str,
+        *args: Any,
+        config: Any = None,
+        dtype: Any = None,
+        quantization_config: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        config = config or transformers.AutoConfig.from_pretrained(name, revision=kwargs.get("revision") or "main")
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype, config.dtype)
+        dtype = dtype or config.dtype or torch.float32
+        with fakes.mode:
+            model = cls._from_config(config, dtype=dtype, attn_implementation=kwargs.get("attn_implementation"))
+            model.name_or_path = config.name_or_path = str(name)
+            if quantization_config is not None:
+                quantize(model, quantization_config)
+        for tensor in (*model.parameters(), *model.buffers()):
+            fakes.ledger.mark(tensor, "weights", "host")
+        return model.eval()
+
+    original = peft.get_peft_model
+
+    def get_peft_model(*args: Any, **kwargs: Any) -> Any:
+        with fakes.here(holder="weights", place="host"):
+            return original(*args, **kwargs)
+
+    transformers.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+    peft.get_peft_model = sft_trainer.get_peft_model = get_peft_model
+
+
+@changes(
+    "torch.distributed.fsdp._fully_shard._fsdp_init:_move_states_to_device(params, buffers, device)",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.all_gather_inputs",
+    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._init_sharded_param",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group:foreach_reduce",
+)
+def count_offload(ledger: Ledger) -> None:
+    """Counts what FSDP2 copies between host and GPU with offload. Both are the CPU here, so a copy would do nothing.
+
+    Upstream: no issue: it is not a fault of torch.
+    Checked with: torch 2.13.0.
+    Remove when: fake CUDA tensors run a backward pass on a machine without a GPU.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_param_group
+
+    param_class = _fsdp_param.FSDPParam
+    inputs, init = param_class.all_gather_inputs.fget, param_class._init_sharded_param
+    reduce = _fsdp_param_group.foreach_reduce
+
+    def move_to_gpu(params: Any, buffers: Any, device: Any) -> None:
+        for tensor in (*params, *buffers):
+            with torch.no_grad(), ledger.within(place="gpu"):
+                tensor.data = tensor.data.clone()
+
+    def init_sharded_param(param: Any, *args: Any) -> None:
+        with ledger.within(place="host" if param.offload_to_cpu else "gpu"):
+            init(param, *args)
+
+    def all_gather_inputs(param: Any) -> Any:
+        shard = param._sharded_param_data
+        if param.offload_to_cpu:
+            param._sharded_param_data = shard.clone()
+            ledger.mark(param._sharded_param_data, "gathered")
+            ledger.moved["to_gpu"] += shard.nbytes
+        try:
+            return inputs(param)
+        finally:
+            param._sharded_param_data = shard
+
+    def reduce_to_host(params: Any, *args: Any, **kwargs: Any) -> Any:
+        had_gradient = [param.sharded_param.grad is not None for param in params]
+        result = reduce(params, *args, **kwargs)
+        for param, had in zip(params, had_gradient, strict=True):
+            if param.offload_to_cpu and param.sharded_param.grad is not None:
+                gradient = param.sharded_param.grad._local_tensor
+                ledger.moved["to_host"] += gradient.nbytes
+                if not had:
+                    ledger.mark(gradient, "gradients", "host")
+        return result
+
+    _fsdp_init._move_states_to_device = move_to_gpu
+    param_class._init_sharded_param = init_sharded_param
+    param_class.all_gather_inputs = property(all_gather_inputs)
+    _fsdp_param_group.foreach_reduce = reduce_to_host
+
+
+@changes(
+    "torch.nn.parallel.distributed:_verify_param_shape_across_processes",
+    "torch.nn.parallel.distributed:_sync_module_states",
+)
+def count_data_parallel(ledger: Ledger) -> None:
+    """Makes DDP skip what it asks of its other processes, and counts the buckets that it all-reduces, which are made in C++.
+
+    Upstream: no issue: it is not a fault of torch.
+    Checked with: torch 2.13.0.
+    Remove when: never.
+    """
+    from torch.nn.parallel import distributed
+
+    def all_reduce(state: Any, bucket: Any) -> torch.futures.Future:
+        ledger.moved["all_reduced"] += bucket.buffer().nbytes
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    original = distributed.DistributedDataParallel.__init__
+
+    def init(model: Any, *args: Any, **kwargs: Any) -> None:
+        original(model, *args, **kwargs)
+        model.register_comm_hook(None, all_reduce)
+
+    def skip(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    distributed._verify_param_shape_across_processes = distributed._sync_module_states = skip
+    distributed.DistributedDataParallel.__init__ = init
+
+
+@changes("torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached(self, op_schema)")
+def ignore_shape_propagation(ledger: Ledger) -> None:
+    """Does not count the tensors with which DTensor finds the shape of a result: it runs the operator on unsharded fakes.
+
+    Upstream: no issue: it is not a fault of torch.
+    Checked with: torch 2.13.0.
+    Remove when: never.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate_uncounted(*args: Any) -> Any:
+        was_paused, ledger.paused = ledger.paused, True
+        try:
+            return propagate(*args)
+        finally:
+            ledger.paused = was_paused
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate_uncounted
+
+
+@changes(
+    "torch.optim.optimizer:_get_foreach_kernels_supported_devices",
+    "torch.utils._foreach_utils:_get_foreach_kernels_supported_devices",
+    "torch._ops:OpOverloadPacket",
+    "torch._C:_ExcludeDispatchKeyGuard",
+)
+def use_cuda_kernels() -> torch.library.Library:
+    """Runs the operators that CUDA would run where the CPU's keep more or less for backward; keep what it returns.
+
+    Upstream: no issue: it is not a fault of torch.
+    Checked with: torch 2.13.0.
+    Remove when: fake CUDA tensors run a backward pass on a machine without a GPU.
+    """
+    functional, aten = torch.nn.functional, torch.ops.aten
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        importlib.import_module(module)._get_foreach_kernels_supported_devices = lambda: ["cpu", "cuda"]
+
+    def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        return torch.native_dropout(input, p, True)[0] if training and p else input
+
+    functional.dropout, functional.scaled_dot_product_attention = dropout, attention_as_on_cuda
+    library = torch.library.Library("aten", "IMPL")
+    for name in FLOAT32_OPERATORS:
+        operator = functools.reduce(getattr, name.split("."), aten)
+        operator = operator.default if isinstance(operator, torch._ops.OpOverloadPacket) else operator
+        library.impl(name, functools.partial(_run_in_float32, operator), "AutocastCPU")
+    return library
+
+
+def _run_in_float32(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+        low = (torch.bfloat16, torch.float16)
+        args = [arg.float() if isinstance(arg, torch.Tensor) and arg.dtype in low else arg for arg in args]
+        return operator(*args, **kwargs)
+
+
+def attention_as_on_cuda(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` by the operator that CUDA chooses: flash without a mask, memory-efficient with one."""
+    aten = torch.ops.aten
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
+    if attn_mask is None and query.dtype != torch.float32 and query.shape[-1] <= 256:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa:
+        key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -torch.inf)
+        if attn_mask.shape[-1] % 8:
+            padding = 8 - attn_mask.shape[-1] % 8
+            attn_mask = torch.nn.functional.pad(attn_mask, (0, padding))[..., : attn_mask.shape[-1]]
+        attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    keeps_logsumexp = torch.is_grad_enabled() and query.requires_grad
+    efficient = aten._scaled_dot_product_efficient_attention
+    return efficient(query, key, value, attn_mask, keeps_logsumexp, dropout_p, is_causal, scale=scale)[0]
+
+
+@changes(
+    "trl.kernels.chunked_logprob:_use_triton(device)",
+    "trl.kernels.chunked_logprob:_forward_kernel",
+    "trl.kernels.chunked_logprob:_backward_kernel",
+    "trl.kernels.chunked_logprob:_addmm_fp32",
+    "trl.kernels.chunked_logprob:ChunkedLogProbFunction.forward",
+    "trl.kernels.chunked_logprob:ChunkedLogProbFunction.backward",
+    "trl.trainer.utils:_use_triton(device)",
+)
+def use_triton_loss(ledger: Ledger) -> None:
+    """Simulates TRL's Triton kernels, which write into their arguments and keep nothing; there is no Triton on the CPU.
+
+    Upstream: no issue: it is not a fault of TRL.
+    Checked with: trl 1.16.0.
+    Remove when: never.
+    """
+    from trl.kernels import chunked_logprob
+    from trl.trainer import utils
+
+    class Kernel:
+        def __getitem__(self, grid: Any) -> Callable:
+            return lambda *args, **kwargs: None
+
+    def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        ledger.flops[str(a.dtype)] += 2 * a.shape[0] * a.shape[1] * b.shape[1]
+
+    def within_loss(method: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with ledger.within(holder="loss"):
+                return method(*args, **kwargs)
+
+        return call
+
+    function = chunked_logprob.ChunkedLogProbFunction
+    chunked_logprob._use_triton = utils._use_triton = lambda device: True
+    chunked_logprob._forward_kernel = chunked_logprob._backward_kernel = Kernel()
+    chunked_logprob._addmm_fp32 = add_product
+    chunked_logprob.triton = types.SimpleNamespace(cdiv=lambda a, b: -(-a // b))
+    function.forward = staticmethod(within_loss(function.forward))
+    function.backward = staticmethod(within_loss(function.backward))
+
+
+def quantize(model: torch.nn.Module, settings: BitsAndBytesConfig) -> None:
+    """Replaces linear layers by 4-bit ones, all but the head, as transformers does."""
+    head = model.get_output_embeddings()
+    for name, module in list(model.named_modules()):
+        if type(module) in (torch.nn.Linear, Conv1D) and module is not head:
+            rows, columns = module.weight.shape if type(module) is torch.nn.Linear else module.weight.shape[::-1]
+            model.set_submodule(name, Linear4bit.of_size(rows, columns, module.bias, settings))
+    model.hf_quantizer = AutoHfQuantizer.from_config(settings)  # the Trainer asks it whether the model can be trained
+    model.is_loaded_in_4bit = model.is_quantized = True
+    model.config.quantization_config = settings
+
+
+class Linear4bit(bitsandbytes.nn.Linear4bit):
+    """A 4-bit layer whose weight is a plain tensor: bitsandbytes' own kind of parameter cannot be fake."""
+
+    @classmethod
+    def of_size(cls, rows: int, columns: int, bias: torch.Tensor | None, settings: BitsAndBytesConfig) -> "Linear4bit":
+        layer = cls.__new__(cls)
+        torch.nn.Module.__init__(layer)
+        layer.in_features, layer.out_features, layer.bias = columns, rows, bias
+        layer.compute_dtype, layer.compute_type_is_set = settings.bnb_4bit_compute_dtype, True
+        storage, is_nested = settings.bnb_4bit_quant_storage, settings.bnb_4bit_use_double_quant
+        packed = torch.empty(rows * columns // 2 // storage.itemsize, 1, dtype=storage)
+        layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+        layer.weight.compress_statistics = is_nested
+        layer.weight.quant_type = settings.bnb_4bit_quant_type
+        blocks = rows * columns // 64
+        layer.register_buffer("scales", torch.empty(blocks, dtype=torch.uint8 if is_nested else torch.float32), persistent=False)
+        if is_nested:
+            layer.register_buffer("scales_of_scales", torch.empty(-(-blocks // 256)), persistent=False)
+        return layer
+
+    def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(self.out_features, self.in_features, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = Product4bit.apply(x.to(self.compute_dtype), self)
+        return (out if self.bias is None else out + self.bias.to(out.dtype)).to(x.dtype)
+
+
+class Product4bit(torch.autograd.Function):
+    """As bitsandbytes on a GPU, for more than a few rows: the weight is unpacked in forward, and again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Linear4bit) -> torch.Tensor:
+        ctx.layer = layer
+        return torch.nn.functional.linear(x, layer.unpacked(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient @ ctx.layer.unpacked(gradient.dtype), None

@@ -1,17 +1,26 @@
-"""Counts what a run allocates, computes and moves while it runs: every new storage, every product, every collective."""
+"""Counts what a run allocates, computes and moves: every new storage, every matrix product, every collective.
+
+The second half compares the result with arithmetic on shapes, and adds up micro-batches to a step.
+"""
 
 import collections
 import contextlib
 import dataclasses
+import math
 import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from harness.compat.guards import changes
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-BLOCK = 512  # bytes; CUDA's allocator hands out multiples of it
-# Collectives by what moves: the larger side of a gather or a reduction counts, once.
+BLOCK = 512  # bytes; CUDA's allocator rounds up to multiples of it
+# Kinds of collectives by operator. The larger side of a gather or a reduction counts, once.
 COLLECTIVES = {
     "_allgather_base_": "gathered",
     "allgather_": "gathered",
@@ -29,85 +38,88 @@ COLLECTIVES = {
 class Storage:
     size: int  # bytes
     place: str  # "gpu" or "host"
-    holder: str
+    holder: str  # what it is for: weights, gathered, gradients, optimizer, activations, loss, rest
 
 
-def _tensors(values) -> list[torch.Tensor]:
-    """The tensors among some values and the lists among them; torch's own way to find them would take most of the time."""
-    found = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif type(value) in (list, tuple):
-            found += _tensors(value)
-    return found
+@dataclasses.dataclass
+class Peak:
+    """The largest memory in one moment of a run."""
+
+    bytes: int
+    by_holder: dict[str, int]
+
+
+@dataclasses.dataclass
+class Counts:
+    """What was computed and moved."""
+
+    flops: dict[str, float]  # by dtype
+    moved: dict[str, float]  # bytes by kind of collective or copy
+    touched: float  # bytes that all other operators read and write
 
 
 class Ledger(TorchDispatchMode):
-    """Notes `(moment, storage, place, bytes)` for whatever is allocated (or, negative, freed) while it is entered.
+    """Records every allocation, and every release as a negative one, while it is entered.
 
-    A storage has a holder (of `pages.NAMES`) from its birth; when it turns out to be something else, as a gradient does,
-    that counts for its whole life.
+    A storage has a holder from its allocation; when it turns out to be something else, as a gradient does, the new holder
+    counts for its whole life.
     """
 
-    def __init__(self, vocabulary: int = 0):
+    def __init__(self, vocabulary: int = 0) -> None:
         super().__init__()
         self.moment, self.place, self.holder = "load", "gpu", "rest"
-        self.paused = False  # while a library only looks what shapes would come out
-        self.vocabulary = vocabulary  # what ends in this size is of the loss
-        self.events = []
-        self.flops = collections.Counter()  # by dtype
-        self.touched = 0  # bytes read and written by all that is no product, for the time they take
-        self.moved = collections.Counter()  # bytes by kind
+        self.paused = False
+        self.vocabulary = vocabulary  # a tensor whose last dimension has this size belongs to the loss
+        self.events: list[tuple[str, Storage, str, int]] = []  # moment, storage, place, bytes
+        self.flops: collections.Counter = collections.Counter()
+        self.moved: collections.Counter = collections.Counter()
+        self.touched = 0
+        self.restore_resize: Callable[[], None] | None = None
         self._storages = WeakIdKeyDictionary()
-        self._resize = torch.UntypedStorage.resize_
 
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # its local part comes by in its turn
-        result = function(*arguments, **keywords or {})
-        if self.paused:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local tensor comes next
+        result = func(*args, **kwargs or {})
+        if self.paused or func.is_view:
             return result
-        if function.is_view:
-            return result
-        outputs, inputs = _tensors((result,)), _tensors(arguments)
-        if keywords:
-            inputs += _tensors(keywords.values())
+        outputs, inputs = tensors_in((result,)), tensors_in(args)
+        if kwargs:
+            inputs += tensors_in(kwargs.values())
+        name, namespace = func.name(), func.namespace
         holder = None
-        if function.namespace == "aten":
-            if function is torch.ops.aten._to_copy.default and self.holder_of(inputs[0]) == "weights":
+        if namespace == "aten":
+            if func is torch.ops.aten._to_copy.default and self.holder_of(inputs[0]) == "weights":
                 holder = "gathered"
-        elif function.namespace == "fsdp":
-            self._of_fsdp(function.name(), arguments, outputs + inputs)
-        elif kind := COLLECTIVES.get(function.name().split("::")[1]):
-            self.moved[kind] += max((t.numel() * t.element_size() for t in outputs + inputs), default=0)
+        elif namespace == "fsdp":
+            for tensor in outputs + inputs:
+                self.see(tensor)
+                if self.holder_of(tensor) != "weights":
+                    of_fsdp = "gradients" if "chunk_cat" in name else "gathered"
+                    self._storages[tensor.untyped_storage()].holder = of_fsdp
+        elif kind := COLLECTIVES.get(name.split("::")[1]):
+            self.moved[kind] += max((tensor.numel() * tensor.element_size() for tensor in outputs + inputs), default=0)
         for tensor in outputs:
             self.see(tensor, holder)
-        if count := flop_registry.get(function._overloadpacket):
-            self.flops[str(inputs[0].dtype)] += count(*arguments, **keywords or {}, out_val=result)
-        elif function.namespace not in ("c10d", "prim") and not any(word in function.name() for word in ("empty", "_view")):
-            self.touched += sum(t.numel() * t.element_size() for t in outputs + inputs)
+        if count_flops := flop_registry.get(func._overloadpacket):
+            self.flops[str(inputs[0].dtype)] += count_flops(*args, **kwargs or {}, out_val=result)
+        elif namespace not in ("c10d", "prim") and "empty" not in name and "_view" not in name:
+            self.touched += sum(tensor.numel() * tensor.element_size() for tensor in outputs + inputs)
         return result
 
-    def _of_fsdp(self, name: str, arguments, tensors):
-        for tensor in tensors:
-            self.see(tensor)
-            if self.holder_of(tensor) != "weights":
-                self._storages[tensor.untyped_storage()].holder = "gradients" if "chunk_cat" in name else "gathered"
-
-    def see(self, tensor: torch.Tensor, holder: str | None = None):
-        """Notes the tensor's storage unless it is known."""
+    def see(self, tensor: torch.Tensor, holder: str | None = None) -> None:
+        """Records a tensor's storage unless it is known."""
         storage = tensor.untyped_storage()
         if storage in self._storages:
             return
         if holder is None:
-            of_loss = self.vocabulary and tensor.dim() > 1 and self.vocabulary in (tensor.shape[-1], tensor.shape[-1] + 1)
-            holder = "loss" if of_loss and self.holder == "activations" else self.holder
+            is_logits = self.vocabulary and tensor.dim() > 1 and self.vocabulary in (tensor.shape[-1], tensor.shape[-1] + 1)
+            holder = "loss" if is_logits and self.holder == "activations" else self.holder
         entry = self._storages[storage] = Storage(0, self.place, holder)
-        self._note(entry, storage.nbytes())
-        weakref.finalize(storage, self._note, entry, 0).atexit = False
+        self._record(entry, storage.nbytes())
+        weakref.finalize(storage, self._record, entry, 0).atexit = False
 
-    def _note(self, entry: Storage, size: int):
+    def _record(self, entry: Storage, size: int) -> None:
         size = -(-size // BLOCK) * BLOCK
         if size != entry.size:
             self.events.append((self.moment, entry, entry.place, size - entry.size))
@@ -117,55 +129,55 @@ class Ledger(TorchDispatchMode):
         entry = self._storages.get(tensor.untyped_storage())
         return entry and entry.holder
 
-    def mark(self, tensor: torch.Tensor, holder: str | None = None, place: str | None = None):
-        """Says what a tensor is for, and where it is from now on."""
+    def mark(self, tensor: torch.Tensor, holder: str | None = None, place: str | None = None) -> None:
+        """Sets what a tensor is for, and where it is from now on."""
         self.see(tensor)
         entry = self._storages[tensor.untyped_storage()]
         entry.holder = holder or entry.holder
         if place and place != entry.place:
             size = entry.size
-            self._note(entry, 0)
+            self._record(entry, 0)
             entry.place = place
-            self._note(entry, size)
+            self._record(entry, size)
 
-    def spike(self, size: int, holder: str):
-        """Bytes on the GPU that were there for a moment."""
+    def spike(self, size: int, holder: str) -> None:
+        """Records bytes on the GPU that are allocated and released at once."""
         entry = Storage(0, "gpu", holder)
-        self._note(entry, size)
-        self._note(entry, 0)
+        self._record(entry, size)
+        self._record(entry, 0)
 
-    def count(self) -> dict:
-        """What was computed and moved since the last time."""
-        counted = {"flops": dict(self.flops), "moved": dict(self.moved), "touched": self.touched}
+    def count(self) -> Counts:
+        """What was computed and moved since the last call."""
+        counts = Counts(dict(self.flops), dict(self.moved), self.touched)
         self.flops.clear()
         self.moved.clear()
         self.touched = 0
-        return counted
+        return counts
 
     @contextlib.contextmanager
-    def within(self, moment: str | None = None, holder: str | None = None, place: str | None = None):
-        kept = self.moment, self.holder, self.place
+    def within(self, moment: str | None = None, holder: str | None = None, place: str | None = None) -> Iterator[None]:
+        """Sets the labels of what is allocated within the block."""
+        before = self.moment, self.holder, self.place
         self.moment, self.holder, self.place = moment or self.moment, holder or self.holder, place or self.place
         try:
             yield
         finally:
-            self.moment, self.holder, self.place = kept
+            self.moment, self.holder, self.place = before
 
-    def __enter__(self):
-        def resize(storage, size):
-            self._resize(storage, size)
-            if storage in self._storages:
-                self._note(self._storages[storage], storage.nbytes())
-
-        torch.UntypedStorage.resize_ = resize
+    def __enter__(self) -> "Ledger":
+        self.restore_resize = watch_resize(self)
         return super().__enter__()
 
-    def __exit__(self, *error):
-        torch.UntypedStorage.resize_ = self._resize
+    def __exit__(self, *error: Any) -> Any:
+        self.restore_resize()
         return super().__exit__(*error)
 
-    def timeline(self, place: str = "gpu"):
-        """Yields `(moment, bytes now, bytes by holder)` after every event; the dictionary is the same one each time."""
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._storages:
+            self._record(self._storages[storage], storage.nbytes())
+
+    def timeline(self, place: str = "gpu") -> Iterator[tuple[str, int, collections.Counter]]:
+        """Yields (moment, bytes, bytes by holder) after every event; the counter is the same object each time."""
         held, total = collections.Counter(), 0
         for moment, entry, where, change in self.events:
             if where == place:
@@ -173,10 +185,132 @@ class Ledger(TorchDispatchMode):
                 total += change
                 yield moment, total, held
 
-    def peaks(self, place: str = "gpu") -> dict[str, dict]:
-        """For every moment its peak: `{"bytes": …, "by": {holder: bytes}}`."""
+    def peaks(self, place: str = "gpu") -> dict[str, Peak]:
+        """The peak of every moment."""
         peaks = {}
         for moment, total, held in self.timeline(place):
-            if total > peaks.get(moment, {"bytes": -1})["bytes"]:
-                peaks[moment] = {"bytes": total, "by": dict(held)}
+            if moment not in peaks or total > peaks[moment].bytes:
+                peaks[moment] = Peak(total, dict(held))
         return peaks
+
+    def curve(self, points: int = 1500) -> list[tuple[str, dict[str, int]]]:
+        """(moment, bytes by holder) over the simulation, the largest of each of at most `points` stretches."""
+        stretch, curve, largest = max(1, sum(1 for _ in self.timeline()) // points), [], None
+        top = -1
+        for number, (moment, total, held) in enumerate(self.timeline()):
+            if total > top:
+                top, largest = total, (moment, dict(held))
+            if number % stretch == stretch - 1:
+                curve.append(largest)
+                top, largest = -1, None
+        return curve + ([largest] if largest else [])
+
+    def hull(self) -> list[tuple[int, int]]:
+        """(bytes that do not grow with the micro-batch, bytes that do), for the moments that can be the largest."""
+        pairs = set()
+        for moment, total, held in self.timeline():
+            if moment not in ("load", "first step"):
+                growing = held["activations"] + held["loss"]
+                pairs.add((total - growing, growing))
+        hull = []
+        for fixed, growing in sorted(pairs, reverse=True):
+            if not hull or growing > hull[-1][1]:
+                hull.append((fixed, growing))
+        return hull
+
+
+@changes("torch:UntypedStorage.resize_")
+def watch_resize(ledger: Ledger) -> Callable[[], None]:
+    """Makes `UntypedStorage.resize_` tell the ledger; returns what restores it. FSDP2 frees weights by resizing them to 0.
+
+    Upstream: no issue: dispatch modes do not see storages.
+    Checked with: torch 2.13.0.
+    Remove when: they do.
+    """
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> None:
+        original(storage, size)
+        ledger.resized(storage)
+
+    def restore() -> None:
+        torch.UntypedStorage.resize_ = original
+
+    torch.UntypedStorage.resize_ = resize
+    return restore
+
+
+def tensors_in(values: Iterable) -> list[torch.Tensor]:
+    """The tensors among some values and the lists among them; torch's own function for it would take most of the time."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif type(value) in (list, tuple):
+            found += tensors_in(value)
+    return found
+
+
+Shapes = dict[str, tuple[tuple[int, ...], int, bool]]  # name: shape, bytes per element, trained or not
+
+
+def shapes_of(model: torch.nn.Module) -> Shapes:
+    """The shapes of all parameters, before sharding."""
+    return {name: (tuple(w.shape), w.element_size(), w.requires_grad) for name, w in model.named_parameters()}
+
+
+def expected_bytes(shapes: Shapes, shards: int, upcast: bool) -> dict[str, int]:
+    """Bytes on one process. FSDP2 cuts the first dimension, rounded up; with `upcast` trained weights are float32."""
+    weights = trained = 0
+    for shape, element_size, is_trained in shapes.values():
+        elements = math.ceil(shape[0] / shards) * math.prod(shape[1:]) if shape else 1
+        size = elements * (4 if upcast and is_trained else element_size)
+        weights += size
+        trained += size if is_trained else 0
+    return {"weights": weights, "gradients": trained, "optimizer": 2 * trained}
+
+
+@changes("torch:UntypedStorage._cdata")
+def check_bytes(what: str, tensors: Iterable[torch.Tensor], expected: int) -> None:
+    """Raises RuntimeError unless `tensors` hold `expected` bytes; tensors at the same place count once.
+
+    The address of a storage is private, and a fake storage has no `data_ptr`.
+    Upstream: no issue: there is no public name.
+    Checked with: torch 2.13.0.
+    Remove when: there is one.
+    """
+    held = sum({(t.untyped_storage()._cdata, t.storage_offset()): t.nbytes for t in tensors if t.numel()}.values())
+    if held != expected:
+        raise RuntimeError(
+            f"the simulation holds {held:,} bytes of {what}, but the shapes give {expected:,}: something was not simulated as it "
+            "runs, so there is no plan"
+        )
+
+
+def counts_of_step(parts: list[Counts], accumulation: int) -> Counts:
+    """The counts of a step of `accumulation` micro-batches, from those of the last one, or of the first and the last.
+
+    What crosses replicas does so once per step. With two, a micro-batch in between does what both do: it leaves out what only
+    the first gathers, or only the last reduces.
+    """
+    first, last = parts[0], parts[-1]
+
+    def add(of_first: float, of_last: float) -> float:
+        if len(parts) == 1:
+            return of_last * accumulation
+        return of_first + of_last + (accumulation - 2) * min(of_first, of_last)
+
+    flops = {name: add(first.flops.get(name, 0), last.flops.get(name, 0)) for name in first.flops | last.flops}
+    moved = {}
+    for name in first.moved | last.moved:
+        if len(parts) == 1 and name in ("all_reduced", "broadcast"):
+            moved[name] = last.moved[name]
+        else:
+            moved[name] = add(first.moved.get(name, 0), last.moved.get(name, 0))
+    return Counts(flops, moved, add(first.touched, last.touched))
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a DTensor; any other tensor as it is."""
+    with torch.no_grad():  # with gradients it would be a new tensor
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,59 +1,66 @@
-"""A plan as a person reads it: text, a table of configs, a picture."""
+"""A plan for people: text, a table of configs, a picture."""
 
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
-from harness.launched import fail
+from harness.commands.report import print_table
+from harness.launched import UserError
 from harness.plan import cards
+from harness.plan.simulation import Refused
 
-# What holds memory on a GPU, and how it is called.
-NAMES = {
+LINES = (16, 24, 40, 80)  # GB, of the picture
+# What holds memory on a GPU.
+HOLDERS = {
     "weights": "weights",
     "gathered": "gathered layers, weights in bf16 or fp16",
     "gradients": "gradients",
     "optimizer": "optimizer",
     "activations": "activations",
     "loss": "loss",
-    "rest": "the rest",
+    "rest": "other",
 }
+KINDS = {"to_gpu": "to the GPU", "to_host": "to the host", "all_reduced": "all-reduced", "across_nodes": "across nodes"}
 NOT_SIMULATED = """\
-Not simulated: CUDA's context, NCCL's buffers, cuBLAS' workspaces, the allocator's fragments; the reserve is for them. Time is a
-roofline, not measured. It is a range: at best products run at 80 % of a card's rate and all that moves hides behind them, at
-worst at 40 % with nothing hidden. Every token counts as one that trains."""
+Not simulated: CUDA's context, NCCL's buffers, cuBLAS workspaces, fragmentation; the reserve is for them. The time is a roofline,
+not measured. At the better end of its range, matrix products run at 80 % of a card's rate and all transfers are hidden behind
+them; at the worse end they run at 40 % and nothing is hidden. Every token counts in the loss."""
 
 
-def progress(message: str):
+def print_progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def whole(plan: dict):
-    """One plan, from memory to money."""
+def print_plan(plan: dict[str, Any]) -> None:
+    """One plan, from memory to price."""
     need = plan["peak_gpu_gb"] + plan["reserve_gb"]
-    print(f"{plan['recipe']} × {plan['config']}, {plan['processes']} GPU{'s' * (plan['processes'] > 1)} (forecast)\n")
-    print(f"GPU memory   {plan['peak_gpu_gb']:.1f} GB at its peak, {plan['reserve_gb']:.1f} GB in reserve: {need:.1f} GB a GPU")
-    for name in NAMES:
-        if size := plan["holders"].get(name):
-            print(f"             {size:7.2f}  {NAMES[name]}")
-    print("by moment    " + ", ".join(f"{name} {size:.1f}" for name, size in plan["moments"].items()))
-    print(f"host memory  {plan['peak_host_gb']:.0f} GB a node{_against(plan['peak_host_gb'], _own_memory())}")
-    free = _against(plan["disk_gb"], shutil.disk_usage(".").free / cards.GB)
-    print(f"disk         {plan['disk_gb']:.0f} GB{free}, of which {plan['download_gb']:.1f} GB are downloaded")
-    kinds = {"to_gpu": "to the GPU", "to_host": "to the host", "all_reduced": "all-reduced", "across_nodes": "across nodes"}
-    moved = ", ".join(f"{kinds.get(kind, kind)} {size:.2f} GB" for kind, size in plan["moved_gb"].items())
-    print(f"one step     {plan['tokens_a_step']:,} tokens, {plan['tflops']:,.0f} TFLOP a GPU; {moved or 'nothing is moved'}")
-    print(f"the run      {_length(plan)}\n")
-    rows = [("card", "fits", "largest micro-batch", "s a step", "tokens/s", "hours", "price")]
-    for name, fits in plan["fits"].items():
-        rows.append((name, _fits(plan, name, fits), str(plan["largest_micro_batch"][name]), *_ranges(plan, name)))
-    _table(rows)
+    gpus = f"{plan['processes']} GPU{'s' if plan['processes'] > 1 else ''}"
+    print(f"{plan['recipe']} × {plan['config']}, {gpus} (forecast)\n")
+    print(f"GPU memory   {plan['peak_gpu_gb']:.1f} GB peak + {plan['reserve_gb']:.1f} GB reserve = {need:.1f} GB per GPU")
+    for holder, description in HOLDERS.items():
+        if size := plan["holders"].get(holder):
+            print(f"             {size:7.2f}  {description}")
+    print("by moment    " + ", ".join(f"{moment} {size:.1f}" for moment, size in plan["moments"].items()))
+    print(f"host memory  {plan['peak_host_gb']:.0f} GB per node ({of_this_machine(plan['peak_host_gb'], total_memory())})")
+    free = of_this_machine(plan["disk_gb"], shutil.disk_usage(".").free / cards.GB)
+    print(f"disk         {plan['disk_gb']:.0f} GB ({free}), {plan['download_gb']:.1f} GB of it to download")
+    moved = ", ".join(f"{KINDS.get(kind, kind)} {size:.2f} GB" for kind, size in plan["moved_gb"].items())
+    print(f"one step     {plan['tokens_per_step']:,} tokens, {plan['tflops']:,.0f} TFLOP per GPU; {moved or 'no transfers'}")
+    print(f"the run      {describe_length(plan)}\n")
+    rows = [("card", "fits", "largest micro-batch", "s per step", "tokens/s", "hours", "price")]
+    for name in plan["fits"]:
+        rows.append((name, describe_fit(plan, name), str(plan["largest_micro_batch"][name]), *ranges(plan, name)))
+    print_table(without_empty_columns(rows))
     print(f"\n{NOT_SIMULATED}")
 
 
-def side_by_side(plans: list[dict]):
-    """A line for every config."""
-    rows = [("config", "GPUs", "GB a GPU", "with reserve", "GB host", "smallest card", "tokens/s on it")]
-    for plan in (plan for plan in plans if "refused" not in plan):
+def print_side_by_side(plans: list[dict[str, Any] | Refused]) -> None:
+    """One line per config."""
+    rows = [("config", "GPUs", "GB per GPU", "with reserve", "GB host", "smallest card", "tokens/s on it")]
+    for plan in plans:
+        if isinstance(plan, Refused):
+            continue
         card = next((name for name, fits in plan["fits"].items() if fits), None)
         speed = plan["tokens_per_second"].get(card)
         rows.append(
@@ -68,78 +75,79 @@ def side_by_side(plans: list[dict]):
             )
         )
     if len(rows) > 1:
-        _table(rows)
-    for plan in (plan for plan in plans if "refused" in plan):
-        print(f"{plan['config']}: {plan['refused']}")
+        print_table(without_empty_columns(rows))
+    for plan in plans:
+        if isinstance(plan, Refused):
+            print(f"{plan.config}: {plan.reason}")
     print(f"\n{NOT_SIMULATED}")
 
 
-def proposals(tried: list[dict]):
-    """What was tried to make it fit, in the order of what it costs."""
+def print_proposals(tried: list[dict[str, Any]]) -> None:
+    """What was tried to make the run fit, in the order of its cost."""
     if not tried:
         return
-    print(f"\nTo fit {tried[0]['card']}, each tried by a simulation:")
-    _table([("change", "GB a GPU with reserve", "fits")] + [(t["change"], f"{t['needs']:.1f}", t["fits"]) for t in tried])
+    print(f"\nTo fit {tried[0]['card']}, each simulated:")
+    rows = [(change["change"], f"{change['needs']:.1f}", change["fits"]) for change in tried]
+    print_table([("change", "GB per GPU with reserve", "fits"), *rows])
 
 
-def _length(plan: dict) -> str:
+def describe_length(plan: dict[str, Any]) -> str:
     if not plan["steps"]:
-        return "as many steps as its data give, which nobody here knows: --max_steps N says hours"
-    about = "about {:,} steps, by the first rows of its data" if plan["steps_are_estimated"] else "{:,} steps"
-    return about.format(plan["steps"])
+        return "unknown number of steps: the dataset does not say how many rows it has; pass --max_steps to see hours"
+    if plan["steps_are_estimated"]:
+        return f"about {plan['steps']:,} steps, estimated from the first rows of the dataset"
+    return f"{plan['steps']:,} steps"
 
 
-def _fits(plan: dict, name: str, fits: bool) -> str:
+def describe_fit(plan: dict[str, Any], name: str) -> str:
     card = next(card for card in cards.CARDS if card.name == name)
-    left = card.memory / cards.GB - plan["peak_gpu_gb"] - plan["reserve_gb"]
+    free = card.memory / cards.GB - plan["peak_gpu_gb"] - plan["reserve_gb"]
     if name not in plan["step_seconds"]:
         return "no bf16"
-    return f"yes, {left:.1f} GB left" if fits else f"no, {-left:.1f} GB short"
+    return f"yes, {free:.1f} GB free" if plan["fits"][name] else f"no, {-free:.1f} GB missing"
 
 
-def _ranges(plan: dict, name: str) -> tuple[str, str, str, str]:
-    def span(values, style):
+def ranges(plan: dict[str, Any], name: str) -> tuple[str, str, str, str]:
+    """Seconds, tokens/s, hours and price on a card."""
+
+    def span(key: str, style: str) -> str:
+        values = plan[key].get(name)
         return f"{values[0]:{style}}–{values[1]:{style}}" if values else ""
 
-    step, speed = plan["step_seconds"].get(name), plan["tokens_per_second"].get(name)
-    return span(step, ".2f"), span(speed, ","), span(plan["hours"].get(name), ".1f"), span(plan["price"].get(name), ".2f")
+    return span("step_seconds", ".2f"), span("tokens_per_second", ","), span("hours", ".1f"), span("price", ".2f")
 
 
-def _against(needed: float, there: float) -> str:
-    return f" (this machine has {there:.0f})" if there >= needed else f" (this machine has only {there:.0f})"
+def of_this_machine(needed: float, available: float) -> str:
+    return f"this machine has {'' if available >= needed else 'only '}{available:.0f}"
 
 
-def _own_memory() -> float:
+def total_memory() -> float:
     import psutil
 
     return psutil.virtual_memory().total / cards.GB
 
 
-def _table(rows: list[tuple]):
+def without_empty_columns(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
     used = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
-    widths = {column: max(len(row[column]) for row in rows) for column in used}
-    for number, row in enumerate(rows):
-        print("| " + " | ".join(row[column].ljust(widths[column]) for column in used) + " |")
-        if number == 0:
-            print("|" + "|".join("-" * (widths[column] + 2) for column in used) + "|")
+    return [tuple(row[column] for column in used) for row in rows]
 
 
-def draw(plan: dict, curve: list[dict], path: Path = Path("plan.png")) -> Path:
-    """Memory over the step, stacked by what holds it, with lines at the cards' sizes."""
+def draw(plan: dict[str, Any], curve: list[tuple[str, dict[str, int]]], path: Path = Path("plan.png")) -> Path:
+    """Draws memory over the step, stacked by holder, with lines at the sizes of cards."""
     from matplotlib.figure import Figure
 
-    curve = [point for point in curve if point["moment"] not in ("load", "first step")]
+    curve = [(moment, held) for moment, held in curve if moment not in ("load", "first step")]
     figure = Figure(figsize=(9, 4.5))
     axes = figure.subplots()
-    layers = {name: [point["by"].get(name, 0) / cards.GB for point in curve] for name in NAMES}
-    layers = {name: sizes for name, sizes in layers.items() if max(sizes) > 0.01}
-    axes.stackplot(range(len(curve)), *layers.values(), labels=[NAMES[name] for name in layers])
-    begins = [n for n, point in enumerate(curve) if n == 0 or curve[n - 1]["moment"] != point["moment"]]
-    top = max(sum(point["by"].values()) for point in curve) / cards.GB
-    for begin, end in zip(begins, [*begins[1:], len(curve)], strict=True):
-        if end - begin > len(curve) / 40:
-            axes.text((begin + end) / 2, top * 1.04, curve[begin]["moment"], ha="center", fontsize="small")
-    for size in cards.LINES:
+    layers = {holder: [held.get(holder, 0) / cards.GB for _, held in curve] for holder in HOLDERS}
+    layers = {holder: sizes for holder, sizes in layers.items() if max(sizes) > 0.01}
+    axes.stackplot(range(len(curve)), *layers.values(), labels=[HOLDERS[holder] for holder in layers])
+    top = max(sum(held.values()) for _, held in curve) / cards.GB
+    starts = [index for index in range(len(curve)) if index == 0 or curve[index - 1][0] != curve[index][0]]
+    for start, end in zip(starts, [*starts[1:], len(curve)], strict=True):
+        if end - start > len(curve) / 40:
+            axes.text((start + end) / 2, top * 1.04, curve[start][0], ha="center", fontsize="small")
+    for size in LINES:
         if size < 2.5 * top:
             axes.axhline(size, linestyle="--", color="grey", linewidth=0.8)
             axes.text(len(curve), size, f" {size} GB", va="center", fontsize="small")
@@ -149,5 +157,5 @@ def draw(plan: dict, curve: list[dict], path: Path = Path("plan.png")) -> Path:
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
-        fail(f"{path.absolute()} cannot be written ({error.strerror}): call --plan from another folder")
+        raise UserError(f"{path.absolute()} cannot be written ({error.strerror}): call --plan from another folder") from error
     return path.absolute()

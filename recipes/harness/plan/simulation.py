@@ -1,157 +1,347 @@
-"""One run, simulated: the recipe's own main, trainer, sharding, loss and optimizer, at full size, on tensors that hold nothing.
+"""One run, simulated: the recipe's own trainer, sharding, loss and optimizer, at full size, on tensors without memory.
 
-Simulated are loading, one optimizer step with the optimizer's states in place, an evaluation, a sample and the final save,
-as the first process sees them. A simulation changes its process for good, so it has one of its own.
+Simulated are loading, one optimizer step with the optimizer's states in place, an evaluation, a sample and the final save, as
+the process with rank 0 sees them. A simulation changes its process, so it has one of its own.
 """
 
 import contextlib
-import functools
 import gc
 import json
 import os
 import resource
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from harness import configs
+from harness.compat.transformers import install_batch_reader
+from harness.configs import AccelerateConfig
 from harness.folder import read_json
 from harness.launched import Launched
-from harness.plan import arithmetic
-from harness.plan.fakes import Fakes
-from harness.plan.ledger import Ledger
-from harness.plan.step import Enough, Step
-from harness.rehearsal.full_size import NAMES
-from harness.run import session, sharding
-from harness.start import launch as launcher
-from harness.start import worker
+from harness.plan.fakes import Fakes, install_steps, wrap_counted
+from harness.plan.ledger import Counts, Ledger, Peak, check_bytes, counts_of_step, expected_bytes, local_tensor, shapes_of
+from harness.rehearsal.tiny import PLANNED
+from harness.run.sharding import AfterWrapping, prepare_sharding
+from harness.start import processes
+from harness.start.launch import build_trainer, set_training_environment
 
 import datasets
 import torch
 import transformers
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
-def simulate(launch: Launched, config: dict, flags: list[str], make=Fakes, to_the_end: bool = True) -> dict:
-    """Everything one run can be asked, for `arithmetic` and `pages` to make numbers of.
+@dataclass
+class Simulation:
+    """Everything that was found about a run. Memory in bytes."""
 
-    `make` makes what tensors and processes are; the tests hold a run on real ones against it. Without `to_the_end`, evaluation
-    and sample, which need less memory than training, are left out.
-    Raises RuntimeError when what was counted is not what the config says.
+    recipe: str
+    config: str
+    model: str
+    dataset: str
+    is_streamed: bool
+    processes: int
+    nodes: int
+    shards: int  # over which a weight is sharded, 1 without FSDP
+    replicas: int
+    parameters: int  # of the model, without its adapter
+    trained: int  # parameters
+    packed: int  # bytes of 4-bit weights
+    is_adapter: bool
+    hub_bytes: int  # per parameter, on the Hub
+    needs_bf16: bool
+    tokens: int  # of a micro-batch
+    micro_batch: int  # rows
+    accumulation: int
+    max_length: int | None
+    has_checkpointing: bool
+    max_steps: int  # -1: as many as the epochs have
+    epochs: float
+    expected: dict[str, int]  # bytes by holder, by arithmetic on shapes
+    copies: int  # of the model in the host memory of a node while it loads
+    is_offloaded: bool = False
+    trained_here: int = 0  # parameters that the optimizer of one process updates
+    step: Counts = field(default_factory=lambda: Counts({}, {}, 0))
+    peaks: dict[str, Peak] = field(default_factory=dict)  # of the GPU, by moment
+    host_peaks: dict[str, Peak] = field(default_factory=dict)
+    hull: list[tuple[int, int]] = field(default_factory=list)
+    curve: list[tuple[str, dict[str, int]]] = field(default_factory=list)
+    seconds: float = 0.0  # that the simulation took
+    own_memory: int = 0  # that the simulation needed
+    download: int = 0
+    has_global_batch_flag: bool = False
+    steps_are_estimated: bool = False
+
+    @property
+    def peak(self) -> Peak:
+        return max(self.peaks.values(), key=lambda peak: peak.bytes)
+
+
+@dataclass
+class Refused:
+    """A run that was refused before it was simulated."""
+
+    recipe: str
+    config: str
+    reason: str
+
+
+class Finished(BaseException):
+    """Raised when the simulated step is over."""
+
+
+def simulate(
+    launched: Launched,
+    config: AccelerateConfig,
+    flags: list[str],
+    make_fakes: Callable[[Ledger], Any] = Fakes,
+    to_the_end: bool = True,
+) -> Simulation:
+    """Simulates a run.
+
+    Args:
+        make_fakes: makes the replacements; the tests compare with a run on real tensors.
+        to_the_end: also simulate an evaluation and a sample, which need less memory than training.
+
+    Raises RuntimeError if what was counted contradicts the shapes of the model.
     """
     began = time.monotonic()
-    gc.freeze()  # or every collection would look through the libraries
+    gc.freeze()  # otherwise every garbage collection would look through the libraries
     gc.set_threshold(200_000)
-    command = launcher._accelerate(launch, config)
-    ledger, found = Ledger(), {}
-    fakes = make(ledger)
-    if command is not None:
-        os.environ.update(_accelerate(command, launch.recipe))
-        fakes.join(launch.processes, launch.processes // launch.nodes)
-    session.train = functools.partial(
-        _train, ledger=ledger, fakes=fakes, config=config, launch=launch, found=found, to_the_end=to_the_end
-    )
+    set_training_environment(launched, config)
+    ledger = Ledger()
+    fakes = make_fakes(ledger)
+    if config.distributed_type != "NO":
+        os.environ.update(processes.launch_environment(launched, config))
+        fakes.join_processes(launched.processes, launched.processes // launched.nodes)
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     with (
-        tempfile.TemporaryDirectory(prefix="plan-") as folder,
+        tempfile.TemporaryDirectory(prefix="plan-") as output_dir,
         Path(os.devnull).open("w") as nowhere,
-        contextlib.redirect_stdout(nowhere),  # what a run says is of its stand-ins
-        contextlib.suppress(Enough),
+        contextlib.redirect_stdout(nowhere),
     ):
-        worker.recipe(launch.recipe, [*flags, "--output_dir", folder, "--report_to", "none", "--disable_tqdm", "true"])
-    found |= {
-        "peaks": ledger.peaks(),
-        "host_peaks": ledger.peaks("host"),
-        "hull": arithmetic.hull(ledger),
-        "curve": arithmetic.curve(ledger),
-        "seconds": time.monotonic() - began,
-        "own_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
+        quiet = ["--output_dir", output_dir, "--report_to", "none", "--disable_tqdm", "true"]
+        trainer = build_trainer(launched, [*flags, *quiet])
+        found = simulate_training(trainer, ledger, fakes, config, launched, to_the_end)
+    found.peaks, found.host_peaks = ledger.peaks(), ledger.peaks("host")
+    found.hull, found.curve = ledger.hull(), ledger.curve()
+    found.seconds = time.monotonic() - began
+    found.own_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return found
 
 
-def _accelerate(command: list[str], path: str) -> dict[str, str]:
-    """What `accelerate launch` would set in the environment."""
-    from accelerate.commands import launch
-
-    arguments, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args([*command, path]))
-    return launch.prepare_multi_gpu_env(arguments)
-
-
-def _train(trainer, ledger: Ledger, fakes: Fakes, config: dict, launch: Launched, found: dict, to_the_end: bool):
-    """What stands in for `session.train`: the same trainer, one step, on a batch of full length. Ends with `Enough`."""
-    args, model = trainer.args, trainer.model
-    batch = _full(next(iter(trainer.get_train_dataloader())), args)
-    ledger.vocabulary = model.config.get_text_config().vocab_size
-    shards = configs.mesh(config)[1] if configs.mesh(config) != (1, 1) else launch.processes
-    found |= _facts(trainer, batch)
-    if not config.get("fsdp_config"):
-        for tensor in (*model.parameters(), *model.buffers()):
+def simulate_training(
+    trainer: Trainer, ledger: Ledger, fakes: Any, config: AccelerateConfig, launched: Launched, to_the_end: bool
+) -> Simulation:
+    """Trains one step on a batch of full length."""
+    batch = full_batch(next(iter(trainer.get_train_dataloader())), trainer.args)
+    ledger.vocabulary = trainer.model.config.get_text_config().vocab_size
+    if not config.is_fsdp:
+        for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
             ledger.mark(tensor, "weights", "gpu")
-    session.prepare(trainer, config)
-    reads_once = config.get("fsdp_config", {}).get("fsdp_cpu_ram_efficient_loading") and not found["packed"]
-    found["copies"] = 1 if reads_once else launch.processes // launch.nodes  # of the model in a node's host memory, at load
+    show_buffers = prepare_sharding(trainer, config)
+    found = describe_run(trainer, batch, config, launched)
     if trainer.is_fsdp_enabled:
-        trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False  # would take the weights from the meta device
-    shards = shards if trainer.is_fsdp_enabled else 1
-    found |= {"shards": shards, "replicas": launch.processes // shards, "processes": launch.processes, "nodes": launch.nodes}
-    found["expected"] = arithmetic.expected(arithmetic.shapes(model), shards, trainer.is_fsdp_enabled and args.bf16 | args.fp16)
-    trainer.add_callback(sharding.AfterWrapping(trainer, config, launch.processes))
-    trainer.add_callback(Step(trainer, config, ledger, fakes, batch, found, to_the_end))
-    wrap = trainer._prepare_for_training
-
-    def prepare(*arguments):
-        if not trainer.is_fsdp_enabled:
-            with fakes.here(holder="gradients"):  # DDP's buckets are made now
-                return wrap(*arguments)
-        with ledger, ledger.within(holder="weights", place="host"):  # device meshes are real
-            return wrap(*arguments)
-
-    trainer._prepare_for_training = prepare
+        # It would take the weights of this process from the meta device.
+        trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
+    trainer.add_callback(AfterWrapping(trainer, config, launched.processes, show_buffers))
+    trainer.add_callback(SimulatedStep(trainer, config, ledger, fakes, batch, found, to_the_end))
+    wrap_counted(trainer, ledger, fakes)
     trainer.remove_callback(transformers.PrinterCallback)
-    trainer.train()
+    with contextlib.suppress(Finished):
+        trainer.train()
+    return found
 
 
-def _full(batch: dict, args) -> dict:
-    """A batch in which every row is as long as it may be and every token counts: the most that can happen."""
-    length = getattr(args, "max_length", None)
-    rows = args.per_device_train_batch_size
-    tokens = next(t for name, t in batch.items() if name == "input_ids")
-    packed = tokens.shape[0] == 1 and "position_ids" in batch
-    wide = rows * length if packed and length else length or tokens.shape[1]
+def full_batch(batch: dict, args: TrainingArguments) -> dict:
+    """A batch in which every row has the maximum length and every token counts in the loss."""
+    length, rows = getattr(args, "max_length", None), args.per_device_train_batch_size
+    is_packed = batch["input_ids"].shape[0] == 1 and "position_ids" in batch
+    width = length or batch["input_ids"].shape[1]
+    if is_packed and length:
+        width = rows * length
     full = {}
     for name, value in batch.items():
         if isinstance(value, torch.Tensor) and value.dim() == 2:
-            value = torch.ones(1 if packed else rows, wide, dtype=value.dtype)
+            value = torch.ones(1 if is_packed else rows, width, dtype=value.dtype)
         full[name] = value
     return full
 
 
-def _facts(trainer, batch: dict) -> dict:
+def describe_run(trainer: Trainer, batch: dict, config: AccelerateConfig, launched: Launched) -> Simulation:
     """What is known before anything runs."""
     model, args = trainer.model, trainer.args
-    weights = [(w.numel(), w.element_size(), w.requires_grad, hasattr(w, "quant_type")) for w in model.parameters()]
-    packed = sum(count * size for count, size, _, is_packed in weights if is_packed)
-    trained = sum(count for count, _, is_trained, _ in weights if is_trained)
-    original = model.get_base_model().config if hasattr(model, "get_base_model") else model.config
-    adapter = hasattr(model, "peft_config")
-    parameters = sum(count for count, _, _, is_packed in weights if not is_packed) + 2 * packed
-    published = json.loads(Path(original.name_or_path, "config.json").read_text("utf-8"))
+    weights = list(model.parameters())
+    packed = sum(weight.numel() * weight.element_size() for weight in weights if hasattr(weight, "quant_type"))
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    parameters = sum(weight.numel() for weight in weights if not hasattr(weight, "quant_type")) + 2 * packed
+    is_adapter = hasattr(model, "peft_config")
+    folder = Path((model.get_base_model() if hasattr(model, "get_base_model") else model).config.name_or_path)
+    published, planned = json.loads((folder / "config.json").read_text("utf-8")), read_json(folder / PLANNED)
     dtype = published.get("dtype") or published.get("torch_dtype") or "float32"
-    return {
-        "parameters": parameters - (trained if adapter else 0),
-        "trained": trained,
-        "packed": packed,
-        "adapter": adapter,
-        "names": read_json(Path(original.name_or_path, NAMES)),
-        "hub_bytes": getattr(torch, dtype).itemsize,
-        "bf16": bool(args.bf16) or packed > 0,
-        "tokens": batch["input_ids"].numel(),
-        "micro_batch": args.per_device_train_batch_size,
-        "accumulation": args.gradient_accumulation_steps,
-        "max_length": getattr(args, "max_length", None),
-        "checkpointing": bool(args.gradient_checkpointing),
-        "max_steps": args.max_steps,
-        "epochs": args.num_train_epochs,
-        "optimizer": str(args.optim),
-    }
+    reads_once = config.cpu_ram_efficient_loading and not packed
+    shards = 1
+    if trainer.is_fsdp_enabled:
+        shards = config.shards if config.is_hybrid else launched.processes
+    return Simulation(
+        recipe=Path(launched.recipe).stem,
+        config=config.name,
+        model=planned.get("model", str(folder)),
+        dataset=planned.get("dataset", ""),
+        is_streamed=planned.get("streaming", False),
+        processes=launched.processes,
+        nodes=launched.nodes,
+        shards=shards,
+        replicas=launched.processes // shards,
+        parameters=parameters - (trained if is_adapter else 0),
+        trained=trained,
+        packed=packed,
+        is_adapter=is_adapter,
+        hub_bytes=getattr(torch, dtype).itemsize,
+        needs_bf16=bool(args.bf16) or packed > 0,
+        tokens=batch["input_ids"].numel(),
+        micro_batch=args.per_device_train_batch_size,
+        accumulation=args.gradient_accumulation_steps,
+        max_length=getattr(args, "max_length", None),
+        has_checkpointing=bool(args.gradient_checkpointing),
+        max_steps=args.max_steps,
+        epochs=args.num_train_epochs,
+        expected=expected_bytes(shapes_of(model), shards, upcast=trainer.is_fsdp_enabled and (args.bf16 or args.fp16)),
+        copies=1 if reads_once else launched.processes // launched.nodes,
+    )
+
+
+class SimulatedStep(TrainerCallback):
+    """Starts the simulation when the model is wrapped, and ends it after one optimizer step and what comes after a run."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        config: AccelerateConfig,
+        ledger: Ledger,
+        fakes: Any,
+        batch: dict,
+        found: Simulation,
+        to_the_end: bool,
+    ) -> None:
+        self.trainer, self.ledger, self.fakes, self.batch, self.found = trainer, ledger, fakes, batch, found
+        self.to_the_end = to_the_end
+        plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+        found.is_offloaded = isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy)
+        self.place = "host" if found.is_offloaded else "gpu"
+        # One micro-batch that is added to existing gradients stands for the last of many. If FSDP keeps unsharded gradients
+        # until the last micro-batch, only a first micro-batch can put them there, so there are two.
+        self.has_earlier = trainer.args.gradient_accumulation_steps > 1
+        keeps_gradients = config.is_fsdp and not config.reduce_each_batch
+        self.micro_batches = 2 if self.has_earlier and keeps_gradients else 1
+        trainer.args.gradient_accumulation_steps = self.micro_batches
+        self.parts: list[Counts] = []  # of the micro-batches
+        self.trained: list[torch.Tensor] = []
+        self.entered: Any = None
+        install_batch_reader(trainer, self.read_batches, lambda batches, number: None)
+
+    def read_batches(self, iterator: Any, count: int) -> list[dict]:
+        return [{name: self.fakes.fake(value) for name, value in self.batch.items()} for _ in range(self.micro_batches)]
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Makes the optimizer's states and the gradients of earlier micro-batches, and checks their size."""
+        ledger, optimizer = self.ledger, self.trainer.optimizer.optimizer
+        for weight in model.parameters():
+            ledger.mark(local_tensor(weight), "weights")
+        self.trained = [weight for group in optimizer.param_groups for weight in group["params"]]
+        with self.fakes.here(moment="first step", holder="optimizer", place=self.place):
+            for weight in self.trained:
+                weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+            for tensor in self.optimizer_states():
+                ledger.mark(tensor, "optimizer")
+            if self.micro_batches == 2 or not self.has_earlier:
+                optimizer.zero_grad()
+            for weight in self.trained:
+                if weight.grad is not None:
+                    ledger.mark(local_tensor(weight.grad), "gradients")
+        check_bytes("weights", [local_tensor(weight) for weight in model.parameters()], self.found.expected["weights"])
+        if "adam" in str(args.optim):
+            check_bytes("optimizer states", self.optimizer_states(), self.found.expected["optimizer"])
+        ledger.count()
+        install_steps(self.trainer, self.run_backward, self.run_optimizer)
+        self.entered = self.fakes.here(moment="forward", holder="activations")
+        self.entered.__enter__()
+
+    def optimizer_states(self) -> list[torch.Tensor]:
+        states = self.trainer.optimizer.optimizer.state.values()
+        values = [value for state in states for value in state.values()]
+        return [local_tensor(value) for value in values if isinstance(value, torch.Tensor) and value.dim()]
+
+    def run_backward(self, backward: Callable, *args: Any, **kwargs: Any) -> Any:
+        with self.ledger.within(moment="backward", holder="activations"):
+            result = backward(*args, **kwargs)
+        self.parts.append(self.ledger.count())
+        return result
+
+    def run_optimizer(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Clipping, and the optimizer's step."""
+        with self.ledger.within(moment="optimizer step", holder="rest", place=self.place):
+            if function.__name__ == "step":
+                gradients = [local_tensor(weight.grad) for weight in self.trained]
+                for gradient in gradients:
+                    self.ledger.mark(gradient, "gradients")
+                check_bytes("gradients", gradients, self.found.expected["gradients"])
+            return function(*args, **kwargs)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Counts the step, then simulates an evaluation, a sample and the final save."""
+        ledger, trainer, found = self.ledger, self.trainer, self.found
+        after_last_batch = ledger.count()  # clipping and the optimizer
+        found.trained_here = sum(local_tensor(weight).numel() for weight in self.trained)
+        found.step = counts_of_step(self.parts, found.accumulation)
+        found.step.touched += after_last_batch.touched
+        wrapped = trainer.model_wrapped
+        wrapped.eval()
+        if self.to_the_end:
+            if trainer.eval_dataset is not None:
+                share = args.per_device_eval_batch_size / args.per_device_train_batch_size
+                with ledger.within(moment="evaluation"):
+                    trainer.prediction_step(wrapped, self.batch_of(share), True)
+            with ledger.within(moment="sample"), torch.no_grad():
+                prompt = torch.ones(1, getattr(args, "max_length", None) or 512, dtype=torch.long)
+                trainer.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+        with ledger.within(moment="save", holder="gathered"), torch.no_grad():
+            ledger.spike(1, "rest")  # an unsharded model needs no more than what is there
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            for weight in model.parameters():
+                if hasattr(weight, "full_tensor") and (weight.requires_grad or not found.is_adapter):
+                    weight.full_tensor()  # one after the other, to the host
+        raise Finished
+
+    def batch_of(self, share: float) -> dict:
+        """The batch with `share` times as many rows."""
+        is_packed = "position_ids" in self.batch
+        smaller = {}
+        for name, value in self.batch.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 2:
+                rows, width = value.shape
+                shape = (1, int(width * share)) if is_packed else (max(1, int(rows * share)), width)
+                value = torch.ones(shape, dtype=value.dtype)
+            smaller[name] = self.fakes.fake(value)
+        return smaller

@@ -1,94 +1,105 @@
-"""The tiny stand-in of a data set: real text in the columns, configs and splits of the original."""
+"""The tiny dataset of a rehearsal: real text in the columns, configs and splits of the original.
+
+The text is Python's own documentation (`pydoc_data.topics`), which every Python has. A dataset that is not in
+tiny_data.yaml is replaced by its own first rows.
+"""
 
 import random
 from pathlib import Path
+from typing import Any
 
-from harness import hub
+from harness.data.loading import ScriptArguments, open_splits
+from harness.hub import hub_errors
 
 import yaml
 
-SHARDS = 8  # parquet files a split, so that up to eight processes each read their own
-ROWS, LETTERS = 500, 150  # of a data set that a person brings: so many of its first rows, so much of each text
-DATA_SETS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
+SHARDS = 8  # Parquet files per split, so that up to eight processes read different ones
+MAX_ROWS, MAX_LETTERS = 500, 150  # of the first rows of a dataset, and of each of its texts
+DATASETS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 NOT_PROSE = {"id", "prompt_id", "dump", "url", "file_path", "language", "source", "category", "name"}
 
 
 def documents() -> list[str]:
-    """Some 500 documents of 100 to 6,000 characters, always the same ones in the same order."""
+    """About 500 documents of 100 to 6,000 characters, always the same in the same order."""
     from pydoc_data.topics import topics
 
-    chance = random.Random(0)
+    generator = random.Random(0)
     texts, text, length = [], "", 0
     for paragraph in "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n"):
         if not text:
-            length = min(max(chance.lognormvariate(6.2, 0.8), 100), 6000)
+            length = min(max(generator.lognormvariate(6.2, 0.8), 100), 6000)
         text += paragraph + "\n\n"
         if len(text) >= length:
             texts.append(text.strip())
             text = ""
     texts = list(dict.fromkeys(texts))  # some topics share paragraphs
-    chance.shuffle(texts)
+    generator.shuffle(texts)
     return texts
 
 
-def what(name: str) -> str:
-    """What stands in for a data set, in words."""
-    if name in DATA_SETS:
-        return f"not {name} but Python's documentation in its columns"
-    return f"the first {ROWS} rows of each split of {name}, long texts cut short"
+def describe(name: str) -> str:
+    """What replaces a dataset, in words."""
+    if name in DATASETS:
+        return f"not {name} but Python's documentation in the same columns"
+    return f"the first {MAX_ROWS} rows of each split of {name}, with long texts cut"
 
 
-def make(data, folder: Path):
+def make(script_args: ScriptArguments, folder: Path) -> None:
+    """Writes the tiny dataset that replaces `script_args.dataset_name`."""
     from datasets import Dataset
 
-    described = DATA_SETS.get(data.dataset_name)
-    splits = _imitated(**described) if described else _first_rows(data)
+    description = DATASETS.get(script_args.dataset_name)
+    splits = _documents_in_columns(**description) if description else _first_rows(script_args)
     for split, rows in splits.items():
         shards = min(SHARDS, len(rows))
         for shard in range(shards):
             path = folder / split / f"{shard:05}.parquet"
             path.parent.mkdir(parents=True, exist_ok=True)
-            with hub.errors("data set", data.dataset_name):  # its rows may not be alike
+            with hub_errors("dataset", script_args.dataset_name):  # rows can have different types in one column
                 Dataset.from_list(rows[shard::shards]).to_parquet(str(path))
     files = "".join(f"  - split: {split}\n    path: {split}/*.parquet\n" for split in splits)
-    card = f"---\nconfigs:\n- config_name: {data.dataset_config or 'default'}\n  data_files:\n{files}---\n"
+    card = f"---\nconfigs:\n- config_name: {script_args.dataset_config or 'default'}\n  data_files:\n{files}---\n"
     (folder / "README.md").write_text(card, "utf-8")
 
 
-def _imitated(splits: list[str], columns: dict[str, str]) -> dict[str, list[dict]]:
-    """Python's documentation in the columns of a known data set: nine tenths in the first split, the rest in the others."""
+def _documents_in_columns(splits: list[str], columns: dict[str, str]) -> dict[str, list[dict]]:
+    """The documents in the columns of a known dataset: nine tenths in the first split, the rest in the others."""
     texts = documents()
-    cuts = [0, *(int(len(texts) * (0.9 + 0.1 * i / max(1, len(splits) - 1))) for i in range(len(splits)))]
-    cuts[-1] = len(texts)
+    ends = [int(len(texts) * (0.9 + 0.1 * index / max(1, len(splits) - 1))) for index in range(len(splits))]
+    ends[-1] = len(texts)
+    starts = [0, *ends[:-1]]
     return {
-        split: [{name: _value(name, kind, texts[i], i, columns) for name, kind in columns.items()} for i in range(start, end)]
-        for split, start, end in zip(splits, cuts, cuts[1:], strict=False)
+        split: [
+            {name: _value(name, kind, texts[index], index, columns) for name, kind in columns.items()}
+            for index in range(start, end)
+        ]
+        for split, start, end in zip(splits, starts, ends, strict=True)
     }
 
 
-def _first_rows(data) -> dict[str, list[dict]]:
-    """The first rows of any other data set, its texts cut short, so that a rehearsal's short sequences hold an answer too."""
-    with hub.errors("data set", data.dataset_name):
-        splits = {name: [_short(row) for row in rows.take(ROWS)] for name, rows in data.splits(streaming=True).items()}
-    return {name: rows for name, rows in splits.items() if rows}
+def _first_rows(script_args: ScriptArguments) -> dict[str, list[dict]]:
+    """The first rows of any other dataset, with texts cut so that the short sequences of a rehearsal hold an answer too."""
+    splits = {}
+    with hub_errors("dataset", script_args.dataset_name):
+        for name, rows in open_splits(script_args, streaming=True).items():
+            first = [_cut_texts(row) for row in rows.take(MAX_ROWS)]
+            if first:
+                splits[name] = first
+    return splits
 
 
-def _short(value):
+def _cut_texts(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _short(part) for name, part in value.items()}
+        return {name: _cut_texts(part) for name, part in value.items()}
     if isinstance(value, list):
-        return [_short(part) for part in value]
-    return value[:LETTERS] if isinstance(value, str) else value
+        return [_cut_texts(part) for part in value]
+    return value[:MAX_LETTERS] if isinstance(value, str) else value
 
 
-def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str]):
+def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str]) -> Any:
+    """A value for one column of a row that holds `text`."""
     if kind == "messages":
-        words = text.split(" ")
-        size = min(40, len(words))
-        asked = size * 4 // 5  # an answer is short, so that even a rehearsal's samples come to an end
-        parts = [words[start : start + size] for start in range(0, len(words) - size + 1, size)]
-        turns = [" ".join(turn) for part in parts for turn in (part[:asked], part[asked:])]
-        return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+        return _conversation(text)
     if kind == "int64":
         return index
     if kind == "float64":
@@ -96,7 +107,21 @@ def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str])
     if name in NOT_PROSE:
         return f"{name}-{index}"
     prose = [column for column in columns if columns[column] == "string" and column not in NOT_PROSE]
-    words, place = text.split(" "), prose.index(name)
-    if len(prose) > 1:
-        words = text[:200].split(" ")  # prompt and completion together stay below a rehearsal's max_length
-    return " ".join(words[len(words) * place // len(prose) : len(words) * (place + 1) // len(prose)])
+    if len(prose) == 1:
+        return text
+    words = text[:200].split(" ")  # prompt and completion together stay below a rehearsal's max_length
+    position = prose.index(name)
+    return " ".join(words[len(words) * position // len(prose) : len(words) * (position + 1) // len(prose)])
+
+
+def _conversation(text: str) -> list[dict[str, str]]:
+    """Turns of a user and an assistant. Answers are short, so that even the samples of a rehearsal come to an end."""
+    words = text.split(" ")
+    size = min(40, len(words))
+    question = size * 4 // 5
+    turns = []
+    for start in range(0, len(words) - size + 1, size):
+        part = words[start : start + size]
+        turns.append({"role": "user", "content": " ".join(part[:question])})
+        turns.append({"role": "assistant", "content": " ".join(part[question:])})
+    return turns

@@ -1,120 +1,246 @@
-"""Checkpoints that are whole or not there. transformers writes a checkpoint in pieces and resumes from half of one."""
+"""Checkpoints are complete or do not count: a completion marker, written last, lists every file with its size and checksum.
 
+transformers writes a checkpoint in several steps and resumes from an incomplete one without an error.
+
+The checksum is XXH3 (64 bits) from the xxhash package, which `datasets` requires. It finds damage; it is no signature. It is
+computed while fsync waits for the disk, so it does not make a save slower.
+"""
+
+import hashlib
+import json
 import platform
 import re
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from harness import folder, marks
-from harness.folder import MARK, read_json
-from harness.launched import fail, say
+from harness import folder
+from harness.compat.transformers import install_before_checkpoint
+from harness.folder import COMPLETION_MARKER, read_json, sync, write_json
+from harness.launched import UserError, print_once
+from harness.run.progress import Progress
 
+import torch
+import xxhash
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-# What decides which data a step sees: a run that goes on with other values sees some data twice or never.
-GEOMETRY = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "seed")
-# What a process writes for itself has its number in its name: rng_state_3.pth, __3_0.distcp.
-NUMBER = re.compile(r"_(\d+)(?:_\d+)?\.\w+$")
+WRITING = "writing"  # a file in a checkpoint that is being written or deleted; without the marker the checkpoint is incomplete
+# The settings that decide which rows a step sees.
+DATA_SETTINGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "seed")
+RANK_IN_NAME = re.compile(r"_(\d+)(?:_\d+)?\.\w+$")  # rng_state_3.pth, __3_0.distcp: a file that one process writes
 
 
 class Checkpoints(TrainerCallback):
-    """Marks a checkpoint once every process has written its part, and deletes old ones by their step.
+    """Writes the completion marker of a checkpoint once every process has written its part, and deletes old checkpoints.
 
-    transformers deletes by the time of their files, which a clock that jumps turns round, and after it has written the next:
-    here no more than `save_total_limit` are on the disk at any time.
+    transformers deletes old ones by the time of their files, which is wrong when a clock jumps, and after it has written the
+    next one. Here there are never more than `save_total_limit` on the disk.
     """
 
-    def __init__(self, trainer, progress):
-        self.trainer, self.progress, self.folder = trainer, progress, Path(trainer.args.output_dir)
-        self.limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
-        self._write, trainer._save_checkpoint = trainer._save_checkpoint, self._save
+    def __init__(self, trainer: Trainer, progress: Progress) -> None:
+        self.trainer, self.progress, self.output_dir = trainer, progress, Path(trainer.args.output_dir)
+        self.limit = trainer.args.save_total_limit
 
-    def _save(self, *arguments):
-        process, checkpoint = PartialState(), self.folder / f"checkpoint-{self.trainer.state.global_step}"
-        if not (self.folder / folder.RUN).is_file():  # transformers would make it anew
-            raise FileNotFoundError(self.folder)
+    def install(self) -> None:
+        self.trainer.args.save_total_limit = None
+        install_before_checkpoint(self.trainer, self._before_save)
+
+    def _before_save(self, checkpoint: Path) -> None:
+        process = PartialState()
+        if not (self.output_dir / folder.RUN).is_file():  # transformers would make the folder again
+            raise FileNotFoundError(self.output_dir)
         if process.is_main_process:
-            self._make_room(checkpoint)
-            marks.begin(checkpoint)
+            self._delete_old(checkpoint)
+            begin_writing(checkpoint)
         process.wait_for_everyone()
-        self._write(*arguments)
 
-    def _make_room(self, coming: Path):
-        best = self.trainer.state.best_model_checkpoint
-        old = [path for path in folder.checkpoints(self.folder) if path != coming and path.name != Path(best or "").name]
-        for path in old[max(1, self.limit - 1) :] if self.limit else []:
-            marks.remove(path)
+    def _delete_old(self, next_one: Path) -> None:
+        if not self.limit:
+            return
+        best = Path(self.trainer.state.best_model_checkpoint or "").name
+        old = [path for path in folder.checkpoints(self.output_dir) if path != next_one and path.name != best]
+        for path in old[max(1, self.limit - 1) :]:
+            delete(path)
 
-    def on_save(self, args, state, control, model=None, **kwargs):
-        process, checkpoint = PartialState(), self.folder / f"checkpoint-{state.global_step}"
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        **kwargs: object,
+    ) -> None:
+        process, checkpoint = PartialState(), self.output_dir / f"checkpoint-{state.global_step}"
         progress = self.progress.so_far()
         process.wait_for_everyone()
         if process.is_main_process:
             for adapter in getattr(model, "peft_config", {}).values():
                 adapter.save_pretrained(checkpoint)
-        parts = gather_object([marks.seal(checkpoint, lambda name: _is_of(name, process, process.is_main_process))])
+        parts = gather_object([sync_files(checkpoint, lambda name: belongs_to(name, process, process.is_main_process))])
         if process.is_main_process:
             files = {name: entry for part in parts for name, entry in part.items()}
-            content = {"model": model.config.name_or_path, "geometry": _geometry(args), "progress": progress}
-            marks.end(checkpoint, content | {"files": files})
+            content = {"model": model.config.name_or_path, "geometry": data_settings(args), "progress": progress}
+            write_marker(checkpoint, content | {"files": files})
 
 
-def _is_of(name: str, process: PartialState, is_first: bool) -> bool:
-    """Whether a file of a checkpoint is for this process to seal or to look through; what has no number is for the first."""
-    number = NUMBER.search(name)
-    return int(number[1]) % process.num_processes == process.process_index if number else is_first
+def belongs_to(name: str, process: PartialState, is_first: bool) -> bool:
+    """Whether this process handles a file of a checkpoint; files without a rank in their name belong to the first one."""
+    rank = RANK_IN_NAME.search(name)
+    return int(rank[1]) % process.num_processes == process.process_index if rank else is_first
 
 
-def _geometry(args) -> dict:
-    return {"world_size": PartialState().num_processes} | {name: getattr(args, name, None) for name in GEOMETRY}
+def data_settings(args: TrainingArguments) -> dict:
+    return {"world_size": PartialState().num_processes} | {name: getattr(args, name, None) for name in DATA_SETTINGS}
 
 
-def newest(args) -> Path | None:
-    """The newest whole checkpoint in `args.output_dir`, the same on all processes. Collective.
+def find_checkpoint(args: TrainingArguments) -> Path | None:
+    """The newest complete checkpoint in the output directory, the same on all processes. Collective.
 
-    Damaged ones are renamed; what a kill cut short while it was written is removed. Ends the process with one line, and
-    touches nothing, when there are checkpoints and none is whole.
+    Damaged ones are renamed, incomplete ones are deleted. Raises UserError, and changes nothing, if there are checkpoints
+    and none is complete.
     """
-    run, process = Path(args.output_dir), PartialState()
+    output_dir, process = Path(args.output_dir), PartialState()
     process.wait_for_everyone()
-    there = [(path, marks.is_cut_short(path)) for path in folder.checkpoints(run)]
-    there = broadcast_object_list([there])[0]  # a network file system may not yet show every node the same
-    whole, damaged, cut_short = None, {}, [path for path, is_cut_short in there if is_cut_short]
-    for path in (path for path, is_cut_short in there if not is_cut_short):
-        fault = marks.fault(path, lambda name: _is_of(name, process, process.is_local_main_process))
-        seen = gather_object([(fault, platform.node())])
-        if not any(what for what, _ in seen):
-            whole = path
+    # A network file system can show the nodes different folders for a while, so the first process lists them.
+    listed = [(path, is_incomplete(path)) for path in folder.checkpoints(output_dir)]
+    listed = broadcast_object_list([listed])[0]
+    incomplete = [path for path, is_it in listed if is_it]
+    complete, damaged = None, {}
+    for path in [path for path, is_it in listed if not is_it]:
+        own_damage = find_damage(path, lambda name: belongs_to(name, process, process.is_local_main_process))
+        found = gather_object([(own_damage, platform.node())])
+        if not any(damage for damage, _ in found):
+            complete = path
             break
-        what, where = next(one for one in seen if one[0])
-        damaged[path] = what + f" (seen by {where})" * (len({node for _, node in seen}) > 1)
-    if whole is None and (damaged or len(cut_short) > 1):  # the second is only begun when the first is whole
-        found = "; ".join(f"{path.name}: {what}" for path, what in damaged.items()) or "all were cut short"
-        fail(
-            f"no checkpoint in {run} is whole ({found}). Nothing was deleted: bring one back from a copy, or start over in "
-            f"another --output_dir, or after rm -r {run}"
+        damage, node = next(one for one in found if one[0])
+        damaged[path] = f"{damage} (seen by {node})" if len({node for _, node in found}) > 1 else damage
+    if complete is None and (damaged or len(incomplete) > 1):  # the second checkpoint is only begun when the first is complete
+        reasons = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items()) or "all are incomplete"
+        raise UserError(
+            f"--output_dir: no checkpoint in {output_dir} is complete ({reasons}). Nothing was deleted: restore one from a copy, "
+            f"or start over in another --output_dir, or after rm -r {output_dir}"
         )
     if process.is_main_process:
-        for path, what in damaged.items():
-            say(f"{path} is damaged: {what}. It is kept as {_set_aside(path).name}.")
-        for path in cut_short:
-            say(f"{path} was cut short while it was written; removing it.")
-            marks.remove(path)
+        for path, damage in damaged.items():
+            print_once(f"{path} is damaged: {damage}. It was renamed to {_rename_damaged(path).name}.")
+        for path in incomplete:
+            print_once(f"{path} is incomplete: the run was killed while it was written. It was deleted.")
+            delete(path)
     process.wait_for_everyone()
-    if whole is None:
-        return None
-    geometry = _geometry(args)
-    for name, before in read_json(whole / MARK)["geometry"].items():
-        if before != geometry[name]:
-            say(
-                f"warning: {whole} was written with {name} {before}, this run has {geometry[name]}: weights and optimizer "
-                "continue exactly, but some data is seen twice or never"
+    if complete is not None:
+        _print_changed_settings(complete, args)
+    return complete
+
+
+def _rename_damaged(path: Path) -> Path:
+    """Renames a checkpoint to a name that nothing deletes."""
+    for number in range(1, 1000):
+        renamed = path.with_name(f"damaged-{path.name}" + (f".{number}" if number > 1 else ""))
+        if not renamed.exists():
+            return path.rename(renamed)
+    raise UserError(f"--output_dir: there are too many copies of damaged-{path.name}: delete some")
+
+
+def _print_changed_settings(checkpoint: Path, args: TrainingArguments) -> None:
+    now = data_settings(args)
+    for name, before in read_json(checkpoint / COMPLETION_MARKER)["geometry"].items():
+        if before != now[name]:
+            print_once(
+                f"warning: {checkpoint} was written with {name} {before}, this run has {now[name]}: weights and optimizer resume "
+                "exactly, but some rows are trained on twice or never"
             )
-    return whole
 
 
-def _set_aside(path: Path) -> Path:
-    """Renames a folder to one that is no checkpoint's, and that nothing deletes."""
-    names = (f"damaged-{path.name}{f'.{n}' * (n > 1)}" for n in range(1, 1000))
-    return path.rename(next(aside for name in names if not (aside := path.with_name(name)).exists()))
+def begin_writing(checkpoint: Path) -> None:
+    """Makes the folder, or removes the completion marker of an existing one."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / WRITING).touch()
+    (checkpoint / COMPLETION_MARKER).unlink(missing_ok=True)
+
+
+def is_incomplete(checkpoint: Path) -> bool:
+    """Whether the run was killed while the checkpoint was written or deleted."""
+    if not checkpoint.is_dir() or (checkpoint / COMPLETION_MARKER).exists():
+        return False
+    return (checkpoint / WRITING).is_file() or not any(checkpoint.iterdir())
+
+
+def delete(checkpoint: Path) -> None:
+    """Deletes a checkpoint. After a kill in between, `is_incomplete` is true for what remains."""
+    begin_writing(checkpoint)
+    for path in checkpoint.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != WRITING:
+            path.unlink()
+    shutil.rmtree(checkpoint)
+
+
+def sync_files(checkpoint: Path, is_mine: Callable[[str], bool]) -> dict[str, list]:
+    """Waits until the files whose names `is_mine` accepts are on the disk; returns name: [bytes, checksum] of each."""
+    own = {name: path for name, path in _files_of(checkpoint).items() if is_mine(name)}
+    with ThreadPoolExecutor() as pool:
+        syncs = [pool.submit(sync, path) for path in own.values()]
+        checksums = pool.map(_checksum_of_file, own.values())
+        entries = {name: [own[name].stat().st_size, checksum] for name, checksum in zip(own, checksums, strict=True)}
+        for one in syncs:
+            one.result()
+    return entries
+
+
+def write_marker(checkpoint: Path, content: dict) -> None:
+    """Writes the completion marker, after everything else."""
+    folders = [path for path in checkpoint.rglob("*") if path.is_dir()]
+    for path in (*folders, checkpoint, checkpoint.parent):
+        sync(path)  # the names of the files in it
+    write_json(checkpoint / COMPLETION_MARKER, content | {"checksum": _checksum_of_content(content)})
+    (checkpoint / WRITING).unlink()
+
+
+def find_damage(checkpoint: Path, is_mine: Callable[[str], bool] = lambda name: True) -> str:
+    """What is wrong with a checkpoint, "" for nothing. Compares the sizes of all files, and the checksums of this process's.
+
+    A marker of an earlier version, without a list of files, is trusted.
+    """
+    try:
+        marker = json.loads((checkpoint / COMPLETION_MARKER).read_text("utf-8"))
+        checksum = marker.pop("checksum", None)
+        if checksum is None and "files" not in marker and marker["geometry"]:
+            return ""
+        if checksum != _checksum_of_content(marker):
+            return f"{COMPLETION_MARKER} was changed"
+        for name, (size, _) in marker["files"].items():
+            if not (checkpoint / name).is_file():
+                return f"{name} is missing"
+            if (checkpoint / name).stat().st_size != size:
+                return f"{name} has {(checkpoint / name).stat().st_size:,} bytes, it had {size:,}"
+        own = [name for name in marker["files"] if is_mine(name)]
+        with ThreadPoolExecutor() as pool:
+            checksums = pool.map(_checksum_of_file, [checkpoint / name for name in own])
+            for name, now in zip(own, checksums, strict=True):
+                if now != marker["files"][name][1]:
+                    return f"{name} was changed"
+        return ""
+    except FileNotFoundError:
+        return f"{COMPLETION_MARKER} is missing"
+    except OSError as error:
+        return f"{error.filename or 'a file'} cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{COMPLETION_MARKER} is damaged"
+
+
+def _files_of(checkpoint: Path) -> dict[str, Path]:
+    paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+    return {p.relative_to(checkpoint).as_posix(): p for p in paths if p.name not in (COMPLETION_MARKER, WRITING)}
+
+
+def _checksum_of_file(path: Path) -> str:
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+
+
+def _checksum_of_content(content: dict) -> str:
+    return xxhash.xxh3_64(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,119 +1,231 @@
-"""`--profile`: what a few steps in the middle of a run spend their time on. Chrome traces, a table, a picture."""
+"""`--profile`: what a few steps in the middle of a run spend their time on. Writes Chrome traces, a table and a picture."""
 
+import bisect
 import os
+import re
+from collections import defaultdict
 from pathlib import Path
 
 from harness.folder import RUN, read_json
-from harness.launched import say
-from harness.run.timeline import ARITHMETIC, CATEGORIES, WAITING, measure, sort_out
+from harness.launched import print_once
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.profiler import ProfilerActivity, schedule
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-HEADER = ("", "ms a step", "share", "hidden behind arithmetic")
+COMPUTE, WAITING, COMMUNICATION = "compute", "waiting", "all communication"
+# A name comes before those that are a part of it.
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "recv", "reduce", "gather")
+COPIES = {"HtoD": "host to GPU", "DtoH": "GPU to host"}
+CATEGORIES = (COMPUTE, *COLLECTIVES, "other collectives", "GPU to GPU", *COPIES.values())
+# CPU operators that compute nothing: calls of collectives, and autograd's wrappers around what a hook does.
+NOT_COMPUTE = re.compile(r"_?c10d|autograd::|torch::autograd")
+HEADER = ("", "ms per step", "share", "hidden behind compute")
+
+Interval = tuple[int, int]  # start and end in ns
+Event = tuple[str, str, int, int]  # name, kind (`cat` in a Chrome trace), start and end in ns
 
 
 class Profile(TrainerCallback):
-    """Records some steps and leaves `profile/` in the run's folder."""
+    """Records a few steps and writes `profile/` into the output directory."""
 
-    def __init__(self, args):
+    def __init__(self, args: TrainingArguments) -> None:
         self.folder, self.rank, self.profiler = Path(args.output_dir, "profile"), args.process_index, None
         self.table = self.folder / "table.md"  # written last
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # on every process it would announce its beginning and its end
+        self.first = self.last = 0  # the steps to record
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise every process logs when it starts and stops
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        count = max(1, min(3, 12 // args.gradient_accumulation_steps))  # a step of many micro-batches makes a large trace
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        count = max(1, min(3, 12 // args.gradient_accumulation_steps))  # steps with many micro-batches make large traces
         left = state.max_steps - state.global_step
         if broadcast_object_list([self.table.is_file()])[0]:
-            return say(f"This run has a profile, {self.table}; for another one move its folder away.")
+            print_once(f"This run has a profile, {self.table}: move its folder away to record another one.")
+            return
         if left < count + 2:
-            return say(f"No profile: it takes {count + 2} steps, of which the first two are not looked at; {left} are left.")
-        possible = range(state.global_step + max(3, min(left // 2, 20)), state.max_steps - count + 2)
-        pauses = [every for every in (state.eval_steps, state.save_steps) if every]
-        self.first = next(  # no evaluation or checkpoint among its steps, where that can be
-            (n for n in possible if not any(step % every == 0 for every in pauses for step in range(n - 1, n - 1 + count))),
-            possible[0],
-        )
+            print_once(f"No profile: it needs {count + 2} steps, the first two to warm up, and {left} are left.")
+            return
+        self.first = _choose_first_step(state, count, left)
         self.last = self.first + count - 1
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
         self.profiler = torch.profiler.profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])],
+            activities=activities,
             schedule=schedule(wait=self.first - state.global_step - 2, warmup=1, active=count, repeat=1),
             on_trace_ready=self._write,
         )
         self.profiler.start()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self.profiler is None:
             return
         if torch.cuda.is_available() and state.global_step in (self.first - 1, self.last):
-            torch.cuda.synchronize()  # so that what is looked at begins and ends on the GPU when it does on the host
+            torch.cuda.synchronize()  # so that the recorded steps begin and end on the GPU when they do on the host
         self.profiler.step()
         if state.global_step == self.last:
             self._stop()
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self.profiler is not None:
             self.profiler.on_trace_ready = None
             self._stop()
-            say(f"No profile: the run stopped before step {self.last}, where it would have been complete.")
+            print_once(f"No profile: the run stopped before step {self.last}.")
 
-    def _stop(self):
+    def _stop(self) -> None:
         self.profiler.stop()
         self.profiler = None
 
-    def _write(self, profiler):
-        """Writes this process's trace, gathers what each spent its time on (collective), and shows the mean."""
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        """Writes this process's trace; the first process also prints and writes the mean of all. Collective."""
         self.folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(self.folder / f"rank{self.rank}.json.gz"))
         events = [(e.name(), e.activity_type(), e.start_ns(), e.end_ns()) for e in profiler.profiler.kineto_results.events()]
         steps = sorted((s, e) for name, kind, s, e in events if name.startswith("ProfilerStep#") and kind == "user_annotation")
-        found = sort_out(events)
         begin, end = steps[0][0], steps[-1][1]
-        on_gpu = any(kind == "kernel" for _, kind, _, _ in events)
-        ranks = gather_object([(end - begin, on_gpu, measure(found, begin, end))])
-        if self.rank:
+        by_category = group_events(events)
+        has_kernels = any(kind == "kernel" for _, kind, _, _ in events)
+        ranks = gather_object([(end - begin, measure(by_category, begin, end))])
+        if self.rank != 0:
             return
-        run, where = read_json(self.folder.parent / RUN), "GPU" if on_gpu else "CPU"
+        run, device = read_json(self.folder.parent / RUN), "GPU" if has_kernels else "CPU"
         title = f"{run.get('recipe', 'run')} × {run.get('config', '')}, "
+        no_kernels = " (the profiler recorded no kernel of the GPU)" if torch.cuda.is_available() and not has_kernels else ""
         text = (
-            f"{title}steps {self.first} to {self.last}, mean of {len(ranks)} process{'es' * (len(ranks) > 1)}, on the {where}"
-            f"{' (the profiler saw no kernel of the GPU)' * (torch.cuda.is_available() and not on_gpu)}:\n\n"
-            + table([whole for whole, *_ in ranks], [rows for *_, rows in ranks], len(steps))
-        )
-        draw(found, *steps[0], f"{title}step {self.first} of process 0, on the {where}", self.folder / "timeline.png")
+            f"{title}steps {self.first} to {self.last}, mean of {len(ranks)} process{'es' if len(ranks) > 1 else ''}, on the "
+            f"{device}{no_kernels}:\n\n"
+        ) + format_table([total for total, _ in ranks], [times for _, times in ranks], len(steps))
+        picture = self.folder / "timeline.png"
+        draw_timeline(by_category, *steps[0], f"{title}step {self.first} of process 0, on the {device}", picture)
         self.table.write_text(text, "utf-8")
-        say(f"\n{text}\nTraces (for https://ui.perfetto.dev) and a timeline are in {self.folder}\n")
+        print_once(f"\n{text}\nTraces (for https://ui.perfetto.dev) and a timeline are in {self.folder}\n")
 
 
-def table(wholes: list[int], ranks: list[dict[str, tuple[int, int]]], steps: int) -> str:
-    """A table of what `measure` found over `steps` steps on each rank, which took `wholes` ns: their mean."""
-    names = [*dict.fromkeys(what for rows in ranks for what in rows if what != WAITING), WAITING]
-    whole, lines = sum(wholes), [HEADER]
-    for what in names:
-        took, hidden = (sum(rows.get(what, (0, 0))[column] for rows in ranks) for column in (0, 1))
-        behind = f"{hidden / took:.0%}" if took and what not in (ARITHMETIC, WAITING) else ""
-        lines.append((what, f"{took / 1e6 / steps / len(ranks):,.1f}", f"{took / whole:.0%}", behind))
-    lines.append(("a step", f"{whole / 1e6 / steps / len(ranks):,.1f}", "100%", ""))
+def _choose_first_step(state: TrainerState, count: int, left: int) -> int:
+    """A step in the middle of the run, if possible without an evaluation or checkpoint among the recorded steps."""
+    candidates = range(state.global_step + max(3, min(left // 2, 20)), state.max_steps - count + 2)
+    intervals = [interval for interval in (state.eval_steps, state.save_steps) if interval]
+    for first in candidates:
+        recorded = range(first - 1, first - 1 + count)
+        if not any(step % interval == 0 for interval in intervals for step in recorded):
+            return first
+    return candidates[0]
+
+
+def group_events(events: list[Event]) -> dict[str, list[Interval]]:
+    """Category: intervals of all that one process did.
+
+    If kernels ran on a GPU, only they and the GPU's copies count; the host's part shows as waiting. Without a GPU, gloo's
+    transfers count, and the operators that call no collective, in which they would wait.
+    """
+    intervals = defaultdict(list)
+    if any(kind == "kernel" for _, kind, _, _ in events):
+        for name, kind, start, end in events:
+            if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+                intervals[_category_on_gpu(name, kind)].append((start, end))
+        return intervals
+
+    calls = sorted(start for name, kind, start, _ in events if kind == "cpu_op" and name.startswith(("c10d", "_c10d")))
+
+    def calls_collective(start: int, end: int) -> bool:
+        return bisect.bisect(calls, start) < bisect.bisect(calls, end)
+
+    pending = []  # collectives that were called; gloo runs them in order
+    for name, kind, start, end in sorted(events, key=lambda event: event[2]):
+        if name.startswith("gloo:"):
+            # gloo implements reduce-scatter by all-reduce; the call says which one it is.
+            own = _collective(name)
+            called = next((c for c in pending if c == own or (c, own) == ("reduce-scatter", "all-reduce")), None)
+            if called:
+                pending.remove(called)
+            intervals[called or own].append((start, end))
+        elif kind == "cpu_op" and name.startswith("c10d::"):
+            pending.append(_collective(name))
+        elif kind == "cpu_op" and "::" in name and not NOT_COMPUTE.match(name) and not calls_collective(start, end):
+            intervals[COMPUTE].append((start, end))
+    return intervals
+
+
+def _category_on_gpu(name: str, kind: str) -> str:
+    if "nccl" in name.lower():
+        return _collective(name)
+    if kind == "gpu_memcpy":
+        for word, category in (COPIES | {"PtoP": "GPU to GPU"}).items():
+            if word in name:
+                return category
+    return COMPUTE
+
+
+def _collective(name: str) -> str:
+    """`ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(…)` and `c10d::_reduce_scatter_base_` are both a reduce-scatter."""
+    letters = re.sub("[^a-z]", "", name.lower().split("(")[0])
+    return next((kind for kind in COLLECTIVES if kind.replace("-", "") in letters), "other collectives")
+
+
+def covered(intervals: list[Interval]) -> int:
+    """How much time at least one of the intervals covers, in ns."""
+    total, until = 0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def measure(by_category: dict[str, list[Interval]], begin: int, end: int) -> dict[str, tuple[int, int]]:
+    """Category: (time between `begin` and `end`, part of it that is hidden behind compute), in ns.
+
+    Waiting is the time in which nothing else happens. The other categories can overlap, so their sum can exceed the total.
+    """
+    clipped = {}
+    for category in CATEGORIES:
+        parts = [(max(s, begin), min(e, end)) for s, e in by_category.get(category, []) if s < end and e > begin]
+        if parts:
+            clipped[category] = parts
+    everything = [interval for parts in clipped.values() for interval in parts]
+    compute = clipped.pop(COMPUTE, [])
+    transfers = [part for category, parts in clipped.items() if category not in COPIES.values() for part in parts]
+    if transfers:
+        clipped[COMMUNICATION] = transfers
+    times = {COMPUTE: (covered(compute), 0)}
+    for category, parts in clipped.items():
+        time = covered(parts)
+        times[category] = time, time + covered(compute) - covered(parts + compute)
+    times[WAITING] = end - begin - covered(everything), 0
+    return times
+
+
+def format_table(totals: list[int], ranks: list[dict[str, tuple[int, int]]], steps: int) -> str:
+    """The mean over ranks of what `measure` returned for `steps` steps, which took `totals` ns."""
+    categories = dict.fromkeys(category for times in ranks for category in times if category != WAITING)
+    total, lines = sum(totals), [HEADER]
+    for category in [*categories, WAITING]:
+        time = sum(times.get(category, (0, 0))[0] for times in ranks)
+        hidden = sum(times.get(category, (0, 0))[1] for times in ranks)
+        share_hidden = f"{hidden / time:.0%}" if time and category not in (COMPUTE, WAITING) else ""
+        lines.append((category, f"{time / 1e6 / steps / len(ranks):,.1f}", f"{time / total:.0%}", share_hidden))
+    lines.append(("one step", f"{total / 1e6 / steps / len(ranks):,.1f}", "100%", ""))
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
-    lines.insert(1, (*("-" * widths[0],), *("-" * (width - 1) + ":" for width in widths[1:])))
-    return "".join(
-        f"| {line[0].ljust(widths[0])} | {' | '.join(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))} |\n"
-        for line in lines
-    )
+    lines.insert(1, tuple("-" * width if column == 0 else "-" * (width - 1) + ":" for column, width in enumerate(widths)))
+    text = ""
+    for line in lines:
+        numbers = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        text += f"| {line[0].ljust(widths[0])} | {' | '.join(numbers)} |\n"
+    return text
 
 
-def draw(found: dict[str, list[tuple[int, int]]], begin: int, end: int, title: str, path: Path):
-    """Draws what went on from `begin` to `end`, a line for each category."""
+def draw_timeline(by_category: dict[str, list[Interval]], begin: int, end: int, title: str, path: Path) -> None:
+    """Draws what happened from `begin` to `end`, one row per category."""
     from matplotlib.figure import Figure
 
-    bars = {w: [((s - begin) / 1e6, (e - s) / 1e6) for s, e in found.get(w, []) if s < end and e > begin] for w in CATEGORIES}
-    lanes = [what for what in CATEGORIES if bars[what]]
-    figure = Figure(figsize=(10, 0.9 + 0.35 * len(lanes)), layout="tight")
+    bars = {}
+    for category in CATEGORIES:
+        parts = [((s - begin) / 1e6, (e - s) / 1e6) for s, e in by_category.get(category, []) if s < end and e > begin]
+        if parts:
+            bars[category] = parts
+    figure = Figure(figsize=(10, 0.9 + 0.35 * len(bars)), layout="tight")
     axes = figure.subplots()
-    for lane, what in enumerate(lanes):
-        axes.broken_barh(bars[what], (lane - 0.4, 0.8), color=f"C{CATEGORIES.index(what)}")
+    for row, (category, parts) in enumerate(bars.items()):
+        axes.broken_barh(parts, (row - 0.4, 0.8), color=f"C{CATEGORIES.index(category)}")
     axes.set(xlabel="ms", xlim=(0, (end - begin) / 1e6), title=title)
-    axes.set(yticks=range(len(lanes)), yticklabels=lanes, ylim=(len(lanes) - 0.5, -0.5))
+    axes.set(yticks=range(len(bars)), yticklabels=list(bars), ylim=(len(bars) - 0.5, -0.5))
     figure.savefig(path, dpi=120)

@@ -1,148 +1,169 @@
-"""What is seen while a run trains: a line at every log, and the counters behind it and behind the results."""
+"""While a run trains: one line per log, and the counters behind it and behind the results."""
 
 import datetime
 import os
 import time
 
+from harness.compat.transformers import install_log_fields
+
 import torch
 from accelerate.utils import gather_object
 from tqdm.auto import tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 
-class Bars(ProgressCallback):
-    """transformers' progress bars, without its dictionary at every log."""
+class BarWithoutLogs(ProgressCallback):
+    """transformers' progress bar. Its `on_log` would print the logs a second time, as a dictionary."""
 
-    def on_log(self, args, state, control, **kwargs):
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         pass
 
 
 class Progress(TrainerCallback):
-    """Counts tokens and seconds of training, over all parts of a run that was resumed, and prints a line at every log.
+    """Counts tokens and seconds of a run, including its parts before a resume, and prints a line at every log.
 
-    `tokens` go through the model, padding included; `loss_tokens` are those the loss is on. `seconds` are spent in
-    optimizer steps and in waiting for their data: no start, no evaluation, no checkpoint.
+    `tokens` go through the model, padding included; `loss_tokens` count in the loss. `seconds` are spent in optimizer steps
+    and in waiting for their data, without start, evaluations and checkpoints.
     """
 
-    def __init__(self, trainer, before: dict):
-        self.before = before  # what `so_far` said when the checkpoint was written
+    def __init__(self, trainer: Trainer, before: dict) -> None:
+        """`before`: what `so_far` returned when the checkpoint was written, {} for a new run."""
+        self.trainer, self.before = trainer, before
         self.tokens, self.loss_tokens, self.seconds = 0, 0, 0.0
-        self.clock = None  # when it began to run; None while it stands
-        self.first, self.ended = (0, time.monotonic()), None
-        self.processes, self.logged, self.left = trainer.args.world_size, (0, 0.0), None
-        self.gpus = Gpus()
-        self._next, self._log = trainer.get_batch_samples, trainer.log
-        trainer.get_batch_samples, trainer.log = self._get_batch_samples, self._complete_log
-        trainer.remove_callback(PrinterCallback)
-        if trainer.pop_callback(ProgressCallback):
-            trainer.add_callback(Bars)
+        self.running_since: float | None = None  # None during evaluations and checkpoints
+        self.first_step, self.began, self.ended = 0, time.monotonic(), None
+        self.logged_tokens, self.logged_seconds = 0, 0.0
+        self.seconds_left: float | None = None
+        self.gpus = GpuMonitor()
 
-    def _get_batch_samples(self, *args, **kwargs):
-        """The batches of an optimizer step; transformers counts the tokens of their loss anyway, over all processes."""
-        batches, loss_tokens = self._next(*args, **kwargs)
+    def install(self) -> None:
+        install_log_fields(self.trainer, self._fields)
+        self.trainer.remove_callback(PrinterCallback)
+        if self.trainer.pop_callback(ProgressCallback):
+            self.trainer.add_callback(BarWithoutLogs)
+
+    def count(self, batches: list[dict], loss_tokens: torch.Tensor | int | None) -> None:
+        """To be called with the batches of every step, and the tokens in the loss over all processes."""
         self.tokens += sum(batch["input_ids"].numel() for batch in batches)
         self.loss_tokens = self.loss_tokens + (loss_tokens if loss_tokens is not None else 0)
-        return batches, loss_tokens
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.first, self.ended = (state.global_step, time.monotonic()), None
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        self.first_step, self.began, self.ended = state.global_step, time.monotonic(), None
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.clock = self.clock or time.monotonic()
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        if self.running_since is None:
+            self.running_since = time.monotonic()
 
-    def on_step_end(self, args, state, control, **kwargs):
-        self.gpus.look()
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        self.gpus.sample()
         if control.should_log or control.should_evaluate or control.should_save:
             if torch.cuda.is_available():
-                torch.cuda.synchronize()  # the GPU's part of the steps so far belongs to them
-            self._stand()
-            self.clock = time.monotonic()
-        step, began = self.first
-        self.left = (time.monotonic() - began) / (state.global_step - step) * (state.max_steps - state.global_step)
+                torch.cuda.synchronize()  # the GPU's work for the steps so far is part of them
+            self._pause()
+            self.running_since = time.monotonic()
+        steps = state.global_step - self.first_step
+        self.seconds_left = (time.monotonic() - self.began) / steps * (state.max_steps - state.global_step)
 
-    def on_epoch_end(self, args, state, control, **kwargs):
-        self._stand()
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        self._pause()
 
-    def _stand(self):
-        if self.clock is not None:
-            self.seconds += time.monotonic() - self.clock
-        self.clock = None
+    def _pause(self) -> None:
+        if self.running_since is not None:
+            self.seconds += time.monotonic() - self.running_since
+        self.running_since = None
 
-    def on_evaluate(self, args, state, control, **kwargs):
-        self.clock = time.monotonic()
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        self.running_since = time.monotonic()
 
     on_save = on_evaluate
 
-    def on_train_end(self, args, state, control, **kwargs):
-        self.clock, self.ended = None, time.monotonic()
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        self.running_since, self.ended = None, time.monotonic()
 
-    def _complete_log(self, logs: dict, *args, **kwargs):
-        """Adds speed and the node's GPUs to what is logged, for trackers and for the line."""
-        if "loss" in logs:
-            tokens, seconds = self.logged
-            if self.seconds > seconds:
-                logs["tokens_per_second"] = round((self.tokens - tokens) * self.processes / (self.seconds - seconds), 1)
-            self.logged = self.tokens, self.seconds
-            logs |= self.gpus.read()
-        self._log(logs, *args, **kwargs)
+    def _fields(self, logs: dict) -> dict[str, float]:
+        """Speed, and utilization and memory of this node's GPUs since the last log."""
+        if "loss" not in logs:
+            return {}
+        fields = {}
+        tokens, seconds = self.tokens - self.logged_tokens, self.seconds - self.logged_seconds
+        if seconds > 0:
+            fields["tokens_per_second"] = round(tokens * self.trainer.args.world_size / seconds, 1)
+        self.logged_tokens, self.logged_seconds = self.tokens, self.seconds
+        return fields | self.gpus.read()
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero and (line := line_of(logs or {}, state.global_step, state.max_steps, self.left)):
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict | None = None,
+        **kwargs: object,
+    ) -> None:
+        line = format_logs(logs or {}, state.global_step, state.max_steps, self.seconds_left)
+        if line and state.is_world_process_zero:
             tqdm.write(line)
 
-    def so_far(self) -> dict:
-        """Tokens over all processes and seconds, of the whole run; `runtime` is all of it, seconds too (collective)."""
-        runtime = (self.ended or time.monotonic()) - self.first[1]
-        counted = {"tokens": sum(gather_object([self.tokens])), "loss_tokens": int(self.loss_tokens)}
-        counted |= {"seconds": self.seconds, "runtime": runtime}
+    def so_far(self) -> dict[str, float]:
+        """Tokens on all processes and seconds of the whole run. Collective. `runtime` is in seconds and includes everything."""
+        counted = {
+            "tokens": sum(gather_object([self.tokens])),
+            "loss_tokens": int(self.loss_tokens),
+            "seconds": self.seconds,
+            "runtime": (self.ended or time.monotonic()) - self.began,
+        }
         return {name: round(self.before.get(name, 0) + number, 3) for name, number in counted.items()}
 
 
-class Gpus:
-    """Utilization and used memory of the GPUs that this machine's processes train on, from NVML by way of torch."""
+class GpuMonitor:
+    """Utilization and used memory of the GPUs of this node, from NVML. The first process of a node samples all of them."""
 
-    def __init__(self):
-        count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0
-        self.count = count if os.environ.get("LOCAL_RANK", "0") == "0" else 0  # one process looks for all
-        self.looks, self.of_run = [[] for _ in range(self.count)], [[] for _ in range(self.count)]  # (percent, bytes)
+    def __init__(self) -> None:
+        is_monitor = torch.cuda.is_available() and os.environ.get("LOCAL_RANK", "0") == "0"
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_monitor else 0
+        self.samples: list[list[tuple[int, int]]] = [[] for _ in range(count)]  # (percent, bytes) since the last `read`
+        self.all_samples: list[list[tuple[int, int]]] = [[] for _ in range(count)]
 
-    def look(self):
+    def sample(self) -> None:
         try:
-            for index, looks in enumerate(self.looks):
-                looks.append((torch.cuda.utilization(index), torch.cuda.device_memory_used(index)))
-        except Exception:  # no NVML on this system, or not for this GPU: no reason to end a run
-            self.looks = []
+            for index, samples in enumerate(self.samples):
+                samples.append((torch.cuda.utilization(index), torch.cuda.device_memory_used(index)))
+        except Exception:  # NVML is missing, or does not support this GPU: a run does not need it
+            self.samples = []
 
     def read(self) -> dict[str, float]:
-        """Percent of the time since the last reading, and GB (1e9 bytes) in use by all programs, of every GPU."""
+        """Of every GPU the mean utilization in percent and the maximum memory in GB (1e9 bytes) since the last call."""
         found = {}
-        for index, looks in enumerate(self.looks):
-            if looks:
-                self.of_run[index] += looks
-                found[f"gpu_{index}_utilization"] = _percent(looks)
-                found[f"gpu_{index}_memory_gb"] = _gigabytes(looks)
-                looks.clear()
+        for index, samples in enumerate(self.samples):
+            if samples:
+                self.all_samples[index] += samples
+                percent, gigabytes = _summary(samples)
+                found |= {f"gpu_{index}_utilization": percent, f"gpu_{index}_memory_gb": gigabytes}
+                samples.clear()
         return found
 
-    def of_the_run(self) -> list[tuple[float, float]]:
-        """Percent and most GB of the whole run, of every GPU; empty where nothing was seen."""
-        return [(_percent(looks), _gigabytes(looks)) for looks in self.of_run if looks]
+    def whole_run(self) -> list[tuple[float, float]]:
+        """Mean percent and maximum GB of every GPU over the whole run, [] without samples."""
+        return [_summary(samples) for samples in self.all_samples if samples]
 
 
-def _percent(looks: list) -> float:
-    return round(sum(percent for percent, _ in looks) / len(looks), 1)
+def _summary(samples: list[tuple[int, int]]) -> tuple[float, float]:
+    percent = sum(percent for percent, _ in samples) / len(samples)
+    return round(percent, 1), round(max(size for _, size in samples) / 1e9, 2)
 
 
-def _gigabytes(looks: list) -> float:
-    return round(max(size for _, size in looks) / 1e9, 2)
-
-
-def line_of(logs: dict, step: int, steps: int, left: float | None) -> str:
-    """What a person reads of a log; '' of one that is for programs only. `left` is in seconds."""
-    width = len(f"{steps:,}")
-    start = f"step {step:{width},}/{steps:,}"
+def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -> str:
+    """The line for a person, "" for logs without a loss."""
+    start = f"step {step:{len(f'{steps:,}')},}/{steps:,}"
     if "eval_loss" in logs:
-        return f"{start}  held-out loss {logs['eval_loss']:.4f}  in {logs.get('eval_runtime', 0):.0f} s"
+        return f"{start}  evaluation loss {logs['eval_loss']:.4f}  in {logs.get('eval_runtime', 0):.0f} s"
     if "loss" not in logs:
         return ""
     parts = [start, f"loss {logs['loss']:7.4f}", f"lr {logs.get('learning_rate', 0):.2e}"]
@@ -151,9 +172,10 @@ def line_of(logs: dict, step: int, steps: int, left: float | None) -> str:
     parts.append(f"{logs.get('tokens_per_second', 0):9,.0f} tokens/s")
     if torch.cuda.is_available():
         parts.append(f"{torch.cuda.max_memory_allocated() / 1e9:5.1f} GB")
-    if busy := [f"{value:3.0f}" for name, value in logs.items() if name.endswith("_utilization")]:
+    percents = [f"{value:3.0f}" for name, value in logs.items() if name.endswith("_utilization")]
+    if percents:
         used = [f" {value:.1f}" for name, value in logs.items() if name.endswith("_memory_gb")]
-        parts.append(f"GPU{''.join(busy)} %{''.join(used)} GB")
-    if left is not None:
-        parts.append(f"{datetime.timedelta(seconds=round(left))} left")
+        parts.append(f"GPU{''.join(percents)} %{''.join(used)} GB")
+    if seconds_left is not None:
+        parts.append(f"{datetime.timedelta(seconds=round(seconds_left))} left")
     return "  ".join(parts)

@@ -3,99 +3,119 @@
 import os
 from pathlib import Path
 
-from harness import configs
-from harness.commands import preview
-from harness.folder import MARK, latest, lock, read_json
-from harness.launched import Checked, Launched, say
-from harness.nodes import network
-from harness.run import checkpoints, disk, export, first_batch, four_bit, preemption, profile, results, sharding, streams
+from harness import configs, folder
+from harness.data.streams import StreamPosition, repeat_stream
+from harness.launched import Launched, TrainerBuilt, UserError, print_once
+from harness.model.quantized import install_byte_check
+from harness.run.checkpoints import Checkpoints, find_checkpoint
+from harness.run.failures import check_disk_space, exit_for_known_failure
+from harness.run.outputs import count_parameters, generate_samples, print_summary, save_model, write_results
+from harness.run.profile import Profile
 from harness.run.progress import Progress
+from harness.run.sharding import AfterWrapping, prepare_sharding
+from harness.run.stopping import BatchReader, LastStepReached, StopAfterSignal, StopAtLastStep, StopOnNan, make_cpu_group
+
+from transformers import Trainer
 
 
-def train(trainer):
+def train(trainer: Trainer) -> None:
     """Resumes or starts, trains, evaluates, saves a model that `from_pretrained` loads, and reports.
 
     Args:
-        trainer: a `transformers.Trainer` or `trl.SFTTrainer`, as built; its `args.output_dir` is the run's folder.
+        trainer: a `transformers.Trainer` or `trl.SFTTrainer`, as built; `trainer.args.output_dir` is the run's folder.
 
     Raises:
-        RuntimeError: when the run is not sharded as its config says, 4-bit weights did not survive sharding, or the loss
-            is no number any more.
+        UserError: for what the user can mend.
+        RuntimeError: if the run is not sharded as its config says, if sharding changed 4-bit weights, or if the loss is NaN.
     """
-    if command := Launched.from_environment().command:
-        if command == "preview":
-            preview.show(trainer)
-        say("All that this run needs is here: the same flags train without internet.")
-        raise Checked(trainer.args)
+    launched = Launched.from_environment()
+    if launched.mode != "train":
+        raise TrainerBuilt(trainer)
     try:
-        _train(trainer)
+        _train(trainer, launched)
+    except UserError:
+        raise
     except Exception as error:
-        disk.explain(error, trainer)
-        if isinstance(error, RuntimeError):
-            network.explain(error, trainer.state.global_step, latest(Path(trainer.args.output_dir)))
+        exit_for_known_failure(error, trainer)
         raise
 
 
-def prepare(trainer, config: dict):
-    """What accelerate is to know before it wraps the model."""
-    sharding.set_precision(trainer, config.get("fsdp_config", {}).get("fsdp_reduce_dtype", "float32"))
-    sharding.name_layers(trainer)
-    four_bit.prepare(trainer)
-    sharding.tell_apart(trainer.model)
-    if trainer.accelerator.ddp_handler:
-        trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # or DDP would hold the gradients twice
-
-
-def _train(trainer):
-    launched, folder = Launched.from_environment(), Path(trainer.args.output_dir)
-    held = lock(folder) if trainer.is_world_process_zero() and not launched.recipe else None  # else the launcher has
+def _train(trainer: Trainer, launched: Launched) -> None:
+    output_dir = Path(trainer.args.output_dir)
+    # launch.sh locks the folder itself.
+    held = folder.lock(output_dir) if trainer.is_world_process_zero() and not launched.recipe else None
     config = configs.read(launched.config)
-    prepare(trainer, config)
-    four_bit.BytesCheck(trainer.model)
-    streams.keep_together(trainer)
-    checkpoint = checkpoints.newest(trainer.args)
-    disk.check(trainer, checkpoint)
-    resumed_from = int(checkpoint.name.split("-")[1]) if checkpoint else 0
-    parameters = results.parameters(trainer.model)
-    first_batch.check(trainer)
-    progress = Progress(trainer, read_json(checkpoint / MARK).get("progress", {}) if checkpoint else {})
-    stop = preemption.StopTogether(trainer.args.ddp_timeout)
-    place = streams.Place(trainer, checkpoint, stop.group)
-    for callback in (
-        sharding.AfterWrapping(trainer, config, launched.processes),
-        results.StopOnNan(),
-        place,
-        checkpoints.Checkpoints(trainer, progress),
-        results.StopAtTheEnd(),
-        stop,
-        progress,
-        *([profile.Profile(trainer.args)] if getattr(trainer.args, "profile", False) else []),
-    ):
-        trainer.add_callback(callback)
-    if checkpoint:
-        say(f"Continuing from {checkpoint}; data already seen is skipped.")
-    try:
-        outcome = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except results.NothingLeft:
-        outcome, trainer.is_in_train = None, False
-    except KeyboardInterrupt:
-        kept = latest(folder)
-        going_on = f"The same command goes on from {kept}." if kept else "No checkpoint was written yet."
-        say(f"\nStopped at step {trainer.state.global_step}. {going_on}")
-        os._exit(130)  # other ranks may wait in a collective for ever
-    place.leave()
-    stop.leave(trainer)
+    show_buffers = prepare_sharding(trainer, config)
+    install_byte_check(trainer.model)
+    repeat_stream(trainer)
+    checkpoint = find_checkpoint(trainer.args)
+    check_disk_space(trainer, checkpoint)
+    resumed_from = folder.step_of(checkpoint) if checkpoint else 0
+    parameters = count_parameters(trainer.model)
 
-    evaluation = {}
-    if trainer.eval_dataset is not None:
-        logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-        is_fresh = logged and logged[-1]["step"] == trainer.state.global_step and not trainer.args.load_best_model_at_end
-        evaluation = logged[-1] if is_fresh else trainer.evaluate()
+    before = folder.read_json(checkpoint / folder.COMPLETION_MARKER).get("progress", {}) if checkpoint else {}
+    group = make_cpu_group(trainer.args.ddp_timeout)
+    progress = Progress(trainer, before)
+    position = StreamPosition(trainer, checkpoint)
+    reader = BatchReader(trainer, group, position, progress, resumed_from)
+    checkpoints = Checkpoints(trainer, progress)
+    stop = StopAfterSignal(group)
+    del group
+    for part in (progress, position, reader, checkpoints, stop):
+        part.install()
+    callbacks = [
+        AfterWrapping(trainer, config, launched.processes, show_buffers),
+        # Before Checkpoints: a checkpoint with NaN in it must not get a completion marker.
+        StopOnNan(),
+        # Before Checkpoints: the completion marker lists the file of the position.
+        position,
+        reader,
+        checkpoints,
+        StopAtLastStep(),
+        stop,
+        # After StopAfterSignal, so that the time of a step that is saved or logged because of a signal is counted.
+        progress,
+    ]
+    if getattr(trainer.args, "profile", False):
+        callbacks.append(Profile(trainer.args))
+    for callback in callbacks:
+        trainer.add_callback(callback)
+
+    if checkpoint:
+        print_once(f"Resuming from {checkpoint}; rows that were trained on are skipped.")
+    try:
+        output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except LastStepReached:
+        output, trainer.is_in_train = None, False
+    except KeyboardInterrupt:
+        print_once(f"\nStopped at step {trainer.state.global_step}. {folder.resume_hint(output_dir)}")
+        os._exit(130)  # other processes may never reach the end of a collective
+    if code := reader.report_lost_hub() or stop.report_stop(trainer):
+        disconnect(trainer, stop, reader)
+        raise SystemExit(code)
+
+    evaluation = evaluate(trainer)
     trainer.save_state()
-    export.save(trainer)
-    written = results.write(trainer, outcome, evaluation, progress, parameters, resumed_from)
-    export.sample(trainer, launched.tiny)
-    results.summary(written, str(folder))
-    stop.close(trainer)
+    save_model(trainer)
+    results = write_results(trainer, output, evaluation, progress, parameters, resumed_from)
+    generate_samples(trainer, launched.tiny)
+    print_summary(results, str(output_dir))
+    disconnect(trainer, stop, reader)
     if held:
         held.release()
+
+
+def disconnect(trainer: Trainer, stop: StopAfterSignal, reader: BatchReader) -> None:
+    """Destroys the process groups now; Python would do it at a moment when the other processes may have exited."""
+    stop.group = reader.group = None
+    trainer.end()
+
+
+def evaluate(trainer: Trainer) -> dict[str, float]:
+    """The last evaluation of a run, {} without evaluation rows."""
+    if trainer.eval_dataset is None:
+        return {}
+    logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+    if logged and logged[-1]["step"] == trainer.state.global_step and not trainer.args.load_best_model_at_end:
+        return logged[-1]
+    return trainer.evaluate()

@@ -1,150 +1,130 @@
-"""FSDP is what the config says, or the run stops: kind, world size, sharded layers, precision."""
+"""Sharding: what accelerate must know before it wraps the model, what FSDP2 does after it, and a check of the result."""
 
-import functools
+from collections.abc import Callable
+
+from harness.compat.accelerate import give_meta_weights_addresses, hide_saved_buffers
+from harness.compat.transformers import transformer_layers
+from harness.configs import AccelerateConfig
+from harness.model.quantized import prepare_quantized_model
 
 import torch
-from transformers import TrainerCallback
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
-def set_precision(trainer, reduce_dtype: str = "float32"):
-    """Computes in the config's precision, but reduces gradients in `reduce_dtype` and leaves the loss in float32.
+def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> Callable[[], None]:
+    """Sets what accelerate reads when it wraps the model; returns what to call once it is wrapped."""
+    set_mixed_precision(trainer, config.reduce_dtype)
+    set_layer_classes(trainer)
+    prepare_quantized_model(trainer)
+    give_meta_weights_addresses(trainer.model)
+    if trainer.accelerator.ddp_handler:
+        trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # otherwise DDP holds the gradients twice
+    return hide_saved_buffers(trainer)
 
-    accelerate 1.15 gives FSDP2 one dtype for parameters, reduction and outputs, which rounds the loss itself to bf16.
+
+def set_mixed_precision(trainer: Trainer, reduce_dtype: str) -> None:
+    """Makes FSDP compute in the config's precision, reduce gradients in `reduce_dtype`, and leave the loss in float32.
+
+    accelerate 1.15 has one dtype for parameters, gradient reduction and outputs, which rounds the loss itself to bf16.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is None or plugin.mixed_precision_policy is None:
         return
     if getattr(trainer.model, "is_loaded_in_4bit", False):
         plugin.mixed_precision_policy = None  # a cast would destroy the packed bits
         return
-    compute = plugin.mixed_precision_policy.param_dtype
-    plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=getattr(torch, reduce_dtype))
+    compute_dtype = plugin.mixed_precision_policy.param_dtype
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=getattr(torch, reduce_dtype))
 
 
-def name_layers(trainer):
-    """Names the layers to wrap: accelerate 1.15 refuses a model that also names those of its relatives, which see or hear."""
+def set_layer_classes(trainer: Trainer) -> None:
+    """Names the layer classes to wrap. accelerate 1.15 fails for a model that also lists layers it does not have."""
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
-        plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in layers_of(trainer.model).values()})
-
-
-def tell_apart(model):
-    """Gives weights that only the first process has read an address each.
-
-    accelerate 1.15 finds the optimizer's parameters again by address. Those without memory all have 0: they would be taken
-    for one, and the others would not be trained.
-    """
-    for weight in model.parameters():
-        if weight.is_meta:
-            weight.data_ptr = functools.partial(id, weight)
-
-
-def keep_head_gathered(model):
-    """Gathers a frozen output head once and leaves it whole on every GPU.
-
-    TRL's loss reads the head's weight past FSDP's hooks. Sharded, it would be gathered for every micro-batch, and with
-    offload the loss would follow it to the CPU. Price: the whole head on every GPU, 2.1 GB for a 70B model. A head that
-    is trained, or tied to the embedding, is gathered by its own unit.
-    """
-    from torch.distributed.fsdp import FSDPModule
-
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if not isinstance(head, FSDPModule) or head.weight.requires_grad or head.weight is embedding.weight:
-        return
-    head.set_reshard_after_backward(False)
-    model.register_forward_pre_hook(lambda module, inputs: head.unshard())  # nothing happens when it is whole already
-
-
-def carry_buffers(trainer):
-    """Carries saved buffers, such as the bias that balances experts, past accelerate; returns what undoes it.
-
-    accelerate 1.15 hands out sharded parameters only and takes a buffer of the state dict for one (its issue 3898). What
-    is not in the state dict it keeps, on every process as it is there.
-    """
-    if getattr(trainer.accelerator.state, "fsdp_plugin", None) is None:
-        return lambda: None
-    hidden = []
-    for module in trainer.model.modules():
-        for name in module._buffers.keys() - module._non_persistent_buffers_set:
-            if module._buffers[name] is not None:
-                value = module._buffers[name]
-                value = (torch.empty_like if value.is_meta else torch.Tensor.to)(value, device=trainer.args.device)
-                torch.distributed.broadcast(value, 0)  # only the first process has read the model
-                module._buffers[name] = value.cpu()
-                module._non_persistent_buffers_set.add(name)
-                hidden.append((module._non_persistent_buffers_set, name))
-    return lambda: [names.discard(name) for names, name in hidden]
-
-
-def layers_of(model) -> dict[str, torch.nn.Module]:
-    """The transformer layers by name, wrapped by FSDP or not."""
-    names = set(model._no_split_modules or [])
-    return {name: module for name, module in model.named_modules() if names & {cls.__name__ for cls in type(module).__mro__}}
+        names = {type(layer).__name__ for layer in transformer_layers(trainer.model).values()}
+        plugin.transformer_cls_names_to_wrap = sorted(names)
 
 
 class AfterWrapping(TrainerCallback):
-    """Asserts that training is distributed the way the config says, and tends to the output head."""
+    """Once the model is wrapped: checks the sharding, and sets when weights are all-gathered and gradients are reduced."""
 
-    def __init__(self, trainer, config: dict, processes: int):
-        self.accelerator, self.config, self.processes = trainer.accelerator, config, processes
-        self.put_back = carry_buffers(trainer)
+    def __init__(self, trainer: Trainer, config: AccelerateConfig, processes: int, show_buffers: Callable[[], None]) -> None:
+        self.accelerator, self.config, self.processes, self.show_buffers = trainer.accelerator, config, processes, show_buffers
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        if self.config:
-            verify(model, self.accelerator, self.config, self.processes)
-        fsdp = self.config.get("fsdp_config", {})
-        if fsdp.get("fsdp_reshard_after_backward") is False:
-            gather_once(model)
-        if fsdp.get("fsdp_reduce_each_batch"):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        **kwargs: object,
+    ) -> None:
+        if self.config.path:
+            check_sharding(model, self.accelerator, self.config, self.processes)
+        if not self.config.reshard_after_backward:
+            gather_once_per_step(model)
+        if self.config.reduce_each_batch:
             reduce_each_batch(model)
         keep_head_gathered(model)
-        self.put_back()
+        self.show_buffers()
 
 
-def gather_once(model):
-    """Keeps the weights gathered from the first micro-batch of an optimizer step to the last.
+def check_sharding(model: torch.nn.Module, accelerator: object, config: AccelerateConfig, processes: int) -> None:
+    """Raises RuntimeError unless kind, number of processes and every transformer layer are as the config says."""
+    expected = "FSDP" if config.is_fsdp else "unsharded"
+    actual = "FSDP" if accelerator.distributed_type == "FSDP" else "unsharded"
+    if (actual, accelerator.num_processes) != (expected, processes):
+        raise RuntimeError(
+            f"{config.name} is {expected} on {processes} processes, but this run is {actual} on {accelerator.num_processes}: "
+            "start it with launch.sh, or with `accelerate launch --config_file`"
+        )
+    if not config.is_fsdp:
+        return
+    layers = transformer_layers(model)
+    unsharded = [name for name, layer in layers.items() if not isinstance(layer, FSDPModule)]
+    for name, layer in layers.items():
+        unsharded += [f"{name}.{of}" for of, weight in layer.named_parameters() if not isinstance(weight, DTensor)]
+    if unsharded or not layers:
+        raise RuntimeError(
+            f"FSDP left {', '.join(unsharded[:3]) or 'every layer'} unsharded: "
+            "check fsdp_auto_wrap_policy and fsdp_transformer_layer_cls_to_wrap in the config"
+        )
 
-    accelerate holds back the reduction of gradients until the last micro-batch; the weights now follow the same switch.
-    Price: the whole model in the compute dtype on every GPU; whole gradients are there already, by accelerate's choice.
+
+def gather_once_per_step(model: FSDPModule) -> None:
+    """All-gathers the weights once per optimizer step: they stay unsharded from its first micro-batch to its last.
+
+    accelerate already delays the reduction of gradients until the last micro-batch; resharding now follows the same switch.
+    Cost: the whole model in the compute dtype on every GPU.
     """
-    set_sync = model.set_requires_gradient_sync
+    set_gradient_sync = model.set_requires_gradient_sync
 
-    def set_both(requires_gradient_sync: bool, *, recurse: bool = True):
-        set_sync(requires_gradient_sync, recurse=recurse)
+    def set_sync_and_resharding(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        set_gradient_sync(requires_gradient_sync, recurse=recurse)
         model.set_reshard_after_backward(requires_gradient_sync, recurse=recurse)
 
-    model.set_requires_gradient_sync = set_both
+    model.set_requires_gradient_sync = set_sync_and_resharding
 
 
-def reduce_each_batch(model):
-    """Gradients that accumulate stay sharded: each micro-batch reduces its own inside a replica, the last one across replicas.
+def reduce_each_batch(model: FSDPModule) -> None:
+    """Keeps accumulated gradients sharded: every micro-batch reduce-scatters its own, the last one all-reduces across replicas.
 
-    Price: a reduction for every micro-batch. Without it FSDP keeps whole float32 gradients on every GPU until the step.
+    Cost: a reduce-scatter per micro-batch. Otherwise FSDP keeps unsharded float32 gradients on every GPU until the step.
     """
     model.set_requires_gradient_sync = model.set_requires_all_reduce
 
 
-def verify(model, accelerator, config: dict, processes: int):
-    """Raises RuntimeError unless kind, world size and every transformer layer are as `config` says."""
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
+def keep_head_gathered(model: torch.nn.Module) -> None:
+    """All-gathers a frozen output head once and keeps it unsharded on every GPU.
 
-    kind = "FSDP" if config["distributed_type"] == "FSDP" else "unsharded"
-    actual = "FSDP" if accelerator.distributed_type == "FSDP" else "unsharded"
-    if (actual, accelerator.num_processes) != (kind, processes):
-        raise RuntimeError(
-            f"the config says {kind} on {processes} processes, "
-            f"but this run is {actual} on {accelerator.num_processes}: it was not started the way launch.sh starts it"
-        )
-    if kind != "FSDP":
+    TRL's loss reads the head's weight without FSDP's hooks. A sharded head would be all-gathered for every micro-batch, and
+    with offload the loss would run on the CPU. Cost: the whole head on every GPU, 2.1 GB for a 70B model. A head that is
+    trained, or tied to the embedding, is gathered by FSDP itself.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not isinstance(head, FSDPModule) or head.weight.requires_grad or head.weight is embedding.weight:
         return
-    layers = layers_of(model)
-    whole = [n for n, m in layers.items() if not isinstance(m, FSDPModule)]
-    whole += [f"{n}.{p}" for n, m in layers.items() for p, w in m.named_parameters() if not isinstance(w, DTensor)]
-    if whole or not layers:
-        raise RuntimeError(
-            f"FSDP left {', '.join(whole[:3]) or 'every layer'} unsharded: "
-            "check fsdp_auto_wrap_policy and fsdp_transformer_layer_cls_to_wrap in the config"
-        )
+    head.set_reshard_after_backward(False)
+    model.register_forward_pre_hook(lambda module, inputs: head.unshard())  # does nothing if it is unsharded already

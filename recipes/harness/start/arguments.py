@@ -1,154 +1,344 @@
-"""`parse`: from a recipe's numbers and the command line to checked arguments."""
+"""`parse`: from the values of a recipe and the command line to the arguments of a run.
 
+A value comes from the first of these that sets it:
+1. a flag, or the file of --config
+2. with --tiny, the values of a rehearsal (rehearsal/tiny.py)
+3. the recipe
+4. the Accelerate config: precision and activation checkpointing
+5. this project's defaults (DEFAULTS)
+6. the defaults of transformers and TRL
+"""
+
+import copy
+import dataclasses
 import datetime
 import hashlib
+import json
 import logging
+import math
 import os
-import re
 import sys
+import typing
 import warnings
 from pathlib import Path
+from typing import Any
 
-from harness import configs, folder, local_files, patience
-from harness.commands import first_rows, hollow, prepare, quantize, stream_files
-from harness.launched import Checked, Launched
-from harness.nodes import network
-from harness.rehearsal import fsdp_on_cpu, full_size, stand_ins
-from harness.start import chat, checks, loading, memory, numbers
+from harness import configs, folder
+from harness.compat.accelerate import allow_fsdp_on_cpu
+from harness.compat.bitsandbytes import keep_4bit_layout
+from harness.compat.torch import multiply_fp16_in_float32, offload_to_unpinned_memory
+from harness.compat.trl import install_training_template
+from harness.configs import AccelerateConfig
+from harness.data import chat_templates
+from harness.data.loading import ScriptArguments, check_dataset, digest_local_files, print_ignored_files, use_prepared_files
+from harness.hub import wait_for_hub
+from harness.launched import Checked, Launched, UserError, print_once
+from harness.model.loading import check_model, print_attention, set_loading_options
+from harness.model.quantized import quantize_once, use_quantized_weights
+from harness.nodes.network import check_all_reduce, exit_with_causes
+from harness.rehearsal import tiny
+from harness.start import checks
+from harness.start.flags import unknown_flag
+
+import datasets
+import transformers
+import trl
+import yaml
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from torch.distributed import DistError
+from transformers import TrainingArguments
+
+DEFAULTS = {
+    "logging_nan_inf_filter": False,  # a NaN loss must be visible
+    "ddp_find_unused_parameters": False,  # these models use all parameters; transformers would search them in every step
+    "save_total_limit": 2,  # a kill can leave the newest checkpoint incomplete; the one before it is complete
+}
+Arguments = tuple[ScriptArguments, TrainingArguments, trl.ModelConfig]
 
 
-def parse(config_class, takes=(), **defaults):
-    """Turns a recipe's numbers and the command line into the three argument objects of TRL's scripts.
+def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **defaults: Any) -> Arguments:
+    """Turns the values of a recipe and the command line into the three argument objects of TRL's scripts.
 
     Args:
-        config_class: `trl.SFTConfig`, `transformers.TrainingArguments` or a subclass; its fields become flags.
-        takes: the shapes of rows the recipe can train on, the one it likes best first: "text", "messages", "prompt",
-            "instruction" (see `harness.data`). Without it rows are what they are.
-        **defaults: the recipe's numbers, by the names of the fields they set. Flags come first, then these, then what
-            the Accelerate config says (precision, activation checkpointing). A rehearsal lowers them.
+        config_class: `trl.SFTConfig`, `transformers.TrainingArguments` or a subclass.
+        dataset_formats: the formats of rows that the recipe can train on, its first choice first: "text", "messages",
+            "prompt_completion", "instruction" (see `harness/data/formats.py`). Empty: rows stay as they are.
+        **defaults: the values of the recipe, by the names of the arguments.
 
     Returns:
-        `(DataArguments, config_class, trl.ModelConfig)`. In a rehearsal, model and data name tiny stand-ins.
+        `(script_args, training_args, model_args)`. In a rehearsal they name the tiny model and dataset.
 
-    Ends the process with one line and exit code 2 when something is wrong.
+    Raises:
+        UserError: for anything the user can mend. `harness.parse` turns it into one message and exit code 2.
     """
-    launched = Launched.from_environment()
+    launched = find_launched()
     config = configs.read(launched.config)
-    sharded = config.get("distributed_type") == "FSDP" or bool(launched.command)
-    _quieten()
-    if sharded and launched.on_cpu and not launched.checking:
-        fsdp_on_cpu.enable()
-    data, args, model = numbers.read(config_class, defaults, launched, config)
-    data.takes, data.named = (takes,) if isinstance(takes, str) else takes, data.dataset_name
-    data.text_field, data.seed = getattr(args, "dataset_text_field", "text"), args.seed
-    numbers.check(data, args, model)
-    numbers.count_steps(data, args, launched.processes or int(os.environ.get("WORLD_SIZE", 1)))
-    args.profile = data.profile  # `train` sees the training arguments only
-    if args.report_to and not args.run_name:  # or trackio would begin another run for an evaluation at the end
-        args.run_name = f"{Path(args.output_dir).name} {datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
-    memory.asked.update(args=args, model=model, in_4bit=model.load_in_4bit, sharded=sharded)
-    loading.complete(args, model, sharded, launched)
-    if launched.checking or launched.plan or (not launched.recipe and args.process_index == 0):
-        _check(data, args, model, launched, sharded)
-    _substitute(data, args, model, launched, sharded)
-    if launched.command:
-        hollow.enter(args)
-    if launched.command == "preview":
-        first_rows.enter(data)
-    elif launched.checking and not launched.command:
-        raise Checked(args)
-    patience.wait_for_the_hub()
-    chat.prepare(args, model, data.given)
-    if args.process_index or args.disable_tqdm:
-        _without_bars()
-    if args.world_size > 1 and not launched.plan:
-        network.meet(args.device)
-    return data, args, model
+    is_sharded = config.is_fsdp or launched.mode in ("preview", "prepare")
+    quiet_libraries()
+    if is_sharded and launched.on_cpu and launched.mode in ("train", "plan") and not launched.only_check:
+        allow_fsdp_on_cpu()
+        offload_to_unpinned_memory()
+    arguments = script_args, training_args, model_args = read_arguments(config_class, defaults, launched, config)
+    script_args.dataset_formats = (dataset_formats,) if isinstance(dataset_formats, str) else dataset_formats
+    script_args.first_rows_only = launched.mode == "preview"
+    checks.check_numbers(*arguments)
+    set_steps(script_args, training_args, launched.processes or int(os.environ.get("WORLD_SIZE", 1)))
+    is_plain_start = not launched.recipe and training_args.process_index == 0  # without launch.sh, nothing was checked before
+    is_checking = launched.only_check or launched.mode == "plan" or is_plain_start
+    if is_checking:
+        checks.check_arguments(*arguments)
+        checks.check_flags_have_effect(*arguments, is_sharded)
+    set_loading_options(training_args, model_args, is_sharded, launched)
+    if is_checking and launched.mode != "plan":
+        check_run(arguments, launched, is_sharded)
+    name, is_download_check = model_args.model_name_or_path, launched.mode == "prepare" and launched.only_check
+    if is_download_check:  # `commands/prepare.py` downloads the files next
+        raise Checked(*arguments)
+    replace_model_and_dataset(arguments, launched)
+    if model_args.load_in_4bit and launched.on_cpu and launched.mode != "plan":
+        keep_4bit_layout()
+    if model_args.load_in_4bit and is_sharded and launched.mode in ("train", "prepare"):
+        if is_checking or launched.mode == "prepare":
+            quantize_once(model_args, name)
+        use_quantized_weights(model_args, training_args)
+    if launched.only_check:
+        raise Checked(*arguments)
+    prepare_process(arguments, launched)
+    return arguments
 
 
-def _check(data, args, model, launched: Launched, sharded: bool):
-    """Ends the process when something is wrong, or when the run is finished; takes the run's folder when all is well."""
-    if model.load_in_4bit and sharded:
-        checks.quantization(data, args, model)
-    checks.arguments(data, args, model)
-    checks.idle(data, args, model, sharded)
-    if launched.plan:
-        return None
-    path, is_default = Path(args.output_dir), args.output_dir == folder.default(launched, sys.argv[0])
-    identity = {} if launched.command else _identity(data, model, launched, sharded)
-    if not launched.command:
-        folder.check(path, identity, is_default)
-    local_files.name_those_passed_over(data)
+def find_launched() -> Launched:
+    """How this process was started: by launch.sh, by `accelerate launch`, or directly."""
+    launched = Launched.from_environment()
+    if launched.recipe or "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return launched
+    launched.config = config_of_accelerate_launch()
+    launched.processes = int(os.environ.get("WORLD_SIZE", 1))
+    launched.on_cpu = "--use_cpu" in sys.argv
+    os.environ.update(launched.to_environment())  # for `train`
+    if not launched.config and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        print_once(
+            f"warning: the config file of `accelerate launch` is unknown, so the keys {', '.join(sorted(configs.OWN_KEYS))} are "
+            "not read, and sharding is not checked: pass the file with --config_file"
+        )
+    return launched
+
+
+def config_of_accelerate_launch() -> str:
+    """The value of --config_file of the `accelerate launch` that started this process, "" if there is none."""
+    import psutil
+
+    for process in psutil.Process().parents()[:2]:
+        words = [part for word in process.cmdline() for part in word.split("=", 1)]
+        if "--config_file" in words[:-1]:
+            return str(Path(process.cwd(), words[words.index("--config_file") + 1]))
+    return ""
+
+
+def quiet_libraries() -> None:
+    """Hides warnings that the user can do nothing about."""
+    for module in ("transformers", "trl", "peft", "accelerate"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=module)  # how one library calls another
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # about accelerate's calls
+    # `check_run` prints that a dataset comes from the cache where the Hub cannot be reached.
+    for name in ("datasets.load", "datasets.packaged_modules.cache.cache"):
+        logging.getLogger(name).addFilter(_is_not_about_offline)
+
+
+def _is_not_about_offline(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return "offline mode" not in message and not message.startswith("Found the latest")
+
+
+class Parser(trl.TrlParser):
+    """TRL's parser. Raises UserError, and records which arguments the file of --config sets."""
+
+    given = frozenset()
+
+    def set_defaults_with_config(self, **arguments: Any) -> list[str]:
+        self.given = frozenset(arguments)
+        return super().set_defaults_with_config(**arguments)
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise UserError(message.split("\n")[0])
+
+
+def read_arguments(config_class: type, defaults: dict[str, Any], launched: Launched, config: AccelerateConfig) -> Arguments:
+    """The three argument objects, with the precedence that is described at the top of this file."""
+    classes = (ScriptArguments, config_class, trl.ModelConfig)
+    parser = Parser(classes, allow_abbrev=False)
+    hints = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
+    names = {field.name for cls in classes for field in dataclasses.fields(cls)}
+    for name in defaults:
+        if name not in names:
+            raise UserError(f"{Path(sys.argv[0]).name}: {unknown_flag(name, sorted(names))}")
+    values = DEFAULTS | {
+        "output_dir": folder.default_output_dir(launched, sys.argv[0]),
+        "disable_tqdm": not sys.stderr.isatty(),  # in a log file a progress bar is a thousand lines
+        "use_cpu": launched.on_cpu,
+        **values_of_config(config),
+        **defaults,
+        **(tiny.VALUES if launched.tiny else {}),
+    }
+    parser.set_defaults_with_config(**values)
+    parser.given = frozenset()
+    try:
+        *parsed, rest = parser.parse_args_and_config(return_remaining_strings=True)
+    except IndexError as error:
+        raise UserError("--config needs the path of a YAML file with arguments") from error
+    except DistError as error:  # TrainingArguments connects the processes
+        exit_with_causes(error)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{error.doc} is not JSON ({error.msg}), which the flag before it needs") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"--config: not a readable YAML file: {error}") from error
+    except (ValueError, OSError) as error:
+        raise UserError(str(error).split("\n")[0]) from error
+    script_args, training_args, model_args = parsed
+    for name in sorted(parser.given):
+        value = next((getattr(part, name) for part in parsed if hasattr(part, name)), None)
+        if value is not None and _is_list(hints.get(name)) and not isinstance(value, list | str):
+            raise UserError(f"--config: {name} is {value!r}, expected a list")
+    if rest:
+        raise UserError(unknown_flag(rest[0], [f"--{name}" for name in names]))
+
+    flags = (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--"))
+    script_args.given = parser.given | {flag[2:].replace("-", "_").removeprefix("no_") for flag in flags}
+    if script_args.dataset_name != defaults.get("dataset_name"):  # another dataset has its own config and splits
+        for name in {"dataset_config", "dataset_train_split", "dataset_test_split"} - script_args.given:
+            setattr(script_args, name, getattr(ScriptArguments, name))
+    if "per_device_eval_batch_size" not in script_args.given:
+        # transformers' own default of 8 would be the largest batch of the run.
+        smaller = min(training_args.per_device_eval_batch_size, training_args.per_device_train_batch_size)
+        training_args.per_device_eval_batch_size = smaller
+    script_args.display_name = script_args.dataset_name
+    script_args.text_field, script_args.seed = getattr(training_args, "dataset_text_field", "text"), training_args.seed
+    training_args.profile = script_args.profile  # `train` has the training arguments only
+    if training_args.report_to and not training_args.run_name:  # trackio would start another run for the last evaluation
+        training_args.run_name = f"{Path(training_args.output_dir).name} {datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
+    return script_args, training_args, model_args
+
+
+def _is_list(hint: Any) -> bool:
+    return any(part is list or typing.get_origin(part) is list for part in (hint, *typing.get_args(hint)))
+
+
+def values_of_config(config: AccelerateConfig) -> dict[str, Any]:
+    """What an Accelerate config says about training arguments. The recipe and flags can change it.
+
+    accelerate has also put it into the environment, where transformers would find it, and flags would have no effect.
+    """
+    values = {"activation_checkpointing": config.activation_checkpointing}
+    if config.activation_checkpointing:
+        # accelerate's own checkpointing recomputes with other random numbers, so dropout would differ between forward and
+        # backward; transformers' checkpointing restores them.
+        os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
+    if config.mixed_precision is not None:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        values |= {"bf16": config.mixed_precision == "bf16", "fp16": config.mixed_precision == "fp16"}
+    return values
+
+
+def set_steps(script_args: ScriptArguments, training_args: TrainingArguments, processes: int) -> None:
+    """Sets gradient_accumulation_steps from global_batch_size, and max_steps from max_tokens."""
+    rows = training_args.per_device_train_batch_size * processes
+    given = script_args.given & {"global_batch_size", "gradient_accumulation_steps"}
+    if len(given) > 1:
+        raise UserError("--global_batch_size and --gradient_accumulation_steps set the same: pass one of them")
+    if script_args.global_batch_size and "gradient_accumulation_steps" not in given:
+        training_args.gradient_accumulation_steps, rest = divmod(script_args.global_batch_size, rows)
+        if rest or training_args.gradient_accumulation_steps < 1:
+            near = max(1, round(script_args.global_batch_size / rows)) * rows
+            raise UserError(
+                f"--global_batch_size {script_args.global_batch_size} is not a multiple of {rows}, which is "
+                f"--per_device_train_batch_size {training_args.per_device_train_batch_size} on {processes} "
+                f"process{'es' if processes > 1 else ''}: pass --global_batch_size {near}, or another micro-batch"
+            )
+    if script_args.max_tokens:
+        tokens_per_step = rows * training_args.gradient_accumulation_steps * getattr(training_args, "max_length", 1024)
+        training_args.max_steps = math.ceil(script_args.max_tokens / tokens_per_step)
+
+
+def check_run(arguments: Arguments, launched: Launched, is_sharded: bool) -> None:
+    """Checks output directory, model and dataset. Claims the output directory, or exits if the run is finished."""
+    script_args, training_args, model_args = arguments
+    is_training = launched.mode == "train"
+    output_dir = Path(training_args.output_dir)
+    is_default = training_args.output_dir == folder.default_output_dir(launched, sys.argv[0])
+    identity = identity_of_run(arguments, launched, is_sharded) if is_training else {}
+    if is_training:
+        folder.check_output_dir(output_dir, identity, is_default)
+    print_ignored_files(script_args)
     if launched.tiny:
-        stand_ins.prepare(data, model)
-    checks.sources(data, args, model, launched)
-    if launched.command:
+        tiny.make_replacements(script_args, model_args)
+    check_model_and_dataset(arguments, launched)
+    if not is_training:
         return
-    folder.claim(path, identity, is_default)
-    folder.end_if_finished(path, args.max_steps, args.num_train_epochs)
+    folder.claim_output_dir(output_dir, identity, is_default)
+    folder.exit_if_finished(output_dir, training_args.max_steps, training_args.num_train_epochs)
     if launched.tiny:
-        stand_ins.announce(data, args, model)
+        tiny.print_notice(*arguments)
     else:
-        loading.announce(args, model, launched)
+        print_attention(training_args, model_args, launched)
 
 
-def _identity(data, model, launched: Launched, sharded: bool) -> dict:
-    """What `run.json` says of a run."""
+def identity_of_run(arguments: Arguments, launched: Launched, is_sharded: bool) -> dict[str, Any]:
+    """The content of run.json."""
+    script_args, _, model_args = arguments
+    recipe = Path(launched.recipe or sys.argv[0])
     return {
-        "recipe": Path(launched.recipe or sys.argv[0]).stem,
+        "recipe": recipe.stem,
         "config": Path(launched.config).stem,
-        "model": model.model_name_or_path,
-        "dataset": data.dataset_name,
-        "dataset_config": data.dataset_config,
-        "dataset_train_split": data.dataset_train_split,
-        "sharded": sharded,
+        "model": model_args.model_name_or_path,
+        "dataset": script_args.dataset_name,
+        "dataset_config": script_args.dataset_config,
+        "dataset_train_split": script_args.dataset_train_split,
+        "sharded": is_sharded,
         "tiny": launched.tiny,
-        "use_peft": model.use_peft,
-        "load_in_4bit": model.load_in_4bit,
-        "recipe_digest": hashlib.sha256(Path(launched.recipe or sys.argv[0]).read_bytes()).hexdigest()[:8],
-        "data_digest": local_files.digest(data),
-        "max_samples": data.max_samples,
-        "max_eval_samples": data.max_eval_samples,
+        "use_peft": model_args.use_peft,
+        "load_in_4bit": model_args.load_in_4bit,
+        "recipe_digest": hashlib.sha256(recipe.read_bytes()).hexdigest()[:8],
+        "data_digest": digest_local_files(script_args),
+        "max_samples": script_args.max_samples,
+        "max_eval_samples": script_args.max_eval_samples,
     }
 
 
-def _substitute(data, args, model, launched: Launched, sharded: bool):
-    """Puts in the place of model and data what is loaded instead: stand-ins in a rehearsal, 4-bit weights made beforehand."""
-    if launched.plan:
-        return full_size.substitute(data, args, model)
-    name = model.model_name_or_path
+def check_model_and_dataset(arguments: Arguments, launched: Launched) -> None:
+    """Raises UserError unless model and dataset (the tiny ones of a rehearsal) can be opened and fit each other."""
+    script_args, training_args, model_args = arguments
+    name = model_args.model_name_or_path
     if launched.tiny:
-        stand_ins.substitute(data, args, model)
-    elif launched.command == "prepare":
-        prepare.download(data, args, model, launched.attention)
+        script_args, training_args, model_args = map(copy.copy, arguments)
+        tiny.use_replacements(script_args, training_args, model_args)
     else:
-        stream_files.substitute(data, args, launched.processes or args.world_size)
-    if args.fp16 and launched.on_cpu and not launched.checking:
-        fsdp_on_cpu.Fp16InFloat32().__enter__()  # until the process ends
-    if model.load_in_4bit and launched.on_cpu:
-        fsdp_on_cpu.keep_4bit_layout()
-    if model.load_in_4bit and sharded and launched.command != "preview":
-        if launched.checking:
-            quantize.prepare(model, name)
-        quantize.substitute(model, args)
+        if HF_HUB_OFFLINE:
+            print_once("The Hub cannot be reached: using the model and dataset that are on this machine.")
+        check_model(training_args, model_args, with_weights=launched.mode != "preview")
+    chat_templates.check_conversations(training_args, model_args, script_args.given, check_dataset(script_args), name)
 
 
-def _quieten():
-    """How one library calls another is for their authors to mend, not for whoever trains."""
-    for module in ("transformers", "trl", "peft", "accelerate"):
-        warnings.filterwarnings("ignore", category=FutureWarning, module=module)
-    warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # of accelerate's calls
-    # That a data set comes from the cache where there is no hub, `checks.sources` says.
-    for talker in ("datasets.load", "datasets.packaged_modules.cache.cache"):
-        logging.getLogger(talker).addFilter(lambda record: not re.search("offline mode|^Found the latest", record.getMessage()))
-    # A tied head is not in a checkpoint because it is the embedding; nothing is missing.
-    logging.getLogger("transformers.trainer").addFilter(lambda record: "['lm_head.weight']" not in record.getMessage())
+def replace_model_and_dataset(arguments: Arguments, launched: Launched) -> None:
+    """Makes the arguments name what is loaded instead: the tiny model and dataset, or the files of --prepare."""
+    script_args, training_args, _ = arguments
+    if launched.mode == "plan":
+        tiny.use_planned_size(*arguments)
+    elif launched.tiny:
+        tiny.use_replacements(*arguments)
+    else:
+        use_prepared_files(script_args, training_args, launched.processes or training_args.world_size)
 
 
-def _without_bars():
-    """One process shows progress; the others would write over it."""
-    import datasets
-    import transformers
-
-    datasets.disable_progress_bars()
-    transformers.logging.disable_progress_bar()
+def prepare_process(arguments: Arguments, launched: Launched) -> None:
+    """Patches what this process needs, and checks that it can communicate with the others."""
+    script_args, training_args, model_args = arguments
+    if launched.on_cpu and training_args.fp16 and launched.mode != "plan":
+        multiply_fp16_in_float32()
+    wait_for_hub()
+    install_training_template(chat_templates.training_template)
+    chat_templates.set_template_file(training_args, model_args, script_args.given)
+    if training_args.process_index or training_args.disable_tqdm:  # one process shows progress
+        datasets.disable_progress_bars()
+        transformers.logging.disable_progress_bar()
+    if training_args.world_size > 1 and launched.mode != "plan":
+        check_all_reduce(training_args.device)

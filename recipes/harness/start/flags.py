@@ -1,25 +1,25 @@
-"""The flags a recipe takes, read from source files: no torch, a tenth of a second.
+"""The flags of a recipe, read from source files without importing torch: a misspelt flag or --help is answered at once.
 
-Importing transformers takes seconds; a misspelt flag or `--help` should not.
-The real parser (`harness.start.arguments`) still has the last word, on values and types.
+The real parser in `harness/start/arguments.py` checks values and types later.
 """
 
 import ast
 import difflib
 import importlib.util
 import re
+import shlex
 import sys
 from pathlib import Path
 
-from harness.launched import fail, say
+from harness.launched import UserError, exit_on_user_error, print_once
 
-# Where the dataclasses live whose fields become flags.
+# The files of the dataclasses whose fields become flags.
 SOURCES = {
     "transformers": ["training_args.py"],
     "trl": ["trainer/base_config.py", "trainer/sft_config.py", "trainer/model_config.py", "scripts/utils.py"],
-    "harness": ["data.py"],
+    "harness": ["data/loading.py"],
 }
-# Words people arrive with, and what they are called today.
+# Earlier names of flags, and their names today.
 RENAMED = {
     "evaluation_strategy": "eval_strategy",
     "gradient_checkpointing": "activation_checkpointing",
@@ -27,80 +27,101 @@ RENAMED = {
     "max_seq_length": "max_length",
     "tokenizer": "processing_class in the recipe",
     "torch_dtype": "dtype",
-    "warmup_ratio": "warmup_steps, where a number below 1 is a share",
+    "warmup_ratio": "warmup_steps: a value below 1 is a share of all steps",
 }
+NOT_FLAGS = ("dataset_formats",)  # arguments of `parse` itself
 
 
-def known(recipe: Path) -> set[str]:
-    """Names of all dataclass fields a recipe's flags can come from, its own classes included."""
+def known_flags(recipe: Path) -> set[str]:
+    """Names of all dataclass fields that a recipe's flags can come from, including its own classes."""
     for package in ("torch", "datasets", "accelerate", "peft", "numpy", *SOURCES):
-        found = importlib.util.find_spec(package)
-        if found and found.submodule_search_locations is None:
-            fail(f"{found.origin} hides the package {package}: give it another name, or take its folder out of PYTHONPATH")
+        spec = importlib.util.find_spec(package)
+        if spec and spec.submodule_search_locations is None:
+            raise UserError(f"{spec.origin} hides the package {package}: rename it, or take its folder out of PYTHONPATH")
     files = [recipe]
     for package, names in SOURCES.items():
         spec = importlib.util.find_spec(package)
         if spec is None:
-            fail(f"{package} is not installed in this Python: pip install -r requirements.txt")
+            raise UserError(f"{package} is not installed in this Python: pip install -r requirements.txt")
         files += [Path(spec.submodule_search_locations[0], name) for name in names]
+    _check_source(recipe)
+    fields = {"config", "help"}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                annotated = [field.target for field in node.body if isinstance(field, ast.AnnAssign)]
+                fields |= {target.id for target in annotated if isinstance(target, ast.Name)}
+    return fields
+
+
+def _check_source(recipe: Path) -> None:
+    """Raises UserError for a recipe with a syntax error, or one that calls `parse` and never `train`."""
     try:
-        words = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(ast.parse(recipe.read_text("utf-8")))}
+        tree = ast.parse(recipe.read_text("utf-8"))
     except SyntaxError as error:
-        fail(f"{recipe.name}, line {error.lineno}: {error.msg}")
+        raise UserError(f"{recipe.name}, line {error.lineno}: {error.msg}") from error
     except ValueError as error:
-        fail(f"{recipe.name} is no Python file: {error}")
-    if "parse" in words and "train" not in words:
-        fail(f"{recipe.name} calls parse() and never train(): its last line hands the trainer to train(trainer)")
-    return {"config", "help"} | {
-        field.target.id
-        for file in files
-        for node in ast.walk(ast.parse(file.read_text("utf-8")))
-        if isinstance(node, ast.ClassDef)
-        for field in node.body
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-    }
+        raise UserError(f"{recipe.name} is not a Python file: {error}") from error
+    names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)}
+    if "parse" in names and "train" not in names:
+        raise UserError(f"{recipe.name} calls parse() but never train(): its last line must pass the trainer to train(trainer)")
 
 
-def check(recipe: Path, flags: list[str]):
-    """Fails with the nearest real flag when one of `flags` is not a flag."""
-    names = known(recipe)
-    for flag in flags:
-        if not flag.startswith("--"):
+def check_flags(recipe: Path, words: list[str]) -> None:
+    """Raises UserError, with the nearest known flag, if one of `words` is a flag that does not exist."""
+    names = known_flags(recipe)
+    for word in words:
+        if not word.startswith("--"):
             continue
-        name = flag[2:].split("=")[0].replace("-", "_")
+        name = word[2:].split("=")[0].replace("-", "_")
         if name == "tiny":
-            fail("--tiny comes first: ./launch.sh --tiny RECIPE CONFIG")
+            raise UserError("--tiny comes first: ./launch.sh --tiny RECIPE CONFIG")
         if name in RENAMED:
-            fail(f"--{name} is now --{RENAMED[name]}")
+            raise UserError(f"--{name} is now --{RENAMED[name]}")
         if name not in names and name.removeprefix("no_") not in names:
-            fail(unknown(f"--{name}", [f"--{known_name}" for known_name in names]))
+            raise UserError(unknown_flag(f"--{name}", [f"--{known}" for known in names]))
 
 
-def unknown(flag: str, known_flags: list[str]) -> str:
+def unknown_flag(flag: str, known: list[str]) -> str:
     """The message for an unknown flag."""
-    near = difflib.get_close_matches(flag, known_flags, n=1)
-    advice = f"did you mean {near[0]}?" if near else "--help shows what the recipe sets"
-    return f"unknown flag {flag}: {advice}"
+    near = difflib.get_close_matches(flag, known, n=1)
+    return f"unknown flag {flag}: " + (f"did you mean {near[0]}?" if near else "--help lists what the recipe sets")
 
 
 def help_text(recipe: Path) -> str:
-    """The recipe's docstring and the numbers it sets, with the comments beside them."""
+    """The docstring of a recipe, and what it sets, as flags that can be pasted, with the comments of the source."""
     source = recipe.read_text("utf-8")
     tree = ast.parse(source)
-    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "parse"]
-    # Source lines such as `max_length=1024,  # why`, so that the comments come along.
-    lines = [line.strip() for call in calls for line in ast.get_source_segment(source, call).splitlines()]
-    numbers = ""
-    for name, value, why in re.findall(r"^(?!takes=)(\w+)=(.*?),(?:\s*(# .*))?$", "\n".join(lines), re.MULTILINE):
-        flag = f"--{name} " + value.strip("[]").strip('"')
-        numbers += f"    {flag:<52} {why}".rstrip() + "\n"
+    lines = []
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "parse"):
+        text = ast.get_source_segment(source, call).splitlines()
+        values = {keyword.lineno - call.lineno: keyword for keyword in call.keywords if keyword.arg not in NOT_FLAGS}
+        for number, line in enumerate(text):
+            if number in values:
+                flag = _as_flag(values[number])
+                comment = re.search(r"  (# .*)", line)
+                lines.append(f"    {flag:<52} {comment[1] if comment else ''}".rstrip())
+            elif line.strip().startswith("# "):
+                lines += ["", f"    {line.strip()}"]
+    settings = "\n".join(lines).strip("\n")
     return (
-        f"{ast.get_docstring(tree)}\n\nWhat it sets, and any flag may change:\n\n{numbers}\n"
-        "Every other field of SFTConfig or TrainingArguments, of TRL's ModelConfig and ScriptArguments is a flag too:\n"
+        f"{ast.get_docstring(tree)}\n\nWhat the recipe sets, as flags with which you can change it:\n\n{settings}\n\n"
+        "Every other field of SFTConfig (or TrainingArguments), of TRL's ModelConfig and ScriptArguments is a flag too:\n"
         "    https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig\n"
         "    https://huggingface.co/docs/trl/script_utils\n"
     )
 
 
+def _as_flag(keyword: ast.keyword) -> str:
+    """`--learning_rate 2e-05` for `learning_rate=2e-5`."""
+    try:
+        value = ast.literal_eval(keyword.value)
+    except ValueError:
+        return f"--{keyword.arg} {ast.unparse(keyword.value)}"
+    words = [str(part) for part in value] if isinstance(value, list | tuple) else [str(value)]
+    return f"--{keyword.arg} {shlex.join(words)}"
+
+
 if __name__ == "__main__":
-    say(help_text(Path(sys.argv[1])))
+    with exit_on_user_error():
+        print_once(help_text(Path(sys.argv[1])))

@@ -1,200 +1,283 @@
-"""From the command line to a checked run and its processes. Called by launch.sh:
+"""From the command line to a checked run and its processes. launch.sh calls it:
 
-`python -m harness.start.launch [--tiny] [--prepare | --preview] RECIPE.py [CONFIG.yaml] [--flag value …]`.
+`python -m harness.start.launch [--tiny] RECIPE.py CONFIG.yaml [--flag value …]`.
 """
 
 import signal
 
-from harness.nodes import signals
+from harness import signals
 
 if __name__ == "__main__":
-    signals.interrupt(signal.SIG_DFL)  # while modules are imported
+    signals.set_interrupt_handler(signal.SIG_DFL)  # while modules are imported
 
 import dataclasses
 import hashlib
-import itertools
 import logging
 import os
 import shlex
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
-from harness import configs, folder, hub, launched
-from harness.launched import Checked, Launched, fail
-from harness.nodes import machines, slurm
-from harness.start import checks, flags, loading, processes, server, worker
+from harness import configs, folder, hub
+from harness.configs import AccelerateConfig
+from harness.launched import NODE_VARIABLE, Checked, Launched, TrainerBuilt, UserError, exit_on_user_error, print_once
+from harness.nodes.machines import Nodes, nodes_from_environment, physical_cores, run_with_srun
+from harness.start import flags, processes
+from harness.start.processes import Worker, idle_workers
 
 
-def main(options: list[str], recipe: str, *arguments: str):
-    launch = Launched(recipe=recipe, tiny="--tiny" in options, command="".join(options).replace("--tiny", "")[2:])
-    if not launch.command:
-        launch.config, *arguments = arguments
+def main(words: list[str]) -> int:
+    """Checks a run and trains; returns the exit code. `words`: [--tiny] RECIPE CONFIG, then the flags of the recipe."""
+    options = [word for word in words[:1] if word == "--tiny"]
+    recipe, config_path, *arguments = words[len(options) :]
     if "--help" in arguments or "-h" in arguments:
-        return launched.say(flags.help_text(Path(recipe)))
-    flags.check(Path(recipe), list(arguments))
-    config, nodes = configs.read(launch.config), machines.from_environment()
-    if not launch.command:
-        _fit(config, nodes, launch)
-        if nodes.is_allocation:
-            sys.exit(slurm.run(nodes, sys.argv[1:]))
-    _prepare_environment(launch)
-    server.prepare()
+        print_once(flags.help_text(Path(recipe)))
+        return 0
+    flags.check_flags(Path(recipe), arguments)
+    config, nodes = configs.read(config_path), nodes_from_environment()
+    launched = Launched(recipe=recipe, config=config_path, tiny="--tiny" in options)
+    set_processes(launched, config, nodes)
+    if nodes.is_allocation:
+        return run_with_srun(nodes, words)
+    set_environment(launched)
+    can_fork = processes.import_libraries()
     warnings.filterwarnings("ignore")  # in the launcher; the processes that train show theirs
-    if launch.command != "preview":
-        code, chosen = processes.call(loading.choose)
-        if chosen is None:
-            sys.exit(processes.ended(code))
-        launch.attention, launch.torch_loss = chosen
-    if launch.command:
-        _check(dataclasses.replace(launch, on_cpu=True), arguments)  # a GPU need not be there
-    elif nodes.count == 1:
-        held = folder.lock(Path(_check(launch, arguments, config)[0]))  # noqa: F841 (as long as this process lives)
-        sys.exit(processes.run(recipe, arguments, _accelerate(launch, config)))
-    else:
-        _on_several(nodes, config, launch, options, arguments)
-
-
-def _on_several(nodes: machines.Nodes, config: dict, launch: Launched, options: list[str], arguments: list[str]):
-    """Meets the launchers of the other nodes, checks in turn, and runs this node's processes."""
-    from harness.nodes import network
-    from harness.nodes.meeting import Meeting
-
-    launched.node = f"node {nodes.rank}: " if nodes.rank else ""
-    facts = {"command": shlex.join([*options, Path(launch.recipe).stem, Path(launch.config).stem, *arguments])}
-    facts["attention of its GPUs"] = launch.attention
-    facts["NPROC_PER_NODE"] = launch.processes // launch.nodes
-    for path in (launch.recipe, launch.config):
-        facts[f"{Path(path).name} of digest"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
-    with Meeting(nodes, facts) as meeting:
-        output_dir, saves = meeting.in_turn(lambda: _check(launch, arguments, config))
-        if saves and not meeting.share(Path(output_dir)):
-            fail(
-                f"{output_dir} is not the same folder on all nodes, so their checkpoints could not be put together: "
-                "give an --output_dir on a file system that all nodes share, or --save_strategy no"
-            )
-        command = [*_accelerate(launch, config), "--machine_rank", str(nodes.rank), "--main_process_ip", nodes.head]
-        command += ["--same_network", "--main_process_port", str(meeting.port()), "--rdzv_backend", "static"]  # NODE_RANK's order
-        held = folder.lock(Path(output_dir)) if nodes.rank == 0 else None  # noqa: F841 (not before all have checked)
-        if found := network.interface(meeting.peer()):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", found)  # gloo would take what the machine's own name resolves to
-        if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # meant for the meeting
-            del os.environ["TORCH_CPP_LOG_LEVEL"]
-        sys.exit(meeting.run(lambda: processes.run(launch.recipe, arguments, command)))
-
-
-def _fit(config: dict, nodes: machines.Nodes, launch: Launched):
-    """Sets how many processes and nodes run `config`, or fails when these are not the machines for it."""
-    name, wanted = Path(launch.config).name, config["num_machines"]
-    gpus = nodes.processes or config["num_processes"] // wanted  # on each machine
-    here = f"{'are' if nodes.count > 1 else 'is'} {nodes.count} node{'s' * (nodes.count > 1)}"
-    if nodes.count == 1 < wanted:
-        if not launch.tiny:
-            fail(
-                f"{name} is for {wanted} machines with {gpus} GPU{'s' * (gpus > 1)} each, this is one: start it on each with "
-                f"NNODES={wanted} NODE_RANK=… MASTER_ADDR=…, or with sbatch --nodes {wanted}. {_rehearsal(launch)}"
-            )
-        gpus = nodes.processes or config["num_processes"]  # a rehearsal: every process on this machine
-    if config["distributed_type"] == "NO":
+    find_gpu_features(launched, can_fork)
+    with idle_workers(launched.processes // launched.nodes, can_fork) as workers, idle_workers(1, can_fork) as (checker,):
         if nodes.count > 1:
-            fail(f"{name} trains on one GPU of one machine, and here are {nodes.count} nodes: choose a config that shards")
+            return train_on_several_nodes(nodes, config, launched, options, arguments, workers, checker)
+        output_dir, _ = check_in_worker(checker, launched, arguments, config)
+        held = folder.lock(Path(output_dir))  # until this process ends
+        store, address, port = (None, "", 0) if config.distributed_type == "NO" else open_store()
+        code = train(workers, launched, arguments, config, store, address, port)
+        held.release()
+        return code
+
+
+def set_processes(launched: Launched, config: AccelerateConfig, nodes: Nodes) -> None:
+    """Sets how many processes and nodes run the config. Raises UserError if these are not the machines for it."""
+    gpus = nodes.processes or config.num_processes // config.num_machines  # per machine
+    if nodes.count == 1 < config.num_machines:
+        if not launched.tiny:
+            raise UserError(
+                f"{config.name} is for {config.num_machines} machines with {plural(gpus, 'GPU')} each, this is one: start it on "
+                f"each with NNODES={config.num_machines} NODE_RANK=… MASTER_ADDR=…, or with sbatch --nodes "
+                f"{config.num_machines}. {rehearsal_hint(launched)}"
+            )
+        gpus = nodes.processes or config.num_processes  # a rehearsal runs all processes on this machine
+    if config.distributed_type == "NO":
+        if nodes.count > 1:
+            raise UserError(
+                f"{config.name} trains on one GPU of one machine, but there are {nodes.count} nodes: use another config"
+            )
         gpus = 1
-    launch.nodes, launch.processes = nodes.count, nodes.count * gpus
-    replicas, shards = configs.mesh(config)
-    if replicas * shards > 1 and (launch.processes != replicas * shards or nodes.count not in (1, replicas)):
-        fail(
-            f"{name} shards over {shards} GPUs of each of {replicas} nodes; here {here} with {gpus} GPU{'s' * (gpus > 1)} each: "
-            "ask for others (NPROC_PER_NODE decides over the GPUs), or change parallelism_config in a copy of it"
+    launched.nodes, launched.processes = nodes.count, nodes.count * gpus
+    if not config.is_hybrid:
+        return
+    if launched.processes != config.replicas * config.shards or nodes.count not in (1, config.replicas):
+        raise UserError(
+            f"{config.name} shards over {config.shards} GPUs on each of {config.replicas} nodes, but there "
+            f"{'are' if nodes.count > 1 else 'is'} {plural(nodes.count, 'node')} with {plural(gpus, 'GPU')} each: request other "
+            "machines (NPROC_PER_NODE sets the GPUs), or change parallelism_config in a copy of the config"
         )
 
 
-def _check(launch: Launched, arguments: list[str], config: dict | None = None) -> tuple[str, bool]:
-    """Checks the run in a process of its own, which may use a GPU. Ends this one unless everything is in order.
-
-    Sets `launch.on_cpu`. Returns the run's folder, and whether it will hold checkpoints.
-    """
-    code, answer = processes.call(_checked, launch, arguments, config, launched.node)
-    signals.handle(processes.stop)
-    if answer is None:
-        sys.exit(processes.ended(code))
-    if signals.received:  # and the check had ended before it could hear of it
-        processes.stop(signals.received, None)
-    launch.on_cpu, *rest = answer
-    return tuple(rest)
+def plural(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
-def _checked(launch: Launched, arguments: list[str], config: dict | None, node: str) -> tuple[bool, str, bool]:
-    """Runs the recipe up to the end of `parse`."""
-    launched.node = node
-    warnings.filterwarnings("ignore")
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what is wrong with a file is said in one line
-    if config:
-        _hardware(config, launch, "--use_cpu" in arguments)
-    checks.versions()
-    checks.shared_memory(launch)
-    os.environ.update(dataclasses.replace(launch, checking=True).to_environment())
-    try:
-        worker.recipe(launch.recipe, arguments)
-    except Checked as checked:
-        args = checked.args[0]
-        return launch.on_cpu, args.output_dir, args.save_strategy != "no"
-    fail(f"{Path(launch.recipe).name} ended without calling parse(): is it a recipe?")
+def rehearsal_hint(launched: Launched) -> str:
+    names = " ".join(shlex.quote(Path(path).stem) for path in (launched.recipe, launched.config))
+    return f"Rehearse it here with a tiny model and dataset: ./launch.sh --tiny {names}"
 
 
-def _hardware(config: dict, launch: Launched, use_cpu: bool = False):
-    """Sets `on_cpu`, or fails when this machine cannot do its part."""
-    name, gpus = Path(launch.config).name, launch.processes // launch.nodes
-    if not use_cpu and checks.gpu_count() >= gpus:
-        return checks.bf16(config, name, gpus)
-    if not (launch.tiny or use_cpu):
-        wanted = f"{gpus} GPU{'s' * (gpus > 1)}"
-        fail(f"{name} needs {wanted}, and this machine has {checks.gpu_count() or 'none'}. {_rehearsal(launch)}")
-    launch.on_cpu = True
-
-
-def _prepare_environment(launch: Launched):
-    """What the libraries read while they are imported, and what every process should find."""
-    os.environ.pop("PYTHONSAFEPATH", None)  # a recipe may import what lies beside it
-    os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file when they are known
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less of a GPU's memory is lost between blocks
-    os.environ.setdefault("LOGLEVEL", "ERROR")  # torchrun's: it warns about every signal it passes on
-    if launch.tiny:
+def set_environment(launched: Launched) -> None:
+    """Sets what the libraries read when they are imported, and what every process needs."""
+    os.environ.pop("PYTHONSAFEPATH", None)  # a recipe may import files next to it
+    os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file at once
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the variable
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation of GPU memory
+    if launched.tiny:
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-    elif "HF_HUB_OFFLINE" not in os.environ and not hub.answers():
-        os.environ["HF_HUB_OFFLINE"] = "1"  # or every process would try for long, again and again
+    elif "HF_HUB_OFFLINE" not in os.environ and not hub.is_reachable():
+        os.environ["HF_HUB_OFFLINE"] = "1"  # otherwise every process would retry for long
 
 
-def _accelerate(launch: Launched, config: dict) -> list[str] | None:
-    """The arguments of `accelerate launch`, None for one plain process; sets what the processes find in their environment."""
-    os.environ.update(launch.to_environment())
-    # accelerate gives every process one thread; an optimizer on the CPU (offload) needs every core, a rehearsal only one.
-    threads = 1 if launch.on_cpu else max(1, machines.cores() * launch.nodes // launch.processes)
+def find_gpu_features(launched: Launched, can_fork: bool) -> None:
+    """Sets what the GPUs of this machine support; asked in a process of its own, because it uses a GPU."""
+    code, features = processes.call(can_fork, gpu_features)
+    if features is None:
+        sys.exit(processes.explain_exit(code))
+    launched.attention, launched.no_triton = features
+
+
+def gpu_features() -> tuple[str, str]:
+    from harness.model.loading import find_gpu_features
+
+    return find_gpu_features()
+
+
+def check_in_worker(
+    worker: Worker, launched: Launched, arguments: list[str], config: AccelerateConfig | None
+) -> tuple[str, bool]:
+    """Checks the run in a process of its own, which may use a GPU. Exits if something is wrong.
+
+    Sets `launched.on_cpu`. Returns the output directory, and whether the run saves checkpoints there.
+    """
+    worker.start(run_checks, launched, arguments, config)
+    code, _ = processes.wait_for([worker])
+    signals.set_handler(processes.exit_for_signal)
+    if worker.result is None:
+        sys.exit(processes.explain_exit(code))
+    if signals.last_signal():  # the check ended before the signal reached it
+        processes.exit_for_signal(signals.last_signal(), None)
+    launched.on_cpu, output_dir, saves = worker.result
+    return output_dir, saves
+
+
+def run_checks(launched: Launched, arguments: list[str], config: AccelerateConfig) -> tuple[bool, str, bool]:
+    """Checks the machine, then runs the recipe up to the end of `parse`."""
+    from harness.start import checks
+
+    set_device(launched, config, use_cpu="--use_cpu" in arguments)
+    checks.check_shared_memory(launched)
+    _, training_args, _ = check_recipe(launched, arguments)
+    return launched.on_cpu, training_args.output_dir, training_args.save_strategy != "no"
+
+
+def check_recipe(launched: Launched, arguments: list[str]) -> tuple[Any, Any, Any]:
+    """Runs a recipe up to the end of `parse`, with all checks; returns the three arguments of the run."""
+    from harness.start import checks
+
+    warnings.filterwarnings("ignore")
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # a UserError says what is wrong with a file
+    checks.print_untested_versions()
+    os.environ.update(dataclasses.replace(launched, only_check=True).to_environment())
+    try:
+        processes.run_recipe(launched.recipe, arguments)
+    except Checked as checked:
+        return checked.args
+    raise UserError(f"{Path(launched.recipe).name} ended without calling parse(): is it a recipe?")
+
+
+def build_trainer(launched: Launched, arguments: list[str]) -> Any:
+    """Runs a recipe up to `train`, in this process and without checks; returns its trainer. The mode is not "train"."""
+    os.environ.update(launched.to_environment())
+    try:
+        processes.run_recipe(launched.recipe, arguments)
+    except TrainerBuilt as built:
+        return built.args[0]
+    raise UserError(f"{Path(launched.recipe).name} ended without calling train(): is it a recipe?")
+
+
+def set_device(launched: Launched, config: AccelerateConfig, use_cpu: bool) -> None:
+    """Sets `on_cpu`. Raises UserError if the machine has too few GPUs, or GPUs without the config's precision."""
+    from harness.start import checks
+
+    gpus = launched.processes // launched.nodes
+    if not use_cpu and checks.count_gpus() >= gpus:
+        checks.check_bf16(config, gpus)
+        return
+    if not (launched.tiny or use_cpu):
+        found = checks.count_gpus() or "none"
+        raise UserError(f"{config.name} needs {plural(gpus, 'GPU')}, this machine has {found}. {rehearsal_hint(launched)}")
+    launched.on_cpu = True
+
+
+def open_store() -> tuple[Any, str, int]:
+    """A TCPStore for the processes of one machine; returns it with its address. Call it after the processes were forked."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, "127.0.0.1", store.port
+
+
+def set_training_environment(launched: Launched, config: AccelerateConfig) -> None:
+    """Sets what the processes that train inherit."""
+    os.environ.update(launched.to_environment())
+    # accelerate sets one thread per process. An optimizer on the CPU (offload) needs every core, a rehearsal only one.
+    threads = 1 if launched.on_cpu else max(1, physical_cores() * launched.nodes // launched.processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    if launch.on_cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a machine with too few GPUs is as good as one without
-    if config["distributed_type"] == "NO":
-        # One process that sees several GPUs would be given nn.DataParallel by transformers.
+    if launched.on_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few
+    if config.distributed_type == "NO":
+        # With several visible GPUs, transformers would wrap the model in nn.DataParallel.
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-        return None
-    command = ["--config_file", launch.config, "--num_processes", str(launch.processes)]
-    return [*command, "--num_machines", str(launch.nodes), "--main_process_port", "0"]
 
 
-def _rehearsal(launch: Launched) -> str:
-    names = " ".join(shlex.quote(Path(path).stem) for path in (launch.recipe, launch.config))
-    return f"Rehearse it here, on tiny stand-ins: ./launch.sh --tiny {names}"
+def train(
+    workers: list[Worker],
+    launched: Launched,
+    arguments: list[str],
+    config: AccelerateConfig,
+    store: Any,
+    address: str,
+    port: int,
+    node: int = 0,
+) -> int:
+    """Runs the recipe in the processes of this node; returns the exit code."""
+    set_training_environment(launched, config)
+    if config.distributed_type == "NO":
+        return processes.train_in_one_process(workers[0], launched, arguments)
+    from harness.compat.torch import use_store_of_launcher
+
+    environment = processes.launch_environment(launched, config) | use_store_of_launcher()
+    environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    return processes.train_in_processes(workers, launched, arguments, environment, node)
+
+
+def train_on_several_nodes(
+    nodes: Nodes,
+    config: AccelerateConfig,
+    launched: Launched,
+    options: list[str],
+    arguments: list[str],
+    workers: list[Worker],
+    checker: Worker,
+) -> int:
+    """Meets the launchers of the other nodes, checks in turn, and runs this node's processes."""
+    from harness.nodes.meeting import Meeting
+    from harness.nodes.network import interface_to
+
+    if nodes.rank:
+        os.environ[NODE_VARIABLE] = str(nodes.rank)
+    facts = {
+        "command": shlex.join([*options, Path(launched.recipe).stem, Path(launched.config).stem, *arguments]),
+        "attention implementation": launched.attention,
+        "NPROC_PER_NODE": len(workers),
+    }
+    for path in (launched.recipe, launched.config):
+        facts[f"digest of {Path(path).name}"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
+    with Meeting(nodes, facts) as meeting:
+        output_dir, saves = meeting.check_in_turn(lambda: check_in_worker(checker, launched, arguments, config))
+        if saves and not meeting.all_see(Path(output_dir)):
+            raise UserError(
+                f"--output_dir: {output_dir} is not the same folder on all nodes, so their checkpoints could not be put "
+                "together: pass a folder on a file system that all nodes share, or --save_strategy no"
+            )
+        held = folder.lock(Path(output_dir)) if nodes.rank == 0 else None  # not before all nodes have checked
+        if interface := interface_to(meeting.another_address()):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo takes the one that the machine's name resolves to
+        if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set for the meeting only
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
+        head = nodes.head if nodes.rank else "127.0.0.1"
+        code = meeting.run(lambda: train(workers, launched, arguments, config, None, head, nodes.port, nodes.rank))
+        if held:
+            held.release()
+        return code
 
 
 if __name__ == "__main__":
-    options = list(itertools.takewhile(lambda word: word.startswith("--"), sys.argv[1:]))
     code = 0
-    signals.handle(processes.stop)
-    signals.interrupt(signal.default_int_handler)
+    signals.set_handler(processes.exit_for_signal)
+    signals.set_interrupt_handler(signal.default_int_handler)
     try:
-        main(options, *sys.argv[1 + len(options) :])
+        with exit_on_user_error():
+            code = main(sys.argv[1:])
     except SystemExit as end:
         code = end.code
     except KeyboardInterrupt:
         code = 130
-    server.leave(code or 0)
+    processes.exit_quickly(code or 0)

@@ -1,152 +1,318 @@
-"""The processes of one machine, one alone or those that train together, watched by torch's elastic launcher."""
+"""The processes of one machine: forked from a launcher that has imported the libraries, then started and watched together.
+
+Importing torch, transformers and TRL takes 10 to 14 seconds of CPU time, so the launcher does it once. It forks its processes
+before it starts a thread and before anything uses a GPU: a fork copies locks but not the threads that hold them, and CUDA does
+not survive it. Where forking is not possible, on macOS for example, every process starts a new Python ("spawn").
+"""
 
 import contextlib
-import logging
+import gc
+import importlib
+import importlib.machinery
+import importlib.util
 import multiprocessing
 import os
+import runpy
 import signal
 import sys
-from multiprocessing import connection
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
 
-from harness.folder import UNWRITABLE
-from harness.nodes import signals
+from harness import signals
+from harness.compat.huggingface_hub import HubLost
+from harness.compat.python import run_exit_handlers
+from harness.configs import AccelerateConfig
+from harness.folder import NOT_WRITABLE
+from harness.launched import Launched, UserError, exit_on_user_error
 from harness.nodes.network import LOST
-from harness.nodes.signals import OUT_OF_TIME, SIGNALS
-from harness.start import memory, server, worker
+from harness.run.failures import OUT_OF_MEMORY, exit_for_known_failure
 
+LEAVE_TIMEOUT = 30  # seconds for the other processes to exit after one has failed
+LIBRARIES = ("torch", "datasets", "transformers.trainer", "trl.trainer.sft_trainer")
+EXPLAINED = {0, 2, LOST, OUT_OF_MEMORY, NOT_WRITABLE, signals.OUT_OF_TIME, *(128 + number for number in signals.SIGNALS)}
 KILLED = (
-    ": it was killed, most often by the kernel because the host's memory was full (`dmesg` says so). Ask for more memory "
-    "(SLURM: --mem), leave fewer programs beside it, or take a config without fsdp_offload_params"
+    ": it was killed, usually by the kernel because the host's memory was full (`dmesg` shows it). Request more memory "
+    "(SLURM: --mem), stop other programs, or use a config without fsdp_offload_params"
 )
 
 
-def call(function, *arguments):
-    """Runs `function` in a process of its own; returns its exit code (-N: signal N ended it) and what the function returned."""
-    context = multiprocessing.get_context(server.method)
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=worker.answer, args=(sender, _changes(), function, arguments))
-    signals.handle(pass_on)
-    process.start()
-    sender.close()
-    answers = []
-    while process.is_alive() or not answers:
-        try:
-            if not answers and connection.wait([receiver, process.sentinel]):
-                answers = [receiver.recv()]  # before it ends: a process waits until a large answer is read
-            process.join()
-        except EOFError:
-            answers = [None]
-        except KeyboardInterrupt:  # Ctrl-C reaches the process too, which says where it stopped; `kill -INT` does not
-            with contextlib.suppress(KeyboardInterrupt, ProcessLookupError):
-                process.join(1)
-                if process.is_alive():
-                    os.kill(process.pid, signal.SIGINT)
-    return process.exitcode, answers[0]
+class DelayBitsandbytes:
+    """An import hook that runs bitsandbytes when it is first used: its import asks every GPU for its compute capability."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+        if name != "bitsandbytes":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name)
+        if spec:
+            spec.loader = importlib.util.LazyLoader(spec.loader)
+        return spec
 
 
-def run(path: str, flags: list[str], accelerate: list[str] | None) -> int:
-    """Runs a recipe in one process, or in those that `accelerate launch` would start with these arguments, until it ends.
-
-    Returns the exit code, after a line about a process that could not say itself how it ended.
-    """
-    if accelerate is None:
-        code, _ = call(worker.recipe, path, flags)
-        return ended(code)
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
+def import_libraries() -> bool:
+    """Imports what every process of a run needs; returns whether this process can be forked afterwards."""
+    gc.disable()  # modules make many objects and no garbage
+    sys.meta_path.insert(0, DelayBitsandbytes)
     try:
-        _elastic(accelerate, path, flags)
-    except (KeyboardInterrupt, SignalException) as stopped:
-        number = getattr(stopped, "sigval", signal.SIGINT)
-        if number != signal.SIGINT:  # Ctrl-C reaches the processes too, and the first of them says where it stopped
-            name = signal.Signals(number).name
-            print(f"Stopped by {name}. The same command goes on from the newest checkpoint.", file=sys.stderr)
-        return 128 + number
-    except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        if failure.exitcode == LOST and failure.local_rank and not signals.received:
-            going_on = "The same command goes on from the newest checkpoint"
-            print(f"\nerror: process {rank} lost the first one, which hangs or was killed. {going_on}", file=sys.stderr)
-        return ended(failure.exitcode, rank)
-    return 0
+        with signals.exit_at_once():
+            for library in LIBRARIES:
+                importlib.import_module(library)
+    except Exception:  # a process that starts a new Python meets the same error and shows it
+        return False
+    finally:
+        sys.meta_path.remove(DelayBitsandbytes)
+        gc.enable()
+        gc.freeze()  # without it the first garbage collection of every process would copy all memory pages
+    from harness.compat.torch import can_use_gpu_after_fork
+
+    return sys.platform == "linux" and threading.active_count() == 1 and can_use_gpu_after_fork()
 
 
-def ended(exit_code: int, rank: int | None = None) -> int:
-    """`exit_code` as a shell counts it, after a line about a process that could not say itself how it ended."""
+class Worker:
+    """A process that waits for a function, runs it once, and returns its result."""
+
+    def __init__(self, can_fork: bool) -> None:
+        context = multiprocessing.get_context("fork" if can_fork else "spawn")
+        self.connection, theirs = context.Pipe()
+        stdin = None
+        if can_fork:
+            with contextlib.suppress(OSError):  # stdin is closed
+                stdin = os.dup(0)
+        # Until the process has started its function, a signal to it waits.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)
+        self.process = context.Process(target=_work, args=(theirs, os.getpid(), stdin))
+        self.process.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.SIGNALS)
+        theirs.close()
+        if stdin is not None:
+            os.close(stdin)
+        self.result: Any = None
+        self.is_idle = True
+
+    def start(self, function: Callable, *args: Any, environment: dict[str, str] | None = None) -> None:
+        """Runs `function` in the process, with this process's environment variables and those of `environment`."""
+        self.is_idle = False
+        self.connection.send((function, args, {**os.environ, **(environment or {})}))
+
+    def dismiss(self) -> None:
+        """Ends the process if it was not started."""
+        if self.is_idle:
+            with contextlib.suppress(OSError):  # it has exited
+                self.connection.send(None)
+
+    def receive(self) -> None:
+        with contextlib.suppress(EOFError, OSError):  # it exited without a result
+            if self.connection.poll():
+                self.result = self.connection.recv()
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self.process.is_alive():
+                os.kill(self.process.pid, number)
+
+
+def _work(connection: Connection, launcher: int, stdin: int | None) -> None:
+    """What the process of a Worker does."""
+    signals.exit_with_parent(launcher)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        message = connection.recv()
+    except EOFError:  # the launcher has exited
+        message = None
+    if message is None:
+        os._exit(0)
+    function, args, environment = message
+    multiprocessing.set_start_method(None, force=True)  # processes that the recipe starts use Python's default again
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+    if "torch" in sys.modules and "OMP_NUM_THREADS" in environment:  # torch has read the variable when it was imported
+        sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    if stdin is not None:  # multiprocessing has closed it; a debugger in a recipe needs it
+        os.dup2(stdin, 0)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 (as long as the process lives)
+    signals.set_handler(signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.SIGNALS)
+    try:
+        with exit_on_user_error():
+            connection.send(function(*args))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        for number in (signal.SIGINT, *signals.SIGNALS):  # there is nothing left to stop
+            signal.signal(number, signal.SIG_IGN)
+        run_exit_handlers()
+
+
+def wait_for(workers: list[Worker]) -> tuple[int, int]:
+    """Waits until all have exited; returns the exit code and the index of the first one that failed, (0, 0) if none has.
+
+    Signals are passed on to the workers. When one fails, the others get SIGTERM, and after LEAVE_TIMEOUT SIGKILL.
+    """
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        if number in signals.SIGNALS:
+            signals.record(number)
+        for worker in workers:
+            worker.send_signal(signals.last_signal())
+
+    signals.set_handler(forward)
+    failure, deadline, was_killed = (0, 0), None, False
+    while running := [worker for worker in workers if worker.process.is_alive()]:
+        timeout = None if deadline is None or was_killed else max(0.0, deadline - time.monotonic())
+        try:
+            wait([end for worker in running for end in (worker.connection, worker.process.sentinel)], timeout)
+        except KeyboardInterrupt:
+            # Ctrl-C reaches the processes too, and the first of them prints where it stopped; `kill -INT` does not.
+            _interrupt(workers)
+        for worker in running:
+            worker.receive()
+        failed = [index for index, worker in enumerate(workers) if worker.process.exitcode not in (None, 0)]
+        if failed and deadline is None:
+            failure = workers[failed[0]].process.exitcode, failed[0]
+            deadline = time.monotonic() + LEAVE_TIMEOUT
+            for worker in workers:
+                worker.send_signal(signal.SIGTERM)
+        elif deadline is not None and time.monotonic() >= deadline and not was_killed:
+            was_killed = True
+            for worker in workers:
+                worker.send_signal(signal.SIGKILL)
+    for index, worker in enumerate(workers):
+        worker.process.join()
+        worker.receive()
+        if failure[0] == 0 and worker.process.exitcode:
+            failure = worker.process.exitcode, index
+    return failure
+
+
+def _interrupt(workers: list[Worker]) -> None:
+    with contextlib.suppress(KeyboardInterrupt):
+        wait([worker.process.sentinel for worker in workers], 1)
+        for worker in workers:
+            worker.send_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def idle_workers(count: int, can_fork: bool) -> Iterator[list[Worker]]:
+    """Workers that can be started within the block."""
+    workers = [Worker(can_fork) for _ in range(count)]
+    try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.dismiss()
+
+
+def call(can_fork: bool, function: Callable, *args: Any) -> tuple[int, Any]:
+    """Runs `function` in a process of its own; returns the exit code (-N for signal N) and the function's result."""
+    worker = Worker(can_fork)
+    worker.start(function, *args)
+    code, _ = wait_for([worker])
+    return code, worker.result
+
+
+def train_in_one_process(worker: Worker, launched: Launched, flags: list[str]) -> int:
+    """Runs a recipe in a process without torch.distributed; returns the exit code for the shell."""
+    worker.start(run_recipe, launched.recipe, flags)
+    code, _ = wait_for([worker])
+    return explain_exit(code)
+
+
+def train_in_processes(
+    workers: list[Worker], launched: Launched, flags: list[str], environment: dict[str, str], node: int = 0
+) -> int:
+    """Runs a recipe in the processes of this node; returns the exit code for the shell.
+
+    `environment` is what `accelerate launch` sets, with MASTER_ADDR and MASTER_PORT of the store in the first launcher.
+    """
+    for local_rank, worker in enumerate(workers):
+        ranks = {
+            "RANK": node * len(workers) + local_rank,
+            "LOCAL_RANK": local_rank,
+            "GROUP_RANK": node,
+            "WORLD_SIZE": launched.processes,
+            "LOCAL_WORLD_SIZE": len(workers),
+        }
+        own = environment | {name: str(value) for name, value in ranks.items()}
+        worker.start(run_recipe, launched.recipe, flags, environment=own)
+    code, local_rank = wait_for(workers)
+    if code == LOST and local_rank and not signals.last_signal():
+        # The process that prints the message for its node is the one that was lost.
+        print(
+            f"\nerror: process {local_rank} lost the connection to the first one, which hangs or was killed. The same command "
+            "resumes from the newest checkpoint",
+            file=sys.stderr,
+        )
+    return explain_exit(code, node * len(workers) + local_rank)
+
+
+def explain_exit(exit_code: int, rank: int | None = None) -> int:
+    """The exit code for the shell, after a message if the process could not print one itself."""
     code = exit_code if exit_code >= 0 else 128 - exit_code
-    speaking = {0, 2, LOST, UNWRITABLE, OUT_OF_TIME, memory.EXIT_CODE, *(128 + number for number in SIGNALS)}
-    has_said_why = code in speaking or (rank is None and exit_code > 0)
-    if signals.received and exit_code == LOST:  # another process was stopped before it could listen
-        print(f"Stopped by {signal.Signals(signals.received).name}.", file=sys.stderr)
-        return 128 + signals.received
-    if -exit_code in SIGNALS:
+    if signals.last_signal() and exit_code == LOST:  # another process was stopped before it could record the signal
+        print(f"Stopped by {signal.Signals(signals.last_signal()).name}.", file=sys.stderr)
+        return 128 + signals.last_signal()
+    if -exit_code in signals.SIGNALS:
         print(f"Stopped by {signal.Signals(-exit_code).name} before the training began.", file=sys.stderr)
-    elif not has_said_why:
-        reason = KILLED if code == 137 else "; see what it printed above"
+    elif code not in EXPLAINED and (rank is not None or exit_code < 0) and code != 130:
+        reason = KILLED if code == 137 else "; see its output above"
         print(f"error: process {rank or 0} failed first (exit code {code}){reason}", file=sys.stderr)
     return code
 
 
-def stop(number, frame):
-    """A signal handler of a launcher that trains nothing yet."""
-    sys.exit(ended(-number))
+def exit_for_signal(number: int, frame: FrameType | None) -> None:
+    """A signal handler of a launcher whose processes do not train yet."""
+    sys.exit(explain_exit(-number))
 
 
-def pass_on(number, frame):
-    """A signal handler: the processes leave by themselves, after a checkpoint, or finish when they have trained all."""
-    if number in SIGNALS:
-        signals.received = number
-    children = multiprocessing.active_children()
-    for child in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, signals.received)
-    if not children:  # yet, or any more
-        signal.signal(signal.SIGALRM, pass_on)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+def launch_environment(launched: Launched, config: AccelerateConfig) -> dict[str, str]:
+    """What `accelerate launch` sets for the processes of this config, and the settings for peer-to-peer copies."""
+    from harness.compat.accelerate import launch_environment as of_accelerate
 
-
-def _elastic(accelerate: list[str], path: str, flags: list[str]):
-    """`accelerate launch`, except for where the processes come from. Raises ChildFailedError when one fails."""
-    from accelerate.commands import launch
     from accelerate.utils.environment import check_cuda_p2p_ib_support
-    from torch.distributed import run as torchrun
 
-    # How each process ended is said in one line.
-    for talker in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
-        logging.getLogger(talker).setLevel(logging.CRITICAL)
-    arguments, *_ = launch._validate_launch_command(
-        launch.launch_command_parser().parse_args([*accelerate, "--log_dir", os.devnull, path])
-    )
-    os.environ.update(launch.prepare_multi_gpu_env(arguments))
+    environment = of_accelerate(config.path, launched.processes, launched.nodes, launched.recipe)
     if not check_cuda_p2p_ib_support():
-        for kind in ("P2P", "IB"):
-            os.environ.setdefault(f"NCCL_{kind}_DISABLE", "1")
-    config, *_ = torchrun.config_from_args(launch._filter_args(arguments, torchrun.get_args_parser(), [path]))
-    config.start_method = server.method
-    # torchrun would kill the processes 30 s after a SIGTERM; they leave by themselves once their checkpoint is written.
-    config.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
-    signals.handle(pass_on)
-    _count_whoever_leaves()
-    torchrun.elastic_launch(config, worker.begin)(_changes(), worker.recipe, [path, flags])
+        environment.setdefault("NCCL_P2P_DISABLE", "1")
+        environment.setdefault("NCCL_IB_DISABLE", "1")
+    return environment
 
 
-def _count_whoever_leaves():
-    """torch's launcher waits for an answer from every process, and `os._exit(0)` gives none."""
-    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+def run_recipe(path: str, flags: list[str]) -> None:
+    """Does what `python RECIPE flags` does, with one message for known failures. Exits with code 1 after a traceback."""
+    sys.argv = [path, *flags]
+    sys.path.insert(0, str(Path(path).parent))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except UserError:
+        raise
+    except HubLost as error:
+        print(f"error: {error}. The same command resumes later", file=sys.stderr, flush=True)
+        sys.exit(signals.OUT_OF_TIME)
+    except Exception as error:
+        exit_for_known_failure(error)
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(3)  # if all processes fail alike, the first one prints its traceback, and the launcher stops the others
+            if signals.last_signal():
+                sys.exit(1)
+        trace = error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename != path:  # from the recipe's own lines on
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.exit(1)
 
-    poll = MultiprocessContext._poll
 
-    def poll_and_count(context):
-        left = [rank for rank, process in enumerate(context._pc.processes) if process.exitcode == 0]
-        result = poll(context)
-        for rank in left:
-            context._return_values.setdefault(rank, None)
-        return result
-
-    MultiprocessContext._poll = poll_and_count
-
-
-def _changes() -> dict[str, str]:
-    """What this process has set in its environment since the server took a copy of it."""
-    return {name: value for name, value in os.environ.items() if server.environment.get(name) != value}
+def exit_quickly(code: int) -> None:
+    """Ends a launcher: Python would need more than a second to take down all that was imported."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    run_exit_handlers()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed, or its reader has exited
+            stream.flush()
+    os._exit(code)

@@ -1,1 +1,0 @@
-"""What launch.sh does besides training: runs before a run or after it."""

@@ -1,0 +1,110 @@
+"""Changes to accelerate."""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+from harness.compat.guards import changes
+
+
+@changes(
+    "accelerate.commands.launch:_validate_launch_command(args)",
+    "accelerate.commands.launch:launch_command_parser",
+    "accelerate.utils.launch:prepare_multi_gpu_env(args)",
+)
+def launch_environment(config: str, processes: int, nodes: int, script: str) -> dict[str, str]:
+    """The environment variables that `accelerate launch --config_file CONFIG` sets for the processes of `script`.
+
+    The harness forks its processes from one that has imported the libraries, so it cannot call `accelerate launch`, which
+    starts a new Python for each. accelerate has no public function that turns a config file into these variables.
+    Upstream: no issue yet.
+    Checked with: accelerate 1.15.0.
+    Remove when: accelerate has such a function.
+    """
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    words = ["--config_file", config, "--num_processes", str(processes), "--num_machines", str(nodes)]
+    words += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "0", "--same_network", script]
+    args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))
+    return prepare_multi_gpu_env(args)
+
+
+@changes(
+    "accelerate.state:PartialState.__init__(self, cpu, kwargs)",
+    "accelerate.state:PartialState._prepare_backend(self, cpu, sagemaker_dp, backend)",
+)
+def allow_fsdp_on_cpu() -> None:
+    """Lets accelerate shard on CPU over gloo. Call it before the first PartialState; training arguments need use_cpu=True.
+
+    accelerate shards on accelerators only. On CPU the same YAML gives DDP, or nothing, without an error, although FSDP2
+    itself runs there. transformers asks for `cpu=True` and for a backend, which both lead to DDP, so these are dropped, and
+    the backend is reported as that of several GPUs whose device is the CPU.
+    Upstream: no issue yet.
+    Checked with: accelerate 1.15.0.
+    Remove when: accelerate accepts distributed_type FSDP together with use_cpu.
+    """
+    from accelerate.state import DistributedType, PartialState
+
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    initialize = PartialState.__init__
+
+    def initialize_without_cpu(self: PartialState, cpu: bool = False, backend: str | None = None, **kwargs: Any) -> None:
+        initialize(self, **kwargs)
+
+    def prepare_backend(self: PartialState, *args: Any, **kwargs: Any) -> tuple[str, DistributedType]:
+        return "gloo", DistributedType.MULTI_GPU
+
+    PartialState.__init__, PartialState._prepare_backend = initialize_without_cpu, prepare_backend
+
+
+@changes(
+    "accelerate.accelerator:Accelerator._get_named_parameters",
+    "accelerate.utils.fsdp_utils:fsdp2_switch_optimizer_parameters(optimizer, mapping)",
+)
+def give_meta_weights_addresses(model: Any) -> None:
+    """Gives every weight on the meta device an address of its own.
+
+    accelerate finds the optimizer's parameters again by `data_ptr()` after sharding. Weights that only the first process
+    has read are on the meta device in the others, where every address is 0: they would all be taken for one parameter,
+    and the rest would not be trained.
+    Upstream: no issue yet.
+    Checked with: accelerate 1.15.0.
+    Remove when: accelerate maps parameters by name.
+    """
+    for weight in model.parameters():
+        if weight.is_meta:
+            weight.data_ptr = functools.partial(id, weight)
+
+
+@changes("accelerate.utils.fsdp_utils:fsdp2_load_full_state_dict(accelerator, model, full_sd, cpu_offload)")
+def hide_saved_buffers(trainer: Any) -> Callable[[], None]:
+    """Hides saved buffers, such as the bias that balances experts, while accelerate shards; returns what shows them again.
+
+    accelerate broadcasts the state dict as if it held sharded parameters only, and fails at a buffer. What is not in the
+    state dict it leaves on every process as it is, so the buffers are broadcast here.
+    Upstream: huggingface/accelerate#3898.
+    Checked with: accelerate 1.15.0.
+    Remove when: that issue is closed.
+    """
+    import torch
+
+    if getattr(trainer.accelerator.state, "fsdp_plugin", None) is None:
+        return lambda: None
+    saved, hidden = trainer.model.state_dict().keys(), []
+    for prefix, module in trainer.model.named_modules():
+        for name, value in list(module.named_buffers(recurse=False)):
+            if (f"{prefix}.{name}" if prefix else name) in saved:
+                on_device = (
+                    torch.empty_like(value, device=trainer.args.device) if value.is_meta else value.to(trainer.args.device)
+                )
+                torch.distributed.broadcast(on_device, 0)  # only the first process has read the model
+                module.register_buffer(name, on_device.cpu(), persistent=False)
+                hidden.append((module, name))
+
+    def show() -> None:
+        for module, name in hidden:
+            module.register_buffer(name, getattr(module, name), persistent=True)
+
+    return show

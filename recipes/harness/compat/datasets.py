@@ -1,0 +1,137 @@
+"""Changes to datasets."""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from harness.compat.guards import changes
+
+import pyarrow
+from datasets.iterable_dataset import ArrowExamplesIterable, BufferShuffledExamplesIterable
+from pyarrow import parquet
+
+
+@changes("datasets.config:SLEEP_TIME_ON_THREADS_SHUTDOWN", "datasets.config:PYARROW_VERSION")
+def end_streams_at_once() -> None:
+    """Ends a stream that mixes Parquet files without a pause of five seconds.
+
+    datasets sleeps whenever such a stream is left, for a crash of older versions of Arrow.
+    Upstream: apache/arrow#45214, closed with Arrow 25.
+    Checked with: datasets 5.2.0.
+    Remove when: datasets sleeps with older versions of Arrow only.
+    """
+    import datasets
+
+    if datasets.config.PYARROW_VERSION.major > 24:
+        datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
+
+
+@changes(
+    "datasets.iterable_dataset:BufferShuffledExamplesIterable._init_state_dict(self)",
+    "datasets.iterable_dataset:BufferShuffledExamplesIterable.load_state_dict(self, state_dict)",
+    "datasets.iterable_dataset:BufferShuffledExamplesIterable.iter_arrow",
+    "datasets.iterable_dataset:BufferShuffledExamplesIterable.__init__(self, ex_iterable, buffer_size, generator)",
+    "datasets.iterable_dataset:_BaseExamplesIterable.load_state_dict(self, state_dict)",
+    "datasets.iterable_dataset:ArrowExamplesIterable.__init__"
+    "(self, generate_tables_fn, kwargs, generate_more_kwargs_fn, sleep_on_threads_shutdown)",
+    "datasets.iterable_dataset:ArrowExamplesIterable._iter_arrow(self)",
+)
+def complete_stream_state() -> None:
+    """Makes `state_dict()` of streams exact, and resuming late in a file as fast as resuming early.
+
+    The state of a shuffled stream does not hold the rows in its buffer: a resumed run fills the buffer with other rows. And a
+    stream resumes in the middle of a Parquet file by reading the file from its beginning; here it starts at the row group.
+    Upstream: huggingface/datasets#7444.
+    Checked with: datasets 5.2.0.
+    Remove when: that issue is closed, and Parquet streams resume at a row group.
+    """
+    from datasets.iterable_dataset import _BaseExamplesIterable
+
+    shuffle = BufferShuffledExamplesIterable
+    shuffle.iter_arrow, shuffle.load_state_dict = None, _BaseExamplesIterable.load_state_dict
+    shuffle._init_state_dict, shuffle.__iter__ = _init_shuffle_state, _iterate_shuffled
+    for name in ("__iter__", "_iter_arrow"):
+        read = getattr(ArrowExamplesIterable, name)
+        if read.__module__ != __name__:
+            setattr(ArrowExamplesIterable, name, _starting_at_row_group(read))
+
+
+class _Rows(tuple):
+    """The rows in a shuffle buffer. `datasets` copies the whole state for every row it reads; these are never modified."""
+
+    def __deepcopy__(self, memo: dict) -> "_Rows":
+        return self
+
+
+def _init_shuffle_state(self: BufferShuffledExamplesIterable) -> dict:
+    self._state_dict = {
+        "examples_iterable": self.ex_iterable._init_state_dict(),
+        "rows": None,  # the buffer; None while it must be filled
+        "random": None,  # the random generator before it drew the order of these rows
+        "yielded": 0,  # how many of them were yielded
+        "type": type(self).__name__,
+    }
+    return self._state_dict
+
+
+def _iterate_shuffled(self: BufferShuffledExamplesIterable) -> Iterator[tuple[str, dict]]:
+    """Fills the buffer, yields half of it in random order, and fills it again."""
+    state = self._state_dict or {"rows": None, "yielded": 0}
+    random, source, rows = copy.deepcopy(self.generator), iter(self.ex_iterable), state["rows"] or ()
+    if state["rows"] is not None:
+        random.bit_generator.state = state["random"]
+    while True:
+        if state["rows"] is None:
+            new_rows = (row for _, row in itertools.islice(source, self.buffer_size - len(rows)))
+            rows = _Rows((*rows, *new_rows))
+            state |= {"rows": rows, "random": random.bit_generator.state, "yielded": 0}
+        order, is_last = random.permutation(len(rows)), len(rows) < self.buffer_size
+        count = len(rows) if is_last else len(rows) - self.buffer_size // 2
+        for index in order[state["yielded"] : count]:
+            state["yielded"] += 1
+            yield "", rows[index]
+        if is_last:
+            return
+        rows, state["rows"] = [rows[index] for index in order[count:]], None
+
+
+def _starting_at_row_group(read: Callable[[Any], Iterator]) -> Callable[[Any], Iterator]:
+    """`read`, which then starts in the row group of a Parquet file where the stream stopped, not at the start of the file."""
+
+    def read_from_row_group(self: ArrowExamplesIterable) -> Iterator:
+        position = self._state_dict["shard_example_idx"] if self._state_dict else 0
+        if position:
+            self, generate, is_first_file = copy.copy(self), self.generate_tables_fn, True
+
+            def generate_tables(**kwargs: Any) -> Iterator[tuple[str, pyarrow.Table]]:
+                nonlocal is_first_file
+                has_filters = generate.__self__.config.filters is not None if hasattr(generate, "__self__") else True
+                if is_first_file and kwargs.get("row_groups_list") == [None] and not has_filters:
+                    groups, skipped = _row_groups_from(kwargs["files"][0], position)
+                    if skipped:
+                        # `read` counts these rows as read before; it never looks into the table.
+                        yield "", pyarrow.table({"skipped": pyarrow.nulls(skipped)})
+                        kwargs["row_groups_list"] = [groups]
+                is_first_file = False
+                yield from generate(**kwargs)
+
+            self.generate_tables_fn = generate_tables
+        yield from read(self)
+
+    return read_from_row_group
+
+
+def _row_groups_from(file: str, row: int) -> tuple[list[int], int]:
+    """The row groups of a file from the one with row number `row` on, and the number of rows before them."""
+    from datasets.utils.file_utils import xopen
+
+    with xopen(file, "rb") as opened:
+        metadata = parquet.read_metadata(opened)
+    sizes = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+    starts = [0, *itertools.accumulate(sizes)]
+    index = next((index for index in range(len(sizes)) if starts[index + 1] > row), len(sizes))
+    # datasets cuts tables by the size of the first row group it reads, so that one must have the size of the file's first.
+    while index and (index == len(sizes) or sizes[index] != sizes[0]):
+        index -= 1
+    return [*range(index, len(sizes))], starts[index]

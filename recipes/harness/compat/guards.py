@@ -1,0 +1,93 @@
+"""Checks a library before it is changed. `python tests/compat/list_changes.py` lists all changes and checks the libraries."""
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from harness.launched import UserError
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Target:
+    """An attribute of a library: `module:Class.attribute`, for a function with the names of its parameters, `module:f(a, b)`."""
+
+    module: str
+    attribute: str
+    parameters: tuple[str, ...] | None  # None: not a function, or any signature will do
+
+    @classmethod
+    def read(cls, text: str) -> "Target":
+        module, attribute, parameters = re.fullmatch(r"([\w.]+):([\w.]+)(?:\((.*)\))?", text).groups()
+        names = None if parameters is None else tuple(name.strip() for name in parameters.split(",") if name.strip())
+        return cls(module, attribute, names)
+
+    def problem(self) -> str:
+        """What is different in the installed version, "" if nothing is."""
+        library = self.module.split(".")[0]
+        version = f"Python {sys.version.split()[0]}" if library in sys.stdlib_module_names else _version(library)
+        try:
+            found = functools.reduce(getattr, self.attribute.split("."), importlib.import_module(self.module))
+        except (ImportError, AttributeError):
+            return f"{version} has no {self.module}.{self.attribute}"
+        if self.parameters is None:
+            return ""
+        names = tuple(inspect.signature(found).parameters)
+        if names == self.parameters:
+            return ""
+        return f"{version} has {self.module}.{self.attribute}({', '.join(names)}), expected ({', '.join(self.parameters)})"
+
+
+def _version(library: str) -> str:
+    try:
+        return f"{library} {importlib.metadata.version(library)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{library} (not installed)"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A function of this package and what it changes or uses of a library."""
+
+    name: str  # of the function
+    module: str
+    doc: str
+    targets: tuple[Target, ...]
+
+    def problem(self) -> str:
+        return next((problem for target in self.targets if (problem := target.problem())), "")
+
+
+CHANGES: list[Change] = []  # of all modules imported so far, for the listing and its test
+
+
+def changes(*targets: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Declares what a function changes or uses of a library. The first call checks it and raises UserError if it is different."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        change = Change(function.__name__, function.__module__, function.__doc__ or "", tuple(map(Target.read, targets)))
+        CHANGES.append(change)
+        checked = False
+
+        @functools.wraps(function)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            nonlocal checked
+            if not checked:
+                if problem := change.problem():
+                    raise UserError(
+                        f"{problem}, which {change.name} in {change.module.replace('.', '/')}.py needs: "
+                        "install the versions of requirements.txt"
+                    )
+                checked = True
+            return function(*args, **kwargs)
+
+        return guarded
+
+    return decorate

@@ -1,0 +1,231 @@
+"""Changes to transformers, and private names of it."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.compat.guards import changes
+
+import torch
+
+
+@changes("transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer.update_device_map(self, device_map)")
+def load_4bit_models_on_cpu() -> None:
+    """Loads 4-bit models into host memory, so that FSDP can move one layer at a time to the GPU.
+
+    SFTTrainer passes `device_map=None` in every distributed run, and transformers takes None for the current GPU: every
+    process would hold the whole 4-bit model on its GPU. A `device_map` in the recipe has no effect, SFTTrainer overwrites it.
+    Upstream: huggingface/trl#3436.
+    Checked with: transformers 5.23.0, trl 1.16.0.
+    Remove when: SFTTrainer leaves a `device_map` alone that the user passed.
+    """
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    def update_device_map(self: Bnb4BitHfQuantizer, device_map: Any) -> dict[str, str]:
+        return {"": "cpu"}
+
+    Bnb4BitHfQuantizer.update_device_map = update_device_map
+
+
+@changes("transformers.core_model_loading:_materialize_copy(tensor, device, dtype)")
+def read_no_weights() -> None:
+    """In this process `from_pretrained` makes weights on the meta device: FSDP receives them from the first process.
+
+    With `fsdp_cpu_ram_efficient_loading` only the first process should read the weights, but transformers reads them in
+    every process, so a node's host memory holds as many copies where the dtype is not that of the file.
+    Upstream: huggingface/transformers#43749.
+    Checked with: transformers 5.23.0.
+    Remove when: that issue is closed.
+    """
+    from transformers import core_model_loading
+
+    def make_empty(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        shape = tensor.get_shape() if hasattr(tensor, "get_shape") else tensor.shape  # of a slice of a file, or of a tensor
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    core_model_loading._materialize_copy = make_empty
+
+
+@changes(
+    "transformers:PreTrainedModel.from_pretrained",
+    "transformers:PreTrainedModel._from_config",
+)
+def load_small_models(shrink: Callable[[Any], Any]) -> None:
+    """From here on `from_pretrained` makes a model with random weights and the config `shrink(config)`; it reads no weights.
+
+    For commands that run a recipe only until its trainer is built: the data is tokenized for the real model, and loading
+    70B would take an hour. A recipe passes the model's name to the trainer, so the replacement must be in `from_pretrained`.
+    Upstream: no issue: it is not a fault of transformers.
+    Checked with: transformers 5.23.0.
+    Remove when: SFTTrainer can be built without a model.
+    """
+    from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+
+    def from_pretrained(
+        cls: type[PreTrainedModel],
+        name: str,
+        *args: Any,
+        config: Any = None,
+        revision: str = "main",
+        dtype: Any = None,
+        **kwargs: Any,
+    ) -> PreTrainedModel:
+        small = shrink(config or AutoConfig.from_pretrained(name, revision=revision))
+        small.name_or_path = str(name)  # SFTTrainer loads the tokenizer from there
+        model = cls._from_config(small, **({"dtype": dtype} if dtype else {}))
+        with contextlib.suppress(OSError):  # not every model has a generation config
+            model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
+        return model
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
+@changes("transformers.tokenization_utils_base:is_offline_mode")
+def load_tokenizers_as_offline() -> None:
+    """Makes tokenizers that come from the Hub equal to those that come from the cache.
+
+    A tokenizer stores whether it was loaded offline. `datasets` computes the name of a cached dataset from the tokenizer, so
+    data that was tokenized with internet would not be found again without it.
+    Upstream: no issue yet.
+    Checked with: transformers 5.23.0, datasets 5.2.0.
+    Remove when: the tokenizer no longer stores it.
+    """
+    from transformers import tokenization_utils_base
+
+    tokenization_utils_base.is_offline_mode = lambda: True
+
+
+@changes(
+    "transformers:Trainer.get_batch_samples(self, epoch_iterator, num_batches, device)",
+    "transformers:Trainer._get_num_items_in_batch(self, batch_samples, device)",
+)
+def install_batch_reader(
+    trainer: Any, read: Callable[[Iterator, int], list[dict]], counted: Callable[[list[dict], Any], None]
+) -> None:
+    """Replaces how a trainer reads the micro-batches of an optimizer step.
+
+    `read(iterator, count)` returns the batches. It must return none on all processes or on no process, because the trainer
+    then gathers the number of tokens in the loss, and `counted(batches, number)` gets that number.
+
+    transformers lets an exception of the data loader end one process while the others wait in that gather; on NCCL all later
+    collectives are off by one.
+    Upstream: no issue yet.
+    Checked with: transformers 5.23.0.
+    Remove when: the trainer has a hook between reading the batches and the gather.
+    """
+
+    def get_batch_samples(epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list[dict], Any]:
+        batches = read(epoch_iterator, num_batches)
+        number = trainer._get_num_items_in_batch(batches, device)
+        counted(batches, number)
+        return batches, number
+
+    trainer.get_batch_samples = get_batch_samples
+
+
+@changes("transformers:Trainer._save_checkpoint(self, model, trial)")
+def install_before_checkpoint(trainer: Any, before: Callable[[Path], None]) -> None:
+    """Calls `before(folder)` on every process before a trainer writes the checkpoint `folder`.
+
+    A callback is called only after the checkpoint was written. It is too late then to mark the folder as incomplete, and
+    to delete an old checkpoint first when the disk is nearly full.
+    Upstream: no issue yet.
+    Checked with: transformers 5.23.0.
+    Remove when: TrainerCallback has an event before a save.
+    """
+    write = trainer._save_checkpoint
+
+    def save_checkpoint(model: Any, trial: Any) -> None:
+        before(Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}"))
+        write(model, trial)
+
+    trainer._save_checkpoint = save_checkpoint
+
+
+@changes("transformers:Trainer.log(self, logs, start_time)")
+def install_log_fields(trainer: Any, fields: Callable[[dict], dict]) -> None:
+    """Adds `fields(logs)` to everything a trainer logs, before the state and the trackers get it.
+
+    A callback gets the logs after they were written into the state, and after the trackers, which were added first.
+    Upstream: the documented way is a subclass of Trainer, but recipes choose the class.
+    Checked with: transformers 5.23.0.
+    Remove when: callbacks can change logs.
+    """
+    log = trainer.log
+
+    def log_with_fields(logs: dict, *args: Any, **kwargs: Any) -> None:
+        log(logs | fields(logs), *args, **kwargs)
+
+    trainer.log = log_with_fields
+
+
+@changes("transformers:Trainer.get_train_dataloader(self)")
+def install_train_dataloader(trainer: Any, change: Callable[[Any], None]) -> None:
+    """Calls `change(loader)` on the training data loader that a trainer makes.
+
+    Upstream: the documented way is a subclass of Trainer, but recipes choose the class.
+    Checked with: transformers 5.23.0.
+    Remove when: a Trainer accepts a data loader.
+    """
+    make = trainer.get_train_dataloader
+
+    def get_train_dataloader() -> Any:
+        loader = make()
+        change(loader)
+        return loader
+
+    trainer.get_train_dataloader = get_train_dataloader
+
+
+@changes("transformers:Trainer.autocast_smart_context_manager(self, cache_enabled)")
+def install_autocast(trainer: Any, dtype: torch.dtype) -> None:
+    """Computes the forward pass of a trainer under autocast in `dtype`, without autocast's cache of weights.
+
+    accelerate enters autocast for bf16, but also makes FSDP cast all weights, which destroys packed 4-bit ones; so bf16 is
+    off for these models, and autocast with it. The cache would keep a copy of every gathered adapter until the end of
+    the pass.
+    Upstream: no issue yet.
+    Checked with: transformers 5.23.0, accelerate 1.15.0.
+    Remove when: accelerate can enter autocast without a mixed precision policy for FSDP.
+    """
+
+    def autocast(*args: Any, **kwargs: Any) -> torch.autocast:
+        return torch.autocast(trainer.args.device.type, dtype, cache_enabled=False)
+
+    trainer.autocast_smart_context_manager = autocast
+
+
+@changes("transformers:PreTrainedModel._no_split_modules")
+def transformer_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The transformer layers of a model by name, wrapped by FSDP or not.
+
+    The names of the classes are private; FSDP's auto wrap policy in accelerate reads the same attribute.
+    Upstream: no issue: there is no public name.
+    Checked with: transformers 5.23.0.
+    Remove when: there is one.
+    """
+    names = set(model._no_split_modules or [])
+    return {name: module for name, module in model.named_modules() if names & {cls.__name__ for cls in type(module).__mro__}}
+
+
+@changes("transformers:PreTrainedModel._supports_flash_attn", "transformers:PreTrainedConfig._attn_implementation")
+def supports_flash_attention(model_class: type | None) -> bool:
+    """Whether a model's class has FlashAttention. transformers raises an error in `from_pretrained` for one that has not.
+
+    Upstream: no issue: there is no public name.
+    Checked with: transformers 5.23.0.
+    Remove when: there is one.
+    """
+    return getattr(model_class, "_supports_flash_attn", False)
+
+
+@changes("transformers:PreTrainedConfig._attn_implementation")
+def attention_of(config: Any) -> str | None:
+    """The attention implementation that a loaded model uses, as `--attn_implementation` names it.
+
+    Upstream: no issue: there is no public name.
+    Checked with: transformers 5.23.0.
+    Remove when: there is one.
+    """
+    return getattr(config, "_attn_implementation", None)

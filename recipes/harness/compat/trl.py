@@ -1,0 +1,68 @@
+"""Changes to TRL."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from harness.compat.guards import changes
+
+
+@changes("trl.trainer.sft_trainer:get_training_chat_template(processing_class, tokenizer)")
+def install_training_template(template: Callable[[Any], str | None]) -> None:
+    """Makes SFTTrainer ask `template(tokenizer)` for the chat template that marks the tokens of the loss.
+
+    TRL has marked copies of some families' templates and refuses all others, although any template can be marked. Passing a
+    marked template as `chat_template_path` would save it with the model.
+    Upstream: no issue yet.
+    Checked with: trl 1.16.0.
+    Remove when: SFTConfig accepts a template for training only.
+    """
+    from trl.trainer import sft_trainer
+
+    sft_trainer.get_training_chat_template = template
+
+
+@changes(
+    "trl.kernels.chunked_logprob:_TRITON_AVAILABLE",
+    "trl.trainer.utils:_CHUNKED_LOGPROB_CHUNK_SIZE",
+)
+def compute_loss_without_triton() -> None:
+    """Computes TRL's loss in PyTorch, in tiles of 4,096 words of the vocabulary.
+
+    TRL takes its Triton kernel whenever Triton is installed. It fails where Triton cannot compile (no C compiler) and on GPUs
+    it does not support (T4). Its PyTorch code has tiles of 32,768 words, of which float32 keeps seven at a time: 2 x 256
+    tokens of GPT-2 XL would need 470 MB, smaller tiles need 59 MB.
+    Upstream: triton-lang/triton#10918.
+    Checked with: trl 1.16.0.
+    Remove when: TRL has an option for it.
+    """
+    from trl.kernels import chunked_logprob
+    from trl.trainer import utils
+
+    chunked_logprob._TRITON_AVAILABLE = False
+    utils._CHUNKED_LOGPROB_CHUNK_SIZE = 4096
+
+
+@changes("trl:SFTTrainer._prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name)")
+def record_whole_rows(record: Callable[[str, Any, Any], None]) -> None:
+    """Makes SFTTrainer call `record(split, rows, tokenized)` before it truncates and packs; `split` is "train" or "eval".
+
+    A preview shows how much of each document is cut off, which the packed rows no longer show.
+    Upstream: no issue: it is not a fault of TRL.
+    Checked with: trl 1.16.0.
+    Remove when: SFTTrainer has a step for it.
+    """
+    from trl import SFTTrainer
+
+    prepare = SFTTrainer._prepare_dataset
+
+    def prepare_dataset(
+        trainer: Any, dataset: Any, tokenizer: Any, args: Any, packing: bool, formatting_func: Any, name: str
+    ) -> Any:
+        untruncated = copy.copy(args)
+        untruncated.max_length, untruncated.shuffle_dataset = None, False
+        tokenized = prepare(trainer, dataset, tokenizer, untruncated, False, formatting_func, name)
+        record(name, dataset, tokenized)
+        return prepare(trainer, tokenized, tokenizer, args, packing, None, name)
+
+    SFTTrainer._prepare_dataset = prepare_dataset

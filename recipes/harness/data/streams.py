@@ -1,0 +1,105 @@
+"""Streams on several processes: none ends before the others, and each resumes at the row where it stopped reading."""
+
+import json
+from pathlib import Path
+
+from harness.compat.datasets import complete_stream_state
+from harness.compat.transformers import install_train_dataloader
+from harness.folder import read_json, step_of
+from harness.launched import UserError, print_once
+
+from datasets import IterableDataset
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+def repeat_stream(trainer: Trainer) -> None:
+    """Repeats a training stream from its start when it ends, so that all processes train until the last step.
+
+    Files differ in length: a process that has read its files would save or evaluate while the others still train, and all
+    would wait for each other without end. For the same reason a stream for evaluation raises UserError.
+    """
+    if isinstance(trainer.eval_dataset, IterableDataset) and trainer.args.world_size > 1:
+        raise UserError(
+            "eval_dataset is a stream, and processes whose files end at different times would wait for each other without end: "
+            "hold out a fixed number of rows, Dataset.from_list(list(stream.take(256)))"
+        )
+    if isinstance(trainer.train_dataset, IterableDataset):
+        trainer.train_dataset = trainer.train_dataset.repeat(None)
+        trainer.accelerator.dataloader_config.dispatch_batches = False  # every process reads for itself; SFTTrainer sets it too
+
+
+class StreamPosition(TrainerCallback):
+    """Saves each process's position in the training stream in every checkpoint, as stream_N.json, and resumes there.
+
+    transformers reads a stream again from its beginning. It still does so where the position is not known: with
+    --dataloader_num_workers, whose processes do not report it, and in a checkpoint of another number of processes.
+    """
+
+    def __init__(self, trainer: Trainer, checkpoint: Path | None) -> None:
+        self.trainer, self.checkpoint = trainer, checkpoint
+        self.processes = trainer.args.world_size
+        self.file = f"stream_{trainer.args.process_index}.json"
+        self.position: dict | None = None  # after the batches of the current step
+        self.after_batches: tuple[dict | None, dict | None] = (None, None)  # the current one; accelerate has read one ahead
+
+    def install(self) -> None:
+        """To be called before `trainer.train`."""
+        install_train_dataloader(self.trainer, self._follow)
+
+    def _follow(self, loader: DataLoader) -> None:
+        """Restores the position of the loader's stream, and records the position after every batch."""
+        stream = getattr(loader.dataset, "dataset", loader.dataset)  # accelerate wraps it where all processes read the same files
+        if not isinstance(stream, IterableDataset):
+            return
+        saved = read_json(self.checkpoint / self.file) if self.checkpoint else {}
+        if not loader.num_workers:
+            complete_stream_state()
+            collate = loader.collate_fn
+
+            def collate_and_record(rows: list[dict]) -> dict:
+                self.after_batches = (self.after_batches[1], stream.state_dict())
+                return collate(rows)
+
+            loader.base_dataloader.collate_fn = collate_and_record
+            if saved.get("processes") == self.processes and _operations(saved["place"]) == _operations(stream.state_dict()):
+                stream.load_state_dict(saved["place"])
+                self.trainer.args.ignore_data_skip = True  # transformers would skip rows that were already skipped
+                return
+        if self.checkpoint:
+            self._explain_skipping(loader)
+
+    def _explain_skipping(self, loader: DataLoader) -> None:
+        """Prints what another number of processes reads twice or not at all."""
+        before = read_json(self.checkpoint / "stream_0.json").get("processes", self.processes)
+        if before == self.processes:
+            return
+        rows = step_of(self.checkpoint) * self.trainer.args.gradient_accumulation_steps * loader.batch_size
+        seen, skipped = rows * before, rows * self.processes
+        outcome = (
+            f"reads at least {seen - skipped:,} of them again" if skipped < seen else f"skips at least {skipped - seen:,} others"
+        )
+        print_once(
+            f"The stream's position was saved by {before} processes, which have trained on {seen:,} rows. Each of these "
+            f"{self.processes} processes skips the first {rows:,} rows of its own files, {skipped:,} in all; the run {outcome}. "
+            "Reading up to there takes time."
+        )
+
+    def step_begins(self) -> None:
+        """To be called once the batches of a step were read."""
+        self.position = self.after_batches[0]
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        if self.position is None:
+            return
+        try:
+            text = json.dumps({"processes": self.processes, "place": self.position})
+        except TypeError:  # the buffer of a shuffled stream holds rows that JSON cannot represent, such as images
+            return
+        Path(args.output_dir, f"checkpoint-{state.global_step}", self.file).write_text(text, "utf-8")
+
+
+def _operations(position: dict) -> list[str]:
+    """The names of the operations of a stream (map, shuffle, repeat …), from the last one to the source."""
+    rest = _operations(position["examples_iterable"]) if "examples_iterable" in position else []
+    return [position.get("type", ""), *rest]

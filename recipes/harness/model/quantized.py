@@ -1,0 +1,206 @@
+"""4-bit models under FSDP: quantized once and kept on the disk, sharded from host memory, checked byte for byte.
+
+transformers quantizes while it loads, on every process and at every start: half an hour for 70B on two cores. Loading a model
+that is already quantized takes seconds per layer.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+
+from harness.compat.transformers import install_autocast, transformer_layers
+from harness.folder import write_json
+from harness.launched import UserError, print_once
+from harness.rehearsal import tiny
+
+import torch
+from filelock import FileLock
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
+from trl import ModelConfig
+
+# Which files of a model are downloaded: not its weights a second time in another format.
+WEIGHT_FILES = {"allow_patterns": ["*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]}
+SOURCE = "source.json"  # in the folder of a quantized model: the model it was made from
+FREE_BYTES = 2**26  # that may be in use on a GPU before the model is sharded: the first all-reduce, workspaces
+
+
+def quantized_folder(model_args: ModelConfig) -> Path:
+    """Where the 4-bit weights of a model are kept: a folder for every model and way of quantizing."""
+    from huggingface_hub.constants import HF_HOME
+
+    options = [
+        model_args.model_name_or_path,
+        model_args.model_revision,
+        model_args.bnb_4bit_quant_type,
+        model_args.use_bnb_nested_quant,
+        model_args.bnb_4bit_quant_storage,
+    ]
+    digest = hashlib.sha256(repr(options).encode()).hexdigest()[:8]
+    made = tiny.FOLDER.absolute()
+    if Path(model_args.model_name_or_path).is_relative_to(made):
+        root, name = made.with_name(".quantized"), Path(model_args.model_name_or_path).name
+    else:
+        root, name = Path(HF_HOME, "quantized"), model_args.model_name_or_path.strip("/").replace("/", "--")
+    return root / f"{name[-80:]}-{model_args.bnb_4bit_quant_type}-{digest}"
+
+
+def quantize_once(model_args: ModelConfig, display_name: str) -> None:
+    """Quantizes a model unless its folder exists. Only one process at a time does it; an interrupted one is continued."""
+    folder = quantized_folder(model_args)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if folder.is_dir():
+            print_once(f"The 4-bit weights of {display_name} are in {folder}.")
+            return
+        print_once(f"Quantizing {display_name} to 4 bits, once, into {folder} …")
+        draft = folder.with_name(f".{folder.name}.draft")
+        _quantize(model_args, draft)
+        draft.rename(folder)
+
+
+def use_quantized_weights(model_args: ModelConfig, training_args: TrainingArguments) -> None:
+    """Makes the arguments name the quantized folder. Its config.json says how it is quantized."""
+    model_args.model_name_or_path, model_args.model_revision = str(quantized_folder(model_args)), "main"
+    model_args.load_in_4bit = False
+    training_args.model_init_kwargs = {**training_args.model_init_kwargs, "revision": "main"}
+
+
+def _quantize(model_args: ModelConfig, folder: Path) -> None:
+    """Writes what transformers would save of the quantized model, with one file of the original in memory at a time.
+
+    Files that are already in `folder` are kept. (transformers 5.23 needs nearly twice the original model to quantize it:
+    260 GB of host memory for 70B.)
+    """
+    import trl
+    from huggingface_hub import snapshot_download
+    from tqdm import tqdm
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    quantization = trl.get_quantization_config(model_args)
+    dtype = getattr(torch, model_args.dtype)
+    name, revision = model_args.model_name_or_path, model_args.model_revision
+    config = AutoConfig.from_pretrained(name, revision=revision)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    head = model.get_output_embeddings()
+    linear = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head}
+
+    source = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, revision=revision, **WEIGHT_FILES))
+    files = [file for file in sorted(source.glob("*.safetensors")) if not file.name.startswith("consolidated")]
+    folder.mkdir(parents=True, exist_ok=True)
+    weight_map = {}
+    bar = tqdm(total=sum(file.stat().st_size for file in files), unit="B", unit_scale=True, disable=None)
+    for file in files:
+        target = folder / file.name
+        if not target.is_file():
+            tensors = {}
+            with safe_open(file, "pt") as weights:
+                for tensor_name in weights.keys():  # noqa: SIM118 (safe_open is not a dict)
+                    original = weights.get_tensor(tensor_name)
+                    weight = original.to(dtype)
+                    if tensor_name in linear:
+                        tensors |= _quantize_weight(tensor_name, weight, quantization)
+                    else:
+                        tensors[tensor_name] = weight.clone()
+                    bar.update(original.nbytes)
+            draft = folder / f"{file.name}.draft"
+            save_readable(tensors, draft)
+            draft.replace(target)
+        with safe_open(target, "pt") as weights:
+            weight_map |= dict.fromkeys(weights.keys(), target.name)
+    bar.close()
+    if missing := linear - weight_map.keys():
+        raise UserError(f"--load_in_4bit: {source} has no weight {min(missing)} in safetensors, so it cannot be quantized")
+
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+    config.dtype, config.quantization_config = dtype, quantization.to_dict()
+    config.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(name, revision=revision).save_pretrained(folder)
+    write_json(folder / SOURCE, {"model": name, "revision": revision})
+
+
+def _quantize_weight(name: str, weight: torch.Tensor, quantization: BitsAndBytesConfig) -> dict[str, torch.Tensor]:
+    """A 4-bit weight and its quantization state, under the names that bitsandbytes' Linear4bit saves."""
+    from bitsandbytes.nn import Params4bit
+
+    packed = Params4bit(
+        weight,
+        requires_grad=False,
+        compress_statistics=quantization.bnb_4bit_use_double_quant,
+        quant_type=quantization.bnb_4bit_quant_type,
+        quant_storage=quantization.bnb_4bit_quant_storage,
+    ).to("cpu")
+    state = {f"{name}.{part}": tensor for part, tensor in packed.quant_state.as_dict(packed=True).items()}
+    return {name: packed.data, **state}
+
+
+def save_readable(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Saves a safetensors file that everyone who may read its folder can read; safetensors makes it the owner's alone."""
+    save_file(tensors, path, {"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def prepare_quantized_model(trainer: Trainer) -> None:
+    """Makes the adapter of a 4-bit model float32 while it computes in bf16, and checks that no GPU holds the whole model.
+
+    TRL casts the adapter to bf16, and Adam's moments with it; bf16 rounds away their decay of 0.1 % per step. Float32 costs
+    8 bytes more per trained parameter. Raises RuntimeError if the model is on a GPU before FSDP shards it.
+    """
+    model = trainer.model
+    if not getattr(model, "is_loaded_in_4bit", False):
+        return
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float()
+    if not trainer.is_fsdp_enabled:
+        return
+    for name, weight in model.named_parameters():
+        if weight.device.type not in ("cpu", "meta"):
+            raise RuntimeError(f"{name} is on a GPU before it is sharded, and perhaps the whole model: load it into host memory")
+    layer_bytes = max(sum(weight.nbytes for weight in layer.parameters()) for layer in transformer_layers(model).values())
+    if torch.cuda.is_available() and torch.cuda.max_memory_allocated() > 2 * layer_bytes + FREE_BYTES:
+        raise RuntimeError(
+            f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB were on the GPU before the model was sharded, more than two "
+            f"layers ({2 * layer_bytes / 1e9:.1f} GB): something loads it there"
+        )
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False  # PEFT would keep a float32 copy of the input of every adapter
+    install_autocast(trainer, torch.bfloat16)
+
+
+def install_byte_check(model: torch.nn.Module) -> None:
+    """Stops the run, on any process, if 4-bit weights do not leave FSDP as they entered it.
+
+    The packed bytes of every 4-bit weight in the first and the last layer are compared with those in the first forward pass,
+    where they are all-gathered and on the device.
+    """
+    layers = list(transformer_layers(model).values())
+    modules = [module for layer in layers[:1] + layers[-1:] for module in layer.modules()]
+    quantized = {id(m.weight): m for m in modules if type(getattr(m, "weight", None)).__name__ == "Params4bit"}
+    unchanged = []
+
+    def install(module: torch.nn.Module, loaded: str) -> None:
+        def compare(module: torch.nn.Module, inputs: tuple) -> None:
+            hook.remove()
+            if _digest(module.weight) != loaded:
+                raise RuntimeError(
+                    "sharding changed the 4-bit weights: their storage was cast or its bits were not kept. "
+                    "Use bnb_4bit_quant_storage float32 with mixed_precision 'no'"
+                )
+            unchanged.append(module)
+            if len(unchanged) == len(quantized):
+                print_once(f"Sharding kept the 4-bit weights: {len(unchanged)} compared byte for byte.")
+
+        hook = module.register_forward_pre_hook(compare)
+
+    for module in quantized.values():
+        install(module, _digest(module.weight))
+
+
+def _digest(weight: torch.Tensor) -> str:
+    copy = weight.detach().clone().view(torch.uint8).cpu()  # a view by numpy would keep FSDP2 from freeing the storage
+    return hashlib.sha256(copy.numpy()).hexdigest()

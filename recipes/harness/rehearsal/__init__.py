@@ -1,1 +1,0 @@
-"""What `--tiny` puts in the place of model, data and GPUs: runs in rehearsals only."""

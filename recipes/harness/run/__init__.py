@@ -1,1 +1,0 @@
-"""From a built trainer to a finished model: runs in every process that trains, in `train`."""

@@ -1,0 +1,201 @@
+"""Known failures of a run, each with one message and an exit code: no memory, no disk space, a lost connection."""
+
+import errno
+import os
+import shutil
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from harness import folder, signals
+from harness.launched import UserError
+from harness.nodes.network import exit_if_connection_lost
+
+OUT_OF_MEMORY = 12  # exit code (ENOMEM)
+T = TypeVar("T")
+
+# Functions that an error can pass through, and what the run was doing in them; the first that is found counts.
+MOMENTS = {
+    "_save_checkpoint": "saving a checkpoint",
+    "evaluate": "evaluating",
+    "generate_samples": "generating samples",
+    "save_model": "saving the model",
+    "compute_loss": "in the forward pass",
+    "backward": "in the backward pass",
+    "step": "in the optimizer step",
+    "_clip_grad_norm": "clipping gradients",
+    "_inner_training_loop": "preparing a step",
+}
+MOMENTS_OF_A_STEP = (
+    "in the forward pass",
+    "in the backward pass",
+    "in the optimizer step",
+    "clipping gradients",
+    "preparing a step",
+)
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE}
+# What torch.save, sharded checkpoints and safetensors raise instead of an OSError.
+DISK_MESSAGES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "No space left", "File too large", "I/O error")
+
+
+def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
+    """Exits with one message if `error` is a known failure; returns if it is not. `trainer` is None before there is one."""
+    exit_if_out_of_memory(error)
+    if trainer is not None:
+        exit_if_disk_failed(error, trainer)
+        exit_if_connection_lost(error, trainer.state.global_step, folder.resume_hint(Path(trainer.args.output_dir)))
+
+
+def exit_if_out_of_memory(error: Exception) -> None:
+    text = str(error)
+    if "out of memory" not in text and "can't allocate memory" not in text and not isinstance(error, MemoryError):
+        return
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(3)  # if all processes run out of memory, the first one prints the message
+    if not signals.last_signal():
+        print(f"\nerror: {_memory_message(error)}", file=sys.stderr, flush=True)
+    os._exit(OUT_OF_MEMORY)  # other processes may never reach the end of a collective
+
+
+def _memory_message(error: Exception) -> str:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    functions = {frame.f_code.co_name for frame in frames}
+    moment = next((words for name, words in MOMENTS.items() if name in functions), "loading the model")
+    trainer = next((f.f_locals["self"] for f in frames if hasattr(f.f_locals.get("self"), "accelerator")), None)
+    done = trainer.state.global_step if trainer else 0
+    step = ""
+    if trainer and moment in MOMENTS_OF_A_STEP:
+        step = f" of step {done + 1}"
+    elif done:
+        step = f" after step {done}"
+    advice = (
+        " or ".join(_flags_that_save_memory(error, trainer, moment)) or "another config, which shards over more GPUs or offloads"
+    )
+    return f"{_memory_that_ran_out(error)} ran out of memory {moment}{step}. What saves most here: {advice}"
+
+
+def _memory_that_ran_out(error: Exception) -> str:
+    import torch
+
+    process = f"process {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    is_host = "can't allocate memory" in str(error) or isinstance(error, MemoryError)
+    if is_host or not torch.cuda.is_available():
+        return f"{process}the host"
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return f"{process}the GPU ({total / 1e9:.1f} GB; peak {peak / 1e9:.1f} GB, {reserved / 1e9:.1f} GB reserved)"
+
+
+def _flags_that_save_memory(error: Exception, trainer: Any, moment: str) -> list[str]:
+    """The two flags that save most at this moment, of those that are not set yet."""
+    from transformers import TrainingArguments
+    from trl import ModelConfig
+
+    args, model_args = find_local(error, TrainingArguments), find_local(error, ModelConfig)
+    if trainer is not None:
+        args, has_adapter = trainer.args, hasattr(trainer.model, "peft_config")
+        is_4bit = bool(getattr(trainer.model, "is_loaded_in_4bit", False))
+    elif args is not None and model_args is not None:
+        has_adapter = model_args.use_peft
+        is_4bit = model_args.load_in_4bit or Path(model_args.model_name_or_path).parent.name.endswith("quantized")
+    else:
+        return []
+    rows, length = args.per_device_train_batch_size, getattr(args, "max_length", None) or 0
+    is_sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    weights, activations = [], []
+    if not is_sharded:
+        weights.append("the config " + ("4gpu_full_shard" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else "1x3090_offload"))
+    if not has_adapter:
+        weights.append("--use_peft --learning_rate 2e-4")
+    elif not is_4bit and hasattr(args, "model_init_kwargs"):
+        weights.append("--load_in_4bit")
+    if moment == "evaluating":
+        if args.per_device_eval_batch_size > 1:
+            activations.append("--per_device_eval_batch_size 1")
+    else:
+        if not args.activation_checkpointing:
+            activations.append("--activation_checkpointing true")
+        if rows > 1:
+            activations.append(f"--per_device_train_batch_size {rows // 2}")
+    if length > 256:
+        activations.append(f"--max_length {length // 2}")
+    activations_first = moment in ("evaluating", "in the forward pass", "in the backward pass")
+    return (activations + weights if activations_first else weights + activations)[:2]
+
+
+def find_local(error: Exception, kind: type[T]) -> T | None:
+    """The first local variable of this type in the frames of an error's traceback."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            if isinstance(value, kind):
+                return value
+    return None
+
+
+def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
+    """Raises UserError unless the disk has space for two checkpoints and the model."""
+    run = Path(trainer.args.output_dir)
+    checkpoint_size, model_size = estimated_sizes(trainer)
+    if checkpoint:
+        checkpoint_size = folder_size(checkpoint)
+    wanted = 0 if trainer.args.save_strategy == "no" else 2
+    missing = max(0, wanted - len(folder.checkpoints(run)))
+    needed, free = missing * checkpoint_size + model_size, shutil.disk_usage(run).free
+    if free < needed:
+        raise UserError(
+            f"--output_dir: {run} has {readable(free)} free, this run needs {readable(needed)}: {missing} "
+            f"checkpoint{'' if missing == 1 else 's'} of {readable(checkpoint_size)} and a model of {readable(model_size)}. Free "
+            "some space, or pass a folder on another disk"
+        )
+
+
+def exit_if_disk_failed(error: Exception, trainer: Any) -> None:
+    run = Path(trainer.args.output_dir)
+    has_disappeared, text = not (run / folder.RUN).is_file(), str(error).strip()
+    is_here = isinstance(error, OSError) and (error.errno in DISK_ERRORS or str(error.filename).startswith(str(run)))
+    if not has_disappeared and not is_here and not any(message in text for message in DISK_MESSAGES):
+        return
+    if os.environ.get("LOCAL_RANK", "0") != "0" and not is_here:
+        time.sleep(3)  # a sharded checkpoint fails on every process, and the first one prints the message
+    if has_disappeared:
+        reason = "it has disappeared"
+    else:
+        newest = folder.newest_complete_checkpoint(run)
+        needed = max(estimated_sizes(trainer)[0], folder_size(newest) if newest else 0)
+        # The next start removes incomplete checkpoints.
+        incomplete = [path for path in folder.checkpoints(run) if not (path / folder.COMPLETION_MARKER).exists()]
+        free = shutil.disk_usage(run).free + sum(map(folder_size, incomplete))
+        reason = text.split("\n")[-1][:200]
+        if free < needed:
+            reason = f"the disk is full: a checkpoint needs {readable(needed)}, {readable(needed - free)} are missing"
+    _exit(
+        f"{run} cannot be written at step {trainer.state.global_step}: {reason}. {folder.resume_hint(run)}", folder.NOT_WRITABLE
+    )
+
+
+def _exit(message: str, code: int) -> NoReturn:
+    print(f"\nerror: {message}", file=sys.stderr, flush=True)
+    os._exit(code)  # other processes may never reach the end of a collective
+
+
+def estimated_sizes(trainer: Any) -> tuple[int, int]:
+    """Bytes of a checkpoint and of the final model, at least."""
+    from transformers import PreTrainedModel
+
+    is_full_model = isinstance(trainer.model, PreTrainedModel)
+    saved = [weight for weight in trainer.model.parameters() if weight.requires_grad or is_full_model]
+    optimizer = str(trainer.args.optim).lower()
+    moments = 2 if "adam" in optimizer and "8bit" not in optimizer else 0
+    checkpoint = sum(w.numel() * w.element_size() * (1 + moments * w.requires_grad) for w in saved)
+    return checkpoint, sum(weight.numel() * 2 for weight in saved)
+
+
+def folder_size(path: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def readable(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

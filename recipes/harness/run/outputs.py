@@ -1,0 +1,266 @@
+"""What a run writes at its end: the model, a model card, samples, train_results.json and loss.png."""
+
+import datetime
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import platform
+import resource
+import shutil
+import sys
+from pathlib import Path
+
+from harness.compat.transformers import attention_of
+from harness.folder import RESULTS, RUN, read_json, sync, write_json
+from harness.launched import print_once
+from harness.model.quantized import SOURCE
+from harness.run.progress import Progress
+
+import torch
+from accelerate.utils import gather_object
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.trainer_utils import TrainOutput
+
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes", "datasets")
+
+
+def save_model(trainer: Trainer) -> None:
+    """Writes the model (or adapter) and the tokenizer, in the dtype of the original. Collective; the first process writes.
+
+    The files are written into a draft folder and moved from there, so that each is complete or missing.
+    """
+    output_dir, draft = Path(trainer.args.output_dir), Path(trainer.args.output_dir, ".model.draft")
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    for module in trainer.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after an evaluation, weights can still be unsharded and rounded to the compute dtype
+    state = full_state_dict(model, trainer)
+    if trainer.is_world_process_zero():
+        is_adapter = not isinstance(model, PreTrainedModel)
+        shutil.rmtree(draft, ignore_errors=True)
+        if is_adapter:
+            # The adapter belongs to the model that was quantized, not to the quantized copy on this machine.
+            settings = model.peft_config["default"]
+            source = read_json(Path(settings.base_model_name_or_path, SOURCE))
+            settings.base_model_name_or_path = source.get("model", settings.base_model_name_or_path)
+        model.save_pretrained(draft, state_dict=state)
+        if not is_adapter:
+            # In training the weights are float32 and the cache is off; the saved model has the original's settings.
+            original = original_config(trainer)
+            model.config.dtype, model.config.use_cache = original.dtype, getattr(original, "use_cache", True)
+            model.config.save_pretrained(draft)
+        trainer.processing_class.save_pretrained(draft)
+        (draft / "README.md").write_text(model_card(read_json(output_dir / RUN), is_adapter), "utf-8")
+        for file in draft.iterdir():
+            shutil.copymode(output_dir / RUN, file)  # safetensors makes files that only their owner can read
+            sync(file)
+            file.replace(output_dir / file.name)
+        draft.rmdir()
+    trainer.accelerator.wait_for_everyone()
+
+
+def full_state_dict(model: torch.nn.Module, trainer: Trainer) -> dict[str, torch.Tensor]:
+    """All weights on the CPU of the first process; of an adapter only the trained ones, so that the base is not gathered."""
+    if not isinstance(model, PreTrainedModel):
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        return {name: (w.full_tensor() if isinstance(w, DTensor) else w).detach().cpu() for name, w in trained.items()}
+    dtype = original_config(trainer).dtype or torch.float32
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return {
+        name: weight.to(dtype) if weight.is_floating_point() else weight for name, weight in state.items() if name not in tied
+    }
+
+
+def original_config(trainer: Trainer) -> PreTrainedConfig:
+    """The config of the model that the run started from."""
+    args = trainer.args
+    revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision", "main")
+    name = trainer.accelerator.unwrap_model(trainer.model).config.name_or_path
+    return AutoConfig.from_pretrained(name, trust_remote_code=getattr(args, "trust_remote_code", False), revision=revision)
+
+
+def model_card(run: dict, is_adapter: bool) -> str:
+    """A model card with what the Hub reads: base model, dataset, library."""
+    links = {"base_model": run["model"], "datasets": run["dataset"]}
+    # Hub IDs only: a rehearsal's model and dataset are tiny ones, and a local path means nothing to others.
+    header = "".join(f"{key}: [{name}]\n" for key, name in links.items() if not run["tiny"] and not Path(name).exists())
+    kind = "An adapter" if is_adapter else "A fine-tune"
+    rehearsal = "\n\nThis is a rehearsal with a tiny model and dataset: the model knows nothing." if run["tiny"] else ""
+    return (
+        f"---\n{header}library_name: {'peft' if is_adapter else 'transformers'}\npipeline_tag: text-generation\n---\n\n"
+        f"{kind} of {run['model']} on {run['dataset']} with the recipe `{run['recipe']}` "
+        f"({run['config'] or 'no config'}). The results are in train_results.json.{rehearsal}\n"
+    )
+
+
+def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> None:
+    """Continues a few evaluation rows, or answers their prompts; prints the texts and writes them to samples.txt.
+
+    One batch for all: where weights are all-gathered for every token, three texts cost as much as one.
+    """
+    rows = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
+    rows = next(iter(rows.values())) if isinstance(rows, dict) else rows
+    prompts = [_prompt_of(row) for row in itertools.islice(rows, count)]
+    model, tokenizer, width = trainer.model, trainer.processing_class, max(map(len, prompts))
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    padding = [width - len(prompt) for prompt in prompts]
+    ids = [[pad] * pads + prompt for pads, prompt in zip(padding, prompts, strict=True)]
+    mask = [[0] * pads + [1] * len(prompt) for pads, prompt in zip(padding, prompts, strict=True)]
+    device = trainer.accelerator.device
+    model.eval()
+    torch.manual_seed(0)  # on every process, so that they generate the same tokens
+    with torch.no_grad(), trainer.autocast_smart_context_manager():
+        generated = model.generate(
+            input_ids=torch.tensor(ids, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            max_new_tokens=24 if is_rehearsal else 48,
+            do_sample=True,
+            top_p=0.9,
+            pad_token_id=pad,
+            use_cache=True,
+            synced_gpus=trainer.accelerator.num_processes > 1,  # a process that is done continues for the others
+        )
+    texts = []
+    for prompt, tokens in zip(prompts, generated[:, width:].tolist(), strict=True):
+        texts.append(f"> {tokenizer.decode(prompt)}\n{_decode_answer(tokens, model, tokenizer)}\n")
+    note = "; random weights write nonsense" if is_rehearsal else ""
+    print_once(f"\nSamples, prompted with evaluation rows (samples.txt{note}):\n\n" + "\n".join(texts))
+    if trainer.is_world_process_zero():
+        Path(trainer.args.output_dir, "samples.txt").write_text("\n".join(texts), "utf-8")
+
+
+def _decode_answer(tokens: list[int], model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The generated text up to its end token, or with "…" if there is none."""
+    eos = model.generation_config.eos_token_id
+    end_tokens = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+    for index, token in enumerate(tokens):
+        if token in end_tokens:
+            return tokenizer.decode(tokens[: index + 1])
+    return f"{tokenizer.decode(tokens)} …"
+
+
+def _prompt_of(row: dict, length: int = 24) -> list[int]:
+    """The tokens of a row before the first one in the loss; its first tokens if all are in the loss."""
+    ids = row["input_ids"][: row["seq_lengths"][0]] if "seq_lengths" in row else row["input_ids"]
+    labels = list(row.get("labels", ids))[: len(ids)]
+    masked = next((index for index, label in enumerate(labels) if label != -100), 0)
+    return list(ids[: masked if masked > 1 else length])
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """Trained and all parameters. Call it before sharding, after which 4-bit weights do not know their size."""
+    if hasattr(model, "get_nb_trainable_parameters"):
+        return model.get_nb_trainable_parameters()
+    return model.num_parameters(only_trainable=True), model.num_parameters()
+
+
+def write_results(
+    trainer: Trainer,
+    output: TrainOutput | None,
+    evaluation: dict[str, float],
+    progress: Progress,
+    parameters: tuple[int, int],
+    resumed_from: int,
+) -> dict:
+    """Gathers the numbers of all processes (collective); the first writes them. Memory in GB (1e9 bytes), time in seconds.
+
+    Time and tokens are those of the whole run, including its parts before a resume. `train_runtime` includes everything,
+    `tokens_per_second` only the time of optimizer steps.
+    """
+    args, state = trainer.args, trainer.state
+    host_unit = 1 if sys.platform == "darwin" else 1024
+    has_gpu = torch.cuda.is_available()
+    own = {
+        "node": os.environ.get("GROUP_RANK", "0"),
+        "gpu": torch.cuda.max_memory_allocated() / 1e9 if has_gpu else 0.0,
+        "reserved": torch.cuda.max_memory_reserved() / 1e9 if has_gpu else 0.0,
+        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * host_unit / 1e9,
+        "fsdp": trainer.is_fsdp_enabled,
+        "gpus": progress.gpus.whole_run(),
+    }
+    processes = gather_object([own])
+    nodes = sorted({process["node"] for process in processes}, key=int)
+    by_node = {node: [process for process in processes if process["node"] == node] for node in nodes}
+    counted = progress.so_far()
+    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    seconds = counted["seconds"] or 1  # 0 if the run had no step left
+    eval_loss = evaluation.get("eval_loss")
+    results = read_json(Path(args.output_dir, RUN)) | {
+        "fsdp_enabled": all(process["fsdp"] for process in processes),
+        "world_size": trainer.accelerator.num_processes,
+        "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.num_processes,
+        "num_nodes": len(nodes),
+        "attention": attention_of(trainer.accelerator.unwrap_model(trainer.model).config),
+        "model_params_b": round(parameters[1] / 1e9, 6),
+        "trainable_params_b": round(parameters[0] / 1e9, 6),
+        "peak_gpu_gb": round(max(process["gpu"] for process in processes), 3),
+        "peak_gpu_reserved_gb": round(max(process["reserved"] for process in processes), 3),
+        "gpu_utilization": [percent for process in processes for percent, _ in process["gpus"]],
+        "gpu_memory_gb": [used for process in processes for _, used in process["gpus"]],
+        "peak_host_gb": round(max(sum(process["host"] for process in of) for of in by_node.values()), 3),
+        "final_loss": losses[-1] if losses else (output.training_loss if output else None),
+        **({} if eval_loss is None else {"eval_loss": eval_loss, "perplexity": math.exp(min(eval_loss, 700))}),
+        "tokens_per_second": round(counted["tokens"] / seconds, 1),
+        "loss_tokens_per_second": round(counted["loss_tokens"] / seconds, 1),
+        "train_runtime": counted["runtime"],
+        "tokens": counted["tokens"],
+        "loss_tokens": counted["loss_tokens"],
+        "global_step": state.global_step,
+        "epoch": state.epoch,
+        "resumed_from_step": resumed_from,
+        "device": torch.cuda.get_device_name() if has_gpu else platform.processor() or platform.machine(),
+        "finished": datetime.datetime.now().isoformat(timespec="seconds"),
+        "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES},
+    }
+    results["nodes"] = [
+        {
+            "node": int(node),
+            "peak_gpu_gb": round(max(process["gpu"] for process in of), 3),
+            **{key: results[key] for key in ("fsdp_enabled", "world_size", "model_params_b", "final_loss")},
+        }
+        for node, of in by_node.items()
+    ]
+    if trainer.is_world_process_zero():
+        names = [name for name in (results.get("recipe"), results.get("config")) if name]
+        draw_losses(state.log_history, " × ".join(names), Path(args.output_dir, "loss.png"))
+        write_json(Path(args.output_dir, RESULTS), results)
+    return results
+
+
+def draw_losses(log_history: list[dict], title: str, path: Path) -> None:
+    """Draws training and evaluation loss over steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="tight")
+    axes = figure.subplots()
+    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--")):
+        points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def print_summary(results: dict, output_dir: str) -> None:
+    """Prints the numbers that a person looks for first."""
+    if results["num_nodes"] > 1:
+        print_once("\n".join(json.dumps(report) for report in results["nodes"]))
+    kind = "FSDP" if results["fsdp_enabled"] else "Unsharded"
+    processes = f"{results['world_size']} process{'es' if results['world_size'] > 1 else ''}"
+    evaluation = ""
+    if "eval_loss" in results:
+        evaluation = f", evaluation loss {results['eval_loss']:.4f} (perplexity {results['perplexity']:.1f})"
+    gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
+    print_once(
+        f"{kind} on {processes}, {results['global_step']} steps: loss {results['final_loss']:.4f}{evaluation}\n"
+        f"{results['tokens_per_second']:,.0f} tokens/s, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n"
+        f"The model, train_results.json and loss.png are in {output_dir}"
+    )

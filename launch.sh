@@ -176,7 +176,7 @@ run() {
 run_tests() {
   local -a selection=(tests)
   if [[ ${1:--} != -* ]]; then
-    selection=(tests/recipes/test_smoke.py --recipe "$(resolve recipes py "$1" recipe)")
+    selection=(tests/recipes/test_smoke.py::test_pair_trains_and_saves_a_model -v --recipe "$(resolve recipes py "$1" recipe)")
     shift
     if [[ ${1:--} != -* ]]; then
       selection+=(--config "$(resolve accelerate_configs yaml "$1" config)")

@@ -1,4 +1,4 @@
-"""The recipe of benchmarks/published.py: the plain Trainer, whole logits, rows of one length, as libraries of 2024 had it."""
+"""The recipe of benchmarks/published.py: plain Trainer, all logits at once, rows of one length, as in libraries of 2024."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ from trl import get_peft_config, get_quantization_config
 @dataclass
 class Arguments(TrainingArguments):
     max_length: int = 2048
-    model_init_kwargs: dict | str | None = None  # what a recipe has that can quantize
+    model_init_kwargs: dict | str | None = None  # a recipe that quantizes must have it
 
 
 def main():
-    _, args, model = parse(
+    _, training_args, model_args = parse(
         Arguments,
         model_name_or_path="meta-llama/Llama-3.1-8B",
         dataset_name="HuggingFaceFW/fineweb-edu",
@@ -27,15 +27,21 @@ def main():
         remove_unused_columns=False,
         lora_target_modules=["all-linear"],
     )
-    quantization = get_quantization_config(model)
-    base = AutoModelForCausalLM.from_pretrained(
-        model.model_name_or_path, quantization_config=quantization, **args.model_init_kwargs
+    model = AutoModelForCausalLM.from_pretrained(
+        model_args.model_name_or_path,
+        quantization_config=get_quantization_config(model_args),
+        **training_args.model_init_kwargs,
     )
-    adapted = peft.get_peft_model(base, get_peft_config(model)) if model.use_peft else base
-    row = {"input_ids": [0] * args.max_length, "labels": [0] * args.max_length}
-    tokenizer = AutoTokenizer.from_pretrained(model.model_name_or_path)
-    rows = Dataset.from_list([row] * 8 * args.per_device_train_batch_size)
-    train(Trainer(model=adapted, args=args, train_dataset=rows, processing_class=tokenizer))
+    if model_args.use_peft:
+        model = peft.get_peft_model(model, get_peft_config(model_args))
+    row = {"input_ids": [0] * training_args.max_length, "labels": [0] * training_args.max_length}
+    trainer = Trainer(
+        model=model,
+        args=training_args,
+        train_dataset=Dataset.from_list([row] * 8 * training_args.per_device_train_batch_size),
+        processing_class=AutoTokenizer.from_pretrained(model_args.model_name_or_path),
+    )
+    train(trainer)
 
 
 if __name__ == "__main__":

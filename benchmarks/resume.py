@@ -1,10 +1,10 @@
-"""How long a run takes from the command to its first step, going on in a stream at step 20 and at step 2,000.
+"""Measures how long a run takes from the command to its first step, when it resumes a stream at step 20 and at step 2,000.
 
     .venv/bin/python benchmarks/resume.py            # about six minutes on two cores
 
-One rehearsal of 2,000 steps keeps both checkpoints. Then the same command goes on from a copy of one and of the other in
-turn; the clock stops when the first loss after the checkpoint is printed. For comparison, each goes on once more with
---dataloader_num_workers 1, where transformers reads the stream again from its beginning.
+One rehearsal of 2,000 steps keeps both checkpoints. Then the same command resumes from a copy of each of them in turn, and the
+clock stops at the first loss that it prints. For comparison, each resumes once with --dataloader_num_workers 1, where
+transformers reads the stream again from its beginning.
 """
 
 import os
@@ -17,50 +17,50 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, LATER, REPEATS = (20, 2000), 2001, 3
+STEPS, MAX_STEPS, REPEATS = (20, 2000), 2001, 3
 
 
-def command(run: Path, steps: int, *flags) -> list:
-    recipe = ["--tiny", "qwen2_fineweb_edu", "1x3090", "--output_dir", run, "--max_steps", steps, "--save_steps", STEPS[0]]
+def command(output_dir: Path, steps: int, *flags: str | int) -> list[str]:
+    recipe = ["--tiny", "qwen2_fineweb_edu", "1x3090", "--output_dir", output_dir, "--max_steps", steps, "--save_steps", STEPS[0]]
     small = ["--max_length", 64, "--gradient_accumulation_steps", 1, "--eval_strategy", "no", "--save_total_limit", STEPS[1]]
     return [str(word) for word in [ROOT / "launch.sh", *recipe, *small, *flags]]
 
 
-def until_first_step(checkpoint: Path, *flags) -> float:
-    """Seconds from the command, which goes on from a copy of `checkpoint`, to its first logged loss."""
-    run = checkpoint.parent.with_name("again")
-    shutil.rmtree(run, ignore_errors=True)
-    shutil.copytree(checkpoint, run / checkpoint.name)
-    shutil.copy(checkpoint.parent / "run.json", run)
-    began = time.monotonic()
-    words = command(run, LATER, "--logging_steps", 1, *flags)
+def seconds_to_first_step(checkpoint: Path, *flags: str | int) -> float:
+    """Seconds from the command, which resumes from a copy of `checkpoint`, to its first logged loss."""
+    output_dir = checkpoint.parent.with_name("resumed")
+    shutil.rmtree(output_dir, ignore_errors=True)
+    shutil.copytree(checkpoint, output_dir / checkpoint.name)
+    shutil.copy(checkpoint.parent / "run.json", output_dir)
+    began, output = time.monotonic(), ""
+    words = command(output_dir, MAX_STEPS, "--logging_steps", 1, *flags)
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        said = []
         for line in process.stdout:
-            said.append(line)
-            if "loss" in line and "Continuing from" in "".join(said):
+            output += line
+            if "loss" in line and "Resuming from" in output:
                 seconds = time.monotonic() - began
-                process.terminate()  # which leaves nothing behind that still writes
-                process.communicate()
+                process.terminate()
+                process.communicate()  # until it has exited and writes no more
                 return seconds
-    raise RuntimeError("".join(said))
+    raise RuntimeError(output)
 
 
-def main():
+def main() -> None:
     os.environ.setdefault("PYTHON", sys.executable)
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         began = time.monotonic()
         subprocess.run(command(run, STEPS[1], "--logging_steps", 100), check=True, stdout=subprocess.DEVNULL)
         print(f"{STEPS[1]} steps: {time.monotonic() - began:.0f} s", flush=True)
-        seconds = {step: [] for step in STEPS}
+        measured = {step: [] for step in STEPS}
         for step in STEPS * REPEATS:
-            seconds[step].append(until_first_step(run / f"checkpoint-{step}"))
-        for step, measured in seconds.items():
-            again = until_first_step(run / f"checkpoint-{step}", "--dataloader_num_workers", 1)
-            each = ", ".join(f"{one:.1f}" for one in measured)
-            print(f"step {step}: {statistics.median(measured):.1f} s ({each}); the stream read again: {again:.1f} s", flush=True)
-        print(f"ratio {statistics.median(seconds[STEPS[1]]) / statistics.median(seconds[STEPS[0]]):.2f}")
+            measured[step].append(seconds_to_first_step(run / f"checkpoint-{step}"))
+        medians = {step: statistics.median(seconds) for step, seconds in measured.items()}
+        for step, seconds in measured.items():
+            reading_again = seconds_to_first_step(run / f"checkpoint-{step}", "--dataloader_num_workers", 1)
+            each = ", ".join(f"{number:.1f}" for number in seconds)
+            print(f"step {step}: {medians[step]:.1f} s ({each}); reading the stream again: {reading_again:.1f} s", flush=True)
+        print(f"ratio {medians[STEPS[1]] / medians[STEPS[0]]:.2f}")
 
 
 if __name__ == "__main__":

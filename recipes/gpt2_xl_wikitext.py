@@ -5,8 +5,8 @@
     sky jobs launch cloud/gpt2_xl_wikitext.yaml --env BUCKET=a-name-of-your-own               # on three spot machines
 
 Rows: a column `text`.
-Needs three 16 GB GPUs, where DDP would need 31.8 GB on each. Forecast, not measured: 10.4 GB per GPU with 3xt4_full_shard, 13.1 GB
-with 3xt4_shard_grad_op, which all-gathers the weights once per optimizer step. The network limits the speed of both.
+Needs three 16 GB GPUs; DDP would need 31.8 GB on each. Forecast, not measured: 10.4 GB per GPU with 3xt4_full_shard, 13.1 GB with
+3xt4_shard_grad_op, which all-gathers the weights once per optimizer step. The network limits the speed of both.
 """
 
 from dataclasses import dataclass

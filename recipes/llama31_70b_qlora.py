@@ -6,8 +6,8 @@
 
 Rows: conversations (`messages` with role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
 `instruction`, `input` and `output`; or texts: a column `text`, or the one of --dataset_text_field.
-Needs two 24 GB GPUs, HOST GB of host memory and DISK GB of disk. Forecast, not measured: 20.6 GB per GPU,
-80 to 175 s per step of 16,384 tokens. If memory runs out: --per_device_train_batch_size 4.
+Needs two 24 GB GPUs, 121 GB of host memory and 181 GB of disk. Forecast, not measured: 20.6 GB per GPU,
+81 to 173 s per step of 16,384 tokens. If memory runs out: --per_device_train_batch_size 4.
 """
 
 from harness import load, parse, train

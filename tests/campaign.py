@@ -1,22 +1,23 @@
-"""Kills, damages and signals runs, and looks whether the same command gives what an undisturbed run gives.
+"""Interrupts runs at random, and checks that the same command then gives the results of an uninterrupted run.
 
-    python tests/campaign.py [TRIALS [SEED]]   prints a table, also after Ctrl-C; every trial goes to campaign.jsonl
+    python tests/campaign.py [TRIALS [SEED]]    prints a table, also after Ctrl-C, and writes every trial into campaign.jsonl
 
-Three ways to disturb a rehearsal of six steps that saves every second one:
+A trial interrupts a rehearsal of six steps, which saves a checkpoint every two steps, in one of three ways:
 
-- kill: SIGKILL, to one process or to all at once, at one of the places where the run opens a file of its folder for
-  writing, makes, renames or deletes one. Python's audit events name the places; what torch and safetensors write past
-  Python is met before and after, and half of it is what the next way leaves.
-- damage: a file of the newest checkpoint is missing, empty, cut or changed.
-- signal: SIGTERM or SIGUSR1 at a random moment from the command on, to the launcher or to every process.
+- kill: SIGKILL, to one process or to all, just before the run changes a file in its output directory: opens it for writing,
+  makes, renames or deletes it. Python's audit events report these changes. What torch and safetensors write without Python is
+  killed before and after only; "damage" makes the incomplete files that a kill in between would leave.
+- damage: a file of the newest checkpoint is missing, empty, truncated or changed.
+- signal: SIGTERM or SIGUSR1 at a random moment after the start, to the launcher or to all processes.
 
-Afterwards the same command must end with exit code 0, the losses and the model of the undisturbed run, to the bit (see
-`ROUNDED`); have repeated no more than one interval between checkpoints; and nothing may be left running, nor a traceback
-shown. Every run is a fork of this process, which has imported the libraries, and does from there on what launch.sh does;
-those that get a signal are launch.sh itself.
+Then the same command must exit with code 0, repeat no more steps than there are between two checkpoints, and log the losses and
+save the model of the uninterrupted run, bit for bit (except ROUNDED). No process may remain and no traceback may be printed.
+Every run is a fork of this process, which has imported the libraries, and does what launch.sh does; runs that get a signal are
+launch.sh itself.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -26,11 +27,12 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-INTERVAL = 2
+INTERVAL = 2  # steps between two checkpoints
 FLAGS = ["--max_steps", "6", "--save_steps", str(INTERVAL), "--logging_steps", "1", "--eval_strategy", "no", "--max_length", "64"]
 PEFT = ["--use_peft", "--learning_rate", "2e-4"]
 VARIANTS = {
@@ -42,213 +44,294 @@ VARIANTS = {
     "full, sharded, 4 processes": ["4gpu_full_shard"],
     "adapter, sharded, 4 processes": ["4gpu_full_shard", *PEFT],
 }
-# After its first step DDP puts gradients into other buckets, and the sums of more than two processes depend on the bucket: a
-# run that goes on rounds that step otherwise. Its losses may differ by this share, its weights by a few units of their dtype.
+# DDP changes its gradient buckets after its first step, and the sum over more than two processes depends on the bucket, so a
+# resumed run rounds its first step differently. Its losses may differ by this share, and its weights by TOLERANCES.
 ROUNDED = {"full, 4 processes": 1e-3, "adapter, 4 processes": 1e-3}
-UNITS = {"torch.bfloat16": {"rtol": 0.02, "atol": 0.005}, "torch.float32": {"rtol": 1e-4, "atol": 1e-6}}
-MODEL = ("model.safetensors", "adapter_model.safetensors")
+TOLERANCES = {"torch.bfloat16": {"rtol": 0.02, "atol": 0.005}, "torch.float32": {"rtol": 1e-4, "atol": 1e-6}}
+MODEL_FILES = ("model.safetensors", "adapter_model.safetensors")
 DAMAGE = {
     "missing": Path.unlink,
     "empty": lambda path: os.truncate(path, 0),
-    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "changed": lambda path: path.write_bytes(bytes(255 - byte for byte in path.read_bytes())),
 }
-CODES = {0, 75, 143, 138, -signal.SIGTERM, -signal.SIGUSR1}  # how a run may answer a signal
+KINDS = ("kill", "damage", "signal")
+TARGETS = ("all", "one")
+EXIT_CODES = {0, 75, 143, 138, -signal.SIGTERM, -signal.SIGUSR1}  # of runs that got a signal
+CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")  # audit events
 
 
 class Run:
-    """A command in a process group of its own; `at` kills it at that place, `places` takes their names."""
+    """A run in its own process group, whose output goes into FOLDER.log.
 
-    def __init__(self, folder: Path, arguments: list[str], at=0, whom="all", places: Path | None = None, forks: bool = True):
+    `kill_before`: the number of a change of a file; `target`: whether it kills the process or all. `changes`: a file that lists
+    all changes. `as_fork`: a fork of this process instead of launch.sh.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        arguments: list[str],
+        kill_before: int = 0,
+        target: str = "all",
+        changes: Path | None = None,
+        as_fork: bool = True,
+    ):
         self.log = folder.with_name(f"{folder.name}.log")
+        config, *flags = arguments
+        recipe, config = str(ROOT / "recipes/qwen2_fineweb_edu.py"), str(ROOT / f"accelerate_configs/{config}.yaml")
+        command = ["launch.sh", "--tiny", recipe, config, *flags, *FLAGS, "--output_dir", str(folder)]
         self.pid = os.fork()
-        if self.pid == 0:
+        if self.pid:
+            return
+        try:
             os.setsid()
             log = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            for number in (1, 2):
-                os.dup2(log, number)
-            if at or places:
-                self._watch(folder, at, whom, places)
-            config, *flags = arguments
-            recipe, config = str(ROOT / "recipes/qwen2_fineweb_edu.py"), str(ROOT / f"accelerate_configs/{config}.yaml")
-            sys.argv = ["launch.sh", "--tiny", recipe, config, *flags, *FLAGS, "--output_dir", str(folder)]
-            if not forks:
-                os.execv(ROOT / "launch.sh", sys.argv)
-            runpy.run_module("harness.start.launch", run_name="__main__", alter_sys=True)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            if not as_fork:
+                os.execv(ROOT / "launch.sh", command)
+            if kill_before or changes:
+                watch_changes(folder, kill_before, target, changes)
+            sys.argv = command
+            runpy.run_module("harness.start.launch", run_name="__main__", alter_sys=True)  # exits
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
 
-    def _watch(self, folder: Path, at: int, whom: str, places: Path | None):
-        counter, inside = folder.with_name(f"{folder.name}.count"), []
-        counter.write_bytes(b"")
-
-        def hook(event, arguments):
-            if inside or event not in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"):
-                return
-            if isinstance(arguments[0], int) or (event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR)):
-                return
-            inside.append(event)
-            at_folder = arguments[-1] if event in ("os.remove", "os.rmdir") else -1
-            start = Path(f"/proc/self/fd/{at_folder}").readlink() if at_folder != -1 else str(Path.cwd())
-            path = os.path.normpath(os.path.join(start, os.fsdecode(arguments[0])))  # noqa: PTH118 (of any type)
-            if path.startswith(f"{folder}/"):
-                number = os.open(counter, os.O_WRONLY | os.O_APPEND)  # one for all processes
-                os.write(number, b".")
-                count = os.lseek(number, 0, os.SEEK_CUR)
-                os.close(number)
-                if places:
-                    with places.open("a") as file:
-                        file.write(f"{event} {Path(path).relative_to(folder)}\n")
-                if count == at:
-                    os.kill(0 if whom == "all" else os.getpid(), signal.SIGKILL)
-            inside.clear()
-
-        sys.addaudithook(hook)
-
-    def send(self, number: int, whom: str):
+    def send_signal(self, number: int, target: str):
         with contextlib.suppress(ProcessLookupError):
-            (os.killpg if whom == "all" else os.kill)(self.pid, number)
+            if target == "all":
+                os.killpg(self.pid, number)
+            else:
+                os.kill(self.pid, number)
 
     def wait(self, seconds: float = 300) -> tuple[int | None, str]:
-        """The exit code (-N: signal N; None: it did not end), and what is wrong with how it ended."""
+        """The exit code (-N for signal N, None if it did not exit), and what is wrong with how the run ended."""
         deadline = time.monotonic() + seconds
-        while not (done := os.waitpid(self.pid, os.WNOHANG))[0]:
+        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
             if time.monotonic() > deadline:
                 os.killpg(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
-                return None, "hung"
+                return None, "did not exit"
             time.sleep(0.05)
-        for _ in range(100):
-            try:
-                os.killpg(self.pid, 0)
-            except ProcessLookupError:
-                break
+        code = os.waitstatus_to_exitcode(ended[1])
+        deadline = time.monotonic() + 10
+        while self._has_processes():
+            if time.monotonic() > deadline:
+                os.killpg(self.pid, signal.SIGKILL)
+                return code, "processes remained"
             time.sleep(0.1)
-        else:
-            os.killpg(self.pid, signal.SIGKILL)
-            return os.waitstatus_to_exitcode(done[1]), "left processes"
-        return os.waitstatus_to_exitcode(done[1]), "".join(re.findall("Traceback.*", self.log.read_text(), re.DOTALL))[-2000:]
+        tracebacks = re.findall("Traceback.*", self.log.read_text(), re.DOTALL)
+        return code, "".join(tracebacks)[-2000:]
+
+    def _has_processes(self) -> bool:
+        try:
+            os.killpg(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+def watch_changes(folder: Path, kill_before: int, target: str, changes: Path | None):
+    """Counts the changes in `folder` by this process and its forks; lists them in `changes`, or kills before one of them."""
+    counter, is_in_hook = folder.with_name(f"{folder.name}.count"), False
+    counter.write_bytes(b"")
+
+    def count_and_kill(event, arguments):
+        path = changed_path(event, arguments)
+        if not path.startswith(f"{folder}/"):
+            return
+        file = os.open(counter, os.O_WRONLY | os.O_APPEND)  # one byte per change, of all processes
+        os.write(file, b".")
+        count = os.lseek(file, 0, os.SEEK_CUR)
+        os.close(file)
+        if changes:
+            with changes.open("a") as file:
+                file.write(f"{event} {Path(path).relative_to(folder)}\n")
+        if count == kill_before:
+            os.kill(0 if target == "all" else os.getpid(), signal.SIGKILL)
+
+    def hook(event, arguments):
+        nonlocal is_in_hook
+        if event in CHANGES and not is_in_hook:
+            is_in_hook = True
+            count_and_kill(event, arguments)
+            is_in_hook = False
+
+    sys.addaudithook(hook)
+
+
+def changed_path(event: str, arguments: tuple) -> str:
+    """The absolute path that an audit event of CHANGES is about, "" for one that changes nothing."""
+    if isinstance(arguments[0], int) or (event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR)):
+        return ""
+    directory = str(Path.cwd())
+    if event in ("os.remove", "os.rmdir") and arguments[-1] != -1:  # relative to an open directory, as in shutil.rmtree
+        directory = str(Path(f"/proc/self/fd/{arguments[-1]}").readlink())
+    return os.path.normpath(os.path.join(directory, os.fsdecode(arguments[0])))  # noqa: PTH118 (it can be bytes)
+
+
+@dataclasses.dataclass
+class Reference:
+    """An uninterrupted run."""
+
+    folder: Path
+    changes: list[str]  # of files in its folder
+    seconds: float
+
+
+@dataclasses.dataclass
+class Trial:
+    kind: str
+    variant: str
+    what: str  # what was done to the run, and when
+    repeated: int  # steps that were trained twice
+    problem: str  # "" if the trial succeeded
 
 
 class Campaign:
     def __init__(self, folder: Path, seed: int, variants=tuple(VARIANTS)):
-        self.folder, self.random, self.variants, self.importing = folder, random.Random(seed), variants, prepare()
-        self.undisturbed, self.trials = {}, []
+        self.folder, self.random, self.variants = folder, random.Random(seed), variants
+        self.import_seconds = import_libraries()
+        self.references: dict[str, Reference] = {}
+        self.trials: list[Trial] = []
         folder.mkdir(parents=True, exist_ok=True)
         os.chdir(folder)
 
-    def reference(self, variant: str) -> tuple[Path, list[str], float]:
-        """An undisturbed run, the places at which it writes, the seconds it took."""
-        if variant not in self.undisturbed:
-            run = self.folder / f"undisturbed-{len(self.undisturbed)}"
-            Run(run, VARIANTS[variant]).wait()  # makes the stand-ins
+    def reference(self, variant: str) -> Reference:
+        if variant not in self.references:
+            run = self.folder / f"uninterrupted-{len(self.references)}"
+            Run(run, VARIANTS[variant]).wait()  # makes the tiny model and dataset, which would be changes too
             shutil.rmtree(run)
-            places, began = run.with_suffix(".places"), time.monotonic()
-            code, wrong = (started := Run(run, VARIANTS[variant], places=places)).wait()
-            assert (code, wrong) == (0, ""), started.log.read_text()
-            self.undisturbed[variant] = run, places.read_text().splitlines(), time.monotonic() - began
-        return self.undisturbed[variant]
+            changes, began = run.with_suffix(".changes"), time.monotonic()
+            started = Run(run, VARIANTS[variant], changes=changes)
+            assert started.wait() == (0, ""), started.log.read_text()
+            self.references[variant] = Reference(run, changes.read_text().splitlines(), time.monotonic() - began)
+        return self.references[variant]
 
-    def trial(self, kind: str, variant: str) -> dict:
-        undisturbed, places, seconds = self.reference(variant)
-        run = self.folder / "run"
+    def try_once(self, kind: str, variant: str) -> Trial:
+        reference, run = self.reference(variant), self.folder / "run"
         shutil.rmtree(run, ignore_errors=True)
-        whom, last, wrong = self.random.choice(("all", "one")), 0, ""
-        if kind == "damage":
-            shutil.copytree(undisturbed, run, ignore=shutil.ignore_patterns("train_results.json"))
-            newest = run / "checkpoint-6"
-            file = self.random.choice(sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size))
-            what = self.random.choice(list(DAMAGE))
-            DAMAGE[what](file)
-            where, last = f"{file.relative_to(newest)} {what}", 6
-        else:
-            if kind == "kill":
-                at = self.random.randint(1, len(places))
-                started, where = Run(run, VARIANTS[variant], at, whom), f"{places[at - 1]} ({at} of {len(places)}) to {whom}"
-                code, wrong = started.wait()
-            else:
-                moment = self.random.uniform(0, seconds + self.importing)
-                number = self.random.choice((signal.SIGTERM, signal.SIGUSR1))
-                started, where = Run(run, VARIANTS[variant], forks=False), f"{number.name} after {moment:.1f} s to {whom}"
-                time.sleep(moment)
-                started.send(number, whom)
-                code, wrong = started.wait()
-                wrong = wrong or f"exit code {code}" * (code not in CODES)
-            steps = re.findall(r"^step +(\d+)/.*  loss ", started.log.read_text(), re.MULTILINE)
-            last = int(steps[-1]) if steps else 0
+        interrupt = {"kill": self._kill, "damage": self._damage, "signal": self._signal}[kind]
+        what, last_step, problem = interrupt(run, variant, reference)
         again = Run(run, VARIANTS[variant])
-        code, then = again.wait()
-        wrong = (
-            wrong
-            or then
-            or (f"then exit code {code}: {again.log.read_text()[-300:]}" if code else _differs(run, undisturbed, variant))
-        )
-        repeated = 0 if wrong or "is finished" in again.log.read_text() else max(0, last - _results(run)["resumed_from_step"])
-        wrong = wrong or f"{repeated} steps repeated" * (repeated > INTERVAL)
-        self.trials.append({"kind": kind, "variant": variant, "where": where, "repeated": repeated, "wrong": wrong})
+        code, problem_of_second = again.wait()
+        problem, repeated = problem or problem_of_second, 0
+        if not problem and code != 0:
+            problem = f"then exit code {code}: {again.log.read_text()[-300:]}"
+        if not problem:
+            problem = difference(run, reference.folder, variant)
+        if not problem and "is finished" not in again.log.read_text():
+            repeated = max(0, last_step - results(run)["resumed_from_step"])
+            problem = f"{repeated} steps repeated" if repeated > INTERVAL else ""
+        trial = Trial(kind, variant, what, repeated, problem)
+        self.trials.append(trial)
         with (self.folder / "campaign.jsonl").open("a") as file:
-            file.write(json.dumps(self.trials[-1]) + "\n")
-        return self.trials[-1]
+            file.write(json.dumps(dataclasses.asdict(trial)) + "\n")
+        return trial
+
+    def _kill(self, run: Path, variant: str, reference: Reference) -> tuple[str, int, str]:
+        """What was done, the last step that was logged, and what is wrong with how the run ended."""
+        number, target = self.random.randint(1, len(reference.changes)), self.random.choice(TARGETS)
+        started = Run(run, VARIANTS[variant], number, target)
+        what = f"before {reference.changes[number - 1]} ({number} of {len(reference.changes)}) to {target}"
+        _, problem = started.wait()
+        return what, last_logged_step(started), problem
+
+    def _damage(self, run: Path, variant: str, reference: Reference) -> tuple[str, int, str]:
+        shutil.copytree(reference.folder, run, ignore=shutil.ignore_patterns("train_results.json"))
+        newest = run / "checkpoint-6"
+        file = self.random.choice(sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size))
+        damage = self.random.choice(list(DAMAGE))
+        DAMAGE[damage](file)
+        return f"{file.relative_to(newest)} {damage}", 6, ""
+
+    def _signal(self, run: Path, variant: str, reference: Reference) -> tuple[str, int, str]:
+        moment, target = self.random.uniform(0, reference.seconds + self.import_seconds), self.random.choice(TARGETS)
+        number = self.random.choice((signal.SIGTERM, signal.SIGUSR1))
+        started = Run(run, VARIANTS[variant], as_fork=False)
+        time.sleep(moment)
+        started.send_signal(number, target)
+        code, problem = started.wait()
+        if not problem and code not in EXIT_CODES:
+            problem = f"exit code {code}"
+        return f"{number.name} after {moment:.1f} s to {target}", last_logged_step(started), problem
 
     def table(self) -> str:
-        counts = Counter((trial["variant"], trial["kind"]) for trial in self.trials)
-        lines = ["| run | kill | damage | signal |", "|---|---|---|---|"]
-        lines += [f"| {v} | {' | '.join(str(counts[v, k]) for k in ('kill', 'damage', 'signal'))} |" for v in self.variants]
-        failed = [trial for trial in self.trials if trial["wrong"]]
-        most = max((trial["repeated"] for trial in self.trials), default=0)
-        lines += [
-            "",
-            f"{len(self.trials)} trials, {len(failed)} failed; at most {most} steps were repeated, of {INTERVAL} between saves.",
-        ]
-        return "\n".join([*lines, *(f"- {trial}" for trial in failed)])
+        counts = Counter((trial.variant, trial.kind) for trial in self.trials)
+        lines = [f"| run | {' | '.join(KINDS)} |", "|---" * (1 + len(KINDS)) + "|"]
+        for variant in self.variants:
+            lines.append(f"| {variant} | {' | '.join(str(counts[variant, kind]) for kind in KINDS)} |")
+        failed = [trial for trial in self.trials if trial.problem]
+        most = max((trial.repeated for trial in self.trials), default=0)
+        summary = (
+            f"{len(self.trials)} trials, {len(failed)} failed; at most {most} steps were repeated, of {INTERVAL} between saves."
+        )
+        return "\n".join([*lines, "", summary, *(f"- {trial}" for trial in failed)])
 
 
-def _results(run: Path) -> dict:
+def last_logged_step(run: Run) -> int:
+    steps = re.findall(r"^step +(\d+)/.*  loss ", run.log.read_text(), re.MULTILINE)
+    return int(steps[-1]) if steps else 0
+
+
+def difference(run: Path, uninterrupted: Path, variant: str) -> str:
+    """How the results of a run differ from those of the uninterrupted one, "" if they do not."""
+    losses, expected_losses = logged_losses(run), logged_losses(uninterrupted)
+    share = ROUNDED.get(variant)
+    file = next(name for name in MODEL_FILES if (uninterrupted / name).is_file())
+    if share is None:
+        if (run / file).read_bytes() != (uninterrupted / file).read_bytes():
+            return "another model"
+        return "" if losses == expected_losses else "other losses"
+
+    from safetensors.torch import load_file
+
+    weights, expected = load_file(run / file), load_file(uninterrupted / file)
+    if weights.keys() != expected.keys():
+        return "another model"
+    for name, weight in weights.items():
+        if not weight.allclose(expected[name], **TOLERANCES[str(weight.dtype)]):
+            return "another model"
+    if len(losses) != len(expected_losses):
+        return "other losses"
+    pairs = zip(sum(losses, ()), sum(expected_losses, ()), strict=True)
+    return "" if all(abs(one - other) <= share * abs(other) for one, other in pairs) else "other losses"
+
+
+def results(run: Path) -> dict:
     return json.loads((run / "train_results.json").read_text())
 
 
-def _differs(run: Path, undisturbed: Path, variant: str) -> str:
-    ours, theirs = _losses(run), _losses(undisturbed)
-    from safetensors.torch import load_file
-
-    if share := ROUNDED.get(variant):
-        steps = zip(ours, theirs, strict=False)
-        is_near = all(abs(one - other) <= share * abs(other) for both in steps for one, other in zip(*both, strict=True))
-        file = next(name for name in MODEL if (undisturbed / name).is_file())
-        one, other = (load_file(folder / file) for folder in (run, undisturbed))
-        if one.keys() != other.keys() or not all(one[n].allclose(other[n], **UNITS[str(one[n].dtype)]) for n in one):
-            return "another model"
-        return "other losses" * (len(ours) != len(theirs) or not is_near)
-    for file in MODEL:
-        if (undisturbed / file).is_file() and (run / file).read_bytes() != (undisturbed / file).read_bytes():
-            return "another model"
-    return "other losses" * (ours != theirs)
-
-
-def _losses(run: Path) -> list:
+def logged_losses(run: Path) -> list[tuple]:
     history = json.loads((run / "trainer_state.json").read_text())["log_history"]
     return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in history if "loss" in entry]
 
 
-def prepare() -> float:
-    """Imports what every run would, and says how many seconds that took; nothing here may begin a thread."""
+def import_libraries() -> float:
+    """Imports what every run needs; returns the seconds that it took. No thread may be started before a fork."""
     began = time.monotonic()
     sys.path.insert(0, str(ROOT / "recipes"))
     os.environ |= {"PYTHONPATH": str(ROOT / "recipes"), "PYTHON": sys.executable}
-    from harness.start import server
+    from harness.start import processes
 
-    assert not (problem := server.import_libraries()), problem
+    assert processes.import_libraries(), "this process cannot be forked"
     return time.monotonic() - began
 
 
-def main(trials: int = 300, seed: int = 0):
+def main(trials: int = 300, seed: int = 0) -> int:
+    """Returns 1 if a trial failed."""
     campaign = Campaign(Path(os.environ.get("TMPDIR", "/tmp"), f"campaign-{os.getpid()}"), seed)
     began = time.monotonic()
     with contextlib.suppress(KeyboardInterrupt):
         for number in range(trials):
-            kind = ("kill", "damage", "signal")[number % 3]
-            trial = campaign.trial(kind, campaign.variants[number // 3 % len(campaign.variants)])
-            print(f"{number + 1} {time.monotonic() - began:.0f} s", *trial.values(), flush=True)
+            variant = campaign.variants[number // len(KINDS) % len(campaign.variants)]
+            trial = campaign.try_once(KINDS[number % len(KINDS)], variant)
+            print(f"{number + 1} {time.monotonic() - began:.0f} s", *dataclasses.astuple(trial), flush=True)
     print(campaign.table(), f"\nseed {seed}, {time.monotonic() - began:.0f} s, {campaign.folder}")
-    return any(trial["wrong"] for trial in campaign.trials)
+    return int(any(trial.problem for trial in campaign.trials))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Several machines on one: network namespaces joined by a bridge, and a real SLURM in them.
 
-Needs root on Linux; SLURM needs Debian's `slurm-wlm` and `munge`. Nothing of the system is changed: own key, own socket,
-own state, own /etc/hosts in each node's mount namespace.
+Needs root on Linux; SLURM needs Debian's `slurm-wlm` and `munge`. The system is not changed: the key, the socket and the state of
+SLURM are in a temporary folder, and each node has a copy of /etc/hosts in its mount namespace.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ CONTROLLER = f"{NETWORK}.254"
 
 
 def missing(*programs: str) -> str:
-    """Why no cluster can be made here, or ''."""
+    """Why no cluster can be made on this machine, "" if one can."""
     if os.name != "posix" or os.uname().sysname != "Linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     absent = [program for program in ("ip", "nsenter", "unshare", *programs) if not shutil.which(program)]
@@ -31,7 +31,7 @@ def missing(*programs: str) -> str:
 
 
 class Nodes:
-    """`count` machines named node0, node1, … that reach each other and nothing else. A context manager."""
+    """`count` machines named node0, node1, … that can reach each other and nothing else. A context manager."""
 
     def __init__(self, count: int, folder: Path):
         self.names, self.folder, self.processes = [f"node{i}" for i in range(count)], folder, []
@@ -69,7 +69,7 @@ class Nodes:
         subprocess.run(["ip", "link", "delete", "recipes0"], capture_output=True)
 
     def start(self, name: str, *command, **options) -> subprocess.Popen:
-        """Starts a program on a node. (`ip netns exec` would hide /sys/fs/cgroup, and slurmd would not start.)"""
+        """Starts a program on a node. `ip netns exec` would hide /sys/fs/cgroup, which slurmd needs."""
         script = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
         wrapped = ["nsenter", f"--net=/run/netns/{_space(name)}", "unshare", "--uts", "--mount", "sh", "-c", script, "sh"]
         process = subprocess.Popen([*wrapped, name, self.folder / "hosts", *command], start_new_session=True, **options)
@@ -77,7 +77,7 @@ class Nodes:
         return process
 
     def kill(self, name: str):
-        """The machine loses power: everything on it is gone."""
+        """Kills every process of a node, as a loss of power does."""
         for _ in range(20):
             listed = subprocess.run(["ip", "netns", "pids", _space(name)], capture_output=True, text=True)
             if not listed.stdout.split():
@@ -87,13 +87,13 @@ class Nodes:
                     os.kill(int(pid), signal.SIGKILL)
             time.sleep(0.1)
 
-    def cable(self, name: str, state: str):
-        """`state` "down" pulls the node's network cable, "up" puts it back."""
+    def set_cable(self, name: str, state: str):
+        """`state` "down" unplugs the node's network cable, "up" plugs it in."""
         _ip("link", "set", f"recipes-{name}", state)
 
 
 class Slurm(Nodes):
-    """The same machines under SLURM: `run` calls sbatch, scontrol and the like as a person on the head node does."""
+    """The same machines under SLURM; `run` calls sbatch, scontrol and other commands as a user does on the head node."""
 
     def __enter__(self):
         self.daemons, self.variables = [], {}
@@ -168,7 +168,7 @@ class Slurm(Nodes):
         super().__exit__(*error)
 
     def run(self, *command, **options) -> str:
-        """What a SLURM command prints; fails when the command does."""
+        """Returns what a SLURM command prints; fails if the command fails."""
         environment = options.pop("env", os.environ) | self.variables
         process = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, **options)
         assert process.returncode == 0, f"{command}: {process.stdout}{process.stderr}"

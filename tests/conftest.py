@@ -15,58 +15,80 @@ from pathlib import Path
 import pytest
 import yaml
 from cluster import Nodes, Slurm, missing
+from forked_launcher import ForkedLauncher
+from local_hub import serve
 from rehearsals import Rehearsals
-from stand_in_hub import serve
-from starts import Starts
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
+# The rows of README's table: recipe, config, number of processes, sharded or not.
+README_PAIRS = [
+    (recipe, config, int(processes), fsdp == "yes")
+    for recipe, config, processes, fsdp in re.findall(
+        r"^\| `(\w+)` \| `(\w+)` \| (\d+) \| (yes|no) \|", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+]
+ALL_RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+ALL_CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+# Those of the project. There may be others, of a user; tests/recipes/test_smoke.py rehearses them too.
+RECIPES = [path for path in ALL_RECIPES if path.stem in {recipe for recipe, *_ in README_PAIRS}]
+CONFIGS = [path for path in ALL_CONFIGS if path.stem in {config for _, config, *_ in README_PAIRS}]
+# Packages that the project does not need: their requirements, and whether they are used together with its own.
+OTHER_PACKAGES = {
+    "sky_python": (["skypilot==0.14.1"], False),
+    "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0"], True),
+}
+# Fixtures in the order in which their tests run: quick ones, machines, rehearsals, packages that are being installed.
+ORDER = {"environment": 1, "build_trainer": 1, "machines": 2, "rehearse": 3, "fork_launch": 3, "simulate": 3}
+ORDER |= {"sky_python": 4, "tracker_python": 4}
 
-RECIPES = sorted((ROOT / "recipes").glob("*.py"))
-CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
-# Packages of others than the project: what they are, and whether they run beside its own.
-OTHERS = {"sky_python": (["skypilot==0.14.1"], False), "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0"], True)}
-# Fixtures by when their tests run: those of seconds, of machines, of rehearsals, of what is being installed.
-COSTS = {"environment": 1, "build_trainer": 1, "machinery": 2, "start": 3, "starts": 3, "drive": 3}
-COSTS |= {"sky_python": 4, "tracker_python": 4}
+
+def pytest_addoption(parser):
+    parser.addoption("--recipe", help="path of the one recipe to test")
+    parser.addoption("--config", help="path of the one config to test it with")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "ignore:.*torch.jit:DeprecationWarning")  # of torch's own modules
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """What answers at once comes first, whole rehearsals last; one worker has the machines, and one what a module shares.
+    """Quick tests first, rehearsals last. One worker has the machines, and one has what the tests of a module share.
 
-    The machines come early: their tests wait a lot, and meanwhile the other worker has enough to compute.
+    The machines come early: their tests wait a lot, while the other worker has enough to compute.
     """
-    items.sort(key=lambda item: max(COSTS.get(name, 0) for name in ("", *item.fixturenames)))
+    items.sort(key=lambda item: max(ORDER.get(name, 0) for name in ("", *item.fixturenames)))
     for item in items:
         scopes = {definitions[-1].scope for definitions in item._fixtureinfo.name2fixturedefs.values()}
-        if "machinery" in item.fixturenames or "module" in scopes:
-            item.add_marker(pytest.mark.xdist_group("machines" if "machinery" in item.fixturenames else item.path.stem))
+        if "machines" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("machines"))
+        elif "module" in scopes:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory) -> Path:
-    """A folder that all workers of these tests have."""
+    """A folder for all workers of this test run."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
 @pytest.fixture(scope="session", autouse=True)
-def installations(request, shared):
-    """Packages of others, in environments of their own: begun at once, by the first worker, they take a minute."""
-    for name in OTHERS.keys() & {name for item in request.session.items for name in item.fixturenames}:
-        packages, beside_ours = OTHERS[name]
+def start_installations(request, shared):
+    """The first worker starts installing OTHER_PACKAGES at once, each into its own environment: they take a minute."""
+    for name in OTHER_PACKAGES.keys() & {name for item in request.session.items for name in item.fixturenames}:
+        packages, uses_ours = OTHER_PACKAGES[name]
         folder = shared / name
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
-            if beside_ours:
+            if uses_ours:
                 site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
                 site.mkdir(parents=True)
                 (site / "ours.pth").write_text(sysconfig.get_path("purelib"))
-            install = (
-                f'"$0" -m venv "$1" && "$1/bin/python" -m pip install --quiet --disable-pip-version-check {" ".join(packages)}'
-            )
-            subprocess.Popen(["sh", "-c", f'{install} && touch "$1/installed"', sys.executable, folder])
+            install = f'"$1/bin/python" -m pip install --quiet --disable-pip-version-check {" ".join(packages)}'
+            script = f'"$0" -m venv "$1" && {install} && touch "$1/installed"'
+            subprocess.Popen(["sh", "-c", script, sys.executable, folder])
 
 
 @pytest.fixture(scope="session")
@@ -86,31 +108,32 @@ def _installed(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory):
-    """The tests' own Python, no network, caches of their own."""
+    """The tests' own Python, no network, own caches."""
     home = tmp_path_factory.mktemp("home")
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SKYPILOT_", "MASTER_"))}
+    foreign = ("SLURM_", "SKYPILOT_", "MASTER_", "ACCELERATE_", "FSDP_")
+    own = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return own | {
         "PYTHON": sys.executable,
         "HF_HOME": str(home / "huggingface"),
-        "HF_ENDPOINT": "http://127.0.0.1:9",  # nobody answers there
+        "HF_ENDPOINT": "http://127.0.0.1:9",  # nothing answers there
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "NO_COLOR": "1",
     }
 
 
 @pytest.fixture(scope="session")
-def workplace(shared):
-    """The folder rehearsals run in; it has a space in its name."""
-    place = shared / "work place"
-    place.mkdir(exist_ok=True)
-    return place
+def workdir(shared):
+    """The working directory of rehearsals; it has a space in its name."""
+    folder = shared / "work place"
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session")
-def launch(environment, workplace):
+def launch(environment, workdir):
     """Calls launch.sh; returns the finished process with its output as text."""
 
-    def call(*arguments, cwd=workplace, timeout=300, **variables):
+    def call(*arguments, cwd=workdir, timeout=300, **variables):
         return subprocess.run(
             [ROOT / "launch.sh", *map(str, arguments)],
             cwd=cwd,
@@ -124,79 +147,82 @@ def launch(environment, workplace):
 
 
 @pytest.fixture(scope="session")
-def starts(environment, workplace):
-    """What `launch` does to `harness.start.launch`, without its imports."""
-    made = Starts(environment, workplace)
-    yield made
-    made.close()
+def fork_launch(environment, workdir):
+    """Does what `launch` does, without importing the libraries each time."""
+    launcher = ForkedLauncher(environment, workdir)
+    yield launcher
+    launcher.close()
 
 
 @pytest.fixture(scope="session")
-def rehearse(launch, starts, workplace):
-    """Rehearses a recipe with a config and flags, once a session; returns the run's folder."""
-    return Rehearsals(launch, starts, workplace / "runs")
+def rehearse(launch, fork_launch, workdir):
+    """Rehearses a recipe with a config and flags, once per session; returns the output directory."""
+    return Rehearsals(launch, fork_launch, workdir / "runs")
 
 
 @pytest.fixture
-def build_trainer(workplace, monkeypatch, tmp_path):
-    """Runs a recipe in this process, on its tiny stand-ins, and returns the trainer it hands to `train`."""
+def build_trainer(workdir, monkeypatch, tmp_path):
+    """Runs a recipe (name or path) in this process, tiny; returns the trainer it passes to `train`."""
     import harness
 
-    handed_over = []
+    trainers = []
 
     def call(recipe, *flags):
-        monkeypatch.chdir(workplace)
-        path = str(ROOT / "recipes" / f"{recipe}.py")
+        monkeypatch.chdir(workdir)
+        path = recipe if "/" in recipe else str(ROOT / "recipes" / f"{recipe}.py")
         launched = {"recipe": path, "processes": 1, "tiny": True, "on_cpu": True}
-        monkeypatch.setattr(harness, "train", handed_over.append)
-        # Once as launch.py does, to check and to make the stand-ins; once as a rank does.
-        for checking in (True, False):
-            monkeypatch.setenv("RECIPE_LAUNCH", json.dumps(launched | {"checking": checking}))
-            monkeypatch.setattr(sys, "argv", [path, "--output_dir", str(tmp_path / f"in-process-{len(handed_over)}"), *flags])
+        monkeypatch.setattr(harness, "train", trainers.append)
+        # Once as the launcher does, to check and to make the tiny model and dataset; once as a process that trains does.
+        for only_check in (True, False):
+            monkeypatch.setenv("RECIPE_LAUNCH", json.dumps(launched | {"only_check": only_check}))
+            monkeypatch.setattr(sys, "argv", [path, "--output_dir", str(tmp_path / f"in-process-{len(trainers)}"), *flags])
             try:
                 runpy.run_path(path, run_name="__main__")
             except harness.launched.Checked:
-                assert checking
-        return handed_over[-1]
+                assert only_check
+        return trainers[-1]
 
     return call
 
 
 @pytest.fixture
-def says(capsys):
-    """Calls something that must end the process with one line, and returns the line."""
+def error_of(capsys):
+    """Calls a function that must raise UserError, or exit with its message; returns the message in one line."""
+    from harness.launched import UserError
 
-    def call(function, *arguments):
-        capsys.readouterr()  # what was said before
-        with pytest.raises(SystemExit) as stopped:
-            function(*arguments)
+    def call(function, *arguments, **options) -> str:
+        capsys.readouterr()  # drops earlier output
+        with pytest.raises((UserError, SystemExit)) as raised:
+            function(*arguments, **options)
+        if isinstance(raised.value, UserError):
+            return " ".join(str(raised.value).split())
         message = capsys.readouterr().err
-        assert stopped.value.code == 2 and message.count("\n") == 1
+        assert raised.value.code == 2 and message.count("\n") == 1 and message.startswith("error: "), message
         return message
 
     return call
 
 
 @pytest.fixture(scope="session")
-def machinery(tmp_path_factory):
-    """Three machines, under SLURM where it is installed."""
+def machines(tmp_path_factory):
+    """Three machines, under SLURM if it is installed."""
     if reason := missing():
         pytest.skip(reason)
     kind = Nodes if missing("slurmctld", "slurmd", "munged", "sbatch") else Slurm
-    with kind(3, tmp_path_factory.mktemp("cluster")) as made:
-        yield made
+    with kind(3, tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")
-def drive(environment, tmp_path_factory):
-    """Calls tests/plan/drive.py with runs (recipe, config, flags, how); returns what was found for each."""
+def simulate(environment, tmp_path_factory):
+    """Calls tests/plan/simulate_runs.py with runs (recipe, config, flags, kind); returns what was found for each."""
 
     def call(runs) -> list:
-        folder = tmp_path_factory.mktemp("drive")
-        runs = [[str(recipe), str(config), [str(flag) for flag in flags], how] for recipe, config, flags, how in runs]
+        folder = tmp_path_factory.mktemp("simulations")
+        runs = [[str(recipe), str(config), [str(flag) for flag in flags], kind] for recipe, config, flags, kind in runs]
         with serve(ROOT / "tests/published") as hub:
             process = subprocess.run(
-                [sys.executable, ROOT / "tests/plan/drive.py", json.dumps(runs), str(free_port())],
+                [sys.executable, ROOT / "tests/plan/simulate_runs.py", json.dumps(runs), str(free_port())],
                 env=environment | {"HF_ENDPOINT": hub.url},
                 cwd=folder,
                 capture_output=True,
@@ -211,40 +237,32 @@ def drive(environment, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def two_by_two(shared):
-    """The hybrid config on four processes: two replicas of two shards."""
+def hybrid_2x2(shared):
+    """The hybrid config for four processes: two replicas of two shards."""
     settings = yaml.safe_load((ROOT / "accelerate_configs/2x4gpu_hybrid_shard.yaml").read_text())
     assert settings["parallelism_config"]["parallelism_config_dp_shard_size"] == 4
     settings["parallelism_config"]["parallelism_config_dp_shard_size"] = 2
-    settings |= {"num_processes": 4}
+    settings["num_processes"] = 4
     path = shared / "hybrid_2x2.yaml"
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(yaml.safe_dump(settings))
     return draft.rename(path)
 
 
-def readme_pairs() -> list[tuple[str, str, int, bool]]:
-    """The rows of the README's table: recipe, config, processes, sharded or not."""
-    row = re.compile(r"^\| `(\w+)` \| `(\w+)` \| (\d+) \| (yes|no) \|", re.MULTILINE)
-    pairs = [(r, c, int(n), fsdp == "yes") for r, c, n, fsdp in row.findall((ROOT / "README.md").read_text())]
-    assert pairs, "the README's table of recipes was not found"
-    return pairs
-
-
-def is_one_line(process, *words):
-    """The process ended with one line that holds `words`, and did nothing else."""
+def assert_one_error(process, *words):
+    """The process printed one error that has `words`, exited with code 2, and did nothing else."""
     assert process.returncode == 2, process.stdout + process.stderr
     assert process.stderr.count("\n") == 1 and process.stderr.startswith("error: "), process.stderr
     assert not process.stdout
     for word in words:
-        assert word in process.stderr
+        assert word in process.stderr, process.stderr
 
 
-def wait_until(condition, seconds: float, what):
-    """Waits until `condition()`; when it takes too long, fails with `what()`."""
+def wait_until(condition, seconds: float, describe):
+    """Waits until `condition()`; fails with `describe()` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, what()
+        assert time.monotonic() < deadline, describe()
         time.sleep(0.1)
 
 

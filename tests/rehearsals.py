@@ -1,4 +1,4 @@
-"""Rehearsals that tests share, also those of other workers: each is run once."""
+"""Rehearsals that several tests look at, also tests of other workers: each is run once."""
 
 import hashlib
 import json
@@ -6,25 +6,25 @@ from pathlib import Path
 
 from filelock import FileLock
 
-BRIEF = ["--max_steps", "15", "--save_steps", "10", "--eval_steps", "10"]  # a checkpoint on the way and one at the end
+SHORT = ["--max_steps", "15", "--save_steps", "10", "--eval_steps", "10"]  # a checkpoint in the middle and one at the end
 
 
 class Rehearsals:
-    """Called with a recipe, a config and flags (BRIEF unless they say how long), returns the run's folder."""
+    """Called with a recipe, a config and flags (SHORT unless they set max_steps); returns the output directory."""
 
-    def __init__(self, launch, starts, folder: Path):
-        self.launch, self.starts, self.folder = launch, starts, folder
+    def __init__(self, launch, fork_launch, folder: Path):
+        self.launch, self.fork_launch, self.folder = launch, fork_launch, folder
         folder.mkdir(exist_ok=True)
 
     def __call__(self, recipe, config, *flags, **variables) -> Path:
-        flags = flags if "--max_steps" in flags else (*flags, *BRIEF)
+        flags = flags if "--max_steps" in flags else (*flags, *SHORT)
         key = json.dumps([recipe, config, flags, variables], default=str)
         run = self.folder / f"{Path(recipe).stem}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
-        said = run.with_suffix(".txt")  # how it ended
+        failure = run.with_suffix(".txt")  # empty after a success
         with FileLock(run.with_suffix(".lock")):
-            if not said.exists():
-                start = self.starts if variables.keys() <= {"NPROC_PER_NODE"} else self.launch
-                process = start("--tiny", recipe, config, "--output_dir", run, *flags, **variables)
-                said.write_text("" if process.returncode == 0 else process.stdout + process.stderr)
-        assert not said.read_text(), said.read_text()
+            if not failure.exists():
+                launch = self.fork_launch if variables.keys() <= {"NPROC_PER_NODE"} else self.launch
+                process = launch("--tiny", recipe, config, "--output_dir", run, *flags, **variables)
+                failure.write_text("" if process.returncode == 0 else process.stdout + process.stderr)
+        assert not failure.read_text(), failure.read_text()
         return run

@@ -1,4 +1,4 @@
-"""A sample of the campaign; docs/a-run-and-its-folder.md has the result of a long one."""
+"""Three trials of campaign.py; docs/runs-and-checkpoints.md has the results of many."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 from conftest import ROOT
 
 
-def test_a_kill_a_damage_and_a_signal(environment, tmp_path):
+def test_kill_damage_and_signal(environment, tmp_path):
     command = [sys.executable, ROOT / "tests/campaign.py", "3", "5"]
     process = subprocess.run(command, env=environment | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=400)
     assert process.returncode == 0, process.stdout + process.stderr

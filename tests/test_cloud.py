@@ -1,4 +1,4 @@
-"""The SkyPilot tasks are ones that SkyPilot reads, start what is there, and end by themselves."""
+"""SkyPilot can read the tasks in cloud/; they start recipes that exist, and end by themselves."""
 
 import json
 import re
@@ -22,7 +22,7 @@ task = sky.Task.from_yaml_config(yaml.safe_load(open(sys.argv[1])), **given)
 (resources,) = task.resources
 print(json.dumps({
     "autostop": resources.autostop_config and resources.autostop_config.to_yaml_config(),
-    "controller": sky.jobs.constants.CONTROLLER_AUTOSTOP, "can be capped": hasattr(resources, "max_hourly_cost"),
+    "controller": sky.jobs.constants.CONTROLLER_AUTOSTOP, "has max_hourly_cost": hasattr(resources, "max_hourly_cost"),
     "nodes": task.num_nodes, "accelerators": resources.accelerators, "spot": resources.use_spot, "memory": resources.memory,
     "run": task.run, "setup": task.setup, "storage": {path: [s.name, s.mode.value] for path, s in task.storage_mounts.items()},
 }))
@@ -30,8 +30,8 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="session")
-def as_read(sky_python, tmp_path_factory):
-    """A task as SkyPilot reads it, once a session."""
+def read_task(sky_python, tmp_path_factory):
+    """Returns a task as SkyPilot reads it."""
     variables, tasks = {"HOME": str(tmp_path_factory.mktemp("home")), "PATH": "/usr/bin:/bin"}, {}
 
     def call(path: Path) -> dict:
@@ -45,7 +45,7 @@ def as_read(sky_python, tmp_path_factory):
 
 
 def line_with(script: str, word: str) -> list[str]:
-    """The words of the one line of a shell script that has `word`."""
+    """The words of the only line of a shell script that has `word` in it."""
     (words,) = [shlex.split(line) for line in script.replace("\\\n", " ").splitlines() if word in line]
     return words
 
@@ -55,17 +55,17 @@ def test_there_are_tasks():
 
 
 @pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
-def test_task_is_read_and_fits_its_config(as_read, path):
-    task = as_read(path)
+def test_task_is_read_and_fits_its_config(read_task, path):
+    task = read_task(path)
     for script in (task["setup"], task["run"]):
         subprocess.run(["bash", "-n", "-c", script], check=True)
     words = line_with(task["run"], "./launch.sh")
     recipe, config, *rest = words[words.index("./launch.sh") + 1 :]
     assert recipe == path.stem
-    flags.check(ROOT / f"recipes/{recipe}.py", rest)
+    flags.check_flags(ROOT / f"recipes/{recipe}.py", rest)
     settings = configs.read(str(ROOT / f"accelerate_configs/{config}.yaml"))
     (gpus,) = task["accelerators"].values()
-    assert (task["nodes"], task["nodes"] * gpus) == (settings["num_machines"], settings["num_processes"])
+    assert (task["nodes"], task["nodes"] * gpus) == (settings.num_machines, settings.num_processes)
     (mounted,) = task["storage"]
     assert rest[rest.index("--output_dir") + 1].startswith(f"{mounted}/") and task["storage"][mounted] == ["some-bucket", "MOUNT"]
     if recipe == "gpt2_xl_wikitext":
@@ -73,16 +73,16 @@ def test_task_is_read_and_fits_its_config(as_read, path):
 
 
 @pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
-def test_task_ends_by_itself(as_read, path):
-    """A run and an installation have a limit, and idle machines are deleted: with checkpoint, in the times docs/ gives."""
-    task = as_read(path)
+def test_task_ends_by_itself(read_task, path):
+    """Runs and installations have a time limit, and idle machines are deleted, after the times that docs/ has."""
+    task = read_task(path)
     words = line_with(task["run"], "./launch.sh")
     run = words[words.index("timeout") : words.index("./launch.sh")]
     assert {"--signal=TERM", "--kill-after=10m"} < set(run)
     setup = line_with(task["setup"], "requirements.txt")
     assert setup[0] == "timeout"
     for limit in (run, setup[:2]):
-        assert subprocess.run([*limit, "true"]).returncode == 0, "timeout does not know these words"
+        assert subprocess.run([*limit, "true"]).returncode == 0, "not options of timeout"
         assert f"`{shlex.join(limit)}`" in DOCS
     assert task["autostop"] == {"idle_minutes": 10, "down": True, "wait_for": "jobs"}
-    assert task["controller"]["idle_minutes"] == 10 and task["can be capped"]  # as docs/ says
+    assert task["controller"]["idle_minutes"] == 10 and task["has max_hourly_cost"]  # as in docs/

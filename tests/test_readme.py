@@ -1,6 +1,6 @@
-"""What README, CONTRIBUTING and docs/ say is so: what they call can be called, what they name is there."""
+"""What README, CONTRIBUTING, AGENTS and docs/ say exists: commands, flags, files, links, configs, the numbers of tables."""
 
-import importlib.util
+import functools
 import json
 import os
 import re
@@ -12,13 +12,14 @@ import sys
 from pathlib import Path
 
 from harness import configs
-from harness.launched import Checked
+from harness.launched import Checked, Launched
 from harness.start import flags
 
 import pytest
-from conftest import CONFIGS, RECIPES, ROOT, readme_pairs
+from conftest import ALL_CONFIGS, ALL_RECIPES, CONFIGS, README_PAIRS, RECIPES, ROOT
 
-PAGES = {path: path.read_text() for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {path: path.read_text() for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))}
+MAX_README_LINES, MAX_WORDS = 180, 12_000  # words of all pages but docs/measurements.md and CHANGELOG.md
 EVERYTHING = "\n".join(PAGES.values())
 COMMANDS = list(
     {
@@ -29,21 +30,15 @@ COMMANDS = list(
     }.values()
 )
 FOLDERS = ("accelerate_configs", "benchmarks", "cloud", "docs", "recipes", "tests")
-# Where other words come from that the pages use.
-LIBRARIES = {
-    "accelerate": ["commands/launch.py", "utils/dataclasses.py"],
-    "peft": ["auto.py"],
-    "transformers": ["trainer_pt_utils.py", "integrations/integration_utils.py"],
-}
-OTHERS = {"apt", "logdir", "max_hourly_cost", "SBATCH_ACCOUNT", "TRACKIO_DIR", "WANDB_API_KEY", "WANDB_MODE"}  # of others
+FLAGS_OF_OTHERS = {"logdir"}  # of tensorboard
 
 
-def resolved(folder: str, extension: str, word: str) -> Path:
-    return ROOT / folder / f"{word}.{extension}"
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=shlex.join)
-def test_command_is_one_that_exists(command):
+def test_command_exists(command):
     while "=" in command[0]:  # variables before the program
         command = command[1:]
     program = command[0]
@@ -55,6 +50,8 @@ def test_command_is_one_that_exists(command):
         assert (ROOT / command[1]).is_file() and (ROOT / command[2]).parent.is_dir()
     elif program.startswith(".venv/bin/"):
         assert (Path(sys.executable).parent / Path(program).name).exists() or Path(program).name == "lm_eval"
+        files = [word for word in command[1:] if word.split("/")[0] in FOLDERS and not Path(word).name.startswith("mine")]
+        assert all((ROOT / word).exists() for word in files)
     elif program == ".ci/run":
         assert os.access(ROOT / program, os.X_OK)
     else:
@@ -72,7 +69,7 @@ def _selected(expression: str) -> list[str]:
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "--help" in c], ids=shlex.join)
-def test_help_helps(command):
+def test_help_lists_flags(command):
     process = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True)
     assert process.returncode == 0 and "--" in process.stdout, process.stderr
 
@@ -80,7 +77,7 @@ def test_help_helps(command):
 LAUNCHER = re.compile(r"(\./)?launch\.sh")
 STARTS = [[number for number, word in enumerate(command) if LAUNCHER.fullmatch(word)] for command in COMMANDS]
 CALLS = [
-    [word for word in command[start[0] + 1 :] if word != "--tiny"]
+    [word for word in command[start[0] + 1 :] if word not in ("--tiny", "--debug")]
     for command, start in zip(COMMANDS, STARTS, strict=True)
     if start
 ]
@@ -89,47 +86,46 @@ TRAINING = [call for call in CALLS if not any(word.startswith("-") for word in c
 
 @pytest.mark.parametrize("command", TRAINING, ids=shlex.join)
 def test_training_command_passes_its_checks(command, tmp_path, monkeypatch):
-    """As launch.py checks it, on the stand-ins."""
+    """As the launcher checks it, with the tiny model and dataset."""
     monkeypatch.chdir(tmp_path)
-    names = [recipe.stem for recipe in RECIPES]
     recipe, config, *rest = command
-    path = resolved("recipes", "py", recipe)
-    if recipe not in names:  # the reader's own
+    path = ROOT / f"recipes/{recipe}.py"
+    if path not in RECIPES:  # the reader's own
         path = tmp_path / f"{recipe}.py"
-        shutil.copy(resolved("recipes", "py", "qwen2_fineweb_edu"), path)
-    if "my-org/my-llama" in rest:  # stands for a model of the reader's
+        shutil.copy(ROOT / "recipes/qwen2_fineweb_edu.py", path)
+    if "my-org/my-llama" in rest:  # a model of the reader's
         rest[rest.index("my-org/my-llama")] = "Qwen/Qwen2-0.5B"
-    if "--dataset_name" in rest:  # and this for data of the reader's
+    if "--dataset_name" in rest:  # data of the reader's
         rest[rest.index("--dataset_name") + 1] = "my.jsonl"
         row = {"text": "a", "prompt": "a", "completion": "b"}
         Path("my.jsonl").write_text(json.dumps(row) * 20)
-    if "--output_dir" in rest:  # may be a folder of a machine that is not this one
+    if "--output_dir" in rest:  # may be a folder of another machine
         rest[rest.index("--output_dir") + 1] = "a run"
-    flags.check(path, rest)
-    processes = configs.read(str(resolved("accelerate_configs", "yaml", config)))["num_processes"]
-    launched = {"recipe": str(path), "config": str(resolved("accelerate_configs", "yaml", config)), "processes": processes}
-    monkeypatch.setenv("RECIPE_LAUNCH", json.dumps(launched | {"tiny": True, "on_cpu": True, "checking": True}))
-    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false"))
+    flags.check_flags(path, rest)
+    config = str(ROOT / f"accelerate_configs/{config}.yaml")
+    launched = Launched(str(path), config, configs.read(config).num_processes, tiny=True, on_cpu=True, only_check=True)
+    for name, value in launched.to_environment().items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", [str(path), *rest])
     with pytest.raises(Checked):
         runpy.run_path(str(path), run_name="__main__")
 
 
-def test_the_table_names_every_recipe_and_config():
-    pairs = readme_pairs()
-    assert {pair[0] for pair in pairs} == {recipe.stem for recipe in RECIPES}
-    assert {pair[1] for pair in pairs} == {config.stem for config in CONFIGS}
-    for _, config, processes, is_sharded in pairs:
-        settings = configs.read(str(resolved("accelerate_configs", "yaml", config)))
-        assert (settings["num_processes"], settings["distributed_type"] == "FSDP") == (processes, is_sharded)
+def test_table_of_recipes_agrees_with_configs():
+    assert RECIPES and CONFIGS
+    assert {recipe for recipe, *_ in README_PAIRS} <= {recipe.stem for recipe in ALL_RECIPES}
+    assert {config for _, config, *_ in README_PAIRS} <= {config.stem for config in ALL_CONFIGS}
+    for _, config, processes, is_sharded in README_PAIRS:
+        settings = configs.read(str(ROOT / f"accelerate_configs/{config}.yaml"))
+        assert (settings.num_processes, settings.is_fsdp) == (processes, is_sharded)
 
 
-def test_numbers_say_whether_they_are_measured():
-    """A number of the table is marked as a forecast, or carries hardware and date."""
-    for line in EVERYTHING.splitlines():
-        if line.startswith("| `"):
-            for cell in line.split("|")[6:8]:
-                assert "forecast" in cell or re.search(r"20\d\d-\d\d-\d\d", cell) or "out of memory" in cell, line
+def test_numbers_are_forecasts_or_have_a_date():
+    rows = [line for line in PAGES[ROOT / "README.md"].splitlines() if line.startswith("| `")]
+    assert len(rows) == len(README_PAIRS)
+    for row in rows:
+        for cell in row.split("|")[6:8]:
+            assert "forecast" in cell or re.search(r"20\d\d-\d\d-\d\d", cell) or "out of memory" in cell, row
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -144,56 +140,48 @@ def test_links_lead_somewhere(page):
 
 def _anchors(page: Path) -> list[str]:
     """The headings of a page as GitHub writes them behind a #."""
-    headings = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", without_code(PAGES[page]), re.MULTILINE)
     return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def test_the_readme_is_one_sitting_and_leads_to_every_page():
+def test_readme_is_short_and_links_every_page():
     readme = PAGES[ROOT / "README.md"]
-    assert len(readme.splitlines()) <= 220
+    assert len(readme.splitlines()) <= MAX_README_LINES
     assert all(f"({page.relative_to(ROOT)})" in readme for page in PAGES if page.name != "README.md")
+    pages = [text for page, text in PAGES.items() if page.name not in ("measurements.md", "CHANGELOG.md")]
+    assert sum(len(text.split()) for text in pages) <= MAX_WORDS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_recipes_and_configs_are_there(page):
+def test_recipes_and_configs_exist(page):
     text = PAGES[page] + "".join((page.parent / svg).read_text() for svg in re.findall(r"\(([\w-]+\.svg)\)", PAGES[page]))
     assert set(re.findall(r"\b\d+(?:x[a-z\d]|gpu)\w+", text)) <= {config.stem for config in CONFIGS}
     assert set(re.findall(r"\b(?:gpt2|llama31|qwen2)_\w+", text)) <= {recipe.stem for recipe in RECIPES}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_stands_in_code_marks_is_there(page):
-    """Paths exist, flags are flags, any other word is one of the files that run or of a command above."""
-    own = "\n".join(path.read_text() for path in _files()) + " ".join(map(shlex.join, COMMANDS))
-    known = flags.known(RECIPES[0]) | set(re.findall(r"--[\w-]+", own)) | set(re.findall(r"\w+", own)) | OTHERS
-    known |= {path.stem for path in _files()}
-    for span in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)):
-        for word in span.split():
-            if word.startswith("--"):
-                name = word.split("=")[0]
-                assert name in known or name[2:] in known, f"{name} is no flag: {span}"
-            elif word.split("/")[0] in FOLDERS:
-                assert (ROOT / word).exists(), word
-            else:
-                assert set(re.findall(r"\b[A-Za-z]\w*", word)) <= known, f"{word} is nowhere: {span}"
+def test_flags_and_files_exist(page):
+    """Those that stand between backticks; a flag is one of a recipe, or one that a file of the project has."""
+    known = flags.known_flags(RECIPES[0]) | {flag[2:] for flag in re.findall(r"--[\w-]+", _sources())} | FLAGS_OF_OTHERS
+    for word in " ".join(re.findall(r"`([^`]+)`", without_code(PAGES[page]))).split():
+        if word.startswith("--"):
+            assert word[2:].split("=")[0].rstrip(",") in known, f"{word} is not a flag"
+        elif word.split("/")[0] in FOLDERS:
+            assert list(ROOT.glob(word)) or "mine" in word, word
 
 
-def _files() -> list[Path]:
-    """All that runs, but tests, and the libraries' files that are spoken of."""
-    below = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml")]
-    theirs = [
-        Path(importlib.util.find_spec(package).origin).parent / name for package in LIBRARIES for name in LIBRARIES[package]
-    ]
-    own = [path for path in below if "tests" not in path.relative_to(ROOT).parts]
-    return [*own, *theirs, *(ROOT / name for name in ("launch.sh", ".ci/run", "requirements.txt", ".gitignore"))]
+@functools.cache
+def _sources() -> str:
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml")]
+    return "\n".join(path.read_text() for path in [*files, ROOT / "launch.sh"])
 
 
-def test_the_tables_are_what_the_arithmetic_says():
+def test_tables_are_those_of_the_arithmetic():
     paper = runpy.run_path(str(ROOT / "benchmarks/paper.py"))
-    for table in (paper["memory"], paper["strategies"], paper["speed_up"], paper["largest"]):
+    for table in (paper["memory"], paper["strategies"], paper["largest"]):
         assert paper["markdown"](table()) in EVERYTHING
     total = {row[0]: row[1:] for row in paper["memory"]()}
-    assert total["total"][:2] == ["140.0 GB", "70.0 GB"]  # as in the source
+    assert total["total"][:2] == ["140.0 GB", "70.0 GB"]  # as CINECA's slides have it
     named = set(re.findall(r"`(\w+)`", "".join(row[-1] for row in paper["strategies"]())))
     assert named == {config.stem for config in CONFIGS if config.stem.startswith(("2x4", "3x", "4gpu"))}
     drawn = (ROOT / "docs/what-each-gpu-keeps.svg").read_text()

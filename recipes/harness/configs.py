@@ -1,6 +1,7 @@
 """Reads an Accelerate YAML. Refuses keys and values that accelerate would ignore or misread without an error."""
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,11 @@ TOP_KEYS = {
 }
 DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "NO")
 PARALLELISM_KEYS = {"parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"}
+OTHER_PARALLELISM = {
+    "parallelism_config_tp_size": "tensor parallelism",
+    "parallelism_config_cp_size": "context parallelism",
+    "parallelism_config_sp_size": "sequence parallelism",
+}
 
 
 @dataclass
@@ -140,7 +146,11 @@ def _problems(keys: dict, file: str) -> list[str]:
             "DeepSpeed configs are not read: FSDP2 does the same, see the table in docs/memory-and-strategies.md "
             "(ZeRO-3 is 4gpu_full_shard, ZeRO-2 is 4gpu_shard_grad_op, ZeRO-Offload is 1x3090_offload)"
         ]
-    problems = _unknown_keys(keys, TOP_KEYS) + _unknown_keys(parallelism, PARALLELISM_KEYS)
+    problems = _unknown_keys(keys, TOP_KEYS)
+    problems += _unknown_keys([key for key in parallelism if key not in OTHER_PARALLELISM], PARALLELISM_KEYS)
+    for key, name in OTHER_PARALLELISM.items():
+        if parallelism.get(key, 1) != 1:
+            problems.append(f"{key}: {name} is not supported: delete the line")
     if kind == "FSDP":
         problems += _fsdp2_problems(fsdp)
     elif fsdp:
@@ -167,7 +177,7 @@ def _problems(keys: dict, file: str) -> list[str]:
     return problems
 
 
-def _unknown_keys(keys: dict, known: set[str]) -> list[str]:
+def _unknown_keys(keys: Iterable, known: set[str]) -> list[str]:
     problems = []
     for key in keys:
         if key not in known:

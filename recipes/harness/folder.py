@@ -74,16 +74,16 @@ def resume_hint(folder: Path) -> str:
 
 
 def lock(folder: Path) -> FileLock:
-    """Locks the output directory for one run until its process ends. Raises UserError if another run has locked it."""
+    """Locks the output directory, as long as the returned lock is kept. Raises UserError if another run has locked it."""
     held = FileLock(folder / LOCK)
     try:
         held.acquire(timeout=0)
     except Timeout as error:
         raise UserError(
-            f"--output_dir: another run is writing into {folder}: wait for it, stop it, or choose another one"
+            f"--output_dir: another run is writing into {folder}: wait for it, stop it, or choose another folder"
         ) from error
     except OSError as error:
-        raise UserError(f"--output_dir: {folder} cannot be written ({error.strerror}): choose another one") from error
+        raise UserError(f"--output_dir: {folder} cannot be written ({error.strerror}): choose another folder") from error
     return held
 
 
@@ -118,7 +118,7 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
             write_json(folder / RUN, identity)
         held.release()
     except OSError as error:
-        raise UserError(f"--output_dir: {folder} cannot be written ({error.strerror}): choose another one") from error
+        raise UserError(f"--output_dir: {folder} cannot be written ({error.strerror}): choose another folder") from error
     if existing.get("recipe_digest", identity["recipe_digest"]) != identity["recipe_digest"]:
         print_once(f"{identity['recipe']}.py has changed since {folder} was last trained; the run resumes with the new version.")
 
@@ -127,7 +127,7 @@ def _read_run_file(folder: Path) -> dict:
     try:
         return read_json(folder / RUN)
     except ValueError as error:
-        raise UserError(f"--output_dir: {folder / RUN} is damaged, so its run is unknown: choose another one") from error
+        raise UserError(f"--output_dir: {folder / RUN} is damaged, so its run is unknown: choose another folder") from error
 
 
 def _is_replaced_rehearsal(existing: dict, identity: dict, is_default: bool) -> bool:
@@ -169,7 +169,7 @@ def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bo
         kinds = {True: "FSDP", False: "unsharded"}
         raise UserError(
             f"--output_dir: {folder} holds {kinds[existing['sharded']]} checkpoints of {existing['config']}, which "
-            f"{identity['config']} ({kinds[identity['sharded']]}) cannot resume: choose another one"
+            f"{identity['config']} ({kinds[identity['sharded']]}) cannot resume: choose another folder"
         )
 
 

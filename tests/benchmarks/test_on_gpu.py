@@ -1,4 +1,4 @@
-"""Real shapes, one whole measurement on the CPU, and that README says what was measured."""
+"""benchmarks/on_gpu.py: models have their real shapes, one measurement runs on the CPU, and README has the measurements."""
 
 import json
 import re
@@ -8,11 +8,11 @@ import pytest
 from conftest import CONFIGS, RECIPES, ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
-import material
+import inputs
 import measuring
 import on_gpu
 
-PARAMETERS = {  # of each model's page on the hub
+PARAMETERS = {  # from each model's page on the Hub
     "Qwen/Qwen2-0.5B": 494_032_768,
     "Qwen/Qwen2-0.5B-Instruct": 494_032_768,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
@@ -24,36 +24,36 @@ README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipes_model_has_its_real_shape(recipe):
+def test_model_has_its_real_shape(recipe):
     from harness.rehearsal import tiny_model
 
     (name,) = re.findall(r'model_name_or_path="(.*?)"', recipe.read_text())
     tokenizer = tiny_model.make_tokenizer(tiny_model.family_of(name))
-    assert material.on_meta(name, tokenizer).num_parameters() == PARAMETERS[name]
+    assert inputs.meta_model(name, tokenizer).num_parameters() == PARAMETERS[name]
 
 
-def test_every_recipe_is_measured_with_what_this_machine_has():
-    """Every pair that fits; one changed config for a recipe of which none does."""
+def test_every_recipe_is_measured_on_any_number_of_gpus():
+    """Every pair that the GPUs can run; if a recipe has none, one of its configs with changes."""
     for gpus in (1, 4, 8):
         for recipe in RECIPES:
-            chosen = on_gpu.pairs(recipe.stem, gpus)
-            assert chosen
-            for config, changes in chosen:
+            pairs = on_gpu.pairs(recipe.stem, gpus)
+            assert pairs
+            for config, changes in pairs:
                 processes = (measuring.settings_of(config) | changes)["num_processes"]
-                assert processes <= gpus and (not changes or len(chosen) == 1)
+                assert processes <= gpus and (not changes or len(pairs) == 1)
     assert ("4gpu_full_shard", {"num_machines": 1, "num_processes": 1}) in on_gpu.pairs("llama31_8b_lora", 1)
     assert ("4gpu_full_shard", {}) in on_gpu.pairs("llama31_8b_lora", 4)
     assert {card for card in measuring.CARDS if any(card in config.stem for config in CONFIGS)} == set(measuring.CARDS)
 
 
-def test_a_measurement(monkeypatch, tmp_path):
-    """One process of the 70B recipe's two, a layer of it, by ./launch.sh over the hub on loopback: 4-bit weights, offload."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # of whoever calls; not for the hub on loopback
+def test_measurement_on_cpu(monkeypatch):
+    """One of the two processes of the 70B recipe and one of its layers, with 4-bit weights and offload, from the local Hub."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # is not passed on to launch.sh
     record = measuring.measure("llama31_70b_qlora", "2x3090_qlora", {"num_processes": 1}, CPU, 2, num_hidden_layers=1)
     assert "failed" not in record, record["failed"]
     assert record["measurement"] == "llama31_70b_qlora × 2x3090_qlora, 1 of 2 processes, num_hidden_layers 1"
     assert record["world_size"] == 1 and len(record["losses"]) == 2
-    assert "7 compared, byte for byte" in record["bytes_of_4bit_weights"]
+    assert "7 compared byte for byte" in record["bytes_of_4bit_weights"]
     assert record["tokens_per_second"] > 0 and 0 < record["share_of_matrix_rate"] < 1 and record["seconds_to_first_step"] > 1
     assert json.loads(json.dumps(record)) == record
 
@@ -63,12 +63,12 @@ def test_layers_are_extrapolated():
     few |= {"seconds_per_step": 3.0, "peak_gpu_gb": 6.0, "peak_gpu_reserved_gb": 7.0, "peak_host_gb": 4.0}
     few |= {"tokens_per_second": 8192 / 3}
     more = few | {"sizes": {"num_hidden_layers": 8}, "seconds_per_step": 5.0, "peak_gpu_gb": 6.5, "tokens_per_second": 8192 / 5}
-    whole = on_gpu.extrapolate(few, more, 80, 2)
-    assert whole["extrapolated"] and whole["seconds_per_step"] == 41.0 and whole["peak_gpu_gb"] == 15.5
-    assert whole["tokens_per_second"] == round(2 * 8192 / 41, 1) and whole["peak_host_gb"] == 4.0
+    full = on_gpu.extrapolate(few, more, 80, 2)
+    assert full["extrapolated"] and full["seconds_per_step"] == 41.0 and full["peak_gpu_gb"] == 15.5
+    assert full["tokens_per_second"] == round(2 * 8192 / 41, 1) and full["peak_host_gb"] == 4.0
 
 
-def test_two_rehearsals_are_compared_step_by_step():
+def test_losses_of_two_rehearsals_are_compared_step_by_step():
     assert on_gpu.compare([4.0, 3.0], [4.0, 2.0]) == {"largest_difference": 0.5, "in_step": 2}
     with pytest.raises(ValueError, match="longer"):
         on_gpu.compare([4.0], [4.0, 2.0])
@@ -83,29 +83,31 @@ def row(readme: str) -> str:
     return next(line for line in readme.splitlines() if line.startswith("| `qwen2_chat` | `1x3090` |"))
 
 
-def test_a_measurement_replaces_its_forecasts():
+def test_measurement_replaces_its_forecasts():
     older = measured(date="2026-11-30", peak_gpu_gb=12.0)
-    written = on_gpu.with_cells(README, [measured(), older])
+    written = on_gpu.with_measurements(README, [measured(), older])
     assert row(written).endswith("| 13.2 GB (RTX 3090, 2026-12-24) | 9,876 (RTX 3090, 2026-12-24) |")
     assert written.replace(row(written), "") == README.replace(row(README), "")
-    assert on_gpu.with_cells(written, [measured(), older]) == written
-    on_a_large_card = row(on_gpu.with_cells(README, [measured(device="NVIDIA H200", limit_gb=24.0)]))
-    assert "13.2 GB (NVIDIA H200 held to 24 GB, 2026-12-24)" in on_a_large_card
-    too_large = row(on_gpu.with_cells(README, [measured(failed="error: CUDA out of memory")]))
+    assert on_gpu.with_measurements(written, [measured(), older]) == written
+    on_large_card = row(on_gpu.with_measurements(README, [measured(device="NVIDIA H200", limit_gb=24.0)]))
+    assert "13.2 GB (NVIDIA H200 limited to 24 GB, 2026-12-24)" in on_large_card
+    too_large = row(on_gpu.with_measurements(README, [measured(failed="error: CUDA out of memory")]))
     assert too_large.count("out of memory (RTX 3090, 2026-12-24)") == 2
 
 
 @pytest.mark.parametrize(
-    "changes", [{"changes": {"num_processes": 1}}, {"sizes": {"num_hidden_layers": 4}}, {"device": "CPU"}, {"failed": "no disk"}]
+    "changes",
+    [{"changes": {"num_processes": 1}}, {"sizes": {"num_hidden_layers": 4}}, {"device": "CPU"}, {"failed": "no space"}],
+    ids=["config", "model", "CPU", "failed"],
 )
-def test_what_is_not_of_the_pair_changes_no_cell(changes):
-    assert on_gpu.with_cells(README, [measured(**changes)]) == README
+def test_other_measurements_replace_no_forecast(changes):
+    assert on_gpu.with_measurements(README, [measured(**changes)]) == README
 
 
-def test_the_readme_says_what_was_measured():
-    records = [json.loads(path.read_text()) for path in material.RESULTS.glob("*.json")]
+def test_readme_has_the_measurements():
+    records = [json.loads(path.read_text()) for path in inputs.RESULTS.glob("*.json")]
     assert records
     for record in records:
         assert record["hardware"]["cpu"] and record["versions"]["torch"] and record["command"] and record["commit"]
         assert re.fullmatch(r"20\d\d-\d\d-\d\d", record["date"])
-    assert on_gpu.with_cells(README, records) == README
+    assert on_gpu.with_measurements(README, records) == README

@@ -1,4 +1,4 @@
-"""All sides train, in turns, on a model of two tiny layers; docs/ holds the committed table."""
+"""All programs of benchmarks/side_by_side.py train in turns on a tiny model, and docs/ has the table of the committed result."""
 
 import json
 import os
@@ -10,26 +10,28 @@ from conftest import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 TINY = """
-import pathlib, side_by_side as it
-it.SMALL = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=2048)
-it.DOCUMENTS = 400
-it.main(2, pathlib.Path())
+import pathlib, side_by_side
+side_by_side.CPU_SIZES = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=2048
+)
+side_by_side.DOCUMENTS = 400
+side_by_side.main(2, pathlib.Path())
 """
 
 
-def test_all_sides_take_turns(environment, tmp_path):
+def test_all_programs_train_in_turns(environment, tmp_path):
     variables = environment | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(ROOT / "recipes")])}
     process = subprocess.run([sys.executable, "-c", TINY], cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     record = json.loads((tmp_path / "side_by_side_cpu.json").read_text())
     assert all(rate > 0 for rate in record["tokens_per_second"].values()) and record["recipe_over"]["recipe"] == 1
     share = record["share_that_trains"]
-    assert 0.2 < share.pop("guide") < 0.85  # eight documents, cut and padded
+    assert 0.2 < share.pop("guide") < 0.85  # eight documents, truncated and padded
     assert len(share) == 4 and all(0.9 < packed <= 1 for packed in share.values())
     assert not (ROOT / "run").exists()
 
 
-def test_docs_hold_the_committed_table():
+def test_docs_have_the_table_of_the_committed_result():
     sys.path.insert(0, str(BENCHMARKS))
     program = runpy.run_path(str(BENCHMARKS / "side_by_side.py"))
     record = json.loads((BENCHMARKS / "results/side_by_side_cpu.json").read_text())

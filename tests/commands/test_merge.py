@@ -1,4 +1,4 @@
-"""An adapter or a sharded checkpoint becomes a plain model; half a merge is nothing."""
+"""`--merge` makes a plain model of an adapter or a sharded checkpoint; an interrupted merge writes nothing."""
 
 import json
 import shutil
@@ -9,15 +9,15 @@ import pytest
 import torch
 from accelerate.commands.merge import merge_command, merge_command_parser
 from conftest import read
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 
 @pytest.fixture(scope="module")
 def adapter(rehearse, tmp_path_factory):
-    """An adapter on float32 base weights in several files."""
+    """A folder with an adapter whose base model has float32 weights in several files."""
     run = rehearse("llama31_8b_lora", "4gpu_full_shard")
     folder = tmp_path_factory.mktemp("adapter")
     shutil.copytree(run, folder, dirs_exist_ok=True)
@@ -35,7 +35,7 @@ def logits(model):
     return model.eval()(torch.arange(40)[None]).logits.detach()
 
 
-def test_merged_logits_equal_adapter_logits(launch, adapter, tmp_path, says):
+def test_merged_logits_equal_adapter_logits(launch, adapter, tmp_path, error_of):
     process = launch("--merge", adapter, tmp_path / "plain")
     assert process.returncode == 0, process.stderr
     with_adapter = logits(AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32))
@@ -44,10 +44,10 @@ def test_merged_logits_equal_adapter_logits(launch, adapter, tmp_path, says):
     torch.testing.assert_close(merged, with_adapter, atol=1e-4, rtol=0)
     assert (merged - base).abs().max() > 0.1
     assert AutoTokenizer.from_pretrained(tmp_path / "plain").eos_token == "<|end_of_text|>"
-    assert "exists already" in says(merge.main, str(adapter), str(tmp_path / "plain"))
+    assert "exists already" in error_of(merge.main, str(adapter), str(tmp_path / "plain"))
 
 
-def test_an_interrupted_merge_leaves_nothing_that_looks_finished(adapter, tmp_path):
+def test_interrupted_merge_writes_nothing(adapter, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(adapter, broken)
     settings = read(broken, "adapter_config.json") | {"base_model_name_or_path": str(broken / "base")}
@@ -56,10 +56,10 @@ def test_an_interrupted_merge_leaves_nothing_that_looks_finished(adapter, tmp_pa
     last.write_bytes(last.read_bytes()[:100])
     with pytest.raises(SafetensorError):
         merge.main(str(broken), str(tmp_path / "plain"))
-    assert not (tmp_path / "plain").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
-def test_adapter_checkpoint_of_an_unfinished_run(rehearse, tmp_path):
+def test_adapter_checkpoint_of_unfinished_run(rehearse, tmp_path):
     run = rehearse("llama31_8b_lora", "4gpu_full_shard")
     shutil.copytree(run / "checkpoint-15", tmp_path / "unfinished/checkpoint-15")
     for source, out in ((run, "finished"), (tmp_path / "unfinished", "plain")):
@@ -68,22 +68,35 @@ def test_adapter_checkpoint_of_an_unfinished_run(rehearse, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
 
 
-def test_sharded_checkpoint_becomes_a_plain_model(launch, rehearse, tmp_path, says):
+def test_sharded_checkpoint_becomes_plain_model(launch, rehearse, tmp_path, error_of):
     run = rehearse("qwen2_fineweb_edu", "4gpu_full_shard")
     process = launch("--merge", run / "checkpoint-15", tmp_path / "plain")
     assert process.returncode == 0 and "Warning" not in process.stderr, process.stderr
-    assert all(file.stat().st_mode & 0o044 for file in (tmp_path / "plain").iterdir())  # for whoever may read the folder
+    assert all(file.stat().st_mode & 0o044 for file in (tmp_path / "plain").iterdir())  # anyone who may read the folder
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     final = AutoModelForCausalLM.from_pretrained(run)
     assert merged.dtype == final.dtype == torch.bfloat16
     assert torch.equal(logits(merged), logits(final))
-    assert "a plain model already" in says(merge.main, str(run), str(tmp_path / "other"))
+    assert "a plain model already" in error_of(merge.main, str(run), str(tmp_path / "other"))
 
 
-def test_sharded_checkpoint_merges_with_accelerate(rehearse, tmp_path):
+def test_accelerate_merges_a_sharded_checkpoint(rehearse, tmp_path):
+    """`accelerate merge-weights` gives the same weights."""
     run = rehearse("qwen2_fineweb_edu", "4gpu_full_shard")
     arguments = [str(run / "checkpoint-15/pytorch_model_fsdp_0"), str(tmp_path)]
-    merge_command(merge_command_parser().parse_args(arguments))  # `accelerate merge-weights`
+    merge_command(merge_command_parser().parse_args(arguments))
     merged, saved = load_file(tmp_path / "model.safetensors"), load_file(run / "model.safetensors")
     assert saved.keys() <= merged.keys()
     assert all(torch.equal(merged[name].bfloat16(), weight) for name, weight in saved.items())
+
+
+@pytest.mark.parametrize("config", [{"use_dora": True}, {"lora_bias": True}, {"target_modules": ["embed_tokens"]}])
+def test_what_cannot_be_merged_is_refused(tmp_path, error_of, config):
+    """DoRA, biases and embeddings; the merged model would lack them."""
+    model = AutoModelForCausalLM.from_config(
+        Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    )
+    get_peft_model(model, LoraConfig(**{"target_modules": ["q_proj"]} | config)).save_pretrained(tmp_path)
+    settings = PeftConfig.from_pretrained(tmp_path)
+    adapter = load_file(tmp_path / "adapter_model.safetensors")
+    assert "--merge cannot merge" in error_of(merge.changed_weights, adapter, settings)

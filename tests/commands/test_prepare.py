@@ -1,16 +1,17 @@
-"""What `--prepare` brings here is all a run needs: the hub is stopped, and the recipe trains."""
+"""`--prepare` downloads everything that a run needs: afterwards the recipe trains without the Hub."""
 
 import shutil
+from types import SimpleNamespace
 
-from harness.commands import prepare, stream_files
+from harness.commands import prepare
 
 import pytest
 from conftest import read
-from stand_in_hub import serve
-from starts import Starts
+from forked_launcher import ForkedLauncher
+from local_hub import serve
 
-BRIEF = ["--max_length", "64", "--max_eval_samples", "4", "--per_device_train_batch_size", "1"]
-STREAM = ["--max_tokens", "2_000", *BRIEF]
+SHORT = ["--max_length", "64", "--max_eval_samples", "4", "--per_device_train_batch_size", "1", "--eval_strategy", "no"]
+STREAM = ["--max_tokens", "2_000", *SHORT]
 
 
 @pytest.fixture(scope="module")
@@ -25,36 +26,36 @@ def hub(home):
 
 
 @pytest.fixture
-def stand_ins(starts, workplace, hub):
-    """Puts the tiny stand-ins of a recipe into the hub, under the recipe's own ids."""
+def publish_tiny(fork_launch, workdir, hub):
+    """Puts the tiny model and dataset of a recipe on the local Hub, under the recipe's own Hub IDs."""
 
-    def call(recipe, *ids):
-        assert starts("--prepare", "--tiny", recipe).returncode == 0
-        for kind, name in zip(("models", "datasets"), ids, strict=True):
-            stand_in = next((workplace / "outputs/tiny/.stand-ins").glob(f"{name.replace('/', '--')}-*"))
-            shutil.copytree(stand_in, hub.root / kind / name)
+    def call(recipe, *names):
+        assert fork_launch("--prepare", "--tiny", recipe).returncode == 0
+        for kind, name in zip(("models", "datasets"), names, strict=True):
+            tiny = next((workdir / "outputs/tiny/.made").glob(f"{name.replace('/', '--')}-????????"))
+            shutil.copytree(tiny, hub.root / kind / name)
 
     return call
 
 
 @pytest.fixture(scope="module")
 def online(environment, hub, home):
-    made = Starts(environment | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "cache")}, home)
-    yield made
-    made.close()
+    launcher = ForkedLauncher(environment | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "cache")}, home)
+    yield launcher
+    launcher.close()
 
 
 @pytest.fixture(scope="module")
 def offline(environment, home):
-    """With what launch.sh sets where nobody answers."""
-    made = Starts(environment | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(home / "cache")}, home)
-    yield made
-    made.close()
+    """With the variable that the launcher sets when the Hub is not reachable."""
+    launcher = ForkedLauncher(environment | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(home / "cache")}, home)
+    yield launcher
+    launcher.close()
 
 
-def test_a_stream(stand_ins, hub, online, offline, tmp_path):
-    """As many of its files as the budget needs come here; a run that needs more says so."""
-    stand_ins("qwen2_fineweb_edu", "Qwen/Qwen2-0.5B", "HuggingFaceFW/fineweb-edu")
+def test_stream(publish_tiny, hub, online, offline, tmp_path):
+    """As many files as the number of tokens needs are downloaded. A run that needs more exits with an error."""
+    publish_tiny("qwen2_fineweb_edu", "Qwen/Qwen2-0.5B", "HuggingFaceFW/fineweb-edu")
     process = online("--preview", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
     assert process.returncode == 0 and "--- a row of" in process.stdout, process.stderr
     assert not any("model.safetensors" in request for request in hub.requests)
@@ -71,9 +72,10 @@ def test_a_stream(stand_ins, hub, online, offline, tmp_path):
     assert longer.returncode == 2 and "too few of its files" in longer.stderr and "--prepare" in longer.stderr
 
 
-def test_a_data_set_is_tokenized_already(stand_ins, home, online, offline, tmp_path):
-    flags = ["--max_steps", "2", *BRIEF, "--max_length", "256"]
-    stand_ins("qwen2_chat", "Qwen/Qwen2-0.5B-Instruct", "trl-lib/Capybara")
+def test_dataset_is_tokenized_once(publish_tiny, home, online, offline, tmp_path):
+    """The run without the Hub reads the tokens that `--prepare` has written."""
+    flags = ["--max_steps", "2", *SHORT, "--max_length", "256"]
+    publish_tiny("qwen2_chat", "Qwen/Qwen2-0.5B-Instruct", "trl-lib/Capybara")
     process = online("--prepare", "qwen2_chat", *flags, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     tokenized = sorted((home / "cache/datasets").rglob("cache-*.arrow"))
@@ -83,17 +85,20 @@ def test_a_data_set_is_tokenized_already(stand_ins, home, online, offline, tmp_p
     assert tokenized and sorted((home / "cache/datasets").rglob("cache-*.arrow")) == tokenized
 
 
-def test_what_does_not_fit_is_refused(says, tmp_path):
-    folder = tmp_path / "not/yet/there"
-    prepare._fits_disk([(folder, 1000), (tmp_path, 1000)])
-    assert "are to be written to the disk of" in says(prepare._fits_disk, [(folder, 1000), (tmp_path, 10**18)])
-    prepare._fits_memory("some/model", 1000)
-    assert "quantizing some/model takes 2003.0 GB of host memory" in says(prepare._fits_memory, "some/model", 10**12)
+def test_check_disk(error_of, tmp_path):
+    folder = tmp_path / "does/not/exist"
+    prepare.check_disk([(folder, 1000), (tmp_path, 1000)])
+    message = error_of(prepare.check_disk, [(folder, 1000), (tmp_path, 10**18)])
+    assert "are needed on the disk of" in message and str(tmp_path) in message
 
 
-def test_files_that_do_not_say_how_many_rows_they_hold(says):
-    from types import SimpleNamespace
+def test_check_memory(error_of):
+    prepare.check_memory("some/model", 1000)
+    assert "quantizing some/model needs 2003.0 GB of host memory" in error_of(prepare.check_memory, "some/model", 10**12)
 
-    data = SimpleNamespace(dataset_name="a/stream", dataset_train_split="train")
-    message = says(stream_files.choose, data, None, {"train": ["hf://datasets/a/stream@main/train.jsonl.gz"]}, None)
+
+def test_stream_whose_files_do_not_say_their_number_of_rows(error_of):
+    script_args = SimpleNamespace(dataset_name="a/stream", dataset_train_split="train", dataset_test_split="test")
+    files = {"train": ["hf://datasets/a/stream@main/train.jsonl.gz"]}
+    message = error_of(prepare.choose_stream_files, script_args, None, None, files)
     assert "a/stream" in message and "--dataset_streaming false" in message

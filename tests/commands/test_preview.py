@@ -1,116 +1,172 @@
-"""The preview shows what trains and what does not, counts it, and warns of what would teach something else."""
+"""`--preview` shows which tokens count in the loss, summarizes the rows, and warns of what would teach something else."""
 
 import json
 import re
-import runpy
-import sys
 from types import SimpleNamespace
 
-from harness.commands import first_rows, preview
-from harness.launched import Checked
+from harness.commands import preview
+from harness.commands.preview import IGNORED, PreviewRows, find_problems, paint
 from harness.rehearsal import tiny_model
 
 import pytest
 import torch
-from conftest import RECIPES, ROOT
-from transformers import PreTrainedModel
-from trl import SFTTrainer
+from conftest import RECIPES
 
 
-@pytest.fixture
-def show(workplace, monkeypatch, capsys):
-    """Runs a recipe on its stand-ins as `--preview --tiny` does, in this process; returns exit code, output and warnings."""
+@pytest.fixture(scope="module")
+def preview_tiny(fork_launch):
+    """`--preview --tiny` of a recipe with flags, each combination once; returns the finished process."""
+    finished = {}
 
     def call(recipe, *flags):
-        for cls, name in ((PreTrainedModel, "from_pretrained"), (SFTTrainer, "_prepare_dataset")):
-            monkeypatch.setattr(cls, name, getattr(cls, name))  # put back afterwards
-        monkeypatch.setattr(first_rows, "found", SimpleNamespace(data=None, totals={}, whole={}, is_chat=False))
-        monkeypatch.chdir(workplace)
-        path = str(ROOT / f"recipes/{recipe}.py")
-        launched = {"recipe": path, "tiny": True, "on_cpu": True, "checking": True, "command": "preview"}
-        monkeypatch.setenv("RECIPE_LAUNCH", json.dumps(launched))
-        monkeypatch.setenv("NO_COLOR", "1")
-        monkeypatch.setattr(sys, "argv", [path, *flags])
-        capsys.readouterr()
-        with pytest.raises((Checked, SystemExit)) as ended:
-            runpy.run_path(path, run_name="__main__")
-        said = capsys.readouterr()
-        return getattr(ended.value, "code", 0), said.out, said.err
+        if (recipe, *flags) not in finished:
+            finished[recipe, *flags] = fork_launch("--preview", "--tiny", recipe, *flags)
+        return finished[recipe, *flags]
 
     return call
 
 
 @pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
-def test_every_recipe(show, recipe):
-    code, out, warnings = show(recipe)
-    assert code == 0 and "warning" not in warnings, warnings
-    assert "--- a row of" in out and "an epoch" in out and "steps" in out.split("an epoch")[1]
-    shares = {name: float(share) for name, share in re.findall(r"^(\w+) +([\d.]+)%", out, re.MULTILINE)}
+def test_every_recipe(preview_tiny, recipe):
+    process = preview_tiny(recipe)
+    assert process.returncode == 0 and "warning" not in process.stderr, process.stderr
+    out = process.stdout
+    assert "--- a row of" in out and re.search(r"^the run +[\d,]+ steps", out, re.MULTILINE)
+    is_stream = recipe in ("qwen2_fineweb_edu", "llama31_70b_qlora")  # which need not say how many rows it has
+    assert re.search(rf"^one epoch +(about [\d,]+ steps|{'unknown' if is_stream else 'about'})", out, re.MULTILINE)
+    shares = {name: float(share) for name, share in re.findall(r"^(padding|in the loss) +([\d.]+)%", out, re.MULTILINE)}
     assert shares["padding"] == 0
-    assert shares["trains"] > 98 if recipe in ("qwen2_fineweb_edu", "gpt2_xl_wikitext") else 5 < shares["trains"] < 100
+    is_text = recipe in ("qwen2_fineweb_edu", "gpt2_xl_wikitext")
+    assert shares["in the loss"] > 98 if is_text else 5 < shares["in the loss"] < 100
 
 
-def test_what_trains_stands_in_brackets(show):
-    """What the assistant says and the end of its turn, and nothing else."""
-    out = show("qwen2_chat")[1]
+def test_tokens_in_the_loss_are_in_brackets(preview_tiny):
+    """The answers of the assistant with their end tokens, and nothing else."""
+    out = preview_tiny("qwen2_chat").stdout
     rows = out.split("--- a row of")[1:]
-    assert len(rows) == preview.SHOWN
-    for trained in out.split("The first rows")[1].split("⟦")[2:]:
-        assert trained.count("⟧") == 1 and "<|im_start|>" not in trained.split("⟧")[0]
+    assert len(rows) == preview.SHOWN_ROWS
+    for text in out.split("The first rows")[1].split("⟦")[2:]:  # the first bracket is in the explanation
+        assert text.count("⟧") == 1 and "<|im_start|>" not in text.split("⟧")[0]
     assert "◆<|im_start|>assistant\n⟦" in out and "◆<|im_end|>⟧" in out
 
 
-def test_rows_in_which_nothing_trains(show):
-    code, _, warnings = show("llama31_8b_lora", "--max_length", "8")
-    assert code == 1 and "documents nothing trains" in warnings
+# The keys of --json and their types.
+KEYS = {
+    "recipe": str,
+    "dataset": str,
+    "documents": int,
+    "lengths": dict,
+    "truncated_documents": float,
+    "truncated_tokens": float,
+    "batches": int,
+    "padding": float,
+    "in_the_loss": float,
+    "rows_per_step": int,
+    "is_rows_per_step_for_one_gpu": bool,
+    "tokens_per_step": int,
+    "steps_per_epoch": int,
+    "tokens_per_epoch": int,
+    "steps": int,
+    "tokens": int,
+    "warnings": list,
+}
+LENGTHS = ("shortest", "percentile_10", "median", "percentile_90", "longest")
 
 
-def test_texts_that_are_trained_on_and_evaluated(show, tmp_path):
-    for split, texts in (("train", "abcdef"), ("test", "exyz")):
-        rows = [{"text": f"A text that begins with {text}, and goes on for some more words. " * 3} for text in texts]
+def test_json(launch):
+    """With `--tiny` after `--preview`, from launch.sh on."""
+    process = launch("--preview", "--tiny", "qwen2_chat", "--json")
+    assert process.returncode == 0, process.stderr
+    numbers = json.loads(process.stdout)
+    assert {key: type(value) for key, value in numbers.items()} == KEYS
+    assert (numbers["recipe"], numbers["dataset"], numbers["warnings"]) == ("qwen2_chat", "trl-lib/Capybara", [])
+    lengths = [numbers["lengths"][name] for name in LENGTHS]
+    assert len(numbers["lengths"]) == len(LENGTHS) and lengths == sorted(lengths) and lengths[0] > 0
+    assert numbers["padding"] == numbers["truncated_documents"] == 0 and 0.05 < numbers["in_the_loss"] < 1
+    assert numbers["tokens_per_step"] == pytest.approx(128 * numbers["rows_per_step"], rel=0.1)
+    assert numbers["tokens"] == pytest.approx(numbers["steps"] * numbers["tokens_per_step"], rel=0.01)
+
+
+def test_json_is_alone_on_stdout(preview_tiny):
+    """Messages are on stderr: this dataset has no split for evaluation, and the run has a warning."""
+    process = preview_tiny("qwen2_fineweb_edu", "--json", "--max_length", "64", "--packing", "false")
+    numbers = json.loads(process.stdout)
+    assert numbers.keys() == KEYS.keys() and 0 < numbers["truncated_tokens"] < 1 and numbers["truncated_documents"] > 0
+    assert "held out for evaluation" in process.stderr
+    assert process.returncode == bool(numbers["warnings"])
+
+
+def test_json_of_a_recipe_that_truncates_rows_itself(preview_tiny):
+    numbers = json.loads(preview_tiny("gpt2_xl_wikitext", "--json").stdout)
+    assert numbers.keys() == KEYS.keys() and numbers["truncated_documents"] is numbers["truncated_tokens"] is None
+
+
+def test_documents_without_a_token_in_the_loss(preview_tiny):
+    process = preview_tiny("llama31_8b_lora", "--max_length", "8")
+    assert process.returncode == 1 and "documents have no token in the loss" in process.stderr
+
+
+def test_documents_that_are_trained_on_and_evaluated(preview_tiny, tmp_path):
+    for split, letters in (("train", "abcdef"), ("test", "exyz")):
+        rows = [{"text": f"A text that begins with {letter}, and continues for some more words. " * 3} for letter in letters]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    code, _, warnings = show("qwen2_fineweb_edu", "--dataset_name", str(tmp_path), "--dataset_streaming", "false")
-    assert code == 1 and "1 of 4 documents for evaluation are trained on" in warnings
+    process = preview_tiny("qwen2_fineweb_edu", "--dataset_name", str(tmp_path), "--dataset_streaming", "false")
+    assert process.returncode == 1 and "1 of 4 documents for evaluation are also trained on" in process.stderr
 
 
-class TestWarnings:
-    @pytest.fixture
-    def tokenizer(self):
-        return tiny_model.make_tokenizer(tiny_model.FAMILIES["Qwen/Qwen2-0.5B*-Instruct"])
+@pytest.fixture
+def tokenizer():
+    return tiny_model.make_tokenizer(tiny_model.family_of("Qwen/Qwen2-0.5B-Instruct"))
 
-    def warnings(self, tokenizer, train, labels=None):
-        trainer = SimpleNamespace(
-            model=SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None)), args=SimpleNamespace(max_length=64)
-        )
-        batch = {"input_ids": torch.tensor(train[0][0]), "labels": torch.tensor(labels or train[0][1])}
-        return "\n".join(preview._warnings(tokenizer, {"train": train, "eval": []}, train, [batch], trainer))
 
-    def test_a_row_without_an_end(self, tokenizer):
-        ids = tokenizer("Some words.")["input_ids"]
-        end = [tokenizer.eos_token_id]
-        assert not self.warnings(tokenizer, [(ids + end, ids + end)])
-        assert "1 of 1 documents have no end token" in self.warnings(tokenizer, [(ids, ids)])
-        masked = [*ids, preview.IGNORED]
-        assert "1 of 1 documents have no end token" in self.warnings(tokenizer, [(ids + end, masked)], ids + end)
+def warnings_of(tokenizer, document, batch_labels=None, is_conversational=False) -> str:
+    """The warnings about a dataset of one document, (tokens, labels), and a batch with other labels."""
+    rows = PreviewRows(
+        packed=[],
+        train=[document],
+        eval=[],
+        kept=[document],
+        is_whole_known=False,
+        is_conversational=is_conversational,
+        total=None,
+        max_samples=None,
+    )
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None)), args=SimpleNamespace(max_length=64)
+    )
+    batch = {"input_ids": torch.tensor(document[0]), "labels": torch.tensor(batch_labels or document[1])}
+    return "\n".join(find_problems(tokenizer, rows, [batch], trainer))
 
-    def test_a_template_without_the_turns_end(self, tokenizer, monkeypatch):
-        monkeypatch.setattr(first_rows.found, "is_chat", True)
-        row = [tokenizer.eos_token_id] * 3
-        tokenizer.chat_template = "{% for m in messages %}### {{ m['role'] }}\n{{ m['content'] }}\n\n{% endfor %}"
-        assert "does not end the assistant's turn" in self.warnings(tokenizer, [(row, row)])
 
-    def test_padding_that_takes_the_end_out_of_the_loss(self, tokenizer):
-        row = [5, 6, tokenizer.eos_token_id]
-        collated = [5, 6, preview.IGNORED]  # as a collator does that masks by the padding's id
-        assert not self.warnings(tokenizer, [(row, row)], collated)
-        tokenizer.pad_token = tokenizer.eos_token
-        assert "--pad_token" in self.warnings(tokenizer, [(row, row)], collated)
-        assert not self.warnings(tokenizer, [(row, row)])
+def test_warning_about_a_document_without_an_end_token(tokenizer):
+    ids = tokenizer("Some words.")["input_ids"]
+    end = [tokenizer.eos_token_id]
+    assert not warnings_of(tokenizer, (ids + end, ids + end))
+    assert "1 of 1 documents have no end token" in warnings_of(tokenizer, (ids, ids))
+    masked = [*ids, IGNORED]
+    assert "1 of 1 documents have no end token" in warnings_of(tokenizer, (ids + end, masked), ids + end)
 
-    def test_colour(self, tokenizer):
-        ids = tokenizer("A question<|im_end|> an answer<|im_end|>")["input_ids"]
-        labels = [preview.IGNORED] * 2 + ids[2:]
-        plain = preview.painted(tokenizer, ids, labels, colour=False)
-        assert plain.count("⟦") == plain.count("⟧") == 1 and plain.count("◆<|im_end|>") == 2
-        painted = preview.painted(tokenizer, ids, labels, colour=True)
-        assert "\033[90m" in painted and "\033[1;32m<|im_end|>" in painted and "⟦" not in painted
+
+def test_warning_about_a_chat_template_without_an_end_token(tokenizer):
+    row = [tokenizer.eos_token_id] * 3
+    assert not warnings_of(tokenizer, (row, row), is_conversational=True)
+    tokenizer.chat_template = "{% for m in messages %}### {{ m['role'] }}\n{{ m['content'] }}\n\n{% endfor %}"
+    assert "does not end the assistant's turn" in warnings_of(tokenizer, (row, row), is_conversational=True)
+
+
+def test_warning_about_padding_that_masks_the_end_token(tokenizer):
+    row = [5, 6, tokenizer.eos_token_id]
+    collated = [5, 6, IGNORED]  # from a collator that masks every padding token
+    assert not warnings_of(tokenizer, (row, row), collated)
+    tokenizer.pad_token = tokenizer.eos_token
+    assert "--pad_token" in warnings_of(tokenizer, (row, row), collated)
+    assert not warnings_of(tokenizer, (row, row))
+
+
+def test_paint(tokenizer):
+    ids = tokenizer("A question<|im_end|> an answer<|im_end|>")["input_ids"]
+    labels = [IGNORED] * 2 + ids[2:]
+    plain = paint(tokenizer, ids, labels, has_colour=False)
+    assert plain.count("⟦") == plain.count("⟧") == 1 and plain.count("◆<|im_end|>") == 2
+    colored = paint(tokenizer, ids, labels, has_colour=True)
+    assert "\033[90m" in colored and "\033[1;32m<|im_end|>" in colored and "⟦" not in colored

@@ -1,22 +1,26 @@
-"""Finished runs side by side."""
+"""`--report` compares finished runs: as a table with a picture, or as JSON."""
 
 import json
 
 from harness.commands import report
 
 import pytest
-from conftest import read
+from conftest import assert_one_error, losses, read
 
 RECIPE = "qwen2_fineweb_edu"
 
 
-def test_runs_of_one_two_and_four_processes(rehearse, launch, tmp_path):
-    """The table's numbers are those of the runs; the picture is drawn."""
-    runs = [
+@pytest.fixture(scope="module")
+def runs(rehearse):
+    """Runs of four, one and two processes."""
+    return [
         rehearse(RECIPE, "4gpu_full_shard"),
         rehearse(RECIPE, "1x3090"),
         rehearse(RECIPE, "4gpu_full_shard", "--max_steps", "5", "--eval_strategy", "no", NPROC_PER_NODE="2"),
     ]
+
+
+def test_table_and_picture(runs, launch, tmp_path):
     process = launch("--report", *runs, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in process.stdout.splitlines() if line[:1] == "|"]
@@ -24,16 +28,33 @@ def test_runs_of_one_two_and_four_processes(rehearse, launch, tmp_path):
     assert [row["processes"] for row in rows] == ["1", "2", "4"]
     one, rates = read(runs[1]), {str(read(run)["world_size"]): read(run)["tokens_per_second"] for run in runs}
     for row in rows:
-        faster = rates[row["processes"]] / one["tokens_per_second"]
-        assert row["nodes"] == "1" and row["speed-up"] == f"{faster:.2f}"
-        assert row["efficiency"] == f"{faster / int(row['processes']):.0%}"
+        speed_up = rates[row["processes"]] / one["tokens_per_second"]
+        assert row["nodes"] == "1" and row["speed-up"] == f"{speed_up:.2f}"
+        assert row["efficiency"] == f"{speed_up / int(row['processes']):.0%}"
         assert row["tokens/s"] == f"{rates[row['processes']]:,.0f}"
     assert rows[0]["time (s)"] == f"{one['train_runtime']:.0f}" and rows[0]["loss"] == f"{one['final_loss']:.4f}"
     assert all(row["GPU %"] == "" for row in rows)  # a CPU
     assert (tmp_path / "report.png").stat().st_size > 10_000 and not process.stderr
 
 
-def test_runs_that_do_not_compare(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("is_first", [True, False], ids=["--json RUN…", "RUN… --json"])
+def test_json(runs, launch, tmp_path, is_first):
+    """The results of every run, with its name, its losses, its speed-up and its efficiency."""
+    process = launch("--report", *(["--json", *runs] if is_first else [*runs, "--json"]), cwd=tmp_path)
+    assert process.returncode == 0 and not process.stderr and not list(tmp_path.iterdir()), process.stderr
+    found = json.loads(process.stdout)
+    assert [run["world_size"] for run in found] == [1, 2, 4]
+    for run, folder in zip(found, (runs[1], runs[2], runs[0]), strict=True):
+        results = read(folder)
+        assert run.keys() == results.keys() | {"name", "losses", "speed_up", "efficiency"}
+        assert {name: run[name] for name in results} == results and run["name"] == str(folder)
+        assert all(isinstance(run[name], int | float) for name in report.NEEDED)
+        assert run["losses"] == [[step, loss] for step, (loss, _) in losses(folder).items()]
+        assert run["speed_up"] == pytest.approx(run["tokens_per_second"] / found[0]["tokens_per_second"])
+        assert run["efficiency"] == pytest.approx(run["speed_up"] / run["world_size"])
+
+
+def test_runs_that_differ(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     numbers = {"num_nodes": 1, "train_runtime": 9.0, "tokens_per_second": 5.0, "peak_gpu_gb": 1.0, "peak_host_gb": 1.0}
     for name, processes in (("a", 1), ("b", 2)):
@@ -42,13 +63,14 @@ def test_runs_that_do_not_compare(tmp_path, capsys, monkeypatch):
         results["gpu_memory_gb"] = [14.21] * processes
         (tmp_path / name / "train_results.json").write_text(json.dumps(results))
     report.main("a", "b")
-    said = capsys.readouterr()
-    assert "differ in recipe" in said.err and "| 97 97 | 14.2 14.2" in said.out
+    printed = capsys.readouterr()
+    assert "differ in recipe" in printed.err and "| 97 97 | 14.2 14.2" in printed.out
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(["nowhere"], ["nowhere", "train_results.json"]), ([], ["RUN"])])
-def test_what_is_no_run(launch, tmp_path, arguments, words):
-    process = launch("--report", *arguments, cwd=tmp_path)
-    assert process.returncode == 2 and process.stderr.count("\n") == 1 and not process.stdout
-    for word in words:
-        assert word in process.stderr
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["nowhere"], ["nowhere", "train_results.json"]), ([], ["RUN"]), (["--json"], ["RUN"])],
+    ids=["not a run", "no run", "only --json"],
+)
+def test_errors(launch, tmp_path, arguments, words):
+    assert_one_error(launch("--report", *arguments, cwd=tmp_path), *words)

@@ -1,11 +1,11 @@
-"""How many machines, and which one this is: what SLURM, SkyPilot or a person says, and what cannot be."""
+"""Which machines a run has, from the variables of SLURM, of SkyPilot, or of the user; contradictions are errors."""
 
 import os
 
 from harness.nodes import machines
 
 import pytest
-from conftest import is_one_line
+from conftest import assert_one_error
 
 PLAIN = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "MASTER_ADDR": "127.0.0.1"}
@@ -14,14 +14,14 @@ SKY = {"SKYPILOT_NODE_RANK": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n10.0.0.2\n10.
 
 @pytest.fixture
 def nodes_from(monkeypatch):
-    """`machines.from_environment` in an environment of the given variables."""
+    """Calls `nodes_from_environment` in an environment with the given variables."""
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SKYPILOT_", "N", "MASTER_"))]:
         monkeypatch.delenv(name)
 
     def call(variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return machines.from_environment()
+        return machines.nodes_from_environment()
 
     return call
 
@@ -48,23 +48,23 @@ def test_nodes_from_variables(nodes_from, variables, expected):
         ({"NNODES": "2"}, ["NODE_RANK", "MASTER_ADDR"]),
         ({"NNODES": "two"}, ["NNODES", "'two'", "whole number"]),
         ({"NODE_RANK": "0"}, ["NNODES and MASTER_ADDR missing"]),
-        ({"NNODES": "0"}, ["NNODES", "'0'", "from 1"]),
+        ({"NNODES": "0"}, ["NNODES", "'0'", "1 or more"]),
         (PLAIN | {"NODE_RANK": "2"}, ["2 of 2", "0 to 1"]),
         (PLAIN | {"MASTER_PORT": "99999"}, ["MASTER_PORT is 99999", "65535"]),
         (PLAIN | {"MASTER_ADDR": "127.0.0.1:29400"}, ["without a port"]),
         (PLAIN | {"MASTER_ADDR": "no.such.host.invalid"}, ["no.such.host.invalid", "does not resolve", "MASTER_ADDR"]),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, ["2(x2) tasks a node", "--ntasks-per-node=1"]),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, ["2(x2) tasks per node", "--ntasks-per-node=1"]),
         ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "PATH": "/nowhere"}, ["srun", "PATH"]),
-        ({"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NTASKS": "8"}, ["--ntasks-per-node=1", "tasks a node"]),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_NTASKS": "8"},
+            ["--ntasks-per-node=1", "4(x2) tasks per node"],
+        ),
     ],
 )
-def test_variables_that_cannot_be(nodes_from, monkeypatch, capsys, variables, words):
+def test_wrong_variables_are_an_error(nodes_from, monkeypatch, error_of, variables, words):
     if "PATH" not in variables:
         monkeypatch.setattr(machines.shutil, "which", lambda name: name)
-    with pytest.raises(SystemExit) as stopped:
-        nodes_from(variables)
-    message = capsys.readouterr().err
-    assert stopped.value.code == 2 and message.count("\n") == 1
+    message = error_of(nodes_from, variables)
     for word in words:
         assert word in message
 
@@ -73,11 +73,11 @@ def test_variables_that_cannot_be(nodes_from, monkeypatch, capsys, variables, wo
     ("config", "variables", "words"),
     [
         ("3xt4_shard_grad_op", {}, ["3 machines with 1 GPU each", "NNODES=3", "sbatch --nodes 3", "--tiny"]),
-        ("2x4gpu_hybrid_shard", PLAIN | {"NNODES": "3"}, ["4 GPUs of each of 2 nodes", "3 nodes with 4 GPUs each"]),
-        ("2x4gpu_hybrid_shard", PLAIN | {"NPROC_PER_NODE": "2"}, ["4 GPUs of each of 2 nodes", "2 nodes with 2 GPUs each"]),
+        ("2x4gpu_hybrid_shard", PLAIN | {"NNODES": "3"}, ["4 GPUs on each of 2 nodes", "3 nodes with 4 GPUs each"]),
+        ("2x4gpu_hybrid_shard", PLAIN | {"NPROC_PER_NODE": "2"}, ["4 GPUs on each of 2 nodes", "2 nodes with 2 GPUs each"]),
         ("1x3090", PLAIN, ["one GPU of one machine", "2 nodes"]),
     ],
 )
-def test_machines_that_do_not_fit_the_config(launch, tmp_path, config, variables, words):
-    is_one_line(launch("qwen2_fineweb_edu", config, cwd=tmp_path, **variables), *words)
+def test_machines_must_fit_the_config(launch, tmp_path, config, variables, words):
+    assert_one_error(launch("qwen2_fineweb_edu", config, cwd=tmp_path, **variables), *words)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Processes and launchers meet, check in turn and end together, or name the causes."""
+"""The processes of a run test their network; the launchers of several nodes meet, check in turn and end together."""
 
 import re
 import socket
@@ -6,6 +6,8 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from harness.nodes import network
 
 import pytest
 from conftest import ROOT, free_port
@@ -16,7 +18,7 @@ PLAIN = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
 
 @pytest.fixture
 def start_two(environment, tmp_path):
-    """Starts a script as rank 0 and rank 1 of two processes, or as other ranks."""
+    """Starts a script once per rank of two processes, by default as rank 0 and rank 1; `sys.argv`: rank, port, number."""
     started = []
 
     def call(script: str, ranks="01"):
@@ -35,14 +37,14 @@ def start_two(environment, tmp_path):
         process.wait()
 
 
-MEET = """
+CHECK_ALL_REDUCE = """
 import os, sys, time
 import torch.distributed as dist
 from harness.nodes import network
 dist.init_process_group("gloo")
 {before}
-network.meet("cpu", 3)
-print("met")
+network.check_all_reduce("cpu", 3)
+print("checked")
 """
 
 
@@ -54,29 +56,34 @@ print("met")
         ("if dist.get_rank(): os._exit(0)", "peer"),
         ("real = dist.all_reduce; dist.all_reduce = lambda t: (real(t), t[7:9].add_(1))", "2 of 65536 sums were wrong"),
     ],
-    ids=["all well", "a process hangs", "a process dies", "wrong bytes"],
+    ids=["no failure", "a process hangs", "a process dies", "wrong bytes"],
 )
-def test_processes_meet_or_name_the_causes(start_two, before, reason):
-    first, second = start_two(MEET.format(before=before))
+def test_all_reduce_works_or_causes_are_named(start_two, before, reason):
+    first, second = start_two(CHECK_ALL_REDUCE.format(before=before))
     out, err = first.communicate(timeout=60)
     if reason is None:
-        assert (first.returncode, out) == (0, "met\n") and second.wait(timeout=60) == 0
+        assert (first.returncode, out) == (0, "checked\n") and second.wait(timeout=60) == 0
         return
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert first.returncode == 3 and not out and "Traceback" not in err
+    assert first.returncode == network.LOST and not out and "Traceback" not in err
     for word in (reason, "NCCL_P2P_DISABLE=1", "NCCL_SOCKET_IFNAME", "firewall"):
         assert word in line
 
 
-GATHER = """
-import sys
+CHECK_IN_TURN = """
+import os, sys
 from pathlib import Path
+from harness.launched import UserError, exit_on_user_error
 from harness.nodes.meeting import Meeting
 from harness.nodes.machines import Nodes
+def fail():
+    raise UserError("no GPU")
 rank, port, folder, command = int(sys.argv[1]), int(sys.argv[2]), {folders}[int(sys.argv[1])], {commands}[int(sys.argv[1])]
-with Meeting(Nodes(2, rank, "127.0.0.1", port), {{"command": command}}) as meeting:
-    checked = meeting.in_turn(lambda: {check})
-    print(checked, meeting.share(Path(folder), 1))
+if os.environ.pop("RANK") == "1":  # a launcher has no RANK
+    os.environ["HARNESS_NODE"] = "1"
+with exit_on_user_error(), Meeting(Nodes(2, rank, "127.0.0.1", port), {{"command": command}}) as meeting:
+    checked = meeting.check_in_turn(lambda: {check})
+    print(checked, meeting.all_see(Path(folder), 1))
 """
 
 
@@ -86,52 +93,54 @@ with Meeting(Nodes(2, rank, "127.0.0.1", port), {{"command": command}}) as meeti
         (["r c", "r c"], "one", "rank", [(0, "0 True", ""), (0, "1 True", "")]),
         (["r c", "r c"], "another", "rank", [(0, "0 False", ""), (0, "1 False", "")]),
         (["r c", "r d"], "one", "rank", [(1, "", ""), (1, "", "")]),
-        # A node that fails its checks ends the others; the first one goes first.
+        # A node that fails its checks ends the others.
         (["r c", "r c"], "one", "sys.exit(2) if rank else 0", [(2, "", "did not pass its checks"), (2, "", "")]),
         (["r c", "r c"], "one", "print('checks') or 1 if rank else sys.exit(2)", [(2, "", ""), (2, "", "did not pass")]),
-        # A run that is finished, as the first one says.
+        (["r c", "r c"], "one", "fail() if rank else 0", [(2, "", "did not pass its checks"), (2, "", "error: node 1: no GPU")]),
+        # The first node finds that the run is finished.
         (["r c", "r c"], "one", "rank or sys.exit(0)", [(0, "", ""), (0, "", "")]),
     ],
-    ids=["together", "two folders", "two commands", "the second fails", "the first fails", "finished"],
+    ids=["all pass", "two folders", "two commands", "the second fails", "the first fails", "a user error", "finished"],
 )
 def test_launchers_check_in_turn_and_end_together(start_two, tmp_path, commands, other, check, expected):
     folders = [str(tmp_path / name) for name in ("one", other)]
     for folder in folders:
         Path(folder).mkdir(exist_ok=True)
-    said = []
-    started = start_two(GATHER.format(folders=folders, commands=commands, check=check))
+    errors = []
+    started = start_two(CHECK_IN_TURN.format(folders=folders, commands=commands, check=check))
     for process, (code, printed, error) in zip(started, expected, strict=True):
         out, err = process.communicate(timeout=60)
-        said.append(err)
-        out = out.replace(f"Node 1 of 2 is here; node 0 ({socket.gethostname()}) speaks for all.", "")
-        out = re.sub("Waiting for node.* so far.\n", "", out)  # on a machine with much else to do
+        errors.append(err)
+        out = out.replace(f"Node 1 has joined; node 0 ({socket.gethostname()}) prints the messages of all 2 nodes.", "")
+        out = re.sub("Waiting for (node|NODE_RANK).* so far.\n", "", out)  # on a busy machine
         assert (process.returncode, out.strip()) == (code, printed), err
         assert error in err and err.count("\n") <= 2 and "Traceback" not in err
-    if commands[0] != commands[1]:  # whoever looks first
-        assert re.search("was started with command r [cd], this node with command r [cd]", "".join(said))
+    if commands[0] != commands[1]:  # one of them may exit before it has seen the other's command
+        assert re.search("was started with another command than this node: r [cd], here r [cd]", "".join(errors))
 
 
 LATE = """
 import sys, time
-from harness.nodes import board, meeting
+from harness.nodes import meeting
 from harness.nodes.machines import Nodes
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-board.NOTICE = 1
+meeting.MESSAGE_INTERVAL = 1
 time.sleep(7 * rank)
 with meeting.Meeting(Nodes(2, rank, "127.0.0.1", port), {}):
     print("all here")
 """
 
 
-def test_a_node_that_comes_late_is_waited_for(start_two):
+def test_late_node_is_waited_for(start_two):
     first, second = start_two(LATE)
     out, err = first.communicate(timeout=60)
     *waiting, last = out.splitlines()
     assert first.returncode == second.wait(timeout=60) == 0 and last == "all here" and not err
-    assert 1 <= len(waiting) <= 20 and all(line.startswith("Waiting for node 1 of 2") and "of 600 s" in line for line in waiting)
+    started = "Waiting for NODE_RANK 1 (of 2 nodes"
+    assert 1 <= len(waiting) <= 20 and all(line.startswith(started) and "of 600 s" in line for line in waiting)
 
 
-TWINS = """
+SAME_RANK = """
 import sys, time
 from harness.nodes.meeting import Meeting
 from harness.nodes.machines import Nodes
@@ -141,29 +150,30 @@ Meeting(Nodes(3, rank, "127.0.0.1", port), {{}})
 """
 
 
-@pytest.mark.parametrize(("ranks", "words"), [("011", "is node 1 already"), ("00", "by another NODE_RANK 0?")])
-def test_the_same_node_rank_twice(start_two, ranks, words):
-    *others, last = start_two(TWINS.format(last=len(ranks) - 1), ranks)
+@pytest.mark.parametrize(("ranks", "words"), [("011", "is node 1 already"), ("00", "by another NODE_RANK 0:")])
+def test_same_node_rank_twice_is_an_error(start_two, ranks, words):
+    *others, last = start_two(SAME_RANK.format(last=len(ranks) - 1), ranks)
     assert words in last.communicate(timeout=60)[1] and last.returncode == 1
     assert all(process.poll() is None for process in others)
 
 
-def test_a_node_that_never_comes(launch, tmp_path):
-    """Either end says who is missing, every half minute, and ends with that line."""
+def test_missing_node_is_an_error(launch, tmp_path):
+    """Each node names the one that is missing, and exits after NODE_WAIT seconds."""
     port = str(free_port())
     alone = [{"NODE_RANK": "0", "MASTER_PORT": str(free_port())}, {"NODE_RANK": "1", "MASTER_PORT": port}]
     with ThreadPoolExecutor() as both:
         processes = both.map(lambda own: launch("--tiny", RECIPE, CONFIG, cwd=tmp_path, **PLAIN, NODE_WAIT="3", **own), alone)
-    for process, whom in zip(processes, ("node 1 of 2", f"node 0: nobody answers at 127.0.0.1:{port}"), strict=True):
+    expected = (r"NODE_RANK 1 \(of 2 nodes", f"node 0: nothing answers at 127.0.0.1:{port}")
+    for process, missing in zip(processes, expected, strict=True):
         assert process.returncode == 1 and not process.stdout
-        assert re.fullmatch(rf"\nerror: waited [3-9] of 3 s \(NODE_WAIT\) in vain for {whom}.*\n", process.stderr), process.stderr
+        assert re.fullmatch(rf"\nerror: waited [3-9] of 3 s \(NODE_WAIT\) for {missing}.*\n", process.stderr), process.stderr
 
 
-def test_the_heads_port_is_taken(launch, tmp_path):
+def test_port_of_head_in_use_is_an_error(launch, tmp_path):
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
         port = str(other.getsockname()[1])
         process = launch("--tiny", RECIPE, CONFIG, cwd=tmp_path, **PLAIN | {"NODE_RANK": "0", "MASTER_PORT": port})
     assert process.returncode == 1
-    assert process.stderr.startswith(f"\nerror: port {port} of this machine is taken") and process.stderr.count("\n") == 2
+    assert process.stderr.startswith(f"\nerror: port {port} of this machine is in use") and process.stderr.count("\n") == 2

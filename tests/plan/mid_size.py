@@ -1,4 +1,4 @@
-"""A recipe for tests: any model folder, texts of one length."""
+"""A recipe for tests: any model folder, texts of equal length."""
 
 from harness import parse, train
 
@@ -7,7 +7,7 @@ from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
 
 def main():
-    _, args, model = parse(
+    _, training_args, model_args = parse(
         SFTConfig,
         model_name_or_path="Qwen/Qwen2-0.5B",
         dataset_name="HuggingFaceFW/fineweb-edu",
@@ -19,13 +19,12 @@ def main():
         activation_checkpointing=False,
         lora_target_modules=["all-linear"],
     )
-    rows = Dataset.from_list([{"text": "words of a text " * 100}] * 64)
     trainer = SFTTrainer(
-        model=model.model_name_or_path,
-        args=args,
-        train_dataset=rows,
-        peft_config=get_peft_config(model),
-        quantization_config=get_quantization_config(model),
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=Dataset.from_list([{"text": "words of a text " * 100}] * 64),
+        peft_config=get_peft_config(model_args),
+        quantization_config=get_quantization_config(model_args),
     )
     train(trainer)
 

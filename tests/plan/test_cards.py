@@ -1,127 +1,147 @@
-"""From bytes and FLOPs to cards, hours and money."""
+"""From bytes and FLOPs to cards, hours and prices."""
 
-from harness.plan import cards, proposals
+import dataclasses
+
+from harness.plan import cards
+from harness.plan.ledger import Counts, Peak
+from harness.plan.simulation import Refused, Simulation
 
 import pytest
 from conftest import ROOT
 
 CARDS = {card.name: card for card in cards.CARDS}
-FOUND = {
-    "recipe": "any",
-    "config": "any",
-    "processes": 4,
-    "nodes": 1,
-    "shards": 4,
-    "replicas": 1,
-    "parameters": 10**9,
-    "trained": 10**9,
-    "trained_here": 25 * 10**7,
-    "packed": 0,
-    "adapter": False,
-    "hub_bytes": 2,
-    "download": 2 * 10**9,
-    "bf16": True,
-    "offloaded": False,
-    "copies": 4,
-    "tokens": 2048,
-    "micro_batch": 2,
-    "global_batch_size": False,
-    "checkpointing": True,
-    "max_length": 1024,
-    "accumulation": 2,
-    "max_steps": 1000,
-    "peaks": {"forward": {"bytes": 20 * 10**9, "by": {"weights": 8 * 10**9, "activations": 12 * 10**9}}},
-    "host_peaks": {"load": {"bytes": 4 * 10**9, "by": {}}},
-    "hull": [(8 * 10**9, 12 * 10**9)],
-    "step": {"flops": {"torch.bfloat16": 312e12}, "moved": {"gathered": 4e9}, "touched": 0},
-}
+CONFIGS = ROOT / "accelerate_configs"
+FOUND = Simulation(
+    recipe="any",
+    config="any",
+    model="any",
+    dataset="any",
+    is_streamed=False,
+    processes=4,
+    nodes=1,
+    shards=4,
+    replicas=1,
+    parameters=10**9,
+    trained=10**9,
+    trained_here=25 * 10**7,
+    packed=0,
+    is_adapter=False,
+    hub_bytes=2,
+    download=2 * 10**9,
+    needs_bf16=True,
+    is_offloaded=False,
+    copies=4,
+    tokens=2048,
+    micro_batch=2,
+    has_global_batch_flag=False,
+    has_checkpointing=True,
+    max_length=1024,
+    accumulation=2,
+    max_steps=1000,
+    epochs=3.0,
+    expected={},
+    peaks={"forward": Peak(20 * 10**9, {"weights": 8 * 10**9, "activations": 12 * 10**9})},
+    host_peaks={"load": Peak(4 * 10**9, {})},
+    hull=[(8 * 10**9, 12 * 10**9)],
+    step=Counts(flops={"torch.bfloat16": 312e12}, moved={"gathered": 4e9}, touched=0),
+)
 
 
-def test_a_card_must_hold_the_peak_and_the_reserve():
-    plan = cards.plan(FOUND)
+def found_with(**changes) -> Simulation:
+    return dataclasses.replace(FOUND, **changes)
+
+
+def moving(**moved: float) -> Counts:
+    """The counts of FOUND's step with other transfers."""
+    return dataclasses.replace(FOUND.step, moved=moved)
+
+
+def needing(gigabytes: float, **changes) -> Simulation:
+    return found_with(peaks={"forward": Peak(gigabytes * 1e9, {})}, **changes)
+
+
+def test_card_must_hold_peak_and_reserve():
+    plan = cards.make_plan(FOUND)
     assert plan["peak_gpu_gb"] == 20.0 and plan["reserve_gb"] == pytest.approx(2.0)
     assert [name for name, fits in plan["fits"].items() if not fits] == ["T4"]
     assert plan["largest_micro_batch"]["RTX 3090"] == 2 and plan["largest_micro_batch"]["A100 80 GB"] == 11
     assert "T4" not in plan["tokens_per_second"], "a T4 has no bf16"
-    assert cards.plan(FOUND | {"bf16": False})["fits"]["T4"] is False
+    assert cards.make_plan(found_with(needs_bf16=False))["fits"]["T4"] is False
 
 
-def test_time_is_between_all_hidden_and_nothing_hidden():
-    low, high = cards.step_seconds(CARDS["A100 80 GB"], FOUND)
-    assert low == pytest.approx(1 / 0.80) and high == pytest.approx(1 / 0.40 + 3e9 / 25e9)
-    slow, _ = cards.step_seconds(CARDS["A100 80 GB"], FOUND | {"nodes": 4})
-    assert slow == pytest.approx(low), "over 100 Gbit/s, 3 GB still hide behind the arithmetic"
-    offloaded = FOUND | {"offloaded": True, "step": {**FOUND["step"], "moved": {"to_gpu": 240e9}}}
+def test_step_time_with_all_and_with_no_transfers_hidden():
+    best, worst = cards.step_seconds(CARDS["A100 80 GB"], FOUND)
+    assert best == pytest.approx(1 / 0.80) and worst == pytest.approx(1 / 0.40 + 3e9 / 25e9)
+    best_on_nodes, _ = cards.step_seconds(CARDS["A100 80 GB"], found_with(nodes=4))
+    assert best_on_nodes == pytest.approx(best), "100 Gbit/s still hide 3 GB behind compute"
+    offloaded = found_with(is_offloaded=True, step=moving(to_gpu=240e9))
     assert cards.step_seconds(CARDS["A100 80 GB"], offloaded)[0] == pytest.approx(10 + 25e7 * 0.95e-9)
 
 
-def test_hours_and_money():
-    plan = cards.plan(FOUND, price=2.0)
-    low, high = plan["step_seconds"]["A100 80 GB"]
+def test_hours_and_price():
+    plan = cards.make_plan(FOUND, price=2.0)
+    best, worst = plan["step_seconds"]["A100 80 GB"]
     assert plan["hours"]["A100 80 GB"] == [
-        pytest.approx(low * 1000 / 3600, abs=0.01),
-        pytest.approx(high * 1000 / 3600, abs=0.01),
+        pytest.approx(best * 1000 / 3600, abs=0.01),
+        pytest.approx(worst * 1000 / 3600, abs=0.01),
     ]
     assert plan["price"]["A100 80 GB"][1] == pytest.approx(plan["hours"]["A100 80 GB"][1] * 4 * 2.0)
-    assert plan["tokens_a_step"] == 2048 * 2 * 4 and plan["tokens_per_second"]["A100 80 GB"][1] == round(16384 / (1 / 0.80))
-    assert cards.plan(FOUND | {"max_steps": -1})["hours"] == {}, "without data nobody knows how long an epoch is"
+    assert plan["tokens_per_step"] == 2048 * 2 * 4
+    assert plan["tokens_per_second"]["A100 80 GB"][1] == round(16384 / (1 / 0.80))
+    assert cards.make_plan(found_with(max_steps=-1))["hours"] == {}, "the length of an epoch is unknown"
 
 
-def test_host_and_disk():
-    plan = cards.plan(FOUND)
+def test_host_memory_and_disk_space():
+    plan = cards.make_plan(FOUND)
     assert plan["peak_host_gb"] == pytest.approx(4 * 2.5 + 4 * 4), "every process reads the whole model"
-    assert cards.plan(FOUND | {"copies": 1})["peak_host_gb"] == pytest.approx(4 * 2.5 + 4)
+    assert cards.make_plan(found_with(copies=1))["peak_host_gb"] == pytest.approx(4 * 2.5 + 4)
     assert plan["disk_gb"] == pytest.approx(2 + 2 * 12 + 2)
-    adapter = cards.plan(FOUND | {"adapter": True, "trained": 10**7})
+    adapter = cards.make_plan(found_with(is_adapter=True, trained=10**7))
     assert adapter["disk_gb"] == pytest.approx(2 + 2 * 0.12 + 0.04)
 
 
-def test_what_crosses_nodes():
-    def across(**changes):
-        return cards.plan(FOUND | changes)["moved_gb"].get("across_nodes")
+def test_bytes_across_nodes():
+    def across(**changes) -> float | None:
+        return cards.make_plan(found_with(**changes))["moved_gb"].get("across_nodes")
 
     assert across() is None
     assert across(nodes=4) == pytest.approx(4 * 3 / 4), "each of four nodes has one of four shards"
     assert across(nodes=2) == pytest.approx(4 * 2 / 4)
-    reduced = {**FOUND["step"], "moved": {"gathered": 4e9, "all_reduced": 1e9}}
-    assert across(processes=8, nodes=2, replicas=2, step=reduced) == pytest.approx(1), "a shard's gradients, in and out"
+    step = moving(gathered=4e9, all_reduced=1e9)
+    assert across(processes=8, nodes=2, replicas=2, step=step) == pytest.approx(1), "sends and receives the gradients of a shard"
 
 
-def needs(gigabytes: float) -> dict:
-    return FOUND | {"peaks": {"forward": {"bytes": gigabytes * 1e9, "by": {}}}}
+def test_proposals_add_up_until_one_fits():
+    """The cheapest change comes first. One that is refused is skipped, and none is tried after one that fits."""
+    config, tried_flags = str(CONFIGS / "4gpu_full_shard.yaml"), []
 
+    def run(config: str, flags: list[str]) -> Simulation | Refused:
+        tried_flags.append(flags)
+        if "--load_in_4bit" in flags:
+            return needing(10)
+        return Refused("any", "any", "a reason") if "--use_peft" in flags else needing(40)
 
-def test_proposals_are_tried_on_top_of_those_that_helped():
-    """The cheapest first; one that is refused is passed over, and the first that fits is the last."""
-    config, asked = str(ROOT / "accelerate_configs/4gpu_full_shard.yaml"), []
-
-    def run(config, flags):
-        asked.append(flags)
-        answers = {"--per_device_train_batch_size": needs(40), "--use_peft": {"refused": "it is"}, "--load_in_4bit": needs(10)}
-        return next(answer for flag, answer in reversed(answers.items()) if flag in flags)
-
-    found = needs(60)
-    tried = proposals.tried(cards.plan(found), found, config, run)
+    found = needing(60)
+    tried = cards.try_proposals(cards.make_plan(found), found, config, run)
     smaller = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4"]
-    assert asked == [smaller, [*smaller, "--use_peft", "true"], [*smaller, "--use_peft", "true", "--load_in_4bit", "true"]]
+    assert tried_flags == [
+        smaller,
+        [*smaller, "--use_peft", "true"],
+        [*smaller, "--use_peft", "true", "--load_in_4bit", "true"],
+    ]
     assert [(row["needs"], row["fits"]) for row in tried] == [(pytest.approx(43), "no"), (pytest.approx(11.5), "yes")]
     assert all(row["card"] == "RTX 3090" for row in tried) and "--load_in_4bit" in tried[-1]["change"]
 
 
-def test_proposals_keep_the_global_batch_a_person_gave():
-    config = str(ROOT / "accelerate_configs/4gpu_full_shard.yaml")
-    (flags,) = (
-        flags
-        for _, flags in proposals.changes(FOUND | {"global_batch_size": True}, config)
-        if "--per_device_train_batch_size" in flags
-    )
+def test_proposals_keep_global_batch_size_of_flag():
+    changes = cards.proposals(found_with(has_global_batch_flag=True), str(CONFIGS / "4gpu_full_shard.yaml"))
+    (flags,) = (flags for _, flags in changes if "--per_device_train_batch_size" in flags)
     assert flags == ["--per_device_train_batch_size", "1"]
 
 
-def test_proposals_aim_at_the_card_of_the_config():
-    """What fits 24 GB and not a T4 gets proposals under a config for T4s, and none under one for 3090s."""
-    found = needs(20) | {"bf16": False}
-    for config, card in (("3xt4_full_shard", "T4"), ("4gpu_full_shard", None)):
-        path = str(ROOT / f"accelerate_configs/{config}.yaml")
-        tried = proposals.tried(cards.plan(found), found, path, lambda *change: needs(8) | {"bf16": False})
-        assert [row["card"] for row in tried] == ([card] if card else [])
+@pytest.mark.parametrize(("config", "card"), [("3xt4_full_shard", "T4"), ("4gpu_full_shard", None)])
+def test_proposals_are_for_the_card_of_the_config(config, card):
+    """A run that fits 24 GB but not a T4 gets proposals with a config for T4s, none with one for an RTX 3090."""
+    path, found = str(CONFIGS / f"{config}.yaml"), needing(20, needs_bf16=False)
+    tried = cards.try_proposals(cards.make_plan(found), found, path, lambda *change: needing(8, needs_bf16=False))
+    assert [row["card"] for row in tried] == ([card] if card else [])

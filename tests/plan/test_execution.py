@@ -1,4 +1,4 @@
-"""What is simulated, with the CPU's own kernels, is what runs on the CPU: peaks of real allocations, at most 2 % apart."""
+"""With the CPU's own kernels, a simulated step needs the memory of a real step on the CPU, to within 2 %."""
 
 from harness.rehearsal import tiny_model
 
@@ -16,8 +16,8 @@ FAMILIES = {
 }
 FAMILIES["qwen2"] |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
 LORA = ["--use_peft", "--activation_checkpointing", "true"]
-CASES = {
-    "plain": ("qwen2", "1x3090", 1, []),
+CASES = {  # family, config, processes, flags
+    "unsharded": ("qwen2", "1x3090", 1, []),
     "sharded": ("gpt2", "4gpu_full_shard", 2, []),
     "LoRA with checkpointing": ("llama", "1x3090", 1, LORA),
     "4-bit": ("llama", "1x3090", 1, [*LORA, "--load_in_4bit", "--dtype", "bfloat16"]),
@@ -26,7 +26,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Recipe, config and flags of every case; the models have random weights."""
+    """Recipe, config and flags of every case. The models have random weights."""
     folder, runs = tmp_path_factory.mktemp("mid-size"), {}
     for family, sizes in FAMILIES.items():
         torch.manual_seed(0)
@@ -36,7 +36,8 @@ def runs(tmp_path_factory):
     for case, (family, config, processes, flags) in CASES.items():
         settings = yaml.safe_load((ROOT / f"accelerate_configs/{config}.yaml").read_text()) | {"num_processes": processes}
         settings["fsdp_config"] = settings.get("fsdp_config", {}) | {"fsdp_cpu_ram_efficient_loading": False}
-        settings = settings if processes > 1 else {key: value for key, value in settings.items() if key != "fsdp_config"}
+        if processes == 1:
+            del settings["fsdp_config"]
         path = folder / f"{case}.yaml"
         path.write_text(yaml.safe_dump(settings))
         runs[case] = (ROOT / "tests/plan/mid_size.py", path, ["--model_name_or_path", folder / family, *flags])
@@ -44,17 +45,16 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def peaks(drive, runs):
-    """For every case the peak of the simulated step, and of the real one."""
-    found = drive([(*run, how) for run in runs.values() for how in ("cpu", "real")])
-    forecasts = [
-        max(found["peaks"][moment]["bytes"] for moment in ("forward", "backward", "optimizer step")) for found in found[::2]
-    ]
-    return dict(zip(runs, zip(forecasts, found[1::2], strict=True), strict=True))
+def peaks(simulate, runs):
+    """For every case, the peak of the simulated step and of the real one."""
+    found = simulate([(*run, kind) for run in runs.values() for kind in ("cpu", "real")])
+    moments = ("forward", "backward", "optimizer step")
+    simulated = [max(simulation["peaks"][moment]["bytes"] for moment in moments) for simulation in found[::2]]
+    return dict(zip(runs, zip(simulated, found[1::2], strict=True), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_peak_is_that_of_a_real_step(case, peaks):
-    forecast, measured = peaks[case]
-    print(f"{case}: {forecast / 1e6:.1f} MB simulated, {measured / 1e6:.1f} MB measured")
-    assert forecast == pytest.approx(measured, rel=0.02)
+def test_simulated_peak_is_that_of_a_real_step(case, peaks):
+    simulated, real = peaks[case]
+    print(f"{case}: {simulated / 1e6:.1f} MB simulated, {real / 1e6:.1f} MB measured")
+    assert simulated == pytest.approx(real, rel=0.02)

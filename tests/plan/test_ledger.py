@@ -1,6 +1,6 @@
-"""Bytes that come and go, by moment, place and holder."""
+"""The ledger counts allocated bytes, FLOPs and moved bytes; arithmetic on the shapes of a model checks its result."""
 
-from harness.plan.ledger import Ledger
+from harness.plan.ledger import Counts, Ledger, Peak, check_bytes, counts_of_step, expected_bytes
 
 import pytest
 import torch
@@ -9,50 +9,56 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 MEGA = 2**20
 
 
-def test_what_comes_and_goes_is_counted_once():
+def rounded(size: int) -> int:
+    """Bytes in the blocks of 512 that CUDA's allocator hands out."""
+    return -(-size // 512) * 512
+
+
+def test_allocations_are_counted_once():
     ledger = Ledger()
     with ledger, ledger.within(moment="forward", holder="activations"):
         kept = torch.zeros(MEGA)  # 4 MiB
         view = kept.view(1024, 1024)[1:]
-        gone = kept + 1
-        del gone
+        released = kept + 1
+        del released
         with ledger.within(moment="backward"):
             product = view @ view.T
     peaks = ledger.peaks()
-    assert peaks["forward"]["bytes"] == 8 * MEGA
-    assert peaks["backward"]["by"]["activations"] == 4 * MEGA + -(-1023 * 1023 * 4 // 512) * 512
+    assert peaks["forward"] == Peak(8 * MEGA, {"activations": 8 * MEGA})
+    assert peaks["backward"].by_holder["activations"] == 4 * MEGA + rounded(1023 * 1023 * 4)
     assert ledger.flops == {"torch.float32": 2 * 1023 * 1024 * 1023}
     ledger.mark(kept, "weights", "host")
-    assert ledger.peaks("host")["load"]["by"] == {"weights": 4 * MEGA}
-    assert ledger.peaks()["forward"]["by"]["weights"] == 4 * MEGA  # for all its life
+    assert ledger.peaks("host")["load"] == Peak(4 * MEGA, {"weights": 4 * MEGA})
+    assert ledger.peaks()["forward"].by_holder["weights"] == 4 * MEGA  # since it was allocated
     del product
 
 
-def test_a_storage_that_is_resized_is_what_it_is_then():
+def test_resized_storage_is_counted_with_its_new_size():
     ledger = Ledger()
     with ledger, ledger.within(moment="forward"):
         gathered = torch.zeros(MEGA)
         gathered.untyped_storage().resize_(0)
         torch.zeros(MEGA // 2)
         gathered.untyped_storage().resize_(8 * MEGA)
-    assert ledger.peaks()["forward"]["bytes"] == 8 * MEGA
+    assert ledger.peaks()["forward"].bytes == 8 * MEGA
 
 
-def test_a_copy_of_weights_is_no_activation_and_logits_are_of_the_loss():
+def test_cast_weights_are_gathered_and_logits_belong_to_the_loss():
     ledger = Ledger(vocabulary=1000)
     weight = torch.zeros(64, 1000)
     with ledger, ledger.within(moment="forward", holder="activations"):
         ledger.mark(weight, "weights")
-        low = weight.to(torch.bfloat16)
-        logits = torch.zeros(8, 64, dtype=torch.bfloat16) @ low
-    by = ledger.peaks()["forward"]["by"]
-    assert (by["gathered"], by["loss"]) == (64 * 1000 * 2, -(-8 * 1000 * 2 // 512) * 512)
-    assert ledger.count()["flops"] == {"torch.bfloat16": 2 * 8 * 64 * 1000} and not ledger.count()["flops"]
+        cast = weight.to(torch.bfloat16)
+        logits = torch.zeros(8, 64, dtype=torch.bfloat16) @ cast
+    by_holder = ledger.peaks()["forward"].by_holder
+    assert (by_holder["gathered"], by_holder["loss"]) == (64 * 1000 * 2, rounded(8 * 1000 * 2))
+    assert ledger.count().flops == {"torch.bfloat16": 2 * 8 * 64 * 1000}
+    assert not ledger.count().flops
     del logits
 
 
-def test_what_operators_read_and_write():
-    """Asking a fake tensor where it is, or for a view of it, touches none of its bytes; products are counted otherwise."""
+def test_bytes_that_operators_read_and_write():
+    """Neither a view of a fake tensor nor a question for its device touches bytes. The FLOPs stand for a matrix product."""
     ledger = Ledger()
     with FakeTensorMode(), ledger:
         tensor = torch.empty(MEGA)
@@ -70,3 +76,32 @@ def test_labels_end_with_their_block():
     with pytest.raises(ValueError), ledger.within(moment="save", place="host"):
         raise ValueError
     assert (ledger.moment, ledger.place) == ("load", "gpu")
+
+
+# name: shape, bytes per element, trained
+SHAPES = {"head.weight": ((10, 4), 2, False), "layer.weight": ((6, 4), 2, True), "norm.weight": ((3,), 4, True)}
+
+
+def test_expected_bytes_of_one_process():
+    assert expected_bytes(SHAPES, shards=1, upcast=False) == {"weights": 80 + 48 + 12, "gradients": 60, "optimizer": 120}
+    # Four shards have 3 of 10, 2 of 6 and 1 of 3 rows: FSDP2 cuts the first dimension and rounds up. Trained weights are float32.
+    assert expected_bytes(SHAPES, shards=4, upcast=True) == {"weights": 24 + 32 + 4, "gradients": 36, "optimizer": 72}
+
+
+def test_missing_bytes_are_an_error():
+    held = torch.zeros(8)
+    check_bytes("gradients", [held[:4], held[4:], held[:4]], 32)
+    with pytest.raises(RuntimeError, match="holds 16 bytes of gradients, but the shapes give 32"):
+        check_bytes("gradients", [held[:4]], 32)
+
+
+def test_counts_of_a_step_with_many_micro_batches():
+    first = Counts(flops={"bf16": 5}, moved={"gathered": 8}, touched=1)
+    last = Counts(flops={"bf16": 5}, moved={"reduced": 4}, touched=2)
+    step = counts_of_step([first, last], 8)
+    assert step == Counts(flops={"bf16": 40}, moved={"gathered": 8, "reduced": 4}, touched=9)
+    both = Counts(flops={"bf16": 5}, moved={"gathered": 8, "reduced": 4}, touched=1)
+    assert counts_of_step([both, both], 3).moved == {"gathered": 24, "reduced": 12}
+    assert counts_of_step([both], 2).moved == {"gathered": 16, "reduced": 8}
+    replicas = Counts(flops={"bf16": 5}, moved={"all_reduced": 4}, touched=1)
+    assert counts_of_step([replicas], 8).moved == {"all_reduced": 4}, "replicas all-reduce once per step"

@@ -1,21 +1,24 @@
-"""Every pair of README's table, simulated at full size: it fits the card its config is for, and holds what it should."""
+"""The pairs of README's table, simulated at full size: each fits the card that its config is for, and README has its numbers."""
 
 import os
 import re
 
 from harness.plan import cards
+from harness.plan.ledger import Counts, Peak
+from harness.plan.simulation import Simulation
 
 import pytest
-from conftest import ROOT, readme_pairs
+from conftest import README_PAIRS, ROOT
 
-# One of each kind. All of them take minutes: SIMULATE_ALL=1 asks for them, as the workflow on GitHub does.
-CHEAP = [("qwen2_fineweb_edu", config) for config in ("1x3090", "1x3090_offload", "4gpu_ddp")]
-CHEAP += [("gpt2_xl_wikitext", "3xt4_shard_grad_op")]
+README = (ROOT / "README.md").read_text()
+# One of each kind. SIMULATE_ALL=1 simulates all pairs, which takes minutes, as the workflow on GitHub does.
+QUICK = [("qwen2_fineweb_edu", config) for config in ("1x3090", "1x3090_offload", "4gpu_ddp")]
+QUICK += [("gpt2_xl_wikitext", "3xt4_shard_grad_op")]
 ALL = "SIMULATE_ALL" in os.environ
 CARDS = {card.name: card for card in cards.CARDS}
-PAIRS = [pair[:2] for pair in readme_pairs() if ALL or pair[:2] in CHEAP]
-dear = pytest.mark.skipif(not ALL, reason="simulated with SIMULATE_ALL=1 only")
-PARAMETERS = {  # as the models' cards on the hub say
+PAIRS = [pair[:2] for pair in README_PAIRS if ALL or pair[:2] in QUICK]
+slow = pytest.mark.skipif(not ALL, reason="simulated with SIMULATE_ALL=1 only")
+PARAMETERS = {  # from the page of each model on the Hub
     "Qwen/Qwen2-0.5B": 494_032_768,
     "Qwen/Qwen2-0.5B-Instruct": 494_032_768,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
@@ -25,86 +28,94 @@ PARAMETERS = {  # as the models' cards on the hub say
 
 
 @pytest.fixture(scope="module")
-def found(drive):
-    """What was found for every pair. A config of N machines is simulated from one."""
-    how = "cuda to the end" if ALL else "cuda"  # evaluation and sample as well
-    runs = [(ROOT / f"recipes/{recipe}.py", ROOT / f"accelerate_configs/{config}.yaml", [], how) for recipe, config in PAIRS]
-    return dict(zip(PAIRS, drive(runs), strict=True))
+def found(simulate) -> dict[tuple[str, str], Simulation]:
+    """The simulation of every pair."""
+    kind = "cuda to the end" if ALL else "cuda"
+    runs = [(ROOT / f"recipes/{recipe}.py", ROOT / f"accelerate_configs/{config}.yaml", [], kind) for recipe, config in PAIRS]
+    return dict(zip(PAIRS, map(read_simulation, simulate(runs)), strict=True))
 
 
-def peak(found: dict) -> int:
-    return max(moment["bytes"] for moment in found["peaks"].values())
+def read_simulation(fields: dict) -> Simulation:
+    """A Simulation from its fields as JSON."""
+    peaks = {key: {moment: Peak(**peak) for moment, peak in fields[key].items()} for key in ("peaks", "host_peaks")}
+    return Simulation(**fields | peaks | {"step": Counts(**fields["step"])})
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in text.split("–")]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
-def test_a_pair_fits_the_card_its_config_is_for(pair, found):
+def test_pair_fits_the_card_of_its_config(pair, found):
     card = CARDS["T4" if "t4" in pair[1] else "RTX 3090"]
-    assert cards.fits(card, found[pair], peak(found[pair]))
-    assert found[pair]["parameters"] == PARAMETERS[found[pair]["names"]["model"]]
-    assert {"load", "forward", "backward", "save"} <= found[pair]["peaks"].keys()
+    assert cards.fits(card, found[pair], found[pair].peak.bytes)
+    assert found[pair].parameters == PARAMETERS[found[pair].model]
+    assert {"load", "forward", "backward", "save"} <= found[pair].peaks.keys()
 
 
-def test_the_readme_says_what_was_simulated(found):
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|.*?\| ([\d.]+) GB \*\(forecast", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert rows
-    for recipe, config, size in (row for row in rows if row[:2] in PAIRS):
-        assert float(size) == pytest.approx(peak(found[recipe, config]) / 1e9, abs=0.06), (recipe, config)
+def test_readme_has_the_simulated_memory(found):
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|.*?\| ([\d.]+) GB \*\(forecast", README, re.MULTILINE)
+    sizes = {(recipe, config): float(size) for recipe, config, size in rows}
+    assert sizes
+    for pair in sizes.keys() & set(PAIRS):
+        assert sizes[pair] == pytest.approx(found[pair].peak.bytes / 1e9, abs=0.06), pair
 
 
-def test_the_readme_says_how_fast_that_would_be(found):
-    row = re.compile(r"^\| `(\w+)` \| `(\w+)` \|.*\| ([\d,]+)–([\d,]+)(?: on (\w+)s)? \*\(forecast", re.MULTILINE)
-    rows = row.findall((ROOT / "README.md").read_text())
-    assert len(rows) == len(readme_pairs())  # as long as all of them are forecasts
-    for *pair, low, high, card in (said for said in rows if said[:2] in PAIRS):
-        run = found[tuple(pair)]
-        tokens = run["tokens"] * run["accumulation"] * run["processes"]
-        best, worst = cards.step_seconds(CARDS[{"A100": "A100 80 GB", "T4": "T4"}.get(card, "RTX 3090")], run)
-        said = [float(number.replace(",", "")) for number in (low, high)]
-        assert said == [pytest.approx(tokens / worst, rel=0.06), pytest.approx(tokens / best, rel=0.06)], pair
+def test_readme_has_the_simulated_speed(found):
+    row = re.compile(r"^\| `(\w+)` \| `(\w+)` \|.*\| ([\d,]+–[\d,]+)(?: on (\w+)s)? \*\(forecast", re.MULTILINE)
+    rows = row.findall(README)
+    assert len(rows) == len(README_PAIRS)  # as long as all of them are forecasts
+    for recipe, config, speeds, name in rows:
+        if (recipe, config) in PAIRS:
+            run = found[recipe, config]
+            tokens = run.tokens * run.accumulation * run.processes
+            best, worst = cards.step_seconds(CARDS[{"A100": "A100 80 GB", "T4": "T4"}.get(name, "RTX 3090")], run)
+            expected = [pytest.approx(tokens / seconds, rel=0.06) for seconds in (worst, best)]
+            assert numbers(speeds) == expected, (recipe, config)
 
 
-@dear
-def test_nothing_of_70b_is_ever_whole_on_a_card(found):
-    """From load to save, of 35 GB in 4 bits and 4 GB in bf16 there are two layers, the head and the embedding at most."""
+@slow
+def test_no_gpu_holds_the_whole_70b(found):
+    """Of 35 GB in 4 bits and 4 GB in bf16, a GPU holds at most two layers, the head and the embedding, also to load and save."""
     run = found["llama31_70b_qlora", "2x3090_qlora"]
-    for moment, held in run["peaks"].items():
-        base = held["by"].get("weights", 0) + held["by"].get("gathered", 0)
-        assert base < 9e9, moment
-    assert run["peaks"]["load"]["bytes"] < 9e9 and run["peaks"]["save"]["bytes"] < 9e9
-    assert run["host_peaks"]["load"]["bytes"] > 35e9, "it waits in host memory"
+    for moment, peak in run.peaks.items():
+        assert peak.by_holder.get("weights", 0) + peak.by_holder.get("gathered", 0) < 9e9, moment
+    assert run.peaks["load"].bytes < 9e9 and run.peaks["save"].bytes < 9e9
+    assert run.host_peaks["load"].bytes > 35e9, "it is loaded into host memory"
 
 
-def test_what_was_simulated_before_differs_little(found):
-    """Two simulations that were made independently of this one, GB at the peak; see docs/will-it-fit.md for the others."""
-    assert peak(found["qwen2_fineweb_edu", "1x3090"]) == pytest.approx(13.07e9, rel=0.01)
-    assert peak(found["qwen2_fineweb_edu", "1x3090_offload"]) == pytest.approx(1.34e9, rel=0.05)
+def test_peaks_of_earlier_simulations(found):
+    """Two peaks that were computed independently of this code. docs/will-it-fit.md compares others."""
+    assert found["qwen2_fineweb_edu", "1x3090"].peak.bytes == pytest.approx(13.07e9, rel=0.01)
+    assert found["qwen2_fineweb_edu", "1x3090_offload"].peak.bytes == pytest.approx(1.34e9, rel=0.05)
 
 
-def test_what_moves_is_what_the_config_says(found):
-    offload = found["qwen2_fineweb_edu", "1x3090_offload"]["step"]["moved"]
-    assert offload["to_gpu"] == pytest.approx(27.3e9, rel=0.01)  # 8 micro-batches fetch the model twice, a tied head once
+def test_moved_bytes_follow_from_the_config(found):
+    offload = found["qwen2_fineweb_edu", "1x3090_offload"].step.moved
+    # 8 micro-batches copy the model to the GPU twice, the tied head once.
+    assert offload["to_gpu"] == pytest.approx(27.3e9, rel=0.01)
     assert offload["to_host"] == pytest.approx(8 * 4 * 494_032_768, rel=0.001)
-    ddp = found["qwen2_fineweb_edu", "4gpu_ddp"]["step"]["moved"]
+    ddp = found["qwen2_fineweb_edu", "4gpu_ddp"].step.moved
     assert ddp["all_reduced"] == pytest.approx(4 * 494_032_768, rel=0.001)
-    once = found["gpt2_xl_wikitext", "3xt4_shard_grad_op"]["step"]["moved"]
-    assert once["gathered"] == pytest.approx(2 * 1_557_611_200, rel=0.01)
-    assert once["reduced"] == pytest.approx(2 * 1_557_611_200, rel=0.01)
+    gathered_once = found["gpt2_xl_wikitext", "3xt4_shard_grad_op"].step.moved
+    assert gathered_once["gathered"] == pytest.approx(2 * 1_557_611_200, rel=0.01)
+    assert gathered_once["reduced"] == pytest.approx(2 * 1_557_611_200, rel=0.01)
 
 
-@dear
-def test_the_recipe_of_the_published_numbers_can_be_simulated(drive):
+@slow
+def test_recipe_of_published_measurements(simulate):
     recipe, config = ROOT / "benchmarks/published_recipe.py", ROOT / "accelerate_configs/4gpu_full_shard.yaml"
     flags = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--use_peft", "--load_in_4bit", "--max_length", "512"]
-    (run,) = drive([(recipe, config, flags, "cuda")])
-    assert run["packed"] > 0 and run["adapter"]
+    run = read_simulation(*simulate([(recipe, config, flags, "cuda")]))
+    assert run.packed > 0 and run.is_adapter
 
 
-@dear
-def test_across_nodes_go_gradients_only(found):
-    """A micro-batch gathers and reduces as on one node; across nodes go the adapter's gradients, a quarter on each GPU, once."""
-    hybrid, flat = (found["llama31_8b_lora", config] for config in ("2x4gpu_hybrid_shard", "4gpu_full_shard"))
+@slow
+def test_hybrid_sharding_moves_only_gradients_across_nodes(found):
+    """A micro-batch gathers and reduces as on one node. Once per step, nodes all-reduce a quarter of the adapter's gradients."""
+    hybrid, one_node = (found["llama31_8b_lora", config] for config in ("2x4gpu_hybrid_shard", "4gpu_full_shard"))
     for kind in ("gathered", "reduced"):
-        once, often = (run["step"]["moved"][kind] / run["accumulation"] for run in (hybrid, flat))
-        assert once == pytest.approx(often, rel=0.01)
-    assert hybrid["step"]["moved"]["all_reduced"] == pytest.approx(41_943_040, rel=0.01)
-    assert "all_reduced" not in flat["step"]["moved"]
+        per_micro_batch = [run.step.moved[kind] / run.accumulation for run in (hybrid, one_node)]
+        assert per_micro_batch[0] == pytest.approx(per_micro_batch[1], rel=0.01)
+    assert hybrid.step.moved["all_reduced"] == pytest.approx(41_943_040, rel=0.01)
+    assert "all_reduced" not in one_node.step.moved

@@ -1,4 +1,4 @@
-"""Every flag for the data and the model acts or is refused, in every recipe: what a recipe hands to its trainer tells."""
+"""Every flag for the dataset and the model has an effect in every recipe, or the recipe refuses it."""
 
 import dataclasses
 import itertools
@@ -6,7 +6,7 @@ import json
 import runpy
 import sys
 
-from harness.data import DataArguments
+from harness.data.loading import ScriptArguments
 from harness.rehearsal import tiny_model
 
 import pytest
@@ -15,7 +15,7 @@ import trl
 from conftest import RECIPES
 
 ADAPTER, IN_4BIT = ["--use_peft", "true"], ["--use_peft", "true", "--load_in_4bit", "true"]
-# A value for every flag, and what must be asked for before the flag means anything.
+# A value for every flag; with other flags that it needs to have an effect.
 VALUES = {
     "dataset_config": "b",
     "dataset_train_split": "other",
@@ -43,49 +43,48 @@ VALUES = {
     "bnb_4bit_quant_storage": ("float16", IN_4BIT),
 }
 SWITCHES = {"dataset_streaming": [], "use_peft": [], "load_in_4bit": ADAPTER, "use_bnb_nested_quant": IN_4BIT}
-OTHERS = ("dataset_name", "model_name_or_path")
-
-
-REFUSED = {  # besides what every recipe refuses: a plain Trainer loads no quantized weights; 8 bits and 4 exclude each other
+NAMES = ("dataset_name", "model_name_or_path")
+REFUSED_BY_ALL = ("ignore_bias_buffers", "lora_task_type")
+REFUSED = {  # the plain Trainer loads no quantized weights; 8-bit and 4-bit weights exclude each other
     "gpt2_xl_wikitext": ("load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_quant_storage"),
     "llama31_70b_qlora": ("load_in_8bit",),
 }
 
 
-class Handed(Exception):
-    """What a trainer was to be made of."""
+class TrainerCalled(Exception):
+    """The recipe makes its trainer; the argument is the keyword arguments."""
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory):
-    """Two models and two data sets, of which one has two configs."""
-    place = tmp_path_factory.mktemp("places")
+def folders(tmp_path_factory):
+    """The parent folder of two models and two datasets; each dataset has two configs with three splits."""
+    parent = tmp_path_factory.mktemp("folders")
     for name in ("model", "other_model"):
-        tiny_model.make("Qwen/Qwen2-0.5B-Instruct", "main", place / name)
+        tiny_model.make("Qwen/Qwen2-0.5B-Instruct", "main", parent / name)
     for name, config, split in itertools.product(("data", "other_data"), "ab", ("train", "test", "other")):
-        words = f"{name} {config} {split} and more than fifty characters of what there is to say, row"
-        turns = [{"role": "user", "content": words}, {"role": "assistant", "content": "So."}]
+        words = f"{name} {config} {split}, and more than fifty characters of the same words for every row, row"
+        turns = [{"role": "user", "content": words}, {"role": "assistant", "content": "Yes."}]
         rows = [{"text": f"{words} {row}", "messages": turns, "instruction": words, "output": f"{row}"} for row in range(30)]
-        (place / name).mkdir(exist_ok=True)
-        (place / name / f"{config}_{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (parent / name).mkdir(exist_ok=True)
+        (parent / name / f"{config}_{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         files = {key: "".join(f"\n  - {{split: {s}, path: {key}_{s}.jsonl}}" for s in ("train", "test", "other")) for key in "ab"}
         card = "".join(f"- config_name: {key}\n  data_files:{files[key]}\n" for key in "ab")
-        (place / name / "README.md").write_text(f"---\nconfigs:\n{card}---\n")
-    return place
+        (parent / name / "README.md").write_text(f"---\nconfigs:\n{card}---\n")
+    return parent
 
 
 @pytest.fixture
-def hand_over(monkeypatch, tmp_path, capsys):
-    """Runs a recipe until it makes its trainer; returns what that is made of, or the line that refuses it."""
+def arguments_of_trainer(monkeypatch, tmp_path, capsys):
+    """Runs a recipe until it makes its trainer; returns the trainer's arguments, or the error message that refuses a flag."""
     loaded, runs = [], itertools.count()
-    real = transformers.AutoModelForCausalLM.from_pretrained
+    load_model = transformers.AutoModelForCausalLM.from_pretrained
 
-    def trainer(**parts):
-        raise Handed(parts)
+    def trainer(**arguments):
+        raise TrainerCalled(arguments)
 
     def from_pretrained(*arguments, **kwargs):
         loaded.append((arguments, kwargs))
-        return real(*arguments, **kwargs)
+        return load_model(*arguments, **kwargs)
 
     monkeypatch.setattr(trl, "SFTTrainer", trainer)
     monkeypatch.setattr(transformers, "Trainer", trainer)
@@ -97,65 +96,67 @@ def hand_over(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(sys, "argv", [str(recipe), "--output_dir", str(tmp_path / str(next(runs))), *flags])
         try:
             runpy.run_path(str(recipe), run_name="__main__")
-        except Handed as handed:
-            (parts,) = handed.args
+        except TrainerCalled as called:
+            (arguments,) = called.args
         except SystemExit as end:
             message = capsys.readouterr().err
-            assert end.code == 2 and message.count("\n") == 1, message
+            assert end.code == 2 and message.startswith("error: ") and message.count("\n") == 1, message
             return message
-        args, model = parts["args"], parts["model"]
+        args, model = arguments["args"], arguments["model"]
         return {
             "model": model if isinstance(model, str) else sorted(name for name, _ in model.named_parameters()),
-            "adapter": str(parts.get("peft_config") or getattr(model, "peft_config", None)),
-            "quantized": str(parts.get("quantization_config")),
+            "adapter": str(arguments.get("peft_config") or getattr(model, "peft_config", None)),
+            "quantized": str(arguments.get("quantization_config")),
             "loaded": str(loaded),
             "args": {
                 name: getattr(args, name, None)
                 for name in ("max_steps", "gradient_accumulation_steps", "profile", "model_init_kwargs")
             },
-            "train": (type(parts["train_dataset"]), list(parts["train_dataset"])),
-            "eval": list(parts["eval_dataset"]),
+            "train": (type(arguments["train_dataset"]), list(arguments["train_dataset"])),
+            "eval": list(arguments["eval_dataset"]),
         }
 
     return call
 
 
-def test_no_flag_is_left_out():
-    fields = {field.name for kind in (DataArguments, trl.ModelConfig) for field in dataclasses.fields(kind)}
-    assert fields == {*VALUES, *SWITCHES, *OTHERS}
+def test_all_flags_are_listed():
+    fields = {field.name for kind in (ScriptArguments, trl.ModelConfig) for field in dataclasses.fields(kind)}
+    assert fields == {*VALUES, *SWITCHES, *NAMES}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_flag_acts_or_is_refused(recipe, places, hand_over):
-    common = ["--model_name_or_path", f"{places}/model", "--dataset_name", f"{places}/data", "--dataset_config", "a"]
+def test_every_flag_has_an_effect_or_is_refused(recipe, folders, arguments_of_trainer):
+    common = ["--model_name_or_path", f"{folders}/model", "--dataset_name", f"{folders}/data", "--dataset_config", "a"]
     common += ["--use_cpu", "--bf16", "false", "--max_steps", "5"]
-    plain, acted, idle = hand_over(recipe, common), [], []
-    assert not isinstance(plain, str), plain
-    befores = {(): plain}
+    with_common = arguments_of_trainer(recipe, common)
+    assert not isinstance(with_common, str), with_common
+    results = {(): with_common}  # the flags that another one needs: the trainer's arguments
+    effective, without_effect = [], []
 
-    def try_flag(name, value, context=()):
-        before = befores.setdefault(tuple(context), None) or hand_over(recipe, [*common, *context])
-        befores[tuple(context)] = before
-        flags = [*common, *context, f"--{name}", value]
-        if name == "max_tokens":  # decides the same as max_steps
+    def try_flag(name, value, needed=()):
+        if tuple(needed) not in results:
+            results[tuple(needed)] = arguments_of_trainer(recipe, [*common, *needed])
+        before = results[tuple(needed)]
+        flags = [*common, *needed, f"--{name}", value]
+        if name == "max_tokens":  # sets max_steps
             del flags[flags.index("--max_steps") : flags.index("--max_steps") + 2]
-        after = hand_over(recipe, flags)
+        after = arguments_of_trainer(recipe, flags)
         if not isinstance(after, str):
-            (idle if after == before else acted).append(name)
+            (without_effect if after == before else effective).append(name)
         elif not any(word in after for word in (name, "load_in_4bit", "quantized", "8 bit and 4 bit")):
-            idle.append(f"{name}: {after}")
+            without_effect.append(f"{name}: {after}")
         return after
 
-    for name in OTHERS:
-        try_flag(name, str(places / ("other_model" if "model" in name else "other_data")))
+    for name in NAMES:
+        try_flag(name, str(folders / ("other_model" if "model" in name else "other_data")))
     for name, given in VALUES.items():
-        value, context = given if isinstance(given, tuple) else (given, [])
-        if context and not (recipe.stem.startswith("llama31")):
-            assert isinstance(hand_over(recipe, [*common, f"--{name}", value]), str), f"--{name} means nothing here"
-        try_flag(name, value, context)
-    for name, context in SWITCHES.items():
-        one, other = (try_flag(name, value, context) for value in ("true", "false"))
-        assert one != other or "load_in_4bit" in one
-        idle = [flag for flag in idle if flag != name]  # one of the two is the recipe's own
-    assert not idle
-    assert {*OTHERS, *VALUES} - {*acted} <= {"ignore_bias_buffers", "lora_task_type", *REFUSED.get(recipe.stem, ())}
+        value, needed = given if isinstance(given, tuple) else (given, [])
+        if needed and not recipe.stem.startswith("llama31"):
+            assert isinstance(arguments_of_trainer(recipe, [*common, f"--{name}", value]), str), f"--{name} has no effect alone"
+        try_flag(name, value, needed)
+    for name, needed in SWITCHES.items():
+        on, off = (try_flag(name, value, needed) for value in ("true", "false"))
+        assert on != off or "load_in_4bit" in on
+        without_effect = [flag for flag in without_effect if flag != name]  # one of the two values is the recipe's own
+    assert not without_effect
+    assert {*NAMES, *VALUES} - {*effective} <= {*REFUSED_BY_ALL, *REFUSED.get(recipe.stem, ())}

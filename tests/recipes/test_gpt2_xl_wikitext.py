@@ -1,4 +1,4 @@
-"""No padding, documents apart, fp16, a plain Trainer on three nodes."""
+"""gpt2_xl_wikitext: packing with the plain Trainer, the report of every node, fp16 with float32 weights."""
 
 from harness.commands import merge
 
@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 
-def test_gpt2_has_no_padding_and_documents_apart(build_trainer):
+def test_packing_and_loss(build_trainer):
     trainer = build_trainer("gpt2_xl_wikitext", "--fp16", "false", "--max_samples", "20")
     assert len({token for row in trainer.train_dataset for token in row["input_ids"]}) > 100
     lengths = [len(row["input_ids"]) for row in trainer.train_dataset]
@@ -18,7 +18,7 @@ def test_gpt2_has_no_padding_and_documents_apart(build_trainer):
     texts = [row["input_ids"] for row in trainer.train_dataset]
     assert sum(ids.count(end) for ids in texts) == 20  # each text of more than 50 characters, once
 
-    # The loss the trainer computes on a packed row is the mean over its documents alone, by the plain model.
+    # The trainer's loss of a packed row is the mean over its documents, each given to the plain model alone.
     row = next(row for row in trainer.train_dataset if len(row["seq_lengths"]) > 1 and min(row["seq_lengths"]) > 4)
     trainer.model.eval()
     batch = trainer._prepare_inputs(trainer.data_collator([row]))
@@ -32,15 +32,15 @@ def test_gpt2_has_no_padding_and_documents_apart(build_trainer):
         assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(total / count, rel=1e-4)
 
 
-def test_every_node_reports(rehearse):
+def test_results_of_every_node(rehearse):
     run = rehearse("gpt2_xl_wikitext", "3xt4_shard_grad_op")
     (report,) = read(run)["nodes"]
     assert report.keys() == {"node", "fsdp_enabled", "world_size", "model_params_b", "peak_gpu_gb", "final_loss"}
     assert report["world_size"] == 3 and report["fsdp_enabled"]
 
 
-def test_what_is_saved_is_not_rounded(rehearse, tmp_path):
-    """After an evaluation the weights may still be gathered, in fp16; the model on disk is the float32 one."""
+def test_saved_model_is_not_rounded(rehearse, tmp_path):
+    """The weights may still be all-gathered in fp16 after an evaluation; the saved ones are those of the float32 checkpoint."""
     run = rehearse("gpt2_xl_wikitext", "3xt4_shard_grad_op")
     merge.main(str(run / "checkpoint-15"), str(tmp_path / "merged"))
     saved, merged = (load_file(next(folder.glob("model*.safetensors"))) for folder in (run, tmp_path / "merged"))

@@ -1,11 +1,10 @@
-"""The base stays in 4 bits and is named; text and conversations are both data."""
+"""llama31_70b_qlora: conversations or texts, a 4-bit base model in host memory, a float32 adapter that names the base."""
 
 import importlib.util
 from types import SimpleNamespace
 
 from harness.launched import Launched
-from harness.run import four_bit
-from harness.start import loading
+from harness.model import loading, quantized
 
 import pytest
 import torch
@@ -13,20 +12,21 @@ from conftest import read
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
-from trained import in_the_loss
+from trained import texts_in_loss
 from transformers import AutoTokenizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from trl import ModelConfig, SFTConfig
 
 
-def test_text_and_chat_data_for_the_70b(build_trainer):
-    """Conversations train on the answers and their ends, to the last; texts train whole."""
+def test_conversations_and_texts(build_trainer):
+    """The loss is on the answers of a conversation and their end tokens, or on all tokens of a text."""
     chat = build_trainer("llama31_70b_qlora", "--load_in_4bit", "false")
-    trained = ""
+    in_loss = ""
     for row, _ in zip(chat.train_dataset, range(50), strict=False):
-        assert "### " not in "".join(in_the_loss(chat, row))
-        trained += "".join(in_the_loss(chat, row))
-    assert trained.count("<|end_of_text|>") > 50
+        texts = "".join(texts_in_loss(chat, row))
+        assert "### " not in texts
+        in_loss += texts
+    assert in_loss.count("<|end_of_text|>") > 50
     text = build_trainer("llama31_70b_qlora", "--load_in_4bit", "false", "--dataset_name", "Salesforce/wikitext")
     assert text.processing_class.chat_template is None
     row = next(iter(text.train_dataset))
@@ -35,8 +35,8 @@ def test_text_and_chat_data_for_the_70b(build_trainer):
     assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (16, 16, 0.05)
 
 
-def test_answers_come_to_an_end(rehearse):
-    """And the saved tokenizer writes the prompt that was trained on."""
+def test_answers_end(rehearse):
+    """Generated answers have an end token, and the saved tokenizer formats prompts as in training."""
     run = rehearse("llama31_70b_qlora", "2x3090_qlora", "--max_steps", "30", "--eval_strategy", "no")
     answers = [part.split("### Assistant")[-1] for part in (run / "samples.txt").read_text().split("\n> ")]
     assert len(answers) == 3 and any(answer.rstrip().endswith("<|end_of_text|>") for answer in answers)
@@ -45,26 +45,26 @@ def test_answers_come_to_an_end(rehearse):
     assert prompt == "<|begin_of_text|>### User\nWhy?\n\n### Assistant\n"
 
 
-def test_qlora_keeps_the_base_and_names_it(rehearse, workplace):
-    """The adapter loads on the model that was quantized, scores as logged, and nothing else was gathered or saved."""
+def test_only_the_adapter_is_saved(rehearse, workdir):
+    """It names the model that was quantized and loads on it. Checkpoints have no weight of the base model."""
     run = rehearse("llama31_70b_qlora", "2x3090_qlora")
-    stand_in = next((workplace / "outputs/tiny/.stand-ins").glob("meta-llama--Llama-3.1-70B-*"))
-    assert read(run, "adapter_config.json")["base_model_name_or_path"] == str(stand_in)
+    tiny_model = next((workdir / "outputs/tiny/.made").glob("meta-llama--Llama-3.1-70B-*"))
+    assert read(run, "adapter_config.json")["base_model_name_or_path"] == str(tiny_model)
     assert not list(run.glob("model*.safetensors"))
     parameters = {
-        name: sum(w.numel() for w in load_file(next(run_or_base.glob("*.safetensors"))).values())
-        for name, run_or_base in (("adapter", run), ("base", stand_in))
+        name: sum(weight.numel() for weight in load_file(next(folder.glob("*.safetensors"))).values())
+        for name, folder in (("adapter", run), ("base", tiny_model))
     }
     assert read(run)["trainable_params_b"] == pytest.approx(parameters["adapter"] / 1e9, abs=1e-6)
-    assert read(run)["model_params_b"] == pytest.approx(sum(parameters.values()) / 1e9, abs=1e-6)  # not of packed bytes
+    assert read(run)["model_params_b"] == pytest.approx(sum(parameters.values()) / 1e9, abs=1e-6)  # unpacked
     saved = FileSystemReader(run / "checkpoint-15/pytorch_model_fsdp_0").read_metadata().state_dict_metadata
     assert saved and all("lora_" in name for name in saved)
     model = AutoPeftModelForCausalLM.from_pretrained(run)
     assert sum(weight.abs().sum() for name, weight in model.named_parameters() if "lora_B" in name) > 0
 
 
-def test_adapter_and_adam_are_float32(rehearse):
-    """In bf16 Adam's second moment would never come down again: its decay of 0.1 % a step is below bf16's rounding."""
+def test_adapter_and_its_adam_moments_are_float32(rehearse):
+    """bf16 would round away the decay of Adam's second moment, 0.1 % per step."""
     run = rehearse("llama31_70b_qlora", "2x3090_qlora")
     parts = [FileSystemReader(run / "checkpoint-15" / name).read_metadata() for name in ("pytorch_model_fsdp_0", "optimizer_0")]
     for tensors in (part.state_dict_metadata for part in parts):
@@ -72,38 +72,38 @@ def test_adapter_and_adam_are_float32(rehearse):
     assert sum("exp_avg_sq" in name for name in parts[1].state_dict_metadata) == len(parts[0].state_dict_metadata)
 
 
-def test_the_base_is_loaded_into_host_ram(monkeypatch):
-    """With a GPU there, and whatever SFTTrainer asks for: transformers takes None for the GPU."""
+def test_4bit_models_are_loaded_into_host_memory(monkeypatch):
+    """Although there is a GPU, and SFTTrainer passes `device_map=None`, which transformers takes for the current GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(Bnb4BitHfQuantizer, "update_device_map", Bnb4BitHfQuantizer.update_device_map)
+    # The library's own class, even if an earlier test has changed the imported one.
     spec = importlib.util.find_spec(Bnb4BitHfQuantizer.__module__)
-    spec.loader.exec_module(theirs := importlib.util.module_from_spec(spec))  # whatever ran in this process before
-    assert object.__new__(theirs.Bnb4BitHfQuantizer).update_device_map(None) == {"": 0}
-    loading.complete(SFTConfig(use_cpu=True, bf16=False), ModelConfig("some/model", load_in_4bit=True), True, Launched())
+    spec.loader.exec_module(original := importlib.util.module_from_spec(spec))
+    assert object.__new__(original.Bnb4BitHfQuantizer).update_device_map(None) == {"": 0}
+    arguments = SFTConfig(use_cpu=True, bf16=False), ModelConfig("some/model", load_in_4bit=True)
+    loading.set_loading_options(*arguments, is_sharded=True, launched=Launched())
     assert object.__new__(Bnb4BitHfQuantizer).update_device_map(None) == {"": "cpu"}
 
 
-def test_a_base_on_a_gpu_stops_the_run():
+def test_model_on_a_gpu_before_it_is_sharded():
     layer = SimpleNamespace(device=torch.device("cuda:0"), requires_grad=False)
     model = SimpleNamespace(is_loaded_in_4bit=True, parameters=lambda: [layer], named_parameters=lambda: [("layer.0", layer)])
     with pytest.raises(RuntimeError, match=r"layer\.0 is on a GPU before it is sharded"):
-        four_bit.prepare(SimpleNamespace(model=model, is_fsdp_enabled=True))
+        quantized.prepare_quantized_model(SimpleNamespace(model=model, is_fsdp_enabled=True))
 
 
-def test_more_than_a_layer_or_two_on_a_gpu_stops_the_run(monkeypatch):
-    """Wherever it came from: the weights are in host RAM again, and the peak remembers."""
+def test_more_than_two_layers_on_a_gpu_before_sharding(monkeypatch):
+    """The weights are in host memory again, but the peak of the GPU's memory shows that they were on the GPU."""
     model = Model()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    peak = 2 * sum(weight.nbytes for weight in model.layer.parameters())
-    for allocated in (peak + four_bit.SLACK, peak + four_bit.SLACK + 1):
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda allocated=allocated: allocated)
-        trainer = SimpleNamespace(model=model, is_fsdp_enabled=True)
-        if allocated > peak + four_bit.SLACK:
-            with pytest.raises(RuntimeError, match="more than two layers"):
-                four_bit.prepare(trainer)
-        else:
-            four_bit.prepare(trainer)
+    trainer = SimpleNamespace(model=model, is_fsdp_enabled=True)
+    limit = 2 * sum(weight.nbytes for weight in model.layer.parameters()) + quantized.FREE_BYTES
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: limit)
+    quantized.prepare_quantized_model(trainer)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: limit + 1)
+    with pytest.raises(RuntimeError, match="more than two layers"):
+        quantized.prepare_quantized_model(trainer)
 
 
 class Model(torch.nn.Module):

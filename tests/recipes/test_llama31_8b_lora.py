@@ -1,16 +1,16 @@
-"""The loss is on the code only; adapters train and nothing else, or everything does."""
+"""llama31_8b_lora: the loss is on the code only, and only adapters are trained unless --use_peft is false."""
 
-from trained import in_the_loss
+from trained import texts_in_loss
 
 
-def test_code_trains_on_the_completion_only(build_trainer):
+def test_loss_is_on_completions_only(build_trainer):
     trainer = build_trainer("llama31_8b_lora", "--max_length", "2048")
     tokenizer = trainer.processing_class
     for row in (trainer.train_dataset[0], trainer.eval_dataset[0]):
         text = tokenizer.decode(row["input_ids"])
         completions = [piece.split("<|end_of_text|>")[0] + "<|end_of_text|>" for piece in text.split("### Python")[1:]]
         assert len(completions) == len(row["seq_lengths"])
-        assert in_the_loss(trainer, row) == completions
+        assert texts_in_loss(trainer, row) == completions
     frozen = [name for name, weight in trainer.model.named_parameters() if not weight.requires_grad]
     trained = [name for name, weight in trainer.model.named_parameters() if weight.requires_grad]
     assert all("lora_" in name for name in trained) and not any("lora_" in name for name in frozen)
@@ -19,6 +19,6 @@ def test_code_trains_on_the_completion_only(build_trainer):
     }  # fmt: skip
 
 
-def test_full_fine_tune_of_the_lora_recipe(build_trainer):
+def test_full_fine_tune(build_trainer):
     trainer = build_trainer("llama31_8b_lora", "--use_peft", "false")
     assert all(weight.requires_grad for weight in trainer.model.parameters())

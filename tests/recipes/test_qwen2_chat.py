@@ -1,17 +1,17 @@
-"""The loss is on the assistant's turns and their end, by a template that writes what the model's own writes."""
+"""qwen2_chat: the loss is on the assistant's turns and their end tokens; the model's own chat template is saved."""
 
 from harness.rehearsal import tiny_model
 
-from trained import in_the_loss
+from trained import texts_in_loss
 
 
-def test_chat_trains_on_the_assistants_turns_and_their_end(build_trainer):
+def test_loss_is_on_assistant_turns_only(build_trainer):
     trainer = build_trainer("qwen2_chat", "--max_length", "8192")
     row = trainer.train_dataset[0]
     text = trainer.processing_class.decode(row["input_ids"])
-    # Everything between the assistant's header and the end of its turn, that end included, and nothing else.
+    # Everything from after the assistant's header up to and including the end of its turn.
     turns = [turn.split("<|im_end|>")[0] + "<|im_end|>" for turn in text.split("<|im_start|>assistant\n")[1:]]
     assert len(turns) > 3
-    assert "".join(in_the_loss(trainer, row)) == "".join(turns)
-    known = tiny_model.family_of("Qwen/Qwen2-0.5B-Instruct")["tokenizer"]
-    assert trainer.processing_class.chat_template == known["chat_template"]  # what is saved is the model's own
+    assert "".join(texts_in_loss(trainer, row)) == "".join(turns)
+    family = tiny_model.family_of("Qwen/Qwen2-0.5B-Instruct")["tokenizer"]
+    assert trainer.processing_class.chat_template == family["chat_template"]  # it is saved with the model

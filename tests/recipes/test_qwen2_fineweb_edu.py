@@ -1,4 +1,4 @@
-"""No padding, nothing thrown away, documents apart, held-out text held out."""
+"""qwen2_fineweb_edu: packing without padding or truncation, documents that do not attend to each other, held-out rows."""
 
 from harness.rehearsal.tiny_data import documents
 
@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 RECIPE = "qwen2_fineweb_edu"
 
 
-def test_packing_keeps_every_token_and_pads_nothing(build_trainer):
+def test_packing_keeps_every_token(build_trainer):
     trainer = build_trainer(RECIPE, "--max_length", "128", "--dataset_streaming", "false", "--max_eval_samples", "100")
     tokenizer = trainer.processing_class
     rows = [*trainer.train_dataset, *trainer.eval_dataset]
@@ -18,16 +18,11 @@ def test_packing_keeps_every_token_and_pads_nothing(build_trainer):
     assert len(packed) / (128 * len(rows)) > 0.97
 
 
-def _texts(dataset, tokenizer):
-    """Documents put together again from packed rows."""
-    stream = [token for row in dataset for token in row["input_ids"]]
-    return tokenizer.decode(stream).split("<|endoftext|>")
-
-
 def test_held_out_documents_are_not_trained_on(build_trainer):
     trainer = build_trainer(RECIPE, "--max_length", "4096", "--max_eval_samples", "12")
     tokenizer = trainer.processing_class
-    held_out = {text for text in _texts(trainer.eval_dataset, tokenizer) if text}
+    held_out_tokens = [token for row in trainer.eval_dataset for token in row["input_ids"]]
+    held_out = {text for text in tokenizer.decode(held_out_tokens).split("<|endoftext|>") if text}
     assert len(held_out) == 12
     trained = set()
     for row, _ in zip(trainer.train_dataset, range(100), strict=False):
@@ -35,23 +30,23 @@ def test_held_out_documents_are_not_trained_on(build_trainer):
     assert len(trained) > 300 and not held_out & trained
 
 
-def test_documents_do_not_see_each_other(build_trainer):
-    """A document's logits are the same whatever lies beside it in the pack."""
+def test_documents_do_not_attend_to_each_other(build_trainer):
+    """The logits of a document are the same alone and in a packed row."""
     trainer = build_trainer(RECIPE, "--max_length", "96", "--bf16", "false")
     model = AutoModelForCausalLM.from_pretrained(trainer.model.config.name_or_path, dtype=torch.float32).eval()
     row = next(row for row in trainer.train_dataset if len(row["seq_lengths"]) >= 2 and min(row["seq_lengths"]) > 8)
     batch = trainer.data_collator([{**row, "labels": row["input_ids"]}])
     with torch.no_grad():
-        together = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
+        packed = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
         start = 0
         for length in row["seq_lengths"]:
             alone = model(input_ids=batch["input_ids"][:, start : start + length]).logits[0]
-            torch.testing.assert_close(together[start : start + length], alone, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(packed[start : start + length], alone, atol=1e-5, rtol=1e-4)
             start += length
-        mixed = model(input_ids=batch["input_ids"]).logits[0]  # without the restarting positions they do see each other
-    assert (mixed - together).abs().max() > 1e-3
+        mixed = model(input_ids=batch["input_ids"]).logits[0]  # without position_ids that restart, they do attend
+    assert (mixed - packed).abs().max() > 1e-3
 
 
-def test_a_token_budget_is_a_number_of_steps(build_trainer):
+def test_max_tokens_sets_max_steps(build_trainer):
     trainer = build_trainer(RECIPE, "--max_tokens", "10_000")
     assert trainer.args.max_steps == -(-10_000 // (2 * 2 * 128))

@@ -1,4 +1,4 @@
-"""A recipe for test_sharding.py: counts what FSDP sends in every optimizer step, into collectives.json of the run."""
+"""A recipe for test_sharding.py: counts FSDP's collectives in every optimizer step, and writes collectives.json."""
 
 import json
 import runpy
@@ -13,18 +13,18 @@ from transformers import TrainerCallback
 KINDS = ("all_gather_single", "reduce_scatter_single", "all_reduce")
 
 
-class Count(TrainerCallback):
-    """Notes kind, processes and elements of every collective between the beginning and the end of a step."""
+class CountCollectives(TrainerCallback):
+    """Records kind, ranks and number of elements of every collective from the beginning of a step to the optimizer's update."""
 
-    def __init__(self, out: Path):
-        self.out, self.steps, self.counting = out, [], False
+    def __init__(self, file: Path):
+        self.file, self.steps, self.is_counting = file, [], False
         for kind in KINDS:
             setattr(dist, kind, self.wrap(kind, getattr(dist, kind)))
 
     def wrap(self, kind, collective):
         def counted(*args, **kwargs):
-            if self.counting:
-                # The larger of the two tensors is what a gather makes and a reduction takes.
+            if self.is_counting:
+                # The output of an all-gather and the input of a reduction is the larger of the two tensors.
                 tensors = [value for value in (*args, *kwargs.values()) if hasattr(value, "numel")]
                 ranks = dist.get_process_group_ranks(kwargs.get("group") or dist.group.WORLD)
                 self.steps[-1].append((kind, ranks, max(tensor.numel() for tensor in tensors)))
@@ -34,17 +34,17 @@ class Count(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.steps.append([])
-        self.counting = True
+        self.is_counting = True
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.counting = False
+        self.is_counting = False
         if dist.get_rank() == 0:
             parameters = sum(weight.numel() for weight in model.parameters())
-            self.out.write_text(json.dumps({"parameters": parameters, "steps": self.steps}))
+            self.file.write_text(json.dumps({"parameters": parameters, "steps": self.steps}))
 
 
 def train(trainer):
-    trainer.add_callback(Count(Path(trainer.args.output_dir, "collectives.json")))
+    trainer.add_callback(CountCollectives(Path(trainer.args.output_dir, "collectives.json")))
     session.train(trainer)
 
 

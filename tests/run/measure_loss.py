@@ -1,7 +1,7 @@
-"""A recipe for test_sharding.py: compares each loss with float32 arithmetic on the same forward pass.
+"""A recipe for test_sharding.py: compares every loss with the loss computed in float32 from the same forward pass.
 
-Trains twice: with the harness's precision policy, then with accelerate's own. Writes the relative differences of both
-into differences.json of the run.
+Trains twice: with this project's mixed precision policy, then with accelerate's. Writes the relative differences of both runs
+into differences.json.
 """
 
 import json
@@ -18,7 +18,7 @@ measured = []
 
 def measure(trainer):
     if not measured:
-        sharding.set_precision(trainer)
+        sharding.set_mixed_precision(trainer, "float32")
     compute, differences = trainer.compute_loss, []
 
     def compute_loss(model, inputs, num_items_in_batch=None, **kwargs):

@@ -1,10 +1,12 @@
-"""The line at every log, and the counters behind it."""
+"""The message at every log, and the counters behind it."""
 
 import json
 import os
 import subprocess
 
+from harness.data.streams import StreamPosition
 from harness.run import progress
+from harness.run.stopping import BatchReader
 
 import pytest
 import torch
@@ -13,21 +15,22 @@ from conftest import read
 RECIPE = "qwen2_fineweb_edu"
 
 
-def test_the_line_is_aligned():
+def test_messages_are_aligned():
     logs = {"loss": 2.34567, "learning_rate": 2e-5, "grad_norm": 0.84, "tokens_per_second": 10512.3, "gpu_0_utilization": 97.0}
     logs |= {"gpu_1_utilization": 96.0, "gpu_0_memory_gb": 14.21, "gpu_1_memory_gb": 14.0}
-    lines = [progress.line_of(logs, step, 1000, 83.0) for step in (1, 1000)]
-    start, rest = lines[0].split("  loss ")
+    messages = [progress.format_logs(logs, step, 1000, 83.0) for step in (1, 1000)]
+    start, rest = messages[0].split("  loss ")
     assert start == "step     1/1,000" and rest == (
         " 2.3457  lr 2.00e-05  grad    0.840     10,512 tokens/s  GPU 97 96 % 14.2 14.0 GB  0:01:23 left"
     )
-    assert len(lines[0]) == len(lines[1])
-    assert progress.line_of({"eval_loss": 2.0, "eval_runtime": 3.2}, 20, 30, 1.0) == "step 20/30  held-out loss 2.0000  in 3 s"
-    assert progress.line_of({"train_runtime": 9.0}, 30, 30, 0.0) == ""
+    assert len(messages[0]) == len(messages[1])
+    evaluation = {"eval_loss": 2.0, "eval_runtime": 3.2}
+    assert progress.format_logs(evaluation, 20, 30, 1.0) == "step 20/30  evaluation loss 2.0000  in 3 s"
+    assert progress.format_logs({"train_runtime": 9.0}, 30, 30, 0.0) == ""
 
 
-def test_seconds_are_those_of_steps(build_trainer, monkeypatch):
-    """Neither the start nor an evaluation nor a checkpoint is in the time that tokens per second are counted in."""
+def test_seconds_of_steps(build_trainer, monkeypatch):
+    """Start, evaluations and checkpoints are not in the time from which tokens per second are computed."""
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
 
@@ -39,49 +42,53 @@ def test_seconds_are_those_of_steps(build_trainer, monkeypatch):
 
         return slow
 
-    trainer = build_trainer(RECIPE, "--max_steps", "4", "--eval_steps", "2", "--save_steps", "2", "--logging_steps", "1")
+    flags = ["--max_steps", "4", "--eval_steps", "2", "--save_steps", "2", "--logging_steps", "1", "--max_eval_samples", "4"]
+    trainer = build_trainer(RECIPE, *flags)
     counted = progress.Progress(trainer, {"tokens": 100, "seconds": 50.0})
+    counted.install()
+    BatchReader(trainer, None, StreamPosition(trainer, None), counted, 0).install()
     trainer.add_callback(counted)
-    trainer.training_step = takes(1.0, trainer.training_step)  # of two micro-batches
+    trainer.training_step = takes(1.0, trainer.training_step)  # called for two micro-batches per step
     trainer.evaluate = takes(1000.0, trainer.evaluate)
     trainer._save_checkpoint = takes(1000.0, trainer._save_checkpoint)
     trainer.train()
     so_far = counted.so_far()
     assert so_far["seconds"] == 50 + 4 * 2 and so_far["runtime"] == 4 * 2 + 4000
     assert 0.9 < (so_far["tokens"] - 100) / (4 * 2 * 2 * 128) <= 1
+    assert 0 < so_far["loss_tokens"] < so_far["tokens"]
     speeds = [entry["tokens_per_second"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(speeds) == 4 and all(0.9 < speed / (2 * 128) <= 1 for speed in speeds)
 
 
-def test_gpus_are_looked_at_between_logs(monkeypatch):
-    """Every GPU of the node, by one of its processes; a GPU without such a counter ends nothing."""
-    seen = iter([90, 10, 70, 30])
+def test_gpus_are_sampled_between_logs(monkeypatch):
+    """One process samples all GPUs of its node. A GPU without these counters ends no run."""
+    percents = iter([90, 10, 70, 30])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "utilization", lambda index: next(seen))
+    monkeypatch.setattr(torch.cuda, "utilization", lambda index: next(percents))
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: 3e9 + index)
-    gpus = progress.Gpus()
-    gpus.look()
-    gpus.look()
+    gpus = progress.GpuMonitor()
+    gpus.sample()
+    gpus.sample()
     assert gpus.read() == {
         "gpu_0_utilization": 80.0,
         "gpu_0_memory_gb": 3.0,
         "gpu_1_utilization": 20.0,
         "gpu_1_memory_gb": 3.0,
     }
-    assert gpus.read() == {} and gpus.of_the_run() == [(80.0, 3.0), (20.0, 3.0)]
-    gpus.look()  # the counters are at their end: an error
+    assert gpus.read() == {} and gpus.whole_run() == [(80.0, 3.0), (20.0, 3.0)]
+    gpus.sample()  # `percents` has ended: an error
     assert gpus.read() == {}
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert progress.Gpus().count == 0
+    assert progress.GpuMonitor().samples == []
 
 
-def test_a_rehearsal_logs_speed_and_keeps_the_numbers_whole(rehearse):
+def test_every_log_has_the_speed(rehearse):
     history = read(rehearse(RECIPE, "1x3090"), "trainer_state.json")["log_history"]
     assert all({"loss", "grad_norm", "tokens_per_second"} <= entry.keys() for entry in history if "loss" in entry)
 
 
-# Writes down what every process of a run connects to, and which files trackio opens.
+# Records the connections of every process of a run, and the databases of trackio.
 WATCH = """
 import os, sys
 def watch(event, arguments):
@@ -91,7 +98,7 @@ def watch(event, arguments):
 if "SEEN" in os.environ:
     sys.addaudithook(watch)
 """
-# What the two trackers would show, as JSON: tag to (step, value).
+# Prints what the two trackers have, as JSON: tag to (step, value) for TensorBoard, run to logs for trackio.
 READ = """
 import json, sys
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -104,13 +111,13 @@ print(json.dumps([board, runs]))
 
 
 def test_trackers(rehearse, tracker_python, tmp_path):
-    """TensorBoard and trackio get what is logged, once, from the first process, and nothing leaves the machine."""
+    """TensorBoard and trackio get every log once, from the first process. No process connects to another machine."""
     site = next(tracker_python.parents[1].glob("lib/python*/site-packages"))
     (site / "sitecustomize.py").write_text(WATCH)
     variables = {"PYTHON": str(tracker_python), "TRACKIO_DIR": str(tmp_path / "trackio"), "SEEN": str(tmp_path / "seen")}
     flags = ["--report_to", "all", "--max_steps", "6", "--eval_strategy", "no", "--save_strategy", "no"]
     run = rehearse(RECIPE, "4gpu_ddp", *flags, NPROC_PER_NODE="2", **variables)
-    [written] = run.glob("runs/*/events.out.tfevents.*.0")  # another one holds the evaluation at the end
+    [written] = run.glob("runs/*/events.out.tfevents.*.0")  # another file has the evaluation at the end
     read_both = [tracker_python, "-c", READ, written.parent]
     seen = (tmp_path / "seen").read_text().splitlines()
     board, runs = json.loads(subprocess.check_output(read_both, env=os.environ | variables, text=True))
@@ -125,5 +132,5 @@ def test_trackers(rehearse, tracker_python, tmp_path):
     assert [tuple(point) for point in board["eval/loss"]] == [(6, pytest.approx(evaluation["eval_loss"]))]
     assert len(board["train/tokens_per_second"]) == len(losses)
     assert {line.split()[0] for line in seen if "sqlite3.connect" in line} == {"0"}
-    abroad = [line for line in seen if "socket.connect" in line and "/pymp-" not in line and "'localhost'" not in line]
-    assert not abroad
+    connections = [line for line in seen if "socket.connect" in line and "/pymp-" not in line and "'localhost'" not in line]
+    assert not connections

@@ -1,4 +1,4 @@
-"""Every kind of bad input is one line that says what to do, and exit code 2, before anything is spawned or written."""
+"""Every kind of bad input is one error message that says what to do, and exit code 2, before anything is started or written."""
 
 import json
 import os
@@ -7,130 +7,140 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from harness import configs
 from harness.folder import lock
 
 import pytest
-from conftest import ROOT, is_one_line
+from conftest import ROOT, assert_one_error
 
-# What a person types: launch.sh itself, or what it gives to `harness.start.launch` (see starts.py).
+# What a user types: launch.sh itself, or what it passes to `harness.start.launch` (see forked_launcher.py).
 TINY = "--tiny qwen2_fineweb_edu 1x3090"
 REAL = "qwen2_fineweb_edu 1x3090 --use_cpu --dataset_name data --model_name_or_path"
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "a,b"}
 
+# Kind: command, words of the message, environment variables, arguments of `mount`.
 KINDS = {
     # names, options, flags
-    "a recipe that is not there": ("launch.sh qwen 1x3090", "no recipe is called 'qwen': did you mean qwen2_chat?"),
-    "a config that is not there": ("launch.sh qwen2_chat 1x309", "no config is called '1x309': did you mean 1x3090?"),
-    "no config": ("launch.sh qwen2_chat", "which config?"),
+    "unknown recipe": ("launch.sh qwen 1x3090", "unknown recipe: qwen. Did you mean qwen2_chat?"),
+    "unknown config": ("launch.sh qwen2_chat 1x309", "unknown config: 1x309. Did you mean 1x3090?"),
+    "no config": ("launch.sh qwen2_chat", "CONFIG is missing: ./launch.sh qwen2_chat CONFIG"),
     "no recipe": ("launch.sh --tiny", "--tiny needs a RECIPE"),
-    "an option that is not there": ("launch.sh --tinny qwen2_chat 1x3090", "unknown option --tinny"),
+    "unknown option": ("launch.sh --tinny qwen2_chat 1x3090", "unknown option --tinny"),
     "--tiny at the end": ("qwen2_chat 1x3090 --tiny", "--tiny comes first"),
-    "--tiny in the middle": ("launch.sh qwen2_chat --tiny 1x3090", "--tiny comes first"),
-    "nothing to merge": ("launch.sh --merge", "--merge takes the folder of a run"),
-    "a run to merge that is not there": ("launch.sh --merge nowhere", "nowhere is not a folder"),
-    "nothing to report": ("launch.sh --report", "--report takes the folders"),
-    "no such Python": ("launch.sh qwen2_chat 1x3090", "PYTHON=/no/python is no program", {"PYTHON": "/no/python"}),
-    "a misspelt flag": ("qwen2_chat 1x3090 --learning_rte 1", "unknown flag --learning_rte: did you mean --learning_rate?"),
-    "a flag of former years": ("qwen2_chat 1x3090 --max_seq_length 512", "--max_seq_length is now --max_length"),
-    "a stray word": (f"{TINY} stray", "unknown flag stray"),
+    "--tiny in the middle": ("launch.sh qwen2_chat --tiny 1x3090", "--tiny comes first: ./launch.sh --tiny qwen2_chat 1x3090"),
+    "--merge without a run": ("launch.sh --merge", "--merge needs the folder of a run"),
+    "--merge of a missing run": ("launch.sh --merge nowhere", "nowhere is not a folder"),
+    "--report without runs": ("launch.sh --report", "--report needs the folders"),
+    "two commands": ("launch.sh --plan --preview qwen2_chat", "--plan and --preview are two commands"),
+    "missing Python": ("launch.sh qwen2_chat 1x3090", "PYTHON: program not found: /no/python", {"PYTHON": "/no/python"}),
+    "misspelled flag": ("qwen2_chat 1x3090 --learning_rte 1", "unknown flag --learning_rte: did you mean --learning_rate?"),
+    "earlier name of a flag": ("qwen2_chat 1x3090 --max_seq_length 512", "--max_seq_length is now --max_length"),
+    "stray word": (f"{TINY} stray", "unknown flag stray"),
     # the machine
-    "too few GPUs": ("launch.sh qwen2_fineweb_edu 4gpu_ddp", "needs 4 GPUs, and this machine has none. Rehearse it here"),
-    "a module that hides a package": (
+    "too few GPUs": ("launch.sh qwen2_fineweb_edu 4gpu_ddp", "needs 4 GPUs, this machine has none. Rehearse it here"),
+    "module that hides a package": (
         f"launch.sh {TINY}",
-        "hides the package datasets: give it another name",
+        "hides the package datasets: rename it",
         {"PYTHONPATH": "hides"},
     ),
-    "no room in /dev/shm": (TINY, "/dev/shm has 0 MB free", {}, "-t tmpfs -o size=4k,mode=1777 tmpfs /dev/shm"),
+    "/dev/shm is full": (TINY, "/dev/shm has 0 MB free", {}, "-t tmpfs -o size=4k,mode=1777 tmpfs /dev/shm"),
     # recipes
-    "a recipe with a syntax error": ("--tiny ./syntax.py 1x3090", "syntax.py, line 2: invalid syntax"),
-    "a recipe that is no text": ("--tiny ./bytes.py 1x3090", "bytes.py is no Python file"),
-    "a recipe without parse": ("--tiny ./empty.py 1x3090", "ended without calling parse()"),
-    "a recipe without train": ("--tiny ./untrained.py 1x3090", "calls parse() and never train()"),
-    "a recipe with a number nobody knows": ("--tiny ./misspelt.py 1x3090", "unknown flag max_lenght: did you mean max_length?"),
+    "recipe with a syntax error": ("--tiny ./syntax.py 1x3090", "syntax.py, line 2: invalid syntax"),
+    "recipe that is not text": ("--tiny ./bytes.py 1x3090", "bytes.py is not a Python file"),
+    "recipe without parse": ("--tiny ./empty.py 1x3090", "ended without calling parse()"),
+    "recipe without train": ("--tiny ./untrained.py 1x3090", "calls parse() but never train()"),
+    "recipe with an unknown argument": ("--tiny ./misspelled.py 1x3090", "unknown flag max_lenght: did you mean max_length?"),
     # configs
-    "a YAML with a tab": ("--tiny qwen2_chat ./tab.yaml", "tab.yaml is not a readable YAML file"),
-    "a config that is no text": ("--tiny qwen2_chat ./bytes.yaml", "bytes.yaml is not a readable YAML file"),
-    "an empty config": ("--tiny qwen2_chat ./empty.yaml", "empty.yaml holds no keys"),
-    "a key that accelerate does not read": (
-        "--tiny qwen2_chat ./key.yaml",
-        "unknown key num_procesess: did you mean num_processes?",
-    ),
-    "a list where a number belongs": ("--tiny qwen2_chat ./list.yaml", "num_processes ([1])"),
-    "a number where keys belong": ("--tiny qwen2_chat ./number.yaml", "fsdp_config is 3, expected lines of `key: value`"),
-    "a number where a mesh belongs": ("--tiny qwen2_chat ./mesh.yaml", "parallelism_config is 4, expected lines"),
-    "FSDP1": ("--tiny qwen2_chat ./fsdp1.yaml", "fsdp_version is missing, which accelerate takes as 1"),
-    "DeepSpeed": ("--tiny qwen2_chat ./deepspeed.yaml", "distributed_type is 'DEEPSPEED', expected one of FSDP"),
+    "YAML with a tab": ("--tiny qwen2_chat ./tab.yaml", "tab.yaml: not a readable YAML file"),
+    "YAML that is not text": ("--tiny qwen2_chat ./bytes.yaml", "bytes.yaml: not a readable YAML file"),
+    "empty YAML": ("--tiny qwen2_chat ./empty.yaml", "empty.yaml: no keys found"),
+    "unknown key": ("--tiny qwen2_chat ./key.yaml", "unknown key num_procesess: did you mean num_processes?"),
+    "list instead of a number": ("--tiny qwen2_chat ./list.yaml", "num_processes ([1])"),
+    "number instead of keys": ("--tiny qwen2_chat ./number.yaml", "fsdp_config is 3, expected lines of `key: value`"),
+    "number instead of a mesh": ("--tiny qwen2_chat ./mesh.yaml", "parallelism_config is 4, expected lines"),
+    "FSDP1": ("--tiny qwen2_chat ./fsdp1.yaml", "fsdp_version is missing, which accelerate reads as 1"),
+    "DeepSpeed": ("--tiny qwen2_chat ./deepspeed.yaml", "DeepSpeed configs are not read: FSDP2"),
+    "DeepSpeed with deepspeed_config": ("--tiny qwen2_chat ./zero3.yaml", "DeepSpeed configs are not read: FSDP2"),
+    "deepspeed_config and FSDP": ("--tiny qwen2_chat ./zero_fsdp.yaml", "DeepSpeed configs are not read: FSDP2"),
+    "tensor parallelism": ("--tiny qwen2_chat ./tp.yaml", "parallelism_config_tp_size"),
+    "context parallelism": ("--tiny qwen2_chat ./cp.yaml", "parallelism_config_cp_size"),
+    "use_cpu": ("--tiny qwen2_chat ./use_cpu.yaml", "use_cpu is not read: delete the line; pass --use_cpu"),
     # several machines
     "NNODES alone": (TINY, "NODE_RANK and MASTER_ADDR missing", {"NNODES": "2"}),
-    "a number that is a word": (TINY, "NPROC_PER_NODE is 'two', expected a whole number", {"NPROC_PER_NODE": "two"}),
-    "a job that SLURM does not know": (TINY, "says that this is job 7, and SLURM does not", {"SLURM_JOB_ID": "7"}),
-    "a job that is a word": (TINY, "SLURM_JOB_ID is 'seven'", {"SLURM_JOB_ID": "seven", "SLURM_STEP_ID": "0"}),
+    "word instead of a number": (TINY, "NPROC_PER_NODE is 'two', expected a whole number", {"NPROC_PER_NODE": "two"}),
+    "job that SLURM does not know": (TINY, "SLURM_JOB_ID is 7, which SLURM does not know", {"SLURM_JOB_ID": "7"}),
+    "word instead of a job": (TINY, "SLURM_JOB_ID is 'seven'", {"SLURM_JOB_ID": "seven", "SLURM_STEP_ID": "0"}),
     "SLURM without scontrol": (TINY, "scontrol is not in PATH", STEP | {"PATH": "/nowhere"}),
-    "a rank beyond the nodes": (TINY, "node rank 5 of 2 nodes", STEP | {"SLURM_NODEID": "5", "MASTER_ADDR": "127.0.0.1"}),
+    "rank beyond the nodes": (TINY, "node rank 5 of 2 nodes", STEP | {"SLURM_NODEID": "5", "MASTER_ADDR": "127.0.0.1"}),
     # numbers
     "half a step": (f"{TINY} --max_steps 1.5", "--max_steps/--max-steps: invalid int value: '1.5'"),
-    "a word as learning rate": (f"{TINY} --learning_rate high", "invalid float value: 'high'"),
+    "word as learning rate": (f"{TINY} --learning_rate high", "invalid float value: 'high'"),
     "NaN as learning rate": (f"{TINY} --learning_rate nan", "--learning_rate is nan, expected a number above 0"),
-    "no step at all": (f"{TINY} --max_steps 0", "--max_steps is 0, expected 1 or more"),
-    "a batch size of 0": (f"{TINY} --per_device_train_batch_size 0", "--per_device_train_batch_size is 0, expected 1 or more"),
-    "no accumulation at all": (f"{TINY} --gradient_accumulation_steps 0", "--gradient_accumulation_steps is 0, expected 1"),
-    "a length of 0": (f"{TINY} --max_length 0", "--max_length is 0, expected 1 or more"),
-    "a seed below 0": (f"{TINY} --seed -1", "--seed is -1, expected 0 or more"),
-    "an adapter of rank 0": (f"{TINY} --use_peft --lora_r 0", "--lora_r is 0, expected 1 or more"),
-    "a budget of no tokens": (f"{TINY} --max_tokens 0", "--max_tokens is 0, expected 1 or more"),
-    "a stream without an end": (f"{TINY} --max_steps -1", "a stream has no length"),
-    "a batch that cannot be divided": (f"{TINY} --global_batch_size 5", "is not a multiple of 2"),
-    "two sizes of a batch": (f"{TINY} --global_batch_size 8 --gradient_accumulation_steps 2", "give one of them"),
-    "nobody held out": (f"{TINY} --max_eval_samples 0", "--max_eval_samples is 0, expected 1 or more"),
-    "a word that is no choice": (f"{TINY} --eval_strategy sometimes", "invalid choice: 'sometimes'"),
-    "JSON that is none": (f"{TINY} --model_init_kwargs {{bad", "{bad is not JSON"),
-    # arguments against each other
+    "no steps": (f"{TINY} --max_steps 0", "--max_steps is 0, expected 1 or more"),
+    "batch size of 0": (f"{TINY} --per_device_train_batch_size 0", "--per_device_train_batch_size is 0, expected 1 or more"),
+    "no accumulation steps": (f"{TINY} --gradient_accumulation_steps 0", "--gradient_accumulation_steps is 0, expected 1"),
+    "length of 0": (f"{TINY} --max_length 0", "--max_length is 0, expected 1 or more"),
+    "seed below 0": (f"{TINY} --seed -1", "--seed is -1, expected 0 or more"),
+    "adapter of rank 0": (f"{TINY} --use_peft --lora_r 0", "--lora_r is 0, expected 1 or more"),
+    "no tokens": (f"{TINY} --max_tokens 0", "--max_tokens is 0, expected 1 or more"),
+    "stream without an end": (f"{TINY} --max_steps -1", "a stream has no length"),
+    "batch that cannot be divided": (f"{TINY} --global_batch_size 5", "is not a multiple of 2"),
+    "two sizes of a batch": (f"{TINY} --global_batch_size 8 --gradient_accumulation_steps 2", "pass one of them"),
+    "no evaluation rows": (f"{TINY} --max_eval_samples 0", "--max_eval_samples is 0, expected 1 or more"),
+    "unknown choice": (f"{TINY} --eval_strategy sometimes", "invalid choice: 'sometimes'"),
+    "invalid JSON": (f"{TINY} --model_init_kwargs {{bad", "{bad is not JSON"),
+    # arguments that contradict each other
     "4-bit weights without an adapter": (f"{TINY} --load_in_4bit", "add --use_peft"),
-    "nothing to prepare for": ("--tiny --prepare qwen2_chat --load_in_4bit", "add --use_peft"),
-    "a cast of packed weights": ("--tiny llama31_70b_qlora 2x3090_qlora --bf16 true", "--bf16 and --fp16 ask for a cast"),
+    "--prepare with contradicting flags": ("--tiny --prepare qwen2_chat --load_in_4bit", "add --use_peft"),
+    "cast of packed weights": ("--tiny llama31_70b_qlora 2x3090_qlora --bf16 true", "--bf16 and --fp16 would cast the weights"),
     "packed weights that cannot be sharded": (
         "--tiny llama31_70b_qlora 2x3090_qlora --bnb_4bit_quant_storage uint8",
         "uint8 cannot be sharded",
     ),
-    "a token on the command line": (f"{TINY} --hub_token hf_secret", "`hf auth login`"),
-    "an upload": (f"{TINY} --push_to_hub", "`hf upload OWNER/NAME`"),
-    "one checkpoint only": (f"{TINY} --save_total_limit 1", "give 2 or more"),
+    "token on the command line": (f"{TINY} --hub_token hf_secret", "hf auth login`"),
+    "upload": (f"{TINY} --push_to_hub", "hf upload OWNER/NAME`"),
+    "only one checkpoint": (f"{TINY} --save_total_limit 1", "pass 2 or more"),
     # --config
-    "--config of nothing": (f"{TINY} --config", "--config needs the path"),
-    "--config with a tab": (f"{TINY} --config tab.yaml", "the file of --config is not a readable YAML file"),
-    "--config with a list for a number": (f"{TINY} --config rates.yaml", "--learning_rate is [1, 2], expected a number"),
-    "--config with a number for a list": (f"{TINY} --config modules.yaml", "lora_target_modules in the file of --config is 5"),
+    "--config without a path": (f"{TINY} --config", "--config needs the path"),
+    "--config with a tab": (f"{TINY} --config tab.yaml", "--config: not a readable YAML file"),
+    "--config with a list instead of a number": (f"{TINY} --config rates.yaml", "--learning_rate is [1, 2], expected a number"),
+    "--config with a number instead of a list": (f"{TINY} --config modules.yaml", "--config: lora_target_modules is 5, expected"),
     # folders
-    "a folder that is a file": (f"{TINY} --output_dir empty.py", "empty.py is a file"),
-    "a folder in a file": (f"{TINY} --output_dir empty.py/run", "cannot be written (Not a directory)"),
-    "a read-only folder": (f"{TINY} --output_dir data/run", "(Read-only file system)", {}, "-t tmpfs -o ro tmpfs data"),
-    "somebody else's folder": (f"{TINY} --output_dir data", "holds files that are not a run of this project"),
-    "a folder whose owner is unknown": (f"{TINY} --output_dir damaged", "run.json is damaged"),
-    "another run's folder": (f"{TINY} --output_dir taken", "holds a run with recipe another"),
-    "a folder that another run is in": (f"{TINY} --output_dir busy", "another run is writing into busy"),
+    "output folder is a file": (f"{TINY} --output_dir empty.py", "empty.py is a file"),
+    "output folder in a file": (f"{TINY} --output_dir empty.py/run", "cannot be written (Not a directory)"),
+    "read-only file system": (f"{TINY} --output_dir data/run", "(Read-only file system)", {}, "-t tmpfs -o ro tmpfs data"),
+    "folder with other files": (f"{TINY} --output_dir data", "data has files that are not from a run"),
+    "damaged run.json": (f"{TINY} --output_dir damaged", "run.json is damaged"),
+    "folder of another run": (f"{TINY} --output_dir taken", "holds a run with recipe another"),
+    "folder that another run uses": (f"{TINY} --output_dir busy", "another run is writing into busy"),
     # models
-    "a model that is not there": (f"{REAL} ./nowhere", "there is no folder ./nowhere"),
-    "a hub that is not there": (f"{TINY} --output_dir new --model_name_or_path no/llama", "the hub cannot be reached"),
-    "a model without config": (f"{REAL} ./data", "has no config.json"),
-    "a model without weights": (f"{REAL} ./weightless", "weightless has no model.safetensors"),
-    "a model with half of its weights": (f"{REAL} ./cut", "bytes, its header says"),
-    "a model with weights that are none": (f"{REAL} ./short", "is not a whole safetensors file"),
-    "a model that lacks a part": (f"{REAL} ./parts", "parts has no model-2.safetensors"),
-    "a tokenizer that is not there": (f"{REAL} ./mute", "mute has no tokenizer"),
-    "a tokenizer of another model": (f"{REAL} ./other", "has tokens up to number 2047, and the model has 500"),
-    "longer than the model": (f"{REAL} ./whole --max_length 99999", "--max_length 99999 is more than the 32768 positions"),
-    "a template that fails": ("--tiny qwen2_chat 1x3090 --chat_template_path fails.jinja", "fails.jinja fails (never)"),
-    "a template that is not there": ("--tiny qwen2_chat 1x3090 --chat_template_path no.jinja", "no.jinja is no file"),
+    "missing model folder": (f"{REAL} ./nowhere", "folder not found: ./nowhere"),
+    "Hub that cannot be reached": (f"{TINY} --output_dir new --model_name_or_path no/llama", "the Hub cannot be reached"),
+    "model without config": (f"{REAL} ./data", "has no config.json"),
+    "model without weights": (f"{REAL} ./weightless", "weightless has no model.safetensors"),
+    "model with half of its weights": (f"{REAL} ./half", "bytes, its header says"),
+    "weights that are not safetensors": (f"{REAL} ./short", "is not a complete safetensors file"),
+    "model without one of its files": (f"{REAL} ./parts", "parts has no model-2.safetensors"),
+    "model without tokenizer": (f"{REAL} ./mute", "mute has no tokenizer"),
+    "tokenizer of another model": (f"{REAL} ./other", "has tokens up to 2047, but the model's vocab_size is 500"),
+    "longer than the model": (
+        f"{REAL} ./complete --max_length 99999",
+        "--max_length is 99999, but ./complete has 32768 positions",
+    ),
+    "template that fails": ("--tiny qwen2_chat 1x3090 --chat_template_path fails.jinja", "fails.jinja fails (never)"),
+    "missing template": ("--tiny qwen2_chat 1x3090 --chat_template_path no.jinja", "file not found: no.jinja"),
     # data
-    "a configuration of one file": (f"{TINY} --dataset_name broken.jsonl --dataset_config x", "broken.jsonl is one file"),
-    "a file of data that is not there": (f"{REAL} ./whole --dataset_name no.jsonl", "there is no file or folder no.jsonl"),
-    "a column that is not there": (f"{REAL} ./whole --dataset_text_field body", "has the columns text; this recipe takes texts"),
-    "a split that is not there": (f"{REAL} ./whole --dataset_train_split trian", "none called trian"),
-    "no name of data": (f"{TINY} --dataset_name=", "--dataset_name is empty"),
-    "data that are none": (f"{REAL} ./whole --dataset_name empty.jsonl", "empty.jsonl is empty"),
-    "data that are no JSON": (f"{REAL} ./whole --dataset_name broken.jsonl", "JSON parse error"),
+    "config of one file": (f"{TINY} --dataset_name broken.jsonl --dataset_config x", "broken.jsonl is one file"),
+    "missing file of rows": (f"{REAL} ./complete --dataset_name no.jsonl", "file or folder not found: no.jsonl"),
+    "missing column": (f"{REAL} ./complete --dataset_text_field body", "has the columns text; this recipe needs texts"),
+    "missing split": (f"{REAL} ./complete --dataset_train_split trian", "none called trian"),
+    "empty dataset name": (f"{TINY} --dataset_name=", "--dataset_name is empty"),
+    "empty file of rows": (f"{REAL} ./complete --dataset_name empty.jsonl", "empty.jsonl: it is empty"),
+    "rows that are not JSON": (f"{REAL} ./complete --dataset_name broken.jsonl", "JSON parse error"),
 }
 
+FSDP = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+PARALLEL = FSDP + "num_processes: 2\nparallelism_config:\n  parallelism_config_{}_size: 2\n"
 FILES = {
     "syntax.py": "import harness\ndef main(:\n",
     "bytes.py": b"\xff\xfe\x00a",
@@ -145,6 +155,11 @@ FILES = {
     "mesh.yaml": "distributed_type: MULTI_GPU\nparallelism_config: 4\n",
     "fsdp1.yaml": "distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_params: true\n",
     "deepspeed.yaml": "distributed_type: DEEPSPEED\n",
+    "zero3.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\nnum_processes: 2\nzero3_init_flag: true\n",
+    "zero_fsdp.yaml": "distributed_type: FSDP\ndeepspeed_config:\n  zero_stage: 3\n",
+    "tp.yaml": PARALLEL.format("tp"),
+    "cp.yaml": PARALLEL.format("cp"),
+    "use_cpu.yaml": "distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\n",
     "rates.yaml": "learning_rate: [1, 2]\n",
     "modules.yaml": "use_peft: true\nlora_target_modules: 5\n",
     "fails.jinja": "{{ raise_exception('never') }}",
@@ -158,34 +173,34 @@ FILES = {
 
 
 @pytest.fixture(scope="module")
-def bad(workplace, rehearse):
-    """A folder of bad things."""
-    rehearse("qwen2_chat", "1x3090")  # makes the stand-ins
+def bad(workdir, rehearse):
+    """A folder with bad recipes, configs, models, datasets and runs."""
+    rehearse("qwen2_chat", "1x3090")  # makes the tiny models and datasets
     rehearse("qwen2_fineweb_edu", "1x3090")
-    folder = workplace / "bad"
+    folder = workdir / "bad"
     for name, content in FILES.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     recipe = (ROOT / "recipes/qwen2_fineweb_edu.py").read_text()
     (folder / "untrained.py").write_text(recipe.replace("parse, train", "parse").replace("    train(trainer)\n", ""))
-    (folder / "misspelt.py").write_text(recipe.replace("max_length=", "max_lenght="))
+    (folder / "misspelled.py").write_text(recipe.replace("max_length=", "max_lenght="))
     (folder / "outputs").mkdir()
-    (folder / "outputs/tiny").symlink_to(workplace / "outputs/tiny")
-    _models(next((workplace / "outputs/tiny/.stand-ins").glob("Qwen--Qwen2-0.5B-????????")), folder)
+    (folder / "outputs/tiny").symlink_to(workdir / "outputs/tiny")
+    _models(next((workdir / "outputs/tiny/.made").glob("Qwen--Qwen2-0.5B-????????")), folder)
     held = lock(folder / "busy")
     yield folder
     held.release()
 
 
-def _models(whole: Path, folder: Path):
-    for name in ("whole", "weightless", "cut", "short", "parts", "mute", "other"):
-        shutil.copytree(whole, folder / name)
+def _models(complete: Path, folder: Path):
+    for name in ("complete", "weightless", "half", "short", "parts", "mute", "other"):
+        shutil.copytree(complete, folder / name)
     for name in ("weightless", "parts"):
         (folder / name / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (folder / "parts/model.safetensors.index.json").write_text(json.dumps(index))
-    shutil.copy(whole / "model.safetensors", folder / "parts/model-1.safetensors")
-    os.truncate(folder / "cut/model.safetensors", 100_000)
+    shutil.copy(complete / "model.safetensors", folder / "parts/model-1.safetensors")
+    os.truncate(folder / "half/model.safetensors", 100_000)
     os.truncate(folder / "short/model.safetensors", 5)
     for file in (folder / "mute").glob("tokenizer*"):
         file.unlink()
@@ -198,7 +213,7 @@ def _written(folder: Path) -> dict:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_is_refused_in_one_line(bad, environment, starts, kind):
+def test_one_error_message(bad, environment, fork_launch, kind):
     command, expected, variables, mount = (*KINDS[kind], {}, "")[:4]
     if mount and os.geteuid():
         pytest.skip("only root can mount")
@@ -210,10 +225,33 @@ def test_is_refused_in_one_line(bad, environment, starts, kind):
     else:
         words = [str(bad / word) if word.startswith("./") and word.endswith((".py", ".yaml")) else word for word in words]
         mounts = [[str(bad / word) if word == "data" else word for word in mount.split()]] if mount else []
-        process = starts(*words, cwd=bad, mounts=mounts, trains=False, **variables)
-    is_one_line(process, expected)
+        process = fork_launch(*words, cwd=bad, mounts=mounts, trains=False, **variables)
+    assert_one_error(process, expected)
     assert "hf_secret" not in process.stderr and _written(bad) == before
 
 
-def test_there_are_sixty_kinds():
+def test_number_of_kinds():
     assert len(KINDS) >= 60
+
+
+@pytest.mark.parametrize("name", ["tp", "cp"])
+def test_other_parallelism_is_not_called_a_typo(tmp_path, error_of, name):
+    """The nearest known key is another kind of parallelism."""
+    path = tmp_path / "parallel.yaml"
+    path.write_text(PARALLEL.format(name))
+    message = error_of(configs.read, str(path))
+    assert f"parallelism_config_{name}_size" in message and "did you mean" not in message
+
+
+def test_debug_shows_the_traceback(launch, fork_launch, tmp_path):
+    """Of an error in the launcher, and in the process that checks the run. The message is the last line."""
+    tiny = ["--tiny", "qwen2_fineweb_edu", "1x3090"]
+    for process, function in (
+        (launch("--debug", *tiny, "--max_lenght", "5", cwd=tmp_path), "check_flags"),
+        (fork_launch(*tiny, "--max_steps", "0", cwd=tmp_path, HARNESS_DEBUG="1"), "check_numbers"),
+    ):
+        assert process.returncode == 2 and not process.stdout
+        first, *_, last = process.stderr.splitlines()
+        assert first == "Traceback (most recent call last):" and process.stderr.count("Traceback") == 1
+        assert f"in {function}\n" in process.stderr and "harness.launched.UserError: " in process.stderr
+        assert last.startswith("error: ") and "--max_" in last

@@ -1,4 +1,4 @@
-"""One import a start: where processes come from, what they begin and end with."""
+"""The processes of one machine: forked after one import, started together, stopped together."""
 
 import contextlib
 import os
@@ -13,11 +13,12 @@ import pytest
 from conftest import ROOT, losses, wait_until
 
 RECIPE = "qwen2_fineweb_edu"
+STARTS_A_THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n"
 
 
 @pytest.fixture
 def python(environment, tmp_path):
-    """Runs a script; functions that other processes are to run stand in its module `work`."""
+    """Runs a script; `work` is the content of a module with functions for other processes."""
 
     def call(script, work="", arguments=(), **options):
         (tmp_path / "work.py").write_text(work)
@@ -35,19 +36,18 @@ def python(environment, tmp_path):
     return call
 
 
-IMPORTED = """
+IMPORT = """
 import os, sys, threading
 from pathlib import Path
 import torch
 touches = []
-def touched(*args, **kwargs):
+def touch(*args, **kwargs):
     touches.append(args)
     raise RuntimeError("CUDA was initialized")
 torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 2
-torch.cuda._lazy_init = torch._C._cuda_init = touched
-from harness.start import server
-problem = server.import_libraries()
-assert not problem, problem
+torch.cuda._lazy_init = torch._C._cuda_init = touch
+from harness.start import processes
+print(processes.import_libraries())
 assert {"trl", "peft", "datasets", "transformers.trainer"} <= sys.modules.keys()
 names = sorted(Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task"))
 print(threading.active_count(), [name for name in names if name != "jemalloc_bg_thd"], len(touches))
@@ -59,122 +59,183 @@ finally:
 """
 
 
-def test_what_is_imported_before_the_fork(python):
-    """With GPUs there: none is touched, except by bitsandbytes when it is used; no thread but the allocator's is alive."""
-    process = python(IMPORTED, variables={"OPENBLAS_NUM_THREADS": "1"})
-    assert process.stdout.splitlines() == ["1 ['python'] 0", "True"], process.stderr
+def test_imports_touch_no_gpu_and_start_no_thread(python):
+    """On a machine with GPUs. bitsandbytes touches them when it is first used; the only other thread is the allocator's."""
+    process = python(IMPORT, variables={"OPENBLAS_NUM_THREADS": "1"})
+    assert process.stdout.splitlines() == ["True", "1 ['python'] 0", "True"], process.stderr
 
 
-CALL = """
-import os, sys
-from harness.start import processes, server, worker
+WORKER = """
+import os
+from harness.start import processes
 import work
-server.prepare()
-os.environ["SINCE"] = "then"
-print(server.method, *processes.call({call}), flush=True)
+os.environ["DELETED"] = "before the fork"
+can_fork = processes.import_libraries()
+worker = processes.Worker(can_fork)
+os.environ["SET"] = "after the fork"
+del os.environ["DELETED"]
+worker.start(work.run, environment={"RANK": "1", "OMP_NUM_THREADS": "1"})
+code, _ = processes.wait_for([worker])
+*small, large = worker.result
+print(can_fork, code, small, len(large))
+"""
+WORK = """
+import os, sys
+def run():
+    has_imported = "trl" in sys.modules
+    import torch
+    variables = [os.environ.get(name) for name in ("SET", "DELETED", "RANK")]
+    return has_imported, *variables, sys.stdin.readline(), torch.get_num_threads(), "x" * 1_000_000
 """
 
 
-@pytest.mark.parametrize("begins_a_thread", [False, True], ids=["forked", "an import begins a thread"])
-def test_a_process_has_imported_already_or_starts_anew(python, tmp_path, begins_a_thread):
-    """Either way it finds the environment of its launcher, and what its launcher was given to read."""
-    if begins_a_thread:
-        (tmp_path / "sitecustomize.py").write_text(
-            "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n"
-        )
-    work = "import os, sys\ndef what():\n    return 'trl' in sys.modules, os.environ['SINCE'], sys.stdin.readline()\n"
-    process = python(CALL.format(call="work.what"), work, input="typed\n")
+@pytest.mark.parametrize("starts_a_thread", [False, True], ids=["forked", "spawned after an import started a thread"])
+def test_worker_has_environment_and_stdin(python, tmp_path, starts_a_thread):
+    """Every worker has the environment that it is started with, a forked one also the imports and the stdin of its launcher.
+
+    OMP_NUM_THREADS has an effect, although torch reads it when it is imported. The result can be larger than a pipe holds.
+    """
+    if starts_a_thread:
+        (tmp_path / "sitecustomize.py").write_text(STARTS_A_THREAD)
+    process = python(WORKER, WORK, input="typed\n", variables={"OMP_NUM_THREADS": "2"})
     assert process.returncode == 0, process.stderr
-    method, code, *answer = process.stdout.split(maxsplit=2)
-    expected = ("spawn", "(False, 'then', '')") if begins_a_thread else ("forkserver", r"(True, 'then', 'typed\n')")
-    assert (method, code, answer[0].strip()) == (expected[0], "0", expected[1])
+    result = [not starts_a_thread, "after the fork", None, "1", "" if starts_a_thread else "typed\n", 1]
+    assert process.stdout == f"{not starts_a_thread} 0 {result} 1000000\n"
 
 
+RUN_RECIPES = """
+import sys
+from harness.start import processes
+can_fork = processes.import_libraries()
+for path in sys.argv[1:]:
+    code, result = processes.call(can_fork, processes.run_recipe, path, [])
+    print(code, result, flush=True)
+    print("---", flush=True)
+"""
+# Last lines of a recipe: its exit code, and what it prints.
 ENDS = {
     "sys.exit(7)": ("7", ""),
     "atexit.register(print, 'goodbye', flush=True)": ("0", "goodbye"),
+    "atexit.register(print, 'goodbye', flush=True)\nsys.exit(7)": ("7", "goodbye"),
     "os.kill(os.getpid(), 9)": ("-9", ""),
     "sys.exit()": ("0", ""),
+    "os._exit(0)": ("0", ""),
     "import multiprocessing\nprint(multiprocessing.Pool(2).map(len, ['a', 'bc']), flush=True)": ("0", "[1, 2]"),
 }
 
 
-def test_how_a_recipe_ends(python, tmp_path):
-    script = CALL.rsplit("print(", 1)[0] + "for path in sys.argv[1:]:\n"
-    script += "    print(*processes.call(worker.recipe, path, []), flush=True)\n    print('---', flush=True)\n"
+def test_exit_codes_exit_handlers_and_traceback(python, tmp_path):
+    """The traceback starts in the recipe, not in the harness."""
     recipes = [tmp_path / f"ends_{number}.py" for number in range(len(ENDS))]
     for recipe, body in zip(recipes, ENDS, strict=True):
         recipe.write_text(f"import atexit, os, sys\n{body}\n")
-    process = python(script, arguments=recipes)
-    assert process.returncode == 0 and not process.stderr, process.stderr
-    for said, (body, (code, shown)) in zip(process.stdout.split("---\n"), ENDS.items(), strict=False):
-        assert said.split()[-2:] == [code, "None"] and shown in said, body
+    fails = tmp_path / "fails.py"
+    fails.write_text("def main():\n    raise KeyError('column')\n\n\nmain()\n")
+    process = python(RUN_RECIPES, arguments=[*recipes, fails])
+    assert process.returncode == 0, process.stderr
+    *outputs, of_failure, end = process.stdout.split("---\n")
+    for output, (body, (code, printed)) in zip(outputs, ENDS.items(), strict=True):
+        assert output.split()[-2:] == [code, "None"] and printed in output, body
+    assert of_failure == "1 None\n" and not end
+    lines = process.stderr.splitlines()
+    assert lines[:2] == ["Traceback (most recent call last):", f'  File "{fails}", line 5, in <module>'], process.stderr
+    assert lines[-1] == "KeyError: 'column'" and process.stderr.count("Traceback") == 1
 
 
-def test_every_process_may_leave_by_exit(launch, tmp_path):
-    """torch's launcher waits for what a process returns, and neither `sys.exit(main())` nor `os._exit(0)` returns anything."""
-    recipe = tmp_path / "leaves.py"
+WORKERS = """
+import signal, sys, time
+from harness.start import processes
+import work
+processes.LEAVE_TIMEOUT = 2
+with processes.idle_workers(3, True) as workers:
+    for worker, function in zip(workers, work.FUNCTIONS):
+        worker.start(function)
+    started = [worker for worker in workers if not worker.is_idle]
+    time.sleep(float(sys.argv[1]))
+    print(*processes.wait_for(started), [worker.process.exitcode for worker in started])
+workers[-1].process.join(5)
+print(workers[-1].process.exitcode)
+"""
+FUNCTIONS = """
+import signal, sys, time
+def fail():
+    time.sleep(0.5)
+    sys.exit(9)
+def wait():
+    time.sleep(60)
+def ignore():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    wait()
+def finish():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("functions", "expected"),
+    [
+        ("finish, finish", ["0 0 [0, 0]", "0"]),
+        ("finish, fail", ["9 1 [0, 9]", "0"]),
+        ("wait, fail", ["9 1 [-15, 9]", "0"]),
+        ("fail, ignore", ["9 0 [9, -9]", "0"]),
+        ("fail, ignore, wait", ["9 0 [9, -9, -15]", "-15"]),
+    ],
+)
+@pytest.mark.parametrize("pause", [0, 1], ids=["during the wait", "before the wait"])
+def test_others_are_stopped_when_one_fails(python, functions, expected, pause):
+    """By SIGTERM, and by SIGKILL if they ignore it. The result is the exit code and index of the first one that failed.
+
+    A worker that was not started exits with code 0.
+    """
+    process = python(WORKERS, f"{FUNCTIONS}\nFUNCTIONS = [{functions}]\n", [str(pause)])
+    assert process.stdout.splitlines() == expected and not process.stderr, process.stdout + process.stderr
+
+
+def test_every_process_can_exit_before_training(launch, tmp_path):
+    """By `sys.exit` or `os._exit`."""
+    recipe = tmp_path / "exits.py"
     text = (ROOT / f"recipes/{RECIPE}.py").read_text()
-    recipe.write_text(text.replace("    train(", "    __import__('os')._exit(0) if args.process_index else exit()\n    train("))
+    exits = "__import__('os')._exit(0) if training_args.process_index else exit()"
+    recipe.write_text(text.replace("    train(", f"    {exits}\n    train("))
     process = launch("--tiny", recipe, "4gpu_shard_grad_op", cwd=tmp_path, NPROC_PER_NODE="2", timeout=120)
     assert process.returncode == 0 and not process.stderr, process.stderr
 
 
-def test_a_traceback_begins_in_the_recipe(python, tmp_path):
-    recipe = tmp_path / "fails.py"
-    recipe.write_text("def main():\n    raise KeyError('column')\n\n\nmain()\n")
-    process = python(CALL.format(call=f"worker.recipe, {str(recipe)!r}, []"))
-    lines = process.stderr.splitlines()
-    assert process.stdout.split()[-2:] == ["1", "None"]
-    assert lines[:2] == ["Traceback (most recent call last):", f'  File "{recipe}", line 5, in <module>'], process.stderr
-    assert lines[-1] == "KeyError: 'column'"
-
-
-@pytest.mark.parametrize("who", ["True", "args.process_index"])
-def test_processes_that_fail_alike_show_one_traceback(starts, tmp_path, who):
-    """And one that fails alone shows its own."""
+@pytest.mark.parametrize("who", ["True", "training_args.process_index"], ids=["all fail", "one fails"])
+def test_one_traceback_when_processes_fail(fork_launch, tmp_path, who):
     recipe = tmp_path / "fails.py"
     text = (ROOT / f"recipes/{RECIPE}.py").read_text()
     recipe.write_text(text.replace("    train(", f"    assert not ({who}), 'mine'\n    train("))
-    process = starts("--tiny", recipe, "4gpu_ddp", cwd=tmp_path, NPROC_PER_NODE="2")
+    process = fork_launch("--tiny", recipe, "4gpu_ddp", cwd=tmp_path, NPROC_PER_NODE="2")
     assert process.stderr.count("Traceback") == process.stderr.count("AssertionError: mine") == 1, process.stderr
-    # Another one that notices first that this one has gone is the first to end.
+    # A process that loses the connection to the failed one can be the first to exit.
     assert process.returncode in ((1, network.LOST) if who != "True" else (1,))
 
 
-def test_threads_of_arithmetic(python):
-    """OMP_NUM_THREADS is read when torch is imported, which was before. An answer may be larger than a pipe holds."""
-    work = "import torch\ndef threads():\n    return str(torch.get_num_threads()) * 1_000_000\n"
-    script = CALL.format(call="work.threads").replace('os.environ["SINCE"] = "then"', 'os.environ["OMP_NUM_THREADS"] = "1"')
-    process = python(script, work, variables={"OMP_NUM_THREADS": "2"})
-    assert process.stdout.split() == ["forkserver", "0", "1" * 1_000_000], process.stderr
-
-
-def test_processes_that_start_anew_log_the_same_losses(rehearse, tmp_path):
-    """Where nothing can be forked, a launch does the same at a higher price."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n"
-    )
+def test_spawned_processes_log_the_same_losses(rehearse, tmp_path):
+    """As where forking is not possible."""
+    (tmp_path / "sitecustomize.py").write_text(STARTS_A_THREAD)
     flags = ["--max_steps", "2", "--logging_steps", "1", "--eval_strategy", "no", "--save_strategy", "no"]
-    anew = rehearse(RECIPE, "4gpu_shard_grad_op", *flags, NPROC_PER_NODE="2", PYTHONPATH=str(tmp_path))
+    spawned = rehearse(RECIPE, "4gpu_shard_grad_op", *flags, NPROC_PER_NODE="2", PYTHONPATH=str(tmp_path))
     forked = rehearse(RECIPE, "4gpu_shard_grad_op", *flags, NPROC_PER_NODE="2")
-    assert losses(anew) == losses(forked) and len(losses(anew)) == 2
+    assert losses(spawned) == losses(forked) and len(losses(spawned)) == 2
 
 
 @pytest.fixture
-def session(environment, workplace, tmp_path):
-    """Starts a rehearsal on two processes in a session of its own; returns it once it trains, and what lives in it."""
+def session(environment, workdir, tmp_path):
+    """Starts a rehearsal on two processes in a session of its own; returns it, its log, and a function that lists the session."""
     started = []
 
     def alive():
         return [p for p in psutil.process_iter(["status"]) if _session(p.pid) == started[0].pid and p.info["status"] != "zombie"]
 
-    def call(run, *more):
+    def call(run, *more, **variables):
         flags = ["--output_dir", str(run), "--max_steps", "2000", "--save_steps", "1000", "--logging_steps", "1"]
         command = [str(ROOT / "launch.sh"), "--tiny", RECIPE, "4gpu_full_shard", *flags, "--eval_strategy", "no", *more]
         with (tmp_path / "log").open("w") as log:
-            env = environment | {"NPROC_PER_NODE": "2"}
-            started.append(subprocess.Popen(command, cwd=workplace, env=env, stdout=log, stderr=log, start_new_session=True))
+            env = environment | {"NPROC_PER_NODE": "2"} | variables
+            options = {"start_new_session": True, "preexec_fn": _hear_ctrl_c}
+            started.append(subprocess.Popen(command, cwd=workdir, env=env, stdout=log, stderr=log, **options))
         return started[0], tmp_path / "log", alive
 
     yield call
@@ -189,12 +250,22 @@ def _session(pid: int) -> int:
         return 0
 
 
+def _hear_ctrl_c():
+    """For `preexec_fn`: these tests may run in the background, where a shell makes programs ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _wait_for_steps(process, log):
+    wait_until(lambda: log.read_text().count("  loss ") > 1 or process.poll() is not None, 120, log.read_text)
+    assert process.poll() is None, log.read_text()
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)])
-def test_a_signal_to_every_process_at_once(session, workplace, number, code):
-    """As SLURM sends it, to whatever runs in the job: the server lives on, a checkpoint is written, nothing is left."""
-    run = workplace / f"runs/signalled-{code}"
+def test_signal_to_all_processes_saves_a_checkpoint(session, workdir, number, code):
+    """SLURM sends signals to every process of a job."""
+    run = workdir / f"runs/signalled-{code}"
     process, log, alive = session(run)
-    wait_until(lambda: log.read_text().count("  loss ") > 1, 120, log.read_text)
+    _wait_for_steps(process, log)
     for one in alive():
         one.send_signal(number)
     assert process.wait(timeout=60) == code, log.read_text()
@@ -204,16 +275,36 @@ def test_a_signal_to_every_process_at_once(session, workplace, number, code):
     assert list(run.glob("checkpoint-*/complete.json"))
 
 
-def test_a_killed_launcher_takes_everything_with_it(session, workplace):
-    process, log, alive = session(workplace / "runs/killed-launcher")
-    wait_until(lambda: log.read_text().count("  loss ") > 1, 120, log.read_text)
-    assert len(alive()) >= 4  # launcher, server and two that train
+@pytest.mark.parametrize("to", ["all", "launcher"])
+def test_ctrl_c_prints_one_message(session, workdir, to):
+    """A terminal sends SIGINT to all processes, `kill -INT` to one."""
+    process, log, alive = session(workdir / f"runs/ctrl-c-{to}")
+    _wait_for_steps(process, log)
+    for one in alive() if to == "all" else [process]:
+        one.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130, log.read_text()
+    assert log.read_text().count("Stopped at step") == 1 and "Traceback" not in log.read_text(), log.read_text()
+    assert "error" not in log.read_text() and "Warning" not in log.read_text()
+    wait_until(lambda: not alive(), 20, lambda: str(alive()))
+
+
+def test_killed_launcher_leaves_no_process(session, workdir):
+    process, log, alive = session(workdir / "runs/killed-launcher")
+    _wait_for_steps(process, log)
+    assert len(alive()) >= 3  # the launcher and two that train
     process.kill()
     process.wait()
     wait_until(lambda: not alive(), 20, lambda: str(alive()))
 
 
-INTERRUPTED = """
+def test_exit_with_parent(python):
+    """Also if the parent was killed before the call."""
+    script = "import os\nfrom harness import signals\nsignals.exit_with_parent({})\nprint('lives')"
+    assert python(script.format("os.getppid()")).stdout == "lives\n"
+    assert python(script.format("os.getpid()")).returncode == 137
+
+
+INTERRUPT = """
 import os, runpy, signal, sys
 class Interrupt:
     def find_spec(name, path=None, target=None):
@@ -226,8 +317,6 @@ number, module = sys.argv.pop(1), sys.argv.pop(1)
 sys.meta_path.insert(0, Interrupt)
 runpy.run_module("harness.start.launch", run_name="__main__", alter_sys=True)
 """
-
-
 WORDS = ["--tiny", str(ROOT / f"recipes/{RECIPE}.py"), str(ROOT / "accelerate_configs/1x3090.yaml")]
 
 
@@ -242,25 +331,59 @@ WORDS = ["--tiny", str(ROOT / f"recipes/{RECIPE}.py"), str(ROOT / "accelerate_co
         ("accelerate.accelerator", signal.SIGTERM),
     ],
 )
-def test_a_signal_while_modules_are_imported(python, module, number):
-    """It ends the launcher, in one line at most, although an import may swallow what a handler raises."""
-    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # also where these tests run in the background
-    process = python(INTERRUPTED, arguments=[str(int(number)), module, *WORDS], **heard)
+def test_signal_during_imports_ends_the_launcher(python, module, number):
+    """With one message at most, although an import can swallow the exception that a handler raises."""
+    process = python(INTERRUPT, arguments=[str(int(number)), module, *WORDS], preexec_fn=_hear_ctrl_c)
     assert process.returncode in (-number, 128 + number) and "Traceback" not in process.stderr
     lines = process.stderr.splitlines()
     assert lines in ([], [f"Stopped by {number.name} before the training began."])
     assert bool(lines) == (module != "yaml" and number != signal.SIGINT)
 
 
-def test_ctrl_c_is_not_for_what_runs_in_the_background(python):
+INTERRUPT_ALL = """
+import os, runpy, sys
+class Interrupt:
+    def find_spec(name, path=None, target=None):
+        if name == module:
+            os.killpg(0, int(number))
+number, module = sys.argv.pop(1), sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupt)
+runpy.run_module("harness.start.launch", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        ("harness.start.checks", signal.SIGTERM),
+        ("accelerate.commands.launch", signal.SIGUSR1),
+        ("harness.run.session", signal.SIGTERM),
+        ("harness.run.session", signal.SIGINT),
+    ],
+    ids=["the run is checked", "the run was checked", "the trainers are built", "the trainers are built, Ctrl-C"],
+)
+def test_signal_to_all_processes_before_training(python, tmp_path, module, number):
+    """Sent when a process imports `module`. No process is left: each would keep the pipe open that is read to its end."""
+    words = [*WORDS[:-1], str(ROOT / "accelerate_configs/4gpu_full_shard.yaml"), "--output_dir", str(tmp_path / "run")]
+    options = {"start_new_session": True, "preexec_fn": _hear_ctrl_c}
+    process = python(INTERRUPT_ALL, arguments=[str(int(number)), module, *words], variables={"NPROC_PER_NODE": "2"}, **options)
+    assert process.returncode == 128 + number, process.stderr
+    if number == signal.SIGINT:  # a library that catches KeyboardInterrupt prints a warning of its own
+        assert "Traceback" not in process.stderr and "error: " not in process.stderr
+    else:
+        assert process.stderr == f"Stopped by {number.name} before the training began.\n"
+
+
+def test_ctrl_c_is_ignored_in_the_background(python):
+    """A shell makes the programs that it starts in the background ignore SIGINT."""
     arguments = [str(int(signal.SIGINT)), "yaml", *WORDS, "--help"]
-    process = python(INTERRUPTED, arguments=arguments, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    process = python(INTERRUPT, arguments=arguments, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     assert process.returncode == 0 and "--max_steps" in process.stdout
 
 
-def test_a_signal_after_the_last_step_does_no_harm(session, workplace):
-    """To every process, again and again, while the model is written, while samples are made, while Python ends."""
-    run = workplace / "runs/finished-all-the-same"
+def test_signals_after_the_last_step_have_no_effect(session, workdir):
+    """All processes get them again and again: while the model is saved, while samples are generated, while Python exits."""
+    run = workdir / "runs/finished-despite-signals"
     process, log, alive = session(run, "--max_steps", "4")
     wait_until(lambda: "step 4/4" in log.read_text() or process.poll() is not None, 120, log.read_text)
     signals = 0
@@ -275,18 +398,12 @@ def test_a_signal_after_the_last_step_does_no_harm(session, workplace):
     wait_until(lambda: not alive(), 20, lambda: str(alive()))
 
 
-def test_nobody_is_left_when_the_parent_went_first(python):
-    """A launcher that is killed between a fork and the child's wish to die with it."""
-    script = "import os\nfrom harness.nodes import signals\nsignals.die_with_parent({})\nprint('lives')"
-    assert python(script.format("os.getppid()")).stdout == "lives\n"
-    assert python(script.format("os.getpid()")).returncode == 137
-
-
-def test_a_process_that_hangs(session, workplace):
-    """As `kill -STOP` makes it: within --ddp_timeout the others notice, one line says so, and nothing is left."""
-    process, log, alive = session(workplace / "runs/hangs", "--ddp_timeout", "10")
-    wait_until(lambda: log.read_text().count("  loss ") > 1, 120, log.read_text)
-    ranks = sorted(one.pid for one in alive() if one.ppid() != process.pid and one.pid != process.pid)
+def test_suspended_process_ends_the_run(session, workdir):
+    """As `kill -STOP` does. Within --ddp_timeout the others print one message and exit; no process is left."""
+    process, log, alive = session(workdir / "runs/suspended", "--ddp_timeout", "10")
+    _wait_for_steps(process, log)
+    ranks = sorted(one.pid for one in alive() if one.ppid() == process.pid)
+    assert len(ranks) == 2
     psutil.Process(ranks[-1]).suspend()
     assert process.wait(timeout=90) not in (0, 2), log.read_text()
     errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]

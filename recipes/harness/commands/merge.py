@@ -38,7 +38,7 @@ def main(run: str, out: str = "") -> None:
         draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    print_once(f"{target} is a plain model: AutoModelForCausalLM.from_pretrained({str(target)!r})")
+    print_once(f"Merged into {target}. To load it: AutoModelForCausalLM.from_pretrained({str(target)!r})")
 
 
 def merge(source: Path, target: Path) -> None:
@@ -166,18 +166,20 @@ def changed_weights(adapter: dict[str, Any], settings: Any) -> dict[str, Callabl
     from peft.utils.other import get_pattern_key
 
     if settings.use_dora or any("lora_magnitude" in name for name in adapter):
-        raise UserError("a DoRA adapter cannot be merged file by file: load it with PEFT and call merge_and_unload()")
+        raise UserError("--merge cannot merge a DoRA adapter: load it with PEFT and call merge_and_unload()")
+    if unknown := [name for name in adapter if ".lora_" in name and not name.endswith((".lora_A.weight", ".lora_B.weight"))]:
+        raise UserError(f"--merge cannot merge {unknown[0]}: load the adapter with PEFT and call merge_and_unload()")
     changes = {}
     for name, tensor in adapter.items():
-        module = name.removeprefix("base_model.model.")
+        weight_name = name.removeprefix("base_model.model.")
         if name.endswith(".lora_A.weight"):
-            module = module.removesuffix(".lora_A.weight")
+            module = weight_name.removesuffix(".lora_A.weight")
             alpha = settings.alpha_pattern.get(get_pattern_key(settings.alpha_pattern, module), settings.lora_alpha)
             rank = tensor.shape[0]
             scaling = alpha / (rank**0.5 if settings.use_rslora else rank)
             changes[f"{module}.weight"] = _adding(tensor, adapter[name.replace("lora_A", "lora_B")], scaling)
-        elif ".lora_B." not in name:  # modules_to_save: trained as a whole
-            changes[module] = _replacing(tensor)
+        elif not name.endswith(".lora_B.weight"):  # modules_to_save: trained as a whole
+            changes[weight_name] = _replacing(tensor)
     return changes
 
 

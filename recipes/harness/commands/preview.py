@@ -5,6 +5,7 @@
 The recipe makes the rows itself: it runs until its trainer is built, with a model of two layers and the first rows of each split.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -66,7 +67,8 @@ def main(words: list[str]) -> int:
     flags.check_flags(Path(recipe), arguments)
     launched = Launched(recipe=recipe, tiny="--tiny" in options, mode="preview", on_cpu=True)
     set_environment(launched)
-    with tempfile.TemporaryDirectory(prefix="preview-") as output_dir:
+    messages = sys.stderr if as_json else sys.stdout  # stdout is for the JSON alone
+    with tempfile.TemporaryDirectory(prefix="preview-") as output_dir, contextlib.redirect_stdout(messages):
         trainer, rows, script_args = build_preview(launched, [*arguments, "--output_dir", output_dir])
         batches = list(itertools.islice(trainer.get_train_dataloader(), BATCHES))
         numbers = summarize(trainer.args, rows, batches, script_args)

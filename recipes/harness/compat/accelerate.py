@@ -18,7 +18,7 @@ def launch_environment(config: str, processes: int, nodes: int, script: str) -> 
 
     The harness forks its processes from one that has imported the libraries, so it cannot call `accelerate launch`, which
     starts a new Python for each. accelerate has no public function that turns a config file into these variables.
-    Upstream: no issue yet.
+    Upstream: huggingface/accelerate#2891, closed without such a function.
     Checked with: accelerate 1.15.0.
     Remove when: accelerate has such a function.
     """
@@ -41,7 +41,7 @@ def allow_fsdp_on_cpu() -> None:
     accelerate shards on accelerators only. On CPU the same YAML gives DDP, or nothing, without an error, although FSDP2
     itself runs there. transformers asks for `cpu=True` and for a backend, which both lead to DDP, so these are dropped, and
     the backend is reported as that of several GPUs whose device is the CPU.
-    Upstream: no issue yet.
+    Upstream: no issue found.
     Checked with: accelerate 1.15.0.
     Remove when: accelerate accepts distributed_type FSDP together with use_cpu.
     """
@@ -69,7 +69,7 @@ def give_meta_weights_addresses(model: Any) -> None:
     accelerate finds the optimizer's parameters again by `data_ptr()` after sharding. Weights that only the first process
     has read are on the meta device in the others, where every address is 0: they would all be taken for one parameter,
     and the rest would not be trained.
-    Upstream: no issue yet.
+    Upstream: no issue found; huggingface/accelerate#3930 is about the same models.
     Checked with: accelerate 1.15.0.
     Remove when: accelerate maps parameters by name.
     """
@@ -84,9 +84,9 @@ def hide_saved_buffers(trainer: Any) -> Callable[[], None]:
 
     accelerate broadcasts the state dict as if it held sharded parameters only, and fails at a buffer. What is not in the
     state dict it leaves on every process as it is, so the buffers are broadcast here.
-    Upstream: huggingface/accelerate#3898.
+    Upstream: huggingface/accelerate#3898, closed without a fix.
     Checked with: accelerate 1.15.0.
-    Remove when: that issue is closed.
+    Remove when: accelerate broadcasts buffers.
     """
     import torch
 

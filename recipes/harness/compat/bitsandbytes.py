@@ -9,7 +9,7 @@ def keep_4bit_layout() -> None:
 
     On a CPU with AVX512-BF16, bitsandbytes repacks the weights in the first evaluation. Training and FSDP then read the new
     layout as the old one: the loss jumps from 8.0 to 9.0.
-    Upstream: no issue yet.
+    Upstream: no issue found; bitsandbytes-foundation/bitsandbytes#2078 is about the same layout.
     Checked with: bitsandbytes 0.50.2.
     Remove when: repacked weights are unpacked again when the model returns to training.
     """

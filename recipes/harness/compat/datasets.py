@@ -5,19 +5,21 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from harness.compat.guards import changes
+from harness.compat.guards import changes, expected_names
 
 import pyarrow
-from datasets.iterable_dataset import ArrowExamplesIterable, BufferShuffledExamplesIterable
 from pyarrow import parquet
+
+with expected_names():
+    from datasets.iterable_dataset import ArrowExamplesIterable, BufferShuffledExamplesIterable
 
 
 @changes("datasets.config:SLEEP_TIME_ON_THREADS_SHUTDOWN", "datasets.config:PYARROW_VERSION")
 def end_streams_at_once() -> None:
     """Ends a stream that mixes Parquet files without a pause of five seconds.
 
-    datasets sleeps whenever such a stream is left, for a crash of older versions of Arrow.
-    Upstream: apache/arrow#45214, closed with Arrow 25.
+    datasets sleeps whenever such a stream ends, because older versions of Arrow could hang.
+    Upstream: apache/arrow#45214, fixed in Arrow 25 by apache/arrow#49943.
     Checked with: datasets 5.2.0.
     Remove when: datasets sleeps with older versions of Arrow only.
     """
@@ -42,9 +44,9 @@ def complete_stream_state() -> None:
 
     The state of a shuffled stream does not hold the rows in its buffer: a resumed run fills the buffer with other rows. And a
     stream resumes in the middle of a Parquet file by reading the file from its beginning; here it starts at the row group.
-    Upstream: huggingface/datasets#7444.
+    Upstream: huggingface/datasets#7901 with the open pull request #8408; for row groups #5380.
     Checked with: datasets 5.2.0.
-    Remove when: that issue is closed, and Parquet streams resume at a row group.
+    Remove when: these issues are closed.
     """
     from datasets.iterable_dataset import _BaseExamplesIterable
 
@@ -106,8 +108,9 @@ def _starting_at_row_group(read: Callable[[Any], Iterator]) -> Callable[[Any], I
 
             def generate_tables(**kwargs: Any) -> Iterator[tuple[str, pyarrow.Table]]:
                 nonlocal is_first_file
-                has_filters = generate.__self__.config.filters is not None if hasattr(generate, "__self__") else True
-                if is_first_file and kwargs.get("row_groups_list") == [None] and not has_filters:
+                # Only Parquet files have row groups; a filter would change the number of rows.
+                is_parquet = kwargs.get("row_groups_list") == [None]
+                if is_first_file and is_parquet and generate.__self__.config.filters is None:
                     groups, skipped = _row_groups_from(kwargs["files"][0], position)
                     if skipped:
                         # `read` counts these rows as read before; it never looks into the table.

@@ -1,12 +1,13 @@
 """Checks a library before it is changed. `python tests/compat/list_changes.py` lists all changes and checks the libraries."""
 
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
@@ -40,9 +41,21 @@ class Target:
         if self.parameters is None:
             return ""
         names = tuple(inspect.signature(found).parameters)
-        if names == self.parameters:
-            return ""
-        return f"{version} has {self.module}.{self.attribute}({', '.join(names)}), expected ({', '.join(self.parameters)})"
+        if names != self.parameters:
+            return f"{version} has {self.module}.{self.attribute}({', '.join(names)}), expected ({', '.join(self.parameters)})"
+        if getattr(found, "__module__", library).split(".")[0] not in (library, "harness"):
+            return f"{version} has no {self.module}.{self.attribute} of its own"  # it is inherited from another library
+        return ""
+
+
+@contextlib.contextmanager
+def expected_names() -> Iterator[None]:
+    """For imports of private names at the top of a module. Raises UserError if one is missing."""
+    try:
+        yield
+    except ImportError as error:
+        library = (error.name or "").split(".")[0]
+        raise UserError(f"{_version(library)}: {error.msg}: install the versions of requirements.txt") from error
 
 
 def _version(library: str) -> str:

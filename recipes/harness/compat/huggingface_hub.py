@@ -23,7 +23,7 @@ def install_read_retries(retry: Callable[..., Any]) -> None:
 
     huggingface_hub gives up after about 23 seconds of status 503, and `datasets` does not try again after one, so a short
     outage ends a run of days. Nothing compares the version of a file between two reads of it.
-    Upstream: huggingface/datasets#7440, huggingface/datasets#7506.
+    Upstream: huggingface/datasets#6843, #7440 and #7506 for the retries; no issue found for If-Match.
     Checked with: huggingface_hub 2.4.0.
     Remove when: the number of retries of HfFileSystemFile can be set, and its reads send If-Match.
     """

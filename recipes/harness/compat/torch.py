@@ -4,10 +4,12 @@ import datetime
 import os
 from typing import Any
 
-from harness.compat.guards import changes
+from harness.compat.guards import changes, expected_names
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+with expected_names():
+    from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @changes("torch.utils._python_dispatch:TorchDispatchMode.__torch_dispatch__(self, func, types, args, kwargs)")
@@ -16,7 +18,7 @@ def multiply_fp16_in_float32() -> None:
 
     A CPU without fp16 arithmetic needs 20 times as long for an fp16 product as for a float32 one, so a rehearsal of an fp16
     recipe would take minutes.
-    Upstream: no issue: it is a missing optimization.
+    Upstream: pytorch/pytorch#146508.
     Checked with: torch 2.13.0.
     Remove when: fp16 products on CPU are as fast as float32 ones.
     """
@@ -40,7 +42,7 @@ def offload_to_unpinned_memory() -> None:
 
     Pinned memory is memory that a GPU can reach. Without a GPU it cannot be allocated, and accelerate passes no value for
     `pin_memory`.
-    Upstream: no issue yet.
+    Upstream: no issue found.
     Checked with: torch 2.13.0, accelerate 1.15.0.
     Remove when: accelerate has an option for it.
     """
@@ -55,7 +57,7 @@ def set_gloo_timeout(seconds: float) -> None:
 
     transformers passes --ddp_timeout to the process group of NCCL only; a rehearsal on gloo would wait for 30 minutes
     whatever the flag says.
-    Upstream: no issue yet.
+    Upstream: no issue found.
     Checked with: torch 2.13.0, transformers 5.23.0.
     Remove when: TrainingArguments passes ddp_timeout with use_cpu too.
     """
@@ -85,7 +87,7 @@ def use_store_of_launcher() -> dict[str, str]:
 
     Without them the process with rank 0 opens the store and closes it when it exits, while the others may still use it:
     they print tracebacks after a run that ended well.
-    Upstream: pytorch/pytorch#111645.
+    Upstream: no issue found; pytorch/pytorch#128096 describes the cause.
     Checked with: torch 2.13.0.
     Remove when: `init_process_group("env://")` has a documented way to join an existing store.
     """

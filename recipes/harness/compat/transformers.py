@@ -16,7 +16,7 @@ def load_4bit_models_on_cpu() -> None:
 
     SFTTrainer passes `device_map=None` in every distributed run, and transformers takes None for the current GPU: every
     process would hold the whole 4-bit model on its GPU. A `device_map` in the recipe has no effect, SFTTrainer overwrites it.
-    Upstream: huggingface/trl#3436.
+    Upstream: no issue found; huggingface/trl#6158 describes how SFTTrainer sets the device map.
     Checked with: transformers 5.23.0, trl 1.16.0.
     Remove when: SFTTrainer leaves a `device_map` alone that the user passed.
     """
@@ -34,7 +34,7 @@ def read_no_weights() -> None:
 
     With `fsdp_cpu_ram_efficient_loading` only the first process should read the weights, but transformers reads them in
     every process, so a node's host memory holds as many copies where the dtype is not that of the file.
-    Upstream: huggingface/transformers#43749.
+    Upstream: huggingface/transformers#43749 with the open pull request #43785.
     Checked with: transformers 5.23.0.
     Remove when: that issue is closed.
     """
@@ -87,7 +87,7 @@ def load_tokenizers_as_offline() -> None:
 
     A tokenizer stores whether it was loaded offline. `datasets` computes the name of a cached dataset from the tokenizer, so
     data that was tokenized with internet would not be found again without it.
-    Upstream: no issue yet.
+    Upstream: no issue found.
     Checked with: transformers 5.23.0, datasets 5.2.0.
     Remove when: the tokenizer no longer stores it.
     """
@@ -110,7 +110,7 @@ def install_batch_reader(
 
     transformers lets an exception of the data loader end one process while the others wait in that gather; on NCCL all later
     collectives are off by one.
-    Upstream: no issue yet.
+    Upstream: no issue found.
     Checked with: transformers 5.23.0.
     Remove when: the trainer has a hook between reading the batches and the gather.
     """
@@ -130,7 +130,7 @@ def install_before_checkpoint(trainer: Any, before: Callable[[Path], None]) -> N
 
     A callback is called only after the checkpoint was written. It is too late then to mark the folder as incomplete, and
     to delete an old checkpoint first when the disk is nearly full.
-    Upstream: no issue yet.
+    Upstream: no issue found.
     Checked with: transformers 5.23.0.
     Remove when: TrainerCallback has an event before a save.
     """
@@ -185,7 +185,7 @@ def install_autocast(trainer: Any, dtype: torch.dtype) -> None:
     accelerate enters autocast for bf16, but also makes FSDP cast all weights, which destroys packed 4-bit ones; so bf16 is
     off for these models, and autocast with it. The cache would keep a copy of every gathered adapter until the end of
     the pass.
-    Upstream: no issue yet.
+    Upstream: no issue found.
     Checked with: transformers 5.23.0, accelerate 1.15.0.
     Remove when: accelerate can enter autocast without a mixed precision policy for FSDP.
     """
@@ -229,3 +229,18 @@ def attention_of(config: Any) -> str | None:
     Remove when: there is one.
     """
     return getattr(config, "_attn_implementation", None)
+
+
+@changes("transformers.trainer:skip_first_batches", "accelerate.data_loader:skip_first_batches(dataloader, num_batches)")
+def install_batch_skipping(skip: Callable[[Any, int], Any]) -> None:
+    """Makes trainers call `skip(loader, count)` for a loader without the batches that a resumed run was trained on.
+
+    With `ignore_data_skip` a trainer would count epochs from 0 again, and restore the random state before the data loader
+    draws its seed from it, so that dropout on a CPU would differ from that of an uninterrupted run.
+    Upstream: no issue found.
+    Checked with: transformers 5.23.0.
+    Remove when: a Trainer uses `state_dict` and `load_state_dict` of streams.
+    """
+    from transformers import trainer
+
+    trainer.skip_first_batches = skip

@@ -13,7 +13,7 @@ def install_training_template(template: Callable[[Any], str | None]) -> None:
 
     TRL has marked copies of some families' templates and refuses all others, although any template can be marked. Passing a
     marked template as `chat_template_path` would save it with the model.
-    Upstream: no issue yet.
+    Upstream: huggingface/trl#4879; its pull request #4900 was closed.
     Checked with: trl 1.16.0.
     Remove when: SFTConfig accepts a template for training only.
     """
@@ -32,7 +32,7 @@ def compute_loss_without_triton() -> None:
     TRL takes its Triton kernel whenever Triton is installed. It fails where Triton cannot compile (no C compiler) and on GPUs
     it does not support (T4). Its PyTorch code has tiles of 32,768 words, of which float32 keeps seven at a time: 2 x 256
     tokens of GPT-2 XL would need 470 MB, smaller tiles need 59 MB.
-    Upstream: triton-lang/triton#10918.
+    Upstream: triton-lang/triton#10918 for the T4; no issue found for an option in TRL.
     Checked with: trl 1.16.0.
     Remove when: TRL has an option for it.
     """

@@ -175,25 +175,30 @@ def count_training_rows(script_args: ScriptArguments) -> int | None:
 
 
 def check_dataset(script_args: ScriptArguments) -> list[dict]:
-    """The first rows to train on. Raises UserError unless every split that is used exists and has rows in a fitting format."""
+    """Raises UserError unless every split that is used exists and has rows in a fitting format.
+
+    Returns some converted rows of the training split; [] if nothing can be checked, offline.
+    """
     for name in ("max_samples", "max_eval_samples"):
         if getattr(script_args, name) is not None and getattr(script_args, name) < 1:
             raise UserError(f"--{name} is {getattr(script_args, name)}, expected 1 or more")
     is_local = dataset_path(script_args).exists()
     if HF_HUB_OFFLINE and script_args.dataset_streaming and not is_local:
         return []  # only `datasets` can tell what its cache holds
+    # Streaming downloads no more than it reads. Offline, only a dataset that is cached as a whole opens.
     splits = open_splits(script_args, streaming=is_local or not HF_HUB_OFFLINE)
     train, test = script_args.dataset_train_split, script_args.dataset_test_split
     found = f"{script_args.display_name} has the split{'s' if len(splits) > 1 else ''} {', '.join(splits)}"
     if train not in splits:
-        raise UserError(f"--dataset_train_split: {found}, none called {train}: pass one of them")
+        raise UserError(f"--dataset_train_split: {found}, none called {train}: pass one of these")
     if test not in splits and "dataset_test_split" in script_args.given:
         raise UserError(f"--dataset_test_split: {found}, none called {test}: leave the flag out to hold some rows out")
     if test == train:
-        raise UserError(f"--dataset_test_split: {train} would be trained on and evaluated: pass another split")
+        raise UserError(f"--dataset_train_split and --dataset_test_split are both {train}: pass two different splits")
     if test in splits:
         find_format(script_args, splits[test])
-    return find_format(script_args, splits[train])[2]
+    _, _, converted = find_format(script_args, splits[train])
+    return converted
 
 
 def find_format(script_args: ScriptArguments, rows: Dataset | IterableDataset) -> tuple[str, list[str], list[dict]]:

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 from harness.compat.datasets import complete_stream_state
-from harness.compat.transformers import install_train_dataloader
-from harness.folder import read_json, step_of
+from harness.compat.transformers import install_batch_skipping, install_train_dataloader
+from harness.folder import COMPLETION_MARKER, read_json, step_of
 from harness.launched import UserError, print_once
 
+from accelerate import skip_first_batches
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -25,6 +26,7 @@ def repeat_stream(trainer: Trainer) -> None:
             "hold out a fixed number of rows, Dataset.from_list(list(stream.take(256)))"
         )
     if isinstance(trainer.train_dataset, IterableDataset):
+        complete_stream_state()  # before a stream is made whose state is saved
         trainer.train_dataset = trainer.train_dataset.repeat(None)
         trainer.accelerator.dataloader_config.dispatch_batches = False  # every process reads for itself; SFTTrainer sets it too
 
@@ -40,12 +42,18 @@ class StreamPosition(TrainerCallback):
         self.trainer, self.checkpoint = trainer, checkpoint
         self.processes = trainer.args.world_size
         self.file = f"stream_{trainer.args.process_index}.json"
+        self.restored: DataLoader | None = None
         self.position: dict | None = None  # after the batches of the current step
         self.after_batches: tuple[dict | None, dict | None] = (None, None)  # the current one; accelerate has read one ahead
 
     def install(self) -> None:
         """To be called before `trainer.train`."""
         install_train_dataloader(self.trainer, self._follow)
+        install_batch_skipping(self._skip)
+
+    def _skip(self, loader: DataLoader, count: int) -> DataLoader:
+        """A loader without its first `count` batches; one whose stream was restored is there already."""
+        return loader if loader is self.restored else skip_first_batches(loader, count)
 
     def _follow(self, loader: DataLoader) -> None:
         """Restores the position of the loader's stream, and records the position after every batch."""
@@ -64,25 +72,29 @@ class StreamPosition(TrainerCallback):
             loader.base_dataloader.collate_fn = collate_and_record
             if saved.get("processes") == self.processes and _operations(saved["place"]) == _operations(stream.state_dict()):
                 stream.load_state_dict(saved["place"])
-                self.trainer.args.ignore_data_skip = True  # transformers would skip rows that were already skipped
+                self.restored = loader
                 return
         if self.checkpoint:
             self._explain_skipping(loader)
 
     def _explain_skipping(self, loader: DataLoader) -> None:
-        """Prints what another number of processes reads twice or not at all."""
-        before = read_json(self.checkpoint / "stream_0.json").get("processes", self.processes)
-        if before == self.processes:
+        """Prints how many rows are trained on twice or never, if the checkpoint was saved by another number of processes."""
+        before = read_json(self.checkpoint / COMPLETION_MARKER)["geometry"]
+        if before.get("world_size", self.processes) == self.processes:
             return
-        rows = step_of(self.checkpoint) * self.trainer.args.gradient_accumulation_steps * loader.batch_size
-        seen, skipped = rows * before, rows * self.processes
-        outcome = (
-            f"reads at least {seen - skipped:,} of them again" if skipped < seen else f"skips at least {skipped - seen:,} others"
-        )
+        steps, args = step_of(self.checkpoint), self.trainer.args
+        rows_per_step = before["per_device_train_batch_size"] * before["gradient_accumulation_steps"] * before["world_size"]
+        trained = steps * rows_per_step
+        skipped = steps * loader.batch_size * args.gradient_accumulation_steps * self.processes
+        if skipped == trained:
+            outcome = "but not always the same rows, because the files are divided differently"
+        elif skipped < trained:
+            outcome = f"so at least {trained - skipped:,} are trained on twice"
+        else:
+            outcome = f"so at least {skipped - trained:,} others are never trained on"
         print_once(
-            f"The stream's position was saved by {before} processes, which have trained on {seen:,} rows. Each of these "
-            f"{self.processes} processes skips the first {rows:,} rows of its own files, {skipped:,} in all; the run {outcome}. "
-            "Reading up to there takes time."
+            f"The checkpoint was saved by a run on {before['world_size']} processes, which trained on {trained:,} rows. This run "
+            f"on {self.processes} reads the stream from its beginning, which takes time, and skips {skipped:,} rows, {outcome}."
         )
 
     def step_begins(self) -> None:

@@ -30,31 +30,36 @@ def quantized_folder(model_args: ModelConfig) -> Path:
     """Where the 4-bit weights of a model are kept: a folder for every model and way of quantizing."""
     from huggingface_hub.constants import HF_HOME
 
+    local = Path(model_args.model_name_or_path).absolute()
+    # A local model can be replaced by another one at the same path, so its files belong to the key.
+    files = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in sorted(local.glob("*.safetensors"))]
+    model = str(local) if files else model_args.model_name_or_path
     options = [
-        model_args.model_name_or_path,
+        model,
+        files,
         model_args.model_revision,
         model_args.bnb_4bit_quant_type,
         model_args.use_bnb_nested_quant,
         model_args.bnb_4bit_quant_storage,
     ]
     digest = hashlib.sha256(repr(options).encode()).hexdigest()[:8]
-    made = tiny.FOLDER.absolute()
-    if Path(model_args.model_name_or_path).is_relative_to(made):
-        root, name = made.with_name(".quantized"), Path(model_args.model_name_or_path).name
-    else:
-        root, name = Path(HF_HOME, "quantized"), model_args.model_name_or_path.strip("/").replace("/", "--")
+    tiny_models = tiny.FOLDER.absolute()
+    if local.is_relative_to(tiny_models):
+        root, name = tiny_models.with_name(".quantized"), local.name
+    else:  # the end of the name is for people; the digest tells models apart
+        root, name = Path(HF_HOME, "quantized"), model.strip("/").replace("/", "--")
     return root / f"{name[-80:]}-{model_args.bnb_4bit_quant_type}-{digest}"
 
 
-def quantize_once(model_args: ModelConfig, display_name: str) -> None:
+def quantize_once(model_args: ModelConfig) -> None:
     """Quantizes a model unless its folder exists. Only one process at a time does it; an interrupted one is continued."""
-    folder = quantized_folder(model_args)
+    folder, name = quantized_folder(model_args), model_args.model_name_or_path
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if folder.is_dir():
-            print_once(f"The 4-bit weights of {display_name} are in {folder}.")
+            print_once(f"The 4-bit weights of {name} are in {folder}.")
             return
-        print_once(f"Quantizing {display_name} to 4 bits, once, into {folder} …")
+        print_once(f"Quantizing {name} to 4 bits, once, into {folder} …")
         draft = folder.with_name(f".{folder.name}.draft")
         _quantize(model_args, draft)
         draft.rename(folder)

@@ -124,14 +124,17 @@ class Meeting(contextlib.AbstractContextManager):
             exit_with(f"{wrong} ({first_line(error)})")
 
     def _find_nodes(self, facts: dict[str, Any]) -> None:
-        """Waits for every node, and exits if a rank is taken twice or a node was started with other facts."""
+        """Registers this node, waits for all others, and exits if a rank is taken or a node was started with other facts."""
         rank, nodes = self.nodes.rank, self.nodes
         own = {"host": socket.gethostname(), "pid": os.getpid(), "address": own_address(nodes.head), "facts": facts}
+        # Sets the value unless there is one, and returns the value that is there.
         registered = self._ask(lambda: json.loads(self._store.compare_set(f"node/{rank}", "", json.dumps(own))))
         if registered != own:
             was_killed = registered["host"] == own["host"] and not Path(f"/proc/{registered['pid']}").exists()
-            if not was_killed or self.read("heartbeat", 0):  # the head has a heartbeat once all nodes have met
+            if not was_killed:
                 exit_with(f"{registered['host']} is node {rank} already: give each machine its own NODE_RANK")
+            if self.read("heartbeat", 0):  # the head has a heartbeat once all nodes have met
+                exit_with(f"node {rank} was started again while the others run: stop all nodes, then start all again")
         self.publish("node", own)
         while len(self.known) < nodes.count:
             found = {other: self.read("node", other) for other in range(nodes.count)}
@@ -139,13 +142,12 @@ class Meeting(contextlib.AbstractContextManager):
             for other, node in self.known.items():
                 for fact, value in facts.items():
                     if node["facts"].get(fact) != value:
-                        exit_with(
-                            f"{self.name(other)} was started with {fact} {node['facts'].get(fact)}, this node with {fact} {value}"
-                        )
+                        theirs = node["facts"].get(fact)
+                        exit_with(f"{self.name(other)} was started with another {fact} than this node: {theirs}, here {value}")
             if missing := ", ".join(str(other) for other in range(nodes.count) if other not in self.known):
-                self._wait_or_exit(f"node {missing} of {nodes.count} (NODE_RANK counts from 0)")
+                self._wait_or_exit(f"NODE_RANK {missing} (of {nodes.count} nodes, counted from 0)")
         if rank > 0:
-            print(f"Node {rank} of {nodes.count} has joined; {self.name(0)} prints the messages of all.", flush=True)
+            print(f"Node {rank} has joined; {self.name(0)} prints the messages of all {nodes.count} nodes.", flush=True)
 
     def _wait_or_exit(self, what: str) -> None:
         """Waits half a second; prints what is waited for now and then, and exits after `patience` seconds."""

@@ -113,11 +113,16 @@ def simulate_quietly(
     try:
         with contextlib.redirect_stderr(messages):
             return simulate(launched, config, arguments)
+    except UserError as error:
+        reason = str(error)
+        if not optional:
+            raise
     except SystemExit as end:
-        if optional and end.code == 2:
-            return Refused(Path(launched.recipe).stem, config.name, messages.getvalue().strip().removeprefix("error: "))
-        sys.stderr.write(messages.getvalue())
-        raise
+        reason = messages.getvalue().strip().removeprefix("error: ")
+        if not optional or end.code != 2:
+            sys.stderr.write(messages.getvalue())
+            raise
+    return Refused(Path(launched.recipe).stem, config.name, reason)
 
 
 def fit_processes(recipe: str, config: AccelerateConfig) -> Launched:
@@ -142,15 +147,15 @@ def download_bytes(found: "Simulation") -> int:
     return weights + (file_sizes("dataset", found.dataset, (".parquet", ".jsonl", ".json", ".csv")) or 0)
 
 
-def with_steps(found: "Simulation", rows: Callable[[], float | None]) -> "Simulation":
+def with_steps(found: "Simulation", count_rows: Callable[[], float | None]) -> "Simulation":
     """`found` with the steps of its epochs, if neither a flag nor the recipe sets them and the number of rows is known."""
     if found.max_steps > 0:
         return found
-    count = rows()
-    if not count:
+    rows = count_rows()  # packed rows, estimated; only counted if needed
+    if not rows:
         return found
     rows_per_step = found.micro_batch * found.accumulation * found.processes
-    steps = math.ceil(found.epochs * count / rows_per_step)
+    steps = math.ceil(found.epochs * rows / rows_per_step)
     return dataclasses.replace(found, max_steps=steps, steps_are_estimated=True)
 
 

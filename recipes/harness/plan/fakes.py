@@ -13,15 +13,17 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from harness.compat.guards import changes
+from harness.compat.guards import changes, expected_names
 from harness.plan.ledger import Ledger
 
 import bitsandbytes
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
+
+with expected_names():
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # Operators that CUDA's autocast computes in float32 and the CPU's does not (PyTorch's page on torch.amp lists both).
 FLOAT32_OPERATORS = (
@@ -130,7 +132,7 @@ def give_fake_tensors_addresses() -> None:
 
     accelerate finds the optimizer's parameters by address after sharding. A fake tensor has none, so all would be taken for
     one parameter, and Adam would hold the states of one.
-    Upstream: no issue yet.
+    Upstream: no issue found.
     Checked with: torch 2.13.0, accelerate 1.15.0.
     Remove when: accelerate maps parameters by name.
     """
@@ -184,7 +186,7 @@ def convert_modules_in_place() -> None:
     """Makes `module.to(…)` set the data of a fake weight.
 
     torch swaps a weight that is a tensor subclass with its converted version, which fails if anything refers to it.
-    Upstream: no issue yet.
+    Upstream: pytorch/pytorch#148977 with the open pull request #184976.
     Checked with: torch 2.13.0.
     Remove when: swapping works for fake tensors.
     """
@@ -229,7 +231,7 @@ def load_models_from_config(fakes: Fakes) -> None:
     ) -> Any:
         config = config or transformers.AutoConfig.from_pretrained(name, revision=kwargs.get("revision") or "main")
         if isinstance(dtype, str):
-            dtype = getattr(torch, dtype, config.dtype)
+            dtype = getattr(torch, dtype, config.dtype)  # "auto" is no attribute of torch
         dtype = dtype or config.dtype or torch.float32
         with fakes.mode:
             model = cls._from_config(config, dtype=dtype, attn_implementation=kwargs.get("attn_implementation"))
@@ -237,7 +239,7 @@ def load_models_from_config(fakes: Fakes) -> None:
             if quantization_config is not None:
                 quantize(model, quantization_config)
         for tensor in (*model.parameters(), *model.buffers()):
-            fakes.ledger.mark(tensor, "weights", "host")
+            fakes.ledger.mark(tensor, "weights", "host")  # as loaded weights are, until they are moved to a GPU
         return model.eval()
 
     original = peft.get_peft_model
@@ -319,7 +321,7 @@ def count_data_parallel(ledger: Ledger) -> None:
     """
     from torch.nn.parallel import distributed
 
-    def all_reduce(state: Any, bucket: Any) -> torch.futures.Future:
+    def all_reduce(state: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
         ledger.moved["all_reduced"] += bucket.buffer().nbytes
         done = torch.futures.Future()
         done.set_result(bucket.buffer())
@@ -365,6 +367,8 @@ def ignore_shape_propagation(ledger: Ledger) -> None:
     "torch.utils._foreach_utils:_get_foreach_kernels_supported_devices",
     "torch._ops:OpOverloadPacket",
     "torch._C:_ExcludeDispatchKeyGuard",
+    "torch:ops.aten._scaled_dot_product_flash_attention",
+    "torch:ops.aten._scaled_dot_product_efficient_attention",
 )
 def use_cuda_kernels() -> torch.library.Library:
     """Runs the operators that CUDA would run where the CPU's keep more or less for backward; keep what it returns.

@@ -11,13 +11,15 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from harness.compat.guards import changes
+from harness.compat.guards import changes, expected_names
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
-from torch.utils.weak import WeakIdKeyDictionary
+
+with expected_names():
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
+    from torch.utils.weak import WeakIdKeyDictionary
 
 BLOCK = 512  # bytes; CUDA's allocator rounds up to multiples of it
 # Kinds of collectives by operator. The larger side of a gather or a reduction counts, once.
@@ -101,7 +103,7 @@ class Ledger(TorchDispatchMode):
             self.moved[kind] += max((tensor.numel() * tensor.element_size() for tensor in outputs + inputs), default=0)
         for tensor in outputs:
             self.see(tensor, holder)
-        if count_flops := flop_registry.get(func._overloadpacket):
+        if count_flops := flop_registry.get(func.overloadpacket):
             self.flops[str(inputs[0].dtype)] += count_flops(*args, **kwargs or {}, out_val=result)
         elif namespace not in ("c10d", "prim") and "empty" not in name and "_view" not in name:
             self.touched += sum(tensor.numel() * tensor.element_size() for tensor in outputs + inputs)
@@ -156,7 +158,8 @@ class Ledger(TorchDispatchMode):
 
     @contextlib.contextmanager
     def within(self, moment: str | None = None, holder: str | None = None, place: str | None = None) -> Iterator[None]:
-        """Sets the labels of what is allocated within the block."""
+        """Labels what is allocated within the block: the phase of the run, what it is for (`holder`), and on which memory
+        (`place`). None keeps the label of the block around it."""
         before = self.moment, self.holder, self.place
         self.moment, self.holder, self.place = moment or self.moment, holder or self.holder, place or self.place
         try:

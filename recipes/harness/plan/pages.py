@@ -139,10 +139,10 @@ def draw(plan: dict[str, Any], curve: list[tuple[str, dict[str, int]]], path: Pa
     curve = [(moment, held) for moment, held in curve if moment not in ("load", "first step")]
     figure = Figure(figsize=(9, 4.5))
     axes = figure.subplots()
-    layers = {holder: [held.get(holder, 0) / cards.GB for _, held in curve] for holder in HOLDERS}
-    layers = {holder: sizes for holder, sizes in layers.items() if max(sizes) > 0.01}
-    axes.stackplot(range(len(curve)), *layers.values(), labels=[HOLDERS[holder] for holder in layers])
     top = max(sum(held.values()) for _, held in curve) / cards.GB
+    layers = {holder: [held.get(holder, 0) / cards.GB for _, held in curve] for holder in HOLDERS}
+    layers = {holder: sizes for holder, sizes in layers.items() if max(sizes) > 0.005 * top}
+    axes.stackplot(range(len(curve)), *layers.values(), labels=[HOLDERS[holder] for holder in layers])
     starts = [index for index in range(len(curve)) if index == 0 or curve[index - 1][0] != curve[index][0]]
     for start, end in zip(starts, [*starts[1:], len(curve)], strict=True):
         if end - start > len(curve) / 40:

@@ -98,13 +98,13 @@ def simulate(
     config: AccelerateConfig,
     flags: list[str],
     make_fakes: Callable[[Ledger], Any] = Fakes,
-    to_the_end: bool = True,
+    with_evaluation: bool = True,
 ) -> Simulation:
     """Simulates a run.
 
     Args:
         make_fakes: makes the replacements; the tests compare with a run on real tensors.
-        to_the_end: also simulate an evaluation and a sample, which need less memory than training.
+        with_evaluation: also simulate an evaluation and a sample, which need less memory than training.
 
     Raises RuntimeError if what was counted contradicts the shapes of the model.
     """
@@ -126,7 +126,7 @@ def simulate(
     ):
         quiet = ["--output_dir", output_dir, "--report_to", "none", "--disable_tqdm", "true"]
         trainer = build_trainer(launched, [*flags, *quiet])
-        found = simulate_training(trainer, ledger, fakes, config, launched, to_the_end)
+        found = simulate_training(trainer, ledger, fakes, config, launched, with_evaluation)
     found.peaks, found.host_peaks = ledger.peaks(), ledger.peaks("host")
     found.hull, found.curve = ledger.hull(), ledger.curve()
     found.seconds = time.monotonic() - began
@@ -135,7 +135,7 @@ def simulate(
 
 
 def simulate_training(
-    trainer: Trainer, ledger: Ledger, fakes: Any, config: AccelerateConfig, launched: Launched, to_the_end: bool
+    trainer: Trainer, ledger: Ledger, fakes: Any, config: AccelerateConfig, launched: Launched, with_evaluation: bool
 ) -> Simulation:
     """Trains one step on a batch of full length."""
     batch = full_batch(next(iter(trainer.get_train_dataloader())), trainer.args)
@@ -149,7 +149,7 @@ def simulate_training(
         # It would take the weights of this process from the meta device.
         trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
     trainer.add_callback(AfterWrapping(trainer, config, launched.processes, show_buffers))
-    trainer.add_callback(SimulatedStep(trainer, config, ledger, fakes, batch, found, to_the_end))
+    trainer.add_callback(SimulatedStep(trainer, config, ledger, fakes, batch, found, with_evaluation))
     wrap_counted(trainer, ledger, fakes)
     trainer.remove_callback(transformers.PrinterCallback)
     with contextlib.suppress(Finished):
@@ -226,22 +226,22 @@ class SimulatedStep(TrainerCallback):
         fakes: Any,
         batch: dict,
         found: Simulation,
-        to_the_end: bool,
+        with_evaluation: bool,
     ) -> None:
         self.trainer, self.ledger, self.fakes, self.batch, self.found = trainer, ledger, fakes, batch, found
-        self.to_the_end = to_the_end
+        self.with_evaluation = with_evaluation
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         found.is_offloaded = isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy)
         self.place = "host" if found.is_offloaded else "gpu"
         # One micro-batch that is added to existing gradients stands for the last of many. If FSDP keeps unsharded gradients
         # until the last micro-batch, only a first micro-batch can put them there, so there are two.
-        self.has_earlier = trainer.args.gradient_accumulation_steps > 1
+        self.has_earlier_batches = trainer.args.gradient_accumulation_steps > 1
         keeps_gradients = config.is_fsdp and not config.reduce_each_batch
-        self.micro_batches = 2 if self.has_earlier and keeps_gradients else 1
-        trainer.args.gradient_accumulation_steps = self.micro_batches
+        self.micro_batches = 2 if self.has_earlier_batches and keeps_gradients else 1
+        trainer.args.gradient_accumulation_steps = self.micro_batches  # `describe_run` has read the real number before
         self.parts: list[Counts] = []  # of the micro-batches
-        self.trained: list[torch.Tensor] = []
-        self.entered: Any = None
+        self.optimized: list[torch.Tensor] = []  # the weights that the optimizer updates
+        self.forward_labels: Any = None  # entered when the training begins, and left by the labels of what comes after
         install_batch_reader(trainer, self.read_batches, lambda batches, number: None)
 
     def read_batches(self, iterator: Any, count: int) -> list[dict]:
@@ -259,16 +259,16 @@ class SimulatedStep(TrainerCallback):
         ledger, optimizer = self.ledger, self.trainer.optimizer.optimizer
         for weight in model.parameters():
             ledger.mark(local_tensor(weight), "weights")
-        self.trained = [weight for group in optimizer.param_groups for weight in group["params"]]
+        self.optimized = [weight for group in optimizer.param_groups for weight in group["params"]]
         with self.fakes.here(moment="first step", holder="optimizer", place=self.place):
-            for weight in self.trained:
+            for weight in self.optimized:
                 weight.grad = torch.zeros_like(weight)
             optimizer.step()
             for tensor in self.optimizer_states():
                 ledger.mark(tensor, "optimizer")
-            if self.micro_batches == 2 or not self.has_earlier:
+            if self.micro_batches == 2 or not self.has_earlier_batches:
                 optimizer.zero_grad()
-            for weight in self.trained:
+            for weight in self.optimized:
                 if weight.grad is not None:
                     ledger.mark(local_tensor(weight.grad), "gradients")
         check_bytes("weights", [local_tensor(weight) for weight in model.parameters()], self.found.expected["weights"])
@@ -276,8 +276,8 @@ class SimulatedStep(TrainerCallback):
             check_bytes("optimizer states", self.optimizer_states(), self.found.expected["optimizer"])
         ledger.count()
         install_steps(self.trainer, self.run_backward, self.run_optimizer)
-        self.entered = self.fakes.here(moment="forward", holder="activations")
-        self.entered.__enter__()
+        self.forward_labels = self.fakes.here(moment="forward", holder="activations")
+        self.forward_labels.__enter__()
 
     def optimizer_states(self) -> list[torch.Tensor]:
         states = self.trainer.optimizer.optimizer.state.values()
@@ -294,7 +294,7 @@ class SimulatedStep(TrainerCallback):
         """Clipping, and the optimizer's step."""
         with self.ledger.within(moment="optimizer step", holder="rest", place=self.place):
             if function.__name__ == "step":
-                gradients = [local_tensor(weight.grad) for weight in self.trained]
+                gradients = [local_tensor(weight.grad) for weight in self.optimized]
                 for gradient in gradients:
                     self.ledger.mark(gradient, "gradients")
                 check_bytes("gradients", gradients, self.found.expected["gradients"])
@@ -311,12 +311,12 @@ class SimulatedStep(TrainerCallback):
         """Counts the step, then simulates an evaluation, a sample and the final save."""
         ledger, trainer, found = self.ledger, self.trainer, self.found
         after_last_batch = ledger.count()  # clipping and the optimizer
-        found.trained_here = sum(local_tensor(weight).numel() for weight in self.trained)
+        found.trained_here = sum(local_tensor(weight).numel() for weight in self.optimized)
         found.step = counts_of_step(self.parts, found.accumulation)
         found.step.touched += after_last_batch.touched
         wrapped = trainer.model_wrapped
         wrapped.eval()
-        if self.to_the_end:
+        if self.with_evaluation:
             if trainer.eval_dataset is not None:
                 share = args.per_device_eval_batch_size / args.per_device_train_batch_size
                 with ledger.within(moment="evaluation"):

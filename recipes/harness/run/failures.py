@@ -26,14 +26,14 @@ MOMENTS = {
     "backward": "in the backward pass",
     "step": "in the optimizer step",
     "_clip_grad_norm": "clipping gradients",
-    "_inner_training_loop": "preparing a step",
+    "_inner_training_loop": "preparing the batches",
 }
 MOMENTS_OF_A_STEP = (
     "in the forward pass",
     "in the backward pass",
     "in the optimizer step",
     "clipping gradients",
-    "preparing a step",
+    "preparing the batches",
 )
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE}
 # What torch.save, sharded checkpoints and safetensors raise instead of an OSError.
@@ -60,10 +60,12 @@ def exit_if_out_of_memory(error: Exception) -> None:
 
 
 def _memory_message(error: Exception) -> str:
+    from transformers import Trainer
+
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     functions = {frame.f_code.co_name for frame in frames}
     moment = next((words for name, words in MOMENTS.items() if name in functions), "loading the model")
-    trainer = next((f.f_locals["self"] for f in frames if hasattr(f.f_locals.get("self"), "accelerator")), None)
+    trainer = find_local(error, Trainer)
     done = trainer.state.global_step if trainer else 0
     step = ""
     if trainer and moment in MOMENTS_OF_A_STEP:
@@ -152,6 +154,8 @@ def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
 
 
 def exit_if_disk_failed(error: Exception, trainer: Any) -> None:
+    from harness.run.checkpoints import is_incomplete
+
     run = Path(trainer.args.output_dir)
     has_disappeared, text = not (run / folder.RUN).is_file(), str(error).strip()
     is_here = isinstance(error, OSError) and (error.errno in DISK_ERRORS or str(error.filename).startswith(str(run)))
@@ -164,9 +168,9 @@ def exit_if_disk_failed(error: Exception, trainer: Any) -> None:
     else:
         newest = folder.newest_complete_checkpoint(run)
         needed = max(estimated_sizes(trainer)[0], folder_size(newest) if newest else 0)
-        # The next start removes incomplete checkpoints.
-        incomplete = [path for path in folder.checkpoints(run) if not (path / folder.COMPLETION_MARKER).exists()]
-        free = shutil.disk_usage(run).free + sum(map(folder_size, incomplete))
+        # The next start deletes incomplete checkpoints.
+        incomplete = sum(folder_size(path) for path in folder.checkpoints(run) if is_incomplete(path))
+        free = shutil.disk_usage(run).free + incomplete
         reason = text.split("\n")[-1][:200]
         if free < needed:
             reason = f"the disk is full: a checkpoint needs {readable(needed)}, {readable(needed - free)} are missing"

@@ -108,6 +108,7 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> No
     rows = next(iter(rows.values())) if isinstance(rows, dict) else rows
     prompts = [_prompt_of(row) for row in itertools.islice(rows, count)]
     model, tokenizer, width = trainer.model, trainer.processing_class, max(map(len, prompts))
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, which a model with a vision part has
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     padding = [width - len(prompt) for prompt in prompts]
     ids = [[pad] * pads + prompt for pads, prompt in zip(padding, prompts, strict=True)]

@@ -40,19 +40,20 @@ class Profile(TrainerCallback):
         count = max(1, min(3, 12 // args.gradient_accumulation_steps))  # steps with many micro-batches make large traces
         left = state.max_steps - state.global_step
         if broadcast_object_list([self.table.is_file()])[0]:
-            print_once(f"This run has a profile, {self.table}: move its folder away to record another one.")
+            print_once(f"No new profile: this run has one already. To record another one, move {self.table.parent} away.")
             return
         if left < count + 2:
-            print_once(f"No profile: it needs {count + 2} steps, the first two to warm up, and {left} are left.")
+            print_once(f"No profile: {left} steps are left, and it needs {count + 2} (2 before the recorded ones).")
             return
         self.first = _choose_first_step(state, count, left)
         self.last = self.first + count - 1
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
+        steps_to_wait = self.first - state.global_step - 2  # the step before the first recorded one is to warm up
         self.profiler = torch.profiler.profile(
             activities=activities,
-            schedule=schedule(wait=self.first - state.global_step - 2, warmup=1, active=count, repeat=1),
+            schedule=schedule(wait=steps_to_wait, warmup=1, active=count, repeat=1),
             on_trace_ready=self._write,
         )
         self.profiler.start()

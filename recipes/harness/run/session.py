@@ -1,5 +1,6 @@
 """`train`: everything between a built trainer and a finished run."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     check_disk_space(trainer, checkpoint)
     resumed_from = folder.step_of(checkpoint) if checkpoint else 0
     parameters = count_parameters(trainer.model)
+    hide_tied_weight_warning(trainer)
 
     before = folder.read_json(checkpoint / folder.COMPLETION_MARKER).get("progress", {}) if checkpoint else {}
     group = make_cpu_group(trainer.args.ddp_timeout)
@@ -103,6 +105,12 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     disconnect(trainer, stop, reader)
     if held:
         held.release()
+
+
+def hide_tied_weight_warning(trainer: Trainer) -> None:
+    """Hides transformers' warning that a checkpoint lacks `lm_head.weight` where it is tied to the embeddings."""
+    if trainer.accelerator.unwrap_model(trainer.model).config.tie_word_embeddings:
+        logging.getLogger("transformers.trainer").addFilter(lambda record: "['lm_head.weight']" not in record.getMessage())
 
 
 def disconnect(trainer: Trainer, stop: StopAfterSignal, reader: BatchReader) -> None:

@@ -38,9 +38,10 @@ from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes.network import check_all_reduce, exit_with_causes
 from harness.rehearsal import tiny
 from harness.start import checks
-from harness.start.flags import unknown_flag
+from harness.start.flags import asks_for_cpu, unknown_flag
 
 import datasets
+import torch
 import transformers
 import trl
 import yaml
@@ -69,7 +70,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
         `(script_args, training_args, model_args)`. In a rehearsal they name the tiny model and dataset.
 
     Raises:
-        UserError: for anything the user can mend. `harness.parse` turns it into one message and exit code 2.
+        UserError: for anything the user can fix. `harness.parse` turns it into one message and exit code 2.
     """
     launched = find_launched()
     config = configs.read(launched.config)
@@ -91,15 +92,14 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
     set_loading_options(training_args, model_args, is_sharded, launched)
     if is_checking and launched.mode != "plan":
         check_run(arguments, launched, is_sharded)
-    name, is_download_check = model_args.model_name_or_path, launched.mode == "prepare" and launched.only_check
-    if is_download_check:  # `commands/prepare.py` downloads the files next
+    if launched.mode == "prepare" and launched.only_check:  # `commands/prepare.py` downloads the files next
         raise Checked(*arguments)
     replace_model_and_dataset(arguments, launched)
     if model_args.load_in_4bit and launched.on_cpu and launched.mode != "plan":
         keep_4bit_layout()
     if model_args.load_in_4bit and is_sharded and launched.mode in ("train", "prepare"):
         if is_checking or launched.mode == "prepare":
-            quantize_once(model_args, name)
+            quantize_once(model_args)
         use_quantized_weights(model_args, training_args)
     if launched.only_check:
         raise Checked(*arguments)
@@ -114,9 +114,13 @@ def find_launched() -> Launched:
         return launched
     launched.config = config_of_accelerate_launch()
     launched.processes = int(os.environ.get("WORLD_SIZE", 1))
-    launched.on_cpu = "--use_cpu" in sys.argv
+    launched.on_cpu = asks_for_cpu(sys.argv)
     os.environ.update(launched.to_environment())  # for `train`
-    if not launched.config and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    if os.environ.get("ACCELERATE_USE_FSDP") != "true":
+        return launched
+    if not launched.on_cpu and not torch.cuda.is_available():
+        raise UserError("this machine has no GPU that PyTorch can use, and the config is for GPUs: pass --use_cpu")
+    if not launched.config:
         print_once(
             f"warning: the config file of `accelerate launch` is unknown, so the keys {', '.join(sorted(configs.OWN_KEYS))} are "
             "not read, and sharding is not checked: pass the file with --config_file"
@@ -307,15 +311,16 @@ def identity_of_run(arguments: Arguments, launched: Launched, is_sharded: bool) 
 def check_model_and_dataset(arguments: Arguments, launched: Launched) -> None:
     """Raises UserError unless model and dataset (the tiny ones of a rehearsal) can be opened and fit each other."""
     script_args, training_args, model_args = arguments
-    name = model_args.model_name_or_path
-    if launched.tiny:
+    display_name = model_args.model_name_or_path
+    if launched.tiny:  # in copies: `replace_model_and_dataset` comes later
         script_args, training_args, model_args = map(copy.copy, arguments)
         tiny.use_replacements(script_args, training_args, model_args)
     else:
         if HF_HUB_OFFLINE:
-            print_once("The Hub cannot be reached: using the model and dataset that are on this machine.")
+            print_once("Offline (HF_HUB_OFFLINE): using the model and dataset that are on this machine.")
         check_model(training_args, model_args, with_weights=launched.mode != "preview")
-    chat_templates.check_conversations(training_args, model_args, script_args.given, check_dataset(script_args), name)
+    rows = check_dataset(script_args)
+    chat_templates.check_conversations(training_args, model_args, script_args.given, rows, display_name)
 
 
 def replace_model_and_dataset(arguments: Arguments, launched: Launched) -> None:

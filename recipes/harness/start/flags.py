@@ -3,6 +3,7 @@
 The real parser in `harness/start/arguments.py` checks values and types later.
 """
 
+import argparse
 import ast
 import difflib
 import importlib.util
@@ -86,6 +87,13 @@ def unknown_flag(flag: str, known: list[str]) -> str:
     """The message for an unknown flag."""
     near = difflib.get_close_matches(flag, known, n=1)
     return f"unknown flag {flag}: " + (f"did you mean {near[0]}?" if near else "--help lists what the recipe sets")
+
+
+def asks_for_cpu(words: list[str]) -> bool:
+    """Whether a recipe's flags set `use_cpu`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--use_cpu", "--use-cpu", nargs="?", const="true", default="false")
+    return parser.parse_known_args(words)[0].use_cpu.lower() in ("yes", "true", "t", "y", "1")  # as transformers reads them
 
 
 def help_text(recipe: Path) -> str:

@@ -43,9 +43,9 @@ def main(words: list[str]) -> int:
         return run_with_srun(nodes, words)
     set_environment(launched)
     can_fork = processes.import_libraries()
-    warnings.filterwarnings("ignore")  # in the launcher; the processes that train show theirs
     find_gpu_features(launched, can_fork)
     with idle_workers(launched.processes // launched.nodes, can_fork) as workers, idle_workers(1, can_fork) as (checker,):
+        warnings.filterwarnings("ignore")  # in the launcher only; the processes that train are forked already
         if nodes.count > 1:
             return train_on_several_nodes(nodes, config, launched, options, arguments, workers, checker)
         output_dir, _ = check_in_worker(checker, launched, arguments, config)
@@ -138,10 +138,14 @@ def check_in_worker(
 
 
 def run_checks(launched: Launched, arguments: list[str], config: AccelerateConfig) -> tuple[bool, str, bool]:
-    """Checks the machine, then runs the recipe up to the end of `parse`."""
+    """Checks the machine, then runs the recipe up to the end of `parse`.
+
+    Returns what the launcher needs from the process that runs this: whether the run is on CPU, its output directory, and
+    whether it saves checkpoints.
+    """
     from harness.start import checks
 
-    set_device(launched, config, use_cpu="--use_cpu" in arguments)
+    set_device(launched, config, use_cpu=flags.asks_for_cpu(arguments))
     checks.check_shared_memory(launched)
     _, training_args, _ = check_recipe(launched, arguments)
     return launched.on_cpu, training_args.output_dir, training_args.save_strategy != "no"

@@ -164,15 +164,8 @@ def wait_for(workers: list[Worker]) -> tuple[int, int]:
 
     signals.set_handler(forward)
     failure, deadline, was_killed = (0, 0), None, False
+    # A worker that dies after this line is in `running`, so that `wait` returns at once; one that died before has an exit code.
     while running := [worker for worker in workers if worker.process.is_alive()]:
-        timeout = None if deadline is None or was_killed else max(0.0, deadline - time.monotonic())
-        try:
-            wait([end for worker in running for end in (worker.connection, worker.process.sentinel)], timeout)
-        except KeyboardInterrupt:
-            # Ctrl-C reaches the processes too, and the first of them prints where it stopped; `kill -INT` does not.
-            _interrupt(workers)
-        for worker in running:
-            worker.receive()
         failed = [index for index, worker in enumerate(workers) if worker.process.exitcode not in (None, 0)]
         if failed and deadline is None:
             failure = workers[failed[0]].process.exitcode, failed[0]
@@ -183,6 +176,14 @@ def wait_for(workers: list[Worker]) -> tuple[int, int]:
             was_killed = True
             for worker in workers:
                 worker.send_signal(signal.SIGKILL)
+        timeout = None if deadline is None or was_killed else max(0.0, deadline - time.monotonic())
+        try:
+            wait([end for worker in running for end in (worker.connection, worker.process.sentinel)], timeout)
+        except KeyboardInterrupt:
+            # Ctrl-C reaches the processes too, and the first of them prints where it stopped; `kill -INT` does not.
+            _interrupt(workers)
+        for worker in running:
+            worker.receive()
     for index, worker in enumerate(workers):
         worker.process.join()
         worker.receive()

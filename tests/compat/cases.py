@@ -1,0 +1,280 @@
+"""What a library does without a change of `harness.compat`, and with it; for tests/compat/test_changes.py.
+
+    PYTHONPATH=recipes .venv/bin/python tests/compat/cases.py
+
+Each case is a function with the name of the change. It runs twice, in processes of its own: with `changed=False` and with
+`changed=True`. The program prints what the two returned, as JSON; an error counts as a result.
+"""
+
+import functools
+import json
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+from harness.compat import accelerate as accelerate_changes
+from harness.compat import bitsandbytes as bitsandbytes_changes
+from harness.compat import datasets as datasets_changes
+from harness.compat import python as python_changes
+from harness.compat import torch as torch_changes
+from harness.compat import transformers as transformers_changes
+from harness.compat import trl as trl_changes
+
+import accelerate
+import bitsandbytes
+import datasets
+import huggingface_hub
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
+from datasets.fingerprint import Hasher
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from trl.kernels import chunked_logprob
+from trl.trainer import sft_trainer
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def as_launched(**more: str) -> None:
+    """The environment variables of the only process of a run."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} | more
+
+
+def tiny_llama() -> transformers.PreTrainedModel:
+    config = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **config))
+
+
+def tiny_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")))
+
+
+def allow_fsdp_on_cpu(changed: bool) -> str:
+    """The distributed type of a run whose config asks for FSDP."""
+    as_launched(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="NO_WRAP")
+    if changed:
+        accelerate_changes.allow_fsdp_on_cpu()
+    transformers.TrainingArguments("out", use_cpu=True, report_to="none").device  # noqa: B018, makes the process group
+    return accelerate.Accelerator().distributed_type.value
+
+
+def give_meta_weights_addresses(changed: bool) -> int:
+    """How many of two weights accelerate finds again."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    if changed:
+        accelerate_changes.give_meta_weights_addresses(model)
+    return len({weight.data_ptr() for weight in model.parameters()})
+
+
+def hide_saved_buffers(changed: bool) -> list[str]:
+    """The buffers in the state dict after accelerate has sharded a model that saves one."""
+    as_launched()
+    accelerate_changes.allow_fsdp_on_cpu()
+    accelerator = accelerate.Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = tiny_llama()
+    model.model.register_buffer("expert_bias", torch.ones(2))
+    trainer = types.SimpleNamespace(model=model, accelerator=accelerator, args=types.SimpleNamespace(device=accelerator.device))
+    show_buffers = accelerate_changes.hide_saved_buffers(trainer) if changed else None
+    weights = model.state_dict()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    fsdp_utils.fsdp2_load_full_state_dict(accelerator, model, weights)
+    if show_buffers:
+        show_buffers()
+    return [name for name in model.state_dict() if "bias" in name]
+
+
+def keep_4bit_layout(changed: bool) -> bool:
+    """Whether the packed weights are the same after an evaluation, on a CPU with AVX512-BF16."""
+    modules = bitsandbytes.nn.modules
+    modules.has_avx512bf16 = functools.wraps(modules.has_avx512bf16)(lambda: True)
+    bitsandbytes.matmul_4bit = lambda x, *args, **kwargs: x  # needs such a CPU
+    if changed:
+        bitsandbytes_changes.keep_4bit_layout()
+    layer = bitsandbytes.nn.Linear4bit(128, 128, bias=False, compute_dtype=torch.bfloat16).to("cpu").eval()
+    before = layer.weight.data.clone()
+    with torch.no_grad():
+        layer(torch.ones(1, 128, dtype=torch.bfloat16))
+    return torch.equal(layer.weight.data.flatten(), before.flatten())
+
+
+def end_streams_at_once(changed: bool) -> list[float]:
+    """The seconds that datasets sleeps when a stream that mixes Parquet files ends."""
+    slept = []
+    if changed:
+        datasets_changes.end_streams_at_once()
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("a", "b"):
+            datasets.Dataset.from_dict({"x": [1, 2]}).to_parquet(f"{folder}/{name}.parquet")
+        stream = datasets.load_dataset(folder, split="train", streaming=True).shuffle(seed=0, buffer_size=2)
+        time.sleep = lambda seconds: slept.append(seconds) if seconds >= 1 else None
+        next(iter(stream))
+    return slept
+
+
+def complete_stream_state(changed: bool) -> bool:
+    """Whether a resumed stream yields the rows that the first one had not yielded."""
+    if changed:
+        datasets_changes.complete_stream_state()
+
+    def stream() -> datasets.IterableDataset:
+        rows = datasets.Dataset.from_dict({"x": list(range(50))}).to_iterable_dataset(num_shards=1)
+        return rows.shuffle(seed=0, buffer_size=20)
+
+    first, resumed = stream(), stream()
+    iterator = iter(first)
+    seen = [next(iterator)["x"] for _ in range(15)]
+    resumed.load_state_dict(first.state_dict())
+    return sorted(seen + [row["x"] for row in resumed]) == list(range(50))
+
+
+def run_exit_handlers(changed: bool) -> str:
+    """What a function that was registered with atexit writes when a forked process ends."""
+    reader, writer = os.pipe()
+
+    def work() -> None:
+        import atexit
+
+        atexit.register(os.write, writer, b"called")
+        if changed:
+            python_changes.run_exit_handlers()
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    os.close(writer)
+    return os.read(reader, 10).decode()
+
+
+def offload_to_unpinned_memory(changed: bool) -> bool:
+    """The default of pin_memory."""
+    if changed:
+        torch_changes.offload_to_unpinned_memory()
+    return CPUOffloadPolicy().pin_memory
+
+
+def set_gloo_timeout(changed: bool) -> float:
+    """The seconds after which a collective of a run on CPU with --ddp_timeout 77 fails."""
+    as_launched()
+    accelerate_changes.allow_fsdp_on_cpu()
+    transformers.TrainingArguments("out", use_cpu=True, ddp_timeout=77, report_to="none").device  # noqa: B018
+    if changed:
+        torch_changes.set_gloo_timeout(77)
+    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def use_store_of_launcher(changed: bool) -> str:
+    """Whether the first process can join while its launcher has the store."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    as_launched(MASTER_PORT=str(store.port), **(torch_changes.use_store_of_launcher() if changed else {}))
+    dist.init_process_group("gloo")
+    return "joined"
+
+
+def load_4bit_models_on_cpu(changed: bool) -> dict:
+    torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
+    if changed:
+        transformers_changes.load_4bit_models_on_cpu()
+    quantizer = Bnb4BitHfQuantizer(transformers.BitsAndBytesConfig(load_in_4bit=True))
+    return quantizer.update_device_map(None)
+
+
+def read_no_weights(changed: bool) -> list[str]:
+    """Devices of the weights that `from_pretrained` made."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_llama().save_pretrained(folder)
+        if changed:
+            transformers_changes.read_no_weights()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return sorted({weight.device.type for weight in model.parameters()})
+
+
+def load_tokenizers_as_offline(changed: bool) -> bool:
+    """Whether `datasets` computes the same hash for a tokenizer that was loaded with and without internet."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_tokenizer().save_pretrained(folder)
+        if changed:
+            transformers_changes.load_tokenizers_as_offline()
+        hashes = set()
+        for offline in (False, True):
+            huggingface_hub.constants.HF_HUB_OFFLINE = offline
+            hashes.add(Hasher.hash(transformers.AutoTokenizer.from_pretrained(folder)))
+    return len(hashes) == 1
+
+
+def install_training_template(changed: bool) -> str:
+    """The template that SFTTrainer uses with assistant_only_loss, for a tokenizer whose template TRL does not know."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    if changed:
+        trl_changes.install_training_template(lambda tokenizer: "marked")
+    return sft_trainer.get_training_chat_template(tokenizer)
+
+
+def compute_loss_without_triton(changed: bool) -> bool:
+    """Whether TRL would use its Triton kernel on a GPU."""
+    chunked_logprob._TRITON_AVAILABLE = True  # as where Triton is installed
+    if changed:
+        trl_changes.compute_loss_without_triton()
+    return chunked_logprob._use_triton(torch.device("cuda"))
+
+
+CASES = [
+    allow_fsdp_on_cpu,
+    give_meta_weights_addresses,
+    hide_saved_buffers,
+    keep_4bit_layout,
+    end_streams_at_once,
+    complete_stream_state,
+    run_exit_handlers,
+    offload_to_unpinned_memory,
+    set_gloo_timeout,
+    use_store_of_launcher,
+    load_4bit_models_on_cpu,
+    read_no_weights,
+    load_tokenizers_as_offline,
+    install_training_template,
+    compute_loss_without_triton,
+]
+
+
+def result_of(function: Callable[[bool], Any], changed: bool) -> Any:
+    """What a case returns in a process of its own; of an error its type and message."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            result = function(changed)
+        except Exception as error:
+            traceback.print_exc()
+            result = f"{type(error).__name__}: {error}"
+        with os.fdopen(writer, "w") as file:
+            json.dump(result, file)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        text = file.read()
+    os.waitpid(pid, 0)
+    return json.loads(text)
+
+
+if __name__ == "__main__":
+    results = {function.__name__: [result_of(function, False), result_of(function, True)] for function in CASES}
+    print(json.dumps(results, indent=1))

@@ -1,0 +1,74 @@
+"""Every change to a library is needed: without it something goes wrong, with it does not. If not, the change can be deleted."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import list_changes
+import pytest
+from conftest import ROOT
+
+FOLDER = Path(__file__).parent
+# What a case of cases.py returns without the change, and with it. Of an error the type.
+EXPECTED = {
+    "allow_fsdp_on_cpu": ("MULTI_CPU", "FSDP"),
+    "complete_stream_state": (False, True),
+    "compute_loss_without_triton": (True, False),
+    "end_streams_at_once": ([5], []),
+    "give_meta_weights_addresses": (1, 2),
+    "hide_saved_buffers": ("AttributeError", ["model.expert_bias"]),
+    "install_training_template": ("ValueError", "marked"),
+    "keep_4bit_layout": (False, True),
+    "load_4bit_models_on_cpu": ({"": 0}, {"": "cpu"}),
+    "load_tokenizers_as_offline": (False, True),
+    "offload_to_unpinned_memory": (True, False),
+    "read_no_weights": (["cpu"], ["meta"]),
+    "run_exit_handlers": ("", "called"),
+    "set_gloo_timeout": (1800, 77),
+    "use_store_of_launcher": ("DistNetworkError", "joined"),
+}
+# Changes that add something or read a private name, and the test that fails without them.
+TESTED_ELSEWHERE = {
+    "attention_of": "recipes/test_smoke.py::test_pair_trains_and_saves_a_model",
+    "can_use_gpu_after_fork": "start/test_processes.py::test_imports_touch_no_gpu_and_start_no_thread",
+    "install_autocast": "recipes/test_llama31_70b_qlora.py::test_adapter_and_its_adam_moments_are_float32",
+    "install_batch_reader": "run/test_batches.py::test_hub_lost_to_one_of_two_processes",
+    "install_batch_skipping": "data/test_streams.py::test_resumed_run_equals_uninterrupted",
+    "install_before_checkpoint": "run/test_checkpoints.py::test_old_checkpoints_are_deleted_by_step",
+    "install_log_fields": "run/test_progress.py::test_every_log_has_the_speed",
+    "install_read_retries": "test_hub.py::test_failure_that_ends",
+    "install_train_dataloader": "data/test_streams.py::test_stream_is_repeated",
+    "launch_environment": "start/test_plain_launchers.py::test_accelerate_launch",
+    "load_small_models": "commands/test_preview.py::test_every_recipe",
+    "multiply_fp16_in_float32": "rehearsal/test_fp16_products.py::test_fp16_products_are_float32_products_rounded_once",
+    "record_whole_rows": "commands/test_preview.py::test_json",
+    "supports_flash_attention": "model/test_model_loading.py::test_flash_attention_needs_16_bits_and_a_model_that_supports_it",
+    "transformer_layers": "run/test_sharding.py::test_run_that_is_not_sharded_as_its_config_says",
+}
+
+
+@pytest.fixture(scope="module")
+def results(environment):
+    """What the cases returned, by name."""
+    command = [sys.executable, FOLDER / "cases.py"]
+    variables = environment | {"PYTHONPATH": str(ROOT / "recipes"), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_change_is_needed(results, name):
+    without, changed = (re.sub(r"^(\w+Error): .*", r"\1", r, flags=re.DOTALL) if isinstance(r, str) else r for r in results[name])
+    assert (without, changed) == EXPECTED[name], results[name]
+
+
+def test_every_change_of_compat_has_a_test(results):
+    changes = {change.name for change in list_changes.load_all() if ".compat." in change.module}
+    assert results.keys() == EXPECTED.keys()
+    assert EXPECTED.keys() | TESTED_ELSEWHERE.keys() == changes
+    for place in TESTED_ELSEWHERE.values():
+        file, test = place.split("::")
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), place

@@ -1,0 +1,299 @@
+"""Every change to a library is declared, documented and checked against the installed versions, and only made in two packages."""
+
+import ast
+import functools
+import importlib
+import importlib.metadata
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness.compat import accelerate, bitsandbytes, datasets, guards, huggingface_hub, python, torch, transformers, trl
+from harness.compat.guards import Change, Target
+from harness.plan import fakes
+
+import list_changes
+import pytest
+from conftest import ROOT
+
+HARNESS = ROOT / "recipes/harness"
+CHANGES = sorted(list_changes.load_all(), key=lambda change: (change.module, change.name))
+COMPAT = [path for path in sorted((HARNESS / "compat").glob("*.py")) if path.stem not in ("__init__", "guards")]
+OUTSIDE = [path for path in sorted(HARNESS.rglob("*.py")) if path.relative_to(HARNESS).parts[0] not in ("compat", "plan")]
+DOCUMENTED = {"os._exit"}  # public although it begins with an underscore
+
+
+def name_of(change: Change) -> str:
+    return f"{change.module.removeprefix('harness.')}.{change.name}"
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(HARNESS).as_posix()
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=name_of)
+def test_change_is_intact_in_installed_versions(change):
+    assert change.targets
+    assert change.problem() == ""
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=name_of)
+def test_docstring_says_when_to_remove_the_change(change):
+    lines = [line.strip() for line in change.doc.splitlines()]
+    for start in ("Upstream: ", "Checked with: ", "Remove when: "):
+        assert any(line.startswith(start) for line in lines), f"no line starts with {start!r}"
+
+
+def decorated(path: Path) -> set[str]:
+    """The functions of a file that have the decorator `changes`."""
+    functions = [node for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.FunctionDef)]
+    return {
+        function.name
+        for function in functions
+        for decorator in function.decorator_list
+        if isinstance(decorator, ast.Call) and getattr(decorator.func, "id", "") == "changes"
+    }
+
+
+@pytest.mark.parametrize("path", COMPAT, ids=lambda path: path.stem)
+def test_every_public_function_of_compat_declares_its_change(path):
+    functions = {node.name for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)}
+    assert {name for name in functions if not name.startswith("_")} == decorated(path)
+
+
+def test_all_changes_are_listed():
+    """`list_changes.py` finds every decorated function, and there are none outside of `compat` and `plan`."""
+    found = {
+        (".".join(path.relative_to(HARNESS.parent).with_suffix("").parts), name)
+        for path in HARNESS.rglob("*.py")
+        for name in decorated(path)
+    }
+    assert {(change.module, change.name) for change in CHANGES} == found
+    assert not [name for path in OUTSIDE for name in decorated(path)]
+
+
+# What only `compat` and `plan` may do: set an attribute of a library, and use a private name of one.
+
+
+class LibraryUse(ast.NodeVisitor):
+    """Finds what a file sets or deletes in a library, and the private names that it uses.
+
+    A name stands for what the file imports under it, or for the part of a library that is assigned to it. The standard library
+    counts for private names only: programs set `sys.argv` and `sys.stdin`. Private names of any object count, because it can be
+    an object of a library, unless the object is `self` or `cls`.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.imported: dict[str, str] = {}  # name in this file: full name
+        self.found: list[str] = []
+        tree = ast.parse(source)
+        for node in ast.walk(tree):  # first all imports: a function can use a name that is imported further down
+            self.read_import(node)
+        self.visit(tree)
+
+    def read_import(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                full = alias.name if alias.asname else alias.name.split(".")[0]
+                self.imported[alias.asname or full] = full
+                self.check_private(node, alias.name)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                self.imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                self.check_private(node, f"{node.module}.{alias.name}")
+
+    def full_name(self, node: ast.AST) -> str | None:
+        """`torch.nn.Module` for what a name or an attribute of one refers to; None if it is not imported."""
+        if isinstance(node, ast.Name):
+            return self.imported.get(node.id)
+        if isinstance(node, ast.Attribute) and (owner := self.full_name(node.value)):
+            return f"{owner}.{node.attr}"
+        return None
+
+    def check_private(self, node: ast.AST, name: str) -> None:
+        is_private = any(re.match(r"_(?!_)", part) for part in name.split("."))
+        if is_private and not name.startswith("harness.") and name not in DOCUMENTED:
+            self.found.append(f"line {node.lineno} uses {name}")
+
+    def check_set(self, node: ast.AST, name: str) -> None:
+        library = name.split(".")[0]
+        if library != "harness" and library not in sys.stdlib_module_names:
+            self.found.append(f"line {node.lineno} sets {name}")
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        source = self.full_name(node.value)
+        for target in node.targets:
+            if source and isinstance(target, ast.Name):
+                self.imported[target.id] = source
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if name := self.full_name(node):
+            self.check_private(node, name)
+            if not isinstance(node.ctx, ast.Load):
+                self.check_set(node, name)
+        elif getattr(node.value, "id", "") not in ("self", "cls"):
+            self.check_private(node, node.attr)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if getattr(node.func, "id", "") in ("setattr", "delattr") and (owner := self.full_name(node.args[0])):
+            self.check_set(node, f"{owner}.{ast.unparse(node.args[1])}")
+        self.generic_visit(node)
+
+
+@pytest.mark.parametrize("path", OUTSIDE, ids=relative)
+def test_no_other_file_changes_a_library(path):
+    assert not LibraryUse(path.read_text("utf-8")).found
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch\ntorch.nn.Linear.forward = None", "line 2 sets torch.nn.Linear.forward"),
+        ("from trl import SFTTrainer as T\nT.x, y = 1, 2", "line 2 sets trl.SFTTrainer.x"),
+        ("def f():\n    import peft\n    del peft.x", "line 3 sets peft.x"),
+        ("import torch\ntorch.x += 1", "line 2 sets torch.x"),
+        ("import torch\nfor torch.x in ():\n    pass", "line 2 sets torch.x"),
+        ("import torch as t\nsetattr(t.nn, name, 1)", "line 2 sets torch.nn.name"),
+        ("import torch\nfunctional = torch.nn.functional\nfunctional.dropout = 1", "line 3 sets torch.nn.functional.dropout"),
+        ("from transformers import Trainer\nprint(Trainer._save)", "line 2 uses transformers.Trainer._save"),
+        ("from trl.trainer._x import y", "line 1 uses trl.trainer._x.y"),
+        ("import torch._dynamo", "line 1 uses torch._dynamo"),
+        ("import atexit\natexit._run_exitfuncs()", "line 2 uses atexit._run_exitfuncs"),
+        ("def f(trainer):\n    trainer._save()", "line 2 uses _save"),
+        ("import os, sys\nsys.argv = []\nos._exit(0)", None),
+        ("import torch\ntorch.__version__\nx = torch.ones(1)\nx.y = 1\nself._torch = torch\nself._torch.x = cls._y", None),
+        ("from harness import run\nrun.x = run._y", None),
+    ],
+)
+def test_changes_are_found(source, expected):
+    found = LibraryUse(source).found
+    assert expected in found if expected else not found
+
+
+# A library of another version.
+
+
+@pytest.fixture
+def declare_again(monkeypatch):
+    """Decorates a function of a change again, so that its next call is the first one, which checks the library."""
+    monkeypatch.setattr(guards, "CHANGES", [])
+
+    def call(function: Callable) -> Callable:
+        return guards.changes(*map(text_of, change_of(function).targets))(function.__wrapped__)
+
+    return call
+
+
+def change_of(function: Callable) -> Change:
+    (change,) = (change for change in CHANGES if (change.module, change.name) == (function.__module__, function.__name__))
+    return change
+
+
+def target_of(function: Callable, attribute: str) -> Target:
+    return next(target for target in change_of(function).targets if target.attribute == attribute)
+
+
+def text_of(target: Target) -> str:
+    names = "" if target.parameters is None else f"({', '.join(target.parameters)})"
+    return f"{target.module}:{target.attribute}{names}"
+
+
+def owner_of(target: Target) -> tuple[Any, str]:
+    """The module or class that has the attribute, and the last part of its name."""
+    *parts, name = target.attribute.split(".")
+    return functools.reduce(getattr, parts, importlib.import_module(target.module)), name
+
+
+def in_file_of(function: Callable) -> str:
+    return f"{function.__name__} in {function.__module__.replace('.', '/')}.py"
+
+
+def version_of(target: Target) -> str:
+    library = target.module.split(".")[0]
+    if library in sys.stdlib_module_names:
+        return f"Python {sys.version.split()[0]}"
+    return f"{library} {importlib.metadata.version(library)}"
+
+
+@pytest.mark.parametrize(
+    ("function", "attribute"),
+    [  # a function of each library
+        (accelerate.launch_environment, "_validate_launch_command"),
+        (bitsandbytes.keep_4bit_layout, "has_avx512bf16"),
+        (datasets.end_streams_at_once, "SLEEP_TIME_ON_THREADS_SHUTDOWN"),
+        (huggingface_hub.install_read_retries, "HfApi._build_hf_headers"),
+        (python.run_exit_handlers, "_run_exitfuncs"),
+        (torch.set_gloo_timeout, "_set_pg_timeout"),
+        (transformers.read_no_weights, "_materialize_copy"),
+        (trl.record_whole_rows, "SFTTrainer._prepare_dataset"),
+        (fakes.use_triton_loss, "_backward_kernel"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_renamed_attribute_is_an_error(monkeypatch, error_of, declare_again, function, attribute):
+    """It names the library with its version, the attribute, and the function that needs it. The function is not called."""
+    target = target_of(function, attribute)
+    monkeypatch.delattr(*owner_of(target))
+    message = error_of(declare_again(function))
+    assert message.startswith(f"{version_of(target)} has no {target.module}.{attribute}")
+    assert in_file_of(function) in message and "requirements.txt" in message
+
+
+@pytest.mark.parametrize(
+    ("function", "attribute"),
+    [
+        (accelerate.launch_environment, "prepare_multi_gpu_env"),
+        (huggingface_hub.install_read_retries, "HfFileSystemFile._fetch_range"),
+        (transformers.install_log_fields, "Trainer.log"),
+        (trl.record_whole_rows, "SFTTrainer._prepare_dataset"),
+        (fakes.use_triton_loss, "_use_triton"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_changed_signature_is_an_error(monkeypatch, error_of, declare_again, function, attribute):
+    target = target_of(function, attribute)
+    monkeypatch.setattr(*owner_of(target), lambda self, other: None)
+    message = error_of(declare_again(function))
+    expected = ", ".join(target.parameters)
+    assert message.startswith(f"{version_of(target)} has {target.module}.{attribute}(self, other), expected ({expected})")
+    assert in_file_of(function) in message and "requirements.txt" in message
+
+
+def test_missing_module_is_an_error(monkeypatch, error_of, declare_again):
+    monkeypatch.setitem(sys.modules, "trl.trainer.sft_trainer", None)  # importing it raises ModuleNotFoundError
+    message = error_of(declare_again(trl.install_training_template))
+    assert "trl.trainer.sft_trainer.get_training_chat_template" in message
+
+
+def test_library_is_checked_by_the_first_call_only(monkeypatch):
+    monkeypatch.setattr(guards, "CHANGES", [])
+    checks = []
+    monkeypatch.setattr(Target, "problem", lambda target: checks.append(target) or "")
+
+    @guards.changes("json:dumps", "json:loads(s, cls)")
+    def double(number: int) -> int:
+        return 2 * number
+
+    assert not checks, "nothing is imported before the first call"
+    assert (double(3), double(number=4)) == (6, 8)
+    assert [text_of(target) for target in checks] == ["json:dumps", "json:loads(s, cls)"]
+
+
+def test_inherited_attribute_is_an_error(monkeypatch, error_of, declare_again):
+    """Without its own `_fetch_range` a class of huggingface_hub has the one of fsspec, which does other things."""
+    function = huggingface_hub.install_read_retries
+    monkeypatch.delattr(*owner_of(target_of(function, "HfFileSystemFile._fetch_range")))
+    assert "has no huggingface_hub.hf_file_system.HfFileSystemFile._fetch_range of its own" in error_of(declare_again(function))
+
+
+def test_missing_import_is_an_error(error_of):
+    def import_name():
+        with guards.expected_names():
+            from torch.utils.flop_counter import no_such_name  # noqa: F401
+
+    message = error_of(import_name)
+    assert message.startswith(f"torch {importlib.metadata.version('torch')}: ") and "no_such_name" in message

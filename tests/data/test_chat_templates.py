@@ -1,0 +1,109 @@
+"""A marked chat template renders the same text as the model's own, and marks the answers with their end tokens."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from harness.data import chat_templates
+from harness.data.chat_templates import check_conversations, training_template
+from harness.rehearsal import tiny_model
+
+import pytest
+import trl
+from conftest import ROOT
+from trl.chat_template_utils import has_generation_markers
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+QUESTION = {"role": "user", "content": "Why is it so?"}
+ANSWER, SECOND_ANSWER = ({"role": "assistant", "content": text} for text in ("Because of that.", "Once more."))
+ONE_ANSWER, TWO_ANSWERS = [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, SECOND_ANSWER]
+# The end token of an answer in the chat template of each family.
+END_TOKENS = {
+    "llama3_1": "<|eot_id|>",
+    "llama3_2": "<|eot_id|>",
+    "qwen2_5": "<|im_end|>",
+    "gemma3": "<end_of_turn>",
+    "gemma4": "<turn|>",
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+    "deepseekv3": "<｜end▁of▁sentence｜>",  # TRL's copy is used: the family's own renders the prompt differently
+    "phi3": "<|end|>",
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """A tokenizer with the end tokens of all these families."""
+    tokenizer = tiny_model.make_tokenizer(tiny_model.family_of("meta-llama/Llama-3.1-8B"))
+    tokenizer.add_special_tokens({"additional_special_tokens": list(END_TOKENS.values())})
+    return tokenizer
+
+
+def render(tokenizer, template, turns) -> tuple[str, str]:
+    """The text that `template` renders, and its marked part."""
+    text = tokenizer.apply_chat_template(turns, tokenize=False, chat_template=template)
+    mask = {"return_dict": True, "return_assistant_tokens_mask": True}
+    encoded = tokenizer.apply_chat_template(turns, chat_template=template, **mask)
+    marked = [token for token, is_marked in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if is_marked]
+    return text, tokenizer.decode(marked)
+
+
+@pytest.mark.parametrize("family", END_TOKENS)
+def test_training_template(tokenizer, family):
+    tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
+    template = training_template(tokenizer)
+    for turns in (ONE_ANSWER, TWO_ANSWERS):
+        text, marked = render(tokenizer, template, turns)
+        assert text == tokenizer.apply_chat_template(turns, tokenize=False)
+        answers = [turn["content"] + END_TOKENS[family] for turn in turns if turn["role"] == "assistant"]
+        assert all(answer in marked for answer in answers) and QUESTION["content"] not in marked
+
+
+def test_template_that_renders_earlier_answers_differently(tokenizer, monkeypatch, error_of):
+    """Qwen3's template drops the reasoning of all answers but the last: only rows with one answer can be trained on."""
+    tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
+    template = training_template(tokenizer)
+    assert render(tokenizer, template, ONE_ANSWER)[0] == tokenizer.apply_chat_template(ONE_ANSWER, tokenize=False)
+    training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
+    monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
+
+    def check(rows):
+        check_conversations(training_args, SimpleNamespace(), frozenset(), rows, "Qwen/Qwen3-0.6B")
+
+    check([{"messages": ONE_ANSWER}, {"prompt": ONE_ANSWER[:1], "completion": ONE_ANSWER[1:]}, {"text": "no conversation"}])
+    message = error_of(check, [{"messages": ONE_ANSWER}, {"messages": TWO_ANSWERS}])
+    assert "Qwen/Qwen3-0.6B" in message and "--assistant_only_loss false" in message
+
+
+def test_template_with_markers_is_used_as_it_is(tokenizer):
+    tokenizer.chat_template = (TEMPLATES / "llama3_training.jinja").read_text()
+    assert has_generation_markers(tokenizer.chat_template) and training_template(tokenizer) is None
+
+
+def test_headings_template(tokenizer):
+    """For base models: an answer ends with the end-of-text token, and the prompt of a server is one that was trained on."""
+    tokenizer.chat_template = (ROOT / "recipes/headings.jinja").read_text()
+    text, marked = render(tokenizer, training_template(tokenizer), TWO_ANSWERS)
+    prompt = "<|begin_of_text|>### User\nWhy is it so?\n\n### Assistant\n"
+    assert text.startswith(f"{prompt}Because of that.<|end_of_text|>\n\n### User\n")
+    assert marked == "Because of that.<|end_of_text|>Once more.<|end_of_text|>"
+    assert tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True) == prompt
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model_name_or_path", "meta-llama/Llama-3.1-8B"], ["Llama-3.1-8B has no chat template", "headings.jinja"]),
+        (["--chat_template_path", "nowhere.jinja"], ["--chat_template_path", "not found: nowhere.jinja"]),
+    ],
+    ids=["base model", "missing file"],
+)
+def test_no_template(build_trainer, error_of, flags, words):
+    message = error_of(build_trainer, "qwen2_chat", *flags)
+    assert all(word in message for word in words)
+
+
+def test_template_of_recipe_is_for_models_without_one(build_trainer):
+    headings = (ROOT / "recipes/headings.jinja").read_text()
+    flags = ["--model_name_or_path", "meta-llama/Llama-3.1-8B", "--chat_template_path", str(ROOT / "recipes/headings.jinja")]
+    assert build_trainer("qwen2_chat", *flags).processing_class.chat_template == headings
+    instruct = ["--load_in_4bit", "false", "--model_name_or_path", "Qwen/Qwen2-0.5B-Instruct", "--lora_dropout", "0"]
+    assert "im_start" in build_trainer("llama31_70b_qlora", *instruct).processing_class.chat_template

@@ -1,0 +1,192 @@
+"""Datasets of every kind are opened, split and converted; a dataset that cannot be used is an error with what to do."""
+
+import json
+
+from harness.compat.datasets import complete_stream_state
+from harness.data import loading
+from harness.data.loading import ScriptArguments, check_dataset, load
+
+import datasets
+import pytest
+
+TASK = {"instruction": "Add.", "input": "1 2", "output": "3"}
+QUESTION = {"role": "user", "content": "Why?"}
+
+
+def arguments_for(name, dataset_formats=(), given=(), **settings) -> ScriptArguments:
+    script_args = ScriptArguments(dataset_name=str(name), **settings)
+    script_args.dataset_formats, script_args.given, script_args.display_name = dataset_formats, frozenset(given), str(name)
+    return script_args
+
+
+def write(path, rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def texts(count, start=0):
+    return [{"text": f"text {index}", "id": index} for index in range(start, start + count)]
+
+
+def test_check_distinguishes_columns_from_content(tmp_path, error_of):
+    unanswered = write(tmp_path / "unanswered.jsonl", [{"messages": [QUESTION, {"role": "bot", "content": "So."}]}])
+    message = error_of(check_dataset, arguments_for(unanswered, ("messages",)))
+    assert "columns messages" in message and "first 1 rows have no text or answer" in message and "bot, user" in message
+    numbers = write(tmp_path / "numbers.jsonl", [{"prompt": "Why?", "completion": 5}])
+    message = error_of(check_dataset, arguments_for(numbers, ("prompt_completion",)))
+    assert "first 1 rows have no text or answer" in message
+    message = error_of(check_dataset, arguments_for(numbers, ("text",)))
+    assert "has the columns prompt, completion; this" in message
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_no_row_left_to_train_on(tmp_path, error_of, streaming):
+    same = write(tmp_path / "same.jsonl", [{"text": "again"}] * 40)
+    message = error_of(load, arguments_for(same, ("text",), dataset_streaming=streaming))
+    assert "no row of" in message and str(same) in message
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_max_samples_counts_rows_that_are_trained_on(tmp_path, streaming):
+    rows = [{"text": f"text {index}" if index % 4 == 0 else None} for index in range(400)]
+    path = write(tmp_path / "rows.jsonl", rows)
+    train, _ = load(arguments_for(path, ("text",), dataset_streaming=streaming, max_samples=40, max_eval_samples=2))
+    assert len(list(train)) == 40
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "txt"])
+def test_one_file(tmp_path, capsys, suffix, streaming):
+    rows = datasets.Dataset.from_list([{"text": f"text {index}"} for index in range(40)])
+    path = tmp_path / f"my [own] file.{suffix}"
+    if suffix == "txt":
+        path.write_text("\n".join(rows["text"]))
+    else:
+        getattr(rows, f"to_{suffix.removesuffix('l')}")(str(path))
+    script_args = arguments_for(path, ("text",), dataset_streaming=streaming, max_eval_samples=3)
+    assert check_dataset(script_args)[0] == {"text": "text 0"}
+    train, test = load(script_args)
+    assert {row["text"] for row in train} | set(test["text"]) == set(rows["text"]) and len(test) == 3
+    assert len(list(train)) == 37
+    assert "3 rows of train are held out for evaluation" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_held_out_rows_are_never_trained_on(tmp_path, streaming):
+    """Nor are equal rows. At most a tenth is held out, and every process holds out the same rows."""
+    write(tmp_path / "d/train.jsonl", [*texts(50), *texts(50)])
+    train, test = load(arguments_for(tmp_path / "d", ("text",), dataset_streaming=streaming))
+    assert 5 <= len(test) <= 10 and not {row["text"] for row in train} & set(test["text"])
+    assert {row["text"] for row in train} | set(test["text"]) == {row["text"] for row in texts(50)}
+    assert load(arguments_for(tmp_path / "d", ("text",), dataset_streaming=streaming))[1][:] == test[:]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_keep_drops_rows(tmp_path, streaming):
+    """Before rows are counted or held out."""
+    write(tmp_path / "d/train.jsonl", texts(40))
+    script_args = arguments_for(tmp_path / "d", ("text",), dataset_streaming=streaming, max_samples=10)
+    train, test = load(script_args, keep=lambda row: row["id"] % 2 == 0)
+    numbers = [int(row["text"].split()[1]) for row in (*train, *test)]
+    assert len(list(train)) == 10 and len(test) == 2 and all(number % 2 == 0 for number in numbers)
+
+
+def test_split_for_evaluation_is_used(tmp_path, capsys):
+    write(tmp_path / "d/train.jsonl", texts(20))
+    write(tmp_path / "d/test.jsonl", texts(20, start=100))
+    train, test = load(arguments_for(tmp_path / "d", ("text",), max_eval_samples=5, max_samples=7))
+    assert test["text"] == [f"text {index}" for index in range(100, 105)] and len(train) == 7
+    assert not capsys.readouterr().out
+
+
+def test_stream_is_shuffled_and_resumes_exactly(tmp_path):
+    """Rows come from several files in turn and through a buffer; evaluation rows come from the end of the last file."""
+    complete_stream_state()
+    for file in range(6):
+        rows = datasets.Dataset.from_list(texts(100, start=100 * file))
+        (tmp_path / "d").mkdir(exist_ok=True)
+        rows.to_parquet(str(tmp_path / f"d/{file}.parquet"), batch_size=50)
+
+    def load_with_seed(seed):
+        script_args = arguments_for(tmp_path / "d", ("text",), dataset_streaming=True, max_eval_samples=20)
+        script_args.seed = seed
+        return load(script_args)
+
+    train, test = load_with_seed(0)
+    assert test["text"] == [f"text {index}" for index in range(550, 570)]
+    order = [int(row["text"].split()[1]) for row in train]
+    assert sorted(order) == [*range(550), *range(570, 600)]
+    assert len({number // 100 for number in order[:20]}) >= 3 and order != sorted(order)
+    assert [row["text"] for row in load_with_seed(1)[0]] != [f"text {number}" for number in order]
+    rows = iter(train)
+    for _ in range(123):
+        next(rows)
+    again, _ = load_with_seed(0)
+    again.load_state_dict(train.state_dict())
+    assert [row["text"] for row in again] == [f"text {number}" for number in order[123:]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, ["needs texts", "columns instruction, input, output", "--dataset_text_field"]),
+        ({"dataset_formats": ("messages", "prompt_completion")}, ["columns text, id", "`messages` with role and content"]),
+        ({"dataset_train_split": "trian"}, ["has the split train, none called trian", "--dataset_train_split"]),
+        ({"dataset_test_split": "tset", "given": ["dataset_test_split"]}, ["--dataset_test_split", "none called tset"]),
+        ({"dataset_test_split": "train"}, ["--dataset_test_split", "two different splits"]),
+        ({"dataset_config": "fr"}, ["fr"]),
+        ({"max_samples": 0}, ["--max_samples is 0"]),
+    ],
+    ids=["column", "formats", "training split", "evaluation split", "one split for both", "config", "no sample"],
+)
+def test_error_names_dataset_and_problem(tmp_path, error_of, settings, words):
+    write(tmp_path / "d/train.jsonl", texts(1) if "dataset_formats" in settings else [TASK])
+    (tmp_path / "d/README.md").write_text("---\nconfigs:\n- {config_name: de, data_files: train.jsonl}\n---\n")
+    message = error_of(check_dataset, arguments_for(tmp_path / "d", **{"dataset_formats": ("text",)} | settings))
+    assert str(tmp_path / "d") in message or "max_samples" in settings or "two different splits" in words
+    for word in words:
+        assert word in message
+
+
+def test_files_that_are_missing_or_unreadable(tmp_path, error_of):
+    def check(name, **settings):
+        return error_of(check_dataset, arguments_for(name, **settings))
+
+    assert "not found: ./my.jsonl" in check("./my.jsonl")
+    assert "not found: my.jsonl" in check("my.jsonl")
+    (tmp_path / "bad.jsonl").write_text('{"text": \n]')
+    assert f"dataset {tmp_path}/bad.jsonl: " in check(tmp_path / "bad.jsonl")
+    (tmp_path / "empty.jsonl").write_text("")
+    assert "empty.jsonl" in check(tmp_path / "empty.jsonl")
+    assert "is one file" in check(write(tmp_path / "a.jsonl", [TASK]), dataset_config="de")
+
+
+@pytest.mark.parametrize("place", ["rows.jsonl", "."])
+def test_digest_of_local_files(tmp_path, monkeypatch, place):
+    """It changes with the name, the size and both ends of a file, not with its time. A Hub ID has none."""
+    monkeypatch.setattr(loading, "DIGEST_BYTES", 8)
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(bytes(range(64)))
+    before = loading.digest_local_files(arguments_for(tmp_path / place))
+    file.touch()
+    assert loading.digest_local_files(arguments_for(tmp_path / place)) == before
+    assert loading.digest_local_files(arguments_for("someone/rows")) == ""
+    content = file.read_bytes()
+    for changed in (b"\0" + content[:-1], content[:-1], content[:-1] + b"\0"):
+        file.write_bytes(changed)
+        assert loading.digest_local_files(arguments_for(tmp_path / place)) != before
+    file.write_bytes(content)
+    renamed = file.rename(tmp_path / "renamed.jsonl")
+    assert loading.digest_local_files(arguments_for(renamed if place == "rows.jsonl" else tmp_path)) != before
+
+
+def test_ignored_files_of_a_folder_are_printed(tmp_path, capsys):
+    """`datasets` reads the files of one format only."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    loading.print_ignored_files(arguments_for(tmp_path))
+    loading.print_ignored_files(arguments_for(tmp_path / "a.jsonl"))
+    assert not capsys.readouterr().out
+    (tmp_path / "b.csv").write_text("text\nb\n")
+    loading.print_ignored_files(arguments_for(tmp_path))
+    assert "reading the .jsonl files, ignoring all .csv files" in capsys.readouterr().out

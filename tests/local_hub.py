@@ -1,0 +1,145 @@
+"""A Hugging Face Hub on this machine, with the part of its HTTP API that `from_pretrained` and `load_dataset` use.
+
+Serves `root/models/OWNER/NAME/…` and `root/datasets/OWNER/NAME/…` under every revision. A repository with a file
+`.gated` answers as a gated one does without a token.
+
+`server.failure` is a function of a request's method and path that returns how the request fails: None, a status ("503"; "429"
+has a Retry-After of one second), "incomplete" (half of the promised bytes) or "silent" (nothing for `server.silent_seconds`).
+"""
+
+import contextlib
+import hashlib
+import http.server
+import io
+import json
+import re
+import threading
+import time
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "0" * 40
+API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?$")
+RESOLVE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self._answer()
+
+    def do_HEAD(self):
+        self._answer()
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
+        self._answer(body)
+
+    def _answer(self, body: str = ""):
+        path = unquote(urlsplit(self.path).path)
+        self.server.requests.append(f"{self.command} {path}")
+        self.failure = self.server.failure(self.command, path)
+        if self.failure == "silent":
+            time.sleep(self.server.silent_seconds)
+            self.close_connection = True
+            return None
+        if self.failure and self.failure.isdecimal():
+            headers = {"Retry-After": "1"} if self.failure == "429" else {}
+            return self._json(int(self.failure), {"error": "a failure that a test asked for"}, headers)
+        if match := API.match(path):
+            kind, repo, call, _, folder = match.groups()
+            return self._api(self._repo(kind, repo), repo, call, folder or "", body)
+        if match := RESOLVE.match(path):
+            kind, repo, _, name = match.groups()
+            return self._file(self._repo("datasets" if kind else "models", repo), name)
+        self._json(404, {"error": "no such address"})
+
+    def _repo(self, kind: str, repo: str) -> Path:
+        return self.server.root / kind / repo
+
+    def _refuse(self, folder: Path) -> bool:
+        """Answers if the repository does not exist or is gated; returns whether it has answered."""
+        if not folder.is_dir():
+            self._json(401, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        elif (folder / ".gated").exists():
+            message = "Access to model is restricted"
+            self._json(403, {"error": message}, {"X-Error-Code": "GatedRepo", "X-Error-Message": message})
+        return not folder.is_dir() or (folder / ".gated").exists()
+
+    def _api(self, repository: Path, name: str, call: str | None, folder: str, body: str):
+        if not repository.is_dir():
+            return self._refuse(repository)
+        files = sorted(path.relative_to(repository).as_posix() for path in repository.rglob("*") if path.is_file())
+        if call in (None, "revision"):
+            siblings = [{"rfilename": file, "size": (repository / file).stat().st_size} for file in files]
+            return self._json(200, {"id": name, "sha": COMMIT, "siblings": siblings})
+        if call == "tree":
+            wanted = [file for file in files if file.startswith(f"{folder}/" if folder else "")]
+        else:
+            paths = json.loads(body)["paths"] if body.startswith("{") else re.findall(r"paths=([^&]*)", unquote(body))
+            wanted = [file for file in files if file in paths or any(file.startswith(f"{path}/") for path in paths)]
+        entries = []
+        for file in wanted:
+            path = repository / file
+            entries.append({"type": "file", "path": file, "size": path.stat().st_size, "oid": _object_id(path)})
+        folders = {parent.as_posix() for file in wanted for parent in Path(file).parents} - {".", folder}
+        entries += [{"type": "directory", "path": path, "size": 0, "oid": COMMIT} for path in sorted(folders)]
+        self._json(200, entries)
+
+    def _file(self, repository: Path, name: str):
+        if self._refuse(repository):
+            return
+        file = repository / name
+        if not file.is_file():
+            return self._json(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+        size, status, headers = file.stat().st_size, 200, {}
+        start, end = 0, size
+        if match := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, end = int(match[1]), min(int(match[2] or size), size - 1) + 1
+            headers["Content-Range"], status = f"bytes {start}-{end - 1}/{size}", 206
+        headers |= {"ETag": f'"{_object_id(file)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        with file.open("rb") as content:
+            content.seek(start)
+            self._send(status, content, end - start, "application/octet-stream", headers)
+
+    def _json(self, status: int, value, headers: dict | None = None):
+        content = json.dumps(value).encode()
+        self._send(status, io.BytesIO(content), len(content), "application/json", headers or {})
+
+    def _send(self, status: int, content, length: int, kind: str, headers: dict):
+        """Answers with the next `length` bytes of the open file `content`, which can be larger than memory."""
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, "Content-Length": length, **headers}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.failure == "incomplete":
+            length, self.close_connection = length // 2, True
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while self.command != "HEAD" and (part := content.read(min(length, 2**20))):
+                self.wfile.write(part)
+                length -= len(part)
+
+    def log_message(self, *args):
+        pass
+
+
+def _object_id(file: Path) -> str:
+    """A different ID for every version of a file, without reading the file: weights have gigabytes."""
+    return hashlib.sha1(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}".encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def serve(root: Path):
+    """Serves `root` on a free port of 127.0.0.1; yields the server, with its `url` and the `requests` it has received."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.root, server.requests = root, []
+    server.failure, server.silent_seconds = lambda method, path: None, 2
+    server.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()

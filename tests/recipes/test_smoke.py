@@ -1,0 +1,138 @@
+"""Every recipe trains with its configs, and leaves a model that loads as usual and has the logged loss.
+
+A recipe of README's table is rehearsed with the configs of its rows, any other with the configs that its docstring names (CONFIG
+if it names none), and a config that no recipe names with RECIPE. `--recipe PATH` and `--config PATH` select one of each.
+"""
+
+import ast
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ALL_CONFIGS, ALL_RECIPES, README_PAIRS, ROOT, losses, read
+from safetensors.torch import load_file
+from trained import held_out_loss, reload
+from transformers import AutoConfig, AutoTokenizer
+
+RECIPE, CONFIG = "qwen2_fineweb_edu", "1x3090"
+HYBRID = "2x4gpu_hybrid_shard"  # eight processes; tested as two replicas of two shards
+PAIRS = {(recipe, config): (processes, sharded) for recipe, config, processes, sharded in README_PAIRS}
+
+
+def pytest_generate_tests(metafunc):
+    if metafunc.function is test_pair_trains_and_saves_a_model:
+        pairs = smoke_pairs(metafunc.config.getoption("recipe"), metafunc.config.getoption("config"))
+        metafunc.parametrize(("recipe", "config"), pairs, ids=["-".join(Path(word).stem for word in pair) for pair in pairs])
+
+
+def smoke_pairs(recipe: str | None = None, config: str | None = None) -> list[tuple[str, str]]:
+    """All pairs, or those of one recipe or config, given as a path. Files in the project's folders by name, others by path."""
+    if config:
+        return [(short_name(Path(recipe), ALL_RECIPES) if recipe else RECIPE, short_name(Path(config), ALL_CONFIGS))]
+    pairs = [pair for file in ([Path(recipe)] if recipe else ALL_RECIPES) for pair in pairs_of_recipe(file)]
+    if not recipe:
+        pairs += [(RECIPE, file.stem) for file in ALL_CONFIGS if file.stem not in {config for _, config in pairs}]
+    return pairs
+
+
+def pairs_of_recipe(file: Path) -> list[tuple[str, str]]:
+    name = short_name(file, ALL_RECIPES)
+    if pairs := [pair for pair in PAIRS if pair[0] == name]:
+        return pairs
+    docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+    named = [config.stem for config in ALL_CONFIGS if re.search(rf"(?<!\w){re.escape(config.stem)}(?!\w)", docstring)]
+    return [(name, config) for config in named or [CONFIG]]
+
+
+def short_name(file: Path, known: list[Path]) -> str:
+    return file.stem if file in known else str(file)
+
+
+@pytest.fixture(scope="session")
+def trainers():
+    return {}
+
+
+def test_pair_trains_and_saves_a_model(rehearse, workdir, build_trainer, trainers, hybrid_2x2, recipe, config):
+    rehearsed_config = hybrid_2x2 if config == HYBRID else config
+    run = rehearse(recipe, rehearsed_config)
+    results = read(run)
+    assert results["config"] == Path(rehearsed_config).stem
+    logged = [loss for loss, _ in losses(run).values()]
+    assert results["tiny"] and results["resumed_from_step"] == 0 and results["final_loss"] == logged[-1]
+    assert results["model_params_b"] >= results["trainable_params_b"] > 0
+    assert (results["model_params_b"] > results["trainable_params_b"]) == results["use_peft"]
+    on_a_gpu = ("peak_gpu_gb", "peak_gpu_reserved_gb", "gpu_utilization", "gpu_memory_gb")
+    assert [results[name] for name in on_a_gpu] == [0, 0, [], []]
+    assert results["versions"]["torch"] == torch.__version__
+    assert (run / "loss.png").stat().st_size > 5000
+
+    if recipe not in trainers:
+        trainers[recipe] = build_trainer(recipe, "--load_in_4bit", "false")
+    trainer = trainers[recipe]
+    model = reload(run, workdir)
+    if results.get("eval_loss"):
+        assert logged[0] > results["eval_loss"]
+        assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
+        if "seq_lengths" in trainer.eval_dataset.column_names:
+            assert held_out_loss(model, trainer.eval_dataset) == pytest.approx(results["eval_loss"], rel=0.01)
+    assert results["attention"] == trainer.model.config._attn_implementation
+    if not results["use_peft"]:
+        saved, original = read(run, "config.json"), AutoConfig.from_pretrained(trainer.model.config.name_or_path)
+        assert saved["dtype"] == str(original.dtype).removeprefix("torch.") and saved["use_cache"]
+    assert AutoTokenizer.from_pretrained(run).chat_template == trainer.processing_class.chat_template
+    if (recipe, config) in PAIRS:
+        check_recipe_of_readme(run, results, logged, *PAIRS[recipe, config])
+
+
+def check_recipe_of_readme(run, results, logged, processes, sharded):
+    """What is known of the project's own recipes."""
+    if results["config"] == "hybrid_2x2":
+        processes = 4
+    assert (results["fsdp_enabled"], results["world_size"], results["num_nodes"]) == (sharded, processes, 1)
+    assert logged[0] - results["eval_loss"] > (0.3 if results["load_in_4bit"] else 0.5)
+    assert results["peak_host_gb"] > 0.3 * processes
+    assert (run / "samples.txt").read_text().count("> ") >= 3
+    # Packed rows are nearly full (short conversations leave gaps); only a part of a conversation counts in the loss.
+    rows = results["global_step"] * results["global_batch_size"]
+    assert results["global_batch_size"] == processes * 2 * 2 and 0.7 * 128 * rows < results["tokens"] <= 128 * rows
+    text_only = results["recipe"] in ("qwen2_fineweb_edu", "gpt2_xl_wikitext")
+    assert (0.9 if text_only else 0.1) < results["loss_tokens"] / results["tokens"] <= 1
+    assert results["tokens_per_second"] / results["loss_tokens_per_second"] == pytest.approx(
+        results["tokens"] / results["loss_tokens"], rel=0.01
+    )
+
+
+def test_every_row_of_readme_is_a_pair():
+    assert set(PAIRS) <= set(smoke_pairs())
+
+
+def test_pairs_of_other_recipes_and_configs(tmp_path):
+    """A recipe that README does not name is rehearsed with the configs of its docstring; either can be selected by path."""
+    mine = tmp_path / "mine.py"
+    mine.write_text('"""Mine.\n\n    ./launch.sh mine 4gpu_ddp    # or 1x3090_offload\n"""\n')
+    assert smoke_pairs(str(mine)) == [(str(mine), "1x3090_offload"), (str(mine), "4gpu_ddp")]
+    mine.write_text('"""Mine."""\n')
+    assert smoke_pairs(str(mine)) == [(str(mine), CONFIG)]
+    own = tmp_path / "own.yaml"
+    assert smoke_pairs(str(mine), str(own)) == [(str(mine), str(own))]
+    assert smoke_pairs(config=str(own)) == [(RECIPE, str(own))]
+    assert smoke_pairs(str(ROOT / "recipes/qwen2_chat.py"), str(ROOT / "accelerate_configs/4gpu_ddp.yaml")) == [
+        ("qwen2_chat", "4gpu_ddp")
+    ]
+
+
+@pytest.mark.parametrize("quantized", [[], ["--load_in_4bit"]], ids=["lora", "qlora"])
+def test_adapters(rehearse, workdir, build_trainer, trainers, quantized):
+    """LoRA, and LoRA on 4-bit weights of the real bitsandbytes, sharded with offload: the adapter has the logged loss."""
+    flags = ["--use_peft", *quantized, "--max_steps", "10"]
+    run = rehearse(RECIPE, "1x3090_offload", *flags)
+    results = read(run)
+    assert results["fsdp_enabled"] and results["trainable_params_b"] < results["model_params_b"]
+    assert not (run / "model.safetensors").exists()
+    assert all(".lora_" in name for name in load_file(run / "adapter_model.safetensors"))
+    if RECIPE not in trainers:
+        trainers[RECIPE] = build_trainer(RECIPE, "--load_in_4bit", "false")
+    assert held_out_loss(reload(run, workdir), trainers[RECIPE].eval_dataset) == pytest.approx(results["eval_loss"], rel=0.01)

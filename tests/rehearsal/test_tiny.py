@@ -1,0 +1,212 @@
+"""The tiny model and dataset of a rehearsal: architecture, special tokens and columns of the originals, real text."""
+
+import copy
+import json
+import re
+import shutil
+import types
+from pathlib import Path
+
+from harness.data.loading import ScriptArguments
+from harness.launched import UserError
+from harness.rehearsal import tiny, tiny_data, tiny_model
+
+import pytest
+import torch
+from conftest import losses, read
+from datasets import load_dataset
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+
+# The number of weights and the sum of their absolute values.
+GPT2, QWEN2, LLAMA = "openai-community/gpt2", "Qwen/Qwen2-0.5B", "meta-llama/Llama-3.1-8B"
+WEIGHTS = {GPT2: (296704, 55139.7), QWEN2: (205376, 41190.8), LLAMA: (336192, 67342.2)}
+# Model types, and the values of a published config that are not the defaults of its class.
+TYPES = "qwen3 qwen3_moe gpt_oss falcon mamba mistral mixtral gemma3_text gemma4_text opt gpt_neo gpt_neox olmo2 granite smollm3"
+CONFIGS = {model_type: {} for model_type in [*TYPES.split(), "qwen3_next"]} | {
+    "bloom": {"hidden_size": 1024, "n_layer": 24, "n_head": 16},
+    "deepseek_v3": {"rope_scaling": {"type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}},
+    "granitemoehybrid": {"layer_types": (["mamba"] * 9 + ["attention"]) * 4, "num_hidden_layers": 40},
+    "lfm2": {"full_attn_idxs": [2, 5, 8]},
+    "phi3": {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}},
+}
+# Models with layers of two kinds: what a tiny config says about its two layers.
+TWO_KINDS_OF_LAYERS = {
+    "deepseek_v3": ("first_k_dense_replace", 1),
+    "gemma3_text": ("layer_types", ["sliding_attention", "full_attention"]),
+    "lfm2": ("full_attn_idxs", [1]),
+    "qwen3_next": ("layer_types", ["linear_attention", "full_attention"]),
+    "smollm3": ("no_rope_layers", [1, 0]),
+}
+
+
+def model_arguments(name):
+    return types.SimpleNamespace(model_name_or_path=name, model_revision="main", attn_implementation=None)
+
+
+def script_arguments(name, config=None):
+    return ScriptArguments(dataset_name=name, dataset_config=config)
+
+
+FINEWEB = script_arguments("HuggingFaceFW/fineweb-edu", "sample-10BT")
+QWEN = model_arguments(QWEN2)
+
+
+@pytest.fixture
+def make_tiny(tmp_path, monkeypatch):
+    """Makes a tiny model and dataset in an empty working directory; returns their folders."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(script_args=FINEWEB, model_args=QWEN):
+        tiny.make_replacements(script_args, model_args)
+        training_args = types.SimpleNamespace(model_init_kwargs={"dtype": "float32"}, max_steps=30, max_length=9)
+        tiny.print_notice(script_args, training_args, model_args)
+        script_args, model_args = copy.copy(script_args), copy.copy(model_args)
+        tiny.use_replacements(script_args, training_args, model_args)
+        assert training_args.model_init_kwargs == {"dtype": "float32", "revision": "main"}
+        return model_args.model_name_or_path, script_args.dataset_name
+
+    return call
+
+
+def test_notice_lists_what_is_replaced(make_tiny, capsys):
+    make_tiny()
+    notice = " ".join(capsys.readouterr().out.split())
+    for word in ("rehearsal", "Qwen/Qwen2-0.5B", "HuggingFaceFW/fineweb-edu", "Python's documentation", "max_steps 30"):
+        assert word in notice
+    assert "max_length" not in notice  # it has another value, from a flag
+
+
+def test_tiny_qwen2(make_tiny):
+    folder, _ = make_tiny()
+    config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert (config.model_type, config.num_hidden_layers, config.tie_word_embeddings) == ("qwen2", 2, True)
+    assert str(config.dtype) == "torch.bfloat16"
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token) == ("<|endoftext|>", "<|endoftext|>", None)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    text = "def f(x):\n    return 'ä€'  # 123"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_end_tokens_of_base_and_chat_models():
+    ends = [tiny_model.make_tokenizer(tiny_model.family_of(f"Qwen/Qwen2-0.5B{kind}")).eos_token for kind in ("", "-Instruct")]
+    assert ends == ["<|endoftext|>", "<|im_end|>"] and tiny_model.family_of("Qwen/Qwen3-0.6B") is None
+
+
+def test_folder_depends_on_the_code(monkeypatch, tmp_path):
+    """A tiny model is made again when the code or the YAML files that make it have changed."""
+    package = shutil.copytree(Path(tiny.__file__).parent, tmp_path / "rehearsal")
+    monkeypatch.setattr(tiny, "__file__", str(package / "tiny.py"))
+    for name in ("tiny_model.yaml", "tiny_data.yaml", "tiny_model.py"):
+        before = tiny.tiny_model_folder(QWEN)
+        (package / name).write_text((package / name).read_text() + "\n# changed\n")
+        assert tiny.tiny_model_folder(QWEN) != before
+
+
+@pytest.fixture
+def make_original(tmp_path):
+    """Makes a model folder without weights: the default config of a model type, and a tokenizer."""
+
+    def call(model_type):
+        tiny_model.make_tokenizer(tiny_model.family_of("Qwen/Qwen2-0.5B")).save_pretrained(tmp_path / model_type)
+        AutoConfig.for_model(model_type, **CONFIGS.get(model_type, {})).save_pretrained(tmp_path / model_type)
+        return model_arguments(str(tmp_path / model_type))
+
+    return call
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_of_known_families(make_tiny, name):
+    """They are the same in all versions of this project, so that losses of rehearsals can be compared."""
+    weights = load_file(f"{make_tiny(model_args=model_arguments(name))[0]}/model.safetensors")
+    flat = torch.cat([weight.double().abs().flatten() for weight in weights.values()])
+    assert (len(flat), round(flat.sum().item(), 1)) == WEIGHTS[name]
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_two_small_layers_of_any_architecture(make_tiny, make_original, model_type):
+    folder, _ = make_tiny(model_args=make_original(model_type))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    assert model.config.model_type == model_type and model.num_parameters() < 1e6
+    assert {match[1] for name in model.state_dict() if (match := re.search(r"\.(\d+)\.", name))} == {"0", "1"}
+    assert model.get_input_embeddings().weight.shape == (2048, 64)
+    tokens = torch.arange(2000, 2032)[None]
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    loss.backward()
+    assert 5 < loss < 20 and all(weight.grad.isfinite().all() for weight in model.parameters() if weight.grad is not None)
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == model.config.eos_token_id
+
+
+@pytest.mark.parametrize("model_type", TWO_KINDS_OF_LAYERS)
+def test_one_layer_of_each_kind(make_tiny, make_original, model_type):
+    name, value = TWO_KINDS_OF_LAYERS[model_type]
+    folder, _ = make_tiny(model_args=make_original(model_type))
+    assert getattr(AutoConfig.from_pretrained(folder), name) == value
+
+
+def test_vision_part_is_small_too():
+    small = tiny_model.shrink(AutoConfig.for_model("qwen3_5"), {"vocab_size": 2048, "pad_token_id": 0})
+    assert AutoModelForImageTextToText.from_config(small).num_parameters() < 1e6
+
+
+@pytest.mark.parametrize(("model_type", "attend"), [("qwen3", False), ("gpt_oss", True), ("bloom", True)])
+def test_message_if_packed_documents_attend_to_each_other(make_tiny, make_original, capsys, model_type, attend):
+    model_args = make_original(model_type)
+    make_tiny(model_args=model_args)
+    tiny.print_notice(FINEWEB, types.SimpleNamespace(packing=True), model_args)
+    message = capsys.readouterr().out
+    assert ("attend to each other" in message and "--packing false" in message) == attend
+    assert ("attend" in message) == attend
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [("qwen3_next", ["--packing", "pass false"]), ("t5", ["two-layer model", "t5"])],
+)
+def test_architecture_that_cannot_be_rehearsed(make_tiny, make_original, model_type, words):
+    model_args = make_original(model_type)
+    with pytest.raises(UserError) as raised:
+        make_tiny(model_args=model_args)
+        tiny.print_notice(FINEWEB, types.SimpleNamespace(packing=True), model_args)
+    for word in words:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "bloom", "deepseek_v3"])
+def test_other_architectures_train_sharded(rehearse, make_original, model_type):
+    flags = ["--model_name_or_path", make_original(model_type).model_name_or_path, "--max_steps", "10", "--eval_strategy", "no"]
+    run = rehearse("qwen2_fineweb_edu", "1x3090_offload", *flags)
+    assert read(run)["fsdp_enabled"] and read(run, "config.json")["model_type"] == model_type
+    assert losses(run)[10][0] < losses(run)[1][0]
+
+
+def test_dataset_streams_with_the_columns_of_the_original(make_tiny):
+    _, folder = make_tiny()
+    stream = load_dataset(folder, "sample-10BT", split="train", streaming=True)
+    row = next(iter(stream))
+    assert list(row) == list(tiny_data.DATASETS["HuggingFaceFW/fineweb-edu"]["columns"])
+    assert isinstance(row["score"], float) and isinstance(row["int_score"], int)
+    assert stream.num_shards == tiny_data.SHARDS
+    assert sorted(row["text"] for row in stream) == sorted(tiny_data.documents())
+
+
+def test_other_dataset_is_replaced_by_its_first_rows(make_tiny, tmp_path):
+    source = tmp_path / "mine"
+    source.mkdir()
+    row = {"conversations": [{"from": "human", "value": "why " * 200}, {"from": "gpt", "value": "so"}], "n": 3}
+    (source / "train.jsonl").write_text((json.dumps(row) + "\n") * 600)
+    (source / "test.jsonl").write_text(json.dumps(row) + "\n")
+    _, folder = make_tiny(script_args=script_arguments(str(source)))
+    loaded = load_dataset(folder)
+    assert {split: len(rows) for split, rows in loaded.items()} == {"train": 500, "test": 1}
+    question, answer = loaded["train"][0]["conversations"]
+    assert (question["value"], answer) == (("why " * 200)[:150], row["conversations"][1]) and loaded["train"][0]["n"] == 3
+    (source / "test.jsonl").write_text(json.dumps(row) * 2)
+    assert str(tiny.tiny_dataset_folder(script_arguments(str(source)))) != folder  # other rows, another folder
+
+
+def test_documents_are_real_text_of_many_lengths():
+    texts = tiny_data.documents()
+    assert texts == tiny_data.documents() and len(texts) > 400
+    assert min(map(len, texts)) < 200 and max(map(len, texts)) > 4000 and any("lambda" in text for text in texts)

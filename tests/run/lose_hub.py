@@ -1,0 +1,47 @@
+"""A recipe for test_batches.py: the second of two processes loses the Hub while it reads the batches of a step.
+
+Reads two steps without training, the first one with the Hub, and writes what each process got into batches_RANK.json.
+"""
+
+import json
+import runpy
+from pathlib import Path
+
+import harness
+from harness.compat.huggingface_hub import HubLost
+from harness.data.streams import StreamPosition
+from harness.run.progress import Progress
+from harness.run.stopping import BatchReader, make_cpu_group
+
+
+def read_two_steps(trainer):
+    rank, control = trainer.args.process_index, trainer.control
+    reader = BatchReader(
+        trainer,
+        make_cpu_group(trainer.args.ddp_timeout),
+        StreamPosition(trainer, None),
+        Progress(trainer, {}),
+        resumed_from=0,
+    )
+    reader.install()
+    loader = iter(trainer.get_train_dataloader())
+
+    def lose_hub():
+        yield next(loader)
+        if rank == 1:
+            raise HubLost("the Hub has not answered")
+        yield next(loader)
+
+    steps = []
+    for batches in (loader, lose_hub()):
+        read, loss_tokens = trainer.get_batch_samples(batches, 2, trainer.args.device)
+        own = sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in read)
+        steps.append([len(read), own, None if loss_tokens is None else int(loss_tokens), control.should_training_stop])
+    code = reader.report_lost_hub()
+    Path(trainer.args.output_dir, f"batches_{rank}.json").write_text(json.dumps({"steps": steps, "exit code": code}))
+    reader.group = None
+    trainer.end()
+
+
+harness.train = read_two_steps
+runpy.run_path(str(Path(__file__).parents[2] / "recipes/qwen2_fineweb_edu.py"), run_name="__main__")

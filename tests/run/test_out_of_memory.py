@@ -1,0 +1,114 @@
+"""Out of memory ends a run with one error message: what ran, in which step, the peak, and the flags that save memory."""
+
+import sys
+
+from harness.run import failures, outputs
+from harness.start import processes
+
+import pytest
+import torch
+
+ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+RECIPE = "qwen2_fineweb_edu"
+
+
+def run_out(*args, **kwargs):
+    raise torch.OutOfMemoryError(*ERROR.args)  # a new one, because an error keeps its traceback
+
+
+# Where memory runs out: flags of the run, and words of the message.
+PLACES = {
+    "loss": ([], ["in the forward pass of step 1.", "--activation_checkpointing true or --per_device_train_batch_size 1"]),
+    "backward": (
+        ["--activation_checkpointing"],
+        ["in the backward pass of step 1.", "--per_device_train_batch_size 1 or the config 1x3090_offload"],
+    ),
+    "optimizer": ([], ["in the optimizer step of step 1.", "the config 1x3090_offload or --use_peft --learning_rate 2e-4"]),
+    "clipping": ([], ["clipping gradients of step 1.", "the config 1x3090_offload or --use_peft"]),
+    "batch": ([], ["preparing ", " step 1."]),
+    "evaluation": (["--eval_steps", "1"], ["evaluating after step 1.", "--per_device_eval_batch_size 1 or the config"]),
+    "checkpoint": (
+        ["--save_steps", "1", "--use_peft"],
+        ["saving a checkpoint after step 1.", "the config 1x3090_offload or --load_in_4bit"],
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_message_names_moment_and_flags(build_trainer, monkeypatch, place):
+    flags, expected = PLACES[place]
+    trainer = build_trainer(RECIPE, "--max_steps", "2", "--per_device_eval_batch_size", "2", *flags)
+    owner, name = {
+        "loss": (trainer.model, "forward"),
+        "backward": (torch.Tensor, "backward"),
+        "optimizer": (torch.optim.AdamW, "step"),
+        "clipping": (trainer.accelerator, "clip_grad_norm_"),
+        "batch": (trainer, "get_batch_samples"),
+        "evaluation": (trainer, "prediction_step"),
+        "checkpoint": (trainer, "_save_optimizer_and_scheduler"),
+    }[place]
+    monkeypatch.setattr(owner, name, run_out)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trainer.train()
+    message = failures._memory_message(raised.value)
+    for words in ["ran out of memory ", *expected]:
+        assert words in message
+
+
+def test_loading_and_samples(build_trainer, monkeypatch):
+    trainer = build_trainer(RECIPE)
+    monkeypatch.setattr(trainer.model, "generate", run_out)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        outputs.generate_samples(trainer, True)
+    message = failures._memory_message(raised.value)
+    assert "ran out of memory generating samples. " in message and "1x3090_offload or --use_peft" in message
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", run_out)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        build_trainer("gpt2_xl_wikitext")
+    message = failures._memory_message(raised.value)
+    assert "ran out of memory loading the model. " in message and "1x3090_offload or --use_peft" in message
+
+
+def test_peak_of_the_gpu(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    for name, value in {
+        "is_available": True,
+        "current_device": 0,
+        "max_memory_allocated": 21.7e9,
+        "max_memory_reserved": 23e9,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: type("T4", (), {"total_memory": 24e9}))
+    expected = "process 1: the GPU (24.0 GB; peak 21.7 GB, 23.0 GB reserved) ran out"
+    assert expected in failures._memory_message(ERROR)
+    host_error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")
+    assert "process 1: the host ran out" in failures._memory_message(host_error)
+
+
+def test_recipe_that_runs_out_of_memory(tmp_path, monkeypatch, capsys):
+    """One error message and an exit code, no traceback."""
+
+    class Exited(BaseException):
+        pass
+
+    def exit_process(code):
+        assert code == failures.OUT_OF_MEMORY
+        raise Exited
+
+    path = tmp_path / "recipe.py"
+    path.write_text("import torch\nraise torch.OutOfMemoryError('CUDA out of memory')\n")
+    monkeypatch.setattr("os._exit", exit_process)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.setattr("sys.argv", [])
+    with pytest.raises(Exited):
+        processes.run_recipe(str(path), [])
+    error = capsys.readouterr().err
+    assert error.strip().count("\n") == 0 and error.strip().startswith("error: ") and "Traceback" not in error
+
+
+@pytest.mark.parametrize("code", [-9, 137])
+def test_killed_process(capsys, code):
+    """The message names host memory as the usual reason."""
+    assert processes.explain_exit(code, 1) == 137
+    message = capsys.readouterr().err
+    assert "process 1 failed first (exit code 137): it was killed" in message and "memory was full" in message

@@ -1,0 +1,42 @@
+"""The model card and the samples that a run writes next to its model."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from harness.run import outputs
+
+import pytest
+from huggingface_hub import ModelCard
+
+
+def test_model_card_links_hub_ids_only(tmp_path):
+    run = {"tiny": False, "recipe": "mine", "config": "1x3090", "model": "org/model", "dataset": str(tmp_path)}
+    card = ModelCard(outputs.model_card(run, is_adapter=False))
+    assert card.data.base_model == ["org/model"] and card.data.datasets is None  # the dataset is a local folder
+    assert card.data.library_name == "transformers"
+    adapter_card = ModelCard(outputs.model_card(run | {"dataset": "org/data"}, is_adapter=True))
+    assert adapter_card.data.datasets == ["org/data"] and adapter_card.data.library_name == "peft"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_processes_generate_the_same_number_of_tokens(build_trainer, monkeypatch, processes):
+    """A process whose samples have ended continues to all-gather weights for the other processes."""
+    trainer, synced = build_trainer("qwen2_chat"), []
+
+    def generate(input_ids, synced_gpus, **options):
+        synced.append(synced_gpus)
+        return input_ids
+
+    monkeypatch.setattr(trainer.model, "generate", generate)
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", processes)
+    outputs.generate_samples(trainer, True)
+    assert synced == [processes > 1]
+
+
+def test_samples_of_a_processor(build_trainer, monkeypatch):
+    """A processor, which reads images too, has a tokenizer and no `pad_token_id`."""
+    trainer = build_trainer("qwen2_chat")
+    trainer.processing_class = SimpleNamespace(tokenizer=trainer.processing_class)
+    monkeypatch.setattr(trainer.model, "generate", lambda input_ids, **options: input_ids)
+    outputs.generate_samples(trainer, True)
+    assert Path(trainer.args.output_dir, "samples.txt").read_text().count("> ") >= 3

@@ -1,0 +1,96 @@
+"""Runs that are stopped or killed from outside: no process remains, and the same command resumes from the newest checkpoint."""
+
+import contextlib
+import re
+import shutil
+import subprocess
+
+import psutil
+import pytest
+import torch
+from conftest import ROOT, losses, read, wait_until
+from rehearsals import SHORT
+from safetensors.torch import load_file
+
+RECIPE = "qwen2_fineweb_edu"
+
+
+@pytest.fixture
+def start(environment, workdir, tmp_path):
+    """Starts launch.sh; returns its process and the file of its output. Kills it at the end of the test."""
+    started = []
+
+    def call(*arguments):
+        log = tmp_path / f"{len(started)}.log"
+        with log.open("w") as file:
+            command = [ROOT / "launch.sh", *map(str, arguments)]
+            started.append(subprocess.Popen(command, cwd=workdir, env=environment, stdout=file, stderr=file))
+        return started[-1], log
+
+    yield call
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("config", ["1x3090", "4gpu_shard_grad_op"])
+def test_stop_writes_checkpoint(rehearse, start, workdir, config):
+    """SIGTERM to the launcher: the step ends, a checkpoint is written, and the same command resumes from it."""
+    rehearse(RECIPE, "1x3090")  # makes the tiny model and dataset
+    run = workdir / "runs" / f"stopped-{config}"
+    command = ["--tiny", RECIPE, config, "--output_dir", run, "--logging_steps", "1", "--eval_strategy", "no", "--bf16", "false"]
+    process, log = start(*command, "--max_steps", "2000", "--save_steps", "1000")
+    wait_until(lambda: log.read_text().count("  loss ") > 2, 120, log.read_text)
+    process.terminate()
+    assert process.wait(timeout=60) == 143
+    (step,) = re.findall(r"Stopped by SIGTERM at step (\d+); the same command resumes there", log.read_text())
+    assert (run / f"checkpoint-{step}/complete.json").is_file() and not (run / "train_results.json").exists()
+    assert "Traceback" not in log.read_text() and "error" not in log.read_text()
+    if config == "1x3090":
+        rehearse(RECIPE, config, *command[3:], "--max_steps", str(int(step) + 2))  # the last --output_dir counts
+        assert read(run)["resumed_from_step"] == int(step) and len(losses(run)) == int(step) + 2
+
+
+def test_stop_before_training_ends_all_processes(start, workdir):
+    process, log = start("--tiny", RECIPE, "4gpu_full_shard", "--output_dir", workdir / "runs/never-begun")
+    workers, has_checked = [], False
+
+    def only_workers_remain():
+        """The launcher has started five processes, and the one that checks the run has ended."""
+        nonlocal has_checked
+        with contextlib.suppress(psutil.NoSuchProcess):  # programs that launch.sh calls exit at once
+            children = psutil.Process(process.pid).children()
+            has_checked |= len(children) == 5
+            if has_checked and len(children) == 4:
+                workers[:] = children
+        return len(workers) == 4
+
+    wait_until(only_workers_remain, 120, log.read_text)
+    process.terminate()
+    assert process.wait(timeout=30) == 143, log.read_text()
+    psutil.wait_procs(workers, timeout=5)
+    assert not any(worker.is_running() for worker in workers)
+    assert "Stopped by SIGTERM before the training began." in log.read_text() and "Traceback" not in log.read_text()
+
+
+def test_killed_run_resumes_with_the_same_losses(rehearse, start, fork_launch, workdir):
+    uninterrupted = rehearse(RECIPE, "1x3090_offload")
+    run = workdir / "runs/killed"
+    command = ["--tiny", RECIPE, "1x3090_offload", "--output_dir", run, *SHORT]
+    process, log = start(*command)
+    wait_until(lambda: (run / "checkpoint-10/complete.json").exists() or process.poll() is not None, 120, log.read_text)
+    assert process.poll() is None, log.read_text()
+    process.kill()  # the launcher only: its processes must exit with it
+    process.wait()
+    # A kill during a later save leaves an incomplete checkpoint.
+    (run / "checkpoint-12").mkdir()
+    (run / "checkpoint-12/writing").touch()
+    shutil.copy(run / "checkpoint-10/trainer_state.json", run / "checkpoint-12")
+
+    again = fork_launch(*command)
+    assert again.returncode == 0, again.stderr
+    assert f"Resuming from {run / 'checkpoint-10'}" in again.stdout and "checkpoint-12 is incomplete" in again.stdout
+    assert read(run)["resumed_from_step"] == 10
+    assert losses(run) == losses(uninterrupted)  # bit for bit
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (run, uninterrupted))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -1,0 +1,154 @@
+"""Recipes without launch.sh: `python`, `torchrun` and `accelerate launch`."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+from harness import configs
+from harness.rehearsal import tiny_data, tiny_model
+from harness.start import arguments
+
+import pytest
+import torch
+from conftest import ROOT, losses, read
+from safetensors.torch import load_file
+
+RECIPE = ROOT / "recipes/qwen2_fineweb_edu.py"
+COUNT_COLLECTIVES = ROOT / "tests/run/count_collectives.py"
+CONFIG = ROOT / "accelerate_configs/4gpu_full_shard.yaml"
+PROCESSES, MICRO_BATCHES = 2, 3
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", PROCESSES]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--num_processes", PROCESSES, "--num_machines", 1, "--main_process_port", 0]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model.make("Qwen/Qwen2-0.5B", "main", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory, model):
+    """Flags for three steps with the tiny model and a small local dataset."""
+    folder = tmp_path_factory.mktemp("local")
+    (folder / "data").mkdir()
+    for file in range(PROCESSES):
+        rows = [json.dumps({"text": text}) for text in tiny_data.documents()[file:60:PROCESSES]]
+        (folder / f"data/{file}.jsonl").write_text("\n".join(rows))
+    flags = ["--model_name_or_path", model, "--dataset_name", folder / "data", "--max_eval_samples", 4]
+    flags += ["--max_steps", 3, "--save_steps", 3, "--logging_steps", 1, "--eval_strategy", "no", "--learning_rate", 1e-2]
+    return [*flags, "--max_length", 64, "--per_device_train_batch_size", 1, "--gradient_accumulation_steps", MICRO_BATCHES]
+
+
+@pytest.fixture
+def start(environment, tmp_path, flags):
+    """Calls Python with these arguments and the flags; returns the finished process."""
+
+    def call(*arguments, **variables):
+        own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | variables
+        command = [sys.executable, *map(str, [*arguments, *flags])]
+        return subprocess.run(command, cwd=tmp_path, env=environment | own, capture_output=True, text=True, timeout=240)
+
+    return call
+
+
+def assert_trained(process, run, model, processes, is_sharded):
+    assert process.returncode == 0 and "warning" not in process.stderr, process.stderr
+    results = read(run)
+    assert (results["world_size"], results["fsdp_enabled"]) == (processes, is_sharded)
+    assert results["global_batch_size"] == processes * MICRO_BATCHES and results["global_step"] == 3
+    assert len(losses(run)) == 3 and (run / "checkpoint-3/complete.json").is_file()
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, run))
+    assert after.keys() <= before.keys() and not any(torch.equal(before[name], weight) for name, weight in after.items())
+
+
+def test_python(start, model, tmp_path):
+    """Into the default output directory."""
+    run = tmp_path / "outputs/qwen2_fineweb_edu"
+    assert_trained(start(RECIPE, "--use_cpu"), run, model, processes=1, is_sharded=False)
+    assert read(run, "run.json")["recipe"] == RECIPE.stem and read(run, "run.json")["config"] == ""
+
+
+def test_torchrun(start, model, tmp_path):
+    run = tmp_path / "run"
+    process = start(*TORCHRUN, RECIPE, "--use_cpu", "--output_dir", run)
+    assert_trained(process, run, model, processes=PROCESSES, is_sharded=False)
+    assert process.stdout.count("The model, train_results.json and loss.png are in") == 1
+
+
+def test_accelerate_launch(start, fork_launch, flags, model, tmp_path):
+    """It trains as launch.sh does with the same config, and reduces the gradients of every micro-batch."""
+    run, same = tmp_path / "run", tmp_path / "same"
+    command = [*ACCELERATE, "--config_file", CONFIG, COUNT_COLLECTIVES, "--use_cpu", "--output_dir", run]
+    assert_trained(start(*command, PYTHONPATH=str(ROOT / "recipes")), run, model, processes=PROCESSES, is_sharded=True)
+    launched = fork_launch(
+        COUNT_COLLECTIVES, CONFIG.stem, "--use_cpu", "--output_dir", same, *flags, NPROC_PER_NODE=str(PROCESSES)
+    )
+    assert launched.returncode == 0, launched.stderr
+    assert losses(run) == losses(same) and read(run)["config"] == read(same)["config"] == CONFIG.stem
+
+    collectives = read(run, "collectives.json")
+    assert collectives == read(same, "collectives.json")
+    assert len(collectives["steps"]) == 3
+    for step in collectives["steps"]:
+        reduced = sum(size for name, _, size in step if name == "reduce_scatter_single")
+        assert reduced == pytest.approx(MICRO_BATCHES * collectives["parameters"], rel=0.01)
+
+
+def test_accelerate_launch_that_overrides_the_config(start, tmp_path):
+    """An option of `accelerate launch` leaves the layers unsharded, which the config does not: the run stops at once."""
+    options = ["--num_processes", 1, "--config_file", CONFIG, "--fsdp_auto_wrap_policy", "NO_WRAP"]
+    process = start(*ACCELERATE, *options, RECIPE, "--use_cpu", "--output_dir", tmp_path / "run")
+    assert process.returncode and "FSDP left model.layers.0, model.layers.1" in process.stderr, process.stderr
+    assert "'loss'" not in process.stdout and not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("form", [["--config_file", "mine.yaml"], ["--config_file=mine.yaml"]], ids=["two words", "one word"])
+@pytest.mark.parametrize("generation", [0, 1], ids=["parent", "grandparent"])
+def test_config_of_accelerate_launch(monkeypatch, tmp_path, form, generation):
+    """Its path can be relative to the folder in which `accelerate launch` was started."""
+    others = [SimpleNamespace(cmdline=lambda: ["sh", "-c", "train"], cwd=lambda: "/elsewhere")] * 2
+    launcher = SimpleNamespace(cmdline=lambda: ["python", "accelerate", "launch", *form, "r.py"], cwd=lambda: str(tmp_path))
+    parents = [*others[:generation], launcher, *others]
+    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(parents=lambda: parents))
+    assert arguments.config_of_accelerate_launch() == str(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("variables", "warnings"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, 1),
+        ({"ACCELERATE_USE_FSDP": "true", "RANK": "0", "WORLD_SIZE": "2"}, 1),
+        ({"ACCELERATE_USE_FSDP": "true", "RANK": "1", "WORLD_SIZE": "2"}, 0),
+        ({}, 0),
+    ],
+    ids=["one process", "first process", "another process", "without FSDP"],
+)
+def test_accelerate_launch_without_config_file(monkeypatch, capsys, variables, warnings):
+    """The keys of this project are not read; the first process prints which ones."""
+    for name in ("RECIPE_LAUNCH", "ACCELERATE_USE_FSDP", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    for name, value in ({"ACCELERATE_MIXED_PRECISION": "no"} | variables).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "--use_cpu"])
+    launched = arguments.find_launched()
+    assert not launched.config and launched.processes == int(variables.get("WORLD_SIZE", 1))
+    printed = "".join(capsys.readouterr())
+    assert printed.count("warning") == warnings and all((key in printed) == bool(warnings) for key in configs.OWN_KEYS)
+    assert ("--config_file" in printed) == bool(warnings)
+
+
+def test_accelerate_launch_without_a_gpu(monkeypatch, error_of):
+    for name, value in {"RECIPE_LAUNCH": "{}", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_FSDP": "true"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "--use_cpu", "false"])
+    assert "pass --use_cpu" in error_of(arguments.find_launched)
+
+
+def test_python_has_no_config(monkeypatch, capsys):
+    for name in ("RECIPE_LAUNCH", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
+        monkeypatch.delenv(name, raising=False)
+    assert arguments.find_launched() == arguments.Launched() and not any(capsys.readouterr())

@@ -1,0 +1,134 @@
+"""Which source sets an argument, where several do: see the top of `harness/start/arguments.py`."""
+
+import os
+import sys
+
+from harness.configs import AccelerateConfig
+from harness.launched import Launched
+from harness.start import arguments
+from harness.start.arguments import DEFAULTS, read_arguments
+
+import pytest
+import yaml
+from trl import SFTConfig
+
+NAME = "my/dataset"
+CONFIG = {"path": "c.yaml", "mixed_precision": "bf16", "activation_checkpointing": True}
+
+
+@pytest.fixture
+def read(monkeypatch, tmp_path):
+    """Reads the arguments from these sources; returns all three argument objects as one dictionary."""
+
+    def call(flags=(), file=None, tiny=False, recipe=None, config=None, **variables) -> dict:
+        monkeypatch.setattr(os, "environ", dict(os.environ) | variables)
+        words = ["recipe.py", *flags]
+        if file:
+            (tmp_path / "arguments.yaml").write_text(yaml.safe_dump(file))
+            words += ["--config", str(tmp_path / "arguments.yaml")]
+        monkeypatch.setattr(sys, "argv", words)
+        recipe = {"dataset_name": NAME} | (recipe or {})
+        launched = Launched(recipe="recipe.py", tiny=tiny, on_cpu=True)
+        parsed = read_arguments(SFTConfig, recipe, launched, AccelerateConfig(**(config or {})))
+        return {name: value for part in reversed(parsed) for name, value in vars(part).items()}
+
+    return call
+
+
+def test_all_sources(read, monkeypatch):
+    """Each source, together with all that it overrides: library, project, Accelerate config, recipe, rehearsal, file, flag."""
+    found = [read()["seed"]]
+    monkeypatch.setitem(DEFAULTS, "seed", 1)
+    found.append(read()["seed"])
+    of_config = arguments.values_of_config
+    monkeypatch.setattr(arguments, "values_of_config", lambda config: of_config(config) | {"seed": 2})
+    found.append(read()["seed"])
+    recipe = {"seed": 3}
+    found.append(read(recipe=recipe)["seed"])
+    monkeypatch.setitem(arguments.tiny.VALUES, "seed", 4)
+    found.append(read(recipe=recipe, tiny=True)["seed"])
+    found.append(read(recipe=recipe, tiny=True, file={"seed": 5})["seed"])
+    found.append(read(recipe=recipe, tiny=True, file={"seed": 5}, flags=["--seed", "6"])["seed"])
+    assert found == [SFTConfig.seed, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        # This project's defaults override those of the libraries.
+        ({}, {"save_total_limit": 2, "ddp_find_unused_parameters": False, "logging_nan_inf_filter": False}),
+        # The Accelerate config sets the precision and activation checkpointing.
+        ({"config": CONFIG}, {"bf16": True, "fp16": False, "activation_checkpointing": True}),
+        ({"config": {"path": "c.yaml", "mixed_precision": "fp16"}}, {"bf16": False, "fp16": True}),
+        ({"config": {"path": "c.yaml", "mixed_precision": "no"}}, {"bf16": False, "fp16": False}),
+        # The recipe overrides the Accelerate config and this project's defaults.
+        ({"config": CONFIG, "recipe": {"bf16": False}}, {"bf16": False, "activation_checkpointing": True}),
+        ({"config": CONFIG, "recipe": {"activation_checkpointing": False}}, {"bf16": True, "activation_checkpointing": False}),
+        ({"recipe": {"activation_checkpointing": True}, "config": {"path": "c.yaml"}}, {"activation_checkpointing": True}),
+        ({"recipe": {"save_total_limit": 5}}, {"save_total_limit": 5}),
+        # The values of a rehearsal override the recipe.
+        (
+            {"tiny": True, "recipe": {"max_steps": 9, "learning_rate": 1e-5, "weight_decay": 0.5, "global_batch_size": 64}},
+            {"max_steps": 30, "learning_rate": 1e-2, "weight_decay": 0.5, "global_batch_size": None},
+        ),
+        # Flags override everything.
+        ({"tiny": True, "recipe": {"max_steps": 9}, "flags": ["--max_steps", "5"]}, {"max_steps": 5, "learning_rate": 1e-2}),
+        ({"config": CONFIG, "flags": ["--bf16", "false"]}, {"bf16": False, "activation_checkpointing": True}),
+        ({"config": CONFIG, "recipe": {"bf16": False}, "flags": ["--bf16", "true"]}, {"bf16": True}),
+        ({"config": CONFIG, "flags": ["--activation_checkpointing", "false"]}, {"activation_checkpointing": False}),
+        ({"flags": ["--save_total_limit", "4"]}, {"save_total_limit": 4}),
+        # So does the file of --config, except for flags.
+        ({"tiny": True, "recipe": {"max_steps": 9}, "file": {"max_steps": 7}}, {"max_steps": 7}),
+        ({"config": CONFIG, "recipe": {"bf16": True}, "file": {"bf16": False}}, {"bf16": False}),
+        ({"file": {"max_steps": 7, "seed": 3}, "flags": ["--max_steps=8"]}, {"max_steps": 8, "seed": 3}),
+    ],
+)
+def test_precedence(read, sources, expected):
+    found = read(**sources)
+    assert {name: found[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(("flag", "expected"), [("true", "bf16"), ("false", "no")])
+def test_flag_overrides_the_environment_of_accelerate(read, flag, expected):
+    """`accelerate launch` sets the precision of the config in the environment, where transformers reads it."""
+    found = read(["--bf16", flag], config=CONFIG, ACCELERATE_MIXED_PRECISION="bf16")
+    assert found["bf16"] == (flag == "true") and found["mixed_precision"] == expected
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_activation_checkpointing_of_accelerate_is_off(read, checkpointing):
+    """transformers' own is used instead, which a flag can turn off."""
+    flags = ["--activation_checkpointing", str(checkpointing)]
+    assert read(flags, config=CONFIG, FSDP_ACTIVATION_CHECKPOINTING="true")["activation_checkpointing"] == checkpointing
+    assert os.environ["FSDP_ACTIVATION_CHECKPOINTING"] == "false"
+
+
+RECIPE_DATASET = {"dataset_config": "en", "dataset_train_split": "a", "dataset_test_split": "b"}
+LIBRARY_DATASET = {"dataset_config": None, "dataset_train_split": "train", "dataset_test_split": "test"}
+
+
+@pytest.mark.parametrize(
+    ("sources", "expected"),
+    [
+        ({}, RECIPE_DATASET),
+        ({"flags": ["--dataset_name", NAME]}, RECIPE_DATASET),
+        ({"flags": ["--dataset_name", "other"]}, LIBRARY_DATASET),
+        ({"file": {"dataset_name": "other"}}, LIBRARY_DATASET),
+        ({"flags": ["--dataset_name", "other", "--dataset_config", "fr"]}, LIBRARY_DATASET | {"dataset_config": "fr"}),
+        ({"file": {"dataset_name": "other", "dataset_config": "fr"}}, LIBRARY_DATASET | {"dataset_config": "fr"}),
+        ({"flags": ["--dataset_train_split", "c"]}, RECIPE_DATASET | {"dataset_train_split": "c"}),
+    ],
+)
+def test_another_dataset_has_its_own_config_and_splits(read, sources, expected):
+    """Those of the recipe are for the recipe's dataset."""
+    found = read(recipe=RECIPE_DATASET, **sources)
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_given_arguments(read):
+    """Those of flags, in any spelling, and those of the file of --config."""
+    flags = ["--max-steps", "5", "--bf16=false", "--no_dataloader_pin_memory"]
+    found = read(flags, file={"seed": 3}, recipe={"learning_rate": 1e-5})
+    assert found["given"] == {"config", "max_steps", "bf16", "dataloader_pin_memory", "seed"}
+    assert found["dataloader_pin_memory"] is False

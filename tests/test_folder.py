@@ -1,0 +1,212 @@
+"""The output directory: claimed by one run, refused to others, finished when it has trained as far as is asked for."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from harness import folder
+from harness.launched import Launched
+
+import pytest
+from conftest import ROOT, read
+
+IDENTITY = dict.fromkeys(("recipe", "model", "dataset", "dataset_config", "dataset_train_split"), "a")
+IDENTITY |= dict.fromkeys(("recipe_digest", "data_digest"), "a") | {"max_samples": None, "max_eval_samples": 16}
+IDENTITY |= {"tiny": False, "config": "c", "sharded": True, "use_peft": False, "load_in_4bit": False}
+IDENTITY_OF_REHEARSAL = IDENTITY | {"tiny": True}
+
+
+def claim(run, identity, is_default=False):
+    folder.check_output_dir(run, identity, is_default)
+    folder.claim_output_dir(run, identity, is_default)
+
+
+def begin_training(run):
+    (run / "checkpoint-5").mkdir()
+
+
+def test_claim(tmp_path):
+    claim(tmp_path / "new/run", IDENTITY)
+    assert read(tmp_path / "new/run", "run.json") == IDENTITY
+    claim(tmp_path / "new/run", IDENTITY)
+
+
+KEYS_OF_ANOTHER_RUN = ["recipe", "model", "dataset", "dataset_config", "dataset_train_split", "tiny", "use_peft", "load_in_4bit"]
+
+
+@pytest.mark.parametrize("key", KEYS_OF_ANOTHER_RUN)
+def test_folder_of_another_run_is_refused(tmp_path, error_of, key):
+    claim(tmp_path / "run", IDENTITY)
+    message = error_of(claim, tmp_path / "run", IDENTITY | {key: True})
+    assert key in message and "--output_dir" in message
+    assert read(tmp_path / "run", "run.json") == IDENTITY
+
+
+def test_folder_with_other_files_is_refused(tmp_path, error_of):
+    (tmp_path / "thesis.tex").touch()
+    assert "not from a run" in error_of(claim, tmp_path, IDENTITY)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_file_is_refused(tmp_path, error_of):
+    (tmp_path / "file").touch()
+    assert "is a file" in error_of(claim, tmp_path / "file", IDENTITY)
+
+
+def test_damaged_run_file_is_refused(tmp_path, error_of):
+    (tmp_path / "run.json").write_text("{")
+    assert "damaged" in error_of(claim, tmp_path, IDENTITY)
+
+
+def test_folder_in_use_is_refused(tmp_path, error_of):
+    claim(tmp_path / "run", IDENTITY)
+    held = folder.lock(tmp_path / "run")
+    assert "another run is writing" in error_of(claim, tmp_path / "run", IDENTITY)
+    held.release()
+    claim(tmp_path / "run", IDENTITY)
+
+
+def test_folder_that_cannot_be_written_is_refused(tmp_path, error_of):
+    (tmp_path / "file").touch()
+    assert "cannot be written" in error_of(claim, tmp_path / "file" / "run", IDENTITY)
+
+
+def test_one_of_several_simultaneous_runs_claims_the_folder(tmp_path):
+    script = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'recipes')!r}); from pathlib import Path\n"
+        "from harness import folder\n"
+        "from harness.launched import exit_on_user_error\n"
+        f"run, identity = Path({str(tmp_path / 'run')!r}), {IDENTITY!r} | {{'recipe': sys.argv[1]}}\n"
+        "with exit_on_user_error():\n"
+        "    folder.check_output_dir(run, identity, False); print(flush=True); sys.stdin.readline()\n"
+        "    folder.claim_output_dir(run, identity, False)"
+    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    runs = [subprocess.Popen([sys.executable, "-c", script, f"{number}"], text=True, **pipes) for number in range(6)]
+    for run in runs:
+        run.stdout.readline()  # all have checked
+    for run in runs:
+        run.stdin.write("\n")
+        run.stdin.flush()
+    errors = [run.communicate()[1] for run in runs]
+    assert sorted(run.returncode for run in runs) == [0, 2, 2, 2, 2, 2], errors
+    owner = next(number for number, run in enumerate(runs) if run.returncode == 0)
+    assert read(tmp_path / "run", "run.json")["recipe"] == str(owner)
+    assert all(error.startswith("error: ") and error.count("\n") == 1 for error in errors if error)
+
+
+def test_earlier_rehearsal_with_another_config_is_moved(tmp_path, capsys):
+    run = tmp_path / "run"
+    claim(run, IDENTITY_OF_REHEARSAL | {"config": "old"}, is_default=True)
+    (run / "model.safetensors").write_text("weights")
+    claim(run, IDENTITY_OF_REHEARSAL | {"config": "new"}, is_default=True)
+    assert (tmp_path / "run.old/model.safetensors").read_text() == "weights"
+    assert read(run, "run.json")["config"] == "new" and not (run / "model.safetensors").exists()
+    assert "run.old" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["recipe_digest", "data_digest"])
+def test_rehearsal_of_a_changed_recipe_or_dataset_starts_over(tmp_path, key):
+    run = tmp_path / "run"
+    for digest in ("before", "after"):
+        claim(run, IDENTITY_OF_REHEARSAL | {key: digest}, is_default=True)
+        assert not (run / "checkpoint-5").exists()
+        begin_training(run)
+    assert (tmp_path / "run.c/checkpoint-5").is_dir()
+
+
+def test_rehearsal_in_a_given_folder_is_not_moved(tmp_path):
+    claim(tmp_path / "run", IDENTITY_OF_REHEARSAL | {"config": "old"})
+    begin_training(tmp_path / "run")
+    claim(tmp_path / "run", IDENTITY_OF_REHEARSAL | {"config": "new"})
+    assert (tmp_path / "run/checkpoint-5").is_dir()
+
+
+@pytest.mark.parametrize("is_default", [True, False])
+def test_real_run_is_never_moved(tmp_path, is_default):
+    claim(tmp_path / "run", IDENTITY, is_default)
+    begin_training(tmp_path / "run")
+    claim(tmp_path / "run", IDENTITY | {"config": "new"}, is_default)
+    assert (tmp_path / "run/checkpoint-5").is_dir()
+
+
+def test_changed_dataset_is_refused(tmp_path, error_of):
+    run, changed = tmp_path / "run", IDENTITY | {"data_digest": "after"}
+    claim(run, IDENTITY, is_default=True)
+    claim(run, changed, is_default=True)  # it has not trained yet
+    begin_training(run)
+    assert "have changed since" in error_of(claim, run, IDENTITY, is_default=True)
+    claim(run, changed, is_default=True)
+
+
+@pytest.mark.parametrize("key", ["max_samples", "max_eval_samples"])
+def test_another_number_of_rows_is_refused(tmp_path, error_of, key):
+    """Rows that were held out would be trained on."""
+    run = tmp_path / "run"
+    claim(run, IDENTITY, is_default=True)
+    claim(run, IDENTITY | {key: 8}, is_default=True)
+    begin_training(run)
+    message = error_of(claim, run, IDENTITY, is_default=True)
+    assert f"--{key}: " in message and f"run with 8, this run has {IDENTITY[key]}" in message
+
+
+def test_changed_recipe_is_printed(tmp_path, capsys):
+    claim(tmp_path / "run", IDENTITY, is_default=True)
+    assert "changed" not in capsys.readouterr().out
+    claim(tmp_path / "run", IDENTITY | {"recipe_digest": "after"}, is_default=True)
+    assert "a.py has changed since" in capsys.readouterr().out
+
+
+def test_run_of_an_earlier_version_resumes(tmp_path, capsys):
+    """Its run.json has fewer keys."""
+    later_keys = ("recipe_digest", "data_digest", "max_samples", "max_eval_samples")
+    folder.write_json(tmp_path / "run.json", {key: value for key, value in IDENTITY.items() if key not in later_keys})
+    begin_training(tmp_path)
+    claim(tmp_path, IDENTITY, is_default=True)
+    assert not capsys.readouterr().out
+
+
+def test_sharded_run_cannot_resume_from_unsharded_checkpoints(tmp_path, error_of):
+    claim(tmp_path / "run", IDENTITY, is_default=True)
+    claim(tmp_path / "run", IDENTITY | {"sharded": False, "config": "d"}, is_default=True)
+    begin_training(tmp_path / "run")
+    assert "unsharded checkpoints of d" in error_of(claim, tmp_path / "run", IDENTITY, is_default=True)
+
+
+def test_run_is_finished_when_it_has_trained_as_far_as_is_asked_for(tmp_path):
+    assert not folder.finished_results(tmp_path, 10, 3.0)
+    folder.write_json(tmp_path / "train_results.json", {"global_step": 10, "epoch": 1.0})
+    assert folder.finished_results(tmp_path, 10, 3.0) and not folder.finished_results(tmp_path, 11, 3.0)
+    assert folder.finished_results(tmp_path, -1, 1.0) and not folder.finished_results(tmp_path, -1, 2.0)
+
+
+def test_finished_run_exits(tmp_path, capsys, error_of):
+    results = {"global_step": 10, "epoch": 1.0, "final_loss": 2.5}
+    folder.write_json(tmp_path / "train_results.json", results)
+    with pytest.raises(SystemExit) as end:
+        folder.exit_if_finished(tmp_path, 10, 3.0)
+    assert end.value.code == 0
+    printed = capsys.readouterr().out
+    assert "10 steps" in printed and "2.5" in printed and "--max_steps" in printed
+    assert "checkpoints were deleted" in error_of(folder.exit_if_finished, tmp_path, 11, 3.0)
+    begin_training(tmp_path)
+    folder.exit_if_finished(tmp_path, 11, 3.0)  # it resumes
+
+
+def test_default_output_dir():
+    launched = Launched(recipe="/a/my_recipe.py")
+    assert Path(folder.default_output_dir(launched, "")) == Path("outputs/my_recipe")
+    launched.tiny = True
+    assert Path(folder.default_output_dir(launched, "")) == Path("outputs/tiny/my_recipe")
+    assert Path(folder.default_output_dir(Launched(), "/b/plain.py")) == Path("outputs/plain")
+
+
+def test_checkpoints_are_ordered_by_step(tmp_path):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-best", "damaged-checkpoint-11"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in folder.checkpoints(tmp_path)] == ["checkpoint-10", "checkpoint-9"]
+    assert folder.newest_complete_checkpoint(tmp_path) is None
+    assert "No checkpoint" in folder.resume_hint(tmp_path)
+    (tmp_path / "checkpoint-9" / folder.COMPLETION_MARKER).touch()
+    assert folder.newest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
+    assert str(tmp_path / "checkpoint-9") in folder.resume_hint(tmp_path)

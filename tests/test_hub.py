@@ -1,0 +1,214 @@
+"""The Hub: what its errors mean, and how a run waits for it. The real libraries use a local Hub."""
+
+import re
+
+from harness.compat.huggingface_hub import HubLost
+from harness.hub import check_model_exists, file_sizes, is_reachable, patience, wait_for_hub
+from harness.rehearsal import tiny_model
+
+import datasets
+import huggingface_hub
+import pyarrow
+import pytest
+from conftest import losses, read
+from datasets import load_dataset
+from forked_launcher import ForkedLauncher
+from local_hub import serve
+from pyarrow import parquet
+
+ROWS = [{"text": f"row {row} " + "of many words " * (row % 40)} for row in range(400)]
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A Hub that this process uses, with an empty cache."""
+    with serve(tmp_path / "hub") as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setattr("datasets.config.HF_ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in {
+            "ENDPOINT": server.url,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_HUB_DOWNLOAD_TIMEOUT": 1,
+            "HUGGINGFACE_CO_URL_TEMPLATE": template,
+        }.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.url)
+        yield server
+
+
+def stop(server):
+    server.shutdown()
+    server.server_close()
+
+
+def test_unknown_and_gated_models(hub, error_of):
+    (hub.root / "models/locked/model").mkdir(parents=True)
+    (hub.root / "models/locked/model/.gated").touch()
+    message = error_of(check_model_exists, "locked/model", "main")
+    assert "model locked/model: " in message and "gated" in message and "hf auth login" in message
+    message = error_of(check_model_exists, "no/such-model", "main")
+    assert "model no/such-model: not found on the Hub" in message
+
+
+def test_model_in_the_cache_needs_no_hub(hub):
+    (hub.root / "models/open/model").mkdir(parents=True)
+    (hub.root / "models/open/model/config.json").write_text("{}")
+    check_model_exists("open/model", "main")
+    hub.shutdown()
+    check_model_exists("open/model", "main")
+
+
+def test_unreachable_hub(hub, error_of):
+    assert is_reachable(1)
+    stop(hub)
+    assert not is_reachable(1)
+    message = error_of(check_model_exists, "no/network", "main")
+    assert "the Hub cannot be reached" in message and "--prepare" in message
+
+
+def test_folder_that_is_not_a_model(hub, tmp_path, error_of):
+    assert "no config.json" in error_of(check_model_exists, str(tmp_path), "main")
+    assert "folder not found: ./nowhere" in error_of(check_model_exists, "./nowhere", "main")
+    assert "not found on the Hub" in error_of(check_model_exists, "a b", "main")
+
+
+def test_file_sizes(hub):
+    folder = hub.root / "models/open/model"
+    folder.mkdir(parents=True)
+    for name, size in {"a.safetensors": 100, "b.safetensors": 20, "config.json": 3}.items():
+        (folder / name).write_bytes(bytes(size))
+    assert file_sizes("model", "open/model", (".safetensors",)) == 120
+    assert file_sizes("model", "open/model", (".gguf",)) is file_sizes("model", "no/model", (".safetensors",)) is None
+
+
+@pytest.fixture
+def stream(hub, monkeypatch):
+    """A function that streams a dataset of two files, `some/rows`. The Hub is waited for up to four seconds."""
+    folder = hub.root / "datasets/some/rows"
+    folder.mkdir(parents=True)
+    for file in (0, 1):
+        parquet.write_table(pyarrow.Table.from_pylist(ROWS[file::2]), folder / f"{file}.parquet", row_group_size=50)
+    huggingface_hub.HfFileSystem.clear_instance_cache()
+    monkeypatch.setenv("HUB_PATIENCE", "4")
+    monkeypatch.setattr("harness.hub.FIRST_MESSAGE", 0)
+    wait_for_hub()
+    datasets.disable_progress_bars()
+    yield lambda: (row["text"] for row in load_dataset("some/rows", split="train", streaming=True))
+    huggingface_hub.HfFileSystem.clear_instance_cache()
+
+
+def second_file(hub):
+    return hub.root / "datasets/some/rows/1.parquet"
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        ("500", "HTTP status 500"),
+        ("503", "HTTP status 503"),
+        ("429", "HTTP status 429"),
+        ("incomplete", "peer closed connection|incomplete"),
+        ("silent", "timed out"),
+    ],
+)
+def test_failure_that_ends(hub, stream, capsys, failure, reason):
+    """Two requests fail in the middle of a dataset: every row is read once, and a message says what is waited for."""
+    rows, failures = stream(), iter([failure, failure])
+    texts = [next(rows)]
+    hub.failure = lambda method, path: next(failures, None) if path.endswith("1.parquet") else None
+    assert sorted([*texts, *rows]) == sorted(row["text"] for row in ROWS) and next(failures, None) is None
+    (message,) = [line for line in capsys.readouterr().out.splitlines() if "waiting for the Hub" in line][:1]
+    assert re.search(reason, message) and "of 4 s (HUB_PATIENCE) so far" in message
+
+
+def test_failure_that_stays(hub, stream):
+    rows = stream()
+    next(rows)
+    hub.failure = lambda method, path: "503" if path.endswith("1.parquet") else None
+    with pytest.raises(HubLost, match=r"has not answered for \d of 4 s \(HUB_PATIENCE\): HTTP status 503"):
+        list(rows)
+
+
+def test_missing_file_is_not_waited_for(hub, stream):
+    rows = stream()
+    next(rows)
+    second_file(hub).unlink()
+    before = len(hub.requests)
+    with pytest.raises(huggingface_hub.errors.RemoteEntryNotFoundError):
+        list(rows)
+    assert len(hub.requests) - before < 9
+
+
+def test_file_that_is_replaced_while_it_is_read(hub, stream):
+    file = huggingface_hub.HfFileSystem(endpoint=hub.url).open("datasets/some/rows/1.parquet", block_size=64, cache_type="none")
+    before = file.read(64)
+    second_file(hub).write_bytes(second_file(hub).read_bytes()[::-1])
+    with pytest.raises(HubLost, match=r"1\.parquet was replaced on the Hub"):
+        file.read(64)
+    assert len(before) == 64
+
+
+def test_patience(monkeypatch, error_of):
+    monkeypatch.delenv("HUB_PATIENCE", raising=False)
+    assert patience() == 600
+    monkeypatch.setenv("HUB_PATIENCE", "long")
+    assert "HUB_PATIENCE is 'long'" in error_of(patience)
+
+
+def test_run_resumes_after_the_hub_was_lost(hub, environment, tmp_path):
+    """One of two processes loses the Hub. Both exit with a checkpoint, and the same command logs what it would have logged."""
+    tiny_model.make("Qwen/Qwen2-0.5B", "main", tmp_path / "model")
+    folder = hub.root / "datasets/many/rows"
+    folder.mkdir(parents=True)
+    for file in range(40):  # 1,000 rows are packed at a time and have few tokens: files are read in every other step
+        rows = [{"text": f"{file} {row}"} for row in range(200)]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{file:02}.parquet")
+    flags = [
+        "--model_name_or_path",
+        tmp_path / "model",
+        "--dataset_name",
+        "many/rows",
+        "--dataset_config",
+        "default",
+        "--bf16",
+        "false",
+    ]
+    flags += ["--max_steps", "8", "--save_steps", "4", "--logging_steps", "1", "--eval_strategy", "no"]
+    flags += [
+        "--max_length",
+        "512",
+        "--global_batch_size",
+        "4",
+        "--max_eval_samples",
+        "4",
+        "--learning_rate",
+        "1e-2",
+        "--report_to",
+        "none",
+    ]
+    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "NPROC_PER_NODE": "2", "HUB_PATIENCE": "2"}
+    launcher = ForkedLauncher(environment | variables, tmp_path)
+
+    def train(run):
+        return launcher("qwen2_fineweb_edu", "4gpu_ddp", "--use_cpu", *flags, "--output_dir", run)
+
+    process = train(tmp_path / "uninterrupted")
+    assert process.returncode == 0, process.stderr
+    run, files_of_second_process = tmp_path / "run", re.compile(r"/[23]\d\.parquet$")
+
+    def fail_after_checkpoint(method, path):
+        has_checkpoint = (run / "checkpoint-4/complete.json").exists()
+        return "503" if files_of_second_process.search(path) and has_checkpoint else None
+
+    hub.failure = fail_after_checkpoint
+    process = train(run)
+    assert process.returncode == 75 and "Traceback" not in process.stderr, process.stdout + process.stderr
+    message = r"Stopped at step (\d+): the Hub has not answered .*: HTTP status 503. The same command resumes from step \1\."
+    step = re.search(message, process.stdout)[1]
+    hub.failure = lambda method, path: None
+    process = train(run)
+    assert process.returncode == 0, process.stderr
+    assert f"Resuming from {run}/checkpoint-{step}" in process.stdout
+    assert losses(run) == losses(tmp_path / "uninterrupted") and read(run)["resumed_from_step"] == int(step)
+    launcher.close()

@@ -1,0 +1,85 @@
+"""What launch.sh decided reaches every process; user errors become one message and an exit code."""
+
+import os
+import subprocess
+import sys
+
+from harness import launched
+from harness.launched import Launched, UserError, exit_on_user_error, print_once
+
+import pytest
+from conftest import ROOT
+
+
+def test_launched_travels_in_the_environment(monkeypatch):
+    assert Launched.from_environment() == Launched()
+    launched = Launched(recipe="a b.py", config="c.yaml", processes=4, tiny=True, on_cpu=True, mode="preview")
+    for name, value in launched.to_environment().items():
+        monkeypatch.setenv(name, value)
+    assert Launched.from_environment() == launched
+
+
+def fail():
+    with exit_on_user_error():
+        raise UserError("a  message\nof two lines")
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, "error: a message of two lines\n"),
+        ({"RANK": "0"}, "error: a message of two lines\n"),
+        ({"RANK": "1"}, ""),
+        ({launched.NODE_VARIABLE: "2"}, "error: node 2: a message of two lines\n"),
+    ],
+    ids=["one process", "first process", "another process", "another node"],
+)
+def test_user_error(monkeypatch, capsys, variables, expected):
+    """The first process prints it in one line; all exit with code 2."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        fail()
+    assert end.value.code == 2 and capsys.readouterr().err == expected
+
+
+def test_debug_shows_the_traceback(monkeypatch, capsys):
+    monkeypatch.setenv(launched.DEBUG_VARIABLE, "1")
+    with pytest.raises(SystemExit):
+        fail()
+    error = capsys.readouterr().err
+    assert "Traceback" in error and "in fail" in error and error.endswith("error: a message of two lines\n")
+
+
+def test_other_errors_are_not_caught():
+    with pytest.raises(KeyError), exit_on_user_error():
+        raise KeyError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_printed"),
+    [
+        ({}, True),
+        ({"RANK": "0"}, True),
+        ({"RANK": "3"}, False),
+        ({launched.NODE_VARIABLE: "1"}, False),
+        ({launched.NODE_VARIABLE: "1", "RANK": "0"}, True),
+    ],
+    ids=["one process", "first process", "another process", "launcher of another node", "first process, from its launcher"],
+)
+def test_print_once(monkeypatch, capsys, variables, is_printed):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    print_once("a message")
+    assert capsys.readouterr().out == ("a message\n" if is_printed else "")
+
+
+def test_print_once_without_a_reader():
+    """A run continues when its output goes to a program that exits, such as `head`."""
+    script = f"import sys; sys.path.insert(0, {str(ROOT / 'recipes')!r}); from harness.launched import print_once\n"
+    script += "print_once('a message'); print_once('another message')"
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    process = subprocess.run([sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert process.returncode == 0 and not process.stderr, process.stderr

@@ -1,0 +1,149 @@
+"""Imports of the harness run downwards only, without circles, and recipes use its public names only."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from conftest import RECIPES, ROOT
+
+HARNESS = ROOT / "recipes/harness"
+# From the bottom to the top. A module may import from its own level and from those before it.
+LEVELS = [
+    ["launched"],
+    ["compat"],
+    ["configs", "folder", "hub", "signals"],
+    ["nodes"],
+    ["data"],
+    ["rehearsal"],
+    ["model"],
+    ["run"],
+    ["start"],
+    ["commands"],
+    ["plan"],
+    ["harness"],  # __init__.py
+]
+MAX_MODULES = 50
+
+
+def module_name(path: Path, package: Path) -> str:
+    """The dotted name of a file, for example `harness.start.flags`."""
+    parts = path.relative_to(package.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def level(name: str) -> int | None:
+    """The place in LEVELS of a module, by the folder or the shared module that it is."""
+    parts = name.split(".")
+    part = parts[1] if len(parts) > 1 else parts[0]
+    return next((number for number, parts in enumerate(LEVELS) if part in parts), None)
+
+
+def imports(path: Path, package: Path):
+    """Line and full dotted name of whatever a file imports from the package, wherever in it the statement stands."""
+    here = module_name(path, package).split(".")
+    base = here if path.name == "__init__.py" else here[:-1]
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = base[: len(base) - node.level + 1] if node.level else []
+            source = [*start, *([node.module] if node.module else [])]
+            names = [".".join([*source, alias.name]) for alias in node.names]
+        for name in names:
+            if name.split(".")[0] == package.name:
+                yield node.lineno, name
+
+
+def module_of(name: str, modules: dict[str, Path]) -> str | None:
+    """The module that `name` is, or the one that defines it; None if there is neither."""
+    if name in modules:
+        return name
+    parent, _, member = name.rpartition(".")
+    nodes = list(ast.walk(ast.parse(modules[parent].read_text("utf-8")))) if parent in modules else []
+    defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    defined |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return parent if member in defined else None
+
+
+def violations(package: Path) -> list[str]:
+    """`file:line imports X, which …` for every import that is wrong."""
+    modules = {module_name(path, package): path for path in sorted(package.rglob("*.py"))}
+    found, edges = [], {}
+    for importer, path in modules.items():
+        if level(importer) is None:
+            found.append(f"{path.relative_to(package)}:1 is not in LEVELS")
+            continue
+        for line, name in imports(path, package):
+            target = module_of(name, modules)
+            where = f"{path.relative_to(package)}:{line} imports {target or name}, which"
+            if target is None:
+                found.append(f"{where} does not exist")
+            elif (level(target) or 0) > level(importer):
+                found.append(f"{where} is above it")
+            else:
+                edges.setdefault(importer, []).append((target, where))
+
+    def reaches(start: str, goal: str, seen: set[str]) -> bool:
+        seen.add(start)
+        return start == goal or any(reaches(t, goal, seen) for t, _ in edges.get(start, []) if t not in seen)
+
+    circles = [where for name, targets in edges.items() for target, where in targets if reaches(target, name, set())]
+    return found + [f"{where} imports it in turn" for where in circles]
+
+
+def test_imports_run_downwards():
+    assert not violations(HARNESS)
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "expected"),
+    [
+        ("folder.py", "from harness.nodes import meeting", "folder.py:1 imports harness.nodes.meeting, which is above it"),
+        ("folder.py", "def f():\n    import harness.run.session", "folder.py:2 imports harness.run.session, which is above it"),
+        ("nodes/network.py", "from harness import f", "nodes/network.py:1 imports harness, which is above it"),
+        ("run/session.py", "from harness.start.launch import f", "session.py:1 imports harness.start.launch, which is above it"),
+        (
+            "run/session.py",
+            "import os\nif os:\n    import harness.start.launch as l",
+            "session.py:3 imports harness.start.launch",
+        ),
+        ("nodes/network.py", "from ..commands import merge", "network.py:1 imports harness.commands.merge, which is above it"),
+        ("nodes/network.py", "from .. import run", "network.py:1 imports harness.run, which does not exist"),
+        ("nodes/meeting.py", "from . import network", "meeting.py:1 imports harness.nodes.network, which imports it in turn"),
+        (
+            "nodes/network.py",
+            "from harness.nodes.network import f",
+            "network.py:1 imports harness.nodes.network, which imports it",
+        ),
+        ("configs.py", "from harness.folder import f", "configs.py:1 imports harness.folder, which imports it in turn"),
+        ("run/session.py", "from harness.nodes.metting import f", "imports harness.nodes.metting.f, which does not exist"),
+        ("run/session.py", "from harness.nodes import metting", "imports harness.nodes.metting, which does not exist"),
+        ("run/session.py", "def f():\n    from harness.folder import g", "2 imports harness.folder.g, which does not exist"),
+        ("attic/old.py", "", "attic/old.py:1 is not in LEVELS"),
+        ("nodes/network.py", "from harness import folder\nfrom harness.nodes.meeting import f\nimport torch.run", None),
+        ("start/launch.py", "from harness.run import session\nfrom ..nodes import network", None),
+        ("__init__.py", "from harness.nodes import meeting\nfrom harness.run.session import f", None),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path, file, source, expected):
+    """In a small package in which two imports are right."""
+    package = tmp_path / "harness"
+    files = dict.fromkeys(("configs.py", "commands/merge.py", "nodes/meeting.py", "start/launch.py", "run/session.py"), "")
+    files |= {"__init__.py": "", "nodes/network.py": "from harness.nodes import meeting"}
+    files |= {"folder.py": "from harness import configs", file: source}
+    for name, text in files.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(f"{text}\n\n\ndef f():\n    pass\n")
+    found = violations(package)
+    assert any(expected in line for line in found) if expected else not found, found
+
+
+def test_number_of_modules():
+    assert len(list(HARNESS.rglob("*.py"))) <= MAX_MODULES
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_uses_the_public_names(path):
+    used = {name for _, name in imports(path, HARNESS)}
+    assert {"harness.parse", "harness.train"} <= used <= {"harness.parse", "harness.load", "harness.train"}

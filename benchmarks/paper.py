@@ -1,4 +1,4 @@
-"""Computes the tables of docs/ on memory, strategies, speed-up and model sizes. Prints them; needs no package and no GPU.
+"""Computes the tables of docs/ on memory, strategies and model sizes. Prints them; needs no package and no GPU.
 
     python3 benchmarks/paper.py
 
@@ -32,6 +32,10 @@ def strategies() -> list[list[str]]:
     ring = (GPUS - 1) / GPUS
     all_reduce = f"{2 * ring:.2f}"
     across = f"{2 * (NODES - 1) / NODES / GPUS:.2f} to the other node"
+    everyone = NODES * GPUS
+    elsewhere = GPUS * (NODES - 1) / (everyone - 1)  # the share of the other GPUs that are on another node
+    sharded_over_all = (4 / everyone, 4 / everyone, 8 / everyone)
+    over_all = [3 * count * (everyone - 1) / everyone for count in (1, MICRO_BATCHES)]
     sharded = (4 / GPUS, 4 / GPUS, 8 / GPUS)
     # Per micro-batch an all-gather for forward, one for backward, and a reduce-scatter of the gradients.
     one, several = f"{3 * ring:.2f}", f"{3 * MICRO_BATCHES * ring:.2f}"
@@ -46,6 +50,12 @@ def strategies() -> list[list[str]]:
             "`4gpu_shard_grad_op`, `3xt4_shard_grad_op`",
         ),
         ("ZeRO-3", sharded, one, several, "`4gpu_full_shard`, `3xt4_full_shard`"),
+        (
+            f"ZeRO-3, {NODES} nodes of {GPUS}",
+            sharded_over_all,
+            *(f"{sent:.2f}, {sent * elsewhere:.2f} of it to the other node" for sent in over_all),
+            f"`4gpu_full_shard` with `--nodes {NODES}`",
+        ),
         (f"hybrid, {NODES} nodes of {GPUS}", sharded, f"{one} + {across}", f"{several} + {across}", "`2x4gpu_hybrid_shard`"),
     ]
     rows = [["strategy", "weights", "gradients", "Adam", "sum", "sent", f"sent, {MICRO_BATCHES} micro-batches", "config"]]
@@ -54,21 +64,15 @@ def strategies() -> list[list[str]]:
     return rows
 
 
-def speed_up() -> list[list[str]]:
-    """Llama-3.1-8B LoRA on A100s, from a published time on one GPU.
-
-    At half of the peak rate, with 200 GB/s of NVLink and 100 Gbit/s between nodes.
-    """
-    one_gpu = 3670  # seconds; CINECA's slides, January 2026
-    compute = 46e9 * TOKENS / (0.5 * 312e12)  # 46 GFLOP per token with checkpointing
-    rows = [["nodes", "GPUs", "training time", "speed-up", "efficiency"]]
-    for nodes, gpus in ((1, 1), (1, 2), (1, 4), (2, 8)):
-        local = gpus // nodes
-        gather = 2 * 16e9 * (local - 1) / local / 200e9  # bf16 weights, twice per micro-batch, hidden behind compute
-        exposed = max(0.0, gather - compute) + gather / LAYERS  # nothing hides the all-gather of the first layer
-        reduce = 0.168 / 12.5 * 2 * (nodes - 1) / nodes / MICRO_BATCHES  # 42 M adapter gradients in float32, once per step
-        factor = gpus * compute / (compute + exposed + reduce)
-        rows.append([str(nodes), str(gpus), f"{one_gpu / factor:,.0f} s", f"{factor:.2f}", f"{factor / gpus:.0%}"])
+def zero() -> list[list[str]]:
+    """The example of the ZeRO paper: bytes per parameter 2 + 2 + K in half precision, K = 12 for Adam and float32 weights."""
+    parameters, gpus, adam = 7.5, 64, 12
+    stages = {"DDP": (1, 1, 1), "ZeRO-1": (1, 1, gpus), "ZeRO-2": (1, gpus, gpus), "ZeRO-3": (gpus, gpus, gpus)}
+    formulas = ("(2 + 2 + K) Ψ", "(2 + 2) Ψ + K Ψ / N", "2 Ψ + (2 + K) Ψ / N", "(2 + 2 + K) Ψ / N")
+    rows = [["stage", "bytes per GPU", f"Ψ = {parameters}B, N = {gpus}"]]
+    for (stage, shards), formula in zip(stages.items(), formulas, strict=True):
+        size = sum(cost * parameters / count for cost, count in zip((2, 2, adam), shards, strict=True))
+        rows.append([stage, formula, f"{size:.1f} GB"])
     return rows
 
 
@@ -89,4 +93,4 @@ def markdown(rows: list[list[str]]) -> str:
 
 
 if __name__ == "__main__":
-    print("\n\n".join(markdown(table()) for table in (memory, strategies, speed_up, largest)))
+    print("\n\n".join(markdown(table()) for table in (memory, strategies, zero, largest)))

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/published.py           # asks the Hub, or HF_ENDPOINT, for config.json of five models
 
 Each setting is simulated with the nearest that this project has: FSDP2 instead of FSDP1, SDPA instead of FlashAttention, no
-compilation, allocated memory instead of reserved. Prints the table of docs/will-it-fit.md. Needs no GPU.
+compilation, allocated memory instead of reserved. Prints the table of docs/measurements.md. Needs no GPU.
 """
 
 import json
@@ -26,7 +26,7 @@ QWEN3, LLAMA31_70 = "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-70B"
 class Setting(NamedTuple):
     """A published measurement, and the run that is nearest to it."""
 
-    source: str  # see docs/will-it-fit.md
+    source: str  # see docs/measurements.md
     title: str
     card: str
     recipe: str

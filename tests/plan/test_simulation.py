@@ -85,7 +85,7 @@ def test_no_gpu_holds_the_whole_70b(found):
 
 
 def test_peaks_of_earlier_simulations(found):
-    """Two peaks that were computed independently of this code. docs/will-it-fit.md compares others."""
+    """Two peaks that were computed independently of this code. docs/measurements.md compares others."""
     assert found["qwen2_fineweb_edu", "1x3090"].peak.bytes == pytest.approx(13.07e9, rel=0.01)
     assert found["qwen2_fineweb_edu", "1x3090_offload"].peak.bytes == pytest.approx(1.34e9, rel=0.05)
 

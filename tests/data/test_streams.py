@@ -122,7 +122,7 @@ def test_every_process_resumes_at_its_own_position(documents, processes, tmp_pat
         (tmp_path / "checkpoint-1").mkdir(exist_ok=True)
         position, args, uninterrupted = open_batches(None)
         list(itertools.islice(uninterrupted, 5))
-        position.step_begins()
+        position.position = position.after_batches[0]
         position.on_save(args, SimpleNamespace(global_step=1), None)
         _, _, resumed = open_batches(tmp_path / "checkpoint-1")
         assert list(itertools.islice(resumed, 12)) == list(itertools.islice(uninterrupted, 12))

@@ -1,5 +1,13 @@
 """The batches of a step: all processes read them or none does, and the first step has tokens in the loss."""
 
+import threading
+
+from harness.data.streams import StreamPosition
+from harness.run.progress import Progress
+from harness.run.stopping import BatchReader
+
+import pytest
+import torch
 from conftest import ROOT, read
 
 
@@ -20,3 +28,59 @@ def test_hub_lost_to_one_of_two_processes(rehearse):
     assert total == other_total == tokens + other_tokens
     assert steps_of_first[1] == steps_of_second[1] == [0, 0, None, True]
     assert read(run, "batches_0.json")["exit code"] == read(run, "batches_1.json")["exit code"] == 75
+
+
+def batch_of(number):
+    return {name: torch.full((1, 4), number) for name in ("input_ids", "labels")}
+
+
+@pytest.fixture
+def read_step(build_trainer):
+    """Reads a step of two of the given batches of a stream, with a position for each; returns them and the position."""
+    trainer = build_trainer("qwen2_fineweb_edu", "--max_steps", "2")
+    position = StreamPosition(trainer, None)
+    BatchReader(trainer, None, position, Progress(trainer, {}), resumed_from=0).install()
+    trainer.state.max_steps = 2
+
+    def with_positions(batches):
+        for number, batch in enumerate(batches):
+            position.after_batches = ({"row": number}, None)
+            yield batch
+
+    def call(batches, global_step=0):
+        trainer.state.global_step = global_step
+        read, _ = trainer.get_batch_samples(batches, 2, trainer.args.device)
+        return [int(batch["labels"][0, 0]) for batch in read], position.position
+
+    return with_positions, call
+
+
+def test_stream_is_read_one_step_ahead(read_step):
+    """While the first step computes, the batches of the second are read; the position stays that of the first."""
+    with_positions, call = read_step
+    is_read = threading.Event()
+
+    def rows():
+        for number in range(9):
+            if number == 3:
+                is_read.set()
+            yield batch_of(number)
+
+    batches = with_positions(rows())
+    assert call(batches) == ([0, 1], {"row": 1})
+    assert is_read.wait(20)
+    assert call(batches, global_step=1) == ([2, 3], {"row": 3})
+    assert next(batches)["labels"][0, 0] == 4  # nothing is read for a third step
+
+
+def test_error_while_reading_ahead_ends_the_run(read_step):
+    _, call = read_step
+
+    def rows():
+        yield from map(batch_of, range(3))
+        raise OSError("the file is damaged")
+
+    batches = rows()
+    call(batches)
+    with pytest.raises(OSError, match="damaged"):
+        call(batches, global_step=1)

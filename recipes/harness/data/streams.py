@@ -43,7 +43,7 @@ class StreamPosition(TrainerCallback):
         self.processes = trainer.args.world_size
         self.file = f"stream_{trainer.args.process_index}.json"
         self.restored: DataLoader | None = None
-        self.position: dict | None = None  # after the batches of the current step
+        self.position: dict | None = None  # after the batches of the current step, set by `BatchReader`
         self.after_batches: tuple[dict | None, dict | None] = (None, None)  # the current one; accelerate has read one ahead
 
     def install(self) -> None:
@@ -96,10 +96,6 @@ class StreamPosition(TrainerCallback):
             f"The checkpoint was saved by a run on {before['world_size']} processes, which trained on {trained:,} rows. This run "
             f"on {self.processes} reads the stream from its beginning, which takes time, and skips {skipped:,} rows, {outcome}."
         )
-
-    def step_begins(self) -> None:
-        """To be called once the batches of a step were read."""
-        self.position = self.after_batches[0]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self.position is None:

@@ -4,7 +4,9 @@ import datetime
 import itertools
 import math
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 from harness import signals
 from harness.compat.huggingface_hub import HubLost
@@ -72,7 +74,10 @@ class StopAfterSignal(TrainerCallback):
 
 
 class BatchReader(TrainerCallback):
-    """Reads the micro-batches of every step: on all processes, or on none if the Hub is lost to one of them."""
+    """Reads the micro-batches of every step: on all processes, or on none if the Hub is lost to one of them.
+
+    A stream is read one step ahead, in a thread, so that no GPU waits for the tokenizer.
+    """
 
     def __init__(
         self,
@@ -89,14 +94,32 @@ class BatchReader(TrainerCallback):
         self.error = ""  # why this process cannot read
         self.is_hub_lost = False  # to any process
         self.is_first_step = True
+        self.next_step: Future | None = None  # the result of `_read_step` for the next step
 
     def install(self) -> None:
         install_batch_reader(self.trainer, self._read, self._counted)
 
+    def _read_step(self, iterator: Iterator, count: int) -> tuple[list[dict], dict | None]:
+        """The micro-batches of a step, and the position of the stream after them."""
+        return list(itertools.islice(iterator, count)), self.position.after_batches[0]
+
+    def _read_ahead(self, iterator: Iterator, count: int) -> Future:
+        """Calls `_read_step` in a thread, which does not keep the process from exiting."""
+        future = Future()
+
+        def read() -> None:
+            try:
+                future.set_result(self._read_step(iterator, count))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=read, name="read ahead", daemon=True).start()
+        return future
+
     def _read(self, iterator: Iterator, count: int) -> list[dict]:
-        batches = []
+        batches, after = [], None
         try:
-            batches = list(itertools.islice(iterator, count))
+            batches, after = self.next_step.result() if self.next_step else self._read_step(iterator, count)
         except HubLost as lost:
             self.error = str(lost)
         self.is_hub_lost = bool(maximum(int(bool(self.error)), self.group))
@@ -105,7 +128,9 @@ class BatchReader(TrainerCallback):
             control.should_training_stop = control.should_log = True
             control.should_save = args.save_strategy != "no" and state.global_step > self.saved_step
             return []
-        self.position.step_begins()
+        self.position.position = after
+        if self.is_stream and self.trainer.state.global_step + 1 < self.trainer.state.max_steps:
+            self.next_step = self._read_ahead(iterator, count)
         return batches
 
     def _counted(self, batches: list[dict], loss_tokens: torch.Tensor | int | None) -> None:

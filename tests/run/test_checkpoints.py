@@ -1,6 +1,7 @@
 """A run resumes from its newest complete checkpoint as if it had not been interrupted."""
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from harness import signals
 from harness.folder import newest_complete_checkpoint
 from harness.run import checkpoints, session
+from harness.run.sharding import prepare_gradient_scaler
 
 import pytest
 from conftest import ROOT, losses, read
@@ -44,7 +46,6 @@ def test_run_killed_after_last_step_trains_no_other_step(rehearse, fork_launch, 
     [
         ("llama31_70b_qlora", "2x3090_qlora"),
         ("llama31_8b_lora", "4gpu_full_shard"),
-        ("gpt2_xl_wikitext", "3xt4_shard_grad_op"),
         ("qwen2_chat", "1x3090"),
     ],
 )
@@ -59,6 +60,36 @@ def test_resumed_equals_uninterrupted(rehearse, fork_launch, workdir, recipe, co
     assert process.returncode == 0, process.stderr
     assert read(run)["resumed_from_step"] == 10
     assert losses(run) == losses(uninterrupted)
+
+
+def test_resumed_fp16_run_equals_uninterrupted(rehearse, fork_launch, workdir):
+    """With a real gradient scaler: the same losses, scales and skipped steps, and the same weights, bit for bit."""
+    script, config = ROOT / "tests/run/overflow_in_fp16.py", "3xt4_shard_grad_op"
+    flags = ["--max_steps", "6", "--save_steps", "3", "--logging_steps", "1", "--eval_strategy", "no"]
+    uninterrupted = rehearse(script, config, *flags, NPROC_PER_NODE="2")
+    run = workdir / "runs/resumed-fp16"
+    shutil.copytree(uninterrupted / "checkpoint-3", run / "checkpoint-3")
+    shutil.copy(uninterrupted / "run.json", run)
+    process = fork_launch("--tiny", script, config, "--output_dir", run, *flags, NPROC_PER_NODE="2")
+    assert process.returncode == 0 and read(run)["resumed_from_step"] == 3, process.stderr
+
+    def steps_of(folder):
+        history = [entry for entry in read(folder, "trainer_state.json")["log_history"] if "loss" in entry]
+        return [[entry[name] for name in ("loss", "grad_norm", "loss_scale", "learning_rate")] for entry in history]
+
+    expected = steps_of(uninterrupted)
+    assert steps_of(run) == expected
+    assert [math.isinf(norm) for _, norm, *_ in expected] == [True, True, False, False, True, False]
+    assert [scale / 2**20 for _, _, scale, _ in expected] == [1 / 2, 1 / 4, 1 / 4, 1 / 2, 1 / 4, 1 / 4]
+    for file in ("checkpoint-6/scaler.pt", "checkpoint-6/scheduler.pt", "model.safetensors"):
+        assert (run / file).read_bytes() == (uninterrupted / file).read_bytes(), file
+
+
+def test_fp16_checkpoint_without_fp16_is_an_error(build_trainer, tmp_path, error_of):
+    trainer = build_trainer("qwen2_chat")
+    prepare_gradient_scaler(trainer, tmp_path)
+    (tmp_path / "scaler.pt").touch()
+    assert "was written with fp16: pass --fp16 true" in error_of(prepare_gradient_scaler, trainer, tmp_path)
 
 
 @pytest.mark.parametrize("processes", [2, 8])

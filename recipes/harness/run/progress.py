@@ -89,10 +89,11 @@ class Progress(TrainerCallback):
         self.running_since, self.ended = None, time.monotonic()
 
     def _fields(self, logs: dict) -> dict[str, float]:
-        """Speed, and utilization and memory of this node's GPUs since the last log."""
+        """Speed, and utilization and memory of this node's GPUs since the last log; in fp16 the gradient scaler's scale."""
         if "loss" not in logs:
             return {}
-        fields = {}
+        scaler = self.trainer.accelerator.scaler
+        fields = {"loss_scale": scaler.get_scale()} if scaler else {}
         tokens, seconds = self.tokens - self.logged_tokens, self.seconds - self.logged_seconds
         if seconds > 0:
             fields["tokens_per_second"] = round(tokens * self.trainer.args.world_size / seconds, 1)

@@ -13,7 +13,7 @@ from harness.run.failures import check_disk_space, exit_for_known_failure
 from harness.run.outputs import count_parameters, generate_samples, print_summary, save_model, write_results
 from harness.run.profile import Profile
 from harness.run.progress import Progress
-from harness.run.sharding import AfterWrapping, prepare_sharding
+from harness.run.sharding import AfterWrapping, prepare_gradient_scaler, prepare_sharding
 from harness.run.stopping import BatchReader, LastStepReached, StopAfterSignal, StopAtLastStep, StopOnNan, make_cpu_group
 
 from transformers import Trainer
@@ -51,6 +51,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     repeat_stream(trainer)
     checkpoint = find_checkpoint(trainer.args)
     check_disk_space(trainer, checkpoint)
+    prepare_gradient_scaler(trainer, checkpoint)
     resumed_from = folder.step_of(checkpoint) if checkpoint else 0
     parameters = count_parameters(trainer.model)
     hide_tied_weight_warning(trainer)

@@ -1,13 +1,16 @@
 """Sharding: what accelerate must know before it wraps the model, what FSDP2 does after it, and a check of the result."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from harness.compat.accelerate import give_meta_weights_addresses, hide_saved_buffers
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
+from harness.launched import UserError
 from harness.model.quantized import prepare_quantized_model
 
 import torch
+from accelerate.utils import SCALER_NAME
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -45,6 +48,25 @@ def set_layer_classes(trainer: Trainer) -> None:
     if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
         names = {type(layer).__name__ for layer in transformer_layers(trainer.model).values()}
         plugin.transformer_cls_names_to_wrap = sorted(names)
+
+
+def prepare_gradient_scaler(trainer: Trainer, checkpoint: Path | None) -> None:
+    """Makes the gradient scaler of an fp16 run ready, also on a CPU, so that a rehearsal trains and resumes as GPUs do.
+
+    accelerate 1.15 has neither scaler nor autocast for fp16 on a CPU. And transformers 5.23 loads FSDP's optimizer before the
+    scaler: torch steps an optimizer to make its states, and a scaler without a scale refuses the step.
+
+    Raises UserError if the checkpoint has a scaler and this run does not: transformers would fail to load it.
+    """
+    accelerator, device = trainer.accelerator, trainer.args.device
+    if accelerator.mixed_precision != "fp16":
+        if checkpoint and (checkpoint / SCALER_NAME).exists():
+            raise UserError(f"--fp16: {checkpoint} was written with fp16: pass --fp16 true --bf16 false, or another --output_dir")
+        return
+    if device.type == "cpu":
+        settings = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler else {}
+        accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", **settings)
+    accelerator.scaler.scale(torch.zeros((), device=device))  # makes the scale
 
 
 class AfterWrapping(TrainerCallback):

@@ -25,6 +25,7 @@ PLACES = {
     ),
     "optimizer": ([], ["in the optimizer step of step 1.", "the config 1x3090_offload or --use_peft --learning_rate 2e-4"]),
     "clipping": ([], ["clipping gradients of step 1.", "the config 1x3090_offload or --use_peft"]),
+    "wrapping": ([], ["wrapping the model.", "the config 1x3090_offload or --use_peft"]),
     "batch": ([], ["preparing ", " step 1."]),
     "evaluation": (["--eval_steps", "1"], ["evaluating after step 1.", "--per_device_eval_batch_size 1 or the config"]),
     "checkpoint": (
@@ -43,6 +44,7 @@ def test_message_names_moment_and_flags(build_trainer, monkeypatch, place):
         "backward": (torch.Tensor, "backward"),
         "optimizer": (torch.optim.AdamW, "step"),
         "clipping": (trainer.accelerator, "clip_grad_norm_"),
+        "wrapping": (trainer.accelerator, "prepare_model"),
         "batch": (trainer, "get_batch_samples"),
         "evaluation": (trainer, "prediction_step"),
         "checkpoint": (trainer, "_save_optimizer_and_scheduler"),
@@ -69,20 +71,39 @@ def test_loading_and_samples(build_trainer, monkeypatch):
     assert "ran out of memory loading the model. " in message and "1x3090_offload or --use_peft" in message
 
 
-def test_peak_of_the_gpu(monkeypatch):
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with a GPU of 24 GB; a call sets how many bytes of it are free."""
+
+    def call(free):
+        found = {"is_available": True, "current_device": 0, "max_memory_allocated": 21.7e9, "max_memory_reserved": 23e9}
+        for name, value in (found | {"mem_get_info": (free, 24e9)}).items():
+            monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: type("T4", (), {"total_memory": 24e9}))
+
     monkeypatch.setenv("RANK", "1")
-    for name, value in {
-        "is_available": True,
-        "current_device": 0,
-        "max_memory_allocated": 21.7e9,
-        "max_memory_reserved": 23e9,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: type("T4", (), {"total_memory": 24e9}))
-    expected = "process 1: the GPU (24.0 GB; peak 21.7 GB, 23.0 GB reserved) ran out"
-    assert expected in failures._memory_message(ERROR)
-    host_error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")
-    assert "process 1: the host ran out" in failures._memory_message(host_error)
+    return call
+
+
+# What CUDA says when it can allocate no pinned memory, and nothing of its own on a GPU that is full.
+OF_CUDA = torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com")
+
+
+@pytest.mark.parametrize(
+    ("error", "free", "expected"),
+    [
+        (ERROR, 1e9, "the GPU (24.0 GB; peak 21.7 GB, 23.0 GB reserved) ran out"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), 0, "the host ran out"),
+        (OF_CUDA, 1e9, "the host ran out of memory loading the model: request more memory (SLURM: --mem), stop other"),
+        (RuntimeError(f"Caught AcceleratorError in pin memory thread.\n{OF_CUDA}"), 1e9, "the host ran out"),
+        (OF_CUDA, 1e7, "the GPU (24.0 GB; "),
+        (RuntimeError("CUDA driver error: out of memory"), 1e9, "the GPU (24.0 GB; "),
+    ],
+    ids=["GPU", "host", "pinned", "pinned, in a thread", "GPU without any memory", "expandable segments"],
+)
+def test_host_and_gpu_are_distinguished(gpu, error, free, expected):
+    gpu(free)
+    assert failures._memory_message(error).startswith(f"process 1: {expected}")
 
 
 def test_recipe_that_runs_out_of_memory(tmp_path, monkeypatch, capsys):

@@ -14,6 +14,7 @@ from harness.launched import UserError
 from harness.nodes.network import exit_if_connection_lost
 
 OUT_OF_MEMORY = 12  # exit code (ENOMEM)
+HOST_ADVICE = "request more memory (SLURM: --mem), stop other programs, or use a config without fsdp_offload_params"
 T = TypeVar("T")
 
 # Functions that an error can pass through, and what the run was doing in them; the first that is found counts.
@@ -26,6 +27,7 @@ MOMENTS = {
     "backward": "in the backward pass",
     "step": "in the optimizer step",
     "_clip_grad_norm": "clipping gradients",
+    "_prepare_for_training": "wrapping the model",
     "_inner_training_loop": "preparing the batches",
 }
 MOMENTS_OF_A_STEP = (
@@ -60,6 +62,7 @@ def exit_if_out_of_memory(error: Exception) -> None:
 
 
 def _memory_message(error: Exception) -> str:
+    import torch
     from transformers import Trainer
 
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -72,22 +75,37 @@ def _memory_message(error: Exception) -> str:
         step = f" of step {done + 1}"
     elif done:
         step = f" after step {done}"
+    process = f"process {os.environ['RANK']}: " if "RANK" in os.environ else ""
+    if torch.cuda.is_available() and _is_host_memory(error):
+        return f"{process}the host ran out of memory {moment}{step}: {HOST_ADVICE}"
     advice = (
         " or ".join(_flags_that_save_memory(error, trainer, moment)) or "another config, which shards over more GPUs or offloads"
     )
-    return f"{_memory_that_ran_out(error)} ran out of memory {moment}{step}. What saves most here: {advice}"
+    where = _gpu_memory() if torch.cuda.is_available() else "the host"
+    return f"{process}{where} ran out of memory {moment}{step}. What saves most here: {advice}"
 
 
-def _memory_that_ran_out(error: Exception) -> str:
+def _is_host_memory(error: Exception) -> bool:
+    """Whether the host ran out of memory, not the GPU. `error` is from a machine with a GPU.
+
+    Pinned memory is the host's, but CUDA allocates it, and says "CUDA error: out of memory" as for the GPU's. torch raises
+    OutOfMemoryError when it allocates memory of the GPU. Only CUDA's own small allocations there, such as kernels, raise what
+    pinned memory raises, and they succeed while the GPU has some memory free.
+    """
     import torch
 
-    process = f"process {os.environ['RANK']}: " if "RANK" in os.environ else ""
-    is_host = "can't allocate memory" in str(error) or isinstance(error, MemoryError)
-    if is_host or not torch.cuda.is_available():
-        return f"{process}the host"
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return True
+    is_of_cuda = "CUDA error: out of memory" in str(error) and not isinstance(error, torch.OutOfMemoryError)
+    return is_of_cuda and torch.cuda.mem_get_info()[0] > 256e6
+
+
+def _gpu_memory() -> str:
+    import torch
+
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return f"{process}the GPU ({total / 1e9:.1f} GB; peak {peak / 1e9:.1f} GB, {reserved / 1e9:.1f} GB reserved)"
+    return f"the GPU ({total / 1e9:.1f} GB; peak {peak / 1e9:.1f} GB, {reserved / 1e9:.1f} GB reserved)"
 
 
 def _flags_that_save_memory(error: Exception, trainer: Any, moment: str) -> list[str]:

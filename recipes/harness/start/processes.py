@@ -30,15 +30,12 @@ from harness.configs import AccelerateConfig
 from harness.folder import NOT_WRITABLE
 from harness.launched import Launched, UserError, exit_on_user_error
 from harness.nodes.network import LOST
-from harness.run.failures import OUT_OF_MEMORY, exit_for_known_failure
+from harness.run.failures import HOST_ADVICE, OUT_OF_MEMORY, exit_for_known_failure
 
 LEAVE_TIMEOUT = 30  # seconds for the other processes to exit after one has failed
 LIBRARIES = ("torch", "datasets", "transformers.trainer", "trl.trainer.sft_trainer")
 EXPLAINED = {0, 2, LOST, OUT_OF_MEMORY, NOT_WRITABLE, signals.OUT_OF_TIME, *(128 + number for number in signals.SIGNALS)}
-KILLED = (
-    ": it was killed, usually by the kernel because the host's memory was full (`dmesg` shows it). Request more memory "
-    "(SLURM: --mem), stop other programs, or use a config without fsdp_offload_params"
-)
+KILLED = f": it was killed, usually by the kernel because the host's memory was full (`dmesg` shows it): {HOST_ADVICE}"
 
 
 class DelayBitsandbytes:

@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 import yaml
 from cluster import Nodes, Slurm, missing
+from filelock import FileLock
 from forked_launcher import ForkedLauncher
 from local_hub import serve
 from rehearsals import Rehearsals
@@ -209,7 +211,8 @@ def machines(tmp_path_factory):
     if reason := missing():
         pytest.skip(reason)
     kind = Nodes if missing("slurmctld", "slurmd", "munged", "sbatch") else Slurm
-    with kind(3, tmp_path_factory.mktemp("cluster")) as cluster:
+    # Network namespaces have names that all users of this machine share: another test run must wait.
+    with FileLock(Path(tempfile.gettempdir(), "recipes-machines.lock")), kind(3, tmp_path_factory.mktemp("cluster")) as cluster:
         yield cluster
 
 

@@ -18,7 +18,7 @@ PLAIN = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
 
 @pytest.fixture
 def start_two(environment, tmp_path):
-    """Starts a script once per rank of two processes, by default as rank 0 and rank 1; `sys.argv`: rank, port, number."""
+    """Starts a script once per rank, by default as rank 0 and rank 1; `sys.argv`: rank, port, number."""
     started = []
 
     def call(script: str, ranks="01"):
@@ -138,6 +138,25 @@ def test_late_node_is_waited_for(start_two):
     assert first.returncode == second.wait(timeout=60) == 0 and last == "all here" and not err
     started = "Waiting for NODE_RANK 1 (of 2 nodes"
     assert 1 <= len(waiting) <= 20 and all(line.startswith(started) and "of 600 s" in line for line in waiting)
+
+
+END_LATER = """
+import sys, time
+from harness.nodes import meeting
+from harness.nodes.machines import Nodes
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+meeting.LEAVE_TIMEOUT = -4
+with meeting.Meeting(Nodes(3, rank, "127.0.0.1", port), {}) as nodes:
+    print(nodes.run(lambda: time.sleep(3 * rank) or 0))
+"""
+
+
+def test_store_of_head_outlives_the_other_nodes(start_two):
+    """Also if their processes need longer to exit than a node is given after a failure."""
+    started = start_two(END_LATER, "012")
+    for process in started:
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out[-2:], err) == (0, "0\n", "")
 
 
 SAME_RANK = """

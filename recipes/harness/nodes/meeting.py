@@ -94,7 +94,10 @@ class Meeting(contextlib.AbstractContextManager):
         if self.exit_code is None:
             self.exit_code = code or 0
             self.has_ended.set()
-            self.watcher.join(LEAVE_TIMEOUT + 5 if self.is_training else 5)
+            if self.is_training:
+                self.watcher.join(LEAVE_TIMEOUT + 5 if code else None)  # a node that fails ends the others in that time
+            else:
+                self.watcher.join(5)
 
     def publish(self, key: str, value: Any) -> None:
         self._ask(lambda: self._store.set(f"{key}/{self.nodes.rank}", json.dumps(value)))
@@ -184,19 +187,26 @@ class Meeting(contextlib.AbstractContextManager):
         """The thread: publishes heartbeats and this node's exit code, and ends this node when another is lost or has failed."""
         now = time.monotonic()
         last_heard = {rank: (None, now) for rank in self.known if rank != self.nodes.rank}  # heartbeat, and when it came
+
+        def seconds_silent(rank: int) -> float:
+            heartbeat, now = self.read("heartbeat", rank), time.monotonic()
+            if heartbeat != last_heard[rank][0]:
+                last_heard[rank] = heartbeat, now
+            return now - last_heard[rank][1]
+
         while self.exit_code is None:
             self.publish("heartbeat", time.monotonic())
-            for rank, (last, when) in last_heard.items():
-                code, heartbeat, now = self.read("exit_code", rank), self.read("heartbeat", rank), time.monotonic()
-                if heartbeat != last:
-                    last_heard[rank] = heartbeat, now
-                elif code is None and now - when > self.silence:
+            for rank in last_heard:
+                code, silent = self.read("exit_code", rank), seconds_silent(rank)
+                if code is None and silent > self.silence:
                     self._exit_for_silence(rank)
-                elif code and self.is_training and now - when > LEAVE_TIMEOUT:
+                elif code and self.is_training and silent > LEAVE_TIMEOUT:
                     self._fail(f"{self.name(rank)} ended with exit code {code}: see its output")
             self.has_ended.wait(1)
         self.publish("exit_code", self.exit_code)
-        while self.nodes.rank == 0 and any(self.read("exit_code", rank) is None for rank in last_heard):
+        while self.nodes.rank == 0 and any(
+            self.read("exit_code", rank) is None and seconds_silent(rank) < self.silence for rank in last_heard
+        ):
             time.sleep(1)
 
     def _ask(self, question: Callable[[], Any]) -> Any:

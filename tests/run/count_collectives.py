@@ -8,9 +8,10 @@ import harness
 from harness.run import session
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-KINDS = ("all_gather_single", "reduce_scatter_single", "all_reduce")
+KINDS = {"all_gather_single": dist, "reduce_scatter_single": dist, "all_reduce": dist, "full_tensor": DTensor}
 
 
 class CountCollectives(TrainerCallback):
@@ -18,8 +19,8 @@ class CountCollectives(TrainerCallback):
 
     def __init__(self, file: Path):
         self.file, self.steps, self.is_counting = file, [], False
-        for kind in KINDS:
-            setattr(dist, kind, self.wrap(kind, getattr(dist, kind)))
+        for kind, owner in KINDS.items():
+            setattr(owner, kind, self.wrap(kind, getattr(owner, kind)))
 
     def wrap(self, kind, collective):
         def counted(*args, **kwargs):
@@ -40,7 +41,8 @@ class CountCollectives(TrainerCallback):
         self.is_counting = False
         if dist.get_rank() == 0:
             parameters = sum(weight.numel() for weight in model.parameters())
-            self.file.write_text(json.dumps({"parameters": parameters, "steps": self.steps}))
+            head = model.get_output_embeddings().weight.numel()
+            self.file.write_text(json.dumps({"parameters": parameters, "head": head, "steps": self.steps}))
 
 
 def train(trainer):

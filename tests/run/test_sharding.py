@@ -156,3 +156,22 @@ def test_collectives_per_step(count):
                     assert ranks == [0, 1], "rank 0 all-gathers and reduce-scatters within its replica"
             across_replicas = [size for name, ranks, size in step if name == "all_reduce" and ranks == [0, 2]]
             assert sum(across_replicas) == pytest.approx(model / 2, rel=0.01)  # rank 0's shard of the gradients
+
+
+def test_frozen_head_is_all_gathered_once(rehearse):
+    """In the first micro-batch of the run. TRL's loss would all-gather a sharded head for every micro-batch, as a DTensor."""
+    flags = [
+        "--use_peft",
+        "--model_name_or_path",
+        "meta-llama/Llama-3.1-8B",
+        "--max_steps",
+        "2",
+        "--gradient_accumulation_steps",
+        "3",
+    ]
+    flags += ["--save_strategy", "no", "--eval_strategy", "no"]
+    run = rehearse(ROOT / "tests/run/count_collectives.py", "4gpu_full_shard", *flags, NPROC_PER_NODE="2")
+    counted = read(run, "collectives.json")
+    kinds = [[kind for kind, _, size in step if size == counted["head"]] for step in counted["steps"]]
+    of_embedding = 3 * 2 * ["all_gather_single"]  # as large as the head; in every forward and backward pass
+    assert kinds == [[*of_embedding, "all_gather_single"], of_embedding]

@@ -1,6 +1,7 @@
 """Runs that are stopped or killed from outside: no process remains, and the same command resumes from the newest checkpoint."""
 
 import contextlib
+import json
 import re
 import shutil
 import subprocess
@@ -49,6 +50,20 @@ def test_stop_writes_checkpoint(rehearse, start, workdir, config):
     if config == "1x3090":
         rehearse(RECIPE, config, *command[3:], "--max_steps", str(int(step) + 2))  # the last --output_dir counts
         assert read(run)["resumed_from_step"] == int(step) and len(losses(run)) == int(step) + 2
+
+
+def test_all_processes_stop_after_the_same_step(fork_launch, workdir):
+    """A signal reaches one of two processes, or a second signal the other one after they have agreed to stop."""
+    run = workdir / "runs/signalled-one"
+    command = ["--tiny", ROOT / "tests/run/signal_itself.py", "4gpu_full_shard", "--output_dir", run, "--ddp_timeout", "15"]
+    command += ["--max_steps", "9", "--save_steps", "9", "--logging_steps", "1", "--eval_strategy", "no"]
+    to_second = [[1, "step begins", 1, "SIGTERM"]]
+    to_both = [[0, "step begins", 3, "SIGUSR1"], [1, "checkpoint is written", 4, "SIGTERM"]]
+    for signals, code, name, step in ((to_second, 143, "SIGTERM", 2), (to_both, 75, "SIGUSR1", 4)):
+        process = fork_launch(*command, NPROC_PER_NODE="2", SIGNALS=json.dumps(signals))
+        assert process.returncode == code and not process.stderr, process.stderr
+        assert process.stdout.count("Stopped by") == 1 and f"Stopped by {name} at step {step};" in process.stdout
+        assert (run / f"checkpoint-{step}/complete.json").is_file()
 
 
 def test_stop_before_training_ends_all_processes(start, workdir):

@@ -24,7 +24,7 @@ def test_finished_run_is_not_changed(rehearse, fork_launch):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.json"}
     process = fork_launch("--tiny", RECIPE, "1x3090", "--output_dir", run, *SHORT)
     assert process.returncode == 0
-    for word in ("is finished", "15 steps", "--max_steps", "--output_dir", "rm -r"):
+    for word in ("is finished", "10 steps", "--max_steps", "--output_dir", "rm -r"):
         assert word in process.stdout
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.json"}
 
@@ -37,7 +37,7 @@ def test_run_killed_after_last_step_trains_no_other_step(rehearse, fork_launch, 
     process = fork_launch("--tiny", RECIPE, "1x3090", "--output_dir", run, *SHORT)
     assert process.returncode == 0, process.stderr
     results = read(run)
-    assert (results["global_step"], results["resumed_from_step"]) == (15, 15) and losses(run) == before
+    assert (results["global_step"], results["resumed_from_step"]) == (10, 10) and losses(run) == before
     assert results["tokens"] > 0 and results["train_runtime"] > 0  # from before the kill
 
 
@@ -58,7 +58,7 @@ def test_resumed_equals_uninterrupted(rehearse, fork_launch, workdir, recipe, co
     shutil.copy(uninterrupted / "run.json", run)
     process = fork_launch("--tiny", recipe, config, "--output_dir", run, *SHORT)
     assert process.returncode == 0, process.stderr
-    assert read(run)["resumed_from_step"] == 10
+    assert read(run)["resumed_from_step"] == 5
     assert losses(run) == losses(uninterrupted)
 
 
@@ -159,21 +159,21 @@ def test_damaged_checkpoint_is_renamed(copied_run, capsys, kind):
     """The run resumes from the checkpoint before it."""
     run, _ = copied_run
     file, damage, words = DAMAGE[kind]
-    damage(run / "checkpoint-15" / file)
-    assert checkpoints.find_checkpoint(SimpleNamespace(output_dir=str(run))) == run / "checkpoint-10"
+    damage(run / "checkpoint-10" / file)
+    assert checkpoints.find_checkpoint(SimpleNamespace(output_dir=str(run))) == run / "checkpoint-5"
     (message,) = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
-    assert message.startswith(f"{run / 'checkpoint-15'} is damaged: {file} {words}") and " damaged-checkpoint-15." in message
-    assert (run / "damaged-checkpoint-15").is_dir() and not (run / "checkpoint-15").exists()
+    assert message.startswith(f"{run / 'checkpoint-10'} is damaged: {file} {words}") and " damaged-checkpoint-10." in message
+    assert (run / "damaged-checkpoint-10").is_dir() and not (run / "checkpoint-10").exists()
 
 
 def test_losses_after_damage_are_those_of_uninterrupted_run(copied_run, fork_launch):
     run, uninterrupted = copied_run
-    _flip_bit(run / "checkpoint-15/optimizer.pt")
-    (run / "damaged-checkpoint-15").mkdir()  # an earlier one
+    _flip_bit(run / "checkpoint-10/optimizer.pt")
+    (run / "damaged-checkpoint-10").mkdir()  # an earlier one
     process = fork_launch("--tiny", "qwen2_chat", "1x3090", "--output_dir", run, *SHORT)
     assert process.returncode == 0 and "damaged: optimizer.pt was changed" in process.stdout, process.stderr
-    assert read(run)["resumed_from_step"] == 10 and losses(run) == losses(uninterrupted)
-    assert (run / "damaged-checkpoint-15.2/optimizer.pt").is_file()
+    assert read(run)["resumed_from_step"] == 5 and losses(run) == losses(uninterrupted)
+    assert (run / "damaged-checkpoint-10.2/optimizer.pt").is_file()
     model = (run / "model.safetensors").read_bytes()
     assert model == (uninterrupted / "model.safetensors").read_bytes()
 
@@ -184,7 +184,7 @@ def test_nothing_is_changed_if_no_checkpoint_is_complete(copied_run, error_of):
         (path / "scheduler.pt").unlink()
     before = sorted(run.rglob("*"))
     message = error_of(checkpoints.find_checkpoint, SimpleNamespace(output_dir=str(run)))
-    for words in ("checkpoint-10: scheduler.pt is missing", "checkpoint-15: ", "Nothing was deleted", "another --output_dir"):
+    for words in ("checkpoint-5: scheduler.pt is missing", "checkpoint-10: ", "Nothing was deleted", "another --output_dir"):
         assert words in message
     assert sorted(run.rglob("*")) == before
 
@@ -225,12 +225,12 @@ def test_nodes_agree_if_one_sees_damage(fork_launch, tmp_path):
                     (checkpoint / name).write_text(name)
                 entries = checkpoints.sync_files(checkpoint, lambda name: True)
                 checkpoints.write_marker(checkpoint, {"geometry": {"world_size": 2}, "files": entries})
-        _flip_bit(tmp_path / file / "1/run/checkpoint-10" / file)
+        _flip_bit(tmp_path / file / "1/run/checkpoint-5" / file)
     script, views = ROOT / "tests/run/find_checkpoints.py", json.dumps([str(tmp_path / file) for file in files])
     flags = ["--output_dir", tmp_path / "output", "--max_steps", "1"]
     process = fork_launch("--tiny", script, "4gpu_ddp", *flags, NPROC_PER_NODE="2", VIEWS=views)
     assert process.returncode == 0, process.stderr
     for file in files:
         assert [(tmp_path / file / rank / "found.txt").read_text() for rank in "01"] == ["run/checkpoint-5"] * 2
-        assert f"checkpoint-10 is damaged: {file} was changed. It was renamed" in process.stdout
-        assert (tmp_path / file / "0/run/damaged-checkpoint-10").is_dir()
+        assert f"checkpoint-5 is damaged: {file} was changed. It was renamed" in process.stdout
+        assert (tmp_path / file / "0/run/damaged-checkpoint-5").is_dir()

@@ -1,6 +1,10 @@
 """Quantizes and merges a few full-size layers of Llama-3.1-70B: time, peak host memory, and a forecast for 80 layers.
 
     .venv/bin/python benchmarks/full_size_layers.py            # 4 layers: 7 GB of disk, about ten minutes on two cores
+    .venv/bin/python benchmarks/full_size_layers.py attention  # one layer of each model with both attentions, on a GPU or CPU
+
+The second command times forward and backward of one layer on a packed micro-batch of the recipe, with documents of half a row,
+and SDPA with its mask against `varlen`. On a CPU `varlen` is one SDPA per document, and ROWS=1 makes it shorter.
 
 The layers have the real shapes (hidden size 8,192, 28,672 in the MLP, 8 key-value heads) and random bf16 weights; the vocabulary
 is small. Every step runs in its own process. Its peak is the maximum resident set, which includes pages of memory-mapped files.
@@ -10,6 +14,7 @@ LAYERS sets the number of layers.
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,6 +27,8 @@ NAME = "meta-llama/Llama-3.1-70B"
 LAYERS = int(os.environ.get("LAYERS", 4))
 VOCABULARY = 2048
 EMBEDDING_AND_HEAD = 4.2  # GB in bf16, with the real vocabulary
+# Rows and their length in a micro-batch of the recipes that pack.
+MICRO_BATCHES = {"Qwen/Qwen2-0.5B": (2, 1024), "meta-llama/Llama-3.1-8B": (1, 2048), "meta-llama/Llama-3.1-70B": (4, 1024)}
 
 
 def import_libraries() -> None:
@@ -72,7 +79,53 @@ def merge(adapter: Path, out: Path) -> None:
     merge.main(str(adapter), str(out))
 
 
-STEPS = {step.__name__: step for step in (import_libraries, make_model, quantize, load, make_adapter, merge)}
+def attention() -> None:
+    """Times one layer of each model of MICRO_BATCHES with SDPA and with `varlen`."""
+    from harness.model.loading import VARLEN, register_varlen
+    from harness.rehearsal import tiny_model
+
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    register_varlen()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores"
+    print(f"one layer in bf16 on {where}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}")
+    for name, (rows, length) in MICRO_BATCHES.items():
+        rows = int(os.environ.get("ROWS", rows))
+        sizes = inputs.SHAPES[name] | {"num_hidden_layers": 1, "vocab_size": VOCABULARY}
+        config = AutoConfig.for_model(**tiny_model.family_of(name)["config"] | sizes)
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            ends = torch.arange(0, rows * length + 1, length // 2, dtype=torch.int32)
+            batch = {
+                "input_ids": torch.randint(0, VOCABULARY, (1, rows * length)),
+                "position_ids": torch.arange(length // 2).repeat(2 * rows)[None],
+                "cu_seq_lens_q": ends,
+                "cu_seq_lens_k": ends,
+            }
+        batch |= {"max_length_q": length // 2, "max_length_k": length // 2, "use_cache": False}
+        seconds, peaks = {}, {}
+        for implementation in ("sdpa", VARLEN):
+            model.set_attn_implementation(implementation)
+            times = []
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            for _ in range(6 if device == "cuda" else 2):  # the first one is not counted
+                began = time.monotonic()
+                model.model(**batch).last_hidden_state.sum().backward()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                times.append(time.monotonic() - began)
+            seconds[implementation] = statistics.median(times[1:])
+            if device == "cuda":
+                peaks[implementation] = torch.cuda.max_memory_allocated() / 1e9
+        measured = ", ".join(f"{key} {value:.3f} s" for key, value in seconds.items())
+        memory = "".join(f", {key} {value:.2f} GB" for key, value in peaks.items())
+        print(f"{name}, {rows} x {length:,} tokens: {measured}{memory}", flush=True)
+
+
+STEPS = {step.__name__: step for step in (import_libraries, make_model, quantize, load, make_adapter, merge, attention)}
 
 
 def measure(title: str, step: str, *folders: Path) -> tuple[float, float]:

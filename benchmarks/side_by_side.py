@@ -134,12 +134,12 @@ def table(record: dict[str, Any]) -> list[list[str]]:
 
 
 def send_gpu_features(connection: Connection) -> None:
-    """Sends whether this machine has a GPU, and the attention implementation that it supports."""
-    from harness.model.loading import find_gpu_features
+    """Sends whether this machine has a GPU, and the attention implementation that all five programs can use there."""
+    from harness.model.loading import FLASH, find_gpu_features
 
     import torch
 
-    connection.send((torch.cuda.is_available(), find_gpu_features()[0]))
+    connection.send((torch.cuda.is_available(), FLASH if FLASH in find_gpu_features()[0] else "sdpa"))
 
 
 def main(rounds: int, results: Path) -> None:
@@ -156,7 +156,7 @@ def main(rounds: int, results: Path) -> None:
     if not has_gpu:
         record = measure(context, rounds, CPU_SETTINGS, CPU_SIZES)
     else:
-        record = measure(context, rounds, {"attn_implementation": attention} if attention else {}, {})
+        record = measure(context, rounds, {"attn_implementation": attention}, {})
     command = f"python benchmarks/side_by_side.py --rounds {rounds}"
     record = {"measurement": "side by side", "command": command, **inputs.provenance(), **record}
     results.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ def main():
         SFTConfig,
         # This project's arguments
         dataset_formats=("messages", "text"),
-        global_batch_size=16,  # rows per optimizer step: one micro-batch on each of two GPUs
+        global_batch_size=16,  # rows per optimizer step: two micro-batches on each of two GPUs
         max_eval_samples=64,  # an evaluation takes one or two minutes (forecast)
         # trl.ScriptArguments: the dataset
         dataset_name="HuggingFaceH4/ultrachat_200k",
@@ -45,7 +45,7 @@ def main():
         max_length=1024,
         packing=True,
         packing_strategy="bfd_split",  # a long conversation continues in the next row
-        per_device_train_batch_size=8,  # every micro-batch moves the model over PCIe, so few large ones are faster
+        per_device_train_batch_size=4,  # 8 needs 7.9 GB more and is 1 to 7 % faster (forecast): each moves the model over PCIe
         learning_rate=1e-4,
         warmup_steps=0.03,  # below 1: a share of all steps
         lr_scheduler_type="cosine",

@@ -37,7 +37,8 @@ class Launched:
     on_cpu: bool = False  # shard on CPU, because there are too few GPUs
     mode: str = "train"  # or "preview", "prepare", "plan"
     only_check: bool = False  # stop at the end of `parse`
-    attention: str = ""  # what the launcher found for this machine's GPUs; "" leaves the choice to transformers
+    attention: list[str] = dataclasses.field(default_factory=list)  # what this machine's GPUs support, see `find_gpu_features`
+    no_flash: str = ""  # why the installed flash-attn cannot be used, "" if it can or if there is none
     no_triton: str = ""  # why TRL's loss cannot use Triton here, "" if it can
 
     def to_environment(self) -> dict[str, str]:

@@ -16,6 +16,7 @@ EXPECTED = {
     "allow_fsdp_on_cpu": ("MULTI_CPU", "FSDP"),
     "complete_stream_state": (False, True),
     "compute_loss_without_triton": (True, False),
+    "compute_varlen_attention_on_cpu": ("NotImplementedError", [[0.0, 0.0, 0.5], [1.0, 1.5, 0.5]]),
     "end_streams_at_once": ([5], []),
     "give_meta_weights_addresses": (1, 2),
     "hide_saved_buffers": ("AttributeError", ["model.expert_bias"]),
@@ -44,7 +45,8 @@ TESTED_ELSEWHERE = {
     "load_small_models": "commands/test_preview.py::test_every_recipe",
     "multiply_fp16_in_float32": "rehearsal/test_fp16_products.py::test_fp16_products_are_float32_products_rounded_once",
     "record_whole_rows": "commands/test_preview.py::test_json",
-    "supports_flash_attention": "model/test_model_loading.py::test_flash_attention_needs_16_bits_and_a_model_that_supports_it",
+    "supports_flash_attention": "model/test_attention.py::test_choice",
+    "takes_other_attention": "model/test_attention.py::test_choice",
     "transformer_layers": "run/test_sharding.py::test_run_that_is_not_sharded_as_its_config_says",
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from packaging.requirements import Requirement
-from transformers import BloomConfig, Qwen2Config, dependency_versions_table
+from transformers import dependency_versions_table
 from trl import ModelConfig, SFTConfig
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
@@ -20,15 +20,16 @@ FLASH = "flash_attention_2"
 
 @pytest.mark.parametrize(
     ("capability", "installed", "expected"),
-    [((8, 6), True, FLASH), ((8, 6), False, ""), ((7, 5), True, ""), (None, True, "")],
+    [((8, 6), True, ["varlen", FLASH]), ((8, 6), False, ["varlen"]), ((7, 5), True, []), (None, True, [])],
 )
-def test_flash_attention_needs_gpu_and_kernel(monkeypatch, capability, installed, expected):
+def test_attention_depends_on_gpu_and_kernel(monkeypatch, capability, installed, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda kernels_fallback_ok: installed)
+    available = "transformers.utils.is_flash_attn_2_available"
+    monkeypatch.setattr(available, lambda kernels_fallback_ok=False: installed and kernels_fallback_ok)  # a kernel of the Hub
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    attention, no_triton = loading.find_gpu_features()
-    assert attention == expected and bool(no_triton) == bool(capability)  # Triton cannot run on this machine
+    attention, no_flash, no_triton = loading.find_gpu_features()
+    assert attention == expected and not no_flash and bool(no_triton) == bool(capability)  # Triton cannot run on this machine
 
 
 def test_requirements_allow_only_kernels_that_transformers_accepts():
@@ -39,26 +40,6 @@ def test_requirements_allow_only_kernels_that_transformers_accepts():
     (ours,) = (Requirement(line.split("#")[0]) for line in lines if line.startswith("kernels"))
     assert ours.specifier.contains(lowest) and all(part.operator in ("<", ">=") for part in ours.specifier)
     assert not [v for v in ("0.19.0", "0.20.0", "1.0.0") if ours.specifier.contains(v) and not accepted.contains(v)]
-
-
-@pytest.mark.parametrize(
-    ("name", "precision", "expected"),
-    [
-        ("qwen2", {}, FLASH),
-        ("qwen2", {"bf16": False}, None),
-        ("bloom", {}, None),
-        ("unknown", {}, FLASH),
-    ],
-)
-def test_flash_attention_needs_16_bits_and_a_model_that_supports_it(tmp_path, name, precision, expected):
-    (tmp_path / "qwen2").mkdir()
-    (tmp_path / "bloom").mkdir()
-    Qwen2Config().save_pretrained(tmp_path / "qwen2")
-    BloomConfig().save_pretrained(tmp_path / "bloom")
-    training_args = SimpleNamespace(**{"bf16": True, "fp16": False} | precision)
-    model_args = ModelConfig(model_name_or_path=str(tmp_path / name), dtype="float32")
-    loading.set_loading_options(training_args, model_args, False, Launched(attention=FLASH))
-    assert model_args.attn_implementation == expected
 
 
 @pytest.mark.parametrize(
@@ -75,35 +56,38 @@ def test_reason_why_triton_cannot_be_used(monkeypatch, capability, error, word):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda kernels_fallback_ok: False)
-    _, no_triton = loading.find_gpu_features()
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda kernels_fallback_ok=False: False)
+    *_, no_triton = loading.find_gpu_features()
     assert word in no_triton and bool(word) == bool(no_triton)
 
 
 def test_loss_without_triton(monkeypatch):
-    """And FlashAttention for a run on GPUs, not for a rehearsal on CPU."""
     monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
     monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
-    on_gpu, on_cpu = ModelConfig("/nowhere"), ModelConfig()
-    launched = Launched(no_triton="no compiler", attention=FLASH)
-    loading.set_loading_options(SFTConfig(use_cpu=True, bf16=True), on_gpu, False, launched)
+    loading.set_loading_options(SFTConfig(use_cpu=True), ModelConfig(), False, Launched(on_cpu=True, no_triton="no compiler"))
     assert not chunked_logprob._use_triton(torch.device("cuda")) and utils._CHUNKED_LOGPROB_CHUNK_SIZE == 4096
-    assert on_gpu.attn_implementation == FLASH
-    loading.set_loading_options(SFTConfig(use_cpu=True, bf16=False), on_cpu, False, Launched(on_cpu=True, attention=FLASH))
-    assert on_cpu.attn_implementation is None
 
 
-def test_cost_of_attention_is_printed(capsys, rehearse, workdir):
+def test_attention_and_its_cost_are_printed(capsys, rehearse, workdir):
     rehearse("qwen2_fineweb_edu", "1x3090")  # makes the tiny model
     model_args = ModelConfig(str(next((workdir / "outputs/tiny/.made").glob("Qwen--Qwen2-0.5B-*"))))
-    training_args = SFTConfig(use_cpu=True, bf16=False, packing=True, max_length=48, per_device_train_batch_size=2)
-    loading.print_attention(training_args, model_args, Launched())
-    printed = capsys.readouterr().out
-    assert "all 96 of its row" in printed and "about 25% to the FLOP" in printed  # hidden size 64
-    model_args.attn_implementation = FLASH
-    loading.print_attention(training_args, model_args, Launched(no_triton="no compiler"))
-    loss, attention = capsys.readouterr().out.splitlines()
+    training_args = SFTConfig(use_cpu=True, bf16=True, packing=True, max_length=48, per_device_train_batch_size=2)
+
+    def printed(attention, launched):
+        model_args.attn_implementation = attention
+        loading.print_attention(training_args, model_args, launched)
+        return capsys.readouterr().out.splitlines()
+
+    (line,) = printed(None, Launched(recipe="a.py"))
+    assert "SDPA for most models, not varlen: it needs a GPU of compute capability 8.0" in line
+    assert "all 96 of its batch: 25% of the FLOP" in line  # hidden size 64
+    gpu = Launched(recipe="a.py", attention=["varlen", FLASH], no_triton="no compiler")
+    loss, line = printed("varlen", gpu)
     assert "PyTorch instead of Triton" in loss and loss.endswith("no compiler")
-    assert attention == "Attention: flash_attention_2."
-    loading.print_attention(training_args, model_args, Launched(no_triton="no compiler", on_cpu=True))
-    assert not capsys.readouterr().out
+    assert line == "Attention: varlen, PyTorch's FlashAttention-2: tokens attend to their own document only."
+    assert printed(FLASH, gpu)[1] == f"Attention: {FLASH}, from --attn_implementation."
+    assert "from --attn_implementation. With a mask, each token" in printed("sdpa", gpu)[1]
+    assert printed("varlen", Launched(recipe="a.py", on_cpu=True))[0].endswith("(on a CPU, one SDPA per document).")
+    training_args.packing = False
+    assert not printed(None, Launched(recipe="a.py", on_cpu=True))
+    assert printed(FLASH, gpu)[1].startswith(f"Attention: {FLASH}, not varlen: it is for rows packed with")

@@ -1,10 +1,13 @@
 """The ledger counts allocated bytes, FLOPs and moved bytes; arithmetic on the shapes of a model checks its result."""
 
-from harness.plan.ledger import Counts, Ledger, Peak, check_bytes, counts_of_step, expected_bytes
+from harness.compat.torch import compute_varlen_attention_on_cpu
+from harness.plan.fakes import flash_workspace
+from harness.plan.ledger import VARLEN_BACKWARD, Counts, Ledger, Peak, check_bytes, counts_of_step, expected_bytes
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
 
 MEGA = 2**20
 
@@ -69,6 +72,48 @@ def test_bytes_that_operators_read_and_write():
         assert ledger.touched == 0
         tensor + 1
     assert ledger.touched == 8 * MEGA  # read and written
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (3, 0), (3, 2), (99, 99)])
+def test_flops_of_attention_are_those_of_each_document(window):
+    """Two products forward and five backward for every pair of tokens that attend to each other, counted with a mask."""
+    lengths = [5, 1, 12]
+    pairs = sum(int(window_mask(length, *window).sum()) for length in lengths)
+    compute_varlen_attention_on_cpu()
+    ends = torch.tensor([0, 5, 6, 18], dtype=torch.int32)
+    query = torch.randn(18, 4, 8, requires_grad=True)
+    key, value = torch.randn(18, 2, 8), torch.randn(18, 2, 8)
+    with Ledger() as ledger:
+        output = varlen_attn(query, key, value, ends, ends, 12, 12, window_size=window, enable_gqa=True)
+        assert ledger.count().flops == {"torch.float32": 4 * pairs * 4 * 8}
+        output.backward(torch.ones_like(output))
+    assert ledger.count().flops == {"torch.float32": 10 * pairs * 4 * 8}
+
+
+def window_mask(length: int, before: int, after: int) -> torch.Tensor:
+    mask = torch.ones(length, length, dtype=torch.bool)
+    mask = mask.triu(-before) if before >= 0 else mask
+    return mask.tril(after) if after >= 0 else mask
+
+
+def test_memory_of_attention_on_fake_tensors():
+    """Forward keeps the output and one float32 per token and head, backward makes three gradients. There is no mask."""
+    ledger, tokens, heads, size = Ledger(), 4096, 8, 64
+    with FakeTensorMode(), ledger, ledger.within(moment="forward"):
+        query = torch.empty(tokens, heads, size, dtype=torch.bfloat16, requires_grad=True)
+        key = torch.empty(tokens, 2, size, dtype=torch.bfloat16, requires_grad=True)
+        ends = torch.arange(0, tokens + 1, 1024, dtype=torch.int32)
+        before = ledger.peaks()["forward"].bytes
+        output = varlen_attn(query, key, key, ends, ends, 1024, 1024, window_size=(-1, 0), enable_gqa=True)
+        assert ledger.peaks()["forward"].bytes - before == query.nbytes + tokens * heads * 4 + 512  # of a random state
+        assert ledger.count().flops == {"torch.bfloat16": 4 * 4 * (1024 * 1025 // 2) * heads * size}
+        gradient, before = torch.empty_like(output), ledger.peaks()["forward"].bytes
+        ledger.workspaces[VARLEN_BACKWARD] = lambda gradient, query, key, *rest: flash_workspace(query, key, documents=4)
+        with ledger.within(moment="backward"):
+            output.backward(gradient)
+    own = 4 * (tokens + 4 * 128) * heads * (size + 1) + 2 * query.nbytes  # of the kernel
+    zeros = tokens * heads * 4 + 512  # autograd makes them as the gradients of the other two outputs
+    assert ledger.peaks()["backward"].bytes - before == query.nbytes + 2 * key.nbytes + zeros + own
 
 
 def test_labels_end_with_their_block():

@@ -90,6 +90,17 @@ def test_peaks_of_earlier_simulations(found):
     assert found["qwen2_fineweb_edu", "1x3090_offload"].peak.bytes == pytest.approx(1.34e9, rel=0.05)
 
 
+def test_flops_of_packed_documents(found):
+    """6 per weight and token, the head once more, and attention within documents of 1,024 tokens instead of all 2,048."""
+    run = found["qwen2_fineweb_edu", "1x3090"]
+    weights, head, layers, hidden, length = 357_897_600, 151_936 * 896, 24, 896, 1024
+    of_a_token = 6 * weights + 8 * head + 14 * layers * hidden * (length + 1) / 2
+    assert run.tokens == 2 * length
+    flops = sum(run.step.flops.values()) / run.tokens / run.accumulation
+    assert flops == pytest.approx(of_a_token, rel=0.01)
+    assert flops < 0.9 * (6 * weights + 8 * head + 14 * layers * hidden * 2 * length)
+
+
 def test_moved_bytes_follow_from_the_config(found):
     offload = found["qwen2_fineweb_edu", "1x3090_offload"].step.moved
     # 8 micro-batches copy the model to the GPU twice, the tied head once.

@@ -31,17 +31,21 @@ def test_held_out_documents_are_not_trained_on(build_trainer):
 
 
 def test_documents_do_not_attend_to_each_other(build_trainer):
-    """The logits of a document are the same alone and in a packed row."""
+    """The logits of a document are the same alone and in a packed row, with the attention of the run and with SDPA."""
     trainer = build_trainer(RECIPE, "--max_length", "96", "--bf16", "false")
     model = AutoModelForCausalLM.from_pretrained(trainer.model.config.name_or_path, dtype=torch.float32).eval()
     row = next(row for row in trainer.train_dataset if len(row["seq_lengths"]) >= 2 and min(row["seq_lengths"]) > 8)
     batch = trainer.data_collator([{**row, "labels": row["input_ids"]}])
     with torch.no_grad():
+        model.set_attn_implementation(trainer.model.config._attn_implementation)
+        in_run = model(**batch, use_cache=False).logits[0]
+        model.set_attn_implementation("sdpa")
         packed = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0]
         start = 0
         for length in row["seq_lengths"]:
             alone = model(input_ids=batch["input_ids"][:, start : start + length]).logits[0]
             torch.testing.assert_close(packed[start : start + length], alone, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(in_run[start : start + length], alone, atol=1e-5, rtol=1e-4)
             start += length
         mixed = model(input_ids=batch["input_ids"]).logits[0]  # without position_ids that restart, they do attend
     assert (mixed - packed).abs().max() > 1e-3

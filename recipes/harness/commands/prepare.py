@@ -37,7 +37,7 @@ def main(words: list[str]) -> int:
     flags.check_flags(Path(recipe), arguments)
     launched = Launched(recipe=recipe, tiny="--tiny" in options, mode="prepare", on_cpu=True)
     set_environment(launched)
-    launched.attention, launched.no_triton = gpu_features()
+    launched.attention, launched.no_flash, launched.no_triton = gpu_features()
     with tempfile.TemporaryDirectory(prefix="prepare-") as output_dir:
         arguments = [*arguments, "--output_dir", output_dir]
         checked = check_recipe(launched, arguments)
@@ -59,9 +59,10 @@ def build(launched: Launched, arguments: list[str]) -> None:
     build_trainer(launched, arguments)
 
 
-def download(script_args: Any, training_args: Any, model_args: Any, attention: str) -> None:
+def download(script_args: Any, training_args: Any, model_args: Any, attention: list[str]) -> None:
     """Downloads the files of model and dataset that are not here. An interrupted download continues."""
     from harness.data.loading import dataset_path
+    from harness.model.loading import has_documents
     from harness.model.quantized import WEIGHT_FILES, quantized_folder
 
     from datasets.config import HF_DATASETS_CACHE
@@ -109,7 +110,8 @@ def download(script_args: Any, training_args: Any, model_args: Any, attention: s
             snapshots[kind] = Path(snapshot_download(name, **options))
     if record:
         link_stream_files(script_args, files, record, snapshots["dataset"])
-    print_once(about_flash_attention(attention))
+    if not has_documents(training_args):  # for packed rows PyTorch has it
+        print_once(about_flash_attention(attention))
 
 
 def about_flash_attention(attention: str) -> str:

@@ -220,6 +220,24 @@ def supports_flash_attention(model_class: type | None) -> bool:
     return getattr(model_class, "_supports_flash_attn", False)
 
 
+@changes(
+    "transformers:PreTrainedModel._supports_flash_attn",
+    "transformers:PreTrainedModel._supports_sdpa",
+    "transformers:PreTrainedModel._supports_attention_backend",
+)
+def takes_other_attention(model_class: type | None) -> bool:
+    """Whether a model's class calls a function of `AttentionInterface`, and passes it the lengths of packed documents.
+
+    It does if it can use any such function, FlashAttention, and SDPA. A class without SDPA adds something to the scores
+    (attention sinks, a softcap), one without FlashAttention needs its own mask.
+    Upstream: no issue: there is no public name.
+    Checked with: transformers 5.23.0.
+    Remove when: there is one.
+    """
+    names = ("_supports_flash_attn", "_supports_sdpa", "_supports_attention_backend")
+    return all(getattr(model_class, name, False) for name in names)
+
+
 @changes("transformers:PreTrainedConfig._attn_implementation")
 def attention_of(config: Any) -> str | None:
     """The attention implementation that a loaded model uses, as `--attn_implementation` names it.

@@ -1,27 +1,44 @@
 """How the model is loaded: its dtype, its attention, whether it fits the run; what the GPUs of this machine support."""
 
+import importlib
 import json
 import os
+import re
 import warnings
 from pathlib import Path
+from typing import Any
 
-from harness.compat.transformers import load_4bit_models_on_cpu, read_no_weights, supports_flash_attention
+from harness.compat.torch import compute_varlen_attention_on_cpu
+from harness.compat.transformers import (
+    load_4bit_models_on_cpu,
+    read_no_weights,
+    supports_flash_attention,
+    takes_other_attention,
+)
 from harness.compat.trl import compute_loss_without_triton
 from harness.hub import check_model_exists, hub_errors
 from harness.launched import Launched, UserError, print_once
-from harness.rehearsal import tiny
+from harness.rehearsal import tiny_model
 
-from transformers import TrainingArguments
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    PreTrainedConfig,
+    TrainingArguments,
+)
 from trl import ModelConfig
 
 WEIGHTS = "model.safetensors"
+VARLEN, FLASH = "varlen", "flash_attention_2"  # values of --attn_implementation
+REFUSED = ("softcap", "s_aux", "position_bias")  # arguments of attention functions that `varlen_attn` does not have
 
 
 def set_loading_options(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool, launched: Launched) -> None:
     """Sets how the trainer loads the model that it gets by name, and how the loss is computed."""
-    can_choose = launched.attention and not launched.on_cpu and not model_args.attn_implementation
-    if can_choose and can_use_flash_attention(training_args, model_args, launched.tiny):
-        model_args.attn_implementation = launched.attention
     if isinstance(model_args.lora_target_modules, str) and model_args.lora_target_modules.isidentifier():
         # TRL makes a string of a single name, which PEFT reads as a regular expression for whole names.
         model_args.lora_target_modules = [model_args.lora_target_modules]
@@ -34,6 +51,7 @@ def set_loading_options(training_args: TrainingArguments, model_args: ModelConfi
         load_4bit_models_on_cpu()
     elif is_sharded and os.environ.get("RANK", "0") != "0" and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING") == "true":
         read_no_weights()
+    set_attention(training_args, model_args, launched)  # it depends on the dtype
     if hasattr(training_args, "model_init_kwargs"):
         given = training_args.model_init_kwargs or {}
         given = json.loads(given) if isinstance(given, str) else given
@@ -45,38 +63,168 @@ def set_loading_options(training_args: TrainingArguments, model_args: ModelConfi
         training_args.model_init_kwargs = options | given
 
 
-def can_use_flash_attention(training_args: TrainingArguments, model_args: ModelConfig, is_tiny: bool) -> bool:
-    """Whether the model's class has FlashAttention and computes in 16 bits, the only dtypes that it supports."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+def set_attention(training_args: TrainingArguments, model_args: ModelConfig, launched: Launched) -> None:
+    """Sets the attention implementation unless a flag has, and raises UserError for a flag that cannot work."""
+    given = model_args.attn_implementation
+    if given is None or (launched.mode == "plan" and "flash" in given):  # a plan simulates any FlashAttention as PyTorch's
+        model_args.attn_implementation, _ = choose_attention(training_args, model_args, launched)
+    elif given == VARLEN and (reason := why_not_varlen(training_args, model_args, launched)):
+        raise UserError(f"--attn_implementation {VARLEN}: {reason}: leave out the flag")
+    elif given == FLASH and (problem := problem_of_flash_attn()):
+        raise UserError(f"--attn_implementation {FLASH}: {problem}: install flash-attn again, or leave out the flag")
+    if model_args.attn_implementation == VARLEN:
+        register_varlen()
 
-    if not (training_args.bf16 or training_args.fp16 or model_args.dtype in ("bfloat16", "float16")):
-        return False
+
+def register_varlen() -> None:
+    """Makes `varlen` an attention implementation of transformers, in this process."""
+    AttentionInterface.register(VARLEN, attend_within_documents)
+    AttentionMaskInterface.register(VARLEN, mask_between_documents)
+    compute_varlen_attention_on_cpu()
+
+
+def choose_attention(training_args: TrainingArguments, model_args: ModelConfig, launched: Launched) -> tuple[str | None, str]:
+    """The attention implementation, None to leave it to transformers, and the reason why it is not the first choice."""
+    reason = why_not_varlen(training_args, model_args, launched)
+    if not reason:
+        return VARLEN, ""
+    _, model_class = config_and_class(model_args, launched.tiny)
+    can_use_flash = FLASH in launched.attention and not launched.on_cpu and supports_flash_attention(model_class)
+    return FLASH if can_use_flash and computes_in_16_bits(training_args, model_args) else None, reason
+
+
+def why_not_varlen(training_args: TrainingArguments, model_args: ModelConfig, launched: Launched) -> str:
+    """Why a run cannot use `varlen_attn`, "" if it can. A rehearsal on CPU and a plan can do what a GPU can."""
+    if not has_documents(training_args):
+        return "it is for rows packed with --packing_strategy bfd or bfd_split"
+    if launched.mode == "plan" and training_args.fp16:
+        return "a plan in fp16 is for T4s, which do not support FlashAttention"
+    if not launched.on_cpu and not gpu_supports_varlen(training_args, launched):
+        return "it needs a GPU of compute capability 8.0"
+    if (not launched.on_cpu or launched.mode == "plan") and not computes_in_16_bits(training_args, model_args):
+        return "it computes in bf16 or fp16 only"
+    config, model_class = config_and_class(model_args, launched.tiny)
+    if config is None:  # `check_model` explains it
+        return ""
+    text = config.get_text_config()
+    values, kind = text.to_dict(), text.model_type
+    if values.get("attn_logit_softcapping"):
+        return f"it has no softcap, and attn_logit_softcapping of {kind} is {values['attn_logit_softcapping']}"
+    if not takes_other_attention(model_class):
+        return f"the attention of {kind} has masks, sinks or biases of its own"
+    sizes = [int(size) for size in re.findall(r'head_dim": (\d+)', text.to_json_string(use_diff=False))]
+    if not sizes:
+        sizes = [values.get("hidden_size", 64) // values.get("num_attention_heads", 1)]
+    for size in sizes:
+        if size > 256 or size % 8:
+            return f"it takes head sizes up to 256 that are multiples of 8, and a head of {kind} has {size}"
+    for name, value in values.items():
+        if re.match("att.*(dropout|pdrop)", name) and value:
+            return f"it has no dropout, and {name} of {kind} is {value}"
+    return ""
+
+
+def gpu_supports_varlen(training_args: TrainingArguments, launched: Launched) -> bool:
+    if launched.recipe:
+        return VARLEN in launched.attention
+    # Started without launch.sh.
+    return training_args.device.type == "cuda" and torch.cuda.get_device_capability(training_args.device) >= (8, 0)
+
+
+def has_documents(training_args: TrainingArguments) -> bool:
+    """Whether a batch is one row of documents, of which the model gets the lengths."""
+    is_packed = getattr(training_args, "packing", False) and training_args.packing_strategy in ("bfd", "bfd_split")
+    return is_packed or getattr(training_args, "padding_free", False)
+
+
+def computes_in_16_bits(training_args: TrainingArguments, model_args: ModelConfig) -> bool:
+    return training_args.bf16 or training_args.fp16 or model_args.dtype in ("bfloat16", "float16")
+
+
+def config_and_class(model_args: ModelConfig, is_tiny: bool) -> tuple[PreTrainedConfig | None, type | None]:
+    """Config and class of the model, (None, None) if the config cannot be read. For a rehearsal, those of the original."""
     name, revision = model_args.model_name_or_path, model_args.model_revision
-    if is_tiny:
-        name, revision = str(tiny.tiny_model_folder(model_args)), "main"
-        if not Path(name).is_dir():  # it is made after this; nothing is loaded before
-            return True
+    known = tiny_model.family_of(name) if is_tiny else None
     try:
-        config = AutoConfig.from_pretrained(name, revision=revision)
-    except (OSError, ValueError):  # `check_model` explains it
-        return True
-    return supports_flash_attention(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None))
+        config = AutoConfig.for_model(**known["config"]) if known else AutoConfig.from_pretrained(name, revision=revision)
+    except (OSError, ValueError):
+        return None, None
+    return config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
-def find_gpu_features() -> tuple[str, str]:
+def attend_within_documents(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function `varlen` of transformers: PyTorch's FlashAttention-2, in which tokens attend to their own document.
+
+    Tensors are (1, heads, tokens, head size). `cu_seq_lens_q` has the ends of the documents; TRL's collator makes it, for
+    training and for evaluation. Without it, as in `generate`, this is SDPA.
+    """
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if cu_seq_lens_q is None or query.shape[2] != key.shape[2]:
+        if module.training:
+            raise UserError(
+                f"--attn_implementation {VARLEN}: {type(module).__name__} got no lengths of documents, so they would attend to "
+                "each other: pass --attn_implementation sdpa"
+            )
+        if attention_mask is None and sliding_window and query.shape[2] > sliding_window:
+            length = query.shape[2]
+            attention_mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - sliding_window)
+        sdpa = AttentionInterface()["sdpa"]
+        return sdpa(module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **options)
+    needed = ["dropout"] if dropout else [name for name in REFUSED if options.get(name) is not None]
+    if needed:
+        raise UserError(f"--attn_implementation {VARLEN} has no {needed[0]}, which this model needs: pass another one")
+    device, size = query.device.type, value.shape[-1]
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    value = torch.nn.functional.pad(value, (0, query.shape[-1] - size))  # of latent attention, value heads are smaller
+    output = varlen_attn(
+        *(tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)),
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        # A token and the `sliding_window - 1` before it.
+        window_size=(sliding_window - 1 if sliding_window else -1, 0 if is_causal else -1),
+        enable_gqa=True,
+    )
+    return output[None, :, :, :size], None
+
+
+def mask_between_documents(
+    attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **options: Any
+) -> torch.Tensor | None:
+    """The mask for `attend_within_documents`: none for documents without padding, otherwise that of SDPA."""
+    if attention_mask is None and options["q_length"] == options["kv_length"] and not use_vmap:
+        return None
+    return AttentionMaskInterface()["sdpa"](attention_mask=attention_mask, use_vmap=use_vmap, **options)
+
+
+def find_gpu_features() -> tuple[list[str], str, str]:
     """What the GPUs of this machine support. The launcher asks once, so that all processes do the same.
 
-    Returns the attention implementation, "" to leave it to transformers (SDPA for most models), and why TRL's loss cannot use
-    Triton, "" if it can.
+    Returns the attention implementations besides those of transformers, why an installed flash-attn cannot be used, and why
+    TRL's loss cannot use Triton, each "" if it can.
     """
-    import torch
     from transformers.utils import is_flash_attn_2_available
 
     warnings.filterwarnings("ignore")  # `checks.count_gpus` reports a driver that is too old
     if not torch.cuda.is_available():
-        return "", ""
+        return [], "", ""
     if torch.cuda.get_device_capability() < (8, 0):  # triton-lang/triton#10918
-        return "", f"it does not support {torch.cuda.get_device_name()}"
+        return [], "", f"it does not support {torch.cuda.get_device_name()}"
     try:
         from triton.runtime import driver
 
@@ -84,36 +232,56 @@ def find_gpu_features() -> tuple[str, str]:
         reason = ""
     except Exception as error:  # no compiler, no Python.h, no libcuda: each raises its own type
         reason = f"{(str(error).splitlines() or [repr(error)])[0]} (apt install gcc python3-dev)"
-    return "flash_attention_2" if is_flash_attn_2_available(kernels_fallback_ok=True) else "", reason
+    problem = problem_of_flash_attn()
+    has_flash = is_flash_attn_2_available(kernels_fallback_ok=True) and not problem
+    return [VARLEN, *([FLASH] if has_flash else [])], problem, reason
+
+
+def problem_of_flash_attn() -> str:
+    """Why the installed flash-attn package cannot be imported; "" if it can, or if there is none.
+
+    transformers asks only whether it is installed. One that was built for another PyTorch raises an error when it is imported.
+    """
+    from transformers.utils import is_flash_attn_2_available
+
+    if not is_flash_attn_2_available():
+        return ""
+    try:
+        importlib.import_module("flash_attn")
+    except Exception as error:  # a missing symbol, a missing library, an operator that exists already
+        return f"the installed flash-attn cannot be imported ({(str(error).splitlines() or [repr(error)])[0]})"
+    return ""
 
 
 def print_attention(training_args: TrainingArguments, model_args: ModelConfig, launched: Launched) -> None:
-    """Prints which attention a run on GPUs uses, what it costs, and whether the loss runs without Triton."""
-    from transformers import AutoConfig
-
-    if launched.on_cpu:
+    """Prints which attention a run uses and why, what it costs, and whether the loss runs without Triton."""
+    used, (choice, reason) = model_args.attn_implementation, choose_attention(training_args, model_args, launched)
+    if launched.on_cpu and not has_documents(training_args):
         return
     if launched.no_triton:
         print_once(f"TRL's loss runs in PyTorch instead of Triton, a little slower: {launched.no_triton}")
-    if "flash" in (model_args.attn_implementation or ""):
-        print_once(f"Attention: {model_args.attn_implementation}.")
-        return
+    if launched.no_flash:
+        print_once(f"warning: {launched.no_flash}: install it again for this PyTorch, or remove it")
+    why = f", not {VARLEN}: {reason}" if reason else ""
+    if used != choice:
+        why = ", from --attn_implementation"
+    elif used == VARLEN:
+        why = ", PyTorch's FlashAttention-2: tokens attend to their own document only"
+        if launched.on_cpu:
+            why += " (on a CPU, one SDPA per document)"
+    config, _ = config_and_class(model_args, launched.tiny)
     tokens = training_args.per_device_train_batch_size * (getattr(training_args, "max_length", None) or 0)
-    if not getattr(training_args, "packing", False) or not tokens:
-        return
-    config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision).get_text_config()
-    # Per token and layer: 4 x tokens x hidden_size FLOP of attention, 2 x 12 x hidden_size^2 of the weights.
-    share = tokens / 6 / config.hidden_size
-    print_once(
-        f"Attention: {model_args.attn_implementation or 'chosen by transformers, SDPA for most models'}, with a mask: each token "
-        f"attends to all {tokens:,} of its row, which adds about {share:.0%} to the FLOP of the weights. FlashAttention-2 needs "
-        "compute capability 8.0, 16 bits, a model that supports it, and a kernel from the Hub or the flash-attn package."
-    )
+    cost = ""
+    if used in (None, "sdpa", "eager") and has_documents(training_args) and tokens and config is not None:
+        # Per token and layer: 4 x tokens x hidden_size FLOP of attention, 2 x 12 x hidden_size^2 of the weights.
+        share = tokens / 6 / config.get_text_config().hidden_size
+        cost = f" With a mask, each token attends to all {tokens:,} of its batch: {share:.0%} of the FLOP of the weights."
+    print_once(f"Attention: {used or 'chosen by transformers, SDPA for most models'}{why}.{cost}")
 
 
 def check_model(training_args: TrainingArguments, model_args: ModelConfig, with_weights: bool) -> None:
     """Raises UserError unless config, tokenizer and (in a folder) weights can be read and fit each other and the run."""
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     name, revision = model_args.model_name_or_path, model_args.model_revision
     check_model_exists(name, revision)

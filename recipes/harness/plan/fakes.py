@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from harness.compat.guards import changes, expected_names
-from harness.plan.ledger import Ledger
+from harness.plan.ledger import VARLEN_BACKWARD, Ledger
 
 import bitsandbytes
 import torch
@@ -60,7 +60,7 @@ class Fakes:
         count_data_parallel(ledger)
         ignore_shape_propagation(ledger)
         if cuda:
-            self.library = use_cuda_kernels()  # it must be kept: its destructor removes the kernels
+            self.library = use_cuda_kernels(ledger)  # it must be kept: its destructor removes the kernels
             use_triton_loss(ledger)
 
     @contextlib.contextmanager
@@ -369,8 +369,10 @@ def ignore_shape_propagation(ledger: Ledger) -> None:
     "torch._C:_ExcludeDispatchKeyGuard",
     "torch:ops.aten._scaled_dot_product_flash_attention",
     "torch:ops.aten._scaled_dot_product_efficient_attention",
+    "torch:ops.aten._scaled_dot_product_flash_attention_backward",
+    "torch.nn.attention.varlen:_varlen_attn_backward",
 )
-def use_cuda_kernels() -> torch.library.Library:
+def use_cuda_kernels(ledger: Ledger) -> torch.library.Library:
     """Runs the operators that CUDA would run where the CPU's keep more or less for backward; keep what it returns.
 
     Upstream: no issue: it is not a fault of torch.
@@ -385,6 +387,16 @@ def use_cuda_kernels() -> torch.library.Library:
         return torch.native_dropout(input, p, True)[0] if training and p else input
 
     functional.dropout, functional.scaled_dot_product_attention = dropout, attention_as_on_cuda
+
+    def workspace_of_sdpa(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any) -> int:
+        return flash_workspace(query, key, documents=len(query))
+
+    def workspace_of_varlen(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any) -> int:
+        _, _, _, ends, *_ = rest
+        return flash_workspace(query, key, documents=len(ends) - 1)
+
+    ledger.workspaces[aten._scaled_dot_product_flash_attention_backward] = workspace_of_sdpa
+    ledger.workspaces[VARLEN_BACKWARD] = workspace_of_varlen
     library = torch.library.Library("aten", "IMPL")
     for name in FLOAT32_OPERATORS:
         operator = functools.reduce(getattr, name.split("."), aten)
@@ -398,6 +410,19 @@ def _run_in_float32(operator: Any, *args: Any, **kwargs: Any) -> Any:
         low = (torch.bfloat16, torch.float16)
         args = [arg.float() if isinstance(arg, torch.Tensor) and arg.dtype in low else arg for arg in args]
         return operator(*args, **kwargs)
+
+
+def flash_workspace(query: torch.Tensor, key: torch.Tensor, documents: int) -> int:
+    """Bytes that the backward pass of FlashAttention-2 allocates and releases (mha_varlen_bwd in torch's flash_api.cpp).
+
+    The gradient of the queries and a sum for each row of scores in float32, with 128 rows more per document; and the gradients
+    of keys and values for every query head, if heads share them.
+    """
+    heads, size = query.shape[1], query.shape[-1]
+    multiple = 32 if size <= 128 else 64
+    rows = query.numel() // heads // size + 128 * documents
+    of_shared_heads = 2 * query.nbytes if key.shape[1] != heads else 0
+    return 4 * rows * heads * (-(-size // multiple) * multiple + 1) + of_shared_heads
 
 
 def attention_as_on_cuda(

@@ -17,10 +17,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 with expected_names():
+    from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward  # noqa: F401, makes the operators below
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import flop_registry
+    from torch.utils.flop_counter import _offsets_to_lengths, flop_registry
     from torch.utils.weak import WeakIdKeyDictionary
 
+VARLEN, VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward
 BLOCK = 512  # bytes; CUDA's allocator rounds up to multiples of it
 # Kinds of collectives by operator. The larger side of a gather or a reduction counts, once.
 COLLECTIVES = {
@@ -76,6 +78,12 @@ class Ledger(TorchDispatchMode):
         self.flops: collections.Counter = collections.Counter()
         self.moved: collections.Counter = collections.Counter()
         self.touched = 0
+        # By operator, what counts the FLOPs of a call, and the bytes that its CUDA kernel allocates and releases itself.
+        self.flop_counters: dict[Any, Callable[..., int]] = flop_registry | {
+            VARLEN: flops_of_varlen,
+            VARLEN_BACKWARD: flops_of_varlen_backward,
+        }
+        self.workspaces: dict[Any, Callable[..., int]] = {}
         self.restore_resize: Callable[[], None] | None = None
         self._storages = WeakIdKeyDictionary()
 
@@ -103,7 +111,9 @@ class Ledger(TorchDispatchMode):
             self.moved[kind] += max((tensor.numel() * tensor.element_size() for tensor in outputs + inputs), default=0)
         for tensor in outputs:
             self.see(tensor, holder)
-        if count_flops := flop_registry.get(func.overloadpacket):
+        if count_workspace := self.workspaces.get(func.overloadpacket):
+            self.spike(count_workspace(*args), holder="activations")
+        if count_flops := self.flop_counters.get(func.overloadpacket):
             self.flops[str(inputs[0].dtype)] += count_flops(*args, **kwargs or {}, out_val=result)
         elif namespace not in ("c10d", "prim") and "empty" not in name and "_view" not in name:
             self.touched += sum(tensor.numel() * tensor.element_size() for tensor in outputs + inputs)
@@ -252,6 +262,51 @@ def tensors_in(values: Iterable) -> list[torch.Tensor]:
         elif type(value) in (list, tuple):
             found += tensors_in(value)
     return found
+
+
+def flops_of_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    *options: Any,
+    **out_val: torch.Tensor,
+) -> int:
+    """FLOPs of FlashAttention over documents: two products for every pair of a token and one that it attends to.
+
+    torch's own formula counts all pairs of a document, also those that a causal mask leaves out.
+    """
+    _, longest, _, _, _, window, *_ = options
+    return 4 * query.shape[1] * query.shape[2] * pairs_in_documents(ends, longest, window)
+
+
+def flops_of_varlen_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    ends: torch.Tensor,
+    *options: Any,
+    **out_val: torch.Tensor,
+) -> int:
+    """The scores once more, and two products for each of their two factors."""
+    _, longest, *_, window = options
+    return 10 * query.shape[1] * query.shape[2] * pairs_in_documents(ends, longest, window)
+
+
+def pairs_in_documents(ends: torch.Tensor, longest: int, window: list[int]) -> int:
+    """How often a token attends to one of its document, with a window of so many tokens before and after it (-1: all).
+
+    If the tensor is fake, all documents have the length of the longest, as in a simulated batch.
+    """
+    pairs = 0
+    for tokens in _offsets_to_lengths(ends, longest):
+        before, after = (tokens - 1 if limit < 0 else min(limit, tokens - 1) for limit in window)
+        # The first tokens of a document have fewer before them, the last fewer after them.
+        pairs += tokens * (1 + before + after) - (before * (before + 1) + after * (after + 1)) // 2
+    return pairs
 
 
 Shapes = dict[str, tuple[tuple[int, ...], int, bool]]  # name: shape, bytes per element, trained or not

@@ -138,7 +138,7 @@ def simulate_training(
     trainer: Trainer, ledger: Ledger, fakes: Any, config: AccelerateConfig, launched: Launched, with_evaluation: bool
 ) -> Simulation:
     """Trains one step on a batch of full length."""
-    batch = full_batch(next(iter(trainer.get_train_dataloader())), trainer.args)
+    batch = full_batch(next(iter(trainer.get_train_dataloader())), trainer.args, trainer.args.per_device_train_batch_size)
     ledger.vocabulary = trainer.model.config.get_text_config().vocab_size
     if not config.is_fsdp:
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
@@ -157,17 +157,18 @@ def simulate_training(
     return found
 
 
-def full_batch(batch: dict, args: TrainingArguments) -> dict:
-    """A batch in which every row has the maximum length and every token counts in the loss."""
-    length, rows = getattr(args, "max_length", None), args.per_device_train_batch_size
+def full_batch(batch: dict, args: TrainingArguments, rows: int) -> dict:
+    """A batch of `rows` rows in which every token counts in the loss. Every row, or packed document, has the maximum length."""
     is_packed = batch["input_ids"].shape[0] == 1 and "position_ids" in batch
-    width = length or batch["input_ids"].shape[1]
-    if is_packed and length:
-        width = rows * length
+    length = getattr(args, "max_length", None) or batch["input_ids"].shape[1] // (rows if is_packed else 1)
     full = {}
     for name, value in batch.items():
-        if isinstance(value, torch.Tensor) and value.dim() == 2:
-            value = torch.ones(1 if is_packed else rows, width, dtype=value.dtype)
+        if name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            value = torch.arange(0, rows * length + 1, length, dtype=value.dtype)
+        elif name in ("max_length_q", "max_length_k"):
+            value = length
+        elif isinstance(value, torch.Tensor) and value.dim() == 2:
+            value = torch.ones((1, rows * length) if is_packed else (rows, length), dtype=value.dtype)
         full[name] = value
     return full
 
@@ -245,7 +246,10 @@ class SimulatedStep(TrainerCallback):
         install_batch_reader(trainer, self.read_batches, lambda batches, number: None)
 
     def read_batches(self, iterator: Any, count: int) -> list[dict]:
-        return [{name: self.fakes.fake(value) for name, value in self.batch.items()} for _ in range(self.micro_batches)]
+        return [self.fake_batch(self.batch) for _ in range(self.micro_batches)]
+
+    def fake_batch(self, batch: dict) -> dict:
+        return {name: self.fakes.fake(value) for name, value in batch.items()}
 
     def on_train_begin(
         self,
@@ -318,9 +322,9 @@ class SimulatedStep(TrainerCallback):
         wrapped.eval()
         if self.with_evaluation:
             if trainer.eval_dataset is not None:
-                share = args.per_device_eval_batch_size / args.per_device_train_batch_size
+                batch = full_batch(self.batch, args, args.per_device_eval_batch_size)
                 with ledger.within(moment="evaluation"):
-                    trainer.prediction_step(wrapped, self.batch_of(share), True)
+                    trainer.prediction_step(wrapped, self.fake_batch(batch), True)
             with ledger.within(moment="sample"), torch.no_grad():
                 prompt = torch.ones(1, getattr(args, "max_length", None) or 512, dtype=torch.long)
                 trainer.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
@@ -333,15 +337,3 @@ class SimulatedStep(TrainerCallback):
                 if hasattr(weight, "full_tensor") and (weight.requires_grad or not found.is_adapter):
                     weight.full_tensor()  # one after the other, to the host
         raise Finished
-
-    def batch_of(self, share: float) -> dict:
-        """The batch with `share` times as many rows."""
-        is_packed = "position_ids" in self.batch
-        smaller = {}
-        for name, value in self.batch.items():
-            if isinstance(value, torch.Tensor) and value.dim() == 2:
-                rows, width = value.shape
-                shape = (1, int(width * share)) if is_packed else (max(1, int(rows * share)), width)
-                value = torch.ones(shape, dtype=value.dtype)
-            smaller[name] = self.fakes.fake(value)
-        return smaller

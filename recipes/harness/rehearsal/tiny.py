@@ -82,7 +82,7 @@ def print_notice(script_args: ScriptArguments, training_args: TrainingArguments,
     print_once(textwrap.fill(notice, 110))
     is_known = tiny_model.family_of(model_args.model_name_or_path) is not None
     if not is_known and getattr(training_args, "packing", False) and "flash" not in (model_args.attn_implementation or ""):
-        tiny_model.check_packing(tiny_model_folder(model_args))
+        tiny_model.check_packing(tiny_model_folder(model_args), model_args.attn_implementation)
 
 
 def use_replacements(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:

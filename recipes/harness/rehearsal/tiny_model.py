@@ -190,15 +190,15 @@ def _values_of_two_layers(values: dict[str, Any], layers: int) -> dict[str, Any]
     return per_layer
 
 
-def check_packing(folder: Path) -> None:
-    """Prints a message if packed documents of this model attend to each other. Raises UserError if it refuses packed rows."""
+def check_packing(folder: Path, attention: str | None) -> None:
+    """Prints a message if packed documents of this model change each other. Raises UserError if it refuses packed rows."""
     import torch
     import transformers
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     transformers.logging.disable_progress_bar()
     config = transformers.AutoConfig.from_pretrained(folder)
-    model = getattr(transformers, config.architectures[0]).from_pretrained(folder, dtype="float32")
+    model = getattr(transformers, config.architectures[0]).from_pretrained(folder, dtype="float32", attn_implementation=attention)
     tokens = list(range(16))
     packed = DataCollatorForLanguageModeling(0, padding_free=True)([{"input_ids": tokens, "seq_lengths": [8, 8]}])
     try:
@@ -207,5 +207,5 @@ def check_packing(folder: Path) -> None:
         raise UserError(f"--packing: this architecture cannot be trained on packed rows, pass false: {error}"[:400]) from error
     alone = model(input_ids=torch.tensor([tokens[8:]]), use_cache=False).logits[0]
     if not torch.allclose(together, alone, atol=0.01 * alone.abs().max().item()):
-        print_once("Without FlashAttention, packed documents of this architecture attend to each other: pass --packing false.")
+        print_once("Packed documents of this architecture are not kept apart: pass --packing false.")
     transformers.logging.enable_progress_bar()

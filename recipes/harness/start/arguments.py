@@ -282,8 +282,7 @@ def check_run(arguments: Arguments, launched: Launched, is_sharded: bool) -> Non
     folder.exit_if_finished(output_dir, training_args.max_steps, training_args.num_train_epochs)
     if launched.tiny:
         tiny.print_notice(*arguments)
-    else:
-        print_attention(training_args, model_args, launched)
+    print_attention(training_args, model_args, launched)
 
 
 def identity_of_run(arguments: Arguments, launched: Launched, is_sharded: bool) -> dict[str, Any]:

@@ -110,10 +110,10 @@ def find_gpu_features(launched: Launched, can_fork: bool) -> None:
     code, features = processes.call(can_fork, gpu_features)
     if features is None:
         sys.exit(processes.explain_exit(code))
-    launched.attention, launched.no_triton = features
+    launched.attention, launched.no_flash, launched.no_triton = features
 
 
-def gpu_features() -> tuple[str, str]:
+def gpu_features() -> tuple[list[str], str, str]:
     from harness.model.loading import find_gpu_features
 
     return find_gpu_features()
@@ -249,7 +249,7 @@ def train_on_several_nodes(
         os.environ[NODE_VARIABLE] = str(nodes.rank)
     facts = {
         "command": shlex.join([*options, Path(launched.recipe).stem, Path(launched.config).stem, *arguments]),
-        "attention implementation": launched.attention,
+        "attention implementation": ", ".join(launched.attention),
         "NPROC_PER_NODE": len(workers),
     }
     for path in (launched.recipe, launched.config):

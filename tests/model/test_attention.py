@@ -1,0 +1,191 @@
+"""Attention within packed documents (`varlen`) is that of SDPA with a mask; and which attention a run uses."""
+
+import sys
+import types
+from types import SimpleNamespace
+
+from harness.launched import Launched, UserError
+from harness.model import loading
+from harness.rehearsal import tiny_model
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+from trl import ModelConfig, SFTConfig
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+TOKENS = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+# Grouped-query attention, sliding windows in some or all layers, latent attention, experts, norms of query and key, biases.
+FAMILIES = [
+    *("qwen2", "qwen3", "llama", "mistral", "mixtral", "gemma3_text", "cohere2", "olmo3", "phi3", "gpt2", "gpt_neox"),
+    *("starcoder2", "granite", "deepseek_v3"),
+]
+
+
+def make_model(family: str) -> torch.nn.Module:
+    loading.register_varlen()
+    config = tiny_model.shrink(AutoConfig.for_model(family), TOKENS)
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = 5
+    set_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float()
+
+
+def packed_batch(*lengths: int) -> dict:
+    tokens = torch.randint(1, 64, (sum(lengths),), generator=torch.Generator().manual_seed(0)).tolist()
+    return DataCollatorForLanguageModeling(0, padding_free=True)([{"input_ids": tokens, "seq_lengths": list(lengths)}])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forward_and_backward_are_those_of_sdpa(family):
+    """Documents of one token, shorter than the window of a sliding layer, and longer."""
+    model = make_model(family).eval()  # without dropout
+    batch = packed_batch(9, 1, 4, 17)
+    found = {}
+    for attention in ("sdpa", "varlen"):
+        model.set_attn_implementation(attention)
+        model.zero_grad()
+        output = model(**batch, use_cache=False)
+        output.loss.backward()
+        found[attention] = [output.logits, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+    assert len(found["sdpa"]) == len(found["varlen"]) > 10
+    for expected, value in zip(found["sdpa"], found["varlen"], strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item() + 1e-7)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_without_documents_it_is_sdpa(family):
+    """Evaluation with and without a padding mask, and text that is generated with a cache."""
+    model = make_model(family).eval()
+    tokens = torch.arange(1, 25).view(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :4] = 0
+    found = {}
+    for attention in ("sdpa", "varlen"):
+        model.set_attn_implementation(attention)
+        with torch.no_grad():
+            padded = model(input_ids=tokens, attention_mask=mask).logits
+            generated = model.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=6, do_sample=False)
+            found[attention] = padded[mask.bool()], model(input_ids=tokens, use_cache=False).logits, generated
+    for expected, value in zip(found["sdpa"], found["varlen"], strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+def test_what_it_cannot_compute_is_refused(error_of):
+    model = make_model("qwen2")
+    model.set_attn_implementation("varlen")
+    batch = packed_batch(4, 4)
+    without_lengths = {name: value for name, value in batch.items() if not name.startswith("cu_seq_lens")}
+    assert "Qwen2Attention got no lengths of documents" in error_of(model.train(), **without_lengths)
+    model.config.attention_dropout = model.model.layers[0].self_attn.attention_dropout = 0.1
+    assert "varlen has no dropout" in error_of(model, **batch)
+    module, tensor = SimpleNamespace(training=True, is_causal=True), torch.ones(1, 2, 8, 16)
+    ends = batch["cu_seq_lens_q"]
+    for option in ("softcap", "s_aux", "position_bias"):
+        options = {option: tensor, "cu_seq_lens_q": ends, "max_length_q": 4}
+        assert f"varlen has no {option}" in error_of(
+            loading.attend_within_documents, module, tensor, tensor, tensor, None, **options
+        )
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "ends", "requirement"),
+    [
+        ((264, 264), torch.float32, torch.int32, "at most 256"),
+        ((12, 12), torch.float32, torch.int32, "multiple of 8"),
+        ((16, 16), torch.bfloat16, torch.int32, "one dtype"),
+        ((16, 16), torch.float32, torch.int64, "int32"),
+    ],
+)
+def test_cpu_refuses_what_cuda_refuses(heads, dtype, ends, requirement):
+    loading.register_varlen()
+    query, key = torch.ones(8, 2, heads[0]), torch.ones(8, 2, heads[1], dtype=dtype)
+    ends = torch.tensor([0, 3, 8], dtype=ends)
+    with pytest.raises(ValueError, match=requirement):
+        loading.varlen_attn(query, key, key, ends, ends, 5, 5, window_size=(-1, 0))
+
+
+GPU = Launched(recipe="a.py", attention=["varlen", "flash_attention_2"])
+OLD_GPU = Launched(recipe="a.py")
+CPU = Launched(recipe="a.py", on_cpu=True)
+PLAN = Launched(recipe="a.py", on_cpu=True, mode="plan")
+PACKED = {"packing": True, "packing_strategy": "bfd_split", "bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "arguments", "launched", "expected", "reason"),
+    [
+        ("qwen2", {}, {}, GPU, "varlen", ""),
+        ("qwen2", {}, {}, CPU, "varlen", ""),
+        ("qwen2", {}, {}, PLAN, "varlen", ""),
+        ("mistral", {"sliding_window": 512}, {}, GPU, "varlen", ""),
+        ("qwen2", {}, {}, OLD_GPU, None, "compute capability 8.0"),
+        ("qwen2", {}, {"packing": False}, GPU, "flash_attention_2", "--packing_strategy bfd"),
+        ("qwen2", {}, {"packing_strategy": "wrapped"}, CPU, None, "--packing_strategy bfd"),
+        ("qwen2", {}, {"packing": False, "padding_free": True, "max_length": None}, CPU, "varlen", ""),
+        ("qwen2", {}, {"bf16": False}, GPU, None, "bf16 or fp16 only"),
+        ("qwen2", {}, {"bf16": False}, PLAN, None, "bf16 or fp16 only"),
+        ("qwen2", {}, {"bf16": False}, CPU, "varlen", ""),
+        ("qwen2", {}, {"bf16": False, "fp16": True}, PLAN, None, "T4"),
+        ("qwen2", {"attention_dropout": 0.1}, {}, GPU, "flash_attention_2", "no dropout, and attention_dropout of qwen2 is 0.1"),
+        ("gpt2", {}, {}, CPU, None, "attn_pdrop of gpt2 is 0.1"),
+        ("gemma2", {}, {}, GPU, "flash_attention_2", "attn_logit_softcapping of gemma2 is 50"),
+        ("gpt_oss", {}, {}, CPU, None, "sinks or biases"),
+        ("bloom", {}, {}, GPU, None, "sinks or biases"),
+        ("llama4_text", {}, {}, GPU, None, "masks"),
+        ("gemma4_text", {}, {}, CPU, None, "a head of gemma4_text has 512"),
+        ("llama", {"hidden_size": 4096, "num_attention_heads": 8}, {}, PLAN, None, "a head of llama has 512"),
+        ("llama", {"head_dim": 68}, {}, CPU, None, "a head of llama has 68"),
+        ("deepseek_v3", {}, {}, GPU, "varlen", ""),
+        ("unknown", None, {}, GPU, "varlen", ""),  # `check_model` says that it cannot be read
+    ],
+)
+def test_choice(tmp_path, family, sizes, arguments, launched, expected, reason):
+    if sizes is not None:
+        AutoConfig.for_model(family, **sizes).save_pretrained(tmp_path)
+    training_args, model_args = SFTConfig(use_cpu=True, **PACKED | arguments), ModelConfig(str(tmp_path), dtype="float32")
+    chosen, found = loading.choose_attention(training_args, model_args, launched)
+    assert chosen == expected and reason in found and bool(reason) == bool(found)
+    model_args.attn_implementation = "varlen"
+    if reason:
+        with pytest.raises(UserError, match=r"--attn_implementation varlen: .*: leave out the flag"):
+            loading.set_attention(training_args, model_args, launched)
+    else:
+        loading.set_attention(training_args, model_args, launched)
+
+
+def test_a_plan_simulates_other_flash_attention_as_varlen(tmp_path):
+    AutoConfig.for_model("qwen2").save_pretrained(tmp_path)
+    model_args = ModelConfig(str(tmp_path), attn_implementation="flash_attention_2")
+    loading.set_attention(SFTConfig(use_cpu=True, **PACKED), model_args, PLAN)
+    assert model_args.attn_implementation == "varlen"
+
+
+def test_flash_attn_that_cannot_be_imported(monkeypatch, tmp_path, capsys):
+    """It was built for another PyTorch, and transformers knows only that it is installed."""
+    symbol = "flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi"
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn/__init__.py").write_text(f"raise ImportError('{symbol}')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda kernels_fallback_ok=False: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    attention, no_flash, _ = loading.find_gpu_features()
+    assert attention == ["varlen"] and symbol in no_flash
+
+    AutoConfig.for_model("qwen2").save_pretrained(tmp_path / "model")
+    model_args = ModelConfig(str(tmp_path / "model"))
+    unpacked = SFTConfig(use_cpu=True, packing=False, bf16=True)
+    launched = Launched(recipe="a.py", attention=attention, no_flash=no_flash)
+    loading.set_attention(unpacked, model_args, launched)
+    assert model_args.attn_implementation is None
+    loading.print_attention(unpacked, model_args, launched)
+    warning, line = capsys.readouterr().out.splitlines()
+    assert warning.startswith("warning: the installed flash-attn cannot be imported") and symbol in warning
+    assert line.startswith("Attention: chosen by transformers, SDPA for most models, not varlen: ")
+    model_args.attn_implementation = "flash_attention_2"
+    with pytest.raises(UserError, match=r"undefined symbol.*install flash-attn again, or leave out the flag"):
+        loading.set_attention(unpacked, model_args, launched)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    assert loading.find_gpu_features()[:2] == (["varlen", "flash_attention_2"], "")

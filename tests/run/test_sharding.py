@@ -3,9 +3,12 @@
 import json
 
 from harness import signals
+from harness.compat.transformers import transformer_layers
+from harness.configs import AccelerateConfig
 from harness.model.quantized import install_byte_check
 from harness.rehearsal import tiny_model
 from harness.run import session
+from harness.run.sharding import compile_layers, prepare_sharding
 
 import pytest
 import torch
@@ -75,8 +78,29 @@ def test_run_that_is_not_sharded_as_its_config_says(build_trainer, monkeypatch):
     assert trainer.state.global_step == 0
 
 
-def test_changed_4bit_weights_stop_the_run(capsys):
-    """One bit is flipped between loading and the first forward pass."""
+def test_compiled_layers(rehearse, build_trainer):
+    """--torch_compile compiles the layers, which share one graph, and not the model: it is saved, and its loss is the same."""
+    run = rehearse(RECIPE, "1x3090_offload", "--torch_compile", "true", "--torch_compile_backend", "eager")
+    assert losses(run) == losses(rehearse(RECIPE, "1x3090_offload")) and (run / "model.safetensors").is_file()
+
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    trainer = build_trainer(RECIPE, "--torch_compile", "true", "--torch_compile_backend", "eager")
+    prepare_sharding(trainer, AccelerateConfig())
+    trainer.args.torch_compile_backend = backend
+    compile_layers(trainer)
+    assert trainer.accelerator.prepare_model(trainer.model) is trainer.model and len(transformer_layers(trainer.model)) == 2
+    trainer.model(input_ids=torch.ones(1, 8, dtype=torch.long), use_cache=False)
+    assert len(graphs) == 1
+
+
+@pytest.fixture
+def quantized_model():
+    """Makes a model with one layer, which has one 4-bit weight."""
     from bitsandbytes.nn import Linear4bit
 
     class Layer(torch.nn.Module):
@@ -97,16 +121,38 @@ def test_changed_4bit_weights_stop_the_run(capsys):
         def forward(self, x):
             return self.layer(x)
 
-    model = Model().to("cpu")
+    yield lambda: Model().to("cpu")
+    torch.compiler.set_stance("default")
+
+
+def test_changed_4bit_weights_stop_the_run(capsys, quantized_model):
+    """One bit is flipped between loading and the first forward pass."""
+    model = quantized_model()
     install_byte_check(model)
     assert model(torch.ones(1, 64)).shape == (1, 64)
     assert "kept the 4-bit weights: 1 compared" in capsys.readouterr().out
 
-    model = Model().to("cpu")
+    model = quantized_model()
     install_byte_check(model)
     model.layer.linear.weight.data.view(torch.uint8)[100] ^= 1
     with pytest.raises(RuntimeError, match="changed the 4-bit weights"):
         model(torch.ones(1, 64))
+
+
+def test_4bit_layers_are_compiled_after_the_comparison(capsys, quantized_model):
+    """A layer that is compiled before keeps the hooks of the comparison in its graph."""
+    model, graphs = quantized_model(), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model.layer.compile(backend=backend)
+    install_byte_check(model)
+    model(torch.ones(1, 64))
+    assert "1 compared byte for byte" in capsys.readouterr().out and not graphs
+    model(torch.ones(1, 64))
+    assert len(graphs) == 1 and not capsys.readouterr().out
 
 
 @pytest.fixture

@@ -187,6 +187,8 @@ def install_byte_check(model: torch.nn.Module) -> None:
     modules = [module for layer in layers[:1] + layers[-1:] for module in layer.modules()]
     quantized = {id(m.weight): m for m in modules if type(getattr(m, "weight", None)).__name__ == "Params4bit"}
     unchanged = []
+    if quantized:
+        torch.compiler.set_stance("force_eager")  # compiled layers would call the hooks again after their removal
 
     def install(module: torch.nn.Module, loaded: str) -> None:
         def compare(module: torch.nn.Module, inputs: tuple) -> None:
@@ -198,6 +200,7 @@ def install_byte_check(model: torch.nn.Module) -> None:
                 )
             unchanged.append(module)
             if len(unchanged) == len(quantized):
+                torch.compiler.set_stance("default")
                 print_once(f"Sharding kept the 4-bit weights: {len(unchanged)} compared byte for byte.")
 
         hook = module.register_forward_pre_hook(compare)

@@ -116,7 +116,8 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> No
     device = trainer.accelerator.device
     model.eval()
     torch.manual_seed(0)  # on every process, so that they generate the same tokens
-    with torch.no_grad(), trainer.autocast_smart_context_manager():
+    # Compiled layers would be compiled again for every layer's part of the cache.
+    with torch.no_grad(), trainer.autocast_smart_context_manager(), torch.compiler.set_stance("force_eager"):
         generated = model.generate(
             input_ids=torch.tensor(ids, device=device),
             attention_mask=torch.tensor(mask, device=device),

@@ -13,7 +13,7 @@ from harness.run.failures import check_disk_space, exit_for_known_failure
 from harness.run.outputs import count_parameters, generate_samples, print_summary, save_model, write_results
 from harness.run.profile import Profile
 from harness.run.progress import Progress
-from harness.run.sharding import AfterWrapping, prepare_gradient_scaler, prepare_sharding
+from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
 from harness.run.stopping import BatchReader, LastStepReached, StopAfterSignal, StopAtLastStep, StopOnNan, make_cpu_group
 
 from transformers import Trainer
@@ -47,6 +47,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     held = folder.lock(output_dir) if trainer.is_world_process_zero() and not launched.recipe else None
     config = configs.read(launched.config)
     show_buffers = prepare_sharding(trainer, config)
+    compile_layers(trainer)
     install_byte_check(trainer.model)
     repeat_stream(trainer)
     checkpoint = find_checkpoint(trainer.args)

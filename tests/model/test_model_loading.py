@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from packaging.requirements import Requirement
-from transformers import dependency_versions_table
+from transformers import AutoConfig, BloomConfig, Qwen2Config, dependency_versions_table
 from trl import ModelConfig, SFTConfig
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
@@ -91,3 +91,45 @@ def test_attention_and_its_cost_are_printed(capsys, rehearse, workdir):
     training_args.packing = False
     assert not printed(None, Launched(recipe="a.py", on_cpu=True))
     assert printed(FLASH, gpu)[1].startswith(f"Attention: {FLASH}, not varlen: it is for rows packed with")
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    """Makes the folder of a mixture-of-experts model with 4 fused experts in each of 2 layers; it has no weights."""
+
+    def make(model_type, experts):
+        sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+        sizes |= {"vocab_size": 256, "intermediate_size": 32, "moe_intermediate_size": 32, experts: 4, "num_experts_per_tok": 2}
+        AutoConfig.for_model(model_type, **sizes, dtype="bfloat16").save_pretrained(tmp_path / model_type)
+        return str(tmp_path / model_type)
+
+    return make
+
+
+IN_4BIT, ALL = {"load_in_4bit": True, "dtype": "bfloat16"}, "all-linear"
+STAY = "--load_in_4bit does not quantize fused experts: 49,152 of "
+SKIPPED = "skips the fused experts: --lora_target_parameters down_proj gate_up_proj --lora_dropout 0"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "experts", "options", "expected"),
+    [
+        ("gpt_oss", "num_local_experts", {**IN_4BIT, "lora_target_modules": ALL}, [STAY, "stay in bfloat16 (0.0 GB)", SKIPPED]),
+        ("gpt_oss", "num_local_experts", {"lora_target_modules": ALL}, [SKIPPED]),
+        ("gpt_oss", "num_local_experts", {"lora_target_modules": ["q_proj", "v_proj"]}, []),
+        ("qwen3_moe", "num_experts", {**IN_4BIT, "lora_target_modules": ALL, "lora_dropout": 0.0}, [STAY]),  # PEFT adds them
+    ],
+)
+def test_experts_that_are_not_quantized_or_trained_are_named(mixture, capsys, model_type, experts, options, expected):
+    """4 experts of 3 x 64 x 32 weights in each of 2 layers."""
+    loading.check_experts(ModelConfig(mixture(model_type, experts), use_peft=True, **options))
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == bool(expected) and all(words in printed for words in expected)
+    assert (SKIPPED in printed) == (SKIPPED in expected)
+
+
+def test_adapter_that_peft_refuses_is_an_error(mixture, error_of):
+    """Experts have no dropout; 0.05 is TRL's default."""
+    model_args = ModelConfig(mixture("qwen3_moe", "num_experts"), use_peft=True, lora_target_modules=ALL)
+    message = error_of(loading.check_experts, model_args)
+    assert message.startswith("--use_peft: PEFT refuses the adapter") and message.endswith("--lora_dropout 0)")

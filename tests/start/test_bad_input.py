@@ -97,6 +97,21 @@ KINDS = {
         "--tiny llama31_70b_qlora 2x3090_qlora --bnb_4bit_quant_storage uint8",
         "uint8 cannot be sharded",
     ),
+    "4-bit weights in the other 16-bit dtype": (f"{TINY} --use_peft --load_in_4bit --dtype float16", "pass --dtype bfloat16"),
+    "sharded 4-bit weights in another dtype": ("--tiny llama31_70b_qlora 2x3090_qlora --dtype float32", "compute in bfloat16"),
+    "sharded 4-bit weights with fp16": (
+        "--tiny qwen2_chat 3xt4_full_shard --use_peft --load_in_4bit",
+        "use a config without mixed_precision: fp16",
+    ),
+    "compilation of sharded 4-bit weights": (
+        "--tiny llama31_70b_qlora 2x3090_qlora --torch_compile true",
+        "--torch_compile: bitsandbytes wraps sharded 4-bit weights",
+    ),
+    "tensor parallelism by a flag": (
+        f'{TINY} --model_init_kwargs \'{{"tp_plan": "auto"}}\'',
+        "--model_init_kwargs: tp_plan: tensor, context and sequence parallelism are not supported",
+    ),
+    "context parallelism by a variable": (TINY, "PARALLELISM_CONFIG_CP_SIZE: tensor", {"PARALLELISM_CONFIG_CP_SIZE": "2"}),
     "token on the command line": (f"{TINY} --hub_token hf_secret", "hf auth login`"),
     "upload": (f"{TINY} --push_to_hub", "hf upload OWNER/NAME`"),
     "only one checkpoint": (f"{TINY} --save_total_limit 1", "pass 2 or more"),

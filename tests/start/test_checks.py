@@ -2,6 +2,9 @@
 
 import functools
 import os
+import runpy
+import sys
+from types import SimpleNamespace
 
 import harness
 from harness.configs import AccelerateConfig
@@ -10,6 +13,8 @@ from harness.start import checks, launch
 
 import pytest
 import torch
+from conftest import ROOT
+from trl import ModelConfig
 
 
 @pytest.mark.parametrize(("gpus", "on_cpu"), [(8, False), (4, True), (0, True)])
@@ -17,7 +22,6 @@ def test_rehearsal_uses_gpus_only_if_there_are_enough(monkeypatch, gpus, on_cpu)
     """Two machines with four GPUs each are eight processes on this machine."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     launched = Launched(config="hybrid.yaml", processes=8, tiny=True)
     launch.set_device(launched, AccelerateConfig("hybrid.yaml", mixed_precision="bf16"), use_cpu=False)
     assert launched.on_cpu == on_cpu
@@ -66,17 +70,62 @@ def test_one_process_sees_one_gpu(monkeypatch, visible, expected):
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
-def test_bf16_needs_compute_capability_8(monkeypatch, error_of):
+BF16, FP16, NEITHER = {"bf16": True, "fp16": False}, {"bf16": False, "fp16": True}, {"bf16": False, "fp16": False}
+
+
+@pytest.mark.parametrize(
+    ("precision", "model", "is_sharded", "words"),
+    [
+        (BF16, {}, True, "pass --bf16 false --fp16 true --dtype float32"),  # by the config, the recipe or a flag
+        (BF16, {"use_peft": True, "load_in_4bit": True}, False, "pass --bf16 false --fp16 true --dtype float16"),
+        (NEITHER, {"dtype": "bfloat16"}, True, "pass --bf16 false --fp16 true --dtype float32"),
+        (NEITHER, {"dtype": "bfloat16", "use_peft": True, "load_in_4bit": True}, True, "sharded 4-bit weights compute in bf16"),
+        (FP16, {}, True, ""),  # --bf16 false --fp16 true with a config for bf16
+        (FP16, {"dtype": "float16", "use_peft": True, "load_in_4bit": True}, False, ""),
+        (NEITHER, {}, False, ""),
+    ],
+)
+def test_bf16_needs_compute_capability_8(monkeypatch, error_of, precision, model, is_sharded, words):
+    """Whatever makes the run compute in bf16. The second GPU of this machine is a T4."""
     capability = {0: (8, 6), 1: (7, 5)}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capability))
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability.get)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
-    bf16, fp16 = (AccelerateConfig("c.yaml", mixed_precision=precision) for precision in ("bf16", "fp16"))
-    message = error_of(checks.check_bf16, bf16, 2)
-    assert "Tesla T4 has compute capability 7.5" in message and "mixed_precision: fp16" in message
-    checks.check_bf16(bf16, 1)
-    checks.check_bf16(fp16, 2)
-    capability[1] = (8, 0)
-    checks.check_bf16(bf16, 2)
+    arguments = SimpleNamespace(**precision), ModelConfig(**model), is_sharded
+    checks.check_bf16(*arguments, 1)
+    if words:
+        message = error_of(checks.check_bf16, *arguments, 2)
+        assert "Tesla T4 has compute capability 7.5" in message and words in message
+    else:
+        checks.check_bf16(*arguments, 2)
+
+
+def test_launcher_checks_bf16(monkeypatch, error_of):
+    """`parse` does, once the arguments of the run are known. (On this machine there is no GPU.)"""
+    calls = []
+    monkeypatch.setattr(checks, "check_bf16", lambda *arguments: calls.append(arguments[2:]))
+    launched = Launched(str(ROOT / "recipes/qwen2_chat.py"), str(ROOT / "accelerate_configs/4gpu_ddp.yaml"), 4, only_check=True)
+    monkeypatch.setattr(sys, "argv", ["qwen2_chat.py", "--bf16", "false", "--model_name_or_path", "/nowhere"])
+    for name, value in launched.to_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert "/nowhere" in error_of(runpy.run_path, launched.recipe, run_name="__main__")
+    assert calls == [(False, 4)]
+
+
+def test_compilation_needs_triton(error_of):
+    arguments = SimpleNamespace(**FP16, torch_compile=True, torch_compile_backend="inductor"), ModelConfig(), False
+    checks.check_gpus(*arguments, Launched())
+    message = error_of(checks.check_gpus, *arguments, Launched(no_triton="no compiler (apt install gcc)"))
+    assert message == "--torch_compile needs Triton, which cannot be used here: no compiler (apt install gcc): leave out the flag"
+
+
+def test_dtype_of_sharded_4bit_weights_in_a_recipe(error_of):
+    """It would be replaced by bfloat16; a flag is tested in test_bad_input.py."""
+    script_args, training_args = SimpleNamespace(given=set()), SimpleNamespace(**NEITHER, torch_compile=False)
+    checks.check_sharded_4bit(script_args, training_args, ModelConfig())
+    message = error_of(checks.check_sharded_4bit, script_args, training_args, ModelConfig(dtype="float16"))
+    assert "--dtype float16: sharded 4-bit weights compute in bfloat16" in message
 
 
 def test_untested_versions_are_a_warning(monkeypatch, tmp_path, capsys):

@@ -279,6 +279,49 @@ def print_attention(training_args: TrainingArguments, model_args: ModelConfig, l
     print_once(f"Attention: {used or 'chosen by transformers, SDPA for most models'}{why}.{cost}")
 
 
+def check_experts(model_args: ModelConfig) -> None:
+    """Prints what 4-bit weights and adapters do with fused experts, which are 3-D parameters and no linear layers.
+
+    Raises UserError if PEFT refuses to put the adapter on the model.
+    """
+    import torch
+    from peft import get_peft_model
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from trl import get_peft_config
+
+    config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if not model_args.use_peft or model_class is None or not any("expert" in name for name in config.to_dict()):
+        return
+    with torch.device("meta"):
+        model = model_class(config)
+    experts = {name: weight for name, weight in model.named_parameters() if weight.dim() > 2}
+    total, fused = model.num_parameters(), sum(weight.numel() for weight in experts.values())
+    if not fused:
+        return
+    try:
+        adapter = get_peft_model(model, get_peft_config(model_args))
+    except ValueError as error:
+        raise UserError(f"--use_peft: PEFT refuses the adapter: {error} (for fused experts: --lora_dropout 0)") from error
+    trained = " ".join(name for name, weight in adapter.named_parameters() if weight.requires_grad)
+    has_adapter = any(name.rpartition(".")[0] in trained for name in experts)
+    messages = []
+    if model_args.load_in_4bit:
+        dtype = getattr(torch, model_args.dtype or "auto", config.dtype or torch.float32)  # "auto" is no attribute of torch
+        messages.append(
+            f"--load_in_4bit does not quantize fused experts: {fused:,} of {total:,} parameters stay in "
+            f"{str(dtype).removeprefix('torch.')} ({fused * dtype.itemsize / 1e9:.1f} GB)."
+        )
+    if "all-linear" in (model_args.lora_target_modules or "") and not has_adapter:
+        names = sorted({name.rpartition(".")[2] for name in experts})
+        messages.append(
+            f"The adapter (all-linear) skips the fused experts: --lora_target_parameters {' '.join(names)} --lora_dropout 0 adds "
+            "them."
+        )
+    if messages:
+        print_once(" ".join(messages))
+
+
 def check_model(training_args: TrainingArguments, model_args: ModelConfig, with_weights: bool) -> None:
     """Raises UserError unless config, tokenizer and (in a folder) weights can be read and fit each other and the run."""
     from transformers import AutoTokenizer

@@ -203,7 +203,7 @@ def describe_run(trainer: Trainer, batch: dict, config: AccelerateConfig, launch
         packed=packed,
         is_adapter=is_adapter,
         hub_bytes=getattr(torch, dtype).itemsize,
-        needs_bf16=bool(args.bf16) or packed > 0,
+        needs_bf16=not args.fp16 and (bool(args.bf16) or any(weight.dtype is torch.bfloat16 for weight in weights)),
         tokens=batch["input_ids"].numel(),
         micro_batch=args.per_device_train_batch_size,
         accumulation=args.gradient_accumulation_steps,

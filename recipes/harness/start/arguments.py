@@ -33,7 +33,7 @@ from harness.data import chat_templates
 from harness.data.loading import ScriptArguments, check_dataset, digest_local_files, print_ignored_files, use_prepared_files
 from harness.hub import wait_for_hub
 from harness.launched import Checked, Launched, UserError, print_once
-from harness.model.loading import check_model, print_attention, set_loading_options
+from harness.model.loading import check_experts, check_model, print_attention, set_loading_options
 from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes.network import check_all_reduce, exit_with_causes
 from harness.rehearsal import tiny
@@ -90,6 +90,8 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
         checks.check_arguments(*arguments)
         checks.check_flags_have_effect(*arguments, is_sharded)
     set_loading_options(training_args, model_args, is_sharded, launched)
+    if is_checking and launched.mode == "train" and not training_args.use_cpu:
+        checks.check_gpus(training_args, model_args, is_sharded, launched)
     if is_checking and launched.mode != "plan":
         check_run(arguments, launched, is_sharded)
     if launched.mode == "prepare" and launched.only_check:  # `commands/prepare.py` downloads the files next
@@ -144,14 +146,14 @@ def quiet_libraries() -> None:
     for module in ("transformers", "trl", "peft", "accelerate"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)  # how one library calls another
     warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # about accelerate's calls
-    # `check_run` prints that a dataset comes from the cache where the Hub cannot be reached.
-    for name in ("datasets.load", "datasets.packaged_modules.cache.cache"):
-        logging.getLogger(name).addFilter(_is_not_about_offline)
+    # `check_run` prints that a dataset comes from the cache where the Hub cannot be reached; a CPU has no TF32.
+    for name in ("datasets.load", "datasets.packaged_modules.cache.cache", "transformers.training_args"):
+        logging.getLogger(name).addFilter(_is_useful)
 
 
-def _is_not_about_offline(record: logging.LogRecord) -> bool:
+def _is_useful(record: logging.LogRecord) -> bool:
     message = record.getMessage()
-    return "offline mode" not in message and not message.startswith("Found the latest")
+    return not any(words in message for words in ("offline mode", "Found the latest", "The speedups for torchdynamo"))
 
 
 class Parser(trl.TrlParser):
@@ -318,6 +320,7 @@ def check_model_and_dataset(arguments: Arguments, launched: Launched) -> None:
         if HF_HUB_OFFLINE:
             print_once("Offline (HF_HUB_OFFLINE): using the model and dataset that are on this machine.")
         check_model(training_args, model_args, with_weights=launched.mode != "preview")
+    check_experts(model_args)
     rows = check_dataset(script_args)
     chat_templates.check_conversations(training_args, model_args, script_args.given, rows, display_name)
 

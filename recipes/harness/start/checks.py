@@ -7,7 +7,6 @@ import shutil
 import sys
 from pathlib import Path
 
-from harness.configs import AccelerateConfig
 from harness.data.loading import ScriptArguments
 from harness.launched import Launched, UserError, print_once
 
@@ -55,18 +54,31 @@ def count_gpus() -> int:
     return count
 
 
-def check_bf16(config: AccelerateConfig, gpus: int) -> None:
-    """Raises UserError for bf16 on a GPU that only emulates it; `torch.cuda.is_bf16_supported` accepts those."""
+def check_gpus(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool, launched: Launched) -> None:
+    """Raises UserError if this machine's GPUs cannot compute what the arguments ask for."""
+    check_bf16(training_args, model_args, is_sharded, max(1, launched.processes // launched.nodes))
+    if training_args.torch_compile and training_args.torch_compile_backend == "inductor" and launched.no_triton:
+        raise UserError(f"--torch_compile needs Triton, which cannot be used here: {launched.no_triton}: leave out the flag")
+
+
+def check_bf16(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool, gpus: int) -> None:
+    """Raises UserError for bf16 on a GPU that only emulates it; `torch.cuda.is_bf16_supported` accepts those.
+
+    The config, the recipe or a flag can set mixed precision. Without it the model computes in its own dtype.
+    """
     import torch
 
-    if config.mixed_precision != "bf16":
+    if training_args.fp16 or not (training_args.bf16 or model_args.dtype == "bfloat16"):
         return
-    for index in range(gpus):
+    advice = f"pass --bf16 false --fp16 true --dtype {'float16' if model_args.use_peft else 'float32'}"
+    if model_args.load_in_4bit and is_sharded:
+        advice = "sharded 4-bit weights compute in bf16 only, so use other GPUs"
+    for index in range(min(gpus, torch.cuda.device_count())):
         major, minor = torch.cuda.get_device_capability(index)
         if major < 8:
             raise UserError(
-                f"{config.name}: mixed_precision is bf16, but {torch.cuda.get_device_name(index)} has compute capability "
-                f"{major}.{minor} and no bf16 arithmetic: use a config with mixed_precision: fp16"
+                f"this run computes in bf16, but {torch.cuda.get_device_name(index)} has compute capability {major}.{minor} and "
+                f"no bf16 arithmetic: {advice}"
             )
 
 
@@ -148,6 +160,26 @@ def check_arguments(script_args: ScriptArguments, training_args: TrainingArgumen
         raise UserError(
             "--load_in_4bit, --load_in_8bit: quantized weights are frozen, so nothing would be trained: add --use_peft"
         )
+    check_parallelism(training_args)
+
+
+def check_parallelism(training_args: TrainingArguments) -> None:
+    """Raises UserError for tensor, context or sequence parallelism that a flag or a variable asks for.
+
+    `configs.read` refuses the keys of a config. Batch sizes and tokens/s would be wrong by the number of processes that share
+    a row.
+    """
+    model_init_kwargs = getattr(training_args, "model_init_kwargs", None) or {}
+    options = [name for name in ("distributed_config", "tp_plan", "tp_size") if name in model_init_kwargs]
+    asking = [f"--model_init_kwargs: {name}" for name in options]
+    if training_args.parallelism_config:
+        asking.append("--parallelism_config")
+    for kind in ("TP", "CP", "SP"):  # what `accelerate launch --parallelism_config_tp_size` sets
+        name = f"PARALLELISM_CONFIG_{kind}_SIZE"
+        if os.environ.get(name, "1") != "1":
+            asking.append(name)
+    if asking:
+        raise UserError(f"{asking[0]}: tensor, context and sequence parallelism are not supported: leave it out")
 
 
 def check_flags_have_effect(
@@ -174,6 +206,8 @@ def check_flags_have_effect(
         raise UserError("--load_in_8bit: FSDP2 shards floating-point parameters only, so it is for one GPU: use --load_in_4bit")
     if model_args.load_in_4bit and is_sharded:
         check_sharded_4bit(script_args, training_args, model_args)
+    elif model_args.load_in_4bit:
+        check_unsharded_4bit(training_args, model_args)
 
 
 def check_sharded_4bit(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
@@ -183,13 +217,30 @@ def check_sharded_4bit(script_args: ScriptArguments, training_args: TrainingArgu
             f"--bnb_4bit_quant_storage {model_args.bnb_4bit_quant_storage} cannot be sharded: FSDP2 shards floating-point "
             "parameters only and would leave the whole model on every GPU: leave out the flag (float32)"
         )
-    if (training_args.bf16 or training_args.fp16) and script_args.given & {"bf16", "fp16"}:
+    if training_args.fp16 or (training_args.bf16 and "bf16" in script_args.given):
         raise UserError(
-            "--bf16 and --fp16 would cast the weights, which destroys packed 4-bit ones: leave out the flag; the model computes "
-            "in the dtype it is loaded in (bf16)"
+            "--bf16 and --fp16 would cast the weights, which destroys packed 4-bit ones; sharded ones compute in bf16: leave out "
+            "the flag, and use a config without mixed_precision: fp16"
         )
-    if "dtype" in script_args.given and model_args.dtype != "bfloat16":
+    default = ModelConfig().dtype
+    if model_args.dtype != "bfloat16" and ("dtype" in script_args.given or model_args.dtype != default):
         raise UserError(f"--dtype {model_args.dtype}: sharded 4-bit weights compute in bfloat16: leave out the flag")
+    if training_args.torch_compile:
+        raise UserError(
+            "--torch_compile: bitsandbytes wraps sharded 4-bit weights again in every forward pass, which cannot be compiled: leave "
+            "out the flag"
+        )
+
+
+def check_unsharded_4bit(training_args: TrainingArguments, model_args: ModelConfig) -> None:
+    """Raises UserError for 16-bit weights of another dtype than that of mixed precision: autocast cannot mix the two."""
+    flag, computes_in = ("--bf16", "bfloat16") if training_args.bf16 else ("--fp16", "float16")
+    is_mixed = training_args.bf16 or training_args.fp16
+    if is_mixed and model_args.dtype in ("bfloat16", "float16") and model_args.dtype != computes_in:
+        raise UserError(
+            f"--dtype {model_args.dtype}: with {flag}, or that mixed_precision, the rest of a 4-bit model computes in "
+            f"{computes_in}: pass --dtype {computes_in}"
+        )
 
 
 def check_trackers(names: list[str]) -> None:

@@ -177,12 +177,11 @@ def build_trainer(launched: Launched, arguments: list[str]) -> Any:
 
 
 def set_device(launched: Launched, config: AccelerateConfig, use_cpu: bool) -> None:
-    """Sets `on_cpu`. Raises UserError if the machine has too few GPUs, or GPUs without the config's precision."""
+    """Sets `on_cpu`. Raises UserError if the machine has too few GPUs."""
     from harness.start import checks
 
     gpus = launched.processes // launched.nodes
     if not use_cpu and checks.count_gpus() >= gpus:
-        checks.check_bf16(config, gpus)
         return
     if not (launched.tiny or use_cpu):
         found = checks.count_gpus() or "none"

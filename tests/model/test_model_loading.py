@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from packaging.requirements import Requirement
-from transformers import AutoConfig, BloomConfig, Qwen2Config, dependency_versions_table
+from transformers import AutoConfig, dependency_versions_table
 from trl import ModelConfig, SFTConfig
 from trl.kernels import chunked_logprob
 from trl.trainer import utils

@@ -26,7 +26,7 @@ def train(trainer: Trainer) -> None:
         trainer: a `transformers.Trainer` or `trl.SFTTrainer`, as built; `trainer.args.output_dir` is the run's folder.
 
     Raises:
-        UserError: for what the user can mend.
+        UserError: for what the user can fix.
         RuntimeError: if the run is not sharded as its config says, if sharding changed 4-bit weights, or if the loss is NaN.
     """
     launched = Launched.from_environment()

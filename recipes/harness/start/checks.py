@@ -227,8 +227,8 @@ def check_sharded_4bit(script_args: ScriptArguments, training_args: TrainingArgu
         raise UserError(f"--dtype {model_args.dtype}: sharded 4-bit weights compute in bfloat16: leave out the flag")
     if training_args.torch_compile:
         raise UserError(
-            "--torch_compile: bitsandbytes wraps sharded 4-bit weights again in every forward pass, which cannot be compiled: leave "
-            "out the flag"
+            "--torch_compile: bitsandbytes wraps sharded 4-bit weights again in every forward pass, which cannot be compiled: "
+            "leave out the flag"
         )
 
 

@@ -1,5 +1,6 @@
 """How a model is loaded: its attention, and how its loss is computed."""
 
+import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 from conftest import ROOT
 from packaging.requirements import Requirement
-from transformers import AutoConfig, dependency_versions_table
+from transformers import AutoConfig, BitsAndBytesConfig, dependency_versions_table
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from trl import ModelConfig, SFTConfig
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
@@ -66,6 +68,26 @@ def test_loss_without_triton(monkeypatch):
     monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
     loading.set_loading_options(SFTConfig(use_cpu=True), ModelConfig(), False, Launched(on_cpu=True, no_triton="no compiler"))
     assert not chunked_logprob._use_triton(torch.device("cuda")) and utils._CHUNKED_LOGPROB_CHUNK_SIZE == 4096
+
+
+@pytest.mark.parametrize("quantized", [False, True], ids=["float32", "4-bit"])
+def test_model_of_one_gpu_is_not_split_onto_the_cpu(monkeypatch, quantized):
+    """TRL would pass device_map="auto". Without a map, quantized weights are still loaded onto the GPU."""
+    loaded, training_args = [], SFTConfig(use_cpu=True, bf16=False)
+    model_args = ModelConfig("some/model", load_in_4bit=quantized)
+    loading.set_loading_options(training_args, model_args, is_sharded=False, launched=Launched())
+    monkeypatch.setattr(utils, "PartialState", lambda: SimpleNamespace(device=torch.device("cuda", 0)))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    architecture = SimpleNamespace(from_pretrained=lambda name, **options: loaded.append(options))
+    utils.create_model_from_path("some/model", architecture, **training_args.model_init_kwargs)
+    assert loaded[0]["device_map"] is None
+    if quantized:
+        # The library's own class, even if an earlier test has changed the imported one.
+        spec = importlib.util.find_spec(Bnb4BitHfQuantizer.__module__)
+        spec.loader.exec_module(original := importlib.util.module_from_spec(spec))
+        quantizer = original.Bnb4BitHfQuantizer(BitsAndBytesConfig(load_in_4bit=True))
+        assert quantizer.update_device_map(loaded[0]["device_map"]) == {"": 0}
 
 
 def test_attention_and_its_cost_are_printed(capsys, rehearse, workdir):

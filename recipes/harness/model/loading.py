@@ -59,6 +59,9 @@ def set_loading_options(training_args: TrainingArguments, model_args: ModelConfi
             "dtype": model_args.dtype,
             "revision": model_args.model_revision,
             "attn_implementation": model_args.attn_implementation,
+            # TRL's default on one GPU is "auto", which leaves layers on the CPU if the model does not fit. None loads into host
+            # memory, from where the trainer moves the model to the GPU; quantized weights are loaded onto the GPU.
+            "device_map": None,
         }
         training_args.model_init_kwargs = options | given
 

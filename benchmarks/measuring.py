@@ -132,6 +132,9 @@ def measure(
         flags: further flags of the recipe.
         sizes: keys of the model's config with other values.
     """
+    from harness import configs
+    from harness.start.launch import allocator_settings
+
     settings = settings_of(config)
     fsdp_config = settings.get("fsdp_config", {})
     is_offloaded, is_on_gpu = bool(fsdp_config.get("fsdp_offload_params")), device["gpus"] > 0
@@ -154,7 +157,8 @@ def measure(
             subprocess.run([inputs.ROOT / "launch.sh", "--prepare", recipe], cwd=folder, env=environment)
         if limit:
             share = f"per_process_memory_fraction:{min(1.0, limit / device['bytes']):.4f}"
-            environment["PYTORCH_ALLOC_CONF"] = f"expandable_segments:True,{share}"
+            usual = allocator_settings(configs.read(str(path)), inputs.ROOT / f"recipes/{recipe}.py", flags)
+            environment["PYTORCH_ALLOC_CONF"] = f"{usual},{share}"
         results = run([recipe, str(path) if changes else config, *words[2:]], folder, environment)
     rate = find_device_in_process("float16" if precision == "fp16" else "bfloat16")["matrix_tflops"]
     record = {

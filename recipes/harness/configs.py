@@ -87,6 +87,7 @@ class AccelerateConfig:
     reduce_each_batch: bool = False
     reduce_dtype: str = "float32"
     activation_checkpointing: bool = False
+    activation_checkpointing_offload: bool = False
     cpu_ram_efficient_loading: bool = False
 
     @property
@@ -134,6 +135,7 @@ def read(path: str) -> AccelerateConfig:
         reduce_each_batch=fsdp.get("fsdp_reduce_each_batch", False),
         reduce_dtype=fsdp.get("fsdp_reduce_dtype", "float32"),
         activation_checkpointing=fsdp.get("fsdp_activation_checkpointing", False),
+        activation_checkpointing_offload=fsdp.get("fsdp_activation_checkpointing_offload", False),
         cpu_ram_efficient_loading=fsdp.get("fsdp_cpu_ram_efficient_loading", False),
     )
 

@@ -1,5 +1,6 @@
 """benchmarks/on_gpu.py: models have their real shapes, one measurement runs on the CPU, and README has the measurements."""
 
+import contextlib
 import json
 import re
 import sys
@@ -44,6 +45,16 @@ def test_every_recipe_is_measured_on_any_number_of_gpus():
     assert ("4gpu_full_shard", {"num_machines": 1, "num_processes": 1}) in on_gpu.pairs("llama31_8b_lora", 1)
     assert ("4gpu_full_shard", {}) in on_gpu.pairs("llama31_8b_lora", 4)
     assert {card for card in measuring.CARDS if any(card in config.stem for config in CONFIGS)} == set(measuring.CARDS)
+
+
+def test_measurement_limits_memory_and_keeps_the_settings_of_the_launcher(monkeypatch, tmp_path):
+    environments, environment = [], {}
+    monkeypatch.setattr(measuring, "served_inputs", lambda *args, **sizes: contextlib.nullcontext((tmp_path, environment, 1)))
+    monkeypatch.setattr(measuring, "run", lambda words, folder, environment: environments.append(environment) or {"failed": ""})
+    monkeypatch.setattr(measuring, "find_device_in_process", lambda dtype: {"matrix_tflops": 1})
+    measuring.measure("qwen2_fineweb_edu", "1x3090_offload", {}, {"gpus": 1, "device": "any", "bytes": 48e9}, 2)
+    settings = environments[0]["PYTORCH_ALLOC_CONF"]
+    assert settings.startswith("expandable_segments:True,pinned_max_") and settings.endswith("_fraction:0.5000")
 
 
 def test_measurement_on_cpu(monkeypatch):

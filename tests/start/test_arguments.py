@@ -2,15 +2,17 @@
 
 import ast
 import os
+import sys
 
+from harness import configs
 from harness.configs import AccelerateConfig
-from harness.launched import Launched
 from harness.run import sharding
 from harness.start import launch
 
 import pytest
+import torch
 from accelerate.utils import DistributedDataParallelKwargs
-from conftest import RECIPES
+from conftest import RECIPES, ROOT
 
 
 @pytest.mark.parametrize(
@@ -57,15 +59,44 @@ def test_eval_steps_and_save_steps_are_shares_of_the_run(recipe):
     assert len(values) == 2 and all(0 < value < 1 for value in values.values())
 
 
+PINNED = ",pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "expected"),
+    [
+        ("1x3090", [], "expandable_segments:True"),
+        ("1x3090_offload", [], f"expandable_segments:True{PINNED}"),
+        ("1x3090_offload", ["--activation_offloading"], "expandable_segments:True"),
+    ],
+)
+def test_allocator_settings(config, words, expected):
+    """Segments grow, and the pinned memory of offloaded weights is not rounded up."""
+    recipe, path = ROOT / "recipes/qwen2_chat.py", ROOT / f"accelerate_configs/{config}.yaml"
+    assert launch.allocator_settings(configs.read(str(path)), recipe, words) == expected
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "a"}, "a"), ({"PYTORCH_CUDA_ALLOC_CONF": "a"}, None)],
 )
-def test_expandable_segments_are_the_default(monkeypatch, variables, expected):
-    """The user can set the allocator by the newer or the older name of the variable."""
+def test_allocator_variable_of_the_user_is_kept(monkeypatch, variables, expected):
+    """The newer or the older name of the variable. The run is stopped after it was set."""
     monkeypatch.setattr(os, "environ", dict(variables))
-    launch.set_environment(Launched(tiny=True))
+    monkeypatch.setattr(launch.processes, "import_libraries", lambda: sys.exit())
+    with pytest.raises(SystemExit):
+        launch.main(["--tiny", str(ROOT / "recipes/qwen2_chat.py"), str(ROOT / "accelerate_configs/1x3090.yaml")])
     assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+
+
+def test_torch_knows_the_settings_of_pinned_memory():
+    """Its parser skips unknown names, and refuses a known one without a number. Uncached is what is not rounded."""
+    settings = dict(setting.split(":") for setting in PINNED.strip(",").split(","))
+    torch._C._accelerator_setAllocatorSettings(f"unknown_name:x,expandable_segments:False{PINNED}")
+    for name in settings:
+        with pytest.raises(ValueError, match="stoull"):
+            torch._C._accelerator_setAllocatorSettings(f"expandable_segments:False,{name}:x")
+    assert settings["pinned_max_cached_size_mb"] <= settings["pinned_max_round_threshold_mb"], "pytorch/pytorch#192722"
 
 
 def test_ddp_does_not_search_unused_parameters_by_default(build_trainer):

@@ -99,5 +99,9 @@ def test_closed_pipe_is_no_error(environment, arguments):
         ("--max_steps 3", False),
     ],
 )
-def test_asks_for_cpu(words, expected):
-    assert flags.asks_for_cpu(words.split()) == expected
+def test_is_true(tmp_path, words, expected):
+    """A flag, and without it the recipe's value."""
+    assert flags.is_true("use_cpu", words.split()) == expected
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("parse(SFTConfig, use_cpu=True)\n")
+    assert flags.is_true("use_cpu", words.split(), recipe) == (expected or "use" not in words)

@@ -38,7 +38,7 @@ from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes.network import check_all_reduce, exit_with_causes
 from harness.rehearsal import tiny
 from harness.start import checks
-from harness.start.flags import asks_for_cpu, unknown_flag
+from harness.start.flags import is_true, unknown_flag
 
 import datasets
 import torch
@@ -116,7 +116,7 @@ def find_launched() -> Launched:
         return launched
     launched.config = config_of_accelerate_launch()
     launched.processes = int(os.environ.get("WORLD_SIZE", 1))
-    launched.on_cpu = asks_for_cpu(sys.argv)
+    launched.on_cpu = is_true("use_cpu", sys.argv)
     os.environ.update(launched.to_environment())  # for `train`
     if os.environ.get("ACCELERATE_USE_FSDP") != "true":
         return launched

@@ -89,11 +89,22 @@ def unknown_flag(flag: str, known: list[str]) -> str:
     return f"unknown flag {flag}: " + (f"did you mean {near[0]}?" if near else "--help lists what the recipe sets")
 
 
-def asks_for_cpu(words: list[str]) -> bool:
-    """Whether a recipe's flags set `use_cpu`."""
+def is_true(name: str, words: list[str], recipe: Path | None = None) -> bool:
+    """Whether the flags `words` set a boolean argument; without the flag, whether the recipe does."""
+    default = False
+    if recipe:
+        default = any(isinstance(value, ast.Constant) and value.value is True for value in recipe_values(recipe, name))
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--use_cpu", "--use-cpu", nargs="?", const="true", default="false")
-    return parser.parse_known_args(words)[0].use_cpu.lower() in ("yes", "true", "t", "y", "1")  # as transformers reads them
+    parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true", default=str(default))
+    value = getattr(parser.parse_known_args(words)[0], name)
+    return value.lower() in ("yes", "true", "t", "y", "1")  # as transformers reads them
+
+
+def recipe_values(recipe: Path, name: str) -> list[ast.expr]:
+    """What a recipe passes to `parse` for an argument."""
+    calls = [node for node in ast.walk(ast.parse(recipe.read_text("utf-8"))) if isinstance(node, ast.Call)]
+    keywords = [keyword for call in calls if getattr(call.func, "id", "") == "parse" for keyword in call.keywords]
+    return [keyword.value for keyword in keywords if keyword.arg == name]
 
 
 def help_text(recipe: Path) -> str:

@@ -42,6 +42,8 @@ def main(words: list[str]) -> int:
     if nodes.is_allocation:
         return run_with_srun(nodes, words)
     set_environment(launched)
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the variable
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", allocator_settings(config, Path(recipe), arguments))
     can_fork = processes.import_libraries()
     find_gpu_features(launched, can_fork)
     with idle_workers(launched.processes // launched.nodes, can_fork) as workers, idle_workers(1, can_fork) as (checker,):
@@ -97,12 +99,22 @@ def set_environment(launched: Launched) -> None:
     """Sets what the libraries read when they are imported, and what every process needs."""
     os.environ.pop("PYTHONSAFEPATH", None)  # a recipe may import files next to it
     os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file at once
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the variable
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation of GPU memory
     if launched.tiny:
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     elif "HF_HUB_OFFLINE" not in os.environ and not hub.is_reachable():
         os.environ["HF_HUB_OFFLINE"] = "1"  # otherwise every process would retry for long
+
+
+def allocator_settings(config: AccelerateConfig, recipe: Path, arguments: list[str]) -> str:
+    """PYTORCH_ALLOC_CONF of a run: how PyTorch allocates GPU memory and pinned host memory."""
+    settings = "expandable_segments:True"  # less fragmentation of GPU memory
+    # Offloaded activations are allocated in every micro-batch, so their pinned memory must be cached.
+    offloads_activations = flags.is_true("activation_offloading", arguments, recipe) or config.activation_checkpointing_offload
+    if config.offload_params and not offloads_activations:
+        # Pinned memory is rounded up to powers of two, 1.98 GB of weights to 3.72: not above 1 MB. What is not rounded must not
+        # be cached either: PyTorch 2.13 can reuse a cached block that is too small (pytorch/pytorch#192722).
+        settings += ",pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
+    return settings
 
 
 def find_gpu_features(launched: Launched, can_fork: bool) -> None:
@@ -145,7 +157,7 @@ def run_checks(launched: Launched, arguments: list[str], config: AccelerateConfi
     """
     from harness.start import checks
 
-    set_device(launched, config, use_cpu=flags.asks_for_cpu(arguments))
+    set_device(launched, config, use_cpu=flags.is_true("use_cpu", arguments))
     checks.check_shared_memory(launched)
     _, training_args, _ = check_recipe(launched, arguments)
     return launched.on_cpu, training_args.output_dir, training_args.save_strategy != "no"

@@ -15,6 +15,7 @@
 #   ./launch.sh --prepare [--tiny] RECIPE [--flag …]  downloads everything a run needs; afterwards it trains without internet
 #   ./launch.sh --merge RUN [OUT]                  makes a plain model from an adapter or a sharded checkpoint
 #   ./launch.sh --report RUN…                      compares finished runs: time, speed-up, memory, losses
+#   ./launch.sh --convert FILE [OUT]               a config of `accelerate config` for FSDP1 or DeepSpeed as one for FSDP2
 #   ./launch.sh --test RECIPE [CONFIG]             the smoke test of one recipe
 #   ./launch.sh --test [pytest arguments]          all tests
 #
@@ -208,6 +209,11 @@ case ${1:-} in
     shift
     (($# == 1 || $# == 2)) || fail "--merge needs the folder of a run, and optionally one for the model: ./launch.sh --merge RUN [OUT]"
     call commands.merge "$@"
+    ;;
+  --convert)
+    shift
+    (($# == 1 || $# == 2)) || fail "--convert needs a config, and optionally a file to write: ./launch.sh --convert FILE [OUT]"
+    call configs "$@"
     ;;
   --report)
     shift

@@ -14,6 +14,7 @@
 #   ./launch.sh --preview [--tiny] RECIPE [--flag …]  the rows as the model will see them, and which tokens count in the loss
 #   ./launch.sh --prepare [--tiny] RECIPE [--flag …]  downloads everything a run needs; afterwards it trains without internet
 #   ./launch.sh --merge RUN [OUT]                  makes a plain model from an adapter or a sharded checkpoint
+#   ./launch.sh --chat RUN [--max_new_tokens N]    talks to the model of a finished run, a 4-bit one with its adapter too
 #   ./launch.sh --report RUN…                      compares finished runs: time, speed-up, memory, losses
 #   ./launch.sh --convert FILE [OUT]               a config of `accelerate config` for FSDP1 or DeepSpeed as one for FSDP2
 #   ./launch.sh --test RECIPE [CONFIG]             the smoke test of one recipe
@@ -209,6 +210,11 @@ case ${1:-} in
     shift
     (($# == 1 || $# == 2)) || fail "--merge needs the folder of a run, and optionally one for the model: ./launch.sh --merge RUN [OUT]"
     call commands.merge "$@"
+    ;;
+  --chat)
+    shift
+    [[ ${1:--} != -* ]] || fail "--chat needs the folder of a finished run: ./launch.sh --chat RUN"
+    call commands.chat "$@"
     ;;
   --convert)
     shift

@@ -6,7 +6,7 @@
 
 Rows: conversations (`messages` with role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
 `instruction`, `input` and `output`; or texts: a column `text`, or the one of --dataset_text_field.
-Needs two 24 GB GPUs, 121 GB of host memory and 181 GB of disk. Forecast, not measured: 20.6 GB per GPU,
+Needs two 24 GB GPUs, 121 GB of host memory and 186 GB of disk. Forecast, not measured: 20.6 GB per GPU,
 81 to 173 s per step of 16,384 tokens. If memory runs out: --per_device_train_batch_size 4.
 """
 

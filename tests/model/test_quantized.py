@@ -3,6 +3,8 @@
 import re
 
 from harness.model import quantized
+from harness.plan import fakes
+from harness.plan.simulation import quantized_bytes
 from harness.rehearsal import tiny_model
 
 import pytest
@@ -45,6 +47,17 @@ def test_quantized_weights_equal_those_of_transformers(model_args, tmp_path):
         assert torch.equal(*(weight.reshape(-1).view(torch.uint8) for weight in (ours[name], tensor))), name
     configs = [AutoConfig.from_pretrained(tmp_path / name).quantization_config for name in ("ours", "theirs")]
     assert configs[0] == configs[1]
+
+
+def test_planned_size_is_that_of_the_written_weights(model_args, tmp_path):
+    """Packed weights, their scales, embedding, head and norms. Not counted: tables of 16 and 256 numbers, headers."""
+    quantized._quantize(model_args, tmp_path / "ours")
+    written = load_file(tmp_path / "ours/model.safetensors")
+    counted = {name: tensor.nbytes for name, tensor in written.items() if "quant_map" not in name and "quant_state" not in name}
+    planned = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "source"), dtype=torch.bfloat16)
+    fakes.quantize(planned.requires_grad_(False), trl.get_quantization_config(model_args))
+    assert quantized_bytes(planned) == sum(counted.values())
+    assert any("absmax" in name for name in counted) and any("embed_tokens" in name for name in counted)
 
 
 def test_interrupted_quantization_continues_with_the_next_file(model_args, tmp_path):

@@ -25,6 +25,7 @@ FOUND = Simulation(
     trained=10**9,
     trained_here=25 * 10**7,
     packed=0,
+    quantized=0,
     is_adapter=False,
     hub_bytes=2,
     download=2 * 10**9,
@@ -98,6 +99,8 @@ def test_host_memory_and_disk_space():
     assert plan["disk_gb"] == pytest.approx(2 + 2 * 12 + 2)
     adapter = cards.make_plan(found_with(is_adapter=True, trained=10**7))
     assert adapter["disk_gb"] == pytest.approx(2 + 2 * 0.12 + 0.04)
+    in_4_bits = cards.make_plan(found_with(is_adapter=True, trained=10**7, packed=5 * 10**8, quantized=6 * 10**8))
+    assert in_4_bits["disk_gb"] == pytest.approx(2 + 0.6 + 2 * 0.12 + 0.04)
 
 
 def test_bytes_across_nodes():

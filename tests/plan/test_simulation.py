@@ -82,6 +82,7 @@ def test_no_gpu_holds_the_whole_70b(found):
         assert peak.by_holder.get("weights", 0) + peak.by_holder.get("gathered", 0) < 9e9, moment
     assert run.peaks["load"].bytes < 9e9 and run.peaks["save"].bytes < 9e9
     assert run.host_peaks["load"].bytes > 35e9, "it is loaded into host memory"
+    assert run.quantized == pytest.approx(39.5e9, rel=0.01)
 
 
 def test_peaks_of_earlier_simulations(found):

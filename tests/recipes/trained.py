@@ -1,8 +1,10 @@
 """Which text of a trainer's rows is in the loss, the model that a run has saved, and its evaluation loss without TRL."""
 
+from harness.commands import chat
+
 import torch
 from conftest import read
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
 
@@ -42,6 +44,4 @@ def reload(run, workdir):
         return AutoModelForCausalLM.from_pretrained(run).float().eval()
     if not read(run)["load_in_4bit"]:
         return AutoPeftModelForCausalLM.from_pretrained(run, dtype=torch.float32).eval()
-    folder = next((workdir / "outputs/tiny/.quantized").glob(f"{read(run)['model'].replace('/', '--')}*/"))
-    base = AutoModelForCausalLM.from_pretrained(folder, device_map={"": "cpu"}, dtype=torch.bfloat16)
-    return PeftModel.from_pretrained(base, run).eval()
+    return chat.load_model(run)

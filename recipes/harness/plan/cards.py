@@ -166,10 +166,10 @@ def host_memory(found: Simulation) -> float:
 
 
 def disk_space(found: Simulation) -> float:
-    """Bytes: the download, 4-bit weights made of it, two checkpoints, and the model."""
+    """Bytes: the download, the 4-bit copy made of it, two checkpoints, and the model."""
     checkpoint = 12 * found.trained  # weights and Adam's two moments, in float32
     model = 4 * found.trained if found.is_adapter else found.parameters * found.hub_bytes
-    return found.download + found.packed + 2 * checkpoint + model
+    return found.download + found.quantized + 2 * checkpoint + model
 
 
 def gb(size: float) -> float:

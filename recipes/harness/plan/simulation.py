@@ -50,6 +50,7 @@ class Simulation:
     parameters: int  # of the model, without its adapter
     trained: int  # parameters
     packed: int  # bytes of 4-bit weights
+    quantized: int  # bytes of the 4-bit copy of the model on the disk, 0 without one
     is_adapter: bool
     hub_bytes: int  # per parameter, on the Hub
     needs_bf16: bool
@@ -201,6 +202,7 @@ def describe_run(trainer: Trainer, batch: dict, config: AccelerateConfig, launch
         parameters=parameters - (trained if is_adapter else 0),
         trained=trained,
         packed=packed,
+        quantized=quantized_bytes(model) if packed and trainer.is_fsdp_enabled else 0,
         is_adapter=is_adapter,
         hub_bytes=getattr(torch, dtype).itemsize,
         needs_bf16=not args.fp16 and (bool(args.bf16) or any(weight.dtype is torch.bfloat16 for weight in weights)),
@@ -214,6 +216,13 @@ def describe_run(trainer: Trainer, batch: dict, config: AccelerateConfig, launch
         expected=expected_bytes(shapes_of(model), shards, upcast=trainer.is_fsdp_enabled and (args.bf16 or args.fp16)),
         copies=1 if reads_once else launched.processes // launched.nodes,
     )
+
+
+def quantized_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the folder that keeps a 4-bit model: packed weights and their scales, embedding, head and norms."""
+    layers = [module for module in model.modules() if hasattr(getattr(module, "weight", None), "quant_type")]
+    scales = sum(buffer.nbytes for layer in layers for buffer in layer.buffers(recurse=False))
+    return scales + sum(weight.nbytes for weight in model.parameters() if not weight.requires_grad)
 
 
 class SimulatedStep(TrainerCallback):

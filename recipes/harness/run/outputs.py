@@ -162,6 +162,18 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     return model.num_parameters(only_trainable=True), model.num_parameters()
 
 
+def quantization_of(model: torch.nn.Module) -> dict:
+    """How the 4-bit weights of a model were made, and the folder they were loaded from, "" if it has others; for --chat."""
+    settings = getattr(model.config, "quantization_config", None)
+    if settings is None:
+        return {}
+    folder = model.config.name_or_path
+    return {
+        "quantization": settings if isinstance(settings, dict) else settings.to_dict(),
+        "quantized_weights": folder if Path(folder, SOURCE).is_file() else "",
+    }
+
+
 def write_results(
     trainer: Trainer,
     output: TrainOutput | None,
@@ -199,6 +211,7 @@ def write_results(
         "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.num_processes,
         "num_nodes": len(nodes),
         "attention": attention_of(trainer.accelerator.unwrap_model(trainer.model).config),
+        **quantization_of(trainer.accelerator.unwrap_model(trainer.model)),
         "model_params_b": round(parameters[1] / 1e9, 6),
         "trainable_params_b": round(parameters[0] / 1e9, 6),
         "peak_gpu_gb": round(max(process["gpu"] for process in processes), 3),

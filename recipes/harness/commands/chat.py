@@ -1,0 +1,168 @@
+"""Talks to the model of a finished run. launch.sh calls it:
+
+`python -m harness.commands.chat RUN [--max_new_tokens N]`.
+
+An adapter stays an adapter: the model is loaded as it was trained on, in 4 bits from the folder of `--prepare` if it was, so that
+a 70B model needs no merge and fits the two 24 GB GPUs that it was trained on. One process uses all GPUs, one after the other.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from harness.compat.bitsandbytes import keep_4bit_layout
+from harness.folder import RESULTS, read_json
+from harness.hub import hub_errors
+from harness.launched import UserError, exit_on_user_error, print_once
+
+LONGEST_PROMPT = 4096  # tokens; the earliest turns of a longer conversation are left out
+
+
+def main(run: str, *words: str) -> None:
+    new_tokens, folder = read_flag(words), Path(run)
+    if not (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise UserError(f"{run} has no model and no adapter: pass the folder of a finished run, or --merge its newest checkpoint")
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    print_once(describe(folder, model, tokenizer))
+    chat(model, tokenizer, new_tokens)
+
+
+def read_flag(words: tuple[str, ...]) -> int:
+    """The value of --max_new_tokens, the only flag."""
+    parts = [part for word in words for part in word.split("=", 1)]
+    if not parts:
+        return 512
+    if parts[0].replace("-", "_") != "__max_new_tokens":
+        raise UserError(f"unknown flag {parts[0]}: --chat has only --max_new_tokens")
+    if len(parts) != 2 or not parts[1].isdecimal() or int(parts[1]) < 1:
+        raise UserError(f"--max_new_tokens is {' '.join(parts[1:]) or 'missing'}, expected one whole number above 0")
+    return int(parts[1])
+
+
+def load_model(run: Path) -> Any:
+    """The model of a finished run, with its adapter if it has one, on the GPUs of this machine or on its CPU."""
+    import torch
+    import transformers
+    from peft import PeftConfig, PeftModel
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+    results, has_gpu = read_json(run / RESULTS), torch.cuda.is_available()
+    options = {"device_map": "auto" if has_gpu else {"": "cpu"}, "dtype": "auto"}
+    base = str(run)
+    if (run / "adapter_config.json").is_file():
+        settings = PeftConfig.from_pretrained(run)
+        base = find_quantized_weights(run, results) or settings.base_model_name_or_path
+        if base == settings.base_model_name_or_path:
+            options |= {"revision": settings.revision or "main"}
+            if results.get("quantization"):
+                options["quantization_config"] = BitsAndBytesConfig.from_dict(results["quantization"])
+    if not has_gpu:
+        keep_4bit_layout()
+    try:
+        with hub_errors("model", base):
+            model = AutoModelForCausalLM.from_pretrained(base, **options)
+    except UserError as error:
+        if "dispatched on the CPU" not in str(error):
+            raise
+        free = ", ".join(f"{torch.cuda.mem_get_info(index)[0] / 1e9:.1f}" for index in range(torch.cuda.device_count()))
+        raise UserError(f"the 4-bit weights of {base} do not fit the free GPU memory ({free} GB): stop other programs") from error
+    if base != str(run):
+        model = PeftModel.from_pretrained(model, run)
+    return model.eval()
+
+
+def find_quantized_weights(run: Path, results: dict) -> str:
+    """The folder of the 4-bit weights that a run was trained on, "" if it quantized while it loaded, or not at all."""
+    from huggingface_hub.constants import HF_HOME
+
+    recorded = results.get("quantized_weights")
+    if not recorded:
+        return ""
+    # The name of the folder is the same on every machine.
+    folders = [Path(recorded), Path(HF_HOME, "quantized", Path(recorded).name)]
+    for folder in folders:
+        if folder.is_dir():
+            return str(folder)
+    raise UserError(
+        f"{run} was trained on 4-bit weights of {results['model']} that are not in {folders[0]} nor in {folders[1]}: "
+        f"./launch.sh --prepare {results['recipe']} makes them, with the flags of the run"
+    )
+
+
+def load_tokenizer(run: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    with hub_errors("the tokenizer of", str(run)):
+        return AutoTokenizer.from_pretrained(run)
+
+
+def describe(run: Path, model: Any, tokenizer: Any) -> str:
+    """What was loaded, where it is, and how to use it."""
+    import torch
+
+    count = torch.cuda.device_count()
+    where = "the CPU"
+    if count:
+        used = ", ".join(f"{torch.cuda.memory_allocated(index) / 1e9:.1f} GB" for index in range(count))
+        where = f"{count} GPU{'s' if count > 1 else ''}: {used}"
+    lines = [f"{run} is loaded on {where}."]
+    if count and {weight.device.type for weight in model.parameters()} != {"cuda"}:
+        lines.append("The GPUs have too little memory for the model. A part of it is in host memory, which is slow.")
+    if tokenizer.chat_template:
+        lines.append("Write a line and wait for the answer. An empty line starts a new conversation, Ctrl-D ends.")
+    else:
+        lines.append("The model has no chat template, so it continues your text. Write \\n for a line break. Ctrl-D ends.")
+    return "\n".join(lines)
+
+
+def chat(model: Any, tokenizer: Any, new_tokens: int) -> None:
+    """Answers every line of standard input, until it ends."""
+    turns, prompt = [], "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(prompt)
+        except EOFError:
+            return
+        if not line.strip():
+            turns = []
+        elif tokenizer.chat_template:
+            turns.append({"role": "user", "content": line})
+            inputs = encode(tokenizer, turns)
+            while inputs["input_ids"].shape[1] > LONGEST_PROMPT and len(turns) > 1:
+                del turns[:2]  # a question and its answer
+                inputs = encode(tokenizer, turns)
+            turns.append({"role": "assistant", "content": generate(model, tokenizer, inputs, new_tokens)})
+        else:
+            generate(model, tokenizer, tokenizer(line.replace("\\n", "\n"), return_tensors="pt"), new_tokens)
+
+
+def encode(tokenizer: Any, turns: list[dict[str, str]]) -> Any:
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+
+
+def generate(model: Any, tokenizer: Any, inputs: Any, new_tokens: int) -> str:
+    """Prints the answer token by token, and returns it. Sampling is as the model's generation config says."""
+    import torch
+    from transformers import TextStreamer
+
+    ends = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    with torch.no_grad():
+        tokens = model.generate(
+            **inputs.to(model.device),
+            max_new_tokens=new_tokens,
+            eos_token_id=sorted(ends),
+            pad_token_id=min(ends) if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        )
+    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        main(*sys.argv[1:])

@@ -1,0 +1,156 @@
+"""`--chat` loads the model of a run as it was trained, and answers lines of standard input in the run's chat template."""
+
+import collections
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from harness.commands import chat
+
+import pytest
+import torch
+import transformers.integrations.accelerate as device_maps
+from conftest import ROOT, assert_one_error, read
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.quantizers.auto import AutoHfQuantizer
+
+QLORA = ("llama31_70b_qlora", "2x3090_qlora")
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=torch.arange(40)[None]).logits
+
+
+def answer_lines(lines: str, monkeypatch, run, *words: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    chat.main(str(run), *words)
+
+
+def test_conversation_with_a_4bit_model(rehearse, monkeypatch, capsys):
+    """The prompts have the run's template and the earlier turns; answers are what the model says, up to --max_new_tokens."""
+    prompts, answers, generate = [], [], chat.generate
+
+    def record(model, tokenizer, inputs, new_tokens):
+        prompts.append(tokenizer.decode(inputs["input_ids"][0]))
+        answers.append(generate(model, tokenizer, inputs, new_tokens))
+        first = logits_of_next(model, inputs).argmax()
+        assert answers[-1].startswith(tokenizer.decode(first, skip_special_tokens=True).strip())
+        return answers[-1]
+
+    def logits_of_next(model, inputs):
+        with torch.no_grad():
+            return model(input_ids=inputs["input_ids"]).logits[0, -1]
+
+    monkeypatch.setattr(chat, "generate", record)
+    answer_lines("Why?\nHow?\n\nWho?\n", monkeypatch, rehearse(*QLORA), "--max_new_tokens", "4")
+    printed = capsys.readouterr().out
+    first, second, third = prompts
+    assert first == "<|begin_of_text|>### User\nWhy?\n\n### Assistant\n"
+    assert second.startswith(first + answers[0]) and second.endswith("### User\nHow?\n\n### Assistant\n")
+    assert third == first.replace("Why", "Who"), "an empty line starts a new conversation"
+    assert "is loaded on the CPU" in printed and "An empty line" in printed
+    assert all(answer in printed for answer in answers)
+
+
+def test_long_conversation_loses_its_earliest_turns(rehearse, monkeypatch):
+    prompts = []
+    monkeypatch.setattr(chat, "LONGEST_PROMPT", 50)
+    monkeypatch.setattr(chat, "load_model", lambda run: None)
+    monkeypatch.setattr(chat, "describe", lambda *arguments: "")
+    monkeypatch.setattr(chat, "generate", lambda model, tokenizer, inputs, count: prompts.append(inputs["input_ids"]) or "Yes")
+    answer_lines("One?\n" * 6, monkeypatch, rehearse(*QLORA))
+    assert [prompt.shape[1] for prompt in prompts] == [20, 44, 44, 44, 44, 44], "one earlier turn is left"
+
+
+def test_model_without_template_continues_a_text(rehearse, monkeypatch, capsys):
+    """An adapter on 16-bit weights."""
+    run = rehearse("llama31_8b_lora", "4gpu_full_shard")
+    answer_lines("### Instruction\\nCount to two.\n", monkeypatch, run, "--max_new_tokens=3")
+    assert "no chat template" in capsys.readouterr().out
+    model = chat.load_model(run)
+    assert torch.equal(logits(model), logits(AutoPeftModelForCausalLM.from_pretrained(run)))
+    # Of a full fine-tune, the folder of the run is the model.
+    base = Path(read(run, "adapter_config.json")["base_model_name_or_path"])
+    assert torch.equal(logits(chat.load_model(base)), logits(AutoModelForCausalLM.from_pretrained(base)))
+
+
+@pytest.fixture
+def copied_run(rehearse, tmp_path):
+    """A run whose results can be changed; returns its folder, and a function that writes another place of its weights."""
+    folder = tmp_path / "run"
+    shutil.copytree(rehearse(*QLORA), folder)
+
+    def write(place: str) -> None:
+        (folder / "train_results.json").write_text(json.dumps(read(folder) | {"quantized_weights": place}))
+
+    return folder, write
+
+
+def test_weights_that_were_quantized_while_loading(rehearse, copied_run):
+    """A run without FSDP has no folder of 4-bit weights. Quantizing again gives the same weights."""
+    folder, write = copied_run
+    write("")
+    assert torch.equal(logits(chat.load_model(folder)), logits(chat.load_model(rehearse(*QLORA))))
+
+
+def test_quantized_weights_of_another_machine(copied_run, monkeypatch, tmp_path, error_of):
+    """They are looked for by the name of their folder, which a --prepare with the same flags gives them too."""
+    folder, write = copied_run
+    name = read(folder)["quantized_weights"].split("/")[-1]
+    write(f"/on/another/machine/{name}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    message = error_of(chat.load_model, folder)
+    assert "/on/another/machine" in message and "./launch.sh --prepare llama31_70b_qlora" in message
+    (tmp_path / "quantized" / name).mkdir(parents=True)
+    assert chat.find_quantized_weights(folder, read(folder)) == str(tmp_path / "quantized" / name)
+
+
+def test_gpus_are_used_one_after_the_other(rehearse, monkeypatch, error_of):
+    """On a machine with GPUs, transformers spreads the layers; weights that do not fit are an error with the free memory."""
+
+    def load(name, **options):
+        assert options["device_map"] == "auto"
+        raise ValueError("Some modules are dispatched on the CPU or the disk.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (9_000_000_000 + index * 10**9, 0))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    assert "do not fit the free GPU memory (9.0, 10.0 GB)" in error_of(chat.load_model, rehearse(*QLORA))
+
+
+def test_70b_in_4_bits_fits_two_24_gb_gpus(monkeypatch):
+    """By transformers' own device map; each GPU keeps 2.5 GB free for the cache of keys and values."""
+    config = AutoConfig.from_pretrained(ROOT / "tests/published/models/meta-llama/Llama-3.1-70B", dtype=torch.bfloat16)
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "float32"}
+    quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    quantizer.preprocess_model(model, dtype=torch.bfloat16, device_map="auto", checkpoint_files=None)
+    free = 24.5e9  # of the 25.4 GB of an RTX 3090
+    monkeypatch.setattr(device_maps, "accelerate_max_memory", lambda given: {0: free, 1: free, "cpu": 128e9})
+    places = device_maps._get_device_map(model, "auto", None, quantizer)
+    used = collections.Counter()
+    for name, weight in model.named_parameters():
+        place = next(place for module, place in places.items() if name.startswith(f"{module}."))
+        # 4 bits a weight, and a byte for the scale of 64 of them; the scales of the scales are 1 % of that.
+        used[place] += weight.numel() * (0.5 + 1.02 / 64) if "_proj" in name else weight.nbytes
+    assert used.keys() == {0, 1} and all(size < free - 2.5e9 for size in used.values()), used
+    assert 39e9 < sum(used.values()) < 41e9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["--chat needs the folder of a finished run"]),
+        (["nowhere"], ["nowhere has no model and no adapter"]),
+        (["nowhere", "--max_new_tokens", "many"], ["--max_new_tokens is many"]),
+        (["nowhere", "--temperature", "1"], ["unknown flag --temperature"]),
+    ],
+)
+def test_mistake_is_one_error(launch, arguments, words):
+    assert_one_error(launch("--chat", *arguments), *words)

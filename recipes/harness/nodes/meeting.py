@@ -27,7 +27,7 @@ LEAVE_TIMEOUT = 30  # seconds a node's processes have to exit by themselves afte
 
 
 def seconds_to_wait() -> int:
-    """How long a node that starts late is waited for."""
+    """How long a node that starts late is waited for, and one whose processes exit late."""
     return integer_from_environment("NODE_WAIT", 600)
 
 
@@ -95,7 +95,7 @@ class Meeting(contextlib.AbstractContextManager):
             self.exit_code = code or 0
             self.has_ended.set()
             if self.is_training:
-                self.watcher.join(LEAVE_TIMEOUT + 5 if code else None)  # a node that fails ends the others in that time
+                self.watcher.join(LEAVE_TIMEOUT + 5 if code else self.patience)  # a node that fails ends the others
             else:
                 self.watcher.join(5)
 

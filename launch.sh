@@ -17,12 +17,14 @@
 #   ./launch.sh --chat RUN [--max_new_tokens N]    talks to the model of a finished run, a 4-bit one with its adapter too
 #   ./launch.sh --report RUN…                      compares finished runs: time, speed-up, memory, losses
 #   ./launch.sh --convert FILE [OUT]               a config of `accelerate config` for FSDP1 or DeepSpeed as one for FSDP2
+#   ./launch.sh --install                          installs requirements.txt into .venv, as the first call of any command does
 #   ./launch.sh --test RECIPE [CONFIG]             the smoke test of one recipe
 #   ./launch.sh --test [pytest arguments]          all tests
 #
-# RECIPE and CONFIG are names, or paths of files anywhere. The first call makes .venv and installs requirements.txt into it;
-# PYTHON=/path/to/python uses that environment instead and installs nothing. --json makes --plan, --preview and --report print
-# JSON. ./launch.sh --debug … shows the traceback of an error.
+# RECIPE and CONFIG are names, or paths of files anywhere. PYTHON=/path/to/python uses that environment instead of .venv and
+# installs nothing. TORCH_INDEX=https://download.pytorch.org/whl/cu126
+# installs PyTorch for another version of CUDA. --json makes --plan, --preview and --report print JSON. ./launch.sh --debug …
+# shows the traceback of an error.
 #
 # Several machines:
 #   sbatch --nodes 2 --gpus-per-node 4 launch.sh RECIPE CONFIG            SLURM; or `srun ./launch.sh …` in an allocation
@@ -95,35 +97,85 @@ nearest() {
   python3 -c 'import difflib, sys; print(difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1, 0)[0])' "$@"
 }
 
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+# Prints the Python to make .venv with. The tests ran with 3.11.
+find_python() {
+  local name
+  for name in python3.11 python3.12 python3.13 python3; do
+    if is_new_enough "$name" && "$name" -c 'import ensurepip, venv' 2>/dev/null; then
+      printf '%s\n' "$name"
+      return
+    fi
+  done
+  fail "no Python 3.11, 3.12 or 3.13 with venv found (python3 is $(python3 --version 2>&1 | tail -n 1)): install one, on Debian with its package python3-venv, or set PYTHON"
+}
+
+# PyPI's PyTorch 2.13 is built with CUDA 13.0. By NVIDIA's compatibility table, CUDA 13 needs driver 580 and CUDA 12 driver 525.
+check_driver() {
+  local driver
+  driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null) || return 0 # no GPU
+  [[ ! $driver =~ ^[0-9]+ ]] || ((BASH_REMATCH[0] >= 580)) ||
+    fail "the NVIDIA driver is ${driver%%$'\n'*}, but PyTorch with CUDA 13.0 needs 580 or newer: update it, or install PyTorch with CUDA 12.6, which needs 525 or newer: TORCH_INDEX=https://download.pytorch.org/whl/cu126 ./launch.sh …"
+}
+
 # Sets $python, after installing requirements.txt into .venv unless that was done.
 prepare_python() {
   if [[ -n ${PYTHON:-} ]]; then
     python=$(command -v -- "$PYTHON") || fail "PYTHON: program not found: $PYTHON. Give the path of a python"
     [[ $python == /* ]] || python=$PWD/$python
+    is_new_enough "$python" || fail "PYTHON: $python is $("$python" --version 2>&1 | tail -n 1), but Python 3.11 or newer is needed"
     return
   fi
   python="$here/.venv/bin/python"
-  local installed="$here/.venv/requirements.installed"
-  cmp -s "$here/requirements.txt" "$installed" && return
-  command -v python3 >/dev/null || fail "python3 not found: install Python 3.11"
-  python3 -c 'import ensurepip, venv' 2>/dev/null ||
-    fail "python3 cannot make a virtual environment: install python3-venv, or set PYTHON"
+  is_installed && return
   if command -v flock >/dev/null; then
     exec 9>"$here/.venv.lock"
     flock 9
-    if cmp -s "$here/requirements.txt" "$installed"; then
+    if is_installed; then
       exec 9>&-
       return
     fi
   fi
-  printf 'Installing requirements.txt into %s: 5.5 GB with the CUDA libraries, once, some minutes.\n' "$here/.venv" >&2
-  python3 -m venv "$here/.venv" >&2 || fail "python3 cannot make a virtual environment: install python3-venv, or set PYTHON"
-  local -a install=("$python" -m pip install --disable-pip-version-check)
-  if command -v uv >/dev/null; then install=(uv pip install --python "$python" --compile-bytecode); fi
-  "${install[@]}" -r "$here/requirements.txt" >&2 ||
-    fail "the installation did not finish, see above: run the same command again to continue it"
-  cp -- "$here/requirements.txt" "$installed"
+  install_requirements
   exec 9>&-
+}
+
+# The index of PyTorch: TORCH_INDEX, or the one that .venv was made with. "" is PyPI.
+torch_index() { printf '%s' "${TORCH_INDEX:-$(cat -- "$here/.venv/torch_index" 2>/dev/null)}"; }
+
+# What .venv/installed.txt has after an installation
+wanted() { cat -- "$here/requirements.txt" "$here/constraints.txt" && torch_index; }
+
+is_installed() { wanted | cmp -s - "$here/.venv/installed.txt"; }
+
+# Installs requirements.txt into .venv. An environment with another index or a Python that is too old is made again.
+install_requirements() {
+  local base index
+  index=$(torch_index)
+  [[ -n $index ]] || check_driver
+  base=$(find_python)
+  local -a clear=() index_option=() pip=("$python" -m pip install --disable-pip-version-check)
+  if [[ -x $python ]] && { ! is_new_enough "$python" || [[ $index != "$(TORCH_INDEX='' torch_index)" ]]; }; then
+    clear=(--clear)
+  fi
+  printf 'Installing requirements.txt into %s: 5.5 GB with the CUDA libraries, once, some minutes.\n' "$here/.venv" >&2
+  "$base" -m venv "${clear[@]}" "$here/.venv" >&2 || fail "$base cannot make a virtual environment, see above: set PYTHON to another one"
+  printf '%s' "$index" >"$here/.venv/torch_index"
+  local uv=uv
+  # uv needs less time, even if it is installed first (docs/measurements.md). It does not read pip's settings, such as an index.
+  if ! command -v uv >/dev/null && [[ -z $("${pip[@]:0:3}" config list) ]]; then
+    uv="$here/.venv/bin/uv"
+    "${pip[@]}" --quiet uv==0.13.9 >&2 || fail "uv cannot be installed, see above: run the same command again"
+  fi
+  if command -v "$uv" >/dev/null; then
+    # Without this strategy, uv takes all versions of a package from the first index that has it; pip takes the newest of all.
+    pip=("$uv" pip install --python "$python" --compile-bytecode --index-strategy unsafe-best-match)
+  fi
+  [[ -z $index ]] || index_option=(--extra-index-url "$index")
+  "${pip[@]}" -r "$here/requirements.txt" -c "$here/constraints.txt" "${index_option[@]}" >&2 ||
+    fail "the installation did not finish, see above: run the same command again to continue it"
+  wanted >"$here/.venv/installed.txt"
 }
 
 # call MODULE [argument …]: runs a module of the harness
@@ -204,6 +256,7 @@ case ${1:-} in
     list accelerate_configs
     ;;
   --help | -h) sed -n '/^# Fine/,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" ;;
+  --install) prepare_python ;;
   --test) run_tests "${@:2}" ;;
   --tiny | --prepare | --preview | --plan) run "$@" ;;
   --merge)

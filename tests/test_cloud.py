@@ -79,8 +79,9 @@ def test_task_ends_by_itself(read_task, path):
     words = line_with(task["run"], "./launch.sh")
     run = words[words.index("timeout") : words.index("./launch.sh")]
     assert {"--signal=TERM", "--kill-after=10m"} < set(run)
-    setup = line_with(task["setup"], "requirements.txt")
-    assert setup[0] == "timeout"
+    setup = line_with(task["setup"], "./launch.sh")
+    setup = setup[setup.index("timeout") :]
+    assert setup[-2:] == ["./launch.sh", "--install"]
     for limit in (run, setup[:2]):
         assert subprocess.run([*limit, "true"]).returncode == 0, "not options of timeout"
         assert f"`{shlex.join(limit)}`" in DOCS

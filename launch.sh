@@ -21,10 +21,9 @@
 #   ./launch.sh --test RECIPE [CONFIG]             the smoke test of one recipe
 #   ./launch.sh --test [pytest arguments]          all tests
 #
-# RECIPE and CONFIG are names, or paths of files anywhere. PYTHON=/path/to/python uses that environment instead of .venv and
-# installs nothing. TORCH_INDEX=https://download.pytorch.org/whl/cu126
-# installs PyTorch for another version of CUDA. --json makes --plan, --preview and --report print JSON. ./launch.sh --debug …
-# shows the traceback of an error.
+# RECIPE and CONFIG are names, or paths of files anywhere. --json makes --plan, --preview and --report print JSON.
+# ./launch.sh --debug … shows the traceback of an error. PYTHON=/path/to/python uses that environment instead of .venv and installs
+# nothing. TORCH_INDEX=https://download.pytorch.org/whl/cu126 installs PyTorch for another version of CUDA.
 #
 # Several machines:
 #   sbatch --nodes 2 --gpus-per-node 4 launch.sh RECIPE CONFIG            SLURM; or `srun ./launch.sh …` in an allocation

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from harness import configs
 from harness.plan import cards
 from harness.plan.ledger import Counts, Peak
 from harness.plan.simulation import Refused, Simulation
@@ -76,7 +77,22 @@ def test_step_time_with_all_and_with_no_transfers_hidden():
     best_on_nodes, _ = cards.step_seconds(CARDS["A100 80 GB"], found_with(nodes=4))
     assert best_on_nodes == pytest.approx(best), "100 Gbit/s still hide 3 GB behind compute"
     offloaded = found_with(is_offloaded=True, step=moving(to_gpu=240e9))
-    assert cards.step_seconds(CARDS["A100 80 GB"], offloaded)[0] == pytest.approx(10 + 25e7 * 0.95e-9)
+    on_host = 25e7 * (cards.ADAM_ON_HOST[1] + cards.CLIP_ON_HOST[1])
+    assert cards.step_seconds(CARDS["A100 80 GB"], offloaded)[0] == pytest.approx(10 + on_host)
+
+
+def test_gpu_waits_for_offload():
+    """With one process for the weights, and for gradients that are added on the host, even if all other transfers are hidden."""
+    card, one_process = CARDS["A100 80 GB"], {"processes": 1, "shards": 1, "is_offloaded": True}
+
+    def best(**moved: float) -> float:
+        return cards.step_seconds(card, found_with(**one_process, step=moving(**moved)))[0]
+
+    compute = 1 / 0.80 + 25e7 * (cards.ADAM_ON_HOST[1] + cards.CLIP_ON_HOST[1])
+    assert best() == pytest.approx(compute)
+    assert best(to_gpu=24e9) == pytest.approx(compute + 1)
+    assert best(to_host=6e9) == pytest.approx(compute + 6e9 / cards.PINNING[1]), "the copy itself is hidden"
+    assert best(to_host=24e9, added_on_host=24e9) == pytest.approx(compute + 1 + 6e9 * cards.ADD_ON_HOST[1])
 
 
 def test_hours_and_price():
@@ -140,6 +156,18 @@ def test_proposals_keep_global_batch_size_of_flag():
     changes = cards.proposals(found_with(has_global_batch_flag=True), str(CONFIGS / "4gpu_full_shard.yaml"))
     (flags,) = (flags for _, flags in changes if "--per_device_train_batch_size" in flags)
     assert flags == ["--per_device_train_batch_size", "1"]
+
+
+def test_proposals_reduce_each_batch():
+    """For a config that accumulates gradients on the GPU, in a copy of it."""
+    config = str(CONFIGS / "1x3090_offload.yaml")
+    tried = cards.try_proposals(
+        cards.make_plan(needing(60)), needing(60), config, lambda path, flags: needing(40 - 30 * (path != config))
+    )
+    assert tried[-1]["change"].startswith("1x3090_offload with fsdp_reduce_each_batch: true --per") and tried[-1]["fits"] == "yes"
+    (path,) = (path for path, _ in cards.proposals(found_with(), config) if path)
+    assert configs.read(path) == dataclasses.replace(configs.read(config), path=path, reduce_each_batch=True)
+    assert not any(path for path, _ in cards.proposals(found_with(accumulation=1), config))
 
 
 @pytest.mark.parametrize(("config", "card"), [("3xt4_full_shard", "T4"), ("4gpu_full_shard", None)])

@@ -1,5 +1,6 @@
 """With the CPU's own kernels, a simulated step needs the memory of a real step on the CPU, to within 2 %."""
 
+from harness.plan.cards import copy_that_reduces_each_batch
 from harness.rehearsal import tiny_model
 
 import pytest
@@ -45,16 +46,24 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def peaks(simulate, runs):
-    """For every case, the peak of the simulated step and of the real one."""
-    found = simulate([(*run, kind) for run in runs.values() for kind in ("cpu", "real")])
-    moments = ("forward", "backward", "optimizer step")
-    simulated = [max(simulation["peaks"][moment]["bytes"] for moment in moments) for simulation in found[::2]]
-    return dict(zip(runs, zip(simulated, found[1::2], strict=True), strict=True))
+def found(simulate, runs):
+    """For every case, what was found about the simulated step, and the peak of the real one; and a step with offload."""
+    recipe, _, flags = runs["unsharded"]
+    config = copy_that_reduces_each_batch(str(ROOT / "accelerate_configs/1x3090_offload.yaml"))
+    offloaded = (recipe, config, [*flags, "--gradient_accumulation_steps", "4"], "cuda")
+    *found, last = simulate([*((*run, kind) for run in runs.values() for kind in ("cpu", "real")), offloaded])
+    return dict(zip(runs, zip(found[::2], found[1::2], strict=True), strict=True)) | {"offloaded": last}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_simulated_peak_is_that_of_a_real_step(case, peaks):
-    simulated, real = peaks[case]
+def test_simulated_peak_is_that_of_a_real_step(case, found):
+    simulation, real = found[case]
+    simulated = max(simulation["peaks"][moment]["bytes"] for moment in ("forward", "backward", "optimizer step"))
     print(f"{case}: {simulated / 1e6:.1f} MB simulated, {real / 1e6:.1f} MB measured")
     assert simulated == pytest.approx(real, rel=0.02)
+
+
+def test_offloaded_gradients_are_added_on_the_host(found):
+    """With `fsdp_reduce_each_batch: true`, those of four micro-batches cross PCIe, and the last three are added."""
+    step, size = found["offloaded"]["step"]["moved"], 4 * found["offloaded"]["trained"]
+    assert step["to_host"] == 4 * size and step["added_on_host"] == 3 * size

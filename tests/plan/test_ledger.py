@@ -150,3 +150,5 @@ def test_counts_of_a_step_with_many_micro_batches():
     assert counts_of_step([both], 2).moved == {"gathered": 16, "reduced": 8}
     replicas = Counts(flops={"bf16": 5}, moved={"all_reduced": 4}, touched=1)
     assert counts_of_step([replicas], 8).moved == {"all_reduced": 4}, "replicas all-reduce once per step"
+    added = Counts(flops={"bf16": 5}, moved={"to_host": 4, "added_on_host": 4}, touched=1)
+    assert counts_of_step([added], 8).moved == {"to_host": 32, "added_on_host": 28}, "the first micro-batch adds to nothing"

@@ -88,7 +88,7 @@ def test_no_gpu_holds_the_whole_70b(found):
 def test_peaks_of_earlier_simulations(found):
     """Two peaks that were computed independently of this code. docs/measurements.md compares others."""
     assert found["qwen2_fineweb_edu", "1x3090"].peak.bytes == pytest.approx(13.07e9, rel=0.01)
-    assert found["qwen2_fineweb_edu", "1x3090_offload"].peak.bytes == pytest.approx(1.34e9, rel=0.05)
+    assert found["qwen2_fineweb_edu", "1x3090_offload"].peak.bytes == pytest.approx(3.32e9, rel=0.05)
 
 
 def test_flops_of_packed_documents(found):
@@ -106,7 +106,7 @@ def test_moved_bytes_follow_from_the_config(found):
     offload = found["qwen2_fineweb_edu", "1x3090_offload"].step.moved
     # 8 micro-batches copy the model to the GPU twice, the tied head once.
     assert offload["to_gpu"] == pytest.approx(27.3e9, rel=0.01)
-    assert offload["to_host"] == pytest.approx(8 * 4 * 494_032_768, rel=0.001)
+    assert offload["to_host"] == pytest.approx(4 * 494_032_768, rel=0.001) and "added_on_host" not in offload
     ddp = found["qwen2_fineweb_edu", "4gpu_ddp"].step.moved
     assert ddp["all_reduced"] == pytest.approx(4 * 494_032_768, rel=0.001)
     gathered_once = found["gpt2_xl_wikitext", "3xt4_shard_grad_op"].step.moved

@@ -1,12 +1,15 @@
 """Out of memory ends a run with one error message: what ran, in which step, the peak, and the flags that save memory."""
 
+import os
 import sys
 
+from harness.launched import Launched
 from harness.run import failures, outputs
 from harness.start import processes
 
 import pytest
 import torch
+from conftest import ROOT
 
 ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 RECIPE = "qwen2_fineweb_edu"
@@ -55,6 +58,16 @@ def test_message_names_moment_and_flags(build_trainer, monkeypatch, place):
     message = failures._memory_message(raised.value)
     for words in ["ran out of memory ", *expected]:
         assert words in message
+
+
+def test_advice_for_a_config_that_accumulates_unsharded_gradients(build_trainer, monkeypatch):
+    trainer = build_trainer(RECIPE, "--gradient_accumulation_steps", "2", "--activation_checkpointing", "--max_length", "64")
+    config = str(ROOT / "accelerate_configs/1x3090_offload.yaml")
+    monkeypatch.setattr(os, "environ", os.environ | Launched(config=config).to_environment() | {"ACCELERATE_USE_FSDP": "true"})
+    monkeypatch.setattr(torch.optim.AdamW, "step", run_out)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        trainer.train()
+    assert "here: fsdp_reduce_each_batch: true in a copy of the config or" in failures._memory_message(raised.value)
 
 
 def test_loading_and_samples(build_trainer, monkeypatch):

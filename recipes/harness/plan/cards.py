@@ -2,18 +2,22 @@
 
 The time of a step is a roofline: matrix products at a share of the card's rate, all other operators at a share of its memory's
 rate, and the transfers over the slower and the faster of the usual links. At the better end of a range all transfers are
-hidden behind compute, at the worse end none.
+hidden behind compute, at the worse end none. With offload, what the GPU waits for is added at both ends: the work of the host,
+and with one process the copies of the weights.
 
 The second half proposes what would make a run fit.
 """
 
 import dataclasses
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from harness import configs
 from harness.plan.simulation import Refused, Simulation
+
+import yaml
 
 GB = 1e9
 
@@ -44,8 +48,12 @@ PCIE = (10e9, 24e9)  # bytes/s between host and GPU: PCIe 4 x8, or x16
 NETWORK = (1.1e9, 11e9)  # bytes/s between nodes: 10 or 100 Gbit/s Ethernet
 PRODUCT_RATE = (0.40, 0.80)  # shares of the card's FLOP/s; assumed
 MEMORY_RATE = (0.50, 1.00)  # shares of the card's memory bandwidth, for all other operators; assumed
-# Seconds per parameter of fused AdamW on the host, on one and on two cores (measured, shared with other work).
-ADAM_ON_HOST = (1.6e-9, 0.95e-9)
+# Seconds per parameter on the host, on one and on two cores, which were shared with other work (measured, 2026-11-22; for
+# clipping and adding, half the time on two cores is assumed).
+ADAM_ON_HOST = (1.6e-9, 0.95e-9)  # fused AdamW
+CLIP_ON_HOST = (0.8e-9, 0.4e-9)  # the norm of the gradients, and scaling them
+ADD_ON_HOST = (1.7e-9, 0.85e-9)  # copying gradients into new memory, and adding them to those of earlier micro-batches
+PINNING = (2e9, 6e9)  # bytes/s; allocating pinned memory for the first gradients of every step; assumed
 
 # What a simulation does not see, on top of its peak.
 CUDA_CONTEXT = 0.5 * GB  # with the loaded kernels
@@ -94,9 +102,19 @@ def _seconds(card: Card, found: Simulation, end: int) -> float:
     far = NETWORK[end] if found.nodes > 1 else card.links[end]
     transfer = (moved.get("gathered", 0) + moved.get("reduced", 0)) * (group - 1) / group / near
     transfer += 2 * moved.get("all_reduced", 0) * (found.replicas - 1) / found.replicas / far
-    transfer += (moved.get("to_gpu", 0) + moved.get("to_host", 0)) / PCIE[end]
-    adam = found.trained_here * ADAM_ON_HOST[end] if found.is_offloaded else 0
-    return (max(compute, transfer) if end == 1 else compute + transfer) + adam
+    to_gpu, to_host, added = (moved.get(kind, 0) for kind in ("to_gpu", "to_host", "added_on_host"))
+    waiting = 0.0
+    if found.is_offloaded:
+        parameters = found.trained_here
+        waiting = parameters * (ADAM_ON_HOST[end] + CLIP_ON_HOST[end]) + (to_host - added) / PINNING[end]
+        # The GPU waits while gradients are copied and added to those of earlier micro-batches.
+        waiting += added / PCIE[end] + added / 4 * ADD_ON_HOST[end]
+        to_host -= added
+        if found.shards == 1:  # with one process, FSDP2 copies weights on the stream of the compute
+            waiting += to_gpu / PCIE[end]
+            to_gpu = 0
+    transfer += (to_gpu + to_host) / PCIE[end]
+    return (max(compute, transfer) if end == 1 else compute + transfer) + waiting
 
 
 def make_plan(found: Simulation, price: float = 0.0) -> dict[str, Any]:
@@ -214,6 +232,8 @@ def proposals(found: Simulation, config: str) -> list[tuple[str, list[str]]]:
             flags += ["--gradient_accumulation_steps", str(found.micro_batch * found.accumulation)]
         changes.append(("", flags))
     changes += [(other, []) for other in configs_that_save_more(config)]
+    if found.accumulation > 1 and configs.read(config).could_reduce_each_batch:
+        changes.append((copy_that_reduces_each_batch(config), []))
     use_peft = [] if found.is_adapter else ["--use_peft", "true"]
     if use_peft:
         changes.append(("", use_peft))
@@ -222,6 +242,15 @@ def proposals(found: Simulation, config: str) -> list[tuple[str, list[str]]]:
     if found.max_length and found.max_length >= 2048:
         changes.append(("", ["--max_length", str(found.max_length // 2)]))
     return changes
+
+
+def copy_that_reduces_each_batch(config: str) -> str:
+    """The path of a copy of a config with `fsdp_reduce_each_batch: true`."""
+    keys = yaml.safe_load(Path(config).read_text("utf-8"))
+    keys["fsdp_config"]["fsdp_reduce_each_batch"] = True
+    copy = Path(tempfile.mkdtemp(prefix="plan-"), f"{Path(config).stem} with fsdp_reduce_each_batch: true.yaml")
+    copy.write_text(yaml.safe_dump(keys), "utf-8")
+    return str(copy)
 
 
 def configs_that_save_more(config: str) -> list[str]:

@@ -298,7 +298,9 @@ def count_offload(ledger: Ledger) -> None:
             if param.offload_to_cpu and param.sharded_param.grad is not None:
                 gradient = param.sharded_param.grad._local_tensor
                 ledger.moved["to_host"] += gradient.nbytes
-                if not had:
+                if had:
+                    ledger.moved["added_on_host"] += gradient.nbytes
+                else:
                     ledger.mark(gradient, "gradients", "host")
         return result
 

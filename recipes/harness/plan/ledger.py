@@ -59,7 +59,7 @@ class Counts:
 
     flops: dict[str, float]  # by dtype
     moved: dict[str, float]  # bytes by kind of collective or copy
-    touched: float  # bytes that all other operators read and write
+    touched: float  # bytes that all other operators read and write on the GPU
 
 
 class Ledger(TorchDispatchMode):
@@ -115,7 +115,7 @@ class Ledger(TorchDispatchMode):
             self.spike(count_workspace(*args), holder="activations")
         if count_flops := self.flop_counters.get(func.overloadpacket):
             self.flops[str(inputs[0].dtype)] += count_flops(*args, **kwargs or {}, out_val=result)
-        elif namespace not in ("c10d", "prim") and "empty" not in name and "_view" not in name:
+        elif self.place == "gpu" and namespace not in ("c10d", "prim") and "empty" not in name and "_view" not in name:
             self.touched += sum(tensor.numel() * tensor.element_size() for tensor in outputs + inputs)
         return result
 
@@ -348,8 +348,8 @@ def check_bytes(what: str, tensors: Iterable[torch.Tensor], expected: int) -> No
 def counts_of_step(parts: list[Counts], accumulation: int) -> Counts:
     """The counts of a step of `accumulation` micro-batches, from those of the last one, or of the first and the last.
 
-    What crosses replicas does so once per step. With two, a micro-batch in between does what both do: it leaves out what only
-    the first gathers, or only the last reduces.
+    What crosses replicas does so once per step, and the first micro-batch adds no gradients on the host. With two, a micro-batch
+    in between does what both do: it leaves out what only the first gathers, or only the last reduces.
     """
     first, last = parts[0], parts[-1]
 
@@ -363,6 +363,8 @@ def counts_of_step(parts: list[Counts], accumulation: int) -> Counts:
     for name in first.moved | last.moved:
         if len(parts) == 1 and name in ("all_reduced", "broadcast"):
             moved[name] = last.moved[name]
+        elif len(parts) == 1 and name == "added_on_host":
+            moved[name] = last.moved[name] * (accumulation - 1)
         else:
             moved[name] = add(first.moved.get(name, 0), last.moved.get(name, 0))
     return Counts(flops, moved, add(first.touched, last.touched))

@@ -21,7 +21,13 @@ HOLDERS = {
     "loss": "loss",
     "rest": "other",
 }
-KINDS = {"to_gpu": "to the GPU", "to_host": "to the host", "all_reduced": "all-reduced", "across_nodes": "across nodes"}
+KINDS = {
+    "to_gpu": "to the GPU",
+    "to_host": "to the host",
+    "added_on_host": "added on the host",
+    "all_reduced": "all-reduced",
+    "across_nodes": "across nodes",
+}
 NOT_SIMULATED = """\
 Not simulated: CUDA's context, NCCL's buffers, cuBLAS workspaces, fragmentation; the reserve is for them. The time is a roofline,
 not measured. At the better end of its range, matrix products run at 80 % of a card's rate and all transfers are hidden behind

@@ -49,7 +49,7 @@ def count_gpus() -> int:
         raise UserError(
             f"PyTorch {torch.__version__} cannot use the {count} GPU{'s' if count > 1 else ''} of this machine: {reason[:300]} "
             "Update the driver, or install PyTorch for an older one: TORCH_INDEX=https://download.pytorch.org/whl/cu126 "
-            "./launch.sh --install, or PYTHON with an environment of your own. To rehearse on the CPU, set CUDA_VISIBLE_DEVICES=''"
+            "./launch.sh --install, or set PYTHON to an environment of yours. To rehearse on CPU, set CUDA_VISIBLE_DEVICES=''"
         )
     return count
 

@@ -2,11 +2,19 @@
 
 import json
 import os
+import runpy
+import shlex
 import shutil
 import subprocess
+import sys
 import time
+from pathlib import Path
+from typing import NoReturn
 
-from harness.start import flags
+import harness
+from harness.configs import AccelerateConfig
+from harness.launched import Checked, Launched
+from harness.start import arguments, flags
 
 import pytest
 from conftest import CONFIGS, RECIPES, ROOT
@@ -46,6 +54,66 @@ def test_help_shows_what_the_recipe_sets(launch):
     assert "--learning_rate 2e-05" in shown and "# with --use_peft ten times as much" in shown
     assert "# trl.ModelConfig: the model" in shown
     assert "--dataset_formats" not in shown  # not a flag
+
+
+@pytest.fixture
+def pasted(monkeypatch):
+    """The arguments of a recipe, and its arguments when all flags that its help shows are passed."""
+
+    def call(recipe: Path) -> list[list[dict]]:
+        called = []
+
+        def record(config_class: type, dataset_formats: object = (), **defaults: object) -> NoReturn:
+            called.append((config_class, defaults))
+            raise Checked
+
+        monkeypatch.setattr(harness, "parse", record)
+        with pytest.raises(Checked):
+            runpy.run_path(str(recipe), run_name="__main__")
+        shown = [line for line in flags.help_text(recipe).splitlines() if line.startswith("    --")]
+        assert {line.split()[0] for line in shown} >= {f"--{name}" for name in called[0][1] if called[0][1][name] is not None}
+        read = []
+        for words in ([], shlex.split("\n".join(shown), comments=True)):
+            monkeypatch.setattr(sys, "argv", [str(recipe), "--output_dir", "any", "--use_cpu", "--bf16", "false", *words])
+            parts = arguments.read_arguments(*called[0], Launched(), AccelerateConfig())
+            read.append(
+                [
+                    {name: value for name, value in vars(part).items() if name not in ("given", "distributed_state")}
+                    for part in parts
+                ]
+            )
+        return read
+
+    return call
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_flags_in_help_can_be_pasted(pasted, recipe):
+    """They are what the recipe sets, lists too."""
+    without, with_all = pasted(recipe)
+    assert with_all == without
+
+
+def test_flags_of_lists_and_dictionaries_can_be_pasted(pasted, tmp_path):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("""
+from harness import parse, train
+from trl import SFTConfig
+parse(
+    SFTConfig,
+    lora_target_modules=[
+        "q_proj",
+        "k_proj",
+    ],
+    model_init_kwargs={"low": 1, "name": "a b"},
+    chat_template_path=None,
+    run_name="it's a name",
+    max_steps=-1,
+)
+train
+""")
+    without, with_all = pasted(recipe)
+    assert with_all == without and without[2]["lora_target_modules"] == ["q_proj", "k_proj"]
 
 
 @pytest.fixture

@@ -122,7 +122,10 @@ def about_flash_attention(attention: str) -> str:
         return "FlashAttention: skipped, because its kernels depend on the GPU and this machine has none."
     if attention:
         return "FlashAttention: available."
-    return "FlashAttention: not available, so PyTorch's SDPA is used; `pip install kernels` allows kernels from the Hub."
+    return (
+        f"FlashAttention: not available, so PyTorch's SDPA is used; `{sys.executable} -m pip install kernels` allows "
+        "kernels from the Hub."
+    )
 
 
 def files_of_dataset(script_args: Any, training_args: Any, model_args: Any) -> tuple[dict[str, list[str]], dict | None, int]:

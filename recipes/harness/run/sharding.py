@@ -112,7 +112,7 @@ def check_sharding(model: torch.nn.Module, accelerator: object, config: Accelera
     if (actual, accelerator.num_processes) != (expected, processes):
         raise RuntimeError(
             f"{config.name} is {expected} on {processes} processes, but this run is {actual} on {accelerator.num_processes}: "
-            "start it with launch.sh, or with `accelerate launch --config_file`"
+            "start it with launch.sh, or with `.venv/bin/accelerate launch --config_file`"
         )
     if not config.is_fsdp:
         return

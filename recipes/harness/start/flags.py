@@ -7,6 +7,7 @@ import argparse
 import ast
 import difflib
 import importlib.util
+import json
 import re
 import shlex
 import sys
@@ -43,7 +44,7 @@ def known_flags(recipe: Path) -> set[str]:
     for package, names in SOURCES.items():
         spec = importlib.util.find_spec(package)
         if spec is None:
-            raise UserError(f"{package} is not installed in this Python: pip install -r requirements.txt")
+            raise UserError(f"{package} is not installed: {sys.executable} -m pip install -r requirements.txt")
         files += [Path(spec.submodule_search_locations[0], name) for name in names]
     _check_source(recipe)
     fields = {"config", "help"}
@@ -132,12 +133,16 @@ def help_text(recipe: Path) -> str:
 
 
 def _as_flag(keyword: ast.keyword) -> str:
-    """`--learning_rate 2e-05` for `learning_rate=2e-5`."""
+    """`--learning_rate 2e-05` for `learning_rate=2e-5`; for a value that no flag can have, a comment."""
     try:
         value = ast.literal_eval(keyword.value)
     except ValueError:
-        return f"--{keyword.arg} {ast.unparse(keyword.value)}"
+        return f"# {keyword.arg}: {ast.unparse(keyword.value)}"
+    if value is None:
+        return f"# {keyword.arg}: None"
     words = [str(part) for part in value] if isinstance(value, list | tuple) else [str(value)]
+    if isinstance(value, dict):
+        words = [json.dumps(value)]
     return f"--{keyword.arg} {shlex.join(words)}"
 
 

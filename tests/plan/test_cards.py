@@ -1,6 +1,7 @@
 """From bytes and FLOPs to cards, hours and prices."""
 
 import dataclasses
+import re
 
 from harness import configs
 from harness.plan import cards
@@ -69,6 +70,28 @@ def test_card_must_hold_peak_and_reserve():
     assert plan["largest_micro_batch"]["RTX 3090"] == 2 and plan["largest_micro_batch"]["A100 80 GB"] == 11
     assert "T4" not in plan["tokens_per_second"], "a T4 has no bf16"
     assert cards.make_plan(found_with(needs_bf16=False))["fits"]["T4"] is False
+
+
+def test_cards_have_the_numbers_of_data_sheets():
+    """Memory is about the name's, in GiB. Data sheets also give rates with sparsity, which are twice the dense ones."""
+    dense = {"T4": 8, "RTX": 2, "L": 4, "A100": 16, "H": 14.8, "B200": 28}  # 16-bit over float32 rate, by architecture
+    for card in cards.CARDS:
+        ratio = next(ratio for start, ratio in dense.items() if card.name.startswith(start))
+        assert card.half / card.single == pytest.approx(ratio, rel=0.02) and card.links[0] < card.links[1], card.name
+        if named := re.search(r"(\d+) GB", card.name):
+            assert 0.97 < card.memory / (int(named[1]) * 2**30) < 1.01, card.name
+    assert CARDS["H200"].half == CARDS["H100 80 GB"].half == 989e12
+
+
+def test_card_of_the_user(error_of):
+    """It comes first, with the memory and the speed that were given."""
+    card = cards.card_of_user("A6000", 24.2, 155, 768)
+    plan = cards.make_plan(FOUND, more_cards=(card,))
+    assert list(plan["fits"])[:2] == ["A6000", "T4"]
+    assert plan["fits"]["A6000"] and plan["free_gb"]["A6000"] == pytest.approx(24.2 - 20 - 2.0)
+    assert not cards.make_plan(FOUND, more_cards=(cards.card_of_user("A6000", 21.9, 155, 768),))["fits"]["A6000"]
+    assert plan["step_seconds"]["A6000"][0] == pytest.approx(312 / 155 / 0.80, abs=0.001)
+    assert "A100 80 GB is known already" in error_of(cards.card_of_user, "A100 80 GB", 80, 312, 2000)
 
 
 def test_step_time_with_all_and_with_no_transfers_hidden():

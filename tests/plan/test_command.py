@@ -5,7 +5,7 @@ import re
 import shutil
 import sys
 
-from harness.plan import command
+from harness.plan import cards, command
 from harness.rehearsal import tiny_model
 
 import pytest
@@ -24,6 +24,12 @@ from transformers import AutoTokenizer
         (["qwen2_chat", "1x3090", "--price_per_gpu_hour", "cheap"], ["--price_per_gpu_hour is cheap, expected a number"]),
         (["qwen2_chat", "1x3090", "--price_per_gpu_hour", "0"], ["--price_per_gpu_hour is 0, expected a number"]),
         (["qwen2_chat", "1x3090", "--price_per_gpu_hour"], ["--price_per_gpu_hour needs a number"]),
+        (["qwen2_chat", "1x3090", "--card"], ["--card is ''", "expected NAME=GB,TFLOPS,GB/s"]),
+        (["qwen2_chat", "1x3090", "--card", "A6000=48,155"], ["--card is 'A6000=48,155'", "--card A6000=48,155,768"]),
+        (["qwen2_chat", "1x3090", "--card=A6000=48,155,fast"], ["--card is 'A6000=48,155,fast'"]),
+        (["qwen2_chat", "1x3090", "--card", "=48,155,768"], ["--card is '=48,155,768'"]),
+        (["qwen2_chat", "1x3090", "--card", "A6000=48,-1,768"], ["three numbers above 0"]),
+        (["qwen2_chat", "1x3090", "--card", "A6000=48,155,inf"], ["three numbers above 0"]),
     ],
 )
 def test_mistake_is_one_error(launch, arguments, words):
@@ -57,7 +63,17 @@ def test_hours_and_price_of_epochs(launch, own_files, tmp_path):
     texts = [f"### Instruction\n{row['instruction']}\n\n### Python\n{row['output']}" for row in rows]
     tokens = sum(len(tokenizer(text)["input_ids"]) + 1 for text in texts)
     steps = 2 * 0.9 * tokens / (16 * 2048)  # a tenth is held out
-    process = launch("--plan", "llama31_8b_lora", "1x3090", *own_files, "--price_per_gpu_hour", "100", cwd=tmp_path)
+    process = launch(
+        "--plan",
+        "llama31_8b_lora",
+        "1x3090",
+        *own_files,
+        "--price_per_gpu_hour",
+        "100",
+        "--card",
+        "A6000=48,155,768",
+        cwd=tmp_path,
+    )
     assert process.returncode == 0, process.stderr
     planned = int(re.search(r"^the run +about ([\d,]+) steps, estimated", process.stdout, re.MULTILINE)[1])
     assert steps > 2 and abs(planned - steps) <= 1.5, (planned, steps)
@@ -67,4 +83,6 @@ def test_hours_and_price_of_epochs(launch, own_files, tmp_path):
     for end in (0, 1):
         assert hours[end] == pytest.approx(planned * seconds[end] / 3600, abs=0.1)
         assert price[end] == pytest.approx(100 * planned * seconds[end] / 3600, rel=0.1, abs=1)
+    assert [row[0] for row in table[2:]] == ["A6000", *(card.name for card in cards.CARDS)]
+    assert table[2][1].startswith("yes, ") and "no" not in table[2][1]
     assert (tmp_path / "plan.png").stat().st_size > 10_000 and "error" not in process.stderr

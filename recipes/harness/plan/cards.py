@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import configs
+from harness.launched import UserError
 from harness.plan.simulation import Refused, Simulation
 
 import yaml
@@ -31,18 +32,25 @@ class Card:
     half: float  # FLOP/s in bf16 or fp16 with float32 accumulation
     single: float  # FLOP/s in float32, without TF32
     bandwidth: float  # bytes/s of its memory
-    links: tuple[float, float]  # bytes/s between GPUs of a node, slow and fast: PCIe 3 x8 or 4 x16; NVLink
+    links: tuple[float, float]  # bytes/s between GPUs of a node, slow and fast: PCIe 3 x8 to 5 x16; NVLink
     bf16: bool = True
 
 
+# H200 and B200: the SXM modules of HGX boards. A100 64 GB: NVIDIA has no public data sheet for the card of CINECA's Leonardo;
+# it has 124 multiprocessors where the others have 108, and four stacks of memory instead of five (arXiv:2307.16885).
 CARDS = (
     Card("T4", 15.6 * GB, 65e12, 8.1e12, 320e9, (5e9, 12e9), bf16=False),
     Card("RTX 3090", 25.4 * GB, 71e12, 35.6e12, 936e9, (6e9, 25e9)),
     Card("RTX 4090", 25.3 * GB, 165e12, 82.6e12, 1008e9, (6e9, 25e9)),
     Card("L4", 23.6 * GB, 121e12, 30.3e12, 300e9, (6e9, 25e9)),
+    Card("RTX 5090", 33.7 * GB, 209.5e12, 104.8e12, 1792e9, (6e9, 50e9)),
     Card("A100 40 GB", 42.2 * GB, 312e12, 19.5e12, 1555e9, (25e9, 230e9)),
+    Card("L40S", 47.7 * GB, 362e12, 91.6e12, 864e9, (6e9, 25e9)),
+    Card("A100 64 GB", 68.1 * GB, 358e12, 22.4e12, 1640e9, (25e9, 230e9)),
     Card("A100 80 GB", 84.9 * GB, 312e12, 19.5e12, 2039e9, (25e9, 230e9)),
     Card("H100 80 GB", 84.9 * GB, 989e12, 67e12, 3350e9, (50e9, 370e9)),
+    Card("H200", 150.1 * GB, 989e12, 67e12, 4800e9, (50e9, 370e9)),
+    Card("B200", 191.5 * GB, 2250e12, 80e12, 8000e9, (50e9, 740e9)),
 )
 PCIE = (10e9, 24e9)  # bytes/s between host and GPU: PCIe 4 x8, or x16
 NETWORK = (1.1e9, 11e9)  # bytes/s between nodes: 10 or 100 Gbit/s Ethernet
@@ -60,6 +68,13 @@ CUDA_CONTEXT = 0.5 * GB  # with the loaded kernels
 NCCL_BUFFERS = 0.5 * GB  # with several processes
 PROCESS = 2.5 * GB  # of host memory: Python, torch, CUDA's libraries
 FRAGMENTATION = 0.05  # of the peak: the allocator's blocks, cuBLAS workspaces
+
+
+def card_of_user(name: str, gigabytes: float, teraflops: float, gigabytes_per_second: float) -> Card:
+    """The card of --card: it connects over PCIe, and its float32 rate is a sixteenth, as on an A100."""
+    if name in {card.name for card in CARDS}:
+        raise UserError(f"--card: {name} is known already: leave out the flag, or give the card another name")
+    return Card(name, gigabytes * GB, teraflops * 1e12, teraflops * 1e12 / 16, gigabytes_per_second * 1e9, (6e9, 25e9))
 
 
 def reserve(peak: float, processes: int) -> float:
@@ -117,9 +132,10 @@ def _seconds(card: Card, found: Simulation, end: int) -> float:
     return (max(compute, transfer) if end == 1 else compute + transfer) + waiting
 
 
-def make_plan(found: Simulation, price: float = 0.0) -> dict[str, Any]:
+def make_plan(found: Simulation, price: float = 0.0, more_cards: tuple[Card, ...] = ()) -> dict[str, Any]:
     """The plan as `--json` prints it; memory in GB (1e9 bytes), time in seconds, `price` per GPU and hour."""
-    peak = found.peak.bytes
+    peak, all_cards = found.peak.bytes, (*more_cards, *CARDS)
+    needed = peak + reserve(peak, found.processes)
     tokens = found.tokens * found.accumulation * found.processes
     steps = found.max_steps if found.max_steps > 0 else None
     plan = {
@@ -142,14 +158,15 @@ def make_plan(found: Simulation, price: float = 0.0) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "steps": steps,
         "steps_are_estimated": found.steps_are_estimated,
-        "fits": {card.name: fits(card, found, peak) for card in CARDS},
-        "largest_micro_batch": {card.name: largest_micro_batch(card, found) for card in CARDS},
+        "fits": {card.name: fits(card, found, peak) for card in all_cards},
+        "free_gb": {card.name: gb(card.memory - needed) for card in all_cards},
+        "largest_micro_batch": {card.name: largest_micro_batch(card, found) for card in all_cards},
         "step_seconds": {},
         "tokens_per_second": {},
         "hours": {},
         "price": {},
     }
-    for card in CARDS:
+    for card in all_cards:
         if found.needs_bf16 and not card.bf16:
             continue
         best, worst = step_seconds(card, found)

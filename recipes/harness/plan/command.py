@@ -1,6 +1,7 @@
 """Will it fit, on which cards, how long: simulates a recipe with each config. launch.sh calls it:
 
-`python -m harness.plan.command RECIPE.py CONFIG.yaml… [--json] [--price_per_gpu_hour N] [--flag value …]`.
+`python -m harness.plan.command RECIPE.py CONFIG.yaml… [--json] [--price_per_gpu_hour N] [--card NAME=GB,TFLOPS,GB/s]
+[--flag value …]`.
 
 If the run does not fit, changes are tried until it does, each by another simulation.
 """
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 def main(recipe: str, *words: str) -> None:
     count = next((number for number, word in enumerate(words) if not word.endswith((".yaml", ".yml"))), len(words))
-    paths, (price, as_json, arguments) = words[:count], read_own_flags(list(words[count:]))
+    paths, (price, as_json, own_cards, arguments) = words[:count], read_own_flags(list(words[count:]))
     flags.check_flags(Path(recipe), arguments)
     read = {path: configs.read(path) for path in paths}
     can_fork = processes.import_libraries()
@@ -42,6 +43,7 @@ def main(recipe: str, *words: str) -> None:
     from harness.plan import cards, pages  # they import torch, which a misspelt flag need not wait for
     from harness.plan.simulation import Refused
 
+    more_cards = tuple(cards.card_of_user(*numbers) for numbers in own_cards)
     # Neither a config nor a proposal changes how many rows an epoch has, so they are counted once.
     rows = functools.cache(lambda: processes.call(can_fork, rows_of_epoch, recipe, arguments)[1])
     plans, found = [], None
@@ -49,7 +51,7 @@ def main(recipe: str, *words: str) -> None:
         if not as_json:
             pages.print_progress(f"Simulating {Path(recipe).stem} with {config.name} …")
         found = run(can_fork, recipe, config, arguments, optional=len(read) > 1)
-        plans.append(found if isinstance(found, Refused) else cards.make_plan(with_steps(found, rows), price))
+        plans.append(found if isinstance(found, Refused) else cards.make_plan(with_steps(found, rows), price, more_cards))
     if as_json:
         shown = [{"config": p.config, "refused": p.reason} if isinstance(p, Refused) else p for p in plans]
         print(json.dumps(shown[0] if len(read) == 1 else shown, indent=2))
@@ -66,10 +68,15 @@ def main(recipe: str, *words: str) -> None:
         pages.print_proposals(cards.try_proposals(plans[0], found, paths[0], run_again))
 
 
-def read_own_flags(words: list[str]) -> tuple[float, bool, list[str]]:
-    """The values of --price_per_gpu_hour (0 without it) and --json, and the remaining words."""
-    price, as_json, rest = "0", False, []
-    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--price_per_gpu_hour=") else [word])]
+CardNumbers = tuple[str, float, float, float]  # name, GB, TFLOPS, GB/s
+CARD_FORMAT = "expected NAME=GB,TFLOPS,GB/s with three numbers above 0, for example --card A6000=48,155,768"
+
+
+def read_own_flags(words: list[str]) -> tuple[float, bool, list[CardNumbers], list[str]]:
+    """The values of --price_per_gpu_hour (0 without it), --json and every --card, and the remaining words."""
+    price, as_json, own_cards, rest = "0", False, [], []
+    with_value = ("--price_per_gpu_hour=", "--card=")
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith(with_value) else [word])]
     while words:
         word = words.pop(0)
         if word == "--json":
@@ -82,9 +89,23 @@ def read_own_flags(words: list[str]) -> tuple[float, bool, list[str]]:
                 if float(price) > 0:
                     continue
             raise UserError(f"--price_per_gpu_hour is {price}, expected a number above 0")
+        elif word == "--card":
+            own_cards.append(read_card(words.pop(0) if words else ""))
         else:
             rest.append(word)
-    return float(price), as_json, rest
+    return float(price), as_json, own_cards, rest
+
+
+def read_card(text: str) -> CardNumbers:
+    """A card that is not in `cards.CARDS`. Raises UserError unless it has a name and three numbers."""
+    name, _, values = text.rpartition("=")
+    try:
+        numbers = [float(value) for value in values.split(",")]
+    except ValueError:
+        numbers = []
+    if not name.strip() or len(numbers) != 3 or not all(0 < number < math.inf for number in numbers):
+        raise UserError(f"--card is {text!r}, {CARD_FORMAT}")
+    return name.strip(), *numbers
 
 
 def run(

@@ -106,8 +106,7 @@ def describe_length(plan: dict[str, Any]) -> str:
 
 
 def describe_fit(plan: dict[str, Any], name: str) -> str:
-    card = next(card for card in cards.CARDS if card.name == name)
-    free = card.memory / cards.GB - plan["peak_gpu_gb"] - plan["reserve_gb"]
+    free = plan["free_gb"][name]
     if name not in plan["step_seconds"]:
         return "no bf16"
     return f"yes, {free:.1f} GB free" if plan["fits"][name] else f"no, {-free:.1f} GB missing"

@@ -151,7 +151,7 @@ def test_readme_is_short_and_links_every_page():
     assert len(readme.splitlines()) <= MAX_README_LINES
     assert all(f"({page.relative_to(ROOT)})" in readme for page in PAGES if page.name != "README.md")
     pages = [text for page, text in PAGES.items() if page.name not in ("measurements.md", "CHANGELOG.md", "AGENTS.md")]
-    assert sum(len(text.split()) for text in pages) <= MAX_WORDS
+    assert sum(len(text.replace("|", " ").split()) for text in pages) <= MAX_WORDS  # without the bars of tables
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -128,6 +128,17 @@ def test_dtype_of_sharded_4bit_weights_in_a_recipe(error_of):
     assert "--dtype float16: sharded 4-bit weights compute in bfloat16" in message
 
 
+@pytest.mark.parametrize(("cores", "on_cpu", "warned"), [(1, False, True), (4, False, False), (1, True, False)])
+def test_fewer_cores_than_gpus_are_a_warning(monkeypatch, capsys, cores, on_cpu, warned):
+    """On every node. A rehearsal on the CPU has fewer on purpose."""
+    monkeypatch.setattr(checks, "physical_cores", lambda: cores)
+    monkeypatch.setenv("HARNESS_NODE", "1")
+    checks.print_few_cores(Launched(processes=8, nodes=2, on_cpu=on_cpu))
+    printed = capsys.readouterr().err
+    assert (printed.startswith("warning: node 1 gives this run 1 core for 4 GPUs") and "--cpus-per-task" in printed) == warned
+    assert warned or not printed
+
+
 def test_untested_versions_are_a_warning(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(checks, "REQUIREMENTS", tmp_path / "requirements.txt")
     (tmp_path / "requirements.txt").write_text("torch==0.1\n# comment\nnot-installed==1\n")

@@ -1,11 +1,14 @@
 """Finished runs next to each other: a table, and a picture of their losses and speed-up. launch.sh calls it:
 
-`python -m harness.commands.report [--json] RUN…`.
+`python -m harness.commands.report [--json] RUN… [PLAN.json…]`.
 
-The speed-up is over the run with the fewest processes, by tokens/s, so that runs of different length can be compared.
+The speed-up is over the run with the fewest processes, by tokens/s, so that runs of different length can be compared. A plan is
+what `launch.sh --plan … --json` prints; its forecast is shown next to what the run with its recipe, config and number of
+processes measured.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,14 +29,21 @@ COLUMNS = (
     "GB in use",
     "GB host",
     "loss",
+    "tokens/s (forecast)",
+    "GB per GPU (forecast)",
 )
 NEEDED = ("num_nodes", "world_size", "train_runtime", "tokens_per_second", "peak_gpu_gb", "peak_host_gb", "final_loss")
 COMPARED = ("recipe", "model", "dataset", "device", "tiny")
 
 
 def main(*words: str) -> None:
-    as_json = "--json" in words
-    runs = sorted((read_run(Path(word)) for word in words if word != "--json"), key=lambda run: run["world_size"])
+    as_json, plans = "--json" in words, [word for word in words if word.endswith(".json")]
+    folders = [Path(word) for word in words if word != "--json" and word not in plans]
+    if not folders:
+        raise UserError("--report needs the folder of a finished run, not only plans: ./launch.sh --report RUN… PLAN.json")
+    runs = sorted(map(read_run, folders), key=lambda run: run["world_size"])
+    for word in plans:
+        add_plans(runs, Path(word))
     base = runs[0]
     for run in runs:
         run["speed_up"] = run["tokens_per_second"] / base["tokens_per_second"]
@@ -41,7 +51,8 @@ def main(*words: str) -> None:
     if as_json:
         print(json.dumps(runs, indent=2))
         return
-    print_table([COLUMNS, *map(table_row, runs)])
+    rows = [COLUMNS, *map(table_row, runs)]
+    print_table(rows if plans else [row[:-2] for row in rows])
     differences = [name for name in COMPARED if len({str(run.get(name)) for run in runs}) > 1]
     if differences:
         print(f"\nwarning: these runs differ in {', '.join(differences)}, so their speeds may not be comparable", file=sys.stderr)
@@ -63,7 +74,39 @@ def read_run(folder: Path) -> dict[str, Any]:
     return results | {"name": str(folder), "losses": losses}
 
 
+def add_plans(runs: list[dict[str, Any]], path: Path) -> None:
+    """Sets `forecast` of every run that a plan of the file is about."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        plans = [plan for plan in (content if isinstance(content, list) else [content]) if "refused" not in plan]
+        forecasts = {(plan["recipe"], plan["config"], plan["processes"]): plan for plan in plans}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is not a plan: write one with ./launch.sh --plan RECIPE CONFIG --json > {path}") from error
+    planned = [run for run in runs if not run.get("tiny") and _identity(run) in forecasts]
+    if not planned:
+        about = "; ".join(f"{recipe} × {config} on {processes}" for recipe, config, processes in forecasts) or "no run"
+        raise UserError(f"{path} is about {about}: no run has this recipe, config and number of processes, at full size")
+    for run in planned:
+        plan = forecasts[_identity(run)]
+        card = next((name for name in plan["tokens_per_second"] if _words(name) <= _words(run.get("device", ""))), None)
+        run["forecast"] = {
+            "peak_gpu_gb": plan["peak_gpu_gb"],
+            "card": card,
+            "tokens_per_second": plan["tokens_per_second"].get(card),
+        }
+
+
+def _identity(run: dict[str, Any]) -> tuple[str, str, int]:
+    return run.get("recipe", ""), run.get("config", ""), run["world_size"]
+
+
+def _words(name: str) -> set[str]:
+    """The parts of a card's name: those of "A100 80 GB" are among those of "NVIDIA A100-SXM4-80GB"."""
+    return set(re.findall(r"[A-Z0-9]+", re.sub(r"(\d) GB", r"\1GB", name).upper()))
+
+
 def table_row(run: dict[str, Any]) -> tuple[str, ...]:
+    forecast = run.get("forecast") or {}
     return (
         run["name"],
         str(run["num_nodes"]),
@@ -77,6 +120,8 @@ def table_row(run: dict[str, Any]) -> tuple[str, ...]:
         " ".join(f"{used:.1f}" for used in run.get("gpu_memory_gb", [])),
         f"{run['peak_host_gb']:.1f}",
         f"{run['final_loss']:.4f}",
+        "–".join(f"{speed:,}" for speed in forecast.get("tokens_per_second") or []),
+        f"{forecast['peak_gpu_gb']:.1f}" if forecast else "",
     )
 
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from harness.data.loading import ScriptArguments
-from harness.launched import Launched, UserError, print_once
+from harness.launched import NODE_VARIABLE, Launched, UserError, print_once
+from harness.nodes.machines import physical_cores
 
 from transformers import TrainingArguments
 from trl import ModelConfig
@@ -80,6 +81,19 @@ def check_bf16(training_args: TrainingArguments, model_args: ModelConfig, is_sha
                 f"this run computes in bf16, but {torch.cuda.get_device_name(index)} has compute capability {major}.{minor} and "
                 f"no bf16 arithmetic: {advice}"
             )
+
+
+def print_few_cores(launched: Launched) -> None:
+    """Prints a warning if this node has fewer cores than GPUs, as in a SLURM job without --cpus-per-task."""
+    gpus, cores = launched.processes // launched.nodes, physical_cores()
+    if not launched.on_cpu and cores < gpus:
+        node = os.environ.get(NODE_VARIABLE, "0")
+        print(
+            f"warning: node {node} gives this run {cores} core{'s' if cores > 1 else ''} for {gpus} GPUs, so the processes wait "
+            "for each other: ask for more (SLURM: --cpus-per-task, 8 for each GPU)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def check_shared_memory(launched: Launched) -> None:

@@ -159,6 +159,7 @@ def run_checks(launched: Launched, arguments: list[str], config: AccelerateConfi
 
     set_device(launched, config, use_cpu=flags.is_true("use_cpu", arguments))
     checks.check_shared_memory(launched)
+    checks.print_few_cores(launched)
     _, training_args, _ = check_recipe(launched, arguments)
     return launched.on_cpu, training_args.output_dir, training_args.save_strategy != "no"
 

@@ -15,7 +15,7 @@
 #   ./launch.sh --prepare [--tiny] RECIPE [--flag …]  downloads everything a run needs; afterwards it trains without internet
 #   ./launch.sh --merge RUN [OUT]                  makes a plain model from an adapter or a sharded checkpoint
 #   ./launch.sh --chat RUN [--max_new_tokens N]    talks to the model of a finished run, a 4-bit one with its adapter too
-#   ./launch.sh --report RUN… [PLAN.json]          compares finished runs, also with what --plan --json forecast: time, memory, losses
+#   ./launch.sh --report RUN… [PLAN.json]          compares finished runs with each other, and with the forecasts of --plan --json
 #   ./launch.sh --convert FILE [OUT]               a config of `accelerate config` for FSDP1 or DeepSpeed as one for FSDP2
 #   ./launch.sh --install                          installs requirements.txt into .venv, as the first call of any command does
 #   ./launch.sh --test RECIPE [CONFIG]             the smoke test of one recipe

@@ -24,6 +24,7 @@ print(json.dumps({
     "autostop": resources.autostop_config and resources.autostop_config.to_yaml_config(),
     "controller": sky.jobs.constants.CONTROLLER_AUTOSTOP, "has max_hourly_cost": hasattr(resources, "max_hourly_cost"),
     "nodes": task.num_nodes, "accelerators": resources.accelerators, "spot": resources.use_spot, "memory": resources.memory,
+    "disk": resources.disk_size,
     "run": task.run, "setup": task.setup, "storage": {path: [s.name, s.mode.value] for path, s in task.storage_mounts.items()},
 }))
 """
@@ -50,8 +51,12 @@ def line_with(script: str, word: str) -> list[str]:
     return words
 
 
+def recipe_text(recipe: str) -> str:
+    return (ROOT / f"recipes/{recipe}.py").read_text()
+
+
 def test_there_are_tasks():
-    assert {task.stem for task in TASKS} == {"gpt2_xl_wikitext", "llama31_8b_lora"}
+    assert {task.stem for task in TASKS} == {"gpt2_xl_wikitext", "llama31_8b_lora", "llama31_70b_qlora"}
 
 
 @pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
@@ -70,6 +75,9 @@ def test_task_is_read_and_fits_its_config(read_task, path):
     assert rest[rest.index("--output_dir") + 1].startswith(f"{mounted}/") and task["storage"][mounted] == ["some-bucket", "MOUNT"]
     if recipe == "gpt2_xl_wikitext":
         assert task["spot"] and task["accelerators"] == {"T4": 1} and re.match(r"32", str(task["memory"]))
+    if recipe == "llama31_70b_qlora":  # as much host memory and disk as its recipe says, and more
+        host, disk = map(int, re.search(r"(\d+) GB of host memory and (\d+) GB of disk", recipe_text(recipe)).groups())
+        assert task["spot"] and float(task["memory"].rstrip("+")) > host and task["disk"] > disk + 50
 
 
 @pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)

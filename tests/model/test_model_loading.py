@@ -4,9 +4,11 @@ import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 
+from harness import configs
 from harness.launched import Launched
 from harness.model import loading
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT
@@ -88,6 +90,37 @@ def test_model_of_one_gpu_is_not_split_onto_the_cpu(monkeypatch, quantized):
         spec.loader.exec_module(original := importlib.util.module_from_spec(spec))
         quantizer = original.Bnb4BitHfQuantizer(BitsAndBytesConfig(load_in_4bit=True))
         assert quantizer.update_device_map(loaded[0]["device_map"]) == {"": 0}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "processes", "flags", "needed"),
+    [
+        ("Qwen/Qwen2-0.5B", "1x3090_offload", 1, {}, 10),  # as `--plan` simulates it
+        ("meta-llama/Llama-3.1-70B", "2x3090_qlora", 2, {"load_in_4bit": True, "use_peft": True, "dtype": "bfloat16"}, 120),
+        ("Qwen/Qwen2-0.5B", "1x3090", 1, {}, None),
+    ],
+)
+def test_host_memory_is_checked(monkeypatch, capsys, error_of, model, config, processes, flags, needed):
+    """An error if memory and swap are too little, a warning if swap is needed."""
+    memory = SimpleNamespace(available=1e12, free=0)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(psutil, "swap_memory", lambda: memory)
+    settings = configs.read(str(ROOT / f"accelerate_configs/{config}.yaml"))
+    run = ModelConfig(str(ROOT / f"tests/published/models/{model}"), **flags), settings, Launched(processes=processes, nodes=1)
+    loading.check_host_memory(*run)
+    assert capsys.readouterr().out.strip() == (
+        f"This run needs about {needed} GB of host memory, 1000 GB are free." if needed else ""
+    )
+    memory.available = 2e9
+    if not needed:
+        loading.check_host_memory(*run)
+        return
+    assert f"{config}: this run needs about {needed} GB of host memory, 2 GB are free, and 0 GB of swap: stop" in error_of(
+        loading.check_host_memory, *run
+    )
+    memory.free = 200e9
+    loading.check_host_memory(*run)
+    assert "2 GB are free. The rest is swap: slow." in capsys.readouterr().out
 
 
 def test_attention_and_its_cost_are_printed(capsys, rehearse, workdir):

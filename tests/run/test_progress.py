@@ -17,11 +17,11 @@ RECIPE = "qwen2_fineweb_edu"
 
 def test_messages_are_aligned():
     logs = {"loss": 2.34567, "learning_rate": 2e-5, "grad_norm": 0.84, "tokens_per_second": 10512.3, "gpu_0_utilization": 97.0}
-    logs |= {"gpu_1_utilization": 96.0, "gpu_0_memory_gb": 14.21, "gpu_1_memory_gb": 14.0}
+    logs |= {"gpu_1_utilization": 96.0, "gpu_0_memory_gb": 14.21, "gpu_1_memory_gb": 14.0, "host_gb": 31.44}
     messages = [progress.format_logs(logs, step, 1000, 83.0) for step in (1, 1000)]
     start, rest = messages[0].split("  loss ")
     assert start == "step     1/1,000" and rest == (
-        " 2.3457  lr 2.00e-05  grad    0.840     10,512 tokens/s  GPU 97 96 % 14.2 14.0 GB  0:01:23 left"
+        " 2.3457  lr 2.00e-05  grad    0.840     10,512 tokens/s  host 31.4 GB  GPU 97 96 % 14.2 14.0 GB  0:01:23 left"
     )
     assert len(messages[0]) == len(messages[1])
     evaluation = {"eval_loss": 2.0, "eval_runtime": 3.2}
@@ -57,6 +57,7 @@ def test_seconds_of_steps(build_trainer, monkeypatch):
     assert 0.9 < (so_far["tokens"] - 100) / (4 * 2 * 2 * 128) <= 1
     assert 0 < so_far["loss_tokens"] < so_far["tokens"]
     speeds = [entry["tokens_per_second"] for entry in trainer.state.log_history if "loss" in entry]
+    assert all(entry["host_gb"] > 0 for entry in trainer.state.log_history if "loss" in entry)
     assert len(speeds) == 4 and all(0.9 < speed / (2 * 128) <= 1 for speed in speeds)
 
 

@@ -16,6 +16,7 @@ from harness.compat.transformers import (
     takes_other_attention,
 )
 from harness.compat.trl import compute_loss_without_triton
+from harness.configs import AccelerateConfig
 from harness.hub import check_model_exists, hub_errors
 from harness.launched import Launched, UserError, print_once
 from harness.rehearsal import tiny_model
@@ -35,6 +36,7 @@ from trl import ModelConfig
 WEIGHTS = "model.safetensors"
 VARLEN, FLASH = "varlen", "flash_attention_2"  # values of --attn_implementation
 REFUSED = ("softcap", "s_aux", "position_bias")  # arguments of attention functions that `varlen_attn` does not have
+PROCESS_BYTES = 2_500_000_000  # of host memory: Python, torch, CUDA's libraries; assumed
 
 
 def set_loading_options(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool, launched: Launched) -> None:
@@ -352,6 +354,48 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, with_
     positions, length = getattr(config, "max_position_embeddings", None), getattr(training_args, "max_length", None)
     if positions and length and length > positions:
         raise UserError(f"--max_length is {length}, but {name} has {positions} positions: pass {positions} or less")
+
+
+def check_host_memory(model_args: ModelConfig, config: AccelerateConfig, launched: Launched) -> None:
+    """Prints and checks what a run that keeps weights in host memory needs there. Raises UserError if it is too little.
+
+    The estimate is that of `--plan`, without a simulation.
+    """
+    import psutil
+    import torch
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    is_4bit = model_args.load_in_4bit and config.is_fsdp
+    if not config.offload_params and not is_4bit:
+        return
+    hub_config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+    if type(hub_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hub_config)
+    packed = 0
+    if is_4bit:
+        head = model.get_output_embeddings()
+        packed = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    loaded_bytes = 4 if model_args.dtype == "float32" or not model_args.use_peft else 2
+    weights = packed // 2 + (parameters - packed) * loaded_bytes
+    processes = launched.processes // launched.nodes
+    copies = 1 if config.cpu_ram_efficient_loading and not is_4bit else processes
+    loading, training = copies * weights, 0
+    if config.offload_params:
+        loading += weights * processes // launched.processes  # the shards are made while the loaded weights are still there
+        if not model_args.use_peft:  # weights, gradients and two moments in float32
+            training = 16 * parameters * processes // launched.processes
+    needed = processes * PROCESS_BYTES + max(loading, training)
+    free, swap = psutil.virtual_memory().available, psutil.swap_memory().free
+    numbers = f"about {needed / 1e9:.0f} GB of host memory, {free / 1e9:.0f} GB are free"
+    if needed > free + swap:
+        raise UserError(
+            f"{config.name}: this run needs {numbers}, and {swap / 1e9:.0f} GB of swap: stop other programs, "
+            "request more memory (SLURM: --mem), or use another config or a smaller model; --plan shows what each needs"
+        )
+    print_once(f"This run needs {numbers}." if needed <= free else f"warning: this run needs {numbers}. The rest is swap: slow.")
 
 
 def check_weight_files(folder: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from harness import configs
 from harness.launched import UserError
+from harness.model.loading import PROCESS_BYTES
 from harness.plan.simulation import Refused, Simulation
 
 import yaml
@@ -66,7 +67,6 @@ PINNING = (2e9, 6e9)  # bytes/s; allocating pinned memory for the first gradient
 # What a simulation does not see, on top of its peak.
 CUDA_CONTEXT = 0.5 * GB  # with the loaded kernels
 NCCL_BUFFERS = 0.5 * GB  # with several processes
-PROCESS = 2.5 * GB  # of host memory: Python, torch, CUDA's libraries
 FRAGMENTATION = 0.05  # of the peak: the allocator's blocks, cuBLAS workspaces
 
 
@@ -197,7 +197,7 @@ def host_memory(found: Simulation) -> float:
     loading = found.host_peaks["load"].bytes * found.copies if "load" in found.host_peaks else 0
     training = max((peak.bytes for moment, peak in found.host_peaks.items() if moment != "load"), default=0)
     saving = 0 if found.is_adapter else 4 * found.parameters  # gathered on the first process, in float32
-    return per_node * PROCESS + max(loading, per_node * training, saving)
+    return per_node * PROCESS_BYTES + max(loading, per_node * training, saving)
 
 
 def disk_space(found: Simulation) -> float:

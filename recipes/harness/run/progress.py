@@ -6,6 +6,7 @@ import time
 
 from harness.compat.transformers import install_log_fields
 
+import psutil
 import torch
 from accelerate.utils import gather_object
 from tqdm.auto import tqdm
@@ -89,7 +90,7 @@ class Progress(TrainerCallback):
         self.running_since, self.ended = None, time.monotonic()
 
     def _fields(self, logs: dict) -> dict[str, float]:
-        """Speed, and utilization and memory of this node's GPUs since the last log; in fp16 the gradient scaler's scale."""
+        """Speed, used host memory, this node's GPUs since the last log; in fp16 the gradient scaler's scale."""
         if "loss" not in logs:
             return {}
         scaler = self.trainer.accelerator.scaler
@@ -98,6 +99,8 @@ class Progress(TrainerCallback):
         if seconds > 0:
             fields["tokens_per_second"] = round(tokens * self.trainer.args.world_size / seconds, 1)
         self.logged_tokens, self.logged_seconds = self.tokens, self.seconds
+        memory = psutil.virtual_memory()
+        fields["host_gb"] = round((memory.total - memory.available) / 1e9, 1)  # of all programs on this node
         return fields | self.gpus.read()
 
     def on_log(
@@ -173,6 +176,8 @@ def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -
     parts.append(f"{logs.get('tokens_per_second', 0):9,.0f} tokens/s")
     if torch.cuda.is_available():
         parts.append(f"{torch.cuda.max_memory_allocated() / 1e9:5.1f} GB")
+    if "host_gb" in logs:
+        parts.append(f"host {logs['host_gb']:.1f} GB")
     percents = [f"{value:3.0f}" for name, value in logs.items() if name.endswith("_utilization")]
     if percents:
         used = [f" {value:.1f}" for name, value in logs.items() if name.endswith("_memory_gb")]

@@ -33,7 +33,7 @@ from harness.data import chat_templates
 from harness.data.loading import ScriptArguments, check_dataset, digest_local_files, print_ignored_files, use_prepared_files
 from harness.hub import wait_for_hub
 from harness.launched import Checked, Launched, UserError, print_once
-from harness.model.loading import check_experts, check_model, print_attention, set_loading_options
+from harness.model.loading import check_experts, check_host_memory, check_model, print_attention, set_loading_options
 from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes.network import check_all_reduce, exit_with_causes
 from harness.rehearsal import tiny
@@ -284,6 +284,8 @@ def check_run(arguments: Arguments, launched: Launched, is_sharded: bool) -> Non
     folder.exit_if_finished(output_dir, training_args.max_steps, training_args.num_train_epochs)
     if launched.tiny:
         tiny.print_notice(*arguments)
+    else:
+        check_host_memory(model_args, configs.read(launched.config), launched)
     print_attention(training_args, model_args, launched)
 
 

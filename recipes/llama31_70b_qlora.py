@@ -6,8 +6,8 @@
 
 Rows: conversations (`messages` with role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
 `instruction`, `input` and `output`; or texts: a column `text`, or the one of --dataset_text_field.
-Needs two 24 GB GPUs, 121 GB of host memory and 186 GB of disk. Forecast, not measured: 20.6 GB per GPU,
-81 to 173 s per step of 16,384 tokens. If memory runs out: --per_device_train_batch_size 4.
+Needs two 24 GB GPUs, 121 GB of host memory and 186 GB of disk. Forecast, not measured: 12.2 GB per GPU,
+69 to 158 s per step of 16,384 tokens. If memory runs out: --per_device_train_batch_size 2.
 """
 
 from harness import load, parse, train
@@ -21,7 +21,7 @@ def main():
         # This project's arguments
         dataset_formats=("messages", "text"),
         global_batch_size=16,  # rows per optimizer step: two micro-batches on each of two GPUs
-        max_eval_samples=64,  # an evaluation takes one or two minutes (forecast)
+        max_eval_samples=64,  # an evaluation takes one to three minutes (forecast)
         # trl.ScriptArguments: the dataset
         dataset_name="HuggingFaceH4/ultrachat_200k",
         dataset_train_split="train_sft",
@@ -39,7 +39,7 @@ def main():
         lora_dropout=0.05,
         lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         # trl.SFTConfig: the training
-        max_steps=100,  # two to five hours (forecast)
+        max_steps=100,  # two to four and a half hours (forecast)
         chat_template_path="recipes/headings.jinja",  # a base model has no chat template
         assistant_only_loss=True,  # the answers, and the end-of-text token after each
         max_length=1024,

@@ -6,7 +6,7 @@
 
 Rows: conversations (`messages` with role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
 `instruction`, `input` and `output`.
-Needs one 24 GB GPU. Forecast, not measured: 13.1 GB and 5,400 to 11,000 tokens/s on 1x3090.
+Needs one 24 GB GPU. Forecast, not measured: 12.7 GB and 5,800 to 12,000 tokens/s on 1x3090.
 """
 
 from harness import load, parse, train

@@ -7,7 +7,7 @@
     ./launch.sh qwen2_fineweb_edu 1x3090 --dataset_name my.jsonl
 
 Rows: a column `text`, or the one of --dataset_text_field.
-Needs one 24 GB GPU. Forecast, not measured: 13.1 GB and 5,400 to 11,000 tokens/s on 1x3090.
+Needs one 24 GB GPU. Forecast, not measured: 12.7 GB and 6,000 to 12,000 tokens/s on 1x3090.
 """
 
 from harness import load, parse, train

@@ -38,7 +38,7 @@ class Launched:
     mode: str = "train"  # or "preview", "prepare", "plan"
     only_check: bool = False  # stop at the end of `parse`
     attention: list[str] = dataclasses.field(default_factory=list)  # what this machine's GPUs support, see `find_gpu_features`
-    no_flash: str = ""  # why the installed flash-attn cannot be used, "" if it can or if there is none
+    no_flash: str = ""  # why a FlashAttention that is installed cannot be used, "" if there is no problem
     no_triton: str = ""  # why TRL's loss cannot use Triton here, "" if it can
 
     def to_environment(self) -> dict[str, str]:

@@ -130,8 +130,8 @@ PACKED = {"packing": True, "packing_strategy": "bfd_split", "bf16": True}
         ("qwen2", {"attention_dropout": 0.1}, {}, GPU, "flash_attention_2", "no dropout, and attention_dropout of qwen2 is 0.1"),
         ("gpt2", {}, {}, CPU, None, "attn_pdrop of gpt2 is 0.1"),
         ("gemma2", {}, {}, GPU, "flash_attention_2", "attn_logit_softcapping of gemma2 is 50"),
-        ("gpt_oss", {}, {}, CPU, None, "sinks or biases"),
-        ("bloom", {}, {}, GPU, None, "sinks or biases"),
+        ("gpt_oss", {}, {}, CPU, None, "sinks, position biases"),
+        ("bloom", {}, {}, GPU, None, "sinks, position biases"),
         ("llama4_text", {}, {}, GPU, None, "masks"),
         ("gemma4_text", {}, {}, CPU, None, "a head of gemma4_text has 512"),
         ("llama", {"hidden_size": 4096, "num_attention_heads": 8}, {}, PLAN, None, "a head of llama has 512"),
@@ -154,6 +154,15 @@ def test_choice(tmp_path, family, sizes, arguments, launched, expected, reason):
         loading.set_attention(training_args, model_args, launched)
 
 
+@pytest.mark.parametrize(
+    ("device", "capability", "expected"), [("cuda", (8, 0), True), ("cuda", (7, 5), False), ("cpu", None, False)]
+)
+def test_without_launcher_a_process_asks_its_own_gpu(monkeypatch, device, capability, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: capability)
+    arguments = SimpleNamespace(device=torch.device(device))
+    assert loading.gpu_supports_varlen(arguments, Launched()) is expected
+
+
 def test_a_plan_simulates_other_flash_attention_as_varlen(tmp_path):
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path)
     model_args = ModelConfig(str(tmp_path), attn_implementation="flash_attention_2")
@@ -170,6 +179,9 @@ def test_flash_attn_that_cannot_be_imported(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda kernels_fallback_ok=False: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    attention, no_flash, _ = loading.find_gpu_features()  # there is no GPU
+    assert not attention and no_flash.startswith("PyTorch's FlashAttention does not run on this GPU (") and symbol in no_flash
+    monkeypatch.setattr(loading, "problem_of_varlen", lambda: "")
     attention, no_flash, _ = loading.find_gpu_features()
     assert attention == ["varlen"] and symbol in no_flash
 

@@ -32,6 +32,7 @@ def test_attention_depends_on_gpu_and_kernel(monkeypatch, capability, installed,
     available = "transformers.utils.is_flash_attn_2_available"
     monkeypatch.setattr(available, lambda kernels_fallback_ok=False: installed and kernels_fallback_ok)  # a kernel of the Hub
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(loading, "problem_of_varlen", lambda: "")
     attention, no_flash, no_triton = loading.find_gpu_features()
     assert attention == expected and not no_flash and bool(no_triton) == bool(capability)  # Triton cannot run on this machine
 
@@ -134,7 +135,7 @@ def test_attention_and_its_cost_are_printed(capsys, rehearse, workdir):
         return capsys.readouterr().out.splitlines()
 
     (line,) = printed(None, Launched(recipe="a.py"))
-    assert "SDPA for most models, not varlen: it needs a GPU of compute capability 8.0" in line
+    assert "SDPA for most models, not varlen: it needs GPUs of compute capability 8.0" in line
     assert "all 96 of its batch: 25% of the FLOP" in line  # hidden size 64
     gpu = Launched(recipe="a.py", attention=["varlen", FLASH], no_triton="no compiler")
     loss, line = printed("varlen", gpu)

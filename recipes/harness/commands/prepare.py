@@ -114,13 +114,15 @@ def download(script_args: Any, training_args: Any, model_args: Any, attention: l
         print_once(about_flash_attention(attention))
 
 
-def about_flash_attention(attention: str) -> str:
+def about_flash_attention(attention: list[str]) -> str:
     """The kernels were downloaded when `gpu_features` asked whether this machine can use them."""
+    from harness.model.loading import FLASH
+
     import torch
 
     if not torch.cuda.is_available():
         return "FlashAttention: skipped, because its kernels depend on the GPU and this machine has none."
-    if attention:
+    if FLASH in attention:
         return "FlashAttention: available."
     return (
         f"FlashAttention: not available, so PyTorch's SDPA is used; `{sys.executable} -m pip install kernels` allows "

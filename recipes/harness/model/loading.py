@@ -105,7 +105,7 @@ def why_not_varlen(training_args: TrainingArguments, model_args: ModelConfig, la
     if launched.mode == "plan" and training_args.fp16:
         return "a plan in fp16 is for T4s, which do not support FlashAttention"
     if not launched.on_cpu and not gpu_supports_varlen(training_args, launched):
-        return "it needs a GPU of compute capability 8.0"
+        return "it needs GPUs of compute capability 8.0"
     if (not launched.on_cpu or launched.mode == "plan") and not computes_in_16_bits(training_args, model_args):
         return "it computes in bf16 or fp16 only"
     config, model_class = config_and_class(model_args, launched.tiny)
@@ -116,7 +116,7 @@ def why_not_varlen(training_args: TrainingArguments, model_args: ModelConfig, la
     if values.get("attn_logit_softcapping"):
         return f"it has no softcap, and attn_logit_softcapping of {kind} is {values['attn_logit_softcapping']}"
     if not takes_other_attention(model_class):
-        return f"the attention of {kind} has masks, sinks or biases of its own"
+        return f"the class of {kind} does not support it (attention sinks, position biases, or masks of its own)"
     sizes = [int(size) for size in re.findall(r'head_dim": (\d+)', text.to_json_string(use_diff=False))]
     if not sizes:
         sizes = [values.get("hidden_size", 64) // values.get("num_attention_heads", 1)]
@@ -220,8 +220,8 @@ def mask_between_documents(
 def find_gpu_features() -> tuple[list[str], str, str]:
     """What the GPUs of this machine support. The launcher asks once, so that all processes do the same.
 
-    Returns the attention implementations besides those of transformers, why an installed flash-attn cannot be used, and why
-    TRL's loss cannot use Triton, each "" if it can.
+    Returns the attention implementations besides those of transformers, why one that is installed cannot be used, and why
+    TRL's loss cannot use Triton, each "" if there is no problem.
     """
     from transformers.utils import is_flash_attn_2_available
 
@@ -236,10 +236,23 @@ def find_gpu_features() -> tuple[list[str], str, str]:
         driver.active.get_current_target()  # compiles the code with which it launches kernels
         reason = ""
     except Exception as error:  # no compiler, no Python.h, no libcuda: each raises its own type
-        reason = f"{(str(error).splitlines() or [repr(error)])[0]} (apt install gcc python3-dev)"
-    problem = problem_of_flash_attn()
-    has_flash = is_flash_attn_2_available(kernels_fallback_ok=True) and not problem
-    return [VARLEN, *([FLASH] if has_flash else [])], problem, reason
+        reason = f"{_first_line(error)} (apt install gcc python3-dev)"
+    problems = {VARLEN: problem_of_varlen(), FLASH: problem_of_flash_attn()}
+    if not is_flash_attn_2_available(kernels_fallback_ok=True):
+        del problems[FLASH]
+    usable = [implementation for implementation, problem in problems.items() if not problem]
+    return usable, "; ".join(filter(None, problems.values())), reason
+
+
+def problem_of_varlen() -> str:
+    """Why PyTorch's FlashAttention does not run on this machine's GPU, "" if it does. Not every build of PyTorch has it."""
+    try:
+        tokens, ends = torch.zeros(8, 1, 8, dtype=torch.float16, device="cuda"), torch.tensor([0, 8], device="cuda")
+        varlen_attn(tokens, tokens, tokens, ends.int(), ends.int(), 8, 8, window_size=(-1, 0))
+        torch.cuda.synchronize()
+    except Exception as error:  # not built, no kernel for this GPU: each raises its own type
+        return f"PyTorch's FlashAttention does not run on this GPU ({_first_line(error)})"
+    return ""
 
 
 def problem_of_flash_attn() -> str:
@@ -254,8 +267,12 @@ def problem_of_flash_attn() -> str:
     try:
         importlib.import_module("flash_attn")
     except Exception as error:  # a missing symbol, a missing library, an operator that exists already
-        return f"the installed flash-attn cannot be imported ({(str(error).splitlines() or [repr(error)])[0]})"
+        return f"the installed flash-attn cannot be imported ({_first_line(error)})"
     return ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0]
 
 
 def print_attention(training_args: TrainingArguments, model_args: ModelConfig, launched: Launched) -> None:
@@ -263,10 +280,10 @@ def print_attention(training_args: TrainingArguments, model_args: ModelConfig, l
     used, (choice, reason) = model_args.attn_implementation, choose_attention(training_args, model_args, launched)
     if launched.on_cpu and not has_documents(training_args):
         return
-    if launched.no_triton:
+    if launched.no_triton and not launched.on_cpu:
         print_once(f"TRL's loss runs in PyTorch instead of Triton, a little slower: {launched.no_triton}")
-    if launched.no_flash:
-        print_once(f"warning: {launched.no_flash}: install it again for this PyTorch, or remove it")
+    if launched.no_flash and not launched.on_cpu:
+        print_once(f"warning: {launched.no_flash}")
     why = f", not {VARLEN}: {reason}" if reason else ""
     if used != choice:
         why = ", from --attn_implementation"
@@ -277,7 +294,8 @@ def print_attention(training_args: TrainingArguments, model_args: ModelConfig, l
     config, _ = config_and_class(model_args, launched.tiny)
     tokens = training_args.per_device_train_batch_size * (getattr(training_args, "max_length", None) or 0)
     cost = ""
-    if used in (None, "sdpa", "eager") and has_documents(training_args) and tokens and config is not None:
+    has_mask = used in (None, "sdpa", "eager") and has_documents(training_args) and not launched.on_cpu
+    if has_mask and tokens and config is not None:
         # Per token and layer: 4 x tokens x hidden_size FLOP of attention, 2 x 12 x hidden_size^2 of the weights.
         share = tokens / 6 / config.get_text_config().hidden_size
         cost = f" With a mask, each token attends to all {tokens:,} of its batch: {share:.0%} of the FLOP of the weights."

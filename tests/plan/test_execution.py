@@ -59,7 +59,7 @@ def found(simulate, runs):
 def test_simulated_peak_is_that_of_a_real_step(case, found):
     simulation, real = found[case]
     simulated = max(simulation["peaks"][moment]["bytes"] for moment in ("forward", "backward", "optimizer step"))
-    print(f"{case}: {simulated / 1e6:.1f} MB simulated, {real / 1e6:.1f} MB measured")
+    print(f"{case}: {simulated:,} bytes simulated, {real:,} measured")
     assert simulated == pytest.approx(real, rel=0.02)
 
 

@@ -7,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from harness.nodes import network
+from harness.nodes import machines
 
 import pytest
 from conftest import ROOT, free_port
@@ -40,10 +40,10 @@ def start_two(environment, tmp_path):
 CHECK_ALL_REDUCE = """
 import os, sys, time
 import torch.distributed as dist
-from harness.nodes import network
+from harness.nodes import machines
 dist.init_process_group("gloo")
 {before}
-network.check_all_reduce("cpu", 3)
+machines.check_all_reduce("cpu", 3)
 print("checked")
 """
 
@@ -65,7 +65,7 @@ def test_all_reduce_works_or_causes_are_named(start_two, before, reason):
         assert (first.returncode, out) == (0, "checked\n") and second.wait(timeout=60) == 0
         return
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert first.returncode == network.LOST and not out and "Traceback" not in err
+    assert first.returncode == machines.LOST and not out and "Traceback" not in err
     for word in (reason, "NCCL_P2P_DISABLE=1", "NCCL_SOCKET_IFNAME", "firewall"):
         assert word in line
 

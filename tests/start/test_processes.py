@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 
-from harness.nodes import network
+from harness.nodes import machines
 
 import psutil
 import pytest
@@ -209,7 +209,7 @@ def test_one_traceback_when_processes_fail(fork_launch, tmp_path, who):
     process = fork_launch("--tiny", recipe, "4gpu_ddp", cwd=tmp_path, NPROC_PER_NODE="2")
     assert process.stderr.count("Traceback") == process.stderr.count("AssertionError: mine") == 1, process.stderr
     # A process that loses the connection to the failed one can be the first to exit.
-    assert process.returncode in ((1, network.LOST) if who != "True" else (1,))
+    assert process.returncode in ((1, machines.LOST) if who != "True" else (1,))
 
 
 def test_spawned_processes_log_the_same_losses(rehearse, tmp_path):

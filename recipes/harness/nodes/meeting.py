@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from harness.launched import UserError
-from harness.nodes.machines import Nodes, integer_from_environment
-from harness.nodes.network import first_line, own_address, time_limit
+from harness.nodes.machines import Nodes, first_line, integer_from_environment, own_address, time_limit
 
 T = TypeVar("T")
 MESSAGE_INTERVAL = 30  # seconds between two messages about a missing node

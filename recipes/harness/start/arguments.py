@@ -35,7 +35,7 @@ from harness.hub import wait_for_hub
 from harness.launched import Checked, Launched, UserError, print_once
 from harness.model.loading import check_experts, check_host_memory, check_model, print_attention, set_loading_options
 from harness.model.quantized import quantize_once, use_quantized_weights
-from harness.nodes.network import check_all_reduce, exit_with_causes
+from harness.nodes.machines import check_all_reduce, exit_with_causes
 from harness.rehearsal import tiny
 from harness.start import checks
 from harness.start.flags import is_true, unknown_flag

@@ -254,8 +254,8 @@ def train_on_several_nodes(
     checker: Worker,
 ) -> int:
     """Meets the launchers of the other nodes, checks in turn, and runs this node's processes."""
+    from harness.nodes.machines import interface_to
     from harness.nodes.meeting import Meeting
-    from harness.nodes.network import interface_to
 
     if nodes.rank:
         os.environ[NODE_VARIABLE] = str(nodes.rank)

@@ -29,7 +29,7 @@ from harness.compat.python import run_exit_handlers
 from harness.configs import AccelerateConfig
 from harness.folder import NOT_WRITABLE
 from harness.launched import Launched, UserError, exit_on_user_error
-from harness.nodes.network import LOST
+from harness.nodes.machines import LOST
 from harness.run.failures import HOST_ADVICE, OUT_OF_MEMORY, exit_for_known_failure
 
 LEAVE_TIMEOUT = 30  # seconds for the other processes to exit after one has failed

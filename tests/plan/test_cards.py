@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 from harness import configs
-from harness.plan import cards
+from harness.plan import cards, pages
 from harness.plan.ledger import Counts, Peak
 from harness.plan.simulation import Refused, Simulation
 
@@ -122,13 +122,21 @@ def test_hours_and_price():
     plan = cards.make_plan(FOUND, price=2.0)
     best, worst = plan["step_seconds"]["A100 80 GB"]
     assert plan["hours"]["A100 80 GB"] == [
-        pytest.approx(best * 1000 / 3600, abs=0.01),
-        pytest.approx(worst * 1000 / 3600, abs=0.01),
+        pytest.approx(best * 1000 / 3600, abs=1e-4),
+        pytest.approx(worst * 1000 / 3600, abs=1e-4),
     ]
-    assert plan["price"]["A100 80 GB"][1] == pytest.approx(plan["hours"]["A100 80 GB"][1] * 4 * 2.0)
+    assert plan["price"]["A100 80 GB"][1] == pytest.approx(plan["hours"]["A100 80 GB"][1] * 4 * 2.0, abs=0.01)
     assert plan["tokens_per_step"] == 2048 * 2 * 4
     assert plan["tokens_per_second"]["A100 80 GB"][1] == round(16384 / (1 / 0.80))
     assert cards.make_plan(found_with(max_steps=-1))["hours"] == {}, "the length of an epoch is unknown"
+
+
+@pytest.mark.parametrize(
+    ("hours", "shown"),
+    [(0.0123, "0.012"), (0.0999, "0.10"), (0.3, "0.30"), (2.345, "2.3"), (9.96, "10"), (48.2, "48"), (1234, "1,200"), (0, "0")],
+)
+def test_hours_have_two_digits(hours, shown):
+    assert pages.two_digits(hours) == shown
 
 
 def test_host_memory_and_disk_space():

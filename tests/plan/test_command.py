@@ -81,7 +81,7 @@ def test_hours_and_price_of_epochs(launch, own_files, tmp_path):
     card = next(dict(zip(table[0], row, strict=True)) for row in table if row[0] == "L4")
     seconds, hours, price = ([float(end) for end in card[name].split("–")] for name in ("s per step", "hours", "price"))
     for end in (0, 1):
-        assert hours[end] == pytest.approx(planned * seconds[end] / 3600, abs=0.1)
+        assert hours[end] == pytest.approx(planned * seconds[end] / 3600, rel=0.06)  # two digits
         assert price[end] == pytest.approx(100 * planned * seconds[end] / 3600, rel=0.1, abs=1)
     assert [row[0] for row in table[2:]] == ["A6000", *(card.name for card in cards.CARDS)]
     assert table[2][1].startswith("yes, ") and "no" not in table[2][1]

@@ -173,7 +173,7 @@ def make_plan(found: Simulation, price: float = 0.0, more_cards: tuple[Card, ...
         plan["step_seconds"][card.name] = [round(best, 3), round(worst, 3)]
         plan["tokens_per_second"][card.name] = [round(tokens / worst), round(tokens / best)]
         if steps:
-            hours = [round(steps * seconds / 3600, 2) for seconds in (best, worst)]
+            hours = [round(steps * seconds / 3600, 4) for seconds in (best, worst)]
             plan["hours"][card.name] = hours
             if price:
                 plan["price"][card.name] = [round(number * price * found.processes, 2) for number in hours]

@@ -1,7 +1,9 @@
 """A plan for people: text, a table of configs, a picture."""
 
+import math
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +117,22 @@ def describe_fit(plan: dict[str, Any], name: str) -> str:
 def ranges(plan: dict[str, Any], name: str) -> tuple[str, str, str, str]:
     """Seconds, tokens/s, hours and price on a card."""
 
-    def span(key: str, style: str) -> str:
+    def span(key: str, style: Callable[[float], str]) -> str:
         values = plan[key].get(name)
-        return f"{values[0]:{style}}–{values[1]:{style}}" if values else ""
+        return f"{style(values[0])}–{style(values[1])}" if values else ""
 
-    return span("step_seconds", ".2f"), span("tokens_per_second", ","), span("hours", ".1f"), span("price", ".2f")
+    return (
+        span("step_seconds", "{:.2f}".format),
+        span("tokens_per_second", "{:,}".format),
+        span("hours", two_digits),
+        span("price", "{:.2f}".format),
+    )
+
+
+def two_digits(number: float) -> str:
+    """A number above 0 with two significant digits and without an exponent: 0.034, 2.3, 1,200."""
+    rounded = float(f"{number:.1e}")
+    return f"{rounded:,.{max(0, 1 - math.floor(math.log10(rounded)))}f}" if rounded else "0"
 
 
 def of_this_machine(needed: float, available: float) -> str:

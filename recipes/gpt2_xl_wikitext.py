@@ -49,6 +49,7 @@ def main():
         warmup_steps=10,
         logging_steps=5,
         eval_strategy="steps",
+        eval_on_start=True,  # the loss before the training, to compare with
         eval_steps=0.25,  # below 1: a share of all steps, about 44
         save_steps=0.25,
         remove_unused_columns=False,  # the collator needs to know where each text ends

@@ -51,6 +51,7 @@ def main():
         lr_scheduler_type="cosine",
         logging_steps=1,
         eval_strategy="steps",
+        eval_on_start=True,  # the loss before the training, to compare with
         eval_steps=50,
         save_steps=25,
     )

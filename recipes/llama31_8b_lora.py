@@ -40,6 +40,7 @@ def main():
         lr_scheduler_type="cosine",
         logging_steps=5,
         eval_strategy="steps",
+        eval_on_start=True,  # the loss before the training, to compare with
         eval_steps=0.25,  # below 1: a share of all steps
         save_steps=0.25,
     )

@@ -42,6 +42,7 @@ def main():
         lr_scheduler_type="cosine",
         logging_steps=10,
         eval_strategy="steps",
+        eval_on_start=True,  # the loss before the training, to compare with
         eval_steps=200,
         save_steps=200,
     )

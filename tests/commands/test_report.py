@@ -34,6 +34,10 @@ def test_table_and_picture(runs, launch, tmp_path):
         assert row["efficiency"] == f"{speed_up / int(row['processes']):.0%}"
         assert row["tokens/s"] == f"{rates[row['processes']]:,.0f}"
     assert rows[0]["time (s)"] == f"{one['train_runtime']:.0f}" and rows[0]["loss"] == f"{one['final_loss']:.4f}"
+    for row, run in zip(rows, (runs[1], runs[2], runs[0]), strict=True):
+        results = read(run)
+        assert row["mean loss"] == f"{results['train_loss']:.4f}" and row["eval loss"] == f"{results['eval_loss']:.4f}"
+        assert row["eval loss before"] == ("" if run == runs[2] else f"{results['eval_loss_on_start']:.4f}")
     assert all(row["GPU %"] == "" for row in rows)  # a CPU
     assert (tmp_path / "report.png").stat().st_size > 10_000 and not process.stderr
 
@@ -47,10 +51,12 @@ def test_json(runs, launch, tmp_path, is_first):
     assert [run["world_size"] for run in found] == [1, 2, 4]
     for run, folder in zip(found, (runs[1], runs[2], runs[0]), strict=True):
         results = read(folder)
-        assert run.keys() == results.keys() | {"name", "losses", "speed_up", "efficiency"}
+        assert run.keys() == results.keys() | {"name", "losses", "eval_losses", "speed_up", "efficiency"}
         assert {name: run[name] for name in results} == results and run["name"] == str(folder)
         assert all(isinstance(run[name], int | float) for name in report.NEEDED)
         assert run["losses"] == [[step, loss] for step, (loss, _) in losses(folder).items()]
+        assert run["eval_losses"][-1] == [results["global_step"], results["eval_loss"]]
+        assert [step for step, _ in run["eval_losses"]] == ([5] if folder == runs[2] else [0, 10, 15])
         assert run["speed_up"] == pytest.approx(run["tokens_per_second"] / found[0]["tokens_per_second"])
         assert run["efficiency"] == pytest.approx(run["speed_up"] / run["world_size"])
 

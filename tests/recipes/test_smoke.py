@@ -64,6 +64,12 @@ def test_pair_trains_and_saves_a_model(rehearse, workdir, build_trainer, trainer
     assert results["tiny"] and results["resumed_from_step"] == 0 and results["final_loss"] == logged[-1]
     assert results["model_params_b"] >= results["trainable_params_b"] > 0
     assert (results["model_params_b"] > results["trainable_params_b"]) == results["use_peft"]
+    history = read(run, "trainer_state.json")["log_history"]
+    (of_transformers,) = (entry["train_loss"] for entry in history if "train_loss" in entry)
+    assert results["train_loss"] == pytest.approx(of_transformers, rel=1e-5)  # the mean of all steps
+    if results.get("eval_loss_on_start"):
+        assert next(entry["step"] for entry in history if "eval_loss" in entry) == 0
+        assert results["eval_loss_on_start"] > results["eval_loss"]
     on_a_gpu = ("peak_gpu_gb", "peak_gpu_reserved_gb", "gpu_utilization", "gpu_memory_gb")
     assert [results[name] for name in on_a_gpu] == [0, 0, [], []]
     assert results["versions"]["torch"] == torch.__version__
@@ -96,6 +102,7 @@ def check_recipe_of_readme(run, results, logged, processes, sharded):
     if results["config"] == "hybrid_2x2":
         processes = 4
     assert (results["fsdp_enabled"], results["world_size"], results["num_nodes"]) == (sharded, processes, 1)
+    assert results["eval_loss_on_start"] == pytest.approx(logged[0], abs=0.5)  # the first step's loss, on other rows
     assert logged[0] - results["eval_loss"] > (0.3 if results["load_in_4bit"] else 0.5)
     assert results["peak_host_gb"] > 0.3 * processes
     assert (run / "samples.txt").read_text().count("> ") >= 3

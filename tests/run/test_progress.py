@@ -5,7 +5,7 @@ import os
 import subprocess
 
 from harness.data.streams import StreamPosition
-from harness.run import progress
+from harness.run import outputs, progress
 from harness.run.stopping import BatchReader
 
 import pytest
@@ -43,6 +43,9 @@ def test_seconds_of_steps(build_trainer, monkeypatch):
         return slow
 
     flags = ["--max_steps", "4", "--eval_steps", "2", "--save_steps", "2", "--logging_steps", "1", "--max_eval_samples", "4"]
+    flags += ["--eval_on_start"]
+    left = []
+    monkeypatch.setattr(progress, "format_logs", lambda logs, step, steps, seconds: "loss" in logs and left.append(seconds))
     trainer = build_trainer(RECIPE, *flags)
     counted = progress.Progress(trainer, {"tokens": 100, "seconds": 50.0})
     counted.install()
@@ -53,12 +56,26 @@ def test_seconds_of_steps(build_trainer, monkeypatch):
     trainer._save_checkpoint = takes(1000.0, trainer._save_checkpoint)
     trainer.train()
     so_far = counted.so_far()
-    assert so_far["seconds"] == 50 + 4 * 2 and so_far["runtime"] == 4 * 2 + 4000
+    assert so_far["seconds"] == 50 + 4 * 2 and so_far["runtime"] == 4 * 2 + 5000
+    assert left == pytest.approx([3 * 2, 2 * 2, (3 * 2 + 2000) / 3, 0])  # without the evaluation before the first step
     assert 0.9 < (so_far["tokens"] - 100) / (4 * 2 * 2 * 128) <= 1
     assert 0 < so_far["loss_tokens"] < so_far["tokens"]
     speeds = [entry["tokens_per_second"] for entry in trainer.state.log_history if "loss" in entry]
     assert all(entry["host_gb"] > 0 for entry in trainer.state.log_history if "loss" in entry)
     assert len(speeds) == 4 and all(0.9 < speed / (2 * 128) <= 1 for speed in speeds)
+
+
+@pytest.mark.parametrize(("strategy", "logged"), [("steps", [2, 3, 4, 5]), ("no", [])])
+def test_every_checkpoint_and_the_last_step_are_logged(build_trainer, strategy, logged):
+    """A resumed run does not know the losses since the last log."""
+    flags = ["--max_steps", "5", "--save_steps", "3", "--logging_steps", "2", "--logging_first_step", "false"]
+    trainer = build_trainer("qwen2_chat", *flags, "--logging_strategy", strategy, "--eval_strategy", "no", "--max_length", "32")
+    counted = progress.Progress(trainer, {})
+    counted.install()
+    trainer.add_callback(counted)
+    output = trainer.train()
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == logged
+    assert outputs.mean_loss(trainer.state.log_history) == (pytest.approx(output.training_loss) if logged else None)
 
 
 def test_gpus_are_sampled_between_logs(monkeypatch):

@@ -29,6 +29,9 @@ COLUMNS = (
     "GB in use",
     "GB host",
     "loss",
+    "mean loss",
+    "eval loss before",
+    "eval loss",
     "tokens/s (forecast)",
     "GB per GPU (forecast)",
 )
@@ -60,7 +63,7 @@ def main(*words: str) -> None:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The results of a run, with its name and its training losses as (step, loss)."""
+    """The results of a run, with its name and its training and evaluation losses as (step, loss)."""
     try:
         results = read_json(folder / RESULTS)
     except ValueError:
@@ -70,8 +73,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not results["tokens_per_second"]:
         raise UserError(f"{folder} has no speed: its run trained no step")
     history = read_json(folder / "trainer_state.json").get("log_history", [])
-    losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
-    return results | {"name": str(folder), "losses": losses}
+    losses, eval_losses = ([(entry["step"], entry[name]) for entry in history if name in entry] for name in ("loss", "eval_loss"))
+    return results | {"name": str(folder), "losses": losses, "eval_losses": eval_losses}
 
 
 def add_plans(runs: list[dict[str, Any]], path: Path) -> None:
@@ -120,6 +123,7 @@ def table_row(run: dict[str, Any]) -> tuple[str, ...]:
         " ".join(f"{used:.1f}" for used in run.get("gpu_memory_gb", [])),
         f"{run['peak_host_gb']:.1f}",
         f"{run['final_loss']:.4f}",
+        *("" if run.get(name) is None else f"{run[name]:.4f}" for name in ("train_loss", "eval_loss_on_start", "eval_loss")),
         "–".join(f"{speed:,}" for speed in forecast.get("tokens_per_second") or []),
         f"{forecast['peak_gpu_gb']:.1f}" if forecast else "",
     )
@@ -141,8 +145,10 @@ def draw(runs: list[dict[str, Any]]) -> Path:
     figure = Figure(figsize=(11, 4), layout="tight")
     losses, speed = figure.subplots(1, 2)
     for run in runs:
-        if run["losses"]:
-            losses.plot(*zip(*run["losses"], strict=True), label=run["name"])
+        line = losses.plot(*zip(*run["losses"], strict=True), label=run["name"]) if run["losses"] else []
+        if run["eval_losses"]:
+            colour = line[0].get_color() if line else None
+            losses.plot(*zip(*run["eval_losses"], strict=True), "o--", color=colour, label=f"{run['name']}, evaluation")
     losses.set(xlabel="step", ylabel="loss (nats per token)")
     sizes = [run["world_size"] for run in runs]
     speed.plot(sizes, [size / sizes[0] for size in sizes], "--", color="grey", label="ideal")

@@ -149,6 +149,7 @@ def simulate_training(
     if trainer.is_fsdp_enabled:
         # It would take the weights of this process from the meta device.
         trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
+    trainer.args.eval_on_start = False  # an evaluation is simulated after the step
     trainer.add_callback(AfterWrapping(trainer, config, launched.processes, show_buffers))
     trainer.add_callback(SimulatedStep(trainer, config, ledger, fakes, batch, found, with_evaluation))
     wrap_counted(trainer, ledger, fakes)

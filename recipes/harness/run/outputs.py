@@ -205,6 +205,7 @@ def write_results(
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
     seconds = counted["seconds"] or 1  # 0 if the run had no step left
     eval_loss = evaluation.get("eval_loss")
+    on_start = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry and entry["step"] == 0]
     results = read_json(Path(args.output_dir, RUN)) | {
         "fsdp_enabled": all(process["fsdp"] for process in processes),
         "world_size": trainer.accelerator.num_processes,
@@ -220,6 +221,8 @@ def write_results(
         "gpu_memory_gb": [used for process in processes for _, used in process["gpus"]],
         "peak_host_gb": round(max(sum(process["host"] for process in of) for of in by_node.values()), 3),
         "final_loss": losses[-1] if losses else (output.training_loss if output else None),
+        "train_loss": mean_loss(state.log_history),
+        **({"eval_loss_on_start": on_start[0]} if on_start else {}),
         **({} if eval_loss is None else {"eval_loss": eval_loss, "perplexity": math.exp(min(eval_loss, 700))}),
         "tokens_per_second": round(counted["tokens"] / seconds, 1),
         "loss_tokens_per_second": round(counted["loss_tokens"] / seconds, 1),
@@ -248,6 +251,15 @@ def write_results(
     return results
 
 
+def mean_loss(log_history: list[dict]) -> float | None:
+    """The mean training loss of all steps, also of those before a resume; None if none was logged."""
+    total, logged = 0.0, 0
+    for entry in log_history:
+        if "loss" in entry:  # the mean since the last log
+            total, logged = total + entry["loss"] * (entry["step"] - logged), entry["step"]
+    return total / logged if logged else None
+
+
 def draw_losses(log_history: list[dict], title: str, path: Path) -> None:
     """Draws training and evaluation loss over steps."""
     from matplotlib.figure import Figure
@@ -270,12 +282,15 @@ def print_summary(results: dict, output_dir: str) -> None:
         print_once("\n".join(json.dumps(report) for report in results["nodes"]))
     kind = "FSDP" if results["fsdp_enabled"] else "Unsharded"
     processes = f"{results['world_size']} process{'es' if results['world_size'] > 1 else ''}"
+    mean = f" (mean {results['train_loss']:.4f})" if results["train_loss"] is not None else ""
     evaluation = ""
     if "eval_loss" in results:
-        evaluation = f", evaluation loss {results['eval_loss']:.4f} (perplexity {results['perplexity']:.1f})"
+        on_start = f"{results['eval_loss_on_start']:.4f} before, " if "eval_loss_on_start" in results else ""
+        after = f"{results['eval_loss']:.4f}{' after' if on_start else ''}"
+        evaluation = f", evaluation loss {on_start}{after} (perplexity {results['perplexity']:.1f})"
     gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
     print_once(
-        f"{kind} on {processes}, {results['global_step']} steps: loss {results['final_loss']:.4f}{evaluation}\n"
+        f"{kind} on {processes}, {results['global_step']} steps: loss {results['final_loss']:.4f}{mean}{evaluation}\n"
         f"{results['tokens_per_second']:,.0f} tokens/s, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n"
         f"The model, train_results.json and loss.png are in {output_dir}"
     )

@@ -41,6 +41,7 @@ class Progress(TrainerCallback):
         self.tokens, self.loss_tokens, self.seconds = 0, 0, 0.0
         self.running_since: float | None = None  # None during evaluations and checkpoints
         self.first_step, self.began, self.ended = 0, time.monotonic(), None
+        self.steps_began: float | None = None  # after the evaluation before the first step
         self.logged_tokens, self.logged_seconds = 0, 0.0
         self.seconds_left: float | None = None
         self.gpus = GpuMonitor()
@@ -62,19 +63,28 @@ class Progress(TrainerCallback):
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self.running_since is None:
             self.running_since = time.monotonic()
+        if self.steps_began is None:
+            self.steps_began = self.running_since
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self.gpus.sample()
+        self._log_with_checkpoint(args, state, control)
         if control.should_log or control.should_evaluate or control.should_save:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # the GPU's work for the steps so far is part of them
             self._pause()
             self.running_since = time.monotonic()
         steps = state.global_step - self.first_step
-        self.seconds_left = (time.monotonic() - self.began) / steps * (state.max_steps - state.global_step)
+        self.seconds_left = (time.monotonic() - self.steps_began) / steps * (state.max_steps - state.global_step)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        self._log_with_checkpoint(args, state, control)
         self._pause()
+
+    def _log_with_checkpoint(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """Logs at every checkpoint and at the last step: a logged loss is the mean since the last log, which a resume forgets."""
+        if args.logging_strategy != "no" and (control.should_save or state.global_step >= state.max_steps):
+            control.should_log = True
 
     def _pause(self) -> None:
         if self.running_since is not None:
@@ -82,7 +92,8 @@ class Progress(TrainerCallback):
         self.running_since = None
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        self.running_since = time.monotonic()
+        if state.global_step > self.first_step:  # not before the first step
+            self.running_since = time.monotonic()
 
     on_save = on_evaluate
 

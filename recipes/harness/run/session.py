@@ -86,6 +86,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
         trainer.add_callback(callback)
 
     if checkpoint:
+        trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation
         print_once(f"Resuming from {checkpoint}; rows that were trained on are skipped.")
     try:
         output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

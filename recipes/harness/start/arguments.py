@@ -217,6 +217,8 @@ def read_arguments(config_class: type, defaults: dict[str, Any], launched: Launc
         # transformers' own default of 8 would be the largest batch of the run.
         smaller = min(training_args.per_device_eval_batch_size, training_args.per_device_train_batch_size)
         training_args.per_device_eval_batch_size = smaller
+    if training_args.eval_strategy == "no" and "eval_on_start" not in script_args.given:
+        training_args.eval_on_start = False
     script_args.display_name = script_args.dataset_name
     script_args.text_field, script_args.seed = getattr(training_args, "dataset_text_field", "text"), training_args.seed
     training_args.profile = script_args.profile  # `train` has the training arguments only

@@ -4,7 +4,7 @@
     sbatch --nodes 2 --gpus-per-node 4 launch.sh llama31_8b_lora 2x4gpu_hybrid_shard
     ./launch.sh llama31_8b_lora 4gpu_full_shard --use_peft false --learning_rate 1e-5    # full fine-tune, 80 GB GPUs
 
-Rows: `instruction`, `input` and `output`, or `prompt` and `completion` as texts.
+Rows: `instruction`, `input` and `output`, or `prompt` and `completion` (or `chosen`) as texts.
 Needs four 24 GB GPUs. Forecast, not measured: 7.4 GB per GPU, 3,800 to 14,000 tokens/s on four A100s.
 """
 

@@ -14,6 +14,7 @@ SHARE_GPT = [{"from": "system", "value": "Be brief."}, {"from": "human", "value"
 TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look"}}]}
 TEXT_PART = {"type": "text", "text": "Why?"}
 TASK = {"instruction": "Add.", "input": "1 2", "output": "3"}
+PREFERENCE = {"prompt": "Why?", "chosen": "So.", "rejected": "No.", "score": 5.0}
 TASK_AS_CHAT = [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]
 
 
@@ -84,6 +85,32 @@ def as_assistant(content):
             id="prompt and completion as texts",
         ),
         pytest.param({"prompt": CHAT[:1], "completion": CHAT[1:]}, "prompt_completion", None, id="lists instead of texts"),
+        pytest.param(PREFERENCE | {"chosen": CHAT}, "messages", {"messages": CHAT}, id="UltraFeedback"),
+        pytest.param(
+            PREFERENCE | {"prompt": None, "chosen": SHARE_GPT}, "messages", {"messages": [SYSTEM, *CHAT]}, id="no prompt"
+        ),
+        pytest.param(
+            PREFERENCE | {"chosen": CHAT[1:]},
+            "messages",
+            {"prompt": CHAT[:1], "completion": CHAT[1:]},
+            id="chosen is the answer, as messages",
+        ),
+        pytest.param(
+            PREFERENCE | {"prompt": [SYSTEM, CHAT[0]], "tools": [1]},
+            "messages",
+            {"prompt": [SYSTEM, CHAT[0]], "completion": CHAT[1:], "tools": [1]},
+            id="messages as prompt, chosen is a text",
+        ),
+        pytest.param(PREFERENCE, "messages", {"messages": CHAT}, id="prompt and chosen as texts"),
+        pytest.param(
+            PREFERENCE, "prompt_completion", {"prompt": "Why?", "completion": "So."}, id="prompt and chosen without turns"
+        ),
+        pytest.param(PREFERENCE | {"chosen": " "}, "messages", None, id="chosen is empty"),
+        pytest.param(PREFERENCE | {"prompt": None}, "messages", None, id="a chosen text without a prompt"),
+        pytest.param(PREFERENCE | {"text": "a"}, "text", {"text": "a"}, id="text, next to preference data"),
+        pytest.param(
+            PREFERENCE | {"messages": CHAT[:1] * 2 + CHAT[1:]}, "messages", {"messages": CHAT[:1] * 2 + CHAT[1:]}, id="both"
+        ),
         pytest.param({"anything": 1, "text": None}, "", {"anything": 1, "text": None}, id="no format"),
     ],
 )
@@ -101,8 +128,10 @@ def test_text_field_names_the_column():
         ({"messages": [as_user("Why?"), {"role": "bot", "content": "So."}]}, ("messages",), ["no text or answer", "bot, user"]),
         ({"prompt": "Why?", "completion": 5}, ("prompt_completion",), ["prompt, completion", "no text or answer"]),
         ({"prompt": "Why?", "completion": 5}, ("text",), ["prompt, completion"]),
+        ({"chosen": CHAT, "rejected": CHAT}, ("prompt_completion",), ["has the columns chosen, rejected"]),
+        (PREFERENCE | {"chosen": CHAT}, ("prompt_completion",), ["no text or answer", "assistant, user"]),
     ],
-    ids=["unknown role", "number as completion", "other columns"],
+    ids=["unknown role", "number as completion", "other columns", "no prompt", "messages instead of texts"],
 )
 def test_explain_mismatch(row, accepted, words):
     """Missing columns are distinguished from columns without a text or an answer."""

@@ -100,6 +100,43 @@ def test_split_for_evaluation_is_used(tmp_path, capsys):
     assert not capsys.readouterr().out
 
 
+def test_samples_of_a_stream_are_kept_for_several_epochs(tmp_path, capsys):
+    """The same rows for every process, no longer a stream."""
+    path = write(tmp_path / "rows.jsonl", texts(400))
+    script_args = arguments_for(path, ("text",), dataset_streaming=True, max_samples=30, max_eval_samples=4)
+    stream, _ = load(script_args)
+    script_args.keeps_samples = True
+    train, test = load(script_args)
+    assert isinstance(stream, datasets.IterableDataset) and isinstance(train, datasets.Dataset)
+    assert train["text"] == [row["text"] for row in stream] and len(set(train["text"])) == 30 and len(test) == 4
+    assert "30 rows of the stream are kept in memory" in capsys.readouterr().out
+
+
+def test_slices_of_splits(tmp_path):
+    """As `load_dataset(split=…)` reads them."""
+    write(tmp_path / "d/train.jsonl", texts(200))
+    write(tmp_path / "d/test.jsonl", texts(20, start=1000))
+    for train_split, test_split in (("train[:10%]", "test"), ("train[150:]+test[-5:]", "train[:3]"), ("train", "test[25%:50%]")):
+        script_args = arguments_for(tmp_path / "d", ("text",), dataset_train_split=train_split, dataset_test_split=test_split)
+        assert check_dataset(script_args)
+        train, test = load(script_args)
+        for rows, split in ((train, train_split), (test, test_split)):
+            assert rows["text"] == datasets.load_dataset(str(tmp_path / "d"), split=split)["text"]
+    script_args = arguments_for(tmp_path / "d", ("text",), dataset_train_split="train[:10%]", dataset_test_split="no")
+    train, test = load(script_args)
+    assert {*train["text"], *test["text"]} == {f"text {index}" for index in range(20)} and len(test) == 2
+    assert loading.count_training_rows(script_args) == 20
+    script_args.first_rows_only = True
+    assert len(load(script_args)[0]) == 18
+
+
+def test_preference_data(tmp_path, capsys):
+    rows = [{"prompt": f"Why {row}?", "chosen": "So.", "rejected": "No."} for row in range(20)]
+    train, _ = load(arguments_for(write(tmp_path / "rows.jsonl", rows), ("messages",)))
+    assert train.column_names == ["messages"] and train[0]["messages"][1] == {"role": "assistant", "content": "So."}
+    assert "`chosen` is trained on, `rejected` is ignored" in capsys.readouterr().out
+
+
 def test_stream_is_shuffled_and_resumes_exactly(tmp_path):
     """Rows come from several files in turn and through a buffer; evaluation rows come from the end of the last file."""
     complete_stream_state()
@@ -137,16 +174,40 @@ def test_stream_is_shuffled_and_resumes_exactly(tmp_path):
         ({"dataset_test_split": "train"}, ["--dataset_test_split", "two different splits"]),
         ({"dataset_config": "fr"}, ["fr"]),
         ({"max_samples": 0}, ["--max_samples is 0"]),
+        ({"dataset_train_split": "trian[:5]"}, ["has the split train, none called trian", "--dataset_train_split"]),
+        ({"dataset_train_split": "train[:5"}, ["--dataset_train_split train[:5: "]),
+        (
+            {"dataset_train_split": "train[:50%]", "dataset_test_split": "train[40%:]"},
+            ["share rows of train", "do not overlap"],
+        ),
     ],
-    ids=["column", "formats", "training split", "evaluation split", "one split for both", "config", "no sample"],
+    ids=[
+        "column",
+        "formats",
+        "training split",
+        "evaluation split",
+        "one split for both",
+        "config",
+        "no sample",
+        "split of a slice",
+        "slice",
+        "overlapping slices",
+    ],
 )
 def test_error_names_dataset_and_problem(tmp_path, error_of, settings, words):
     write(tmp_path / "d/train.jsonl", texts(1) if "dataset_formats" in settings else [TASK])
     (tmp_path / "d/README.md").write_text("---\nconfigs:\n- {config_name: de, data_files: train.jsonl}\n---\n")
     message = error_of(check_dataset, arguments_for(tmp_path / "d", **{"dataset_formats": ("text",)} | settings))
-    assert str(tmp_path / "d") in message or "max_samples" in settings or "two different splits" in words
+    is_about_flags = "max_samples" in settings or "two different splits" in words or "[" in str(settings)
+    assert str(tmp_path / "d") in message or is_about_flags
     for word in words:
         assert word in message
+
+
+def test_slice_without_rows(tmp_path, error_of):
+    """The number of rows of a local file is only known once it was read."""
+    script_args = arguments_for(write(tmp_path / "a.jsonl", texts(30)), ("text",), dataset_train_split="train[100:200]")
+    assert "train[100:200] has no rows; train has 30" in error_of(load, script_args)
 
 
 def test_files_that_are_missing_or_unreadable(tmp_path, error_of):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedDataParallelKwargs
 from conftest import RECIPES, ROOT
+from datasets import Dataset
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,7 @@ def test_eval_batch_size_is_at_most_train_batch_size(build_trainer, flags, expec
         (["--global_batch_size", "12"], 6),
         (["--global_batch_size", "12", "--per_device_train_batch_size", "1"], 12),
         (["--gradient_accumulation_steps", "5"], 5),
+        (["--global_batch_size", "3"], 3),  # possible with the run's micro-batch of 1, not with a rehearsal's of 2
     ],
 )
 def test_global_batch_size_sets_accumulation_steps(build_trainer, flags, steps):
@@ -102,3 +104,32 @@ def test_torch_knows_the_settings_of_pinned_memory():
 def test_ddp_does_not_search_unused_parameters_by_default(build_trainer):
     assert build_trainer("qwen2_chat", "--use_peft").args.ddp_find_unused_parameters is False
     assert build_trainer("qwen2_chat", "--ddp_find_unused_parameters", "true").args.ddp_find_unused_parameters is True
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_evaluates_before_the_training(recipe):
+    calls = [node for node in ast.walk(ast.parse(recipe.read_text())) if isinstance(node, ast.Call)]
+    call = next(node for node in calls if getattr(node.func, "id", "") == "parse")
+    assert any(keyword.arg == "eval_on_start" and keyword.value.value is True for keyword in call.keywords)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [([], True), (["--eval_strategy", "no"], False), (["--eval_strategy", "no", "--eval_on_start"], True)]
+)
+def test_no_evaluation_on_start_without_evaluations(build_trainer, flags, expected):
+    assert build_trainer("qwen2_chat", *flags).args.eval_on_start == expected
+
+
+def test_epochs_of_some_rows_of_a_stream(build_trainer):
+    """The recipe streams, and sets `max_steps`."""
+    trainer = build_trainer("qwen2_fineweb_edu", "--max_samples", "9", "--num_train_epochs", "2")
+    assert trainer.args.max_steps == -1 and isinstance(trainer.train_dataset, Dataset)
+    end = trainer.processing_class.eos_token_id
+    assert sum(row["input_ids"].count(end) for row in trainer.train_dataset) == 9
+
+
+def test_slices_in_a_rehearsal(build_trainer):
+    """Those in percent are read; rows beyond the end of the tiny dataset are not asked for."""
+    some = build_trainer("qwen2_chat", "--dataset_train_split", "train[:10%]").train_dataset
+    flags = ["--dataset_train_split", "train[90000:95000]", "--dataset_test_split", "train[95000:]"]
+    assert 0 < len(some) < 0.2 * len(build_trainer("qwen2_chat", *flags).train_dataset)

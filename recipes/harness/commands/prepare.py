@@ -8,6 +8,7 @@ until its trainer is built, so that the recipe's own code opens and tokenizes th
 
 import dataclasses
 import glob
+import math
 import random
 import shutil
 import sys
@@ -163,17 +164,27 @@ def choose_stream_files(
             f"--dataset_name: the files of the stream {script_args.dataset_name} are not Parquet, so nothing says how many of "
             "them a run needs: --dataset_streaming false downloads all of them"
         )
-    has_fixed_batch = script_args.global_batch_size and "gradient_accumulation_steps" not in script_args.given
-    tokens = tokens_of_run(script_args, training_args, processes=1 if has_fixed_batch else PROCESSES)
     packing, length = getattr(training_args, "packing", False), getattr(training_args, "max_length", None) or 1024
     tokens_per_row = min(mean_tokens(script_args, model_args), length) if packing else length
+    if script_args.keeps_samples:
+        samples = script_args.max_samples
+    else:
+        has_fixed_batch = script_args.global_batch_size and "gradient_accumulation_steps" not in script_args.given
+        samples = tokens_of_run(script_args, training_args, processes=1 if has_fixed_batch else PROCESSES) / tokens_per_row
     random.Random(0).shuffle(names)
     chosen, rows = [], 0
-    while names and rows < tokens / tokens_per_row * MARGIN + script_args.max_eval_samples:
+    while names and rows < samples * MARGIN + script_args.max_eval_samples:
         chosen.append(names.pop())
         with HfFileSystem().open(chosen[-1]) as file:
             rows += parquet.read_metadata(file).num_rows
-    record = {"packing": packing, "tokens": tokens, "files": len(chosen), "of": len(chosen) + len(names)}
+    samples = (rows - script_args.max_eval_samples) / MARGIN
+    record = {
+        "packing": packing,
+        "tokens": math.ceil(samples * tokens_per_row),
+        "samples": math.ceil(samples),
+        "files": len(chosen),
+        "of": len(chosen) + len(names),
+    }
     splits = {train: sorted(chosen)}
     if test in files and test != train:
         splits[test] = files[test][:1]

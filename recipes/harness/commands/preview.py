@@ -126,7 +126,7 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
         kept=kept,
         is_whole_known="train" in whole,
         is_conversational=any(conversational),
-        total=count_training_rows(script_args),
+        total=count_training_rows(script_args) or (script_args.keeps_samples and script_args.max_samples) or None,
         max_samples=script_args.max_samples,
     )
     return trainer, rows, script_args

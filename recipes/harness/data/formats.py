@@ -4,6 +4,8 @@
 - messages: {"messages": [{"role": str, "content": str}, …]}, or "prompt" and "completion" as lists of messages
 - prompt_completion: {"prompt": str, "completion": str}
 - instruction: {"instruction": str, "input": str, "output": str}
+
+Preference data (`prompt`, `chosen`, `rejected`) is read as `prompt` and `completion`, or as `messages`, without `rejected`.
 """
 
 from collections.abc import Callable
@@ -19,7 +21,31 @@ def convert(row: dict, format: str, text_field: str) -> dict | None:
     """`row` in a format, None if it has nothing to train on. "" returns the row as it is."""
     if not format:
         return row
+    if format in PREFERENCE_FORMATS and is_preference(row):
+        row = _of_preference(row)
     return CONVERTERS[format](row, text_field)
+
+
+def is_preference(row: dict) -> bool:
+    """Whether a row has a chosen answer and nothing else that could be trained on."""
+    others = ("messages", "conversations", "completion", "output")
+    return bool(row.get("chosen")) and not any(row.get(column) for column in others)
+
+
+def _of_preference(row: dict) -> dict:
+    """A row of preference data with `chosen` in the columns of `messages`, or of `prompt` and `completion`.
+
+    TRL's two forms: `chosen` is the answer to `prompt`, or the whole conversation. Each is a text or a list of messages.
+    """
+    prompt, chosen = row.get("prompt"), row["chosen"]
+    if isinstance(chosen, str):
+        if isinstance(prompt, list):
+            chosen = [{"role": "assistant", "content": chosen}]
+        return row | {"completion": chosen}
+    role = chosen[0].get("role", chosen[0].get("from")) if isinstance(chosen[0], dict) else ""
+    if not prompt or ROLES.get(role, role) != "assistant":  # the whole conversation
+        return row | {"messages": chosen}
+    return row | {"prompt": prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}], "completion": chosen}
 
 
 def _to_text(row: dict, text_field: str) -> dict | None:
@@ -90,11 +116,12 @@ CONVERTERS: dict[str, Callable[[dict, str], dict | None]] = {
     "prompt_completion": _to_prompt_completion,
     "instruction": _to_instruction,
 }
+PREFERENCE_FORMATS = ("messages", "prompt_completion")
 DESCRIPTIONS = {
     "text": "texts (a column `text`, or the one of --dataset_text_field)",
     "messages": "conversations (`messages` with role and content, or `conversations` with from and value), `prompt` and "
-    "`completion`, or `instruction`, `input` and `output`",
-    "prompt_completion": "`prompt` and `completion` as texts",
+    "`completion` or `chosen`, or `instruction`, `input` and `output`",
+    "prompt_completion": "`prompt` and `completion` or `chosen` as texts",
     "instruction": "`instruction`, `input` and `output`",
 }
 
@@ -104,14 +131,14 @@ def explain_mismatch(rows: list[dict], formats: tuple[str, ...], text_field: str
     pairs = [{"prompt", "completion"}, {"instruction", "output"}]
     columns_of = {
         "text": [{text_field}],
-        "prompt_completion": [{"prompt", "completion"}],
+        "prompt_completion": [{"prompt", "completion"}, {"prompt", "chosen"}],
         "instruction": [{"instruction", "output"}],
-        "messages": [{"messages"}, {"conversations"}, *pairs],
+        "messages": [{"messages"}, {"conversations"}, {"chosen"}, *pairs],
     }
     columns = ", ".join(rows[0])
     if not any(names <= rows[0].keys() for format in formats for names in columns_of[format]):
         return f"has the columns {columns}"
-    turns = [turn for row in rows for name in ("messages", "conversations") for turn in row.get(name) or []]
+    turns = [turn for row in rows for name in ("messages", "conversations", "chosen") for turn in row.get(name) or []]
     roles = sorted({str(turn.get("role") or turn.get("from")) for turn in turns if isinstance(turn, dict)})
     found_roles = f" (roles found: {', '.join(roles)})" if roles else ""
     return f"has the columns {columns}, but its first {len(rows)} rows have no text or answer to train on{found_roles}"

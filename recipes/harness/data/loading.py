@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from logging import ERROR, getLogger
 from pathlib import Path
+from typing import Any
 
 from harness.compat.datasets import end_streams_at_once
 from harness.data import formats
@@ -16,7 +17,7 @@ from harness.launched import UserError, print_once
 import numpy as np
 import trl
 import xxhash
-from datasets import Dataset, IterableDataset, load_dataset, load_dataset_builder
+from datasets import Dataset, IterableDataset, ReadInstruction, concatenate_datasets, load_dataset, load_dataset_builder
 from huggingface_hub import HfApi
 from huggingface_hub.constants import HF_HOME, HF_HUB_OFFLINE
 from transformers import TrainingArguments
@@ -26,7 +27,8 @@ SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 FIRST_ROWS = 400  # of each split, for a preview
 ROWS_TO_CHECK = 20  # of each split, before a run
 DIGEST_BYTES = 2**20  # at each end of a local file
-PREPARED = "stream.json"  # next to the files of a stream that --prepare has downloaded: how many tokens they are enough for
+# Next to the files of a stream that --prepare has downloaded: for how many tokens, and samples, they are enough.
+PREPARED = "stream.json"
 
 
 @dataclass
@@ -38,7 +40,10 @@ class ScriptArguments(trl.ScriptArguments):
         metadata={"help": "Rows per optimizer step on all processes together; sets gradient_accumulation_steps."},
     )
     max_tokens: int | None = field(default=None, metadata={"help": "Train on this many tokens; sets max_steps."})
-    max_samples: int | None = field(default=None, metadata={"help": "Train on at most this many documents."})
+    max_samples: int | None = field(
+        default=None,
+        metadata={"help": "Train on at most this many documents. A stream with num_train_epochs keeps them in memory."},
+    )
     max_eval_samples: int = field(
         default=256, metadata={"help": "Documents held out for evaluation and never trained on, at most."}
     )
@@ -50,6 +55,7 @@ class ScriptArguments(trl.ScriptArguments):
     given = frozenset()  # names of all arguments that the user passed
     text_field, seed = "text", 0
     first_rows_only = False  # for a preview
+    keeps_samples = False  # of a stream: its max_samples rows are read once, for all epochs
 
 
 def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = None) -> tuple[Dataset | IterableDataset, Dataset]:
@@ -70,8 +76,10 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
     splits = (
         open_first_rows(script_args) if script_args.first_rows_only else open_splits(script_args, script_args.dataset_streaming)
     )
-    train, test = splits[script_args.dataset_train_split], splits.get(script_args.dataset_test_split)
+    train, test = choose_splits(script_args, splits)
     format, columns, _ = find_format(script_args, train)
+    if format in formats.PREFERENCE_FORMATS and formats.is_preference(dict.fromkeys(columns, True)):
+        print_once(f"{script_args.display_name} is preference data: `chosen` is trained on, `rejected` is ignored.")
     settings = {"format": format, "text_field": script_args.text_field}
     if keep is not None:
         train, test = train.filter(keep), test and test.filter(keep)
@@ -105,7 +113,65 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
     if isinstance(train, IterableDataset):
         train = train.shuffle(script_args.seed, buffer_size=SHUFFLE_BUFFER, max_buffer_input_shards=FILES_AT_ONCE)
         train = train.take(script_args.max_samples) if script_args.max_samples else train
+    if isinstance(train, IterableDataset) and script_args.keeps_samples:
+        train = Dataset.from_list(list(train.take(FIRST_ROWS) if script_args.first_rows_only else train))
+        print_once(f"{script_args.display_name}: {len(train):,} rows of the stream are kept in memory, for every epoch the same.")
     return train, Dataset.from_list(eval_rows)
+
+
+def choose_splits(script_args: ScriptArguments, splits: dict[str, Any]) -> tuple[Any, Any]:
+    """The rows to train on and to evaluate on, splits or slices of splits; None for the latter if there is no such split."""
+    names = script_args.dataset_train_split, script_args.dataset_test_split
+    if names[0] in splits and not is_slice(names[1]):
+        return splits[names[0]], splits.get(names[1])
+    lengths = {str(split): len(rows) for split, rows in splits.items()}
+    chosen = [
+        concatenate_datasets([splits[split].select(range(start, end)) for split, start, end in parts]) if parts else None
+        for parts in parts_of_splits(script_args, lengths)
+    ]
+    return chosen[0], chosen[1]
+
+
+def is_slice(name: str) -> bool:
+    """Whether this is `train[:1%]`, `train+test` or the like, and not the name of one split."""
+    return "[" in name or "+" in name
+
+
+def splits_of(name: str) -> list[str]:
+    """The splits of `train[:1%]+test`: train and test."""
+    return [part.split("[")[0].strip() for part in name.split("+")]
+
+
+Parts = list[tuple[str, int, int]]  # split, start and end
+
+
+def parts_of_splits(script_args: ScriptArguments, lengths: dict[str, int]) -> tuple[Parts, Parts]:
+    """Which rows of which splits to train on and to evaluate on; [] for the latter if there is no such split.
+
+    Raises UserError for a slice that `datasets` does not understand, that has no rows, or that shares rows with the other.
+    """
+    found = []
+    for flag in ("dataset_train_split", "dataset_test_split"):
+        name = getattr(script_args, flag)
+        if not is_slice(name) and name not in lengths:
+            found.append([])
+            continue
+        try:
+            parts = [(part.splitname, part.from_, part.to) for part in ReadInstruction.from_spec(name).to_absolute(lengths)]
+        except ValueError as error:
+            raise UserError(f"--{flag} {name}: {error}") from error
+        if not any(start < end for _, start, end in parts):
+            sizes = ", ".join(f"{split} has {lengths[split]:,}" for split, _, _ in parts)
+            raise UserError(f"--{flag} {name} has no rows; {sizes}")
+        found.append(parts)
+    for split, start, end in found[0]:
+        for other, other_start, other_end in found[1]:
+            if split == other and max(start, other_start) < min(end, other_end):
+                raise UserError(
+                    f"--dataset_train_split {script_args.dataset_train_split} and --dataset_test_split "
+                    f"{script_args.dataset_test_split} share rows of {split}: pass slices that do not overlap"
+                )
+    return found[0], found[1]
 
 
 def _is_trained_on(row: dict, format: str, text_field: str, held_out: set[str]) -> bool:
@@ -160,6 +226,9 @@ def open_splits(script_args: ScriptArguments, streaming: bool) -> dict[str, Data
 def open_first_rows(script_args: ScriptArguments) -> dict[str, Dataset | IterableDataset]:
     """The splits that a recipe uses; of data that is not streamed only the first rows, without downloading the rest."""
     used = (script_args.dataset_train_split, script_args.dataset_test_split)
+    if any(map(is_slice, used)):  # a stream cannot be sliced
+        chosen = choose_splits(script_args, open_splits(script_args, streaming=False))
+        return {name: rows.take(FIRST_ROWS) for name, rows in zip(used, chosen, strict=True) if rows}
     splits = {name: rows for name, rows in open_splits(script_args, streaming=True).items() if name in used}
     if script_args.dataset_streaming:
         return splits
@@ -168,8 +237,9 @@ def open_first_rows(script_args: ScriptArguments) -> dict[str, Dataset | Iterabl
 
 def count_training_rows(script_args: ScriptArguments) -> int | None:
     """Rows of the training split, None for a stream that does not say."""
-    if dataset_path(script_args).exists() and not script_args.dataset_streaming:
-        return len(open_splits(script_args, streaming=False)[script_args.dataset_train_split])
+    is_local = dataset_path(script_args).exists() and not script_args.dataset_streaming
+    if is_local or is_slice(script_args.dataset_train_split):
+        return len(choose_splits(script_args, open_splits(script_args, streaming=False))[0])
     rows = open_splits(script_args, streaming=True)[script_args.dataset_train_split]
     return getattr((rows.info.splits or {}).get(script_args.dataset_train_split), "num_examples", None)
 
@@ -189,16 +259,26 @@ def check_dataset(script_args: ScriptArguments) -> list[dict]:
     splits = open_splits(script_args, streaming=is_local or not HF_HUB_OFFLINE)
     train, test = script_args.dataset_train_split, script_args.dataset_test_split
     found = f"{script_args.display_name} has the split{'s' if len(splits) > 1 else ''} {', '.join(splits)}"
-    if train not in splits:
-        raise UserError(f"--dataset_train_split: {found}, none called {train}: pass one of these")
-    if test not in splits and "dataset_test_split" in script_args.given:
-        raise UserError(f"--dataset_test_split: {found}, none called {test}: leave the flag out to hold some rows out")
+    for name in splits_of(train):
+        if name not in splits:
+            raise UserError(f"--dataset_train_split: {found}, none called {name}: pass one of these")
+    for name in splits_of(test):
+        if name not in splits and "dataset_test_split" in script_args.given:
+            raise UserError(f"--dataset_test_split: {found}, none called {name}: leave the flag out to hold some rows out")
     if test == train:
         raise UserError(f"--dataset_train_split and --dataset_test_split are both {train}: pass two different splits")
-    if test in splits:
-        find_format(script_args, splits[test])
-    _, _, converted = find_format(script_args, splits[train])
-    return converted
+    if is_slice(train) or is_slice(test):
+        check_slices(script_args, splits)
+    for name in splits_of(test):
+        if name in splits:
+            find_format(script_args, splits[name])
+    return [row for name in splits_of(train) for row in find_format(script_args, splits[name])[2]]
+
+
+def check_slices(script_args: ScriptArguments, splits: dict[str, IterableDataset]) -> None:
+    """Raises UserError for slices that cannot be read. `load` checks those of splits of unknown length again."""
+    infos = {str(name): (rows.info.splits or {}).get(name) for name, rows in splits.items()}
+    parts_of_splits(script_args, {name: getattr(info, "num_examples", None) or 10**9 for name, info in infos.items()})
 
 
 def find_format(script_args: ScriptArguments, rows: Dataset | IterableDataset) -> tuple[str, list[str], list[dict]]:
@@ -273,8 +353,11 @@ def use_prepared_files(script_args: ScriptArguments, training_args: TrainingArgu
         return
     prepared = [(read_json(path), path.parent) for path in prepared_folder(script_args).glob(f"*/{PREPARED}")]
     for record, folder in sorted(prepared, key=lambda pair: pair[0]["files"]):
-        has_tokens = tokens_of_run(script_args, training_args, processes) <= record["tokens"]
-        is_enough = has_tokens and record["packing"] == getattr(training_args, "packing", False)
+        if script_args.keeps_samples:
+            is_enough = script_args.max_samples <= record.get("samples", 0)
+        else:
+            has_tokens = tokens_of_run(script_args, training_args, processes) <= record["tokens"]
+            is_enough = has_tokens and record["packing"] == getattr(training_args, "packing", False)
         if is_enough or record["files"] == record["of"]:
             print_once(f"{script_args.dataset_name}: using {record['files']} of its {record['of']} files, from --prepare.")
             script_args.dataset_name = str(folder)

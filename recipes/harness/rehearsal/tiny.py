@@ -7,6 +7,7 @@ process starts, below `outputs/tiny/.made`. A plan needs the model's config.json
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import textwrap
@@ -113,6 +114,10 @@ def _use(
 ) -> None:
     model_args.model_name_or_path, model_args.model_revision = str(model), "main"
     script_args.dataset_name = str(dataset)
+    for flag in ("dataset_train_split", "dataset_test_split"):  # a slice in rows may be beyond the end; one in percent is not
+        setattr(script_args, flag, re.sub(r"\[[^\]%]*\]", "", getattr(script_args, flag)))
+    if script_args.dataset_train_split == script_args.dataset_test_split:
+        script_args.dataset_test_split = type(script_args).dataset_test_split
     if getattr(training_args, "model_init_kwargs", None):
         training_args.model_init_kwargs = {**training_args.model_init_kwargs, "revision": "main"}
 

@@ -83,7 +83,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
     script_args.dataset_formats = (dataset_formats,) if isinstance(dataset_formats, str) else dataset_formats
     script_args.first_rows_only = launched.mode == "preview"
     checks.check_numbers(*arguments)
-    set_steps(script_args, training_args, launched.processes or int(os.environ.get("WORLD_SIZE", 1)))
+    set_steps(arguments, defaults, launched.processes or int(os.environ.get("WORLD_SIZE", 1)), launched.tiny)
     is_plain_start = not launched.recipe and training_args.process_index == 0  # without launch.sh, nothing was checked before
     is_checking = launched.only_check or launched.mode == "plan" or is_plain_start
     if is_checking:
@@ -247,24 +247,45 @@ def values_of_config(config: AccelerateConfig) -> dict[str, Any]:
     return values
 
 
-def set_steps(script_args: ScriptArguments, training_args: TrainingArguments, processes: int) -> None:
-    """Sets gradient_accumulation_steps from global_batch_size, and max_steps from max_tokens."""
-    rows = training_args.per_device_train_batch_size * processes
+def set_steps(arguments: Arguments, recipe: dict[str, Any], processes: int, is_tiny: bool) -> None:
+    """Sets gradient_accumulation_steps from global_batch_size, and max_steps from max_tokens or the flag num_train_epochs.
+
+    `recipe`: the values of the recipe. A rehearsal has its own micro-batch, but the batch of the run must be possible.
+    """
+    script_args, training_args, _ = arguments
     given = script_args.given & {"global_batch_size", "gradient_accumulation_steps"}
     if len(given) > 1:
         raise UserError("--global_batch_size and --gradient_accumulation_steps set the same: pass one of them")
-    if script_args.global_batch_size and "gradient_accumulation_steps" not in given:
-        training_args.gradient_accumulation_steps, rest = divmod(script_args.global_batch_size, rows)
-        if rest or training_args.gradient_accumulation_steps < 1:
-            near = max(1, round(script_args.global_batch_size / rows)) * rows
-            raise UserError(
-                f"--global_batch_size {script_args.global_batch_size} is not a multiple of {rows}, which is "
-                f"--per_device_train_batch_size {training_args.per_device_train_batch_size} on {processes} "
-                f"process{'es' if processes > 1 else ''}: pass --global_batch_size {near}, or another micro-batch"
-            )
+    if "gradient_accumulation_steps" not in given:
+        rows, micro_batch = script_args.global_batch_size, training_args.per_device_train_batch_size
+        if is_tiny:
+            of_run = recipe.get("per_device_train_batch_size", type(training_args).per_device_train_batch_size)
+            if "per_device_train_batch_size" in script_args.given:
+                of_run = micro_batch
+            accumulation_steps(rows or recipe.get("global_batch_size"), of_run, processes)
+            if rows and rows % (micro_batch * processes):
+                training_args.per_device_train_batch_size = micro_batch = 1
+        if rows:
+            training_args.gradient_accumulation_steps = accumulation_steps(rows, micro_batch, processes)
     if script_args.max_tokens:
-        tokens_per_step = rows * training_args.gradient_accumulation_steps * getattr(training_args, "max_length", 1024)
-        training_args.max_steps = math.ceil(script_args.max_tokens / tokens_per_step)
+        rows = training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * processes
+        training_args.max_steps = math.ceil(script_args.max_tokens / (rows * getattr(training_args, "max_length", 1024)))
+    elif "num_train_epochs" in script_args.given and "max_steps" not in script_args.given:
+        training_args.max_steps = -1
+    script_args.keeps_samples = bool(script_args.max_samples) and training_args.max_steps <= 0
+
+
+def accumulation_steps(rows: int | None, micro_batch: int, processes: int) -> int:
+    """Micro-batches per optimizer step of `rows` rows; 1 for None. Raises UserError if they cannot be divided."""
+    steps, rest = divmod(rows or micro_batch * processes, micro_batch * processes)
+    if rest or steps < 1:
+        near = max(1, round(rows / (micro_batch * processes))) * micro_batch * processes
+        raise UserError(
+            f"--global_batch_size {rows} is not a multiple of {micro_batch * processes}, which is "
+            f"--per_device_train_batch_size {micro_batch} on {processes} process{'es' if processes > 1 else ''}: pass "
+            f"--global_batch_size {near}, or another micro-batch"
+        )
+    return steps
 
 
 def check_run(arguments: Arguments, launched: Launched, is_sharded: bool) -> None:

@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from harness.data.loading import ScriptArguments
+from harness.data.loading import ScriptArguments, is_slice
 from harness.launched import NODE_VARIABLE, Launched, UserError, print_once
 from harness.nodes.machines import physical_cores
 
@@ -133,7 +133,7 @@ def check_numbers(script_args: ScriptArguments, training_args: TrainingArguments
     for kind in ("logging", "eval", "save"):
         if getattr(training_args, f"{kind}_strategy") == "steps":
             smallest[f"{kind}_steps"] = sys.float_info.min
-    if training_args.max_steps <= 0:
+    if training_args.max_steps <= 0 or "num_train_epochs" in script_args.given:
         smallest["num_train_epochs"] = sys.float_info.min
     if script_args.dataset_name == "":  # None: the recipe brings its own rows
         raise UserError("--dataset_name is empty: pass a Hub ID, a folder or a file")
@@ -168,8 +168,17 @@ def check_arguments(script_args: ScriptArguments, training_args: TrainingArgumen
     if training_args.save_total_limit == 1:
         raise UserError("--save_total_limit 1 deletes the last checkpoint before the next one is complete: pass 2 or more")
     check_trackers(training_args.report_to)
-    if script_args.dataset_streaming and training_args.max_steps <= 0:
-        raise UserError("--max_steps: a stream has no length: pass --max_steps, or --max_tokens for a number of tokens")
+    if script_args.dataset_streaming and training_args.max_steps <= 0 and not script_args.keeps_samples:
+        raise UserError(
+            "--max_steps: a stream has no length: pass --max_steps, --max_tokens for a number of tokens, or --max_samples for a "
+            "number of rows that are trained on for --num_train_epochs"
+        )
+    for flag in ("dataset_train_split", "dataset_test_split"):
+        if script_args.dataset_streaming and is_slice(getattr(script_args, flag)):
+            raise UserError(
+                f"--{flag} {getattr(script_args, flag)}: a stream has no slices: pass --max_samples, or --dataset_streaming "
+                "false, which downloads the whole dataset"
+            )
     if (model_args.load_in_4bit or model_args.load_in_8bit) and not model_args.use_peft:
         raise UserError(
             "--load_in_4bit, --load_in_8bit: quantized weights are frozen, so nothing would be trained: add --use_peft"
@@ -209,8 +218,9 @@ def check_flags_have_effect(
         raise UserError(f"--{for_4bit[0]} is for 4-bit weights: add --load_in_4bit --use_peft")
     if script_args.ignore_bias_buffers:
         raise UserError("--ignore_bias_buffers is for trainers that these recipes do not use: leave it out")
-    if script_args.max_tokens and "max_steps" in given:
-        raise UserError("--max_tokens and --max_steps set the same: pass one of them")
+    for name in ("max_steps", "num_train_epochs"):
+        if script_args.max_tokens and name in given:
+            raise UserError(f"--max_tokens and --{name} set the same: pass one of them")
     if model_args.lora_task_type != "CAUSAL_LM":
         raise UserError(f"--lora_task_type {model_args.lora_task_type}: these recipes train causal language models only")
     is_quantized = model_args.load_in_4bit or model_args.load_in_8bit

@@ -24,10 +24,11 @@ BOOLEAN_KEYS = {
     "fsdp_activation_checkpointing",
     "fsdp_activation_checkpointing_offload",
 }
+LAYER_CLASSES = "fsdp_transformer_layer_cls_to_wrap"  # names with commas between them, without spaces
 FSDP2_KEYS = BOOLEAN_KEYS | {
     "fsdp_version",
     "fsdp_auto_wrap_policy",
-    "fsdp_transformer_layer_cls_to_wrap",
+    LAYER_CLASSES,
     "fsdp_state_dict_type",
     "fsdp_ignored_modules",
 }
@@ -119,6 +120,7 @@ class AccelerateConfig:
     activation_checkpointing: bool = False
     activation_checkpointing_offload: bool = False
     cpu_ram_efficient_loading: bool = False
+    layer_classes: tuple[str, ...] = ()  # to wrap; () leaves the choice to accelerate
 
     @property
     def name(self) -> str:
@@ -163,6 +165,7 @@ def read(path: str) -> AccelerateConfig:
         activation_checkpointing=fsdp.get("fsdp_activation_checkpointing", False),
         activation_checkpointing_offload=fsdp.get("fsdp_activation_checkpointing_offload", False),
         cpu_ram_efficient_loading=fsdp.get("fsdp_cpu_ram_efficient_loading", False),
+        layer_classes=tuple(fsdp[LAYER_CLASSES].split(",")) if fsdp.get(LAYER_CLASSES) else (),
     )
 
 
@@ -269,6 +272,8 @@ def _fsdp2_problems(fsdp: dict) -> list[str]:
             problems.append(
                 "fsdp_reduce_each_batch: true saves memory and fsdp_reshard_after_backward: false uses it: set only one of them"
             )
+    if not isinstance(fsdp.get(LAYER_CLASSES) or "", str):
+        problems.append(f"{LAYER_CLASSES} is {fsdp[LAYER_CLASSES]!r}, expected a name, or several like A,B")
     if fsdp.get("fsdp_reduce_dtype", "float32") not in ("float32", "bfloat16", "float16"):
         problems.append(f"fsdp_reduce_dtype is {fsdp['fsdp_reduce_dtype']!r}, expected float32, bfloat16 or float16")
     return problems

@@ -10,7 +10,8 @@ from harness.rehearsal import tiny_model
 
 import pytest
 import torch
-from conftest import RECIPES
+from conftest import RECIPES, ROOT
+from trl import ModelConfig
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,10 @@ def test_every_recipe(preview_tiny, recipe):
     process = preview_tiny(recipe)
     assert process.returncode == 0 and "warning" not in process.stderr, process.stderr
     out = process.stdout
+    trained = (
+        r"^trained +\d+,\d+ of [\d,]+ parameters \([\d.]+%\), in adapters on q_proj, " if "llama" in recipe else "^trained +all "
+    )
+    assert re.search(trained, out, re.MULTILINE)
     assert "--- a row of" in out and re.search(r"^the run +[\d,]+ steps", out, re.MULTILINE)
     is_stream = recipe in ("qwen2_fineweb_edu", "llama31_70b_qlora")  # which need not say how many rows it has
     assert re.search(rf"^one epoch +(about [\d,]+ steps|{'unknown' if is_stream else 'about'})", out, re.MULTILINE)
@@ -68,6 +73,9 @@ KEYS = {
     "tokens_per_epoch": int,
     "steps": int,
     "tokens": int,
+    "adapter": dict,
+    "trained_parameters": int,
+    "parameters": int,
     "warnings": list,
 }
 LENGTHS = ("shortest", "percentile_10", "median", "percentile_90", "longest")
@@ -94,6 +102,23 @@ def test_json_is_alone_on_stdout(preview_tiny):
     assert numbers.keys() == KEYS.keys() and 0 < numbers["truncated_tokens"] < 1 and numbers["truncated_documents"] > 0
     assert "held out for evaluation" in process.stderr
     assert process.returncode == bool(numbers["warnings"])
+
+
+def test_what_is_trained():
+    """Of the real model, although the preview builds a trainer with a model of two layers."""
+    model_args = ModelConfig(str(ROOT / "tests/published/models/Qwen/Qwen2-0.5B"), lora_target_modules=["all-linear"])
+    full = preview.what_is_trained(SimpleNamespace(), model_args)
+    assert full == {"adapter": {}, "trained_parameters": 494_032_768, "parameters": 494_032_768}
+    model_args.use_peft = True
+    small = SimpleNamespace(peft_config={}, named_modules=lambda: [])
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert preview.what_is_trained(small, model_args) == {
+        "adapter": dict.fromkeys(names, 24),
+        "trained_parameters": 8_798_208,  # as in train_results.json of a run
+        "parameters": 502_830_976,
+    }
+    model_args.use_peft = False
+    assert preview.what_is_trained(small, model_args)["parameters"] is None  # an adapter of the recipe's own
 
 
 def test_json_of_a_recipe_that_truncates_rows_itself(preview_tiny):

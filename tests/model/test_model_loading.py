@@ -5,15 +5,17 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 from harness import configs
+from harness.configs import AccelerateConfig
 from harness.launched import Launched
 from harness.model import loading
+from harness.run import outputs
 
 import psutil
 import pytest
 import torch
 from conftest import ROOT
 from packaging.requirements import Requirement
-from transformers import AutoConfig, BitsAndBytesConfig, dependency_versions_table
+from transformers import AutoConfig, BitsAndBytesConfig, MixtralConfig, Qwen2Config, dependency_versions_table
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from trl import ModelConfig, SFTConfig
 from trl.kernels import chunked_logprob
@@ -189,3 +191,66 @@ def test_adapter_that_peft_refuses_is_an_error(mixture, error_of):
     model_args = ModelConfig(mixture("qwen3_moe", "num_experts"), use_peft=True, lora_target_modules=ALL)
     message = error_of(loading.check_experts, model_args)
     assert message.startswith("--use_peft: PEFT refuses the adapter") and message.endswith("--lora_dropout 0)")
+
+
+@pytest.fixture
+def model_args(tmp_path):
+    """The arguments for a model of this config with an adapter."""
+
+    def call(config, **settings):
+        config.save_pretrained(tmp_path)
+        return ModelConfig(str(tmp_path), use_peft=True, **settings)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lora_modules_to_save": ["nrm"]}, ["--lora_modules_to_save: my/model has no nrm", "input_layernorm", "lm_head"]),
+        ({"lora_target_parameters": ["up.weight"]}, ["--lora_target_parameters: my/model has no up.weight", "up_proj.weight"]),
+        ({"lora_target_modules": ["q_proj", "mlp"]}, ["has no mlp: pass some of q_proj, k_proj", "all-linear"]),
+        (
+            {"lora_target_modules": [".*Wq"]},
+            ["--use_peft: Target modules .*Wq not found", "the linear modules of my/model are q_proj"],
+        ),
+        ({"lora_target_modules": ["q_proj", "norm"]}, ["--use_peft: Target module Qwen2RMSNorm", "is not supported"]),
+        ({"lora_target_modules": ["q_proj", "lm_head"]}, ["the output head cannot have an adapter", "down_proj"]),
+    ],
+    ids=lambda value: str(next(iter(value.values()))) if isinstance(value, dict) else "",
+)
+def test_adapter_that_is_refused(model_args, error_of, settings, words):
+    """PEFT ignores an unknown name next to a known one, and TRL refuses the head after the weights were loaded."""
+    settings = {"lora_target_modules": ["q_proj", "v_proj"]} | settings
+    args = model_args(Qwen2Config(hidden_size=64, num_hidden_layers=1), **settings)
+
+    def check():
+        loading.check_module_names(args, AccelerateConfig(), "my/model")
+        loading.build_adapter_on_meta(args, "my/model")
+
+    message = error_of(check)
+    assert all(word in message for word in words), message
+
+
+def test_names_of_modules_that_peft_replaces(model_args):
+    """The experts' modules w1, w2 and w3 of transformers 4 are two parameters today."""
+    args = model_args(MixtralConfig(hidden_size=64, num_hidden_layers=1), lora_target_modules=["q_proj", "w1", "w2", "w3"])
+    args.lora_dropout = 0.0
+    loading.check_module_names(args, AccelerateConfig(), "my/model")
+    assert "experts" in outputs.modules_with_adapter(loading.build_adapter_on_meta(args, "my/model"))
+
+
+@pytest.mark.parametrize(
+    ("classes", "is_right"),
+    [("Qwen2DecoderLayer", True), ("Qwen2DecoderLayer,Qwen2MLP", True), ("GPT2Block", False), ("Qwen2MLP", False)],
+)
+def test_layer_classes_of_the_config(model_args, error_of, classes, is_right):
+    """Each transformer layer must be an FSDP unit; accelerate and FSDP find out after the weights were loaded."""
+    args = model_args(Qwen2Config(hidden_size=64, num_hidden_layers=1), lora_target_modules=["q_proj"])
+    config = AccelerateConfig("folder/2gpu.yaml", layer_classes=tuple(classes.split(",")))
+    if is_right:
+        loading.check_module_names(args, config, "my/model")
+        return
+    message = error_of(loading.check_module_names, args, config, "my/model")
+    assert message.startswith("2gpu.yaml: fsdp_transformer_layer_cls_to_wrap is ")
+    assert f"is {classes}, but the layers of my/model are Qwen2DecoderLayer" in message

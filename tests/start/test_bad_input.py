@@ -65,6 +65,11 @@ KINDS = {
     "tensor parallelism": ("--tiny qwen2_chat ./tp.yaml", "parallelism_config_tp_size"),
     "context parallelism": ("--tiny qwen2_chat ./cp.yaml", "parallelism_config_cp_size"),
     "use_cpu": ("--tiny qwen2_chat ./use_cpu.yaml", "use_cpu is not read: delete the line; pass --use_cpu"),
+    "layer class of another model": (
+        "--tiny qwen2_chat ./layers.yaml",
+        "fsdp_transformer_layer_cls_to_wrap is GPT2Block, but the layers of Qwen/Qwen2-0.5B-Instruct are Qwen2DecoderLayer",
+    ),
+    "layer classes that are no text": ("--tiny qwen2_chat ./classes.yaml", "layer_cls_to_wrap is ['A', 'B'], expected a name"),
     # several machines
     "NNODES alone": (TINY, "NODE_RANK and MASTER_ADDR missing", {"NNODES": "2"}),
     "word instead of a number": (TINY, "NPROC_PER_NODE is 'two', expected a whole number", {"NPROC_PER_NODE": "two"}),
@@ -121,6 +126,19 @@ KINDS = {
         "--model_init_kwargs: tp_plan: tensor, context and sequence parallelism are not supported",
     ),
     "context parallelism by a variable": (TINY, "PARALLELISM_CONFIG_CP_SIZE: tensor", {"PARALLELISM_CONFIG_CP_SIZE": "2"}),
+    "unknown modules among those of an adapter": (
+        f"{TINY} --use_peft --lora_target_modules Wq Wk Wv o_proj down_proj up_proj",
+        "Qwen/Qwen2-0.5B has no Wq, Wk, Wv: pass some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, or all-",
+    ),
+    "unknown modules for an adapter": (
+        f"{TINY} --use_peft --lora_target_modules Wq Wk",
+        "Qwen2-0.5B has no Wq, Wk: pass some of",
+    ),
+    "one unknown module for an adapter": (f"{TINY} --use_peft --lora_target_modules Wq", "Qwen2-0.5B has no Wq: pass some of"),
+    "--preview with an unknown module": (
+        "--preview --tiny qwen2_chat --use_peft --lora_target_modules Wq",
+        "has no Wq: pass",
+    ),
     "tokens and epochs": (f"{TINY} --max_tokens 9 --num_train_epochs 2", "--max_tokens and --num_train_epochs set the same"),
     "token on the command line": (f"{TINY} --hub_token hf_secret", "hf auth login`"),
     "upload": (f"{TINY} --push_to_hub", "hf upload OWNER/NAME`"),
@@ -184,6 +202,8 @@ FILES = {
     "zero_fsdp.yaml": "distributed_type: FSDP\ndeepspeed_config:\n  zero_stage: 3\n",
     "tp.yaml": PARALLEL.format("tp"),
     "cp.yaml": PARALLEL.format("cp"),
+    "layers.yaml": FSDP + "  fsdp_transformer_layer_cls_to_wrap: GPT2Block\n",
+    "classes.yaml": FSDP + "  fsdp_transformer_layer_cls_to_wrap: [A, B]\n",
     "use_cpu.yaml": "distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\n",
     "rates.yaml": "learning_rate: [1, 2]\n",
     "modules.yaml": "use_peft: true\nlora_target_modules: 5\n",

@@ -69,9 +69,9 @@ def main(words: list[str]) -> int:
     set_environment(launched)
     messages = sys.stderr if as_json else sys.stdout  # stdout is for the JSON alone
     with tempfile.TemporaryDirectory(prefix="preview-") as output_dir, contextlib.redirect_stdout(messages):
-        trainer, rows, script_args = build_preview(launched, [*arguments, "--output_dir", output_dir])
+        trainer, rows, (script_args, _, model_args) = build_preview(launched, [*arguments, "--output_dir", output_dir])
         batches = list(itertools.islice(trainer.get_train_dataloader(), BATCHES))
-        numbers = summarize(trainer.args, rows, batches, script_args)
+        numbers = summarize(trainer.args, rows, batches, script_args) | what_is_trained(trainer.model, model_args)
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         found = list(find_problems(tokenizer, rows, batches, trainer))
     if as_json:
@@ -86,9 +86,10 @@ def main(words: list[str]) -> int:
     return int(bool(found))
 
 
-def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, PreviewRows, Any]:
-    """The trainer that a recipe builds, the first rows of its datasets, and its script arguments. Changes this process."""
-    script_args, _, _ = check_recipe(launched, arguments)
+def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, PreviewRows, tuple[Any, Any, Any]]:
+    """The trainer that a recipe builds, the first rows of its datasets, and its arguments. Changes this process."""
+    checked = check_recipe(launched, arguments)
+    script_args = checked[0]
     warnings.filterwarnings("ignore")
 
     from harness.compat.transformers import load_small_models
@@ -129,7 +130,20 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
         total=count_training_rows(script_args) or (script_args.keeps_samples and script_args.max_samples) or None,
         max_samples=script_args.max_samples,
     )
-    return trainer, rows, script_args
+    return trainer, rows, checked
+
+
+def what_is_trained(small_model: Any, model_args: Any) -> dict[str, Any]:
+    """The modules that get an adapter, and the parameters of the real model. The trainer has a model of two layers."""
+    from harness.model.loading import build_adapter_on_meta, build_on_meta
+    from harness.run.outputs import count_parameters, modules_with_adapter
+
+    if hasattr(small_model, "peft_config") and not model_args.use_peft:  # an adapter of the recipe's own
+        return {"adapter": modules_with_adapter(small_model), "trained_parameters": None, "parameters": None}
+    name = model_args.model_name_or_path
+    model = build_adapter_on_meta(model_args, name) if model_args.use_peft else build_on_meta(model_args)
+    trained, total = count_parameters(model)
+    return {"adapter": modules_with_adapter(model), "trained_parameters": trained, "parameters": total}
 
 
 def documents_of(row: dict) -> list[Document]:
@@ -215,6 +229,13 @@ def summarize(args: Any, rows: PreviewRows, batches: list[dict], script_args: An
 
 
 def print_numbers(numbers: dict[str, Any]) -> None:
+    from harness.run.outputs import describe_training
+
+    if numbers["parameters"]:
+        trained = describe_training(numbers["adapter"], (numbers["trained_parameters"], numbers["parameters"]))
+        print_once(f"trained      {trained}")
+    else:
+        print_once(f"trained      adapters of the recipe's own on {', '.join(numbers['adapter'])}")
     lengths = numbers["lengths"]
     print_once(
         f"lengths      {lengths['shortest']:,} to {lengths['longest']:,} tokens; 10th percentile {lengths['percentile_10']:,}, "

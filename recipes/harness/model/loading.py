@@ -1,5 +1,6 @@
 """How the model is loaded: its dtype, its attention, whether it fits the run; what the GPUs of this machine support."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -14,14 +15,17 @@ from harness.compat.transformers import (
     read_no_weights,
     supports_flash_attention,
     takes_other_attention,
+    transformer_layers,
 )
 from harness.compat.trl import compute_loss_without_triton
-from harness.configs import AccelerateConfig
+from harness.configs import LAYER_CLASSES, AccelerateConfig
 from harness.hub import check_model_exists, hub_errors
 from harness.launched import Launched, UserError, print_once
 from harness.rehearsal import tiny_model
 
 import torch
+from peft import PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -29,9 +33,11 @@ from transformers import (
     AttentionMaskInterface,
     AutoConfig,
     PreTrainedConfig,
+    PreTrainedModel,
     TrainingArguments,
 )
-from trl import ModelConfig
+from transformers.pytorch_utils import Conv1D
+from trl import ModelConfig, get_peft_config
 
 WEIGHTS = "model.safetensors"
 VARLEN, FLASH = "varlen", "flash_attention_2"  # values of --attn_implementation
@@ -307,11 +313,6 @@ def check_experts(model_args: ModelConfig) -> None:
 
     Raises UserError if PEFT refuses to put the adapter on the model.
     """
-    import torch
-    from peft import get_peft_model
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-    from trl import get_peft_config
-
     config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if not model_args.use_peft or model_class is None or not any("expert" in name for name in config.to_dict()):
@@ -380,8 +381,7 @@ def check_host_memory(model_args: ModelConfig, config: AccelerateConfig, launche
     The estimate is that of `--plan`, without a simulation.
     """
     import psutil
-    import torch
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     is_4bit = model_args.load_in_4bit and config.is_fsdp
     if not config.offload_params and not is_4bit:
@@ -414,6 +414,88 @@ def check_host_memory(model_args: ModelConfig, config: AccelerateConfig, launche
             "request more memory (SLURM: --mem), or use another config or a smaller model; --plan shows what each needs"
         )
     print_once(f"This run needs {numbers}." if needed <= free else f"warning: this run needs {numbers}. The rest is swap: slow.")
+
+
+def check_module_names(model_args: ModelConfig, config: AccelerateConfig, name: str) -> None:
+    """Raises UserError unless adapter and Accelerate config name modules of the model, which is called `name` in messages."""
+    if model_args.use_peft or config.layer_classes:
+        model = build_on_meta(model_args)
+        check_layer_classes(model, config, name)
+        if model_args.use_peft:
+            check_adapter_names(model, model_args, name)
+
+
+def build_on_meta(model_args: ModelConfig) -> PreTrainedModel:
+    """The model without its weights, on the meta device."""
+    name, revision = model_args.model_name_or_path, model_args.model_revision
+    with hub_errors("model", name), torch.device("meta"):
+        return tiny_model.make_model(AutoConfig.from_pretrained(name, revision=revision))
+
+
+def check_layer_classes(model: PreTrainedModel, config: AccelerateConfig, name: str) -> None:
+    """Raises UserError unless the layer classes of the config are those of the model; others would stay unsharded."""
+    expected = {type(layer).__name__ for layer in transformer_layers(model).values()}
+    classes, given = {type(module).__name__ for module in model.modules()}, set(config.layer_classes)
+    if given and not expected <= given <= classes:
+        raise UserError(
+            f"{Path(config.path).name}: {LAYER_CLASSES} is {','.join(config.layer_classes)}, but the layers of {name} are "
+            f"{','.join(sorted(expected))}: write this, or delete the line"
+        )
+
+
+def check_adapter_names(model: PreTrainedModel, model_args: ModelConfig, name: str) -> None:
+    """Raises UserError for a name that the model does not have. PEFT refuses names only if it knows none of them."""
+    modules = [of for of, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None]
+    weights = [of for of, _ in model.named_parameters()]
+    named = {
+        "lora_target_modules": (modules, f"{', '.join(linear_modules(model))}, or all-linear for all of these"),
+        "lora_target_parameters": (weights, ", ".join(_last_parts(weights, 2))),
+        "lora_modules_to_save": (modules, ", ".join(_last_parts(modules))),
+    }
+    for flag, (existing, choice) in named.items():
+        given = getattr(model_args, flag) or []
+        if isinstance(given, str):  # all-linear, or a regular expression for whole names
+            continue
+        unknown = [word for word in given if not any(f".{of}".endswith(f".{word}") for of in existing)]
+        if unknown and not (flag == "lora_target_modules" and _are_renamed(unknown, model, model_args)):
+            raise UserError(f"--{flag}: {name} has no {', '.join(unknown)}: pass some of {choice}")
+
+
+def _are_renamed(names: list[str], model: PreTrainedModel, model_args: ModelConfig) -> bool:
+    """Whether these are names of transformers 4 that PEFT replaces. Adds the adapter to the model."""
+    settings = get_peft_config(model_args)
+    with contextlib.suppress(ValueError), torch.device("meta"):
+        get_peft_model(model, settings)
+    return not set(names) & set(settings.target_modules)
+
+
+def build_adapter_on_meta(model_args: ModelConfig, name: str) -> PeftModel:
+    """The model with its adapter on the meta device. Raises UserError for what PEFT or TRL's loss refuse."""
+    model = build_on_meta(model_args)
+    choice = f"the linear modules of {name} are {', '.join(linear_modules(model))}"
+    try:
+        with torch.device("meta"):
+            model = get_peft_model(model, get_peft_config(model_args))
+    except ValueError as error:
+        raise UserError(f"--use_peft: {' '.join(str(error).split())[:300]} ({choice})") from error
+    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        raise UserError(
+            "--lora_target_modules: the output head cannot have an adapter, because TRL's loss reads its weight and not its "
+            f"output; {choice}"
+        )
+    return model
+
+
+def linear_modules(model: PreTrainedModel) -> list[str]:
+    """The last parts of the names of all linear modules but the output head, each once."""
+    head = model.get_output_embeddings()
+    return _last_parts(
+        [of for of, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D) and module is not head]
+    )
+
+
+def _last_parts(names: list[str], count: int = 1) -> list[str]:
+    return list(dict.fromkeys(".".join(name.split(".")[-count:]) for name in names))
 
 
 def check_weight_files(folder: Path) -> None:

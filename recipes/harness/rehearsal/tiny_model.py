@@ -12,7 +12,7 @@ from harness.launched import UserError, print_once
 from harness.rehearsal.tiny_data import documents
 
 import yaml
-from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCABULARY = 2048
 _YAML = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
@@ -37,7 +37,7 @@ def family_of(name: str) -> dict | None:
 def make(name: str, revision: str, folder: Path) -> None:
     """Writes the tiny model and its tokenizer into `folder`."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, set_seed
+    from transformers import AutoConfig, AutoProcessor, set_seed
     from transformers.utils import logging
 
     if known := family_of(name):
@@ -45,15 +45,15 @@ def make(name: str, revision: str, folder: Path) -> None:
     else:
         config, tokenizer = _load_config_and_tokenizer(name, revision)
     token_ids = {f"{token}_token_id": getattr(tokenizer, f"{token}_token_id") for token in ("bos", "eos", "pad")}
-    processor, model_class = tokenizer, AutoModelForCausalLM
+    processor = tokenizer
     logging.disable_progress_bar()
     try:
-        if "ForConditionalGeneration" in str(config.architectures):  # it has a vision part, and a trainer loads the whole model
-            processor, model_class = AutoProcessor.from_pretrained(name, revision=revision), AutoModelForImageTextToText
+        if has_vision_part(config):
+            processor = AutoProcessor.from_pretrained(name, revision=revision)
             processor.tokenizer = tokenizer
         config = shrink(config, {"vocab_size": len(tokenizer), **token_ids})
         set_seed(0)
-        model = model_class.from_config(config, dtype=config.dtype or torch.float32)
+        model = make_model(config, dtype=config.dtype or torch.float32)
         tokens = torch.linspace(0, len(tokenizer) - 1, 16).long()[None]
         model(input_ids=tokens, use_cache=False)
     except Exception as error:  # any architecture can fail in its own way when its sizes change
@@ -63,6 +63,18 @@ def make(name: str, revision: str, folder: Path) -> None:
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     logging.enable_progress_bar()
+
+
+def has_vision_part(config: PreTrainedConfig) -> bool:
+    return "ForConditionalGeneration" in str(config.architectures)
+
+
+def make_model(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """A model of the class that a trainer loads for this config, with random weights. A vision part is loaded with the rest."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    model_class = AutoModelForImageTextToText if has_vision_part(config) else AutoModelForCausalLM
+    return model_class.from_config(config, **options)
 
 
 def make_tokenizer(family: dict) -> PreTrainedTokenizerFast:

@@ -10,6 +10,7 @@ import platform
 import resource
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 
 from harness.compat.transformers import attention_of
@@ -20,6 +21,7 @@ from harness.run.progress import Progress
 
 import torch
 from accelerate.utils import gather_object
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -172,6 +174,28 @@ def quantization_of(model: torch.nn.Module) -> dict:
         "quantization": settings if isinstance(settings, dict) else settings.to_dict(),
         "quantized_weights": folder if Path(folder, SOURCE).is_file() else "",
     }
+
+
+def modules_with_adapter(model: torch.nn.Module) -> dict[str, int]:
+    """How many modules of each name have an adapter: {"q_proj": 24, …}."""
+    if not hasattr(model, "peft_config"):
+        return {}
+    names = [name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    return dict(Counter(names))
+
+
+def describe_training(modules: dict[str, int], parameters: tuple[int, int]) -> str:
+    """What is trained, in words; from `modules_with_adapter` and `count_parameters`."""
+    trained, total = parameters
+    if trained == total:
+        return f"all {total:,} parameters"
+    words = f"{trained:,} of {total:,} parameters ({trained / total:.2%})"
+    if not modules:
+        return words
+    counts = set(modules.values())
+    if len(counts) == 1:
+        return f"{words}, in adapters on {', '.join(modules)} ({counts.pop()} of each)"
+    return f"{words}, in adapters on {', '.join(f'{count} {name}' for name, count in modules.items())}"
 
 
 def write_results(

@@ -10,7 +10,15 @@ from harness.launched import Launched, TrainerBuilt, UserError, print_once
 from harness.model.quantized import install_byte_check
 from harness.run.checkpoints import Checkpoints, find_checkpoint
 from harness.run.failures import check_disk_space, exit_for_known_failure
-from harness.run.outputs import count_parameters, generate_samples, print_summary, save_model, write_results
+from harness.run.outputs import (
+    count_parameters,
+    describe_training,
+    generate_samples,
+    modules_with_adapter,
+    print_summary,
+    save_model,
+    write_results,
+)
 from harness.run.profile import Profile
 from harness.run.progress import Progress
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
@@ -55,6 +63,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     prepare_gradient_scaler(trainer, checkpoint)
     resumed_from = folder.step_of(checkpoint) if checkpoint else 0
     parameters = count_parameters(trainer.model)
+    print_once(f"Training {describe_training(modules_with_adapter(trainer.model), parameters)}.")
     hide_tied_weight_warning(trainer)
 
     before = folder.read_json(checkpoint / folder.COMPLETION_MARKER).get("progress", {}) if checkpoint else {}

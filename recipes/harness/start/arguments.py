@@ -33,7 +33,15 @@ from harness.data import chat_templates
 from harness.data.loading import ScriptArguments, check_dataset, digest_local_files, print_ignored_files, use_prepared_files
 from harness.hub import wait_for_hub
 from harness.launched import Checked, Launched, UserError, print_once
-from harness.model.loading import check_experts, check_host_memory, check_model, print_attention, set_loading_options
+from harness.model.loading import (
+    build_adapter_on_meta,
+    check_experts,
+    check_host_memory,
+    check_model,
+    check_module_names,
+    print_attention,
+    set_loading_options,
+)
 from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes.machines import check_all_reduce, exit_with_causes
 from harness.rehearsal import tiny
@@ -93,10 +101,13 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
     if is_checking and launched.mode == "train" and not training_args.use_cpu:
         checks.check_gpus(training_args, model_args, is_sharded, launched)
     if is_checking and launched.mode != "plan":
-        check_run(arguments, launched, is_sharded)
+        check_run(arguments, launched, config, is_sharded)
     if launched.mode == "prepare" and launched.only_check:  # `commands/prepare.py` downloads the files next
         raise Checked(*arguments)
+    model_name = model_args.model_name_or_path
     replace_model_and_dataset(arguments, launched)
+    if launched.mode == "plan":
+        check_module_names(model_args, config, model_name)
     if model_args.load_in_4bit and launched.on_cpu and launched.mode != "plan":
         keep_4bit_layout()
     if model_args.load_in_4bit and is_sharded and launched.mode in ("train", "prepare"):
@@ -288,7 +299,7 @@ def accumulation_steps(rows: int | None, micro_batch: int, processes: int) -> in
     return steps
 
 
-def check_run(arguments: Arguments, launched: Launched, is_sharded: bool) -> None:
+def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig, is_sharded: bool) -> None:
     """Checks output directory, model and dataset. Claims the output directory, or exits if the run is finished."""
     script_args, training_args, model_args = arguments
     is_training = launched.mode == "train"
@@ -300,7 +311,7 @@ def check_run(arguments: Arguments, launched: Launched, is_sharded: bool) -> Non
     print_ignored_files(script_args)
     if launched.tiny:
         tiny.make_replacements(script_args, model_args)
-    check_model_and_dataset(arguments, launched)
+    check_model_and_dataset(arguments, launched, config)
     if not is_training:
         return
     folder.claim_output_dir(output_dir, identity, is_default)
@@ -334,7 +345,7 @@ def identity_of_run(arguments: Arguments, launched: Launched, is_sharded: bool) 
     }
 
 
-def check_model_and_dataset(arguments: Arguments, launched: Launched) -> None:
+def check_model_and_dataset(arguments: Arguments, launched: Launched, config: AccelerateConfig) -> None:
     """Raises UserError unless model and dataset (the tiny ones of a rehearsal) can be opened and fit each other."""
     script_args, training_args, model_args = arguments
     display_name = model_args.model_name_or_path
@@ -345,7 +356,10 @@ def check_model_and_dataset(arguments: Arguments, launched: Launched) -> None:
         if HF_HUB_OFFLINE:
             print_once("Offline (HF_HUB_OFFLINE): using the model and dataset that are on this machine.")
         check_model(training_args, model_args, with_weights=launched.mode != "preview")
+    check_module_names(model_args, config, display_name)
     check_experts(model_args)
+    if model_args.use_peft:
+        build_adapter_on_meta(model_args, display_name)
     rows = check_dataset(script_args)
     chat_templates.check_conversations(training_args, model_args, script_args.given, rows, display_name)
 

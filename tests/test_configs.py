@@ -122,6 +122,7 @@ def test_no_config():
         (FSDP + WRAP + "  fsdp_offload_params: sometimes\n", ["fsdp_offload_params", "sometimes"]),
         (FSDP + WRAP + "  fsdp_reshard_after_backward: false\n", ["needs fsdp_reshard_after_forward: false"]),
         (FSDP + WRAP + "  fsdp_reduce_dtype: fp8\n", ["fsdp_reduce_dtype", "fp8"]),
+        (FSDP + WRAP + "  fsdp_activation_checkpointing_offload: true\n", ["needs fsdp_activation_checkpointing: true"]),
         (
             FSDP + WRAP + "".join(f"  fsdp_{key}\n" for key in CONTRADICTION),
             ["fsdp_reduce_each_batch", "fsdp_reshard_after_backward"],

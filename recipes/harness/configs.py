@@ -274,6 +274,8 @@ def _fsdp2_problems(fsdp: dict) -> list[str]:
             )
     if not isinstance(fsdp.get(LAYER_CLASSES) or "", str):
         problems.append(f"{LAYER_CLASSES} is {fsdp[LAYER_CLASSES]!r}, expected a name, or several like A,B")
+    if fsdp.get("fsdp_activation_checkpointing_offload") and not fsdp.get("fsdp_activation_checkpointing"):
+        problems.append("fsdp_activation_checkpointing_offload: true needs fsdp_activation_checkpointing: true")
     if fsdp.get("fsdp_reduce_dtype", "float32") not in ("float32", "bfloat16", "float16"):
         problems.append(f"fsdp_reduce_dtype is {fsdp['fsdp_reduce_dtype']!r}, expected float32, bfloat16 or float16")
     return problems

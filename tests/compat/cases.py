@@ -40,6 +40,7 @@ from tokenizers.models import WordLevel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from trl.kernels import chunked_logprob
@@ -114,6 +115,48 @@ def keep_4bit_layout(changed: bool) -> bool:
     with torch.no_grad():
         layer(torch.ones(1, 128, dtype=torch.bfloat16))
     return torch.equal(layer.weight.data.flatten(), before.flatten())
+
+
+def sharded_adamw(changed: bool) -> list[bool]:
+    """bitsandbytes' 8-bit AdamW on sharded weights with rows of one block, of more than one, and of less than half a block.
+
+    Whether it updates them as on unsharded weights. Of the second, whose blocks are others, whether it does about that.
+    """
+    as_launched()
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(32, columns)) for columns in (256, 300, 64)]
+    model = nn.Module()
+    model.weights = nn.ParameterList(weight.detach().clone() for weight in weights)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    sharded_class = bitsandbytes_changes.sharded_adamw() if changed else bitsandbytes.optim.AdamW
+    options = {"lr": 0.1, "optim_bits": 8, "min_8bit_size": 4096}
+    optimizers = [bitsandbytes.optim.AdamW(weights, **options), sharded_class(model.weights, **options)]
+    for _ in range(3):
+        for weight, sharded in zip(weights, model.weights, strict=True):
+            weight.grad = torch.randn_like(weight)
+            sharded.grad = DTensor.from_local(weight.grad.clone(), sharded.device_mesh, sharded.placements)
+        for optimizer in optimizers:
+            optimizer.step()
+    differences = [(a - b.full_tensor()).abs().max().item() for a, b in zip(weights, model.weights, strict=True)]
+    kinds = [optimizers[1].state[weight]["state1"].dtype == torch.uint8 for weight in model.weights]
+    return [*kinds, differences[0] == 0, 0 < differences[1] < 0.05, differences[2] < 1e-6]
+
+
+def keep_states_paged(changed: bool) -> bool:
+    """Whether a resumed paged optimizer has its states, with their values, in the buffers that it makes for them."""
+    if changed:
+        bitsandbytes_changes.keep_states_paged()
+    first, resumed = (bitsandbytes.optim.AdamW([nn.Parameter(torch.ones(64, 64))], optim_bits=8, is_paged=True) for _ in range(2))
+    make, buffers = resumed.get_state_buffer, []
+    resumed.get_state_buffer = lambda *arguments, **options: buffers.append(make(*arguments, **options)) or buffers[-1]
+    weight = first.param_groups[0]["params"][0]
+    weight.grad = torch.randn(64, 64)
+    first.step()
+    resumed.load_state_dict(first.state_dict())
+    (state,) = resumed.state.values()
+    is_equal = all(torch.equal(state[name], first.state[weight][name]) for name in ("state1", "state2", "absmax1", "absmax2"))
+    return is_equal and [id(state["state1"]), id(state["state2"])] == list(map(id, buffers))
 
 
 def end_streams_at_once(changed: bool) -> list[float]:
@@ -207,6 +250,16 @@ def read_no_weights(changed: bool) -> list[str]:
     return sorted({weight.device.type for weight in model.parameters()})
 
 
+def offload_activations_to_unpinned_memory(changed: bool) -> bool:
+    """Whether there are gradients after a step with offloaded activations, on a machine without a GPU."""
+    if changed:
+        transformers_changes.offload_activations_to_unpinned_memory()
+    model = tiny_llama().train()
+    model.activation_checkpointing_enable(offload=True)
+    model(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False).logits.sum().backward()
+    return all(weight.grad is not None for weight in model.parameters())
+
+
 def load_tokenizers_as_offline(changed: bool) -> bool:
     """Whether `datasets` computes the same hash for a tokenizer that was loaded with and without internet."""
     with tempfile.TemporaryDirectory() as folder:
@@ -253,6 +306,8 @@ CASES = [
     give_meta_weights_addresses,
     hide_saved_buffers,
     keep_4bit_layout,
+    sharded_adamw,
+    keep_states_paged,
     end_streams_at_once,
     complete_stream_state,
     run_exit_handlers,
@@ -260,6 +315,7 @@ CASES = [
     set_gloo_timeout,
     use_store_of_launcher,
     load_4bit_models_on_cpu,
+    offload_activations_to_unpinned_memory,
     read_no_weights,
     load_tokenizers_as_offline,
     install_training_template,

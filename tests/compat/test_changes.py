@@ -22,12 +22,15 @@ EXPECTED = {
     "hide_saved_buffers": ("AttributeError", ["model.expert_bias"]),
     "install_training_template": ("ValueError", "marked"),
     "keep_4bit_layout": (False, True),
+    "keep_states_paged": (False, True),
     "load_4bit_models_on_cpu": ({"": 0}, {"": "cpu"}),
     "load_tokenizers_as_offline": (False, True),
+    "offload_activations_to_unpinned_memory": ("RuntimeError", True),
     "offload_to_unpinned_memory": (True, False),
     "read_no_weights": (["cpu"], ["meta"]),
     "run_exit_handlers": ("", "called"),
     "set_gloo_timeout": (1800, 77),
+    "sharded_adamw": ("RuntimeError", [True, True, False, True, True, True]),
     "use_store_of_launcher": ("DistNetworkError", "joined"),
 }
 # Changes that add something or read a private name, and the test that fails without them.

@@ -26,6 +26,7 @@ FOUND = Simulation(
     parameters=10**9,
     trained=10**9,
     trained_here=25 * 10**7,
+    optimizer=2 * 10**9,
     packed=0,
     quantized=0,
     is_adapter=False,
@@ -144,7 +145,8 @@ def test_host_memory_and_disk_space():
     assert plan["peak_host_gb"] == pytest.approx(4 * 2.5 + 4 * 4), "every process reads the whole model"
     assert cards.make_plan(found_with(copies=1))["peak_host_gb"] == pytest.approx(4 * 2.5 + 4)
     assert plan["disk_gb"] == pytest.approx(2 + 2 * 12 + 2)
-    adapter = cards.make_plan(found_with(is_adapter=True, trained=10**7))
+    assert cards.make_plan(found_with(optimizer=5 * 10**8))["disk_gb"] == pytest.approx(2 + 2 * 6 + 2), "8-bit states"
+    adapter = cards.make_plan(found_with(is_adapter=True, trained=10**7, optimizer=2 * 10**7))
     assert adapter["disk_gb"] == pytest.approx(2 + 2 * 0.12 + 0.04)
     in_4_bits = cards.make_plan(found_with(is_adapter=True, trained=10**7, packed=5 * 10**8, quantized=6 * 10**8))
     assert in_4_bits["disk_gb"] == pytest.approx(2 + 0.6 + 2 * 0.12 + 0.04)

@@ -16,11 +16,14 @@ FAMILIES = {
     "gpt2": {"n_embd": 512, "n_layer": 4, "n_head": 8, "n_positions": 1024},
 }
 FAMILIES["qwen2"] |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
+CHECKPOINTED = "LoRA with checkpointing"
 LORA = ["--use_peft", "--activation_checkpointing", "true"]
+EIGHT_BIT = "8-bit Adam"
 CASES = {  # family, config, processes, flags
     "unsharded": ("qwen2", "1x3090", 1, []),
     "sharded": ("gpt2", "4gpu_full_shard", 2, []),
-    "LoRA with checkpointing": ("llama", "1x3090", 1, LORA),
+    CHECKPOINTED: ("llama", "1x3090", 1, LORA),
+    EIGHT_BIT: ("qwen2", "1x3090", 1, ["--optim", "adamw_8bit"]),
     "4-bit": ("llama", "1x3090", 1, [*LORA, "--load_in_4bit", "--dtype", "bfloat16"]),
 }
 
@@ -47,12 +50,16 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(simulate, runs):
-    """For every case, what was found about the simulated step, and the peak of the real one; and a step with offload."""
+    """For every case, the simulated step and the peak of the real one; and steps with offloaded weights and activations."""
     recipe, _, flags = runs["unsharded"]
     config = copy_that_reduces_each_batch(str(ROOT / "accelerate_configs/1x3090_offload.yaml"))
-    offloaded = (recipe, config, [*flags, "--gradient_accumulation_steps", "4"], "cuda")
-    *found, last = simulate([*((*run, kind) for run in runs.values() for kind in ("cpu", "real")), offloaded])
-    return dict(zip(runs, zip(found[::2], found[1::2], strict=True), strict=True)) | {"offloaded": last}
+    weights = (recipe, config, [*flags, "--gradient_accumulation_steps", "4"], "cuda")
+    recipe, config, flags = runs[CHECKPOINTED]
+    activations = (recipe, config, [*flags, "--activation_checkpointing_kwargs", '{"offload": true}'], "cpu")
+    both = [(*run, kind) for run in runs.values() for kind in ("cpu", "real")]
+    *found, weights, activations = simulate([*both, weights, activations])
+    cases = dict(zip(runs, zip(found[::2], found[1::2], strict=True), strict=True))
+    return cases | {"offloaded weights": weights, "offloaded activations": activations}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -65,5 +72,25 @@ def test_simulated_peak_is_that_of_a_real_step(case, found):
 
 def test_offloaded_gradients_are_added_on_the_host(found):
     """With `fsdp_reduce_each_batch: true`, those of four micro-batches cross PCIe, and the last three are added."""
-    step, size = found["offloaded"]["step"]["moved"], 4 * found["offloaded"]["trained"]
+    offloaded = found["offloaded weights"]
+    step, size = offloaded["step"]["moved"], 4 * offloaded["trained"]
     assert step["to_host"] == 4 * size and step["added_on_host"] == 3 * size
+
+
+def test_offloaded_activations(found):
+    """The inputs of all 4 layers are in host memory after the forward pass; they are copied there and back."""
+    (before, _), offloaded = found[CHECKPOINTED], found["offloaded activations"]
+    inputs = 4 * before["tokens"] * 512 * 4  # bytes in float32
+    assert offloaded["step"]["moved"] == {"activations": 2 * inputs * before["accumulation"]}
+    assert offloaded["host_peaks"]["forward"]["by_holder"]["activations"] == inputs
+    saved = {moment: before["peaks"][moment]["bytes"] - offloaded["peaks"][moment]["bytes"] for moment in ("forward", "backward")}
+    assert saved["backward"] > 0.7 * inputs and saved["forward"] > 0.5 * inputs, saved
+
+
+def test_8bit_states(found):
+    """One byte for each of two moments of a value, and a scale for 256; 4 bytes for those of the embeddings and small weights."""
+    plain, eight_bit = (found[case][0] for case in ("unsharded", EIGHT_BIT))
+    embeddings = 8192 * 512
+    others = plain["parameters"] - embeddings
+    assert plain["optimizer"] == 8 * plain["parameters"]
+    assert eight_bit["optimizer"] == pytest.approx(8 * embeddings + (2 + 8 / 256) * others, rel=0.01)

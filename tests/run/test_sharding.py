@@ -78,6 +78,14 @@ def test_run_that_is_not_sharded_as_its_config_says(build_trainer, monkeypatch):
     assert trainer.state.global_step == 0
 
 
+def test_offloaded_activations_change_no_loss(rehearse, tmp_path):
+    settings = yaml.safe_load((ROOT / "accelerate_configs/1x3090_offload.yaml").read_text())
+    settings["fsdp_config"]["fsdp_activation_checkpointing_offload"] = True
+    config = tmp_path / "offload.yaml"
+    config.write_text(yaml.safe_dump(settings))
+    assert losses(rehearse(RECIPE, config)) == losses(rehearse(RECIPE, "1x3090_offload"))
+
+
 def test_compiled_layers(rehearse, build_trainer):
     """--torch_compile compiles the layers, which share one graph, and not the model: it is saved, and its loss is the same."""
     run = rehearse(RECIPE, "1x3090_offload", "--torch_compile", "true", "--torch_compile_backend", "eager")

@@ -121,6 +121,12 @@ KINDS = {
         "--tiny llama31_70b_qlora 2x3090_qlora --torch_compile true",
         "--torch_compile: bitsandbytes wraps sharded 4-bit weights",
     ),
+    "optimizer that FSDP cannot shard": ("--tiny qwen2_chat 4gpu_shard_grad_op --optim paged_adamw_8bit", "use adamw_8bit, or"),
+    "8-bit optimizer on the CPU": (
+        "--tiny qwen2_chat 1x3090_offload --optim adamw_8bit",
+        "bitsandbytes takes many times as long",
+    ),
+    "optimizer without its package": (f"{TINY} --optim adamw_torch_8bit", "--optim adamw_torch_8bit: You need to have `torchao"),
     "tensor parallelism by a flag": (
         f'{TINY} --model_init_kwargs \'{{"tp_plan": "auto"}}\'',
         "--model_init_kwargs: tp_plan: tensor, context and sequence parallelism are not supported",

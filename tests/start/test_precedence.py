@@ -96,6 +96,14 @@ def test_flag_overrides_the_environment_of_accelerate(read, flag, expected):
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
 
 
+def test_config_offloads_checkpointed_activations(read):
+    """By transformers' checkpointing; accelerate would refuse the key, because its own checkpointing is off."""
+    config = CONFIG | {"activation_checkpointing_offload": True}
+    found = read(config=config, FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD="true")
+    assert found["activation_checkpointing"] and found["activation_checkpointing_kwargs"] == {"offload": True}
+    assert os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] == "false"
+
+
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_activation_checkpointing_of_accelerate_is_off(read, checkpointing):
     """transformers' own is used instead, which a flag can turn off."""

@@ -110,6 +110,7 @@ def _seconds(card: Card, found: Simulation, end: int) -> float:
     half = sum(flops.values()) - single
     compute = (half / card.half + single / card.single) / PRODUCT_RATE[end]
     compute += found.step.touched / card.bandwidth / MEMORY_RATE[end]
+    compute += moved.get("activations", 0) / PCIE[end]  # copied between layers, on the stream that computes
 
     is_hybrid = found.replicas > 1 and found.shards > 1
     group = found.shards if is_hybrid else found.processes
@@ -201,8 +202,8 @@ def host_memory(found: Simulation) -> float:
 
 
 def disk_space(found: Simulation) -> float:
-    """Bytes: the download, the 4-bit copy made of it, two checkpoints, and the model."""
-    checkpoint = 12 * found.trained  # weights and Adam's two moments, in float32
+    """Bytes: the download, the 4-bit copy made of it, two checkpoints with weights in float32, and the model."""
+    checkpoint = 4 * found.trained + found.optimizer * found.shards
     model = 4 * found.trained if found.is_adapter else found.parameters * found.hub_bytes
     return found.download + found.quantized + 2 * checkpoint + model
 

@@ -57,6 +57,7 @@ class Fakes:
         convert_modules_in_place()
         load_models_from_config(self)
         count_offload(ledger)
+        count_offloaded_activations(ledger)
         count_data_parallel(ledger)
         ignore_shape_propagation(ledger)
         if cuda:
@@ -308,6 +309,28 @@ def count_offload(ledger: Ledger) -> None:
     param_class._init_sharded_param = init_sharded_param
     param_class.all_gather_inputs = property(all_gather_inputs)
     _fsdp_param_group.foreach_reduce = reduce_to_host
+
+
+@changes("transformers.modeling_utils:save_on_cpu", "torch.autograd.graph:save_on_cpu(pin_memory, device_type)")
+def count_offloaded_activations(ledger: Ledger) -> None:
+    """Counts what `activation_checkpointing_enable(offload=True)` copies to the host and back. Both are the CPU here.
+
+    Upstream: no issue: it is not a fault of transformers.
+    Checked with: transformers 5.23.0.
+    Remove when: fake CUDA tensors run a backward pass on a machine without a GPU.
+    """
+    from transformers import modeling_utils
+
+    def copy_to(place: str, tensor: torch.Tensor) -> torch.Tensor:
+        ledger.moved["activations"] += tensor.nbytes
+        with torch.no_grad(), ledger.within(place=place, holder="activations"):
+            return tensor.clone()
+
+    def save_on_host(pin_memory: bool = False, device_type: str = "cpu") -> Any:
+        pack, unpack = functools.partial(copy_to, "host"), functools.partial(copy_to, "gpu")
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    modeling_utils.save_on_cpu = save_on_host
 
 
 @changes(

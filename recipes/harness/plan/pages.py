@@ -26,6 +26,7 @@ HOLDERS = {
 KINDS = {
     "to_gpu": "to the GPU",
     "to_host": "to the host",
+    "activations": "activations to the host and back",
     "added_on_host": "added on the host",
     "all_reduced": "all-reduced",
     "across_nodes": "across nodes",

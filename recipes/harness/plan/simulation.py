@@ -65,6 +65,7 @@ class Simulation:
     copies: int  # of the model in the host memory of a node while it loads
     is_offloaded: bool = False
     trained_here: int = 0  # parameters that the optimizer of one process updates
+    optimizer: int = 0  # bytes of the optimizer's states in one process
     step: Counts = field(default_factory=lambda: Counts({}, {}, 0))
     peaks: dict[str, Peak] = field(default_factory=dict)  # of the GPU, by moment
     host_peaks: dict[str, Peak] = field(default_factory=dict)
@@ -286,7 +287,8 @@ class SimulatedStep(TrainerCallback):
                 if weight.grad is not None:
                     ledger.mark(local_tensor(weight.grad), "gradients")
         check_bytes("weights", [local_tensor(weight) for weight in model.parameters()], self.found.expected["weights"])
-        if "adam" in str(args.optim):
+        self.found.optimizer = sum(state.nbytes for state in self.optimizer_states())
+        if args.optim in ("adamw_torch", "adamw_torch_fused"):
             check_bytes("optimizer states", self.optimizer_states(), self.found.expected["optimizer"])
         ledger.count()
         install_steps(self.trainer, self.run_backward, self.run_optimizer)

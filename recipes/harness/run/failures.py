@@ -210,9 +210,11 @@ def estimated_sizes(trainer: Any) -> tuple[int, int]:
 
     is_full_model = isinstance(trainer.model, PreTrainedModel)
     saved = [weight for weight in trainer.model.parameters() if weight.requires_grad or is_full_model]
-    optimizer = str(trainer.args.optim).lower()
-    moments = 2 if "adam" in optimizer and "8bit" not in optimizer else 0
-    checkpoint = sum(w.numel() * w.element_size() * (1 + moments * w.requires_grad) for w in saved)
+    moments = 2 if "adam" in trainer.args.optim else 0
+    checkpoint = 0
+    for weight in saved:
+        moment_size = 1 if "8bit" in trainer.args.optim else weight.element_size()
+        checkpoint += weight.numel() * (weight.element_size() + moments * moment_size * weight.requires_grad)
     return checkpoint, sum(weight.numel() * 2 for weight in saved)
 
 

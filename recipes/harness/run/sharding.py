@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness.compat.accelerate import give_meta_weights_addresses, hide_saved_buffers
+from harness.compat.bitsandbytes import keep_states_paged, sharded_adamw
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
 from harness.launched import UserError
@@ -15,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+SHARDED_8BIT = ("adamw_8bit", "adamw_bnb_8bit")  # values of --optim that FSDP can shard, of those of bitsandbytes
+
 
 def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> Callable[[], None]:
     """Sets what accelerate reads when it wraps the model; returns what to call once it is wrapped."""
@@ -22,6 +25,7 @@ def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> Callable[[],
     set_layer_classes(trainer)
     prepare_quantized_model(trainer)
     give_meta_weights_addresses(trainer.model)
+    prepare_optimizer(trainer)
     trainer.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # see `compile_layers`
     if trainer.accelerator.ddp_handler:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # otherwise DDP holds the gradients twice
@@ -68,6 +72,15 @@ def prepare_gradient_scaler(trainer: Trainer, checkpoint: Path | None) -> None:
         settings = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler else {}
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", **settings)
     accelerator.scaler.scale(torch.zeros((), device=device))  # makes the scale
+
+
+def prepare_optimizer(trainer: Trainer) -> None:
+    """Makes bitsandbytes' optimizers work with sharded weights, and after a resume. `check_optimizer` refuses the others."""
+    if trainer.is_fsdp_enabled and trainer.args.optim in SHARDED_8BIT:
+        _, options = trainer.get_optimizer_cls_and_kwargs(trainer.args)
+        trainer.optimizer_cls_and_kwargs = sharded_adamw(), options
+    elif "paged" in trainer.args.optim:
+        keep_states_paged()
 
 
 def compile_layers(trainer: Trainer) -> None:

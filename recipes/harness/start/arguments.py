@@ -27,6 +27,7 @@ from harness import configs, folder
 from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.compat.torch import multiply_fp16_in_float32, offload_to_unpinned_memory
+from harness.compat.transformers import offload_activations_to_unpinned_memory
 from harness.compat.trl import install_training_template
 from harness.configs import AccelerateConfig
 from harness.data import chat_templates
@@ -97,6 +98,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
     if is_checking:
         checks.check_arguments(*arguments)
         checks.check_flags_have_effect(*arguments, is_sharded)
+        checks.check_optimizer(training_args, config)
     set_loading_options(training_args, model_args, is_sharded, launched)
     if is_checking and launched.mode == "train" and not training_args.use_cpu:
         checks.check_gpus(training_args, model_args, is_sharded, launched)
@@ -252,6 +254,9 @@ def values_of_config(config: AccelerateConfig) -> dict[str, Any]:
         # accelerate's own checkpointing recomputes with other random numbers, so dropout would differ between forward and
         # backward; transformers' checkpointing restores them.
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
+    if config.activation_checkpointing_offload:
+        os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] = "false"
+        values["activation_checkpointing_kwargs"] = {"offload": True}
     if config.mixed_precision is not None:
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         values |= {"bf16": config.mixed_precision == "bf16", "fp16": config.mixed_precision == "fp16"}
@@ -380,6 +385,8 @@ def prepare_process(arguments: Arguments, launched: Launched) -> None:
     script_args, training_args, model_args = arguments
     if launched.on_cpu and training_args.fp16 and launched.mode != "plan":
         multiply_fp16_in_float32()
+    if training_args.use_cpu and launched.mode != "plan" and (training_args.activation_checkpointing_kwargs or {}).get("offload"):
+        offload_activations_to_unpinned_memory()
     wait_for_hub()
     install_training_template(chat_templates.training_template)
     chat_templates.set_template_file(training_args, model_args, script_args.given)

@@ -7,9 +7,11 @@ import shutil
 import sys
 from pathlib import Path
 
+from harness.configs import AccelerateConfig
 from harness.data.loading import ScriptArguments, is_slice
 from harness.launched import NODE_VARIABLE, Launched, UserError, print_once
 from harness.nodes.machines import physical_cores
+from harness.run.sharding import SHARDED_8BIT
 
 from transformers import TrainingArguments
 from trl import ModelConfig
@@ -264,6 +266,31 @@ def check_unsharded_4bit(training_args: TrainingArguments, model_args: ModelConf
         raise UserError(
             f"--dtype {model_args.dtype}: with {flag}, or that mixed_precision, the rest of a 4-bit model computes in "
             f"{computes_in}: pass --dtype {computes_in}"
+        )
+
+
+def check_optimizer(training_args: TrainingArguments, config: AccelerateConfig) -> None:
+    """Raises UserError for an optimizer whose package is missing, or whose states FSDP cannot shard."""
+    from transformers import Trainer
+
+    name = training_args.optim.value
+    try:
+        optimizer, _ = Trainer.get_optimizer_cls_and_kwargs(training_args)
+    except ImportError as error:
+        raise UserError(f"--optim {name}: {error}") from error
+    except ValueError:  # it needs the model, or other arguments
+        return
+    if not config.is_fsdp or not optimizer.__module__.startswith("bitsandbytes"):
+        return
+    if name not in SHARDED_8BIT:
+        raise UserError(
+            f"--optim {name}: FSDP cannot shard its states: use adamw_8bit, or adamw_torch_fused, whose float32 states are "
+            "divided among all GPUs"
+        )
+    if config.offload_params:
+        raise UserError(
+            f"--optim {name}: with fsdp_offload_params the optimizer runs on the CPU, where bitsandbytes takes many times as "
+            "long: use adamw_torch_fused"
         )
 
 

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/published.py           # asks the Hub, or HF_ENDPOINT, for config.json of five models
 
-Each setting is simulated with the nearest that this project has: FSDP2 instead of FSDP1, SDPA instead of FlashAttention, no
+Each setting is simulated with the nearest that this project has: FSDP2 instead of FSDP1, SDPA unless rows are packed, no
 compilation, allocated memory instead of reserved. Prints the table of docs/measurements.md. Needs no GPU.
 """
 

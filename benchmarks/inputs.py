@@ -4,6 +4,7 @@ Also the facts that every result has: hardware, versions, commit and date.
 """
 
 import datetime
+import hashlib
 import importlib.metadata
 import math
 import platform
@@ -50,6 +51,7 @@ SHAPES = {
     "openai-community/gpt2-xl": {"n_embd": 1_600, "n_layer": 48, "n_head": 25, "vocab_size": 50_257},
 }
 FILE_BYTES = 2_000_000_000  # weights per file
+TOKENS_PER_LETTER = 0.2  # at least, in the training split; a rehearsal's tokenizers make 0.28 of Python's documentation
 
 
 def meta_model(name: str, tokenizer: "PreTrainedTokenizerFast", is_tiny: bool = False, **sizes: int) -> "PreTrainedModel":
@@ -112,14 +114,23 @@ def make_model(name: str, folder: Path, is_tiny: bool = False, **sizes: int) -> 
     return sum(weight.numel() for weight in model.parameters() if weight.dim() > 1) - looked_up
 
 
-def make_dataset(name: str, config: str | None, folder: Path) -> None:
-    """Writes Python's documentation in the columns, splits and files of the dataset `name`."""
+def make_dataset(name: str, config: str | None, folder: Path, tokens: int) -> None:
+    """Writes Python's documentation in the columns, splits and files of the dataset `name`.
+
+    It is repeated until the training split has at least `tokens` tokens: a step at the end of an epoch could have fewer
+    micro-batches than the others.
+    """
     from harness.rehearsal import tiny_data
 
     import datasets
 
     datasets.disable_progress_bars()
-    tiny_data.make(SimpleNamespace(dataset_name=name, dataset_config=config), folder)
+    columns = tiny_data.DATASETS[name]["columns"]
+    prose = [column for column, kind in columns.items() if kind == "string" and column not in tiny_data.NOT_PROSE]
+    longest = None if len(prose) == 1 or "messages" in columns else 200  # several columns share the first letters of a text
+    letters = sum(len(text[:longest]) for text in tiny_data.documents())
+    repeats = math.ceil(tokens / (TOKENS_PER_LETTER * letters))
+    tiny_data.make(SimpleNamespace(dataset_name=name, dataset_config=config), folder, repeats)
 
 
 def make_documents(folder: Path, tokenizer: "PreTrainedTokenizerFast", count: int, median: float, mean: float) -> None:
@@ -161,9 +172,18 @@ def provenance() -> dict[str, Any]:
             "gpus": output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader").splitlines(),
         },
         "versions": versions | {"python": platform.python_version(), "cuda": torch.version.cuda},
-        "commit": output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12").strip(),
+        "commit": output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12").strip()
+        or digest_of_files(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def digest_of_files() -> str:
+    """Stands for the commit where there is no git: a digest of the code that was measured."""
+    digest = hashlib.sha256()
+    for path in sorted(ROOT.glob("recipes/**/*.py")) + sorted(ROOT.glob("accelerate_configs/*.yaml")):
+        digest.update(path.read_bytes())
+    return f"files-{digest.hexdigest()[:12]}"
 
 
 def output_of(program: str, *arguments: str) -> str:

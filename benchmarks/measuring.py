@@ -1,15 +1,20 @@
 """One measurement: starts ./launch.sh with a recipe at its real size, whose model and dataset come from a Hub on this machine."""
 
+import ast
 import contextlib
+import itertools
+import math
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -40,6 +45,7 @@ RESULT_KEYS = (
     "attention",
     "losses",
 )
+FULL_ROWS = 0.95  # share of the tokens of full rows that a run must have at least: packed rows are not quite full
 # Variables that would change what is measured.
 IGNORED_VARIABLES = ("SLURM_", "SKYPILOT_", "PYTORCH_", "HF_", "NPROC", "NNODES")
 
@@ -74,20 +80,27 @@ def settings_of(config: str) -> dict[str, Any]:
     return yaml.safe_load((inputs.ROOT / f"accelerate_configs/{config}.yaml").read_text("utf-8"))
 
 
+def values_of(recipe: str, words: Sequence[str] = ()) -> dict[str, Any]:
+    """The numbers and texts that a recipe passes to `parse`, or those of flags in `words` instead."""
+    tree = ast.parse((inputs.ROOT / f"recipes/{recipe}.py").read_text("utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "parse"]
+    values = {keyword.arg: keyword.value.value for keyword in calls[0].keywords if isinstance(keyword.value, ast.Constant)}
+    return values | {flag[2:]: value for flag, value in itertools.pairwise(words) if flag.startswith("--")}
+
+
 @contextlib.contextmanager
-def served_inputs(recipe: str, is_tiny: bool, **sizes: int) -> Iterator[tuple[Path, dict[str, str], int]]:
-    """Serves a recipe's model and dataset, with the model in the cache.
+def served_inputs(recipe: str, is_tiny: bool, tokens: int, **sizes: int) -> Iterator[tuple[Path, dict[str, str], int]]:
+    """Serves a recipe's model and dataset, which has at least `tokens` tokens, with the model in the cache.
 
     Yields a working directory, the environment for launch.sh, and the number of parameters in matrices.
     """
     from local_hub import serve
 
-    source = (inputs.ROOT / f"recipes/{recipe}.py").read_text("utf-8")
-    values = dict(re.findall(r'^ +(model_name_or_path|dataset_name|dataset_config)="(.*?)"', source, re.MULTILINE))
+    values = values_of(recipe)
     model, dataset = values["model_name_or_path"], values["dataset_name"]
     with tempfile.TemporaryDirectory() as folder:
         matrix_parameters = inputs.make_model(model, Path(folder, "hub/models", model), is_tiny, **sizes)
-        inputs.make_dataset(dataset, values.get("dataset_config"), Path(folder, "hub/datasets", dataset))
+        inputs.make_dataset(dataset, values.get("dataset_config"), Path(folder, "hub/datasets", dataset), tokens)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(IGNORED_VARIABLES)}
         with serve(Path(folder, "hub")) as hub:
             environment |= {"PYTHON": sys.executable, "HF_HOME": f"{folder}/cache", "HF_ENDPOINT": hub.url}
@@ -96,20 +109,28 @@ def served_inputs(recipe: str, is_tiny: bool, **sizes: int) -> Iterator[tuple[Pa
             yield Path(folder), environment, matrix_parameters
 
 
-def run(words: list[str], folder: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """Runs ./launch.sh; returns its results, losses, output, and the seconds until it printed the first loss."""
+def run(words: list[str], output_dir: Path, environment: dict[str, str], deadline: float = math.inf) -> dict[str, Any]:
+    """Runs ./launch.sh; returns its results, losses, output, and the seconds until it printed the first loss.
+
+    It is killed at the `deadline`, a time of `time.monotonic`.
+    """
     from harness.folder import read_json
 
-    output_dir, began, seconds_to_first_step, output = folder / "output", time.monotonic(), None, ""
+    began, seconds_to_first_step, output = time.monotonic(), None, ""
     shutil.rmtree(output_dir, ignore_errors=True)
     command = [inputs.ROOT / "launch.sh", *words, "--output_dir", output_dir]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=folder, env=environment, **pipes) as process:
+    with subprocess.Popen(command, cwd=output_dir.parent, env=environment, start_new_session=True, **pipes) as process:
+        timer = threading.Timer(max(0, min(deadline - began, threading.TIMEOUT_MAX)), os.killpg, (process.pid, signal.SIGKILL))
+        timer.start()
         for line in process.stdout:
             output += line
             if seconds_to_first_step is None and re.search(r"\bloss\W+\d", line):
                 seconds_to_first_step = round(time.monotonic() - began, 1)
+        timer.cancel()
     results = read_json(output_dir / "train_results.json") if process.returncode == 0 else {"failed": output[-2000:]}
+    if process.returncode == -signal.SIGKILL:
+        results["failed"] = f"not finished after {time.monotonic() - began:.0f} s: pass more --minutes. {output[-500:]}"
     history = read_json(output_dir / "trainer_state.json").get("log_history", [])
     losses = [entry["loss"] for entry in history if "loss" in entry]
     return results | {"losses": losses, "seconds_to_first_step": seconds_to_first_step, "output": output}
@@ -122,9 +143,10 @@ def measure(
     device: dict[str, Any],
     steps: int,
     flags: tuple[str, ...] = (),
+    deadline: float = math.inf,
     **sizes: int,
 ) -> dict[str, Any]:
-    """Measures a recipe with a config; returns the record.
+    """Measures a recipe with a config; returns the record. It has `failed` if the run did not train on all its tokens.
 
     Args:
         changes: keys of the config with other values.
@@ -149,7 +171,9 @@ def measure(
     if not is_on_gpu:
         words += ON_CPU
     precision = settings["mixed_precision"]
-    with served_inputs(recipe, not is_on_gpu, **sizes) as (folder, environment, matrix_parameters):
+    values = values_of(recipe, words)
+    expected = steps * int(values["global_batch_size"]) * int(values["max_length"])
+    with served_inputs(recipe, not is_on_gpu, expected, **sizes) as (folder, environment, matrix_parameters):
         path = folder / f"{config}.yaml"
         changed = settings | changes | {"fsdp_config": fsdp_config | changes.get("fsdp_config", {})}
         path.write_text(yaml.safe_dump(changed), "utf-8")
@@ -159,7 +183,7 @@ def measure(
             share = f"per_process_memory_fraction:{min(1.0, limit / device['bytes']):.4f}"
             usual = allocator_settings(configs.read(str(path)), inputs.ROOT / f"recipes/{recipe}.py", flags)
             environment["PYTORCH_ALLOC_CONF"] = f"{usual},{share}"
-        results = run([recipe, str(path) if changes else config, *words[2:]], folder, environment)
+        results = run([recipe, str(path) if changes else config, *words[2:]], folder / "output", environment, deadline)
     rate = find_device_in_process("float16" if precision == "fp16" else "bfloat16")["matrix_tflops"]
     record = {
         "measurement": ", ".join([f"{recipe} × {config}", *describe_changes(processes, all_processes, changes, sizes)]),
@@ -172,6 +196,8 @@ def measure(
         "limit_gb": limit / 1e9 if limit else None,
         "matrix_tflops": rate,
     }
+    if "failed" not in results and not FULL_ROWS * expected <= results["tokens"] <= expected:
+        results["failed"] = f"{results['tokens']:,} tokens in {steps} steps, expected {expected:,}: steps lack micro-batches"
     record |= {name: results[name] for name in (*RESULT_KEYS, "failed") if name in results}
     if "failed" not in results:
         flops = (4 if results["use_peft"] else 6) * matrix_parameters  # per token, without attention and recomputation

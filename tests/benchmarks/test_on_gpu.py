@@ -4,9 +4,13 @@ import contextlib
 import json
 import re
 import sys
+import time
 
+import datasets
 import pytest
+import torch
 from conftest import CONFIGS, RECIPES, ROOT
+from safetensors.torch import save_file
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import inputs
@@ -67,6 +71,66 @@ def test_measurement_on_cpu(monkeypatch):
     assert "7 compared byte for byte" in record["bytes_of_4bit_weights"]
     assert record["tokens_per_second"] > 0 and 0 < record["share_of_matrix_rate"] < 1 and record["seconds_to_first_step"] > 1
     assert json.loads(json.dumps(record)) == record
+    assert record["tokens"] == 2 * 4 * 256, "steps x rows x length"
+
+
+def test_steps_without_all_their_micro_batches_are_a_failure(monkeypatch, tmp_path):
+    results = {
+        "tokens": 900_000,
+        "global_batch_size": 16,
+        "use_peft": False,
+        "world_size": 1,
+        "tokens_per_second": 1.0,
+        "output": "",
+    }
+    monkeypatch.setattr(measuring, "run", lambda *arguments: dict(results))
+    monkeypatch.setattr(measuring, "find_device_in_process", lambda dtype: {"matrix_tflops": 1.0})
+    monkeypatch.setattr(measuring, "served_inputs", lambda *arguments: contextlib.nullcontext((tmp_path, {}, 10)))
+    arguments = ("llama31_8b_lora", "4gpu_full_shard", {}, {"gpus": 4, "device": "GPU", "bytes": 1}, 30)
+    assert "900,000 tokens in 30 steps, expected 983,040" in measuring.measure(*arguments)["failed"]
+    results["tokens"] = 980_000
+    assert "failed" not in measuring.measure(*arguments)
+
+
+def test_text_is_repeated_until_every_step_has_its_micro_batches(tmp_path):
+    """Rows with instruction, input and output are short."""
+    for name, config, columns in (("iamtarun/python_code_instructions_18k_alpaca", None, 3), ("Salesforce/wikitext", "c", 1)):
+        inputs.make_dataset(name, config, tmp_path / name, 200_000)
+        rows = datasets.load_dataset(
+            "parquet", data_files=f"{tmp_path / name}/train/*.parquet", split="train", cache_dir=tmp_path
+        )
+        texts = ["".join(str(row[column]) for column in rows.column_names[:columns]) for row in rows]
+        tokens = len("".join(texts)) * 0.27  # as a rehearsal's tokenizers make of Python's documentation
+        assert 200_000 < tokens < 600_000
+
+
+def test_gradients_are_compared_one_by_one(tmp_path):
+    """A wrong one, one that is missing, and one that is zero in both."""
+    gradients = {"a": torch.ones(4), "b": torch.ones(4), "zero": torch.zeros(4)}
+    for name, changed in (("first", {}), ("same", {"b": torch.full((4,), 1.001)}), ("wrong", {"b": -torch.ones(4)})):
+        (tmp_path / name).mkdir()
+        save_file(gradients | changed, tmp_path / name / "1-0.safetensors")
+    same = on_gpu.compare_gradients(tmp_path / "first", tmp_path / "same")
+    assert (same["gradients"], same["wrong_gradients"]) == (3, 0) and "failed" not in same
+    wrong = on_gpu.compare_gradients(tmp_path / "first", tmp_path / "wrong")
+    assert wrong["failed"].startswith("1 of 3 gradients differ") and wrong["largest_in"].endswith(" b")
+    save_file({"a": gradients["a"]}, tmp_path / "wrong/1-0.safetensors")
+    assert on_gpu.compare_gradients(tmp_path / "wrong", tmp_path / "first")["wrong_gradients"] == 2
+
+
+def test_run_is_stopped_at_the_deadline(monkeypatch, tmp_path):
+    """launch.sh is replaced by a program that does not end."""
+    (tmp_path / "launch.sh").write_text("#!/bin/sh\nsleep 60\n")
+    (tmp_path / "launch.sh").chmod(0o755)
+    monkeypatch.setattr(inputs, "ROOT", tmp_path)
+    began = time.monotonic()
+    assert "not finished after" in measuring.run([], tmp_path / "output", {}, began + 1)["failed"]
+    assert time.monotonic() - began < 20
+
+
+def test_results_without_git(monkeypatch):
+    monkeypatch.setattr(inputs, "output_of", lambda *words: "")
+    assert re.fullmatch(r"files-[0-9a-f]{12}", inputs.provenance()["commit"])
 
 
 def test_layers_are_extrapolated():

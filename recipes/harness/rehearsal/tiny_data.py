@@ -44,12 +44,12 @@ def describe(name: str) -> str:
     return f"the first {MAX_ROWS} rows of each split of {name}, with long texts cut"
 
 
-def make(script_args: ScriptArguments, folder: Path) -> None:
-    """Writes the tiny dataset that replaces `script_args.dataset_name`."""
+def make(script_args: ScriptArguments, folder: Path, repeats: int = 1) -> None:
+    """Writes the tiny dataset that replaces `script_args.dataset_name`; a benchmark repeats its documents."""
     from datasets import Dataset
 
     description = DATASETS.get(script_args.dataset_name)
-    splits = _documents_in_columns(**description) if description else _first_rows(script_args)
+    splits = _documents_in_columns(**description, repeats=repeats) if description else _first_rows(script_args)
     for split, rows in splits.items():
         shards = min(SHARDS, len(rows))
         for shard in range(shards):
@@ -62,9 +62,9 @@ def make(script_args: ScriptArguments, folder: Path) -> None:
     (folder / "README.md").write_text(card, "utf-8")
 
 
-def _documents_in_columns(splits: list[str], columns: dict[str, str]) -> dict[str, list[dict]]:
+def _documents_in_columns(splits: list[str], columns: dict[str, str], repeats: int) -> dict[str, list[dict]]:
     """The documents in the columns of a known dataset: nine tenths in the first split, the rest in the others."""
-    texts = documents()
+    texts = documents() * repeats
     ends = [int(len(texts) * (0.9 + 0.1 * index / max(1, len(splits) - 1))) for index in range(len(splits))]
     ends[-1] = len(texts)
     starts = [0, *ends[:-1]]

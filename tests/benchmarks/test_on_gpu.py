@@ -54,7 +54,9 @@ def test_every_recipe_is_measured_on_any_number_of_gpus():
 def test_measurement_limits_memory_and_keeps_the_settings_of_the_launcher(monkeypatch, tmp_path):
     environments, environment = [], {}
     monkeypatch.setattr(measuring, "served_inputs", lambda *args, **sizes: contextlib.nullcontext((tmp_path, environment, 1)))
-    monkeypatch.setattr(measuring, "run", lambda words, folder, environment: environments.append(environment) or {"failed": ""})
+    monkeypatch.setattr(
+        measuring, "run", lambda words, folder, environment, deadline: environments.append(environment) or {"failed": ""}
+    )
     monkeypatch.setattr(measuring, "find_device_in_process", lambda dtype: {"matrix_tflops": 1})
     measuring.measure("qwen2_fineweb_edu", "1x3090_offload", {}, {"gpus": 1, "device": "any", "bytes": 48e9}, 2)
     settings = environments[0]["PYTORCH_ALLOC_CONF"]

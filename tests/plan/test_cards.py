@@ -148,7 +148,9 @@ def test_host_memory_and_disk_space():
     assert cards.make_plan(found_with(optimizer=5 * 10**8))["disk_gb"] == pytest.approx(2 + 2 * 6 + 2), "8-bit states"
     adapter = cards.make_plan(found_with(is_adapter=True, trained=10**7, optimizer=2 * 10**7))
     assert adapter["disk_gb"] == pytest.approx(2 + 2 * 0.12 + 0.04)
-    in_4_bits = cards.make_plan(found_with(is_adapter=True, trained=10**7, packed=5 * 10**8, quantized=6 * 10**8))
+    in_4_bits = cards.make_plan(
+        found_with(is_adapter=True, trained=10**7, optimizer=2 * 10**7, packed=5 * 10**8, quantized=6 * 10**8)
+    )
     assert in_4_bits["disk_gb"] == pytest.approx(2 + 0.6 + 2 * 0.12 + 0.04)
 
 

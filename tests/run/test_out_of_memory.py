@@ -41,7 +41,7 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_message_names_moment_and_flags(build_trainer, monkeypatch, place):
     flags, expected = PLACES[place]
-    trainer = build_trainer(RECIPE, "--max_steps", "2", "--per_device_eval_batch_size", "2", *flags)
+    trainer = build_trainer(RECIPE, "--max_steps", "2", "--per_device_eval_batch_size", "2", "--eval_on_start", "false", *flags)
     owner, name = {
         "loss": (trainer.model, "forward"),
         "backward": (torch.Tensor, "backward"),

@@ -13,7 +13,7 @@ from harness.launched import NODE_VARIABLE, Launched, UserError, print_once
 from harness.nodes.machines import physical_cores
 from harness.run.sharding import SHARDED_8BIT
 
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from trl import ModelConfig
 
 REQUIREMENTS = Path(__file__).resolve().parents[3] / "requirements.txt"
@@ -271,8 +271,6 @@ def check_unsharded_4bit(training_args: TrainingArguments, model_args: ModelConf
 
 def check_optimizer(training_args: TrainingArguments, config: AccelerateConfig) -> None:
     """Raises UserError for an optimizer whose package is missing, or whose states FSDP cannot shard."""
-    from transformers import Trainer
-
     name = training_args.optim.value
     try:
         optimizer, _ = Trainer.get_optimizer_cls_and_kwargs(training_args)

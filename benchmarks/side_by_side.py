@@ -71,7 +71,7 @@ def measure(context: BaseContext, rounds: int, changes: dict[str, Any], sizes: d
     from harness.rehearsal import tiny_model
 
     own = recipe_settings()
-    settings = own | changes | {"eval_strategy": "no"}
+    settings = own | changes | {"eval_strategy": "no", "eval_on_start": False}
     with tempfile.TemporaryDirectory() as scratch:
         model, dataset = Path(scratch, "model"), Path(scratch, "data")
         inputs.make_model(settings["model_name_or_path"], model, **sizes)

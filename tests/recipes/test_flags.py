@@ -33,7 +33,7 @@ VALUES = {
     "lora_alpha": ("5", ADAPTER),
     "lora_dropout": ("0.5", ADAPTER),
     "lora_target_modules": ("v_proj", ADAPTER),
-    "lora_target_parameters": ("up_proj.weight", [*ADAPTER, "--lora_dropout", "0"]),
+    "lora_target_parameters": ("up_proj.weight", [*ADAPTER, "--lora_dropout", "0", "--lora_target_modules", "q_proj"]),
     "lora_modules_to_save": ("norm", ADAPTER),
     "lora_task_type": ("SEQ_CLS", ADAPTER),
     "use_rslora": ("true", ADAPTER),

@@ -62,7 +62,7 @@ def test_resumed_equals_uninterrupted(rehearse, fork_launch, workdir, recipe, co
     assert losses(run) == losses(uninterrupted)
     for name in ("train_loss", "eval_loss_on_start", "eval_loss"):  # of the whole run
         assert read(run)[name] == read(uninterrupted)[name]
-    assert [log["step"] for log in read(run, "trainer_state.json")["log_history"] if "eval_loss" in log] == [0, 10, 15]
+    assert [log["step"] for log in read(run, "trainer_state.json")["log_history"] if "eval_loss" in log] == [0, 5, 10]
 
 
 def test_resumed_fp16_run_equals_uninterrupted(rehearse, fork_launch, workdir):
@@ -228,12 +228,12 @@ def test_nodes_agree_if_one_sees_damage(fork_launch, tmp_path):
                     (checkpoint / name).write_text(name)
                 entries = checkpoints.sync_files(checkpoint, lambda name: True)
                 checkpoints.write_marker(checkpoint, {"geometry": {"world_size": 2}, "files": entries})
-        _flip_bit(tmp_path / file / "1/run/checkpoint-5" / file)
+        _flip_bit(tmp_path / file / "1/run/checkpoint-10" / file)
     script, views = ROOT / "tests/run/find_checkpoints.py", json.dumps([str(tmp_path / file) for file in files])
     flags = ["--output_dir", tmp_path / "output", "--max_steps", "1"]
     process = fork_launch("--tiny", script, "4gpu_ddp", *flags, NPROC_PER_NODE="2", VIEWS=views)
     assert process.returncode == 0, process.stderr
     for file in files:
         assert [(tmp_path / file / rank / "found.txt").read_text() for rank in "01"] == ["run/checkpoint-5"] * 2
-        assert f"checkpoint-5 is damaged: {file} was changed. It was renamed" in process.stdout
-        assert (tmp_path / file / "0/run/damaged-checkpoint-5").is_dir()
+        assert f"checkpoint-10 is damaged: {file} was changed. It was renamed" in process.stdout
+        assert (tmp_path / file / "0/run/damaged-checkpoint-10").is_dir()

@@ -47,4 +47,4 @@ def test_sharded(rehearse, fork_launch, tmp_path):
     assert of_embedding == torch.float32 and "bitsandbytes" in str(sharded_adamw())
     resume(run, tmp_path / "run", fork_launch, "4gpu_full_shard", NPROC_PER_NODE="1")
     for step, (loss, grad_norm) in losses(tmp_path / "run").items():
-        assert (loss, grad_norm) == pytest.approx(losses(run)[step], rel=2e-3)
+        assert (loss, grad_norm) == pytest.approx(losses(run)[step], rel=5e-3)

@@ -59,9 +59,15 @@ KINDS = {
     "number instead of keys": ("--tiny qwen2_chat ./number.yaml", "fsdp_config is 3, expected lines of `key: value`"),
     "number instead of a mesh": ("--tiny qwen2_chat ./mesh.yaml", "parallelism_config is 4, expected lines"),
     "FSDP1": ("--tiny qwen2_chat ./fsdp1.yaml", "fsdp_version is missing, which accelerate reads as 1"),
-    "DeepSpeed": ("--tiny qwen2_chat ./deepspeed.yaml", "DeepSpeed configs are not read: FSDP2"),
-    "DeepSpeed with deepspeed_config": ("--tiny qwen2_chat ./zero3.yaml", "DeepSpeed configs are not read: FSDP2"),
-    "deepspeed_config and FSDP": ("--tiny qwen2_chat ./zero_fsdp.yaml", "DeepSpeed configs are not read: FSDP2"),
+    "DeepSpeed": ("--tiny qwen2_chat ./deepspeed.yaml", "DeepSpeed is not used here"),
+    "DeepSpeed with deepspeed_config": (
+        "--tiny qwen2_chat ./zero3.yaml",
+        "DeepSpeed is not used here",
+    ),
+    "deepspeed_config and FSDP": (
+        "--tiny qwen2_chat ./zero_fsdp.yaml",
+        "DeepSpeed is not used here",
+    ),
     "tensor parallelism": ("--tiny qwen2_chat ./tp.yaml", "parallelism_config_tp_size"),
     "context parallelism": ("--tiny qwen2_chat ./cp.yaml", "parallelism_config_cp_size"),
     "use_cpu": ("--tiny qwen2_chat ./use_cpu.yaml", "use_cpu is not read: delete the line; pass --use_cpu"),
@@ -95,8 +101,8 @@ KINDS = {
     "batch that cannot be divided": (f"{TINY} --global_batch_size 5", "is not a multiple of 2"),
     "batch of the run that three GPUs cannot divide": (
         "--tiny llama31_70b_qlora 2x3090_qlora",
-        "--global_batch_size 16 is not a multiple of 24, which is --per_device_train_batch_size 8 on 3 processes: pass "
-        "--global_batch_size 24",
+        "--global_batch_size 16 is not a multiple of 12, which is --per_device_train_batch_size 4 on 3 processes: pass "
+        "--global_batch_size 12",
         {"NPROC_PER_NODE": "3"},
     ),
     "two sizes of a batch": (f"{TINY} --global_batch_size 8 --gradient_accumulation_steps 2", "pass one of them"),
@@ -114,7 +120,7 @@ KINDS = {
     "4-bit weights in the other 16-bit dtype": (f"{TINY} --use_peft --load_in_4bit --dtype float16", "pass --dtype bfloat16"),
     "sharded 4-bit weights in another dtype": ("--tiny llama31_70b_qlora 2x3090_qlora --dtype float32", "compute in bfloat16"),
     "sharded 4-bit weights with fp16": (
-        "--tiny qwen2_chat 3xt4_full_shard --use_peft --load_in_4bit",
+        "--tiny qwen2_chat 3xt4_full_shard --use_peft --load_in_4bit --global_batch_size 9",
         "use a config without mixed_precision: fp16",
     ),
     "compilation of sharded 4-bit weights": (

@@ -13,7 +13,8 @@ from harness.launched import NODE_VARIABLE, Launched, UserError, print_once
 from harness.nodes.machines import physical_cores
 from harness.run.sharding import SHARDED_8BIT
 
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
+from transformers.trainer import Trainer
 from trl import ModelConfig
 
 REQUIREMENTS = Path(__file__).resolve().parents[3] / "requirements.txt"

@@ -9,11 +9,12 @@ import yaml
 from conftest import ROOT
 from transformers import AutoConfig, AutoModelForCausalLM
 
+LAYERS = 2
 SIZES = {"vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 FAMILIES = {
-    "qwen2": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8},
-    "llama": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8},
-    "gpt2": {"n_embd": 512, "n_layer": 4, "n_head": 8, "n_positions": 1024},
+    "qwen2": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": LAYERS, "num_attention_heads": 8},
+    "llama": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": LAYERS, "num_attention_heads": 8},
+    "gpt2": {"n_embd": 512, "n_layer": LAYERS, "n_head": 8, "n_positions": 1024},
 }
 FAMILIES["qwen2"] |= {"num_key_value_heads": 2, "tie_word_embeddings": True}
 CHECKPOINTED = "LoRA with checkpointing"
@@ -78,13 +79,13 @@ def test_offloaded_gradients_are_added_on_the_host(found):
 
 
 def test_offloaded_activations(found):
-    """The inputs of all 4 layers are in host memory after the forward pass; they are copied there and back."""
+    """The inputs of all layers are in host memory after the forward pass; they are copied there and back."""
     (before, _), offloaded = found[CHECKPOINTED], found["offloaded activations"]
-    inputs = 4 * before["tokens"] * 512 * 4  # bytes in float32
+    inputs = LAYERS * before["tokens"] * 512 * 4  # bytes in float32
     assert offloaded["step"]["moved"] == {"activations": 2 * inputs * before["accumulation"]}
     assert offloaded["host_peaks"]["forward"]["by_holder"]["activations"] == inputs
     saved = {moment: before["peaks"][moment]["bytes"] - offloaded["peaks"][moment]["bytes"] for moment in ("forward", "backward")}
-    assert saved["backward"] > 0.7 * inputs and saved["forward"] > 0.5 * inputs, saved
+    assert saved["backward"] >= (1 - 1 / LAYERS) * inputs and saved["forward"] >= 0.5 * inputs, saved
 
 
 def test_8bit_states(found):

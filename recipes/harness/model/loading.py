@@ -156,11 +156,11 @@ def config_and_class(model_args: ModelConfig, is_tiny: bool) -> tuple[PreTrained
     """Config and class of the model, (None, None) if the config cannot be read. For a rehearsal, those of the original."""
     name, revision = model_args.model_name_or_path, model_args.model_revision
     known = tiny_model.family_of(name) if is_tiny else None
-    if not known:
-        check_model_exists(name, revision)  # says at once that the Hub is unreachable; `from_pretrained` tries for 20 seconds
     try:
+        if not known:
+            check_model_exists(name, revision)  # fails at once if the Hub is unreachable; `from_pretrained` tries for 20 seconds
         config = AutoConfig.for_model(**known["config"]) if known else AutoConfig.from_pretrained(name, revision=revision)
-    except (OSError, ValueError):
+    except (OSError, ValueError, UserError):
         return None, None
     return config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 

@@ -30,10 +30,11 @@ FLASH = "flash_attention_2"
 )
 def test_attention_depends_on_gpu_and_kernel(monkeypatch, capability, installed, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     available = "transformers.utils.is_flash_attn_2_available"
     monkeypatch.setattr(available, lambda kernels_fallback_ok=False: installed and kernels_fallback_ok)  # a kernel of the Hub
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "Tesla T4")
     monkeypatch.setattr(loading, "problem_of_varlen", lambda: "")
     attention, no_flash, no_triton = loading.find_gpu_features()
     assert attention == expected and not no_flash and bool(no_triton) == bool(capability)  # Triton cannot run on this machine
@@ -61,8 +62,9 @@ def test_reason_why_triton_cannot_be_used(monkeypatch, capability, error, word):
     monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
     monkeypatch.setitem(sys.modules, "triton.runtime", SimpleNamespace(driver=driver))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "Tesla T4")
     monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda kernels_fallback_ok=False: False)
     *_, no_triton = loading.find_gpu_features()
     assert word in no_triton and bool(word) == bool(no_triton)
@@ -71,7 +73,7 @@ def test_reason_why_triton_cannot_be_used(monkeypatch, capability, error, word):
 def test_loss_without_triton(monkeypatch):
     monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
     monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
-    loading.set_loading_options(SFTConfig(use_cpu=True), ModelConfig(), False, Launched(on_cpu=True, no_triton="no compiler"))
+    loading.set_loading_options(SFTConfig(use_cpu=True), ModelConfig("./none"), False, Launched(on_cpu=True, no_triton="gcc"))
     assert not chunked_logprob._use_triton(torch.device("cuda")) and utils._CHUNKED_LOGPROB_CHUNK_SIZE == 4096
 
 

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from harness.run import outputs
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
+from transformers import PreTrainedModel
 
 
 def test_model_card_links_hub_ids_only(tmp_path):
@@ -40,3 +42,12 @@ def test_samples_of_a_processor(build_trainer, monkeypatch):
     monkeypatch.setattr(trainer.model, "generate", lambda input_ids, **options: input_ids)
     outputs.generate_samples(trainer, True)
     assert Path(trainer.args.output_dir, "samples.txt").read_text().count("> ") >= 3
+
+
+def test_samples_of_an_adapter_with_offload(build_trainer, monkeypatch):
+    """Its weights are in host memory. `generate` must not move the inputs there: FSDP would bring back only some of them."""
+    trainer = build_trainer("qwen2_chat", "--use_peft")
+    monkeypatch.setattr("transformers.generation.utils.move_to_device", lambda inputs, device: pytest.fail(f"moved to {device}"))
+    monkeypatch.setattr(PreTrainedModel, "device", torch.device("cpu", 0))  # not the device of the inputs, which is "cpu"
+    outputs.generate_samples(trainer, True)
+    assert PreTrainedModel.device == torch.device("cpu", 0)

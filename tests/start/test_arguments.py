@@ -68,12 +68,14 @@ PINNED = ",pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
     ("config", "words", "expected"),
     [
         ("1x3090", [], "expandable_segments:True"),
-        ("1x3090_offload", [], f"expandable_segments:True{PINNED}"),
-        ("1x3090_offload", ["--activation_offloading"], "expandable_segments:True"),
+        ("1x3090_offload", [], "expandable_segments:True"),
+        ("1x3090_offload", ["--use_peft"], f"expandable_segments:True{PINNED}"),
+        ("1x3090_offload", ["--use_peft", "--activation_offloading"], "expandable_segments:True"),
+        ("1x3090_offload", ["--use_peft", "--activation_checkpointing_kwargs", '{"offload": true}'], "expandable_segments:True"),
     ],
 )
 def test_allocator_settings(config, words, expected):
-    """Segments grow, and the pinned memory of offloaded weights is not rounded up."""
+    """Segments grow, and the pinned memory of frozen, offloaded weights is not rounded up."""
     recipe, path = ROOT / "recipes/qwen2_chat.py", ROOT / f"accelerate_configs/{config}.yaml"
     assert launch.allocator_settings(configs.read(str(path)), recipe, words) == expected
 

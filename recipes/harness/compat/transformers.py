@@ -282,3 +282,25 @@ def install_batch_skipping(skip: Callable[[Any, int], Any]) -> None:
     from transformers import trainer
 
     trainer.skip_first_batches = skip
+
+
+@changes("transformers:PreTrainedModel.device", "transformers.generation.utils:move_to_device(value, device)")
+@contextlib.contextmanager
+def generate_on(device: torch.device) -> Iterator[None]:
+    """In this context models say that their weights are on `device`, so `generate` leaves the inputs there.
+
+    With `fsdp_offload_params` the weights are in host memory until FSDP copies them to the GPU, so `generate` moves all inputs
+    to the CPU. FSDP moves back those of its outermost module only. That is the PeftModel, whose `generate` does not call it: the
+    positions stay on the CPU, and the first layer fails.
+    Upstream: no issue found.
+    Checked with: transformers 5.23.0, peft 0.21.2.
+    Remove when: `generate` moves no inputs of a model whose parameters are DTensors.
+    """
+    from transformers import PreTrainedModel
+
+    original = PreTrainedModel.device
+    PreTrainedModel.device = property(lambda self: device)
+    try:
+        yield
+    finally:
+        PreTrainedModel.device = original

@@ -127,8 +127,8 @@ def why_not_varlen(training_args: TrainingArguments, model_args: ModelConfig, la
     if not sizes:
         sizes = [values.get("hidden_size", 64) // values.get("num_attention_heads", 1)]
     for size in sizes:
-        if size > 256 or size % 8:
-            return f"it takes head sizes up to 256 that are multiples of 8, and a head of {kind} has {size}"
+        if size > 256 or size % 8 or 192 < size <= 224:  # on consumer GPUs it has no backward pass for sizes up to 224
+            return f"it takes head sizes up to 192, and up to 256 above 224, that are multiples of 8; a head of {kind} has {size}"
     for name, value in values.items():
         if re.match("att.*(dropout|pdrop)", name) and value:
             return f"it has no dropout, and {name} of {kind} is {value}"
@@ -236,8 +236,10 @@ def find_gpu_features() -> tuple[list[str], str, str]:
     warnings.filterwarnings("ignore")  # `checks.count_gpus` reports a driver that is too old
     if not torch.cuda.is_available():
         return [], "", ""
-    if torch.cuda.get_device_capability() < (8, 0):  # triton-lang/triton#10918
-        return [], "", f"it does not support {torch.cuda.get_device_name()}"
+    gpus = range(torch.cuda.device_count())
+    oldest = min(gpus, key=torch.cuda.get_device_capability)
+    if torch.cuda.get_device_capability(oldest) < (8, 0):  # triton-lang/triton#10918
+        return [], "", f"it does not support {torch.cuda.get_device_name(oldest)}"
     try:
         from triton.runtime import driver
 

@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from harness.compat.transformers import attention_of
+from harness.compat.transformers import attention_of, generate_on
 from harness.folder import RESULTS, RUN, read_json, sync, write_json
 from harness.launched import print_once
 from harness.model.quantized import SOURCE
@@ -119,7 +119,8 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> No
     model.eval()
     torch.manual_seed(0)  # on every process, so that they generate the same tokens
     # Compiled layers would be compiled again for every layer's part of the cache.
-    with torch.no_grad(), trainer.autocast_smart_context_manager(), torch.compiler.set_stance("force_eager"):
+    uncompiled = torch.compiler.set_stance("force_eager")
+    with torch.no_grad(), trainer.autocast_smart_context_manager(), uncompiled, generate_on(device):
         generated = model.generate(
             input_ids=torch.tensor(ids, device=device),
             attention_mask=torch.tensor(mask, device=device),

@@ -58,6 +58,8 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     compile_layers(trainer)
     install_byte_check(trainer.model)
     repeat_stream(trainer)
+    # The default waits, for each tensor of a batch, until the GPU has computed everything that was queued before.
+    trainer.accelerator.dataloader_config.non_blocking = True
     checkpoint = find_checkpoint(trainer.args)
     check_disk_space(trainer, checkpoint)
     prepare_gradient_scaler(trainer, checkpoint)

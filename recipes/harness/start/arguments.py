@@ -385,6 +385,9 @@ def prepare_process(arguments: Arguments, launched: Launched) -> None:
     script_args, training_args, model_args = arguments
     if launched.on_cpu and training_args.fp16 and launched.mode != "plan":
         multiply_fp16_in_float32()
+    if training_args.use_cpu and getattr(training_args, "activation_offloading", False):
+        training_args.activation_offloading = False
+        print_once("--activation_offloading: activations stay where they are, because this run has no GPU.")
     if training_args.use_cpu and launched.mode != "plan" and (training_args.activation_checkpointing_kwargs or {}).get("offload"):
         offload_activations_to_unpinned_memory()
     wait_for_hub()

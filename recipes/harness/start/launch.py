@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import logging
 import os
+import re
 import shlex
 import sys
 import warnings
@@ -108,11 +109,16 @@ def set_environment(launched: Launched) -> None:
 def allocator_settings(config: AccelerateConfig, recipe: Path, arguments: list[str]) -> str:
     """PYTORCH_ALLOC_CONF of a run: how PyTorch allocates GPU memory and pinned host memory."""
     settings = "expandable_segments:True"  # less fragmentation of GPU memory
-    # Offloaded activations are allocated in every micro-batch, so their pinned memory must be cached.
-    offloads_activations = flags.is_true("activation_offloading", arguments, recipe) or config.activation_checkpointing_offload
-    if config.offload_params and not offloads_activations:
-        # Pinned memory is rounded up to powers of two, 1.98 GB of weights to 3.72: not above 1 MB. What is not rounded must not
-        # be cached either: PyTorch 2.13 can reuse a cached block that is too small (pytorch/pytorch#192722).
+    is_adapter = flags.is_true("use_peft", arguments, recipe)
+    offloads_activations = (
+        config.activation_checkpointing_offload
+        or flags.is_true("activation_offloading", arguments, recipe)
+        or re.search(r'"offload":\s*true', " ".join(arguments)) is not None  # in --activation_checkpointing_kwargs
+    )
+    if config.offload_params and is_adapter and not offloads_activations:
+        # Pinned memory is rounded up to powers of two, 19.2 GB of weights to 21.3: not above 1 MB. What is not rounded must not
+        # be cached either: PyTorch 2.13 can reuse a cached block that is too small (pytorch/pytorch#192722). Gradients of a full
+        # fine-tune and offloaded activations need the cache, because they are allocated in every step.
         settings += ",pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
     return settings
 

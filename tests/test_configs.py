@@ -5,6 +5,7 @@ import os
 import shlex
 
 from harness import configs
+from harness.plan.cards import configs_that_save_more
 
 import pytest
 import yaml
@@ -278,7 +279,7 @@ def test_what_translation_leaves_out_is_printed(tmp_path, capsys):
     [
         (strategy("SOME_SHARD"), ["sharding strategy is 'SOME_SHARD'", "HYBRID_SHARD"]),
         (strategy("NO_SHARD", GUIDE), ["cannot be offloaded"]),
-        (SLIDE.replace("bf16\n", "fp8\n"), ["mixed_precision is 'fp8'"]),
+        (SLIDE.replace("bf16\n", "fp8\n"), ["fp8 is not supported, use bf16"]),
         (SLIDE.replace("use_cpu: false", "use_cpu: true"), ["use_cpu is not read"]),
         (SLIDE + "num_procesess: 8\n", ["num_procesess", "num_processes"]),
         (TWO_MACHINES.replace("num_processes: 8", "num_processes: 7"), ["num_processes (7)"]),
@@ -313,3 +314,27 @@ def test_error_has_the_command_that_translates(launch, tmp_path):
     assert configs.read(str(folder / "fsdp2_slide.yaml")).is_fsdp
     assert_one_error(launch(*command, cwd=folder), "fsdp2_slide.yaml exists already")
     assert_one_error(launch("--convert", cwd=folder), "--convert needs a config")
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("megatron_lm_config: {}", "use FSDP"),
+        ("ipex_config: {}", "--use_cpu"),
+        ("dynamo_config: {}", "--torch_compile true"),
+        ("distributed_type: MULTI_CPU", "--use_cpu"),
+        ("mixed_precision: fp8", "use bf16"),
+    ],
+)
+def test_keys_of_other_methods_are_explained(tmp_path, error_of, line, word):
+    (tmp_path / "other.yaml").write_text(f"distributed_type: MULTI_GPU\n{line}\n")
+    message = error_of(configs.read, str(tmp_path / "other.yaml"))
+    assert word in message and "did you mean" not in message
+
+
+def test_plan_passes_over_other_files(tmp_path):
+    """Proposals come from the configs next to the given one and from the project's own; other YAML files are not read."""
+    (tmp_path / "deepspeed.yaml").write_text("distributed_type: DEEPSPEED\n")
+    own = tmp_path / "own.yaml"
+    own.write_text((ROOT / "accelerate_configs/4gpu_ddp.yaml").read_text())
+    assert str(ROOT / "accelerate_configs/4gpu_full_shard.yaml") in configs_that_save_more(str(own))

@@ -77,6 +77,19 @@ OTHER_PARALLELISM = {
     "parallelism_config_cp_size": "context parallelism",
     "parallelism_config_sp_size": "sequence parallelism",
 }
+# Keys and values of `accelerate config` that mean something else than a misspelled key, with what to do.
+WHY = "(docs/which-parallelism.md#not-here)"
+ELSEWHERE = {
+    "megatron_lm_config": f"Megatron-LM is not supported, use FSDP {WHY}",
+    "MEGATRON_LM": f"Megatron-LM is not supported, use FSDP {WHY}",
+    "fp8_config": f"fp8 is not supported, use bf16 {WHY}",
+    "fp8": f"fp8 is not supported, use bf16 {WHY}",
+    "XLA": f"TPUs are not supported {WHY}",
+    "ipex_config": f"IPEX is not supported: delete the line, and pass --use_cpu to train on a CPU {WHY}",
+    "MULTI_CPU": "write MULTI_GPU or FSDP, and pass --use_cpu",
+    "dynamo_config": "delete the line, and pass --torch_compile true",
+    "dynamo_backend": "delete the line, and pass --torch_compile true",
+}
 # What a translated config keeps of the original. launch.sh sets the other keys.
 KEPT_KEYS = {"debug", "enable_cpu_affinity", "gpu_ids", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "use_cpu"}
 COMMENTS = {  # in a translated config, above a key, or above a key with this value
@@ -212,8 +225,12 @@ def _problems(keys: dict, path: str) -> list[str]:
             "docs/memory-and-strategies.md (ZeRO-3 is 4gpu_full_shard, ZeRO-2 is 4gpu_shard_grad_op, ZeRO-Offload is "
             f"1x3090_offload). {translate}"
         ]
-    if marks := _marks_of_fsdp1(keys):
+    marks = _marks_of_fsdp1(keys)
+    if marks and keys.get("mixed_precision") not in ELSEWHERE:
         return [f"this config is for FSDP1 ({', '.join(marks)}). {translate}"]
+    named = [*keys, kind, keys.get("mixed_precision")]
+    if elsewhere := [f"{name}: {ELSEWHERE[name]}" for name in named if isinstance(name, str) and name in ELSEWHERE]:
+        return elsewhere
     problems = _unknown_keys(keys, TOP_KEYS)
     problems += _unknown_keys([key for key in parallelism if key not in OTHER_PARALLELISM], PARALLELISM_KEYS)
     for key, name in OTHER_PARALLELISM.items():
@@ -294,7 +311,15 @@ def main(path: str, out: str = "") -> None:
         Path(out).write_text(text, "utf-8")
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}): name another file") from error
-    print_once("\n".join([*notes, f"Written to {out}. To rehearse with it: {_command('--tiny', 'RECIPE', out)}"]))
+    print_once(
+        "\n".join(
+            [
+                *notes,
+                f"Written to {out}. To rehearse with it: {_command('--tiny', 'RECIPE', out)}",
+                f"Memory and time: {_command('--plan', 'RECIPE', out)}",
+            ]
+        )
+    )
 
 
 def translate(path: str) -> tuple[dict, list[str]]:
@@ -337,6 +362,11 @@ def translate(path: str) -> tuple[dict, list[str]]:
     if problems := _problems(new | unknown, path):
         raise UserError(f"{file}: {'; '.join(problems)}")
     where = f"{processes} GPU{'s' if processes > 1 else ''}" + (f" of {machines} machines" if machines > 1 else "")
+    if new["mixed_precision"] != "no" and "fsdp_config" in new:
+        half = {"bf16": "bfloat16", "fp16": "float16"}[new["mixed_precision"]]
+        notes.append(f"Gradients are reduced in float32; fsdp_reduce_dtype: {half} below fsdp_config halves that communication.")
+    if not fsdp.get("fsdp_activation_checkpointing"):
+        notes.append("No activation checkpointing: if your script turned it on, pass --activation_checkpointing true.")
     return new, [f"{strategy} on {where}, translated from {file}", *notes]
 
 

@@ -102,6 +102,7 @@ def check_recipe_of_readme(run, results, logged, processes, sharded):
     if results["config"] == "hybrid_2x2":
         processes = 4
     assert (results["fsdp_enabled"], results["world_size"], results["num_nodes"]) == (sharded, processes, 1)
+    assert results["replicas"] == (2 if results["config"] == "hybrid_2x2" else 1 if sharded else processes)
     assert results["eval_loss_on_start"] == pytest.approx(logged[0], abs=0.5)  # the first step's loss, on other rows
     assert logged[0] - results["eval_loss"] > 0.3
     assert results["peak_host_gb"] > 0.3 * processes

@@ -102,7 +102,7 @@ KINDS = {
     "batch of the run that three GPUs cannot divide": (
         "--tiny llama31_70b_qlora 2x3090_qlora",
         "--global_batch_size 16 is not a multiple of 12, which is --per_device_train_batch_size 4 on 3 processes: pass "
-        "--global_batch_size 12",
+        "--global_batch_size 12 or 24",
         {"NPROC_PER_NODE": "3"},
     ),
     "two sizes of a batch": (f"{TINY} --global_batch_size 8 --gradient_accumulation_steps 2", "pass one of them"),

@@ -278,8 +278,12 @@ def configs_that_save_more(config: str) -> list[str]:
         return 1 + of.reshard_after_forward + 2 * of.offload_params if of.is_fsdp else 0
 
     own, others = configs.read(config), []
-    for path in sorted(Path(config).parent.glob("*.yaml")):
-        other = configs.read(str(path))
+    folders = {Path(config).resolve().parent, Path(__file__).resolve().parents[3] / "accelerate_configs"}
+    for path in sorted(path for folder in folders for path in folder.glob("*.yaml")):
+        try:
+            other = configs.read(str(path))
+        except UserError:  # not a config that this project reads
+            continue
         same_machines = (other.num_processes, other.num_machines) == (own.num_processes, own.num_machines)
         same_kind = (other.mixed_precision, other.replicas, other.shards) == (own.mixed_precision, own.replicas, own.shards)
         if same_machines and same_kind and saving(other) > saving(own):

@@ -228,14 +228,17 @@ def write_results(
     by_node = {node: [process for process in processes if process["node"] == node] for node in nodes}
     counted = progress.so_far()
     losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
+    is_sharded, parallelism = all(process["fsdp"] for process in processes), trainer.accelerator.parallelism_config
+    replicas = trainer.accelerator.num_processes if not is_sharded else parallelism.dp_replicate_size if parallelism else 1
     seconds = counted["seconds"] or 1  # 0 if the run had no step left
     eval_loss = evaluation.get("eval_loss")
     on_start = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry and entry["step"] == 0]
     results = read_json(Path(args.output_dir, RUN)) | {
-        "fsdp_enabled": all(process["fsdp"] for process in processes),
+        "fsdp_enabled": is_sharded,
         "world_size": trainer.accelerator.num_processes,
         "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.num_processes,
         "num_nodes": len(nodes),
+        "replicas": replicas,  # of the model, each sharded over world_size / replicas processes
         "attention": attention_of(trainer.accelerator.unwrap_model(trainer.model).config),
         **quantization_of(trainer.accelerator.unwrap_model(trainer.model)),
         "model_params_b": round(parameters[1] / 1e9, 6),
@@ -307,6 +310,9 @@ def print_summary(results: dict, output_dir: str) -> None:
         print_once("\n".join(json.dumps(report) for report in results["nodes"]))
     kind = "FSDP" if results["fsdp_enabled"] else "Unsharded"
     processes = f"{results['world_size']} process{'es' if results['world_size'] > 1 else ''}"
+    replicas = results["replicas"]
+    if 1 < replicas < results["world_size"]:
+        processes += f" ({replicas} replicas of {results['world_size'] // replicas})"
     mean = f" (mean {results['train_loss']:.4f})" if results["train_loss"] is not None else ""
     evaluation = ""
     if "eval_loss" in results:

@@ -295,11 +295,12 @@ def accumulation_steps(rows: int | None, micro_batch: int, processes: int) -> in
     """Micro-batches per optimizer step of `rows` rows; 1 for None. Raises UserError if they cannot be divided."""
     steps, rest = divmod(rows or micro_batch * processes, micro_batch * processes)
     if rest or steps < 1:
-        near = max(1, round(rows / (micro_batch * processes))) * micro_batch * processes
+        unit = micro_batch * processes
+        below, above = rows // unit * unit, (rows // unit + 1) * unit
         raise UserError(
-            f"--global_batch_size {rows} is not a multiple of {micro_batch * processes}, which is "
-            f"--per_device_train_batch_size {micro_batch} on {processes} process{'es' if processes > 1 else ''}: pass "
-            f"--global_batch_size {near}, or another micro-batch"
+            f"--global_batch_size {rows} is not a multiple of {unit}, which is --per_device_train_batch_size {micro_batch} on "
+            f"{processes} process{'es' if processes > 1 else ''}: pass --global_batch_size "
+            f"{f'{below} or {above}' if below else above}, or another micro-batch"
         )
     return steps
 

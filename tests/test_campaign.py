@@ -3,9 +3,10 @@
 import subprocess
 import sys
 
-from conftest import ROOT
+from conftest import ROOT, slow
 
 
+@slow
 def test_kill_damage_and_signal(environment, tmp_path):
     command = [sys.executable, ROOT / "tests/campaign.py", "2", "5"]
     process = subprocess.run(command, env=environment | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=400)

@@ -8,7 +8,7 @@ from harness.start import checks
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, slow
 from local_hub import serve
 
 WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((ROOT / ".github/workflows").glob("*.yml"))}
@@ -66,6 +66,7 @@ def run_step(environment, tmp_path):
     return call
 
 
+@slow
 def test_action_rehearses_kills_resumes_and_plans(run_step, tmp_path):
     process = run_step("Rehearse, kill, resume", FLAGS="--max_steps 12 --max_length 64 --eval_strategy no")
     assert process.returncode == 0 and not process.stderr, process.stdout + process.stderr

@@ -9,7 +9,7 @@ import time
 import datasets
 import pytest
 import torch
-from conftest import CONFIGS, RECIPES, ROOT
+from conftest import CONFIGS, RECIPES, ROOT, slow
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -63,6 +63,7 @@ def test_measurement_limits_memory_and_keeps_the_settings_of_the_launcher(monkey
     assert settings.startswith("expandable_segments:True,pinned_max_") and settings.endswith("_fraction:0.5000")
 
 
+@slow
 def test_measurement_on_cpu(monkeypatch):
     """One of the two processes of the 70B recipe and one of its layers, with 4-bit weights and offload, from the local Hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # is not passed on to launch.sh

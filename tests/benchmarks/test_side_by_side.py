@@ -6,7 +6,7 @@ import runpy
 import subprocess
 import sys
 
-from conftest import ROOT
+from conftest import ROOT, slow
 
 BENCHMARKS = ROOT / "benchmarks"
 TINY = """
@@ -19,6 +19,7 @@ side_by_side.main(2, pathlib.Path())
 """
 
 
+@slow
 def test_all_programs_train_in_turns(environment, tmp_path):
     variables = environment | {"PYTHONPATH": os.pathsep.join([str(BENCHMARKS), str(ROOT / "recipes")])}
     process = subprocess.run([sys.executable, "-c", TINY], cwd=tmp_path, env=variables, capture_output=True, text=True)

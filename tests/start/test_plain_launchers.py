@@ -11,7 +11,7 @@ from harness.start import arguments
 
 import pytest
 import torch
-from conftest import ROOT, losses, read
+from conftest import ROOT, losses, read, slow
 from safetensors.torch import load_file
 
 RECIPE = ROOT / "recipes/qwen2_fineweb_edu.py"
@@ -71,6 +71,7 @@ def test_python(start, model, tmp_path):
     assert read(run, "run.json")["recipe"] == RECIPE.stem and read(run, "run.json")["config"] == ""
 
 
+@slow
 def test_torchrun(start, model, tmp_path):
     run = tmp_path / "run"
     process = start(*TORCHRUN, RECIPE, "--use_cpu", "--output_dir", run)

@@ -10,7 +10,7 @@ from harness.nodes import machines
 
 import psutil
 import pytest
-from conftest import ROOT, losses, wait_until
+from conftest import ROOT, losses, slow, wait_until
 
 RECIPE = "qwen2_fineweb_edu"
 STARTS_A_THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()\n"
@@ -212,6 +212,7 @@ def test_one_traceback_when_processes_fail(fork_launch, tmp_path, who):
     assert process.returncode in ((1, machines.LOST) if who != "True" else (1,))
 
 
+@slow
 def test_spawned_processes_log_the_same_losses(rehearse, tmp_path):
     """As where forking is not possible."""
     (tmp_path / "sitecustomize.py").write_text(STARTS_A_THREAD)

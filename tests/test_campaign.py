@@ -1,4 +1,4 @@
-"""Two trials of campaign.py; docs/runs-and-checkpoints.md has the results of many."""
+"""Three trials of campaign.py; docs/runs-and-checkpoints.md has the results of many."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from conftest import ROOT, slow
 
 @slow
 def test_kill_damage_and_signal(environment, tmp_path):
-    command = [sys.executable, ROOT / "tests/campaign.py", "2", "5"]
+    command = [sys.executable, ROOT / "tests/campaign.py", "3", "5"]
     process = subprocess.run(command, env=environment | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=400)
     assert process.returncode == 0, process.stdout + process.stderr
-    assert "| full, 1 process | 1 | 1 | 1 |" in process.stdout and "2 trials, 0 failed" in process.stdout
+    assert "| full, 1 process | 1 | 1 | 1 |" in process.stdout and "3 trials, 0 failed" in process.stdout

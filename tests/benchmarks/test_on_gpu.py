@@ -60,7 +60,7 @@ def test_measurement_limits_memory_and_keeps_the_settings_of_the_launcher(monkey
     monkeypatch.setattr(measuring, "find_device_in_process", lambda dtype: {"matrix_tflops": 1})
     measuring.measure("qwen2_fineweb_edu", "1x3090_offload", {}, {"gpus": 1, "device": "any", "bytes": 48e9}, 2)
     settings = environments[0]["PYTORCH_ALLOC_CONF"]
-    assert settings.startswith("expandable_segments:True,pinned_max_") and settings.endswith("_fraction:0.5000")
+    assert settings == "expandable_segments:True,per_process_memory_fraction:0.5000"
 
 
 @slow

@@ -12,7 +12,7 @@ from harness.commands import chat
 import pytest
 import torch
 import transformers.integrations.accelerate as device_maps
-from conftest import ROOT, assert_one_error, read
+from conftest import ROOT, assert_one_error, read, slow
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
@@ -66,6 +66,7 @@ def test_long_conversation_loses_its_earliest_turns(rehearse, monkeypatch):
     assert [prompt.shape[1] for prompt in prompts] == [20, 44, 44, 44, 44, 44], "one earlier turn is left"
 
 
+@slow
 def test_model_without_template_continues_a_text(rehearse, monkeypatch, capsys):
     """An adapter on 16-bit weights."""
     run = rehearse("llama31_8b_lora", "4gpu_full_shard")

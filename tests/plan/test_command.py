@@ -9,7 +9,7 @@ from harness.plan import cards, command
 from harness.rehearsal import tiny_model
 
 import pytest
-from conftest import ROOT, assert_one_error
+from conftest import ROOT, assert_one_error, slow
 from torch._subclasses import fake_tensor
 from transformers import AutoTokenizer
 
@@ -56,6 +56,7 @@ def own_files(tmp_path):
     return ["--model_name_or_path", "./model", "--dataset_name", "rows.jsonl", "--num_train_epochs", "2"]
 
 
+@slow
 def test_hours_and_price_of_epochs(launch, own_files, tmp_path):
     """The number of steps follows from the recipe's rows."""
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")

@@ -6,9 +6,10 @@ from harness.rehearsal import tiny_model
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from conftest import ROOT, slow
 from transformers import AutoConfig, AutoModelForCausalLM
 
+pytestmark = slow  # a minute
 LAYERS = 2
 SIZES = {"vocab_size": 8192, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 FAMILIES = {

@@ -77,15 +77,15 @@ OTHER_PARALLELISM = {
     "parallelism_config_cp_size": "context parallelism",
     "parallelism_config_sp_size": "sequence parallelism",
 }
-# Keys and values of `accelerate config` that mean something else than a misspelled key, with what to do.
-WHY = "(docs/which-parallelism.md#not-here)"
-ELSEWHERE = {
-    "megatron_lm_config": f"Megatron-LM is not supported, use FSDP {WHY}",
-    "MEGATRON_LM": f"Megatron-LM is not supported, use FSDP {WHY}",
-    "fp8_config": f"fp8 is not supported, use bf16 {WHY}",
-    "fp8": f"fp8 is not supported, use bf16 {WHY}",
-    "XLA": f"TPUs are not supported {WHY}",
-    "ipex_config": f"IPEX is not supported: delete the line, and pass --use_cpu to train on a CPU {WHY}",
+# Keys and values that `accelerate config` writes and that are not used here, with what to do instead.
+NOT_HERE = "(docs/which-parallelism.md#not-here)"
+INSTEAD = {
+    "megatron_lm_config": f"Megatron-LM is not supported, use FSDP {NOT_HERE}",
+    "MEGATRON_LM": f"Megatron-LM is not supported, use FSDP {NOT_HERE}",
+    "fp8_config": f"fp8 is not supported, use bf16 {NOT_HERE}",
+    "fp8": f"fp8 is not supported, use bf16 {NOT_HERE}",
+    "XLA": f"TPUs are not supported {NOT_HERE}",
+    "ipex_config": f"IPEX is not supported: delete the line, and pass --use_cpu to train on a CPU {NOT_HERE}",
     "MULTI_CPU": "write MULTI_GPU or FSDP, and pass --use_cpu",
     "dynamo_config": "delete the line, and pass --torch_compile true",
     "dynamo_backend": "delete the line, and pass --torch_compile true",
@@ -226,11 +226,11 @@ def _problems(keys: dict, path: str) -> list[str]:
             f"1x3090_offload). {translate}"
         ]
     marks = _marks_of_fsdp1(keys)
-    if marks and keys.get("mixed_precision") not in ELSEWHERE:
+    if marks and keys.get("mixed_precision") not in INSTEAD:
         return [f"this config is for FSDP1 ({', '.join(marks)}). {translate}"]
     named = [*keys, kind, keys.get("mixed_precision")]
-    if elsewhere := [f"{name}: {ELSEWHERE[name]}" for name in named if isinstance(name, str) and name in ELSEWHERE]:
-        return elsewhere
+    if unused := [f"{name}: {INSTEAD[name]}" for name in named if isinstance(name, str) and name in INSTEAD]:
+        return unused
     problems = _unknown_keys(keys, TOP_KEYS)
     problems += _unknown_keys([key for key in parallelism if key not in OTHER_PARALLELISM], PARALLELISM_KEYS)
     for key, name in OTHER_PARALLELISM.items():
@@ -311,15 +311,8 @@ def main(path: str, out: str = "") -> None:
         Path(out).write_text(text, "utf-8")
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}): name another file") from error
-    print_once(
-        "\n".join(
-            [
-                *notes,
-                f"Written to {out}. To rehearse with it: {_command('--tiny', 'RECIPE', out)}",
-                f"Memory and time: {_command('--plan', 'RECIPE', out)}",
-            ]
-        )
-    )
+    next_steps = f"Written to {out}. To rehearse with it: {_command('--tiny', 'RECIPE', out)}"
+    print_once("\n".join([*notes, next_steps, f"Memory and time: {_command('--plan', 'RECIPE', out)}"]))
 
 
 def translate(path: str) -> tuple[dict, list[str]]:

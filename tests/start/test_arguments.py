@@ -135,3 +135,9 @@ def test_slices_in_a_rehearsal(build_trainer):
     some = build_trainer("qwen2_chat", "--dataset_train_split", "train[:10%]").train_dataset
     flags = ["--dataset_train_split", "train[90000:95000]", "--dataset_test_split", "train[95000:]"]
     assert 0 < len(some) < 0.2 * len(build_trainer("qwen2_chat", *flags).train_dataset)
+
+
+def test_activation_offloading_without_a_gpu(build_trainer, capsys):
+    """TRL asks for the current accelerator, of which there is none."""
+    assert not build_trainer("qwen2_chat", "--activation_offloading").args.activation_offloading
+    assert "--activation_offloading: activations stay where they are" in capsys.readouterr().out

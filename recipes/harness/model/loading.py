@@ -128,7 +128,7 @@ def why_not_varlen(training_args: TrainingArguments, model_args: ModelConfig, la
         sizes = [values.get("hidden_size", 64) // values.get("num_attention_heads", 1)]
     for size in sizes:
         if size > 256 or size % 8 or 192 < size <= 224:  # on consumer GPUs it has no backward pass for sizes up to 224
-            return f"it takes head sizes up to 192, and up to 256 above 224, that are multiples of 8; a head of {kind} has {size}"
+            return f"it takes head sizes that are multiples of 8, up to 192 or from 232 to 256, and a head of {kind} has {size}"
     for name, value in values.items():
         if re.match("att.*(dropout|pdrop)", name) and value:
             return f"it has no dropout, and {name} of {kind} is {value}"

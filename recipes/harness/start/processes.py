@@ -33,7 +33,7 @@ from harness.nodes.machines import LOST
 from harness.run.failures import HOST_ADVICE, OUT_OF_MEMORY, exit_for_known_failure
 
 LEAVE_TIMEOUT = 30  # seconds for the other processes to exit after one has failed
-# The second one is imported early, because it looks for its source in all modules that are there.
+# PyTorch's FlashAttention looks through all loaded modules when it is imported, which takes a second after the others.
 LIBRARIES = ("torch", "torch.nn.attention.varlen", "datasets", "transformers.trainer", "trl.trainer.sft_trainer")
 EXPLAINED = {0, 2, LOST, OUT_OF_MEMORY, NOT_WRITABLE, signals.OUT_OF_TIME, *(128 + number for number in signals.SIGNALS)}
 KILLED = f": it was killed, usually by the kernel because the host's memory was full (`dmesg` shows it): {HOST_ADVICE}"

@@ -80,19 +80,21 @@ def shared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def start_installations(request, shared):
-    """The first worker starts installing OTHER_PACKAGES at once, each into its own environment: they take a minute."""
+    """The first worker starts installing OTHER_PACKAGES at once, each into its own environment."""
     for name in OTHER_PACKAGES.keys() & {name for item in request.session.items for name in item.fixturenames}:
         packages, uses_ours = OTHER_PACKAGES[name]
         folder = shared / name
+        pip = "bin/python -m pip install --quiet --disable-pip-version-check"
+        install = f'"$0" -m venv "$1"; cd "$1"; shift; {pip} "$@"; touch installed'
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
             if uses_ours:
                 site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
                 site.mkdir(parents=True)
                 (site / "ours.pth").write_text(sysconfig.get_path("purelib"))
-            install = f'"$1/bin/python" -m pip install --quiet --disable-pip-version-check {" ".join(packages)}'
-            script = f'"$0" -m venv "$1" && {install} && touch "$1/installed"'
-            subprocess.Popen(["sh", "-c", script, sys.executable, folder])
+            else:  # uv needs a tenth of pip's time, but sees nothing of a .pth file
+                install = install.replace('"$@"', 'uv==0.13.9; bin/uv pip install --quiet --python bin/python "$@"')
+            subprocess.Popen(["sh", "-e", "-c", install, sys.executable, folder, *packages])
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 from harness import configs
 from harness.start import flags
@@ -18,31 +17,28 @@ READ = """
 import json, sys
 import sky, yaml
 given = {"env_overrides": [("BUCKET", "some-bucket")], "secrets_overrides": [("HF_TOKEN", "some-token")]}
-task = sky.Task.from_yaml_config(yaml.safe_load(open(sys.argv[1])), **given)
-(resources,) = task.resources
-print(json.dumps({
-    "autostop": resources.autostop_config and resources.autostop_config.to_yaml_config(),
-    "controller": sky.jobs.constants.CONTROLLER_AUTOSTOP, "has max_hourly_cost": hasattr(resources, "max_hourly_cost"),
-    "nodes": task.num_nodes, "accelerators": resources.accelerators, "spot": resources.use_spot, "memory": resources.memory,
-    "disk": resources.disk_size,
-    "run": task.run, "setup": task.setup, "storage": {path: [s.name, s.mode.value] for path, s in task.storage_mounts.items()},
-}))
+tasks = {}
+for path in sys.argv[1:]:
+    task = sky.Task.from_yaml_config(yaml.safe_load(open(path)), **given)
+    (resources,) = task.resources
+    tasks[path] = {
+        "autostop": resources.autostop_config and resources.autostop_config.to_yaml_config(),
+        "controller": sky.jobs.constants.CONTROLLER_AUTOSTOP, "has max_hourly_cost": hasattr(resources, "max_hourly_cost"),
+        "nodes": task.num_nodes, "accelerators": resources.accelerators, "spot": resources.use_spot, "memory": resources.memory,
+        "disk": resources.disk_size, "run": task.run, "setup": task.setup,
+        "storage": {path: [store.name, store.mode.value] for path, store in task.storage_mounts.items()},
+    }
+print(json.dumps(tasks))
 """
 
 
-@pytest.fixture(scope="session")
-def read_task(sky_python, tmp_path_factory):
-    """Returns a task as SkyPilot reads it."""
-    variables, tasks = {"HOME": str(tmp_path_factory.mktemp("home")), "PATH": "/usr/bin:/bin"}, {}
-
-    def call(path: Path) -> dict:
-        if path not in tasks:
-            process = subprocess.run([sky_python, "-c", READ, path], cwd=ROOT, env=variables, capture_output=True, text=True)
-            assert process.returncode == 0, process.stderr
-            tasks[path] = json.loads(process.stdout.splitlines()[-1])
-        return tasks[path]
-
-    return call
+@pytest.fixture(scope="module")
+def tasks(sky_python, tmp_path_factory) -> dict[str, dict]:
+    """Path to task, as SkyPilot reads it."""
+    variables = {"HOME": str(tmp_path_factory.mktemp("home")), "PATH": "/usr/bin:/bin"}
+    process = subprocess.run([sky_python, "-c", READ, *TASKS], cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def line_with(script: str, word: str) -> list[str]:
@@ -60,8 +56,8 @@ def test_there_are_tasks():
 
 
 @pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
-def test_task_is_read_and_fits_its_config(read_task, path):
-    task = read_task(path)
+def test_task_is_read_and_fits_its_config(tasks, path):
+    task = tasks[str(path)]
     for script in (task["setup"], task["run"]):
         subprocess.run(["bash", "-n", "-c", script], check=True)
     words = line_with(task["run"], "./launch.sh")
@@ -81,9 +77,9 @@ def test_task_is_read_and_fits_its_config(read_task, path):
 
 
 @pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
-def test_task_ends_by_itself(read_task, path):
+def test_task_ends_by_itself(tasks, path):
     """Runs and installations have a time limit, and idle machines are deleted, after the times that docs/ has."""
-    task = read_task(path)
+    task = tasks[str(path)]
     words = line_with(task["run"], "./launch.sh")
     run = words[words.index("timeout") : words.index("./launch.sh")]
     assert {"--signal=TERM", "--kill-after=10m"} < set(run)

@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/published.py           # asks the Hub, or HF_ENDPOINT, for config.json of five models
 
 Each setting is simulated with the nearest that this project has: FSDP2 instead of FSDP1, SDPA unless rows are packed, no
-compilation, allocated memory instead of reserved. Prints the table of docs/measurements.md. Needs no GPU.
+compilation. Memory is what the source reports: allocated, or reserved by PyTorch's allocator. Prints the table of
+docs/measurements.md. Needs no GPU.
 """
 
 import json
@@ -21,6 +22,8 @@ R64 = (*LORA, "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj",
 NF4 = ("--load_in_4bit", "--bnb_4bit_quant_type", "nf4")
 LLAMA3, LLAMA2, LLAMA2_70 = "meta-llama/Meta-Llama-3-8B", "meta-llama/Llama-2-7b-hf", "meta-llama/Llama-2-70b-hf"
 QWEN3, LLAMA31_70 = "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-70B"
+
+RESERVED = {"P": "expandable_segments:True", "A": "expandable_segments:False", "T": "expandable_segments:True"}  # assumed
 
 
 class Setting(NamedTuple):
@@ -63,6 +66,7 @@ def plan(setting: Setting) -> dict[str, Any]:
     if setting.model:
         command += ["--model_name_or_path", setting.model]
     environment = os.environ | {"NPROC_PER_NODE": str(setting.processes), "PYTHON": sys.executable}
+    environment["PYTORCH_ALLOC_CONF"] = RESERVED.get(setting.source, "expandable_segments:True")
     process = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(process.stdout)
 
@@ -72,7 +76,7 @@ def percent(share: float) -> str:
 
 
 def row(setting: Setting, planned: dict[str, Any]) -> list[str]:
-    gib = planned["peak_gpu_gb"] * 1e9 / 2**30
+    gib = planned["reserved_gb" if setting.source in RESERVED else "peak_gpu_gb"] * 1e9 / 2**30
     difference = gib / setting.gib - 1
     low, high = planned["tokens_per_second"][setting.card]
     speed = setting.tokens_per_second

@@ -73,6 +73,12 @@ def test_card_must_hold_peak_and_reserve():
     assert cards.make_plan(found_with(needs_bf16=False))["fits"]["T4"] is False
 
 
+def test_reserve_holds_what_the_allocator_needs():
+    plan = cards.make_plan(found_with(needed=22 * 10**9, reserved=25 * 10**9))
+    assert plan["reserve_gb"] == pytest.approx(1.0 + 2.0) and plan["reserved_gb"] == 25.0
+    assert (plan["largest_micro_batch"]["H200"], cards.make_plan(FOUND)["largest_micro_batch"]["H200"]) == (21, 22)
+
+
 def test_cards_have_the_numbers_of_data_sheets():
     """Memory is about the name's, in GiB. Data sheets also give rates with sparsity, which are twice the dense ones."""
     dense = {"T4": 8, "RTX": 2, "L": 4, "A100": 16, "H": 14.8, "B200": 28}  # 16-bit over float32 rate, by architecture

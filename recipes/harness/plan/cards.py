@@ -67,7 +67,7 @@ PINNING = (2e9, 6e9)  # bytes/s; allocating pinned memory for the first gradient
 # What a simulation does not see, on top of its peak.
 CUDA_CONTEXT = 0.5 * GB  # with the loaded kernels
 NCCL_BUFFERS = 0.5 * GB  # with several processes
-FRAGMENTATION = 0.05  # of the peak: the allocator's blocks, cuBLAS workspaces
+FRAGMENTATION = 0.05  # of the peak, at least: the allocator's pages, cuBLAS workspaces
 
 
 def card_of_user(name: str, gigabytes: float, teraflops: float, gigabytes_per_second: float) -> Card:
@@ -77,13 +77,14 @@ def card_of_user(name: str, gigabytes: float, teraflops: float, gigabytes_per_se
     return Card(name, gigabytes * GB, teraflops * 1e12, teraflops * 1e12 / 16, gigabytes_per_second * 1e9, (6e9, 25e9))
 
 
-def reserve(peak: float, processes: int) -> float:
+def reserve(found: Simulation, peak: float) -> float:
     """Bytes that must stay free on top of the peak."""
-    return CUDA_CONTEXT + (NCCL_BUFFERS if processes > 1 else 0) + FRAGMENTATION * peak
+    fragmentation = max(FRAGMENTATION, found.needed / found.peak.bytes - 1)
+    return CUDA_CONTEXT + (NCCL_BUFFERS if found.processes > 1 else 0) + fragmentation * peak
 
 
 def fits(card: Card, found: Simulation, peak: float) -> bool:
-    return peak + reserve(peak, found.processes) <= card.memory and (card.bf16 or not found.needs_bf16)
+    return peak + reserve(found, peak) <= card.memory and (card.bf16 or not found.needs_bf16)
 
 
 def largest_micro_batch(card: Card, found: Simulation) -> int:
@@ -136,7 +137,7 @@ def _seconds(card: Card, found: Simulation, end: int) -> float:
 def make_plan(found: Simulation, price: float = 0.0, more_cards: tuple[Card, ...] = ()) -> dict[str, Any]:
     """The plan as `--json` prints it; memory in GB (1e9 bytes), time in seconds, `price` per GPU and hour."""
     peak, all_cards = found.peak.bytes, (*more_cards, *CARDS)
-    needed = peak + reserve(peak, found.processes)
+    needed = peak + reserve(found, peak)
     tokens = found.tokens * found.accumulation * found.processes
     steps = found.max_steps if found.max_steps > 0 else None
     plan = {
@@ -148,7 +149,8 @@ def make_plan(found: Simulation, price: float = 0.0, more_cards: tuple[Card, ...
         "trained": found.trained,
         "micro_batch": found.micro_batch,
         "peak_gpu_gb": gb(peak),
-        "reserve_gb": gb(reserve(peak, found.processes)),
+        "reserve_gb": gb(reserve(found, peak)),
+        "reserved_gb": gb(found.reserved),
         "moments": {moment: gb(of.bytes) for moment, of in found.peaks.items() if moment != "first step"},
         "holders": {holder: gb(size) for holder, size in found.peak.by_holder.items() if gb(size)},
         "peak_host_gb": gb(host_memory(found)),

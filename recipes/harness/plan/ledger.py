@@ -43,6 +43,7 @@ class Storage:
     size: int  # bytes
     place: str  # "gpu" or "host"
     holder: str  # what it is for: weights, gathered, gradients, optimizer, activations, loss, rest
+    stream: str = ""  # of CUDA, if it is not the one that computes; a freed block is reused on its own stream only
 
 
 @dataclasses.dataclass
@@ -106,7 +107,10 @@ class Ledger(TorchDispatchMode):
                 self.see(tensor)
                 if self.holder_of(tensor) != "weights":
                     of_fsdp = "gradients" if "chunk_cat" in name else "gathered"
-                    self._storages[tensor.untyped_storage()].holder = of_fsdp
+                    entry = self._storages[tensor.untyped_storage()]
+                    entry.holder = of_fsdp
+                    if "all_gather_copy_in" in name:
+                        entry.stream = "all-gather"
         elif kind := COLLECTIVES.get(name.split("::")[1]):
             self.moved[kind] += max((tensor.numel() * tensor.element_size() for tensor in outputs + inputs), default=0)
         for tensor in outputs:
@@ -197,6 +201,14 @@ class Ledger(TorchDispatchMode):
                 held[entry.holder] += change
                 total += change
                 yield moment, total, held
+
+    def sizes(self) -> Iterator[tuple[Storage, str, int]]:
+        """Yields (storage, its stream, its bytes on the GPU from now on), in order; 0 bytes when it is freed."""
+        sizes = collections.Counter()
+        for _, entry, place, change in self.events:
+            if place == "gpu":
+                sizes[entry] += change
+                yield entry, entry.stream, sizes[entry]
 
     def peaks(self, place: str = "gpu") -> dict[str, Peak]:
         """The peak of every moment."""

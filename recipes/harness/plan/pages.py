@@ -50,6 +50,7 @@ def print_plan(plan: dict[str, Any]) -> None:
     for holder, description in HOLDERS.items():
         if size := plan["holders"].get(holder):
             print(f"             {size:7.2f}  {description}")
+    print(f"reserved     {plan['reserved_gb']:.1f} GB by PyTorch's allocator if there is room")
     print("by moment    " + ", ".join(f"{moment} {size:.1f}" for moment, size in plan["moments"].items()))
     print(f"host memory  {plan['peak_host_gb']:.0f} GB per node ({of_this_machine(plan['peak_host_gb'], total_memory())})")
     free = of_this_machine(plan["disk_gb"], shutil.disk_usage(".").free / cards.GB)

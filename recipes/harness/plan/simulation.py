@@ -20,6 +20,7 @@ from harness.compat.transformers import install_batch_reader
 from harness.configs import AccelerateConfig
 from harness.folder import read_json
 from harness.launched import Launched
+from harness.plan import allocator
 from harness.plan.fakes import Fakes, install_steps, wrap_counted
 from harness.plan.ledger import Counts, Ledger, Peak, check_bytes, counts_of_step, expected_bytes, local_tensor, shapes_of
 from harness.rehearsal.tiny import PLANNED
@@ -32,6 +33,8 @@ import torch
 import transformers
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+EXPANDABLE = "expandable_segments:True"  # as launch.sh sets it
 
 
 @dataclass
@@ -69,6 +72,8 @@ class Simulation:
     step: Counts = field(default_factory=lambda: Counts({}, {}, 0))
     peaks: dict[str, Peak] = field(default_factory=dict)  # of the GPU, by moment
     host_peaks: dict[str, Peak] = field(default_factory=dict)
+    reserved: int = 0  # bytes that PyTorch's allocator takes from the GPU if there is room
+    needed: int = 0  # bytes that it takes if there is not
     hull: list[tuple[int, int]] = field(default_factory=list)
     curve: list[tuple[str, dict[str, int]]] = field(default_factory=list)
     seconds: float = 0.0  # that the simulation took
@@ -130,6 +135,8 @@ def simulate(
         trainer = build_trainer(launched, [*flags, *quiet])
         found = simulate_training(trainer, ledger, fakes, config, launched, with_evaluation)
     found.peaks, found.host_peaks = ledger.peaks(), ledger.peaks("host")
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF", EXPANDABLE)
+    found.reserved, found.needed = allocator.replay(ledger.sizes(), EXPANDABLE in settings)
     found.hull, found.curve = ledger.hull(), ledger.curve()
     found.seconds = time.monotonic() - began
     found.own_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -4,6 +4,7 @@ import json
 
 from harness.commands import report
 from harness.plan import cards
+from harness.run import forecast
 
 import pytest
 from conftest import assert_one_error, losses, read
@@ -103,7 +104,16 @@ def test_forecast_next_to_the_measured(planned_runs, capsys):
     report.main("--json", "2", "4", "plan.json")
     two, four = json.loads(capsys.readouterr().out)
     assert "forecast" not in two
-    assert four["forecast"] == {"peak_gpu_gb": 8.765, "card": "A100 64 GB", "tokens_per_second": [4000, 7900]}
+    planned = {"peak_gpu_gb": 8.765, "card": "A100 64 GB", "tokens_per_second": [4000, 7900]}
+    assert {name: value for name, value in four["forecast"].items() if value is not None} == planned
+
+
+def test_forecast_of_the_run_itself(planned_runs, capsys):
+    results = read(planned_runs / "4")
+    results["forecast"] = {"peak_gpu_gb": 8.1, "card": "A100 64 GB", "tokens_per_second": [5000, 6900]}
+    (planned_runs / "4/train_results.json").write_text(json.dumps(results))
+    report.main("2", "4")
+    assert "| 5,000–6,900 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -120,7 +130,9 @@ def test_forecast_next_to_the_measured(planned_runs, capsys):
     ],
 )
 def test_card_of_a_device(device, card):
-    assert [one.name for one in cards.CARDS if report._words(one.name) <= report._words(device)] == ([card] if card else [])
+    assert [one.name for one in cards.CARDS if forecast.words_of(one.name) <= forecast.words_of(device)] == (
+        [card] if card else []
+    )
 
 
 def test_plan_of_another_run_is_an_error(planned_runs, error_of):

@@ -4,17 +4,17 @@
 
 The speed-up is over the run with the fewest processes, by tokens/s, so that runs of different length can be compared. A plan is
 what `launch.sh --plan … --json` prints; its forecast is shown next to what the run with its recipe, config and number of
-processes measured.
+processes measured. A run on GPUs has its own forecast.
 """
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from harness.folder import RESULTS, read_json
 from harness.launched import UserError, exit_on_user_error
+from harness.run.forecast import forecast_of
 
 COLUMNS = (
     "run",
@@ -55,7 +55,7 @@ def main(*words: str) -> None:
         print(json.dumps(runs, indent=2))
         return
     rows = [COLUMNS, *map(table_row, runs)]
-    print_table(rows if plans else [row[:-2] for row in rows])
+    print_table(rows if any("forecast" in run for run in runs) else [row[:-2] for row in rows])
     differences = [name for name in COMPARED if len({str(run.get(name)) for run in runs}) > 1]
     if differences:
         print(f"\nwarning: these runs differ in {', '.join(differences)}, so their speeds may not be comparable", file=sys.stderr)
@@ -90,22 +90,11 @@ def add_plans(runs: list[dict[str, Any]], path: Path) -> None:
         about = "; ".join(f"{recipe} × {config} on {processes}" for recipe, config, processes in forecasts) or "no run"
         raise UserError(f"{path} is about {about}: no run has this recipe, config and number of processes, at full size")
     for run in planned:
-        plan = forecasts[_identity(run)]
-        card = next((name for name in plan["tokens_per_second"] if _words(name) <= _words(run.get("device", ""))), None)
-        run["forecast"] = {
-            "peak_gpu_gb": plan["peak_gpu_gb"],
-            "card": card,
-            "tokens_per_second": plan["tokens_per_second"].get(card),
-        }
+        run["forecast"] = forecast_of(forecasts[_identity(run)], run.get("device", ""))
 
 
 def _identity(run: dict[str, Any]) -> tuple[str, str, int]:
     return run.get("recipe", ""), run.get("config", ""), run["world_size"]
-
-
-def _words(name: str) -> set[str]:
-    """The parts of a card's name: those of "A100 80 GB" are among those of "NVIDIA A100-SXM4-80GB"."""
-    return set(re.findall(r"[A-Z0-9]+", re.sub(r"(\d) GB", r"\1GB", name).upper()))
 
 
 def table_row(run: dict[str, Any]) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from harness.compat.transformers import attention_of, generate_on
 from harness.folder import RESULTS, RUN, read_json, sync, write_json
 from harness.launched import print_once
 from harness.model.quantized import SOURCE
+from harness.run.forecast import describe_forecast, read_forecast
 from harness.run.progress import Progress
 
 import torch
@@ -272,6 +273,8 @@ def write_results(
         }
         for node, of in by_node.items()
     ]
+    if has_gpu and (forecast := read_forecast(Path(args.output_dir), results["device"])):
+        results["forecast"] = forecast
     if trainer.is_world_process_zero():
         names = [name for name in (results.get("recipe"), results.get("config")) if name]
         draw_losses(state.log_history, " × ".join(names), Path(args.output_dir, "loss.png"))
@@ -320,8 +323,9 @@ def print_summary(results: dict, output_dir: str) -> None:
         after = f"{results['eval_loss']:.4f}{' after' if on_start else ''}"
         evaluation = f", evaluation loss {on_start}{after} (perplexity {results['perplexity']:.1f})"
     gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
+    forecast = "".join(f"{line}\n" for line in describe_forecast(results)) if "forecast" in results else ""
     print_once(
         f"{kind} on {processes}, {results['global_step']} steps: loss {results['final_loss']:.4f}{mean}{evaluation}\n"
-        f"{results['tokens_per_second']:,.0f} tokens/s, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n"
+        f"{results['tokens_per_second']:,.0f} tokens/s, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n{forecast}"
         f"The model, train_results.json and loss.png are in {output_dir}"
     )

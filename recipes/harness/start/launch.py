@@ -10,14 +10,17 @@ from harness import signals
 if __name__ == "__main__":
     signals.set_interrupt_handler(signal.SIG_DFL)  # while modules are imported
 
+import contextlib
 import dataclasses
 import hashlib
 import logging
 import os
 import re
 import shlex
+import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from harness import configs, folder, hub
 from harness.configs import AccelerateConfig
 from harness.launched import NODE_VARIABLE, Checked, Launched, TrainerBuilt, UserError, exit_on_user_error, print_once
 from harness.nodes.machines import Nodes, nodes_from_environment, physical_cores, run_with_srun
+from harness.run.forecast import PLAN
 from harness.start import flags, processes
 from harness.start.processes import Worker, idle_workers
 
@@ -54,7 +58,8 @@ def main(words: list[str]) -> int:
         output_dir, _ = check_in_worker(checker, launched, arguments, config)
         held = folder.lock(Path(output_dir))  # until this process ends
         store, address, port = (None, "", 0) if config.distributed_type == "NO" else open_store()
-        code = train(workers, launched, arguments, config, store, address, port)
+        with forecast_in_background(launched, arguments, Path(output_dir)):
+            code = train(workers, launched, arguments, config, store, address, port)
         held.release()
         return code
 
@@ -250,6 +255,36 @@ def train(
     return processes.train_in_processes(workers, launched, arguments, environment, node)
 
 
+@contextlib.contextmanager
+def forecast_in_background(launched: Launched, arguments: list[str], output_dir: Path) -> Iterator[None]:
+    """Simulates a run on GPUs while it trains, and writes the plan as plan.json; the run compares itself with it at its end.
+
+    The simulation needs no GPU, one core for a minute at low priority, and about 2 GB of host memory.
+    """
+    if launched.on_cpu or launched.tiny:
+        yield
+        return
+    draft, plan = output_dir / ".plan.draft", output_dir / PLAN
+    command = [sys.executable, "-m", "harness.plan.command", launched.recipe, launched.config, "--json", *arguments]
+    counts = {"NNODES": str(launched.nodes), "NPROC_PER_NODE": str(launched.processes // launched.nodes)}
+    script = 'draft=$1 plan=$2; shift 2; nice -n 19 "$@" >"$draft" && mv -- "$draft" "$plan" || rm -f -- "$draft"'
+    process = subprocess.Popen(
+        ["sh", "-c", script, "forecast", draft, plan, *command],
+        env=os.environ | counts,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # a signal to the run is not one to the simulation
+    )
+    try:
+        yield
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            draft.unlink(missing_ok=True)
+
+
 def train_on_several_nodes(
     nodes: Nodes,
     config: AccelerateConfig,
@@ -285,7 +320,9 @@ def train_on_several_nodes(
         if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set for the meeting only
             del os.environ["TORCH_CPP_LOG_LEVEL"]
         head = nodes.head if nodes.rank else "127.0.0.1"
-        code = meeting.run(lambda: train(workers, launched, arguments, config, None, head, nodes.port, nodes.rank))
+        is_first = nodes.rank == 0
+        with forecast_in_background(launched, arguments, Path(output_dir)) if is_first else contextlib.nullcontext():
+            code = meeting.run(lambda: train(workers, launched, arguments, config, None, head, nodes.port, nodes.rank))
         if held:
             held.release()
         return code

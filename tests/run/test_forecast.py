@@ -1,0 +1,113 @@
+"""A run on GPUs is compared with its forecast, which is made while it trains."""
+
+import json
+import os
+import sys
+
+from harness.launched import Launched
+from harness.run.forecast import describe_forecast, read_forecast
+from harness.start import launch
+
+import pytest
+from conftest import ROOT, slow, wait_until
+from local_hub import serve
+
+PLAN = {
+    "peak_gpu_gb": 10.0,
+    "reserved_gb": 12.0,
+    "peak_host_gb": 8.0,
+    "tokens_per_step": 16_384,
+    "tokens_per_second": {"RTX 3090": [6_000, 12_000], "T4": [900, 1_800]},
+    "step_seconds": {"RTX 3090": [1.365, 2.731], "T4": [9.0, 18.0]},
+}
+RESULTS = {
+    "peak_gpu_gb": 10.4,
+    "peak_gpu_reserved_gb": 12.5,
+    "peak_host_gb": 8.4,
+    "tokens": 163_840,
+    "global_step": 10,
+    "tokens_per_second": 8_000.0,
+    "gpu_utilization": [97.0],
+}
+
+
+@pytest.fixture
+def forecast(tmp_path):
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    return read_forecast(tmp_path, "NVIDIA GeForce RTX 3090")
+
+
+def test_small_differences_are_numbers(forecast):
+    assert describe_forecast(RESULTS | {"forecast": forecast}) == [
+        "GB per GPU: 10.4 measured, 10.0 forecast (+4%)",
+        "GB reserved: 12.5 measured, 12.0 forecast (+4%)",
+        "GB host: 8.4 measured, 8.0 forecast (+5%)",
+        "seconds per step: 2.05 measured, 1.36–2.73 forecast on RTX 3090",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("measured", "line", "reason"),
+    [
+        ({"peak_gpu_gb": 11.5}, 0, "the simulation lacks something"),
+        ({"peak_gpu_gb": 7.0, "tokens": 81_920}, 0, "the steps had 8,192 tokens, and the forecast assumes 16,384"),
+        ({"tokens_per_second": 4_000.0, "gpu_utilization": [99.0, 60.0]}, -1, "busy for 60 % of the time only: --profile"),
+        ({"tokens_per_second": 4_000.0}, -1, "the GPUs were busy"),
+        ({"tokens": 81_920}, -1, "the steps had 8,192 tokens"),
+    ],
+    ids=["more memory", "less memory", "GPU waits", "GPU is slow", "short rows"],
+)
+def test_large_differences_are_explained(forecast, measured, line, reason):
+    lines = describe_forecast(RESULTS | {"forecast": forecast} | measured)
+    assert reason in lines[line]
+    assert sum(";" in text for text in lines) == (2 if "tokens" in measured and "peak_gpu_gb" in measured else 1)
+
+
+def test_card_that_is_not_known(tmp_path, forecast):
+    unknown = read_forecast(tmp_path, "NVIDIA RTX A6000")
+    assert unknown["card"] is None and len(describe_forecast(RESULTS | {"forecast": unknown})) == 3
+    (tmp_path / "plan.json").write_text('{"refused": "a reason"}')
+    assert read_forecast(tmp_path, "Tesla T4") is None
+    (tmp_path / "plan.json").write_text("{")
+    assert read_forecast(tmp_path, "Tesla T4") is None
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [('echo "{$NNODES,$NPROC_PER_NODE}"', "{2,4}\n"), ("echo half; sleep 0.5; exit 2", None), ("echo half; sleep 60", None)],
+    ids=["complete", "refused", "longer than the run"],
+)
+def test_plan_is_written_when_it_is_complete(tmp_path, monkeypatch, script, expected):
+    """With a program in place of Python."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    launched = Launched(recipe="r.py", config="c.yaml", processes=8, nodes=2)
+    with launch.forecast_in_background(launched, [], tmp_path):
+        if "sleep" not in script:
+            wait_until(
+                lambda: not (tmp_path / ".plan.draft").exists() and (tmp_path / "plan.json").exists() == bool(expected), 20, str
+            )
+    found = (tmp_path / "plan.json").read_text() if (tmp_path / "plan.json").exists() else None
+    assert found == expected and not (tmp_path / ".plan.draft").exists()
+    program.write_text("#!/bin/sh\ntouch called\n")
+    for other in (Launched(recipe="r", config="c", tiny=True), Launched(recipe="r", config="c", on_cpu=True)):
+        with launch.forecast_in_background(other, [], tmp_path):
+            pass
+    assert not (tmp_path / "called").exists()
+
+
+@slow
+def test_forecast_of_a_real_recipe(tmp_path, environment, monkeypatch):
+    with serve(ROOT / "tests/published") as hub:
+        for name in ("HF_HOME", "HF_HUB_DISABLE_TELEMETRY"):
+            monkeypatch.setenv(name, environment[name])
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "recipes")]))
+        recipe, config = ROOT / "recipes/qwen2_fineweb_edu.py", ROOT / "accelerate_configs/1x3090.yaml"
+        launched = Launched(recipe=str(recipe), config=str(config), processes=1)
+        with launch.forecast_in_background(launched, ["--max_length", "256"], tmp_path):
+            wait_until((tmp_path / "plan.json").exists, 200, lambda: "no plan")
+    found = read_forecast(tmp_path, "NVIDIA GeForce RTX 3090")
+    assert found["card"] == "RTX 3090" and found["tokens_per_step"] == 16 * 256 and 2 < found["peak_gpu_gb"] < 13

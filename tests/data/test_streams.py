@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 from harness.compat import datasets as compat_datasets
 from harness.compat.datasets import complete_stream_state
+from harness.data import streams
 from harness.data.streams import StreamPosition, repeat_stream
-from harness.folder import COMPLETION_MARKER
 from harness.rehearsal import tiny_model
 
 import pyarrow
 import pytest
+import torch
 import yaml
-from accelerate.data_loader import prepare_data_loader
 from conftest import ROOT, losses, read
 from datasets import Dataset, load_dataset
 from pyarrow import parquet
@@ -105,27 +105,79 @@ def test_stream_resumes_at_any_row(documents, is_shuffled):
         assert list(itertools.islice(again, 9)) == rows[number + 1 : number + 10], number
 
 
-@pytest.mark.parametrize("processes", [2, 4], ids=["separate files", "the same files"])
-def test_every_process_resumes_at_its_own_position(documents, processes, tmp_path):
-    """Two processes divide three files; four processes all read them, and each keeps every fourth batch."""
+SLOTS, ROWS = 8, 2  # micro-batches per step, rows in each; three files are read in two parts
+
+
+def open_batches(stream, folder, processes, rank, workers, checkpoint):
+    """The micro-batches of one process, and what follows their position."""
+    loader = DataLoader(stream, batch_size=ROWS, collate_fn=lambda rows: {"rows": rows}, num_workers=workers)
+    args = SimpleNamespace(process_index=rank, world_size=processes, gradient_accumulation_steps=SLOTS // processes)
+    args.train_batch_size, args.output_dir = ROWS, folder
+    accelerator = SimpleNamespace(device=torch.device("cpu"), non_blocking=False)
+    trainer = SimpleNamespace(args=args, train_dataset=stream, accelerator=accelerator, get_train_dataloader=lambda: loader)
+    position = StreamPosition(trainer, checkpoint)
+    position.install()
+    return iter(trainer.get_train_dataloader()), position
+
+
+def read_steps(stream, folder, processes, steps, workers=0, from_step=0):
+    """The rows of `steps` optimizer steps, read by `processes` from a checkpoint on; then writes a checkpoint."""
+    checkpoint = folder / f"checkpoint-{from_step}" if from_step else None
+    found = [[None] * SLOTS for _ in range(steps)]
     for rank in range(processes):
+        batches, position = open_batches(stream(), folder, processes, rank, workers, checkpoint)
+        for step in range(steps):
+            of_step = list(itertools.islice(batches, SLOTS // processes))
+            position.position = position.take_from(of_step)
+            found[step][rank::processes] = [batch["rows"] for batch in of_step]
+        (folder / f"checkpoint-{from_step + steps}").mkdir(parents=True, exist_ok=True)
+        position.on_save(position.trainer.args, SimpleNamespace(global_step=from_step + steps), None)
+    return found
 
-        def open_batches(checkpoint, rank=rank):
-            loader = DataLoader(packed(documents, False), batch_size=2, collate_fn=lambda rows: [row["labels"] for row in rows])
-            loader = prepare_data_loader(loader, num_processes=processes, process_index=rank, dispatch_batches=False)
-            args = SimpleNamespace(process_index=rank, world_size=processes, output_dir=tmp_path)
-            trainer = SimpleNamespace(args=args, get_train_dataloader=lambda: loader)
-            position = StreamPosition(trainer, checkpoint)
-            position.install()
-            return position, args, iter(trainer.get_train_dataloader())
 
-        (tmp_path / "checkpoint-1").mkdir(exist_ok=True)
-        position, args, uninterrupted = open_batches(None)
-        list(itertools.islice(uninterrupted, 5))
-        position.position = position.after_batches[0]
-        position.on_save(args, SimpleNamespace(global_step=1), None)
-        _, _, resumed = open_batches(tmp_path / "checkpoint-1")
-        assert list(itertools.islice(resumed, 12)) == list(itertools.islice(uninterrupted, 12))
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "rows"])
+def test_rows_do_not_depend_on_the_number_of_processes(documents, tmp_path, is_packed, workers):
+    """A run on one process, and one that continues on 4, 1, 8 and 2: the same rows in every micro-batch."""
+
+    def stream():
+        if is_packed:
+            return packed(documents, True)
+        return documents().shuffle(seed=1, buffer_size=10, max_buffer_input_shards=1).repeat(None)
+
+    expected, found = read_steps(stream, tmp_path / "uninterrupted", 1, 5), []
+    for processes, steps in ((4, 1), (1, 2), (8, 1), (2, 1)):
+        found += read_steps(stream, tmp_path / "run", processes, steps, workers, from_step=len(found))
+    assert found == expected
+    if not is_packed:  # in three steps 24 rows of each part are read, whose files have 37 and 21, and 25
+        ids = [row["id"] for step in found[:3] for batch in step for row in batch]
+        assert len(ids) == len(set(ids)) == 3 * SLOTS * ROWS
+
+
+def test_rows_that_json_cannot_hold_are_read_again(documents, tmp_path, monkeypatch):
+    """Without the buffer's rows a checkpoint has the number of rows that were read, which are skipped."""
+    dumps = json.dumps
+
+    def refuse_places(content):
+        if content.get("place"):
+            raise TypeError
+        return dumps(content)
+
+    def stream():
+        return packed(documents, True)
+
+    expected = read_steps(stream, tmp_path / "uninterrupted", 1, 3)
+    monkeypatch.setattr(json, "dumps", refuse_places)
+    first = read_steps(stream, tmp_path, 2, 2)
+    monkeypatch.setattr(json, "dumps", dumps)
+    assert read(tmp_path, "checkpoint-2/stream_1.json") == {"of": 2, "rows": 2 * 8, "place": None, "place_rows": 0}
+    assert first + read_steps(stream, tmp_path, 1, 1, from_step=2) == expected
+
+
+def test_number_of_parts():
+    """As many as micro-batches per step if there are as many files; else every part has the same number of micro-batches."""
+    assert [streams.largest_divisor(8, files) for files in (1, 3, 7, 8, 14)] == [1, 2, 4, 8, 8]
+    assert [streams.largest_divisor(slots, 14) for slots in (1, 12, 32, 14, 15)] == [1, 12, 8, 14, 5]
 
 
 def test_resuming_reads_only_from_the_row_group_on(tmp_path, monkeypatch):
@@ -157,34 +209,10 @@ def test_resumed_run_equals_uninterrupted(rehearse, fork_launch, workdir):
     shutil.copy(uninterrupted / "run.json", run)
     process = fork_launch("--tiny", recipe, "4gpu_shard_grad_op", "--output_dir", run, *flags, NPROC_PER_NODE="2")
     assert process.returncode == 0, process.stderr
-    assert len(list(run.glob("checkpoint-3/stream_*.json"))) == 2
+    assert len(list(run.glob("checkpoint-3/stream_*.json"))) == 4  # one per part: two micro-batches on each of two processes
     assert read(run)["resumed_from_step"] == 3 and losses(run) == losses(uninterrupted)
     histories = [read(folder, "trainer_state.json")["log_history"] for folder in (run, uninterrupted)]
     assert [entry["epoch"] for entry in histories[0]] == [entry["epoch"] for entry in histories[1]]
     assert read(run)["epoch"] == read(uninterrupted)["epoch"]
     for rank in range(2):
         assert read(run, f"rows_{rank}.json") < read(uninterrupted, f"rows_{rank}.json")
-
-
-@pytest.mark.parametrize(
-    ("processes", "accumulation", "outcome"),
-    [
-        (2, 4, "skips 48 rows, so at least 48 are trained on twice"),
-        (8, 4, "skips 192 rows, so at least 96 others are never"),
-        (2, 8, "skips 96 rows, but not always the same"),
-    ],
-)
-def test_another_number_of_processes_is_explained(tmp_path, capsys, processes, accumulation, outcome):
-    """The checkpoint: three steps of four batches of two rows on each of four processes."""
-    checkpoint = tmp_path / "checkpoint-3"
-    checkpoint.mkdir()
-    saved = {"world_size": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    (checkpoint / COMPLETION_MARKER).write_text(json.dumps({"geometry": saved}))
-    args = SimpleNamespace(process_index=0, world_size=processes, gradient_accumulation_steps=accumulation)
-    stream = Dataset.from_dict({"a": range(99)}).to_iterable_dataset()
-    loader = prepare_data_loader(DataLoader(stream, batch_size=2), num_processes=1, dispatch_batches=False)
-    trainer = SimpleNamespace(args=args, get_train_dataloader=lambda: loader)
-    StreamPosition(trainer, checkpoint).install()
-    trainer.get_train_dataloader()
-    printed = capsys.readouterr().out
-    assert "on 4 processes, which trained on 96 rows" in printed and outcome in printed

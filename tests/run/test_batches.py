@@ -2,7 +2,7 @@
 
 import threading
 
-from harness.data.streams import StreamPosition
+from harness.data.streams import POSITIONS, PartPosition, StreamPosition
 from harness.run.progress import Progress
 from harness.run.stopping import BatchReader
 
@@ -39,18 +39,18 @@ def read_step(build_trainer):
     """Reads a step of two of the given batches of a stream, with a position for each; returns them and the position."""
     trainer = build_trainer("qwen2_fineweb_edu", "--max_steps", "2")
     position = StreamPosition(trainer, None)
+    position.newest = {0: PartPosition(1)}
     BatchReader(trainer, None, position, Progress(trainer, {}), resumed_from=0).install()
     trainer.state.max_steps = 2
 
     def with_positions(batches):
         for number, batch in enumerate(batches):
-            position.after_batches = ({"row": number}, None)
-            yield batch
+            yield batch | {POSITIONS: {0: PartPosition(1, rows=number)}}
 
     def call(batches, global_step=0):
         trainer.state.global_step = global_step
         read, _ = trainer.get_batch_samples(batches, 2, trainer.args.device)
-        return [int(batch["labels"][0, 0]) for batch in read], position.position
+        return [int(batch["labels"][0, 0]) for batch in read], position.position[0].rows
 
     return with_positions, call
 
@@ -67,9 +67,9 @@ def test_stream_is_read_one_step_ahead(read_step):
             yield batch_of(number)
 
     batches = with_positions(rows())
-    assert call(batches) == ([0, 1], {"row": 1})
+    assert call(batches) == ([0, 1], 1)
     assert is_read.wait(20)
-    assert call(batches, global_step=1) == ([2, 3], {"row": 3})
+    assert call(batches, global_step=1) == ([2, 3], 3)
     assert next(batches)["labels"][0, 0] == 4  # nothing is read for a third step
 
 

@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-from harness import signals
-from harness.folder import newest_complete_checkpoint
+from harness import folder, signals
 from harness.run import checkpoints, session
 from harness.run.sharding import prepare_gradient_scaler
 
@@ -76,8 +75,8 @@ def test_resumed_fp16_run_equals_uninterrupted(rehearse, fork_launch, workdir):
     process = fork_launch("--tiny", script, config, "--output_dir", run, *flags, NPROC_PER_NODE="2")
     assert process.returncode == 0 and read(run)["resumed_from_step"] == 3, process.stderr
 
-    def steps_of(folder):
-        history = [entry for entry in read(folder, "trainer_state.json")["log_history"] if "loss" in entry]
+    def steps_of(run):
+        history = [entry for entry in read(run, "trainer_state.json")["log_history"] if "loss" in entry]
         return [[entry[name] for name in ("loss", "grad_norm", "loss_scale", "learning_rate")] for entry in history]
 
     expected = steps_of(uninterrupted)
@@ -95,18 +94,18 @@ def test_fp16_checkpoint_without_fp16_is_an_error(build_trainer, tmp_path, error
     assert "was written with fp16: pass --fp16 true" in error_of(prepare_gradient_scaler, trainer, tmp_path)
 
 
-@pytest.mark.parametrize("processes", [2, 8])
-def test_resume_on_other_number_of_processes(rehearse, fork_launch, workdir, processes):
+@pytest.mark.parametrize(("processes", "streaming"), [(2, "true"), (8, "false")], ids=["stream", "memory"])
+def test_resume_on_other_number_of_processes(rehearse, fork_launch, workdir, processes, streaming):
     """Four sharded processes resume as two and as eight: the same global batches in float32 give the same losses."""
     flags = ["--max_steps", "5", "--save_steps", "3", "--logging_steps", "1", "--eval_strategy", "no", "--max_length", "64"]
-    flags += ["--per_device_train_batch_size", "1", "--global_batch_size", "8", "--dataset_streaming", "false"]
+    flags += ["--per_device_train_batch_size", "1", "--global_batch_size", "8", "--dataset_streaming", streaming]
     flags += ["--bf16", "false", "--learning_rate", "3e-3"]
     uninterrupted = rehearse(RECIPE, "4gpu_full_shard", *flags)
     run = workdir / f"runs/on-{processes}"
     shutil.copytree(uninterrupted / "checkpoint-3", run / "checkpoint-3")
     shutil.copy(uninterrupted / "run.json", run)
     process = fork_launch("--tiny", RECIPE, "4gpu_full_shard", "--output_dir", run, *flags, NPROC_PER_NODE=str(processes))
-    assert process.returncode == 0, process.stderr
+    assert process.returncode == 0 and "warning" not in process.stdout, process.stdout + process.stderr
     results = read(run)
     assert (results["resumed_from_step"], results["world_size"], results["global_batch_size"]) == (3, processes, 8)
     expected = losses(uninterrupted)
@@ -114,6 +113,30 @@ def test_resume_on_other_number_of_processes(rehearse, fork_launch, workdir, pro
     for step, (loss, grad_norm) in losses(run).items():
         assert loss == pytest.approx(expected[step][0], abs=1e-4), step
         assert grad_norm == pytest.approx(expected[step][1], rel=1e-3), step
+
+
+@pytest.mark.parametrize(
+    ("now", "is_stream", "message"),
+    [
+        ({"processes": 1, "gradient_accumulation_steps": 16}, False, ""),
+        ({"processes": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 4}, False, ""),
+        ({"processes": 2}, False, "had 32 rows, those of this run have 16: 48 rows are trained on twice in this epoch"),
+        ({"processes": 8}, False, "had 32 rows, those of this run have 64: 96 rows are never trained on in this epoch"),
+        ({"processes": 8}, True, "the stream is read on where it stopped, so no row is trained on twice"),
+        ({"processes": 4, "max_length": 64}, True, "with max_length 32, this run has 64"),
+    ],
+)
+def test_warnings_compare_rows(tmp_path, capsys, monkeypatch, now, is_stream, message):
+    """Steps of two rows in each of four micro-batches on four processes, then of as many rows or not."""
+    saved = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_length": 32, "packing": True, "seed": 0}
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint.mkdir()
+    folder.write_json(checkpoint / folder.COMPLETION_MARKER, {"geometry": {"world_size": 4} | saved})
+    state = SimpleNamespace(num_processes=now.pop("processes"))
+    monkeypatch.setattr(checkpoints, "PartialState", lambda: state)
+    checkpoints.print_changed_rows(checkpoint, SimpleNamespace(**saved | now), is_stream)
+    printed = capsys.readouterr().out
+    assert message in printed and bool(printed) == bool(message)
 
 
 def test_checkpoint_with_nan_is_not_complete(build_trainer, monkeypatch):
@@ -125,7 +148,7 @@ def test_checkpoint_with_nan_is_not_complete(build_trainer, monkeypatch):
     with pytest.raises(RuntimeError, match="NaN or infinite at step 1: try a lower --learning_rate"):
         session.train(trainer)
     assert Path(trainer.args.output_dir, "checkpoint-1").is_dir()
-    assert newest_complete_checkpoint(Path(trainer.args.output_dir)) is None
+    assert folder.newest_complete_checkpoint(Path(trainer.args.output_dir)) is None
 
 
 def _flip_bit(path: Path):
@@ -213,7 +236,7 @@ def test_old_checkpoints_are_deleted_by_step(build_trainer, monkeypatch):
     monkeypatch.setattr(trainer.callback_handler, "on_save", on_save)
     session.train(trainer)
     assert seen == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-2", "checkpoint-3"]]
-    assert newest_complete_checkpoint(run) == run / "checkpoint-3"
+    assert folder.newest_complete_checkpoint(run) == run / "checkpoint-3"
 
 
 def test_nodes_agree_if_one_sees_damage(fork_launch, tmp_path):

@@ -181,8 +181,8 @@ def install_log_fields(trainer: Any, fields: Callable[[dict], dict]) -> None:
 
 
 @changes("transformers:Trainer.get_train_dataloader(self)")
-def install_train_dataloader(trainer: Any, change: Callable[[Any], None]) -> None:
-    """Calls `change(loader)` on the training data loader that a trainer makes.
+def install_train_dataloader(trainer: Any, change: Callable[[Any], Any]) -> None:
+    """Makes a trainer use `change(loader)` in place of the training data loader that it makes.
 
     Upstream: the documented way is a subclass of Trainer, but recipes choose the class.
     Checked with: transformers 5.23.0.
@@ -191,9 +191,7 @@ def install_train_dataloader(trainer: Any, change: Callable[[Any], None]) -> Non
     make = trainer.get_train_dataloader
 
     def get_train_dataloader() -> Any:
-        loader = make()
-        change(loader)
-        return loader
+        return change(make())
 
     trainer.get_train_dataloader = get_train_dataloader
 

@@ -1,17 +1,33 @@
-"""Streams on several processes: none ends before the others, and each resumes at the row where it stopped reading."""
+"""Streams: the same rows in every optimizer step on any number of processes, and a resumed run reads on where it stopped.
 
+An optimizer step has `slots` micro-batches on all processes together: global_batch_size / per_device_train_batch_size. Process
+`r` of `W` computes the slots `r, r + W, …` in turn, which is its gradient accumulation. A stream is divided into parts, each with
+its own files, shuffle buffer and packing, and slot `s` reads from part `s % parts`. So the rows of a step depend on the number of
+slots, not of processes, and the position of a run is one position per part, which any number of processes can read.
+"""
+
+import itertools
 import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.compat.datasets import complete_stream_state
 from harness.compat.transformers import install_batch_skipping, install_train_dataloader
-from harness.folder import COMPLETION_MARKER, read_json, step_of
+from harness.folder import read_json, step_of
 from harness.launched import UserError, print_once
 
+import torch
 from accelerate import skip_first_batches
+from accelerate.data_loader import prepare_data_loader
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+MOST_PARTS = 64  # of a stream: each has a shuffle buffer, and rows that are being packed
+PLACE_INTERVAL = 32  # steps: how often a process of --dataloader_num_workers sends its place, with a thousand rows of the buffer
+POSITIONS = "positions"  # a key in the last micro-batch of a step, until `StreamPosition.take_from` removes it
 
 
 def repeat_stream(trainer: Trainer) -> None:
@@ -31,80 +47,205 @@ def repeat_stream(trainer: Trainer) -> None:
         trainer.accelerator.dataloader_config.dispatch_batches = False  # every process reads for itself; SFTTrainer sets it too
 
 
-class StreamPosition(TrainerCallback):
-    """Saves each process's position in the training stream in every checkpoint, as stream_N.json, and resumes there.
+def largest_divisor(number: int, limit: int) -> int:
+    """The largest divisor of `number` that is at most `limit`."""
+    return max(divisor for divisor in range(1, max(1, min(number, limit)) + 1) if number % divisor == 0)
 
-    transformers reads a stream again from its beginning. It still does so where the position is not known: with
-    --dataloader_num_workers, whose processes do not report it, and in a checkpoint of another number of processes.
+
+def slots_of_step(args: TrainingArguments) -> int:
+    """The micro-batches of an optimizer step on all processes together."""
+    return args.gradient_accumulation_steps * args.world_size
+
+
+@dataclass
+class PartPosition:
+    """How far a run has read one part of a stream. `of`: the number of parts."""
+
+    of: int
+    rows: int = 0  # read by all steps so far, packed ones if rows are packed
+    place: dict | None = None  # the state of the stream after `place_rows` rows; None: its beginning
+    place_rows: int = 0
+
+    def after(self, newer: "PartPosition | None") -> "PartPosition":
+        """`newer`, with the place of this one if `newer` has none."""
+        if newer is None or newer.place is not None or self.place is None:
+            return newer or self
+        return PartPosition(newer.of, newer.rows, self.place, self.place_rows)
+
+
+class MicroBatches(torch.utils.data.IterableDataset):
+    """The micro-batches of one process, as `(rows, positions)`, without end.
+
+    `positions` is {} but for the last micro-batch of a step (in each process of a DataLoader): there it has the positions after
+    the step of the parts that this process saves, those whose first slot it has.
+
+    A part that several processes need (where there are fewer parts than processes) is read by each of them.
+    """
+
+    def __init__(
+        self,
+        stream: IterableDataset,
+        rows: int,
+        slots: int,
+        positions: list[PartPosition],
+        processes: int,
+        process: int,
+    ) -> None:
+        """`rows` per micro-batch; `positions`: where to start, one per part; `stream` has no end."""
+        self.rows, self.slots, self.positions = rows, slots, positions
+        self.own = list(range(process, slots, processes))
+        parts = sorted({slot % len(positions) for slot in self.own})
+        self.parts = {part: stream.shard(len(positions), part) for part in parts}
+
+    def __iter__(self) -> Iterator[tuple[list[dict], dict[int, PartPosition]]]:
+        worker = torch.utils.data.get_worker_info()
+        own = self.own[worker.id :: worker.num_workers] if worker else self.own
+        of = len(self.positions)
+        sources = {part: self._rows_of(part) for part in {slot % of for slot in own}}
+        counts = {part: self.positions[part].rows for part in sources}
+        for step in itertools.count():
+            next_slot = {part: part for part in sources}
+            for slot in own:
+                part = slot % of
+                self._read(sources[part], (slot - next_slot[part]) // of)  # those of other processes
+                rows = self._read(sources[part], 1)
+                next_slot[part] = slot + of
+                positions = {}
+                if slot == own[-1]:
+                    for part, source in sources.items():
+                        self._read(source, len(range(next_slot[part], self.slots, of)))
+                        counts[part] += self.rows * len(range(part, self.slots, of))
+                        if part in own:  # also the number of its first slot
+                            has_place = worker is None or step % PLACE_INTERVAL == 0
+                            place = self.parts[part].state_dict() if has_place else None
+                            positions[part] = PartPosition(of, counts[part], place, counts[part])
+                yield rows, positions
+
+    def _rows_of(self, part: int) -> Iterator[dict]:
+        """The rows of a part from its position on."""
+        stream, start = self.parts[part], self.positions[part]
+        if start.place is not None:
+            stream.load_state_dict(start.place)
+        # `iter(stream)` would divide the part's files among the processes of a DataLoader.
+        rows = ({name: values[0] for name, values in batch.items()} for batch in stream.iter(batch_size=1))
+        return itertools.islice(rows, start.rows - (start.place_rows if start.place is not None else 0), None)
+
+    def _read(self, source: Iterator[dict], micro_batches: int) -> list[dict]:
+        rows = list(itertools.islice(source, micro_batches * self.rows))
+        if len(rows) < micro_batches * self.rows:
+            raise UserError(
+                f"--dataset_name: the stream is read in {len(self.positions)} parts, and one of them has no row to train on: "
+                "pass a larger --max_samples, or --dataset_streaming false"
+            )
+        return rows
+
+
+class StreamPosition(TrainerCallback):
+    """Divides the training stream among the processes, and saves its position in every checkpoint, as stream_PART.json.
+
+    transformers and accelerate divide the files among the processes, and read a stream again from its beginning.
     """
 
     def __init__(self, trainer: Trainer, checkpoint: Path | None) -> None:
         self.trainer, self.checkpoint = trainer, checkpoint
-        self.processes = trainer.args.world_size
-        self.file = f"stream_{trainer.args.process_index}.json"
-        self.restored: DataLoader | None = None
-        self.position: dict | None = None  # after the batches of the current step, set by `BatchReader`
-        self.after_batches: tuple[dict | None, dict | None] = (None, None)  # the current one; accelerate has read one ahead
+        self.loader: DataLoader | None = None
+        self.newest: dict[int, PartPosition] = {}  # of the parts that this process saves, after the step read last
+        self.position: dict[int, PartPosition] | None = None  # after the current step, set by `BatchReader`
 
     def install(self) -> None:
         """To be called before `trainer.train`."""
-        install_train_dataloader(self.trainer, self._follow)
+        install_train_dataloader(self.trainer, self._divide)
         install_batch_skipping(self._skip)
 
     def _skip(self, loader: DataLoader, count: int) -> DataLoader:
-        """A loader without its first `count` batches; one whose stream was restored is there already."""
-        return loader if loader is self.restored else skip_first_batches(loader, count)
+        """A loader without its first `count` batches; a stream starts at its position."""
+        return loader if loader is self.loader else skip_first_batches(loader, count)
 
-    def _follow(self, loader: DataLoader) -> None:
-        """Restores the position of the loader's stream, and records the position after every batch."""
-        stream = getattr(loader.dataset, "dataset", loader.dataset)  # accelerate wraps it where all processes read the same files
+    def _divide(self, loader: DataLoader) -> DataLoader:
+        """A loader of the micro-batches of this process, for one that reads a stream; any other as it is."""
+        stream, args = self.trainer.train_dataset, self.trainer.args
         if not isinstance(stream, IterableDataset):
-            return
-        saved = read_json(self.checkpoint / self.file) if self.checkpoint else {}
-        if not loader.num_workers:
-            complete_stream_state()
-            collate = loader.collate_fn
-
-            def collate_and_record(rows: list[dict]) -> dict:
-                self.after_batches = (self.after_batches[1], stream.state_dict())
-                return collate(rows)
-
-            loader.base_dataloader.collate_fn = collate_and_record
-            if saved.get("processes") == self.processes and _operations(saved["place"]) == _operations(stream.state_dict()):
-                stream.load_state_dict(saved["place"])
-                self.restored = loader
-                return
-        if self.checkpoint:
-            self._explain_skipping(loader)
-
-    def _explain_skipping(self, loader: DataLoader) -> None:
-        """Prints how many rows are trained on twice or never, if the checkpoint was saved by another number of processes."""
-        before = read_json(self.checkpoint / COMPLETION_MARKER)["geometry"]
-        if before.get("world_size", self.processes) == self.processes:
-            return
-        steps, args = step_of(self.checkpoint), self.trainer.args
-        rows_per_step = before["per_device_train_batch_size"] * before["gradient_accumulation_steps"] * before["world_size"]
-        trained = steps * rows_per_step
-        skipped = steps * loader.batch_size * args.gradient_accumulation_steps * self.processes
-        if skipped == trained:
-            outcome = "but not always the same rows, because the files are divided differently"
-        elif skipped < trained:
-            outcome = f"so at least {trained - skipped:,} are trained on twice"
-        else:
-            outcome = f"so at least {skipped - trained:,} others are never trained on"
-        print_once(
-            f"The checkpoint was saved by a run on {before['world_size']} processes, which trained on {trained:,} rows. This run "
-            f"on {self.processes} reads the stream from its beginning, which takes time, and skips {skipped:,} rows, {outcome}."
+            return loader
+        complete_stream_state()
+        slots, rows = slots_of_step(args), args.train_batch_size
+        positions = self._find_positions(stream, slots, rows)
+        dataset = MicroBatches(stream, rows, slots, positions, args.world_size, args.process_index)
+        self.newest = {part: positions[part] for part in dataset.parts if part in dataset.own}
+        workers = largest_divisor(args.gradient_accumulation_steps, loader.num_workers) if loader.num_workers else 0
+        if workers < loader.num_workers:
+            print_once(
+                f"--dataloader_num_workers {loader.num_workers}: {workers} per process, a divisor of gradient_accumulation_steps "
+                f"({args.gradient_accumulation_steps})."
+            )
+        divided = DataLoader(
+            dataset,
+            batch_size=None,
+            collate_fn=_with_positions(loader.collate_fn),
+            num_workers=workers,
+            pin_memory=loader.pin_memory,
+            prefetch_factor=loader.prefetch_factor if workers else None,
+            persistent_workers=loader.persistent_workers and workers > 0,
+            multiprocessing_context=loader.multiprocessing_context if workers else None,
         )
+        self.loader = prepare_data_loader(
+            divided,
+            device=self.trainer.accelerator.device,
+            num_processes=1,  # it is divided already
+            process_index=0,
+            put_on_device=True,
+            dispatch_batches=False,
+            non_blocking=self.trainer.accelerator.non_blocking,
+        )
+        return self.loader
+
+    def _find_positions(self, stream: IterableDataset, slots: int, rows: int) -> list[PartPosition]:
+        """Where to start reading each part: where the checkpoint was, else at the beginning."""
+        of = largest_divisor(slots, min(stream.num_shards, MOST_PARTS))
+        if not self.checkpoint:
+            return [PartPosition(of)] * of
+        saved = {int(path.stem.split("_")[1]): read_json(path) for path in self.checkpoint.glob("stream_*.json")}
+        saved_of = next((content.get("of", 0) for content in saved.values()), 0)
+        if sorted(saved) == list(range(saved_of)) and saved_of and max(saved_of, 1) <= min(stream.num_shards, slots):
+            return [self._position_of(PartPosition(**saved[part]), stream) for part in range(saved_of)]
+        steps = step_of(self.checkpoint)
+        print_once(
+            f"warning: {self.checkpoint} does not have the position in this stream, so the stream is read from its beginning, "
+            f"and {steps * slots * rows:,} rows are skipped, but not always those that were trained on"
+        )
+        return [PartPosition(of, steps * rows * len(range(part, slots, of))) for part in range(of)]
+
+    def _position_of(self, saved: PartPosition, stream: IterableDataset) -> PartPosition:
+        """A saved position, without its place if the stream now has other operations: then the rows are read again."""
+        if saved.place is not None and _operations(saved.place) != _operations(stream.state_dict()):
+            return PartPosition(saved.of, saved.rows)
+        return saved
+
+    def take_from(self, batches: list[dict]) -> dict[int, PartPosition] | None:
+        """Removes the positions from the micro-batches of a step; returns those after the step, None for data in memory."""
+        found = {}
+        for batch in batches:
+            found |= batch.pop(POSITIONS, {})
+        self.newest = {part: before.after(found.get(part)) for part, before in self.newest.items()}
+        return self.newest or None
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        if self.position is None:
-            return
-        try:
-            text = json.dumps({"processes": self.processes, "place": self.position})
-        except TypeError:  # the buffer of a shuffled stream holds rows that JSON cannot represent, such as images
-            return
-        Path(args.output_dir, f"checkpoint-{state.global_step}", self.file).write_text(text, "utf-8")
+        for part, position in (self.position or {}).items():
+            try:
+                text = json.dumps(vars(position))
+            except TypeError:  # the buffer of a shuffled stream holds rows that JSON cannot represent, such as images
+                text = json.dumps(vars(PartPosition(position.of, position.rows)))
+            Path(args.output_dir, f"checkpoint-{state.global_step}", f"stream_{part}.json").write_text(text, "utf-8")
+
+
+def _with_positions(collate: Callable[[list[dict]], dict]) -> Callable[[tuple], dict]:
+    def collate_rows(micro_batch: tuple[list[dict], dict[int, PartPosition]]) -> dict[str, Any]:
+        rows, positions = micro_batch
+        batch = collate(rows)
+        if positions:
+            batch[POSITIONS] = positions
+        return batch
+
+    return collate_rows
 
 
 def _operations(position: dict) -> list[str]:

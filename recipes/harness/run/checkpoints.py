@@ -28,7 +28,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 WRITING = "writing"  # a file in a checkpoint that is being written or deleted; without the marker the checkpoint is incomplete
-# The settings that decide which rows a step sees.
+# The settings that decide which rows a step has, with the number of processes.
 DATA_SETTINGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "seed")
 RANK_IN_NAME = re.compile(r"_(\d+)(?:_\d+)?\.\w+$")  # rng_state_3.pth, __3_0.distcp: a file that one process writes
 
@@ -130,8 +130,6 @@ def find_checkpoint(args: TrainingArguments) -> Path | None:
             print_once(f"{path} is incomplete: the run was killed while it was written. It was deleted.")
             delete(path)
     process.wait_for_everyone()
-    if complete is not None:
-        _print_changed_settings(complete, args)
     return complete
 
 
@@ -144,14 +142,32 @@ def _rename_damaged(path: Path) -> Path:
     raise UserError(f"--output_dir: there are too many copies of damaged-{path.name}: delete some")
 
 
-def _print_changed_settings(checkpoint: Path, args: TrainingArguments) -> None:
-    now = data_settings(args)
-    for name, before in read_json(checkpoint / COMPLETION_MARKER)["geometry"].items():
-        if before != now[name]:
+def print_changed_rows(checkpoint: Path, args: TrainingArguments, is_stream: bool) -> None:
+    """Prints what resuming from a checkpoint changes about the rows, if it changes anything.
+
+    The number of processes and the micro-batch change nothing as long as their product with the gradient accumulation stays.
+    """
+    before, now = read_json(checkpoint / COMPLETION_MARKER)["geometry"], data_settings(args)
+    for name in ("max_length", "packing", "seed"):
+        if before[name] != now[name]:
             print_once(
-                f"warning: {checkpoint} was written with {name} {before}, this run has {now[name]}: weights and optimizer resume "
-                "exactly, but some rows are trained on twice or never"
+                f"warning: {checkpoint} was written with {name} {before[name]}, this run has {now[name]}: weights and optimizer "
+                "resume exactly, but some rows are trained on twice or never"
             )
+            return
+    old_rows, new_rows = rows_per_step(before), rows_per_step(now)
+    if old_rows == new_rows:
+        return
+    outcome = "the stream is read on where it stopped, so no row is trained on twice"
+    if not is_stream:  # transformers skips as many steps as were trained, of the size that they have now
+        difference = folder.step_of(checkpoint) * (old_rows - new_rows)
+        outcome = f"{abs(difference):,} rows are {'trained on twice' if difference > 0 else 'never trained on'} in this epoch"
+    print_once(f"warning: the steps of {checkpoint} had {old_rows} rows, those of this run have {new_rows}: {outcome}")
+
+
+def rows_per_step(settings: dict) -> int:
+    """Rows of an optimizer step on all processes, from `data_settings`."""
+    return settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] * settings["world_size"]
 
 
 def begin_writing(checkpoint: Path) -> None:

@@ -8,7 +8,7 @@ from harness import configs, folder
 from harness.data.streams import StreamPosition, repeat_stream
 from harness.launched import Launched, TrainerBuilt, UserError, print_once
 from harness.model.quantized import install_byte_check
-from harness.run.checkpoints import Checkpoints, find_checkpoint
+from harness.run.checkpoints import Checkpoints, find_checkpoint, print_changed_rows
 from harness.run.failures import check_disk_space, exit_for_known_failure
 from harness.run.outputs import (
     count_parameters,
@@ -24,6 +24,7 @@ from harness.run.progress import Progress
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
 from harness.run.stopping import BatchReader, LastStepReached, StopAfterSignal, StopAtLastStep, StopOnNan, make_cpu_group
 
+from datasets import IterableDataset
 from transformers import Trainer
 
 
@@ -61,6 +62,8 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     # The default waits, for each tensor of a batch, until the GPU has computed everything that was queued before.
     trainer.accelerator.dataloader_config.non_blocking = True
     checkpoint = find_checkpoint(trainer.args)
+    if checkpoint:
+        print_changed_rows(checkpoint, trainer.args, isinstance(trainer.train_dataset, IterableDataset))
     check_disk_space(trainer, checkpoint)
     prepare_gradient_scaler(trainer, checkpoint)
     resumed_from = folder.step_of(checkpoint) if checkpoint else 0

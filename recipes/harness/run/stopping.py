@@ -101,7 +101,8 @@ class BatchReader(TrainerCallback):
 
     def _read_step(self, iterator: Iterator, count: int) -> tuple[list[dict], dict | None]:
         """The micro-batches of a step, and the position of the stream after them."""
-        return list(itertools.islice(iterator, count)), self.position.after_batches[0]
+        batches = list(itertools.islice(iterator, count))
+        return batches, self.position.take_from(batches)
 
     def _read_ahead(self, iterator: Iterator, count: int) -> Future:
         """Calls `_read_step` in a thread, which does not keep the process from exiting."""

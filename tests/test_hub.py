@@ -3,7 +3,7 @@
 import re
 
 from harness.compat.huggingface_hub import HubLost
-from harness.hub import check_model_exists, file_sizes, is_reachable, patience, wait_for_hub
+from harness.hub import check_model_exists, file_sizes, hub_errors, is_reachable, patience, wait_for_hub
 from harness.rehearsal import tiny_model
 
 import datasets
@@ -147,6 +147,20 @@ def test_file_that_is_replaced_while_it_is_read(hub, stream):
     with pytest.raises(HubLost, match=r"1\.parquet was replaced on the Hub"):
         file.read(64)
     assert len(before) == 64
+
+
+def test_cache_that_cannot_be_written(tmp_path, monkeypatch, error_of):
+    """HF_HOME is below a file: the message is about HF_HOME, not about the dataset."""
+    (tmp_path / "file").touch()
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}')
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "file/datasets")
+
+    def load():
+        with hub_errors("dataset", "rows.jsonl"):
+            load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), cache_dir=str(tmp_path / "file/datasets"))
+
+    message = error_of(load)
+    assert message.startswith("HF_HOME: ") and "cannot be written (Not a directory)" in message
 
 
 def test_patience(monkeypatch, error_of):

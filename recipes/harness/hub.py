@@ -1,6 +1,7 @@
 """The Hugging Face Hub: is it reachable, is a model on it, what its errors mean, and how long a run waits for it."""
 
 import contextlib
+import errno
 import logging
 import os
 import ssl
@@ -88,9 +89,23 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
             )
         elif is_caused_by(StopIteration):
             reason = "it is empty"
+        elif blocked := next(filter(None, map(_unwritable_cache, causes)), ""):
+            raise UserError(f"HF_HOME: {blocked}: set HF_HOME to a folder that you can write to") from problem
         else:
             reason = str(problem).strip()[:400] or type(problem).__name__
         raise UserError(f"{kind} {name}: {reason}") from problem
+
+
+def _unwritable_cache(error: BaseException) -> str:
+    """Which folder of the caches of the Hub's libraries cannot be written, and why; "" for any other error."""
+    from datasets.config import HF_DATASETS_CACHE
+    from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
+
+    file = str(getattr(error, "filename", None) or "")
+    is_cache = any(file == str(folder) or file.startswith(f"{folder}/") for folder in (HF_HOME, HF_HUB_CACHE, HF_DATASETS_CACHE))
+    kinds = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOSPC, errno.EDQUOT)
+    is_blocked = isinstance(error, OSError) and error.errno in kinds
+    return f"{file} cannot be written ({error.strerror})" if is_cache and is_blocked else ""
 
 
 def wait_for_hub() -> None:

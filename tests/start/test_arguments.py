@@ -3,11 +3,13 @@
 import ast
 import os
 import sys
+from types import SimpleNamespace
 
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.run import sharding
 from harness.start import launch
+from harness.start.arguments import keep_rows_of_step
 
 import pytest
 import torch
@@ -141,3 +143,27 @@ def test_activation_offloading_without_a_gpu(build_trainer, capsys):
     """TRL asks for the current accelerator, of which there is none."""
     assert not build_trainer("qwen2_chat", "--activation_offloading").args.activation_offloading
     assert "--activation_offloading: activations stay where they are" in capsys.readouterr().out
+
+
+SAVED = {"world_size": 4, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "asked_accumulation_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("processes", "asked", "expected"), [(1, 2, 8), (2, 2, 4), (8, 2, 1), (4, 2, 2), (2, 3, 3)], ids=lambda number: str(number)
+)
+def test_steps_keep_their_rows_on_another_number_of_processes(processes, asked, expected):
+    """gradient_accumulation_steps is set, by a recipe or a flag: the same command continues, a changed one is followed."""
+    training_args = SimpleNamespace(gradient_accumulation_steps=asked, per_device_train_batch_size=2, output_dir="run")
+    keep_rows_of_step(training_args, processes, SAVED)
+    assert training_args.gradient_accumulation_steps == expected
+    on_one = SAVED | {"world_size": processes, "gradient_accumulation_steps": expected, "asked_accumulation_steps": asked}
+    training_args.gradient_accumulation_steps = asked
+    keep_rows_of_step(training_args, processes, on_one)  # started again, on as many processes
+    assert training_args.gradient_accumulation_steps == expected
+
+
+def test_number_of_processes_that_cannot_continue(error_of):
+    training_args = SimpleNamespace(gradient_accumulation_steps=2, per_device_train_batch_size=2, output_dir="run")
+    message = error_of(keep_rows_of_step, training_args, 3, SAVED)
+    assert "the run in run have 16 rows, which 3 processes cannot divide" in message
+    assert "train the same steps on 1, 2, 4 or 8 processes (NPROC_PER_NODE)" in message

@@ -47,6 +47,7 @@ KINDS = {
     # recipes
     "recipe with a syntax error": ("--tiny ./syntax.py 1x3090", "syntax.py, line 2: invalid syntax"),
     "recipe that is not text": ("--tiny ./bytes.py 1x3090", "bytes.py is not a Python file"),
+    "recipe with a relative import": ("--tiny ./relative.py 1x3090", "relative.py, line 2: from . import own: a recipe is not"),
     "recipe without parse": ("--tiny ./empty.py 1x3090", "ended without calling parse()"),
     "recipe without train": ("--tiny ./untrained.py 1x3090", "calls parse() but never train()"),
     "recipe with an unknown argument": ("--tiny ./misspelled.py 1x3090", "unknown flag max_lenght: did you mean max_length?"),
@@ -102,7 +103,7 @@ KINDS = {
     "batch of the run that three GPUs cannot divide": (
         "--tiny llama31_70b_qlora 2x3090_qlora",
         "--global_batch_size 16 is not a multiple of 12, which is --per_device_train_batch_size 4 on 3 processes: pass "
-        "--global_batch_size 12 or 24",
+        "--global_batch_size 12 or 24, or another micro-batch, or train the same steps on 1, 2 or 4 processes (NPROC_PER_NODE)",
         {"NPROC_PER_NODE": "3"},
     ),
     "two sizes of a batch": (f"{TINY} --global_batch_size 8 --gradient_accumulation_steps 2", "pass one of them"),
@@ -190,6 +191,8 @@ KINDS = {
     "missing column": (f"{REAL} ./complete --dataset_text_field body", "has the columns text; this recipe needs texts"),
     "missing split": (f"{REAL} ./complete --dataset_train_split trian", "none called trian"),
     "empty dataset name": (f"{TINY} --dataset_name=", "--dataset_name is empty"),
+    "rehearsal with an empty split": (f"{TINY} --dataset_name ./unrated", "./unrated has no rows in test"),
+    "empty split": (f"{REAL} ./complete --dataset_name ./unrated", "./unrated has no rows in test"),
     "empty file of rows": (f"{REAL} ./complete --dataset_name empty.jsonl", "empty.jsonl: it is empty"),
     "rows that are not JSON": (f"{REAL} ./complete --dataset_name broken.jsonl", "JSON parse error"),
 }
@@ -201,6 +204,7 @@ FILES = {
     "bytes.py": b"\xff\xfe\x00a",
     "bytes.yaml": b"\xff\xfe\x00a",
     "empty.py": "pass\n",
+    "relative.py": "import harness\nfrom . import own\n",
     "empty.yaml": "",
     "hides/datasets.py": "",
     "tab.yaml": "learning_rate:\t1\n",
@@ -222,6 +226,8 @@ FILES = {
     "fails.jinja": "{{ raise_exception('never') }}",
     "empty.jsonl": "",
     "broken.jsonl": "{not json\n",
+    "unrated/train.jsonl": '{"text": "a"}\n{"text": "b"}\n',
+    "unrated/test.jsonl": "",
     "data/train.jsonl": "\n".join(json.dumps({"text": f"row {row}"}) for row in range(50)),
     "damaged/run.json": "{",
     "taken/run.json": json.dumps({"recipe": "another", "tiny": False, "sharded": False, "config": "c"}),

@@ -36,6 +36,27 @@ def test_missing_gpus_are_an_error(monkeypatch, error_of, config, gpus):
     assert f"{config} needs {gpus}, this machine has none" in message and f"./launch.sh --tiny qwen2_chat {config}" in message
 
 
+@pytest.mark.parametrize(
+    ("gpus", "flags", "offer"),
+    [
+        (1, [], "NPROC_PER_NODE=1 trains the same steps on it"),
+        (3, [], "NPROC_PER_NODE=2 trains the same steps on 2 of them"),
+        (0, [], ""),
+        (2, ["--global_batch_size", "15", "--per_device_train_batch_size=5"], "NPROC_PER_NODE=1 "),
+        (2, ["--global_batch_size=1"], ""),
+    ],
+)
+def test_fewer_gpus_are_offered(monkeypatch, error_of, gpus, flags, offer):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    recipe, path = ROOT / "recipes/qwen2_fineweb_edu.py", "accelerate_configs/4gpu_full_shard.yaml"
+    launched = Launched(recipe=str(recipe), config=path, processes=4)
+    message = error_of(
+        launch.set_device, launched, AccelerateConfig(path), use_cpu=False, rows=launch.rows_of_step(recipe, flags)
+    )
+    assert offer in message and ("NPROC_PER_NODE" in message) == bool(offer)
+
+
 def test_old_driver_is_an_error(monkeypatch, error_of):
     """NVML counts the GPUs of such a machine. CUDA is not available, and its initialization says why."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -25,7 +25,7 @@ from datasets import IterableDataset
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-MOST_PARTS = 64  # of a stream: each has a shuffle buffer, and rows that are being packed
+MOST_PARTS = 16  # of a stream: the first step needs a shuffle buffer and 1,000 tokenized documents of each part
 PLACE_INTERVAL = 32  # steps: how often a process of --dataloader_num_workers sends its place, with a thousand rows of the buffer
 POSITIONS = "positions"  # a key in the last micro-batch of a step, until `StreamPosition.take_from` removes it
 

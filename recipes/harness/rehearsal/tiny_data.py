@@ -8,8 +8,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from harness.data.loading import ScriptArguments, open_splits
+from harness.data.loading import ScriptArguments, open_splits, splits_of
 from harness.hub import hub_errors
+from harness.launched import UserError
 
 import yaml
 
@@ -85,6 +86,8 @@ def _first_rows(script_args: ScriptArguments) -> dict[str, list[dict]]:
             first = [_cut_texts(row) for row in rows.take(MAX_ROWS)]
             if first:
                 splits[name] = first
+            elif name in splits_of(script_args.dataset_test_split):
+                raise UserError(f"--dataset_name: {script_args.dataset_name} has no rows in {name}")
     return splits
 
 

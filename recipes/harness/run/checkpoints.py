@@ -93,7 +93,8 @@ def belongs_to(name: str, process: PartialState, is_first: bool) -> bool:
 
 
 def data_settings(args: TrainingArguments) -> dict:
-    return {"world_size": PartialState().num_processes} | {name: getattr(args, name, None) for name in DATA_SETTINGS}
+    settings = {"world_size": PartialState().num_processes} | {name: getattr(args, name, None) for name in DATA_SETTINGS}
+    return settings | {"asked_accumulation_steps": getattr(args, "asked_accumulation_steps", None)}
 
 
 def find_checkpoint(args: TrainingArguments) -> Path | None:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from harness import configs, folder
+from harness.data.files import compute_checksums
 from harness.data.streams import StreamPosition, repeat_stream
 from harness.launched import Launched, TrainerBuilt, UserError, print_once
 from harness.model.quantized import install_byte_check
@@ -102,6 +103,8 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     if checkpoint:
         trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation
         print_once(f"Resuming from {checkpoint}; rows that were trained on are skipped.")
+    if trainer.is_world_process_zero():
+        compute_checksums(output_dir)
     try:
         output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except LastStepReached:

@@ -31,6 +31,7 @@ from harness.compat.transformers import offload_activations_to_unpinned_memory
 from harness.compat.trl import install_training_template
 from harness.configs import AccelerateConfig
 from harness.data import chat_templates
+from harness.data.files import check_data_files, record_data_files
 from harness.data.loading import ScriptArguments, check_dataset, digest_local_files, print_ignored_files, use_prepared_files
 from harness.hub import wait_for_hub
 from harness.launched import Checked, Launched, UserError, print_once
@@ -92,7 +93,8 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
     script_args.dataset_formats = (dataset_formats,) if isinstance(dataset_formats, str) else dataset_formats
     script_args.first_rows_only = launched.mode == "preview"
     checks.check_numbers(*arguments)
-    set_steps(arguments, defaults, launched.processes or int(os.environ.get("WORLD_SIZE", 1)), launched.tiny)
+    before = settings_of_continued_run(training_args, launched)
+    set_steps(arguments, defaults, launched.processes or int(os.environ.get("WORLD_SIZE", 1)), launched.tiny, before)
     is_plain_start = not launched.recipe and training_args.process_index == 0  # without launch.sh, nothing was checked before
     is_checking = launched.only_check or launched.mode == "plan" or is_plain_start
     if is_checking:
@@ -263,10 +265,25 @@ def values_of_config(config: AccelerateConfig) -> dict[str, Any]:
     return values
 
 
-def set_steps(arguments: Arguments, recipe: dict[str, Any], processes: int, is_tiny: bool) -> None:
+def settings_of_continued_run(training_args: TrainingArguments, launched: Launched) -> dict[str, Any]:
+    """The settings of the checkpoint in the output directory, {} if there is none or another rehearsal replaces its run."""
+    output_dir, recipe = Path(training_args.output_dir), Path(launched.recipe or sys.argv[0])
+    if launched.mode != "train":
+        return {}
+    if launched.tiny and training_args.output_dir == folder.default_output_dir(launched, sys.argv[0]):
+        run = folder.read_json(output_dir / folder.RUN)
+        if (run.get("config"), run.get("recipe_digest")) != (Path(launched.config).stem, digest_of_recipe(recipe)):
+            return {}
+    return folder.settings_of_checkpoint(output_dir)
+
+
+def set_steps(
+    arguments: Arguments, recipe: dict[str, Any], processes: int, is_tiny: bool, before: dict[str, Any] | None = None
+) -> None:
     """Sets gradient_accumulation_steps from global_batch_size, and max_steps from max_tokens or the flag num_train_epochs.
 
     `recipe`: the values of the recipe. A rehearsal has its own micro-batch, but the batch of the run must be possible.
+    `before`: the settings of the checkpoint that the run continues.
     """
     script_args, training_args, _ = arguments
     given = script_args.given & {"global_batch_size", "gradient_accumulation_steps"}
@@ -283,6 +300,8 @@ def set_steps(arguments: Arguments, recipe: dict[str, Any], processes: int, is_t
                 training_args.per_device_train_batch_size = micro_batch = 1
         if rows:
             training_args.gradient_accumulation_steps = accumulation_steps(rows, micro_batch, processes)
+    if "gradient_accumulation_steps" in given or not script_args.global_batch_size:
+        keep_rows_of_step(training_args, processes, before or {})
     if script_args.max_tokens:
         rows = training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * processes
         training_args.max_steps = math.ceil(script_args.max_tokens / (rows * getattr(training_args, "max_length", 1024)))
@@ -300,9 +319,39 @@ def accumulation_steps(rows: int | None, micro_batch: int, processes: int) -> in
         raise UserError(
             f"--global_batch_size {rows} is not a multiple of {unit}, which is --per_device_train_batch_size {micro_batch} on "
             f"{processes} process{'es' if processes > 1 else ''}: pass --global_batch_size "
-            f"{f'{below} or {above}' if below else above}, or another micro-batch"
+            f"{f'{below} or {above}' if below else above}, or another micro-batch{or_processes(rows, micro_batch)}"
         )
     return steps
+
+
+def or_processes(rows: int, micro_batch: int) -> str:
+    """The end of a message: which numbers of processes have steps of `rows` rows, "" if none has."""
+    slots, rest = divmod(rows, micro_batch)
+    counts = [str(count) for count in range(1, slots + 1) if slots % count == 0]
+    if rest or not counts:
+        return ""
+    words = counts[0] if len(counts) == 1 else f"{', '.join(counts[:-1])} or {counts[-1]}"
+    return f", or train the same steps on {words} process{'' if words == '1' else 'es'} (NPROC_PER_NODE)"
+
+
+def keep_rows_of_step(training_args: TrainingArguments, processes: int, before: dict[str, Any]) -> None:
+    """Where a run continues on another number of processes, keeps the rows of its steps, by other gradient_accumulation_steps.
+
+    A global_batch_size does so anyway. `before`: the settings of the checkpoint. Raises UserError if this number of processes
+    cannot have these steps. Does nothing if gradient_accumulation_steps or the micro-batch were changed since the checkpoint.
+    """
+    asked, micro_batch = training_args.gradient_accumulation_steps, training_args.per_device_train_batch_size
+    training_args.asked_accumulation_steps = asked  # for the next start: a checkpoint holds both
+    if before.get("asked_accumulation_steps") != asked or before["per_device_train_batch_size"] != micro_batch:
+        return
+    slots = before["gradient_accumulation_steps"] * before["world_size"]
+    if slots % processes:
+        raise UserError(
+            f"--output_dir: the steps of the run in {training_args.output_dir} have {slots * micro_batch} rows, which "
+            f"{processes} processes cannot divide: pass another --gradient_accumulation_steps"
+            f"{or_processes(slots * micro_batch, micro_batch)}"
+        )
+    training_args.gradient_accumulation_steps = slots // processes
 
 
 def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig, is_sharded: bool) -> None:
@@ -314,6 +363,7 @@ def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig
     identity = identity_of_run(arguments, launched, is_sharded) if is_training else {}
     if is_training:
         folder.check_output_dir(output_dir, identity, is_default)
+        check_data_files(output_dir, script_args)
     print_ignored_files(script_args)
     if launched.tiny:
         tiny.make_replacements(script_args, model_args)
@@ -321,7 +371,11 @@ def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig
     if not is_training:
         return
     folder.claim_output_dir(output_dir, identity, is_default)
+    record_data_files(output_dir, script_args)
     folder.exit_if_finished(output_dir, training_args.max_steps, training_args.num_train_epochs)
+    steps, asked = training_args.gradient_accumulation_steps, getattr(training_args, "asked_accumulation_steps", None)
+    if asked not in (None, steps):
+        print_once(f"gradient_accumulation_steps is {steps}, not {asked}, so that a step has as many rows as in {output_dir}.")
     if launched.tiny:
         tiny.print_notice(*arguments)
     else:
@@ -344,11 +398,15 @@ def identity_of_run(arguments: Arguments, launched: Launched, is_sharded: bool) 
         "tiny": launched.tiny,
         "use_peft": model_args.use_peft,
         "load_in_4bit": model_args.load_in_4bit,
-        "recipe_digest": hashlib.sha256(recipe.read_bytes()).hexdigest()[:8],
+        "recipe_digest": digest_of_recipe(recipe),
         "data_digest": digest_local_files(script_args),
         "max_samples": script_args.max_samples,
         "max_eval_samples": script_args.max_eval_samples,
     }
+
+
+def digest_of_recipe(recipe: Path) -> str:
+    return hashlib.sha256(recipe.read_bytes()).hexdigest()[:8]
 
 
 def check_model_and_dataset(arguments: Arguments, launched: Launched, config: AccelerateConfig) -> None:

@@ -64,6 +64,13 @@ def _check_source(recipe: Path) -> None:
         raise UserError(f"{recipe.name}, line {error.lineno}: {error.msg}") from error
     except ValueError as error:
         raise UserError(f"{recipe.name} is not a Python file: {error}") from error
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            name = node.module or ", ".join(alias.name for alias in node.names)
+            raise UserError(
+                f"{recipe.name}, line {node.lineno}: {ast.unparse(node)}: a recipe is not part of a package: import {name} "
+                "without the dot, it is found next to the recipe"
+            )
     names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)}
     if "parse" in names and "train" not in names:
         raise UserError(f"{recipe.name} calls parse() but never train(): its last line must pass the trainer to train(trainer)")
@@ -90,15 +97,18 @@ def unknown_flag(flag: str, known: list[str]) -> str:
     return f"unknown flag {flag}: " + (f"did you mean {near[0]}?" if near else "--help lists what the recipe sets")
 
 
+def value_of(name: str, words: list[str], recipe: Path | None = None) -> str:
+    """What the flags `words` set an argument to, as text; without the flag, the recipe's constant; else ""."""
+    constants = [value.value for value in recipe_values(recipe, name) if isinstance(value, ast.Constant)] if recipe else []
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    default = str(constants[-1]) if constants else ""
+    parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true", default=default)
+    return getattr(parser.parse_known_args(words)[0], name)
+
+
 def is_true(name: str, words: list[str], recipe: Path | None = None) -> bool:
     """Whether the flags `words` set a boolean argument; without the flag, whether the recipe does."""
-    default = False
-    if recipe:
-        default = any(isinstance(value, ast.Constant) and value.value is True for value in recipe_values(recipe, name))
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true", default=str(default))
-    value = getattr(parser.parse_known_args(words)[0], name)
-    return value.lower() in ("yes", "true", "t", "y", "1")  # as transformers reads them
+    return value_of(name, words, recipe).lower() in ("yes", "true", "t", "y", "1")  # as transformers reads them
 
 
 def recipe_values(recipe: Path, name: str) -> list[ast.expr]:

@@ -168,7 +168,7 @@ def run_checks(launched: Launched, arguments: list[str], config: AccelerateConfi
     """
     from harness.start import checks
 
-    set_device(launched, config, use_cpu=flags.is_true("use_cpu", arguments))
+    set_device(launched, config, use_cpu=flags.is_true("use_cpu", arguments), rows=rows_of_step(Path(launched.recipe), arguments))
     checks.check_shared_memory(launched)
     checks.print_few_cores(launched)
     _, training_args, _ = check_recipe(launched, arguments)
@@ -200,16 +200,31 @@ def build_trainer(launched: Launched, arguments: list[str]) -> Any:
     raise UserError(f"{Path(launched.recipe).name} ended without calling train(): is it a recipe?")
 
 
-def set_device(launched: Launched, config: AccelerateConfig, use_cpu: bool) -> None:
-    """Sets `on_cpu`. Raises UserError if the machine has too few GPUs."""
+def rows_of_step(recipe: Path, arguments: list[str]) -> tuple[int, int]:
+    """Rows per optimizer step and per micro-batch, (0, 0) where recipe and flags do not set them to numbers."""
+    numbers = [flags.value_of(name, arguments, recipe) for name in ("global_batch_size", "per_device_train_batch_size")]
+    if flags.value_of("gradient_accumulation_steps", arguments) or not all(number.isdecimal() for number in numbers):
+        return 0, 0
+    return int(numbers[0]), int(numbers[1])
+
+
+def set_device(launched: Launched, config: AccelerateConfig, use_cpu: bool, rows: tuple[int, int] = (0, 0)) -> None:
+    """Sets `on_cpu`. Raises UserError if the machine has too few GPUs; `rows`: per step and micro-batch, to offer fewer."""
     from harness.start import checks
 
     gpus = launched.processes // launched.nodes
     if not use_cpu and checks.count_gpus() >= gpus:
         return
     if not (launched.tiny or use_cpu):
-        found = checks.count_gpus() or "none"
-        raise UserError(f"{config.name} needs {plural(gpus, 'GPU')}, this machine has {found}. {rehearsal_hint(launched)}")
+        found = checks.count_gpus()
+        # Not in a hybrid config, which needs its replicas, nor on several nodes, whose steps depend on the others.
+        possible = [] if config.is_hybrid or launched.nodes > 1 or not all(rows) else range(1, found + 1)
+        enough = [count for count in possible if rows[0] % (rows[1] * count) == 0]
+        hint = rehearsal_hint(launched)
+        if enough:
+            words = "it" if enough[-1] == 1 else f"{enough[-1]} of them" if enough[-1] < found else "them"
+            hint = f"NPROC_PER_NODE={enough[-1]} trains the same steps on {words}, and continues a run there, if memory suffices"
+        raise UserError(f"{config.name} needs {plural(gpus, 'GPU')}, this machine has {found or 'none'}. {hint}")
     launched.on_cpu = True
 
 

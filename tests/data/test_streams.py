@@ -154,6 +154,31 @@ def test_rows_do_not_depend_on_the_number_of_processes(documents, tmp_path, is_p
         assert len(ids) == len(set(ids)) == 3 * SLOTS * ROWS
 
 
+def test_process_reads_the_positions_of_its_parts_only(documents, tmp_path):
+    """Two machines without a shared disk: the second one has the file of its part."""
+
+    def stream():
+        return packed(documents, True)
+
+    expected = read_steps(stream, tmp_path / "uninterrupted", 1, 3)
+    read_steps(stream, tmp_path, 2, 2)
+    (tmp_path / "checkpoint-2/stream_0.json").unlink()
+    batches, _ = open_batches(stream(), tmp_path, 2, 1, 0, tmp_path / "checkpoint-2")
+    assert [batch["rows"] for batch in itertools.islice(batches, SLOTS // 2)] == expected[2][1::2]
+
+
+def test_position_that_is_missing(documents, tmp_path, capsys):
+    """The stream is read again, and as many rows are skipped as the steps had; a message says so."""
+
+    def stream():
+        return packed(documents, True)
+
+    expected = read_steps(stream, tmp_path, 1, 3)
+    (tmp_path / "checkpoint-2").mkdir()
+    assert read_steps(stream, tmp_path, 1, 1, from_step=2) == expected[2:]
+    assert "read from its beginning, and 32 rows are skipped" in capsys.readouterr().out
+
+
 def test_rows_that_json_cannot_hold_are_read_again(documents, tmp_path, monkeypatch):
     """Without the buffer's rows a checkpoint has the number of rows that were read, which are skipped."""
     dumps = json.dumps

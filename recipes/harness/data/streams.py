@@ -21,6 +21,7 @@ from harness.launched import UserError, print_once
 import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import gather_object
 from datasets import IterableDataset
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -199,14 +200,20 @@ class StreamPosition(TrainerCallback):
         return self.loader
 
     def _find_positions(self, stream: IterableDataset, slots: int, rows: int) -> list[PartPosition]:
-        """Where to start reading each part: where the checkpoint was, else at the beginning."""
-        of = largest_divisor(slots, min(stream.num_shards, MOST_PARTS))
+        """Where to start reading each part: where the checkpoint was, else at the beginning. Collective with a checkpoint.
+
+        Without a shared disk a process sees the files of its own parts only, which are enough.
+        """
+        args, of = self.trainer.args, largest_divisor(slots, min(stream.num_shards, MOST_PARTS))
         if not self.checkpoint:
             return [PartPosition(of)] * of
-        saved = {int(path.stem.split("_")[1]): read_json(path) for path in self.checkpoint.glob("stream_*.json")}
-        saved_of = next((content.get("of", 0) for content in saved.values()), 0)
-        if sorted(saved) == list(range(saved_of)) and saved_of and max(saved_of, 1) <= min(stream.num_shards, slots):
-            return [self._position_of(PartPosition(**saved[part]), stream) for part in range(saved_of)]
+        files = {int(path.stem.split("_")[1]): path for path in self.checkpoint.glob("stream_*.json")}
+        saved_of = read_json(files[min(files)]).get("of", 0) if files else 0
+        needed = {slot % saved_of for slot in range(args.process_index, slots, args.world_size)} if saved_of else set()
+        is_found = 0 < saved_of <= min(stream.num_shards, slots) and needed <= files.keys()
+        if all(gather_object([is_found])):
+            saved = {part: PartPosition(**read_json(files[part])) for part in needed}
+            return [self._position_of(saved.get(part, PartPosition(saved_of)), stream) for part in range(saved_of)]
         steps = step_of(self.checkpoint)
         print_once(
             f"warning: {self.checkpoint} does not have the position in this stream, so the stream is read from its beginning, "

@@ -38,6 +38,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 INTERVAL = 2  # steps between two checkpoints
 FLAGS = ["--max_steps", "6", "--save_steps", str(INTERVAL), "--logging_steps", "1", "--eval_strategy", "no", "--max_length", "64"]
+FLAGS += ["--global_batch_size", "8"]  # also of a run that is killed before its first checkpoint
 PEFT = ["--use_peft", "--learning_rate", "2e-4"]
 VARIANTS = {
     "full, 1 process": ["1x3090"],

@@ -73,9 +73,11 @@ KEYS = {
     "tokens_per_epoch": int,
     "steps": int,
     "tokens": int,
+    "times_seen": float,
     "adapter": dict,
     "trained_parameters": int,
     "parameters": int,
+    "data": dict,
     "warnings": list,
 }
 LENGTHS = ("shortest", "percentile_10", "median", "percentile_90", "longest")

@@ -80,7 +80,7 @@ WITH_CALL = {
     "tools": [{"type": "function", "function": WEATHER}],
 }
 THOUGHT = {"messages": [QUESTION, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nSo."}]}
-TWO_THOUGHTS = {"messages": THOUGHT["messages"] * 2}
+TWO_THOUGHTS = {"messages": [{**turn} for turn in THOUGHT["messages"] * 2]}
 REASONING = {"messages": [QUESTION, ANSWER | {"reasoning_content": "Hm.", "thinking": "Hm."}]}
 
 

@@ -15,7 +15,9 @@ QUESTION = {"role": "user", "content": "Why?"}
 
 
 def arguments_for(name, dataset_formats=(), given=(), **settings) -> ScriptArguments:
+    output_dir = settings.pop("output_dir", "")
     script_args = ScriptArguments(dataset_name=str(name), **settings)
+    script_args.output_dir = output_dir
     script_args.dataset_formats, script_args.given, script_args.display_name = dataset_formats, frozenset(given), str(name)
     return script_args
 
@@ -254,3 +256,56 @@ def test_ignored_files_of_a_folder_are_printed(tmp_path, capsys):
     (tmp_path / "b.csv").write_text("text\nb\n")
     print_how_files_are_read(str(tmp_path), None, None)
     assert "reading the .jsonl files, ignoring all .csv files" in capsys.readouterr().out
+
+
+def test_column_map(tmp_path, error_of):
+    path = write(tmp_path / "rows.jsonl", [{"question": f"Why {row}?", "answer": "So.", "id": row} for row in range(20)])
+    mapping = '{"question": "prompt", "answer": "completion"}'
+    assert f"the flag --column_map '{mapping}'" in error_of(check_dataset, arguments_for(path, ("messages",)))
+    train, _ = load(arguments_for(path, ("messages",), column_map=mapping))
+    assert train[0]["messages"][1] == {"role": "assistant", "content": "So."}
+    for mapping, words in (
+        ('{"no": "prompt"}', "has no column no, it has question, answer, id"),
+        ('{"question": "promt"}', "promt is none of the columns that are read"),
+        ("question=prompt", "is not JSON"),
+        ("[1]", "expected names of columns"),
+    ):
+        assert words in error_of(lambda mapping=mapping: check_dataset(arguments_for(path, ("messages",), column_map=mapping)))
+
+
+def test_numbers_keep_their_digits(tmp_path):
+    """And tools that have other keys do not get those of the others as null, also in a stream."""
+    arguments = {"latitude": 48.85661400000001, "tiny": 1e-12, "none": None}
+    call = {"function": {"name": "look", "arguments": json.dumps(arguments)}}
+    turns = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    path = write(
+        tmp_path / "rows.jsonl", [{"messages": turns, "tools": [{"name": f"f{row}", f"key{row}": 1}]} for row in range(20)]
+    )
+    for streaming in (False, True):
+        train, test = load(arguments_for(path, ("messages",), dataset_streaming=streaming))
+        for row in (next(iter(train)), test[0]):
+            assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == arguments
+            assert len(row["tools"][0]["function"]) == 2
+
+
+def test_keep_sees_rows_with_a_text_only(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"text": None if row % 2 else "a" * row} for row in range(40)])
+    script_args = arguments_for(path, ("text",), output_dir=str(tmp_path / "run"))
+    train, test = load(script_args, keep=lambda row: len(row["text"]) > 20)
+    assert len(train) + len(test) == 9
+    assert "31 of 40 rows skipped: 21 without a text, 10 left out by the recipe" in capsys.readouterr().out
+
+
+def test_folder_with_configs(tmp_path, error_of):
+    """As README.md says; a folder of the same name with other rows is another dataset."""
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        folder = tmp_path / place / "d"
+        write(folder / "rows.jsonl", [{"text": f"{place} {row}"} for row in range(20)])
+        write(folder / "held [1].jsonl", [{"text": "held"}])
+        files = "[{split: train, path: rows.jsonl}, {split: test, path: 'held*'}]"
+        configs = f"- {{config_name: de, data_files: {files}}}\n- {{config_name: en, data_files: rows.jsonl}}"
+        (folder / "README.md").write_text(f"---\nconfigs:\n{configs}\n---\n")
+        train, test = load(arguments_for(folder, ("text",), dataset_config="de"))
+        assert set(train["text"]) == {f"{place} {row}" for row in range(20)} and test["text"] == ["held"]
+    assert "has the configs de, en" in error_of(check_dataset, arguments_for(folder, ("text",)))

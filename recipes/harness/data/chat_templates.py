@@ -10,6 +10,7 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,23 @@ def training_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> st
     candidates = ((marked, [ONE_ANSWER, TWO_ANSWERS]), (copy_of_trl, [ONE_ANSWER, TWO_ANSWERS]), (marked, [ONE_ANSWER]))
     for template, conversations in candidates:
         if template and all(_renders_the_same(tokenizer, template, conversation) for conversation in conversations):
+            if template == marked:
+                _hide_false_warning(tokenizer, template)
             return template
     raise ValueError(REASON)
+
+
+def _hide_false_warning(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """Hides TRL's warning that the end of a turn does not count in the loss, if the end token is among the marked ones.
+
+    TRL looks for it among the added tokens only.
+    """
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    encoded = tokenizer.apply_chat_template(ONE_ANSWER, chat_template=template, **options)
+    pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    if any(is_marked and token == tokenizer.eos_token_id for token, is_marked in pairs):
+        logger = getLogger("trl.trainer.sft_trainer")
+        logger.addFilter(lambda record: "end-of-turn token in the loss mask" not in record.getMessage())
 
 
 def _renders_the_same(

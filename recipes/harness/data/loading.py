@@ -129,35 +129,25 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
         conversion.ignored = [column for column in conversion.ignored if column != "rejected"]
     if conversion.ignored:
         print_once(f"{name}: ignored columns: {', '.join(conversion.ignored)}.")
-    if conversion.format == "messages":
-        conversion.settings["as_messages"] = has_both_shapes(train, conversion.settings)
-        conversion.features = features_for(script_args, conversion)
 
     limit = None if reading.is_small(script_args.dataset_name) else FIRST_ROWS
-    facts = find_facts(train, conversion, keep, limit if is_first_process() else 0)
+    facts = find_facts(train, conversion, keep, limit)
     eval_rows = [] if test is None else usable_rows(test, conversion.settings, keep, count)
+    if len({*facts["shape"], *map(shape_of, eval_rows)} - {""}) > 1:
+        conversion.settings["as_messages"] = True
+        conversion.features = features_for(script_args, conversion)
+        eval_rows = [] if test is None else usable_rows(test, conversion.settings, keep, count)
     if test is not None and not eval_rows:
         raise UserError(f"--dataset_test_split: no row of {name} in this split has a text or answer: pass another split")
-    held_out: set[str] = set()
-    if isinstance(train, IterableDataset):
-        train = train.filter(_is_usable, fn_kwargs={"settings": conversion.settings, "keep": keep})
-        if test is None:
-            eval_rows = hold_out_of_stream(train, count, conversion, name)
-            held_out = {digest_of(row) for row in eval_rows}
-        train = train.filter(_is_not_held_out, fn_kwargs={"settings": conversion.settings, "held_out": held_out})
-    else:
-        usable = [index for index, reason in enumerate(facts["reason"]) if not reason]
-        if test is None:
-            usable, indices = hold_out(usable, facts["digest"], count, name)
-            eval_rows = [formats.convert(train[index], **conversion.settings) for index in indices]
-            held_out = {facts["digest"][index] for index in indices}
-        train = train.select(usable)
+    train, held_out_rows = keep_usable(train, conversion, facts, keep, count if test is None else 0, name)
+    eval_rows = eval_rows or held_out_rows
+    held_out = {digest_of(row) for row in held_out_rows}
     facts["reason"] = [
-        reason or ("equal to a row that is held out" if held_out and digest in held_out else "")
+        reason or (DUPLICATE if digest in held_out else "")
         for reason, digest in zip(facts["reason"], facts["digest"], strict=True)
     ]
-    summary = summarize(script_args, conversion, facts, len(eval_rows) if test is None else 0, is_complete)
-    print_summary(script_args, summary, splits, test is None, len(eval_rows))
+    summary = summarize(script_args, conversion, facts, len(held_out_rows), is_complete)
+    print_summary(script_args, summary, splits)
     if not list(train.take(1)):
         raise UserError(
             f"--dataset_name: no row of {name} is left to train on: all are without a text or answer, or equal to a row that is "
@@ -183,6 +173,26 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
         print_once(f"{name}: {len(train):,} rows of the stream are kept in memory, for every epoch the same.")
     eval_rows = [prepared for row in eval_rows[: script_args.max_eval_samples] for prepared in finish(row, conversion)]
     return train, Dataset.from_list(eval_rows, features=conversion.features)
+
+
+def keep_usable(
+    rows: Dataset | IterableDataset,
+    conversion: Conversion,
+    facts: dict[str, Any],
+    keep: Callable[[dict], bool] | None,
+    count: int,
+    name: str,
+) -> tuple[Dataset | IterableDataset, list[dict]]:
+    """The rows to train on, and at most `count` converted ones that are held out for evaluation. `name`: of the dataset."""
+    if isinstance(rows, Dataset):
+        usable, chosen = [index for index, reason in enumerate(facts["reason"]) if not reason], []
+        if count:
+            usable, chosen = hold_out(usable, facts["digest"], count, name)
+        return rows.select(usable), [formats.convert(rows[index], **conversion.settings) for index in chosen]
+    rows = rows.filter(_is_usable, fn_kwargs={"settings": conversion.settings, "keep": keep})
+    held_out = hold_out_of_stream(rows, count, conversion, name) if count else []
+    settings = {"settings": conversion.settings, "held_out": {digest_of(row) for row in held_out}}
+    return (rows.filter(_is_not_held_out, fn_kwargs=settings) if held_out else rows), held_out
 
 
 def convert_all(rows: Dataset | IterableDataset, conversion: Conversion) -> Dataset | IterableDataset:
@@ -239,7 +249,11 @@ def cut_texts(value: Any, letters: int) -> Any:
 
 
 def digest_of(row: dict) -> str:
-    """A checksum of a converted row."""
+    """A checksum of a converted row, the same for turns in one column or in two."""
+    turns = [turn for name in ("messages", "prompt", "completion") for turn in row.get(name) or [] if isinstance(turn, dict)]
+    if turns:
+        others = {name: value for name, value in row.items() if name not in ("messages", "prompt", "completion")}
+        row = others | {"turns": [{key: value for key, value in turn.items() if key != "train"} for turn in turns]}
     return xxhash.xxh3_64_hexdigest(json.dumps(row, ensure_ascii=False, sort_keys=True, default=str).encode())
 
 
@@ -250,7 +264,7 @@ def _is_usable(row: dict, settings: dict[str, Any], keep: Callable[[dict], bool]
 
 
 def _is_not_held_out(row: dict, settings: dict[str, Any], held_out: set[str]) -> bool:
-    return not held_out or digest_of(formats.convert(row, **settings)) not in held_out
+    return digest_of(formats.convert(row, **settings)) not in held_out
 
 
 def usable_rows(
@@ -261,26 +275,27 @@ def usable_rows(
     return [formats.convert(row, **settings) for row in itertools.islice(usable, count)]
 
 
-LEFT_OUT = "left out by the recipe (`keep`)"
+FACTS = ("reason", "digest", "kind", "shape")
+LEFT_OUT, DUPLICATE = "left out by the recipe (`keep`)", "equal to a row that is held out"
 
 
 def find_facts(
     rows: Dataset | IterableDataset, conversion: Conversion, keep: Callable[[dict], bool] | None, limit: int | None = None
 ) -> dict[str, Any]:
-    """What every row is: why it is skipped ("" if it is not), a checksum, and what its turns are; lists of these by name.
+    """What every row is: why it is skipped ("" if it is not), a checksum, what its turns are, where they are; lists by name.
 
     Of a stream it looks at the first `limit` rows only; "complete" says whether these are all.
     """
     settings = {"settings": conversion.settings, "code": CODE}
     if isinstance(rows, Dataset):
-        columns = Features({name: Value("string") for name in ("reason", "digest", "kind")})
+        columns = Features({name: Value("string") for name in FACTS})
         facts = rows.map(_facts_of, fn_kwargs=settings, remove_columns=rows.column_names, features=columns)
         found = {name: facts[name][:] for name in columns}
         first = rows if keep else []
     else:
         first = list(itertools.islice(rows, None if limit is None else limit + 1))
         facts = [_facts_of(row, **settings) for row in first[:limit]]
-        found = {name: [fact[name] for fact in facts] for name in ("reason", "digest", "kind")}
+        found = {name: [fact[name] for fact in facts] for name in FACTS}
     if keep is not None:
         for index, row in enumerate(itertools.islice(first, len(found["reason"]))):
             if not found["reason"][index] and not keep(formats.rename(row, conversion.settings["column_map"])):
@@ -294,7 +309,13 @@ def _facts_of(row: dict, settings: dict[str, Any], code: str) -> dict[str, str]:
         "reason": reason,
         "digest": digest_of(converted) if converted is not None else "",
         "kind": formats.kind_of(converted) if converted is not None else "",
+        "shape": shape_of(converted) if converted is not None else "",
     }
+
+
+def shape_of(row: dict) -> str:
+    """The column of a converted row that has its answers, if these are turns; "" if not."""
+    return next((name for name in ("messages", "completion") if isinstance(row.get(name), list)), "")
 
 
 def hold_out(usable: list[int], digests: list[str], count: int, name: str) -> tuple[list[int], list[int]]:
@@ -331,9 +352,8 @@ def summarize(
 ) -> dict[str, Any]:
     """The content of data.json: what was read, skipped and found."""
     reasons = Counter(reason for reason in facts["reason"] if reason)
-    duplicates = reasons.get("equal to a row that is held out", 0)
     if facts["complete"]:  # the held-out rows themselves are not skipped
-        reasons["equal to a row that is held out"] = max(0, duplicates - held_out)
+        reasons[DUPLICATE] = max(0, reasons[DUPLICATE] - held_out)
     turns = Counter(word for kind in facts["kind"] for word in kind.split(",")[0].split())
     skipped = {reason: number for reason, number in reasons.most_common() if number}
     rows = len(facts["reason"])
@@ -352,18 +372,20 @@ def summarize(
     }
 
 
-def print_summary(script_args: ScriptArguments, summary: dict[str, Any], splits: dict, holds_out: bool, count: int) -> None:
+def print_summary(script_args: ScriptArguments, summary: dict[str, Any], splits: dict[str, Any]) -> None:
+    """Prints the skipped rows with the reasons, and how many are held out of the training split."""
     name = script_args.display_name
     if summary["skipped"]:
         reasons = ", ".join(f"{number:,} {reason}" for reason, number in summary["skipped"].items())
         of = f"{summary['rows']:,} rows" if summary["is_complete"] else f"the first {summary['rows']:,} rows"
         print_once(f"{name}: {summary['skipped_rows']:,} of {of} skipped: {reasons}.")
-    if holds_out:
-        others = [split for split in splits if split != script_args.dataset_train_split]
-        found = f" (other splits: {', '.join(others)})" if others and not is_slice(script_args.dataset_train_split) else ""
+    if summary["held_out"]:
+        split = script_args.dataset_train_split
+        others = [] if is_slice(split) else [other for other in splits if other != split]
+        found = f" (other splits: {', '.join(others)})" if others else ""
         print_once(
-            f"{name} has no split {script_args.dataset_test_split}{found}: {count} rows of {script_args.dataset_train_split} are "
-            "held out for evaluation and never trained on."
+            f"{name} has no split {script_args.dataset_test_split}{found}: {summary['held_out']} rows of {split} are held out "
+            "for evaluation and never trained on."
         )
 
 
@@ -613,22 +635,6 @@ def features_for(script_args: ScriptArguments, conversion: Conversion) -> Featur
     columns = [mapped.get(column, column) for column in conversion.columns]
     first = {"messages": None} if conversion.settings["as_messages"] or conversion.splits_answers else conversion.first[0]
     return formats.stored_features(conversion.format, columns, first, script_args.text_field)
-
-
-def has_both_shapes(rows: Dataset | IterableDataset, settings: dict[str, Any]) -> bool:
-    """Whether some rows have `messages`, and others `prompt` and `completion` as messages."""
-    mapped = settings["column_map"] or {}
-    if not {"completion", "chosen"} & {mapped.get(column, column) for column in rows.column_names or []}:
-        return False
-    if isinstance(rows, IterableDataset):
-        rows = itertools.islice(rows, FIRST_ROWS)
-    shapes = set()
-    for row in rows:
-        if converted := formats.convert(row, **settings):
-            shapes.add("messages" in converted)
-            if len(shapes) > 1:
-                return True
-    return False
 
 
 def has_struct(kind: Any) -> bool:

@@ -190,7 +190,7 @@ def keep_usable(
             usable, chosen = hold_out(usable, facts["digest"], count, name)
         return rows.select(usable), [formats.convert(rows[index], **conversion.settings) for index in chosen]
     rows = rows.filter(_is_usable, fn_kwargs={"settings": conversion.settings, "keep": keep})
-    held_out = hold_out_of_stream(rows, count, conversion, name) if count else []
+    held_out = hold_out_of_stream(rows, count, conversion, name, facts["complete"]) if count else []
     settings = {"settings": conversion.settings, "held_out": {digest_of(row) for row in held_out}}
     return (rows.filter(_is_not_held_out, fn_kwargs=settings) if held_out else rows), held_out
 
@@ -454,16 +454,19 @@ def parts_of_splits(script_args: ScriptArguments, lengths: dict[str, int]) -> tu
     return found[0], found[1]
 
 
-def hold_out_of_stream(rows: IterableDataset, count: int, conversion: Conversion, name: str) -> list[dict]:
+def hold_out_of_stream(rows: IterableDataset, count: int, conversion: Conversion, name: str, is_small: bool) -> list[dict]:
     """The first rows of the last row group of the last file, which is far from what is trained on first, converted.
 
     A stream of one file without row groups gives a random tenth of its first `10 * count` rows. In no case they are more than a
-    tenth of the rows. All `rows` can be used; `name` is that of the dataset.
+    tenth of the rows. All `rows` can be used; `name` is that of the dataset, `is_small` whether its rows may be counted.
     """
     last_file = rows.shard(rows.num_shards, rows.num_shards - 1).reshard()
     last_group = last_file.shard(last_file.num_shards, last_file.num_shards - 1)
-    if rows.num_shards * last_file.num_shards > 1:
-        known = sum(1 for _ in itertools.islice(rows, 10 * count))
+    groups = rows.num_shards * last_file.num_shards
+    if groups > 1:
+        # Groups have one size, but for the last one, so a tenth of them is enough where counting rows means downloading them.
+        is_counted = is_small or groups < 10
+        known = sum(1 for _ in itertools.islice(rows, 10 * count)) if is_counted else 10 * count
         chosen = list(last_group.take(at_most_a_tenth(known, count, name)))
         if chosen:
             return [formats.convert(row, **conversion.settings) for row in chosen]

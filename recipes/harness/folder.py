@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 
 RUN = "run.json"
 RESULTS = "train_results.json"
+DATA = "data.json"  # what `load` read and skipped
 LOCK = ".lock"
 COMPLETION_MARKER = "complete.json"  # in a checkpoint: every process has written its part
 NOT_WRITABLE = 74  # exit code of a run that could not write into its output directory (EX_IOERR)

@@ -78,6 +78,8 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
         def is_caused_by(*kinds: type) -> bool:
             return any(isinstance(cause, kinds) for cause in causes)
 
+        if is_caused_by(UserError):  # about a file, from the reader that `datasets` called
+            raise next(cause for cause in causes if isinstance(cause, UserError)) from problem
         if is_caused_by(errors.GatedRepoError):
             reason = f"access is gated: accept its terms on its Hub page, then {LOGIN}"
         elif is_caused_by(errors.RepositoryNotFoundError, errors.HFValidationError):

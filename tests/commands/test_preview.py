@@ -10,7 +10,7 @@ from harness.rehearsal import tiny_model
 
 import pytest
 import torch
-from conftest import RECIPES, ROOT
+from conftest import RECIPES, ROOT, read
 from trl import ModelConfig
 
 
@@ -73,9 +73,11 @@ KEYS = {
     "tokens_per_epoch": int,
     "steps": int,
     "tokens": int,
+    "times_seen": float,
     "adapter": dict,
     "trained_parameters": int,
     "parameters": int,
+    "data": dict,
     "warnings": list,
 }
 LENGTHS = ("shortest", "percentile_10", "median", "percentile_90", "longest")
@@ -139,6 +141,37 @@ def test_documents_that_are_trained_on_and_evaluated(preview_tiny, tmp_path):
     assert process.returncode == 1 and "1 of 4 documents for evaluation are also trained on" in process.stderr
 
 
+def test_data_of_a_preview_and_a_run(preview_tiny, rehearse, tmp_path):
+    """Skipped rows with reasons, ignored columns and turns: the same in both. A document is shown complete with --full."""
+    thanks = [{"role": "user", "content": "Thanks"}]
+    rows = [
+        {"id": index, "messages": [{"role": role, "content": f"{role} {index}"} for role in ("user", "assistant")] + thanks}
+        for index in range(60)
+    ]
+    rows += [{"id": 0, "messages": thanks}] * 3 + [{"id": 0, "messages": [*thanks, {"role": "assistant", "content": ""}]}] * 2
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    process = preview_tiny("qwen2_chat", "--dataset_name", str(path), "--json")
+    assert process.returncode == 0, process.stderr
+    numbers = json.loads(process.stdout)
+    data = numbers["data"]
+    assert data["skipped"] == {"without an answer": 3, "with a turn that is empty": 2} and data["is_complete"]
+    assert (data["rows"], data["held_out"], data["trained_rows"], data["ignored_columns"]) == (65, 6, 54, ["id"])
+    assert data["turns"] == {"user": 120, "assistant": 60} and numbers["times_seen"] > 1
+    assert "5 of 65 rows skipped: 3 without an answer, 2 with a turn that is empty." in process.stderr
+    shown = preview_tiny("qwen2_chat", "--dataset_name", str(path), "--full", "2").stdout
+    assert "--- document 2 of 54" in shown and "tokens …" not in shown
+    assert "rows         65, 3 skipped without an answer" in shown and "turns        120 user, 60 assistant" in shown
+    run = rehearse("qwen2_chat", "1x3090", "--dataset_name", str(path))
+    assert read(run)["data"] == data and read(run)["times_seen"] > 0
+
+
+def test_take_full():
+    assert preview.take_full(["--a", "1"]) == (["--a", "1"], 0)
+    assert preview.take_full(["--full", "--a", "1"]) == (["--a", "1"], 1)
+    assert preview.take_full(["--a", "1", "--full", "7"]) == (["--a", "1"], 7)
+
+
 @pytest.fixture
 def tokenizer():
     return tiny_model.make_tokenizer(tiny_model.family_of("Qwen/Qwen2-0.5B-Instruct"))
@@ -168,6 +201,8 @@ def test_warning_about_a_document_without_an_end_token(tokenizer):
     end = [tokenizer.eos_token_id]
     assert not warnings_of(tokenizer, (ids + end, ids + end))
     assert "1 of 1 documents have no end token" in warnings_of(tokenizer, (ids, ids))
+    behind = tokenizer(" Thanks")["input_ids"]  # a turn behind the last answer
+    assert not warnings_of(tokenizer, (ids + end + behind, ids + end + [IGNORED] * len(behind)), ids + end)
     masked = [*ids, IGNORED]
     assert "1 of 1 documents have no end token" in warnings_of(tokenizer, (ids + end, masked), ids + end)
 

@@ -73,6 +73,76 @@ def test_template_that_renders_earlier_answers_differently(tokenizer, monkeypatc
     assert "Qwen/Qwen3-0.6B" in message and "--assistant_only_loss false" in message
 
 
+WEATHER = {"name": "get_weather", "description": "Get it.", "parameters": {"properties": {"city": {"type": "string"}}}}
+CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Paris"}}}
+WITH_CALL = {
+    "messages": [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "20"}, ANSWER],
+    "tools": [{"type": "function", "function": WEATHER}],
+}
+THOUGHT = {"messages": [QUESTION, {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nSo."}]}
+TWO_THOUGHTS = {"messages": [{**turn} for turn in THOUGHT["messages"] * 2]}
+REASONING = {"messages": [QUESTION, ANSWER | {"reasoning_content": "Hm.", "thinking": "Hm."}]}
+
+
+@pytest.mark.parametrize(
+    ("family", "row", "missing"),
+    [
+        ("qwen2", WITH_CALL, "the tool calls of turn 2 (assistant)"),
+        ("headings", WITH_CALL, "the tool calls of turn 2 (assistant)"),
+        ("qwen2", {"messages": ONE_ANSWER, "tools": WITH_CALL["tools"]}, "the tools of the conversation"),
+        ("qwen2_5", WITH_CALL, None),
+        ("qwen3", WITH_CALL, None),
+        ("llama3_1", WITH_CALL, None),
+        ("gemma3", WITH_CALL, "fails (Conversation roles must alternate"),
+        ("qwen2", THOUGHT, None),
+        ("qwen3", THOUGHT, None),
+        ("deepseek_r1_distill", THOUGHT, "the reasoning of turn 2 (assistant)"),
+        ("llama3_1", TWO_THOUGHTS, None),
+        ("qwen3", TWO_THOUGHTS, "pass --split_conversations true"),
+        ("llama3_1", REASONING, "write it into the content as <think>"),
+        ("qwen3", REASONING, None),
+        ("gptoss", REASONING, None),
+        ("qwen2_5", {"messages": [{"role": "critic", "content": "No."}, *ONE_ANSWER]}, "the content of turn 1 (critic)"),
+    ],
+)
+def test_what_a_template_leaves_out_is_an_error(tokenizer, error_of, family, row, missing):
+    if family == "headings":
+        tokenizer.chat_template = (ROOT / "recipes/headings.jinja").read_text()
+    elif family == "qwen2":
+        tokenizer.chat_template = tiny_model.family_of("Qwen/Qwen2-0.5B-Instruct")["tokenizer"]["chat_template"]
+    else:
+        tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
+    if missing is None:
+        chat_templates.check_rendering(tokenizer, f"of {family}", [row])
+    else:
+        assert missing in error_of(chat_templates.check_rendering, tokenizer, f"of {family}", [row])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_1"])
+def test_turns_that_do_not_count_are_not_marked(tokenizer, family):
+    tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
+    turns = [QUESTION, ANSWER | {"train": False}, QUESTION, SECOND_ANSWER]
+    text, marked = render(tokenizer, training_template(tokenizer), turns)
+    assert text == tokenizer.apply_chat_template(turns, tokenize=False)
+    assert SECOND_ANSWER["content"] in marked and ANSWER["content"] not in marked
+
+
+def test_marks_that_a_template_cannot_follow(tokenizer, monkeypatch, error_of):
+    training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
+    monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
+    rows = [{"messages": [QUESTION, ANSWER | {"train": False}, QUESTION, SECOND_ANSWER]}]
+    tokenizer.chat_template = (TEMPLATES / "llama3_training.jinja").read_text()
+    assert "marks the answers itself" in error_of(
+        check_conversations, training_args, SimpleNamespace(), frozenset(), rows, "a model"
+    )
+    tokenizer.chat_template = (TEMPLATES / "llama3_1.jinja").read_text()
+    check_conversations(training_args, SimpleNamespace(), frozenset(), rows, "a model")
+    training_args.assistant_only_loss = False
+    assert "pass --assistant_only_loss true" in error_of(
+        check_conversations, training_args, SimpleNamespace(), frozenset(), rows, "a model"
+    )
+
+
 def test_template_with_markers_is_used_as_it_is(tokenizer):
     tokenizer.chat_template = (TEMPLATES / "llama3_training.jinja").read_text()
     assert has_generation_markers(tokenizer.chat_template) and training_template(tokenizer) is None

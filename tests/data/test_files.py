@@ -1,61 +1,39 @@
-"""Local files that were changed after a run began."""
+"""Files as people have them: run, rehearsal and preview agree on the outcome, the counts and the rendered text of each."""
 
-import os
-from types import SimpleNamespace
+import functools
 
-from harness.data.files import DATA, check_data_files, compute_checksums, record_data_files
-from harness.folder import COMPLETION_MARKER
-
+import datasets
 import pytest
-from conftest import read
+from files import FILES, make, make_tokenizer, outcome
+
+tokenizer_of = functools.cache(make_tokenizer)
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A run with a checkpoint, and its dataset of two files."""
-    for name in ("run/checkpoint-1", "data"):
-        (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "run/checkpoint-1" / COMPLETION_MARKER).touch()
-    for name in ("a", "b"):
-        (tmp_path / f"data/{name}.jsonl").write_text("x" * 9)
-    script_args = SimpleNamespace(dataset_name=str(tmp_path / "data"))
-    record_data_files(tmp_path / "run", script_args)
-    return tmp_path / "run", script_args, tmp_path / "data/a.jsonl"
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
-def write_again(file, text):
-    file.write_text(text)
-    os.utime(file, ns=(1, 1))
+@pytest.mark.parametrize("name", FILES)
+def test_run_rehearsal_and_preview_agree(tmp_path, name):
+    expected, options = FILES[name][3], FILES[name][4] if len(FILES[name]) > 4 else {}
+    make(tmp_path, name)
+    tokenizer = tokenizer_of(options.get("template", "qwen2_5"))
+    run, preview, rehearsal = (outcome(tmp_path, name, mode, tokenizer) for mode in ("run", "preview", "rehearsal"))
+    message, counted, rendered = run
+    if isinstance(expected, str):
+        assert expected in message, message
+    else:
+        assert not message and counted["counts"] == expected, (message, counted)
+    assert preview == run
+    if not message:  # a rehearsal evaluates on 16 of the rows that a run holds out
+        trained, skipped, evaluated = counted["counts"]
+        assert rehearsal[1] == counted | {"counts": (trained, skipped, min(evaluated, 16))}
+    assert rehearsal[0] == message
+    assert len(rehearsal[2]) == len(rendered)
+    if "ool" not in name and "call" not in name:  # tools are cut in a rehearsal
+        assert rehearsal[2] == rendered
 
 
-def test_change_in_the_middle(run, error_of):
-    output_dir, script_args, file = run
-    compute_checksums(output_dir).join()
-    write_again(file, "xxxxyxxxx")
-    message = error_of(check_data_files, output_dir, script_args)
-    assert f"{file} has changed since the run in {output_dir} began" in message
-
-
-def test_file_that_was_copied(run, capsys):
-    """Another modification time and the same content."""
-    output_dir, script_args, file = run
-    compute_checksums(output_dir).join()
-    before = read(output_dir, DATA)["files"][str(file)]
-    write_again(file, "x" * 9)
-    check_data_files(output_dir, script_args)
-    record_data_files(output_dir, script_args)
-    assert read(output_dir, DATA)["files"][str(file)] == [9, 1, before[2]] and before[2] and not capsys.readouterr().out
-
-
-def test_file_whose_checksum_is_not_known(run, capsys):
-    output_dir, script_args, file = run
-    write_again(file, "xxxxyxxxx")
-    check_data_files(output_dir, script_args)
-    assert f"warning: {file} may have changed since the run" in capsys.readouterr().out
-
-
-def test_run_without_a_checkpoint_accepts_other_files(run):
-    output_dir, script_args, file = run
-    (output_dir / "checkpoint-1" / COMPLETION_MARKER).unlink()
-    write_again(file, "other")
-    check_data_files(output_dir, script_args)
+def test_number_of_files():
+    assert len(FILES) >= 60

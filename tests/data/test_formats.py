@@ -11,8 +11,10 @@ from conftest import RECIPES
 CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 SHARE_GPT = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]
-TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "look"}}]}
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
+TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 TEXT_PART = {"type": "text", "text": "Why?"}
+TOOL = {"name": "look", "parameters": {"properties": {"at": {"type": "integer"}}}}
 TASK = {"instruction": "Add.", "input": "1 2", "output": "3"}
 PREFERENCE = {"prompt": "Why?", "chosen": "So.", "rejected": "No.", "score": 5.0}
 TASK_AS_CHAT = [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]
@@ -111,11 +113,120 @@ def as_assistant(content):
         pytest.param(
             PREFERENCE | {"messages": CHAT[:1] * 2 + CHAT[1:]}, "messages", {"messages": CHAT[:1] * 2 + CHAT[1:]}, id="both"
         ),
+        pytest.param(
+            {"messages": json.dumps(CHAT), "tools": json.dumps([TOOL])},
+            "messages",
+            {"messages": CHAT, "tools": [{"type": "function", "function": TOOL}]},
+            id="messages and tools as JSON",
+        ),
+        pytest.param({"messages": [SYSTEM | {"content": None}, *CHAT]}, "messages", {"messages": CHAT}, id="null system turn"),
+        pytest.param(
+            {"messages": [SYSTEM | {"role": "developer"}, *CHAT]}, "messages", {"messages": [SYSTEM, *CHAT]}, id="developer"
+        ),
+        pytest.param(
+            {
+                "messages": [
+                    CHAT[0],
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": '{"at": 1}'}}]},
+                ]
+            },
+            "messages",
+            {"messages": [CHAT[0], TOOL_CALL | {"content": ""}]},
+            id="arguments as JSON",
+        ),
+        pytest.param(
+            {
+                "conversations": [
+                    SHARE_GPT[1],
+                    {"from": "function_call", "value": '{"name": "look", "arguments": {"at": 1}}'},
+                    {"from": "observation", "value": "3"},
+                    SHARE_GPT[2],
+                ],
+                "system": "Be brief.",
+            },
+            "messages",
+            {"messages": [SYSTEM, CHAT[0], TOOL_CALL | {"content": ""}, {"role": "tool", "content": "3"}, CHAT[1]]},
+            id="LLaMA-Factory's calls and system column",
+        ),
+        pytest.param(
+            TASK | {"history": [["Why?", "So."]], "system": "Be brief."},
+            "messages",
+            {"messages": [SYSTEM, *CHAT, *TASK_AS_CHAT]},
+            id="Alpaca with history and system",
+        ),
+        pytest.param(
+            {"messages": [CHAT[0], CHAT[1] | {"weight": 0}, CHAT[0], CHAT[1] | {"weight": 1}]},
+            "messages",
+            {"messages": [CHAT[0], CHAT[1] | {"train": False}, *CHAT]},
+            id="weight 0",
+        ),
+        pytest.param({"messages": [CHAT[0], CHAT[1] | {"train": False}]}, "messages", None, id="no answer counts in the loss"),
+        pytest.param(
+            {"messages": [CHAT[0], CHAT[1] | {"thinking": "Hm."}]},
+            "messages",
+            {"messages": [CHAT[0], CHAT[1] | {"thinking": "Hm.", "reasoning_content": "Hm."}]},
+            id="a thought by all of its names",
+        ),
+        pytest.param({"messages": [CHAT[0], as_assistant(" ")]}, "messages", None, id="empty answer"),
+        pytest.param({"messages": ["Why?", "So."]}, "messages", {"messages": CHAT}, id="texts that alternate"),
         pytest.param({"anything": 1, "text": None}, "", {"anything": 1, "text": None}, id="no format"),
     ],
 )
 def test_convert(row, format, expected):
     assert formats.convert(json.loads(json.dumps(row)), format, "text") == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "format", "reason"),
+    [
+        ({"messages": CHAT[:1]}, "messages", "without an answer"),
+        ({"messages": [CHAT[0], as_assistant("")]}, "messages", "with a turn that is empty"),
+        ({"messages": [*CHAT, {"role": "critic", "content": "No."}]}, "messages", "with the unknown role critic"),
+        ({"messages": [CHAT[0], CHAT[1] | {"weight": 0.5}]}, "messages", "neither true nor false"),
+        ({"text": ""}, "text", "without a text"),
+        ({"prompt": "Why?", "completion": 5}, "prompt_completion", "without an answer"),
+    ],
+)
+def test_reasons_to_skip_a_row(row, format, reason):
+    converted, found = formats.examine(row, format)
+    assert converted is None and reason in found
+
+
+def test_nulls_of_structs_are_not_in_the_data():
+    """Arrow gives every struct the keys of all others. In JSON, a null is what somebody wrote."""
+    row = {
+        "messages": [CHAT[0], TOOL_CALL | {"tool_calls": [{"function": {"name": "look", "arguments": {"at": 1, "by": None}}}]}]
+    }
+    for structs, expected in ((("messages",), {"at": 1}), ((), {"at": 1, "by": None})):
+        turns = formats.convert(json.loads(json.dumps(row)), "messages", structs=structs)["messages"]
+        assert turns[1]["tool_calls"][0]["function"]["arguments"] == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "accepted", "expected"),
+    [
+        ({"question": "a", "answer": "b"}, ("messages",), {"question": "prompt", "answer": "completion"}),
+        ({"Question": "a", "Response": "b"}, ("messages",), {"Question": "prompt", "Response": "completion"}),
+        ({"instruction": "a", "context": "", "response": "b"}, ("instruction",), {"context": "input", "response": "output"}),
+        (
+            {"system_prompt": "s", "question": "a", "response": "b"},
+            ("messages",),
+            {"question": "prompt", "response": "completion", "system_prompt": "system"},
+        ),
+        ({"dialogue": CHAT}, ("messages",), {"dialogue": "messages"}),
+        ({"content": "a"}, ("text",), {"content": "text"}),
+        ({"id": 1, "score": 2}, ("messages", "text"), None),
+    ],
+)
+def test_suggested_column_map(row, accepted, expected):
+    assert formats.suggest_column_map([row], accepted, "text") == expected
+
+
+def test_split_answers():
+    turns = [*CHAT, CHAT[0], CHAT[1] | {"train": False}, *CHAT]
+    rows = formats.split_answers({"messages": turns, "tools": [TOOL]})
+    assert [len(row["messages"]) for row in rows] == [2, 6] and all(row["tools"] == [TOOL] for row in rows)
+    assert [[turn.get("train", True) for turn in row["messages"][1::2]] for row in rows] == [[True], [False, False, True]]
 
 
 def test_text_field_names_the_column():
@@ -125,11 +236,15 @@ def test_text_field_names_the_column():
 @pytest.mark.parametrize(
     ("row", "accepted", "words"),
     [
-        ({"messages": [as_user("Why?"), {"role": "bot", "content": "So."}]}, ("messages",), ["no text or answer", "bot, user"]),
+        (
+            {"messages": [as_user("Why?"), {"role": "bot", "content": "So."}]},
+            ("messages",),
+            ["no text or answer", "with the unknown role bot", "(accepted roles: system"],
+        ),
         ({"prompt": "Why?", "completion": 5}, ("prompt_completion",), ["prompt, completion", "no text or answer"]),
         ({"prompt": "Why?", "completion": 5}, ("text",), ["prompt, completion"]),
         ({"chosen": CHAT, "rejected": CHAT}, ("prompt_completion",), ["has the columns chosen, rejected"]),
-        (PREFERENCE | {"chosen": CHAT}, ("prompt_completion",), ["no text or answer", "assistant, user"]),
+        (PREFERENCE | {"chosen": CHAT}, ("prompt_completion",), ["no text or answer", "without an answer"]),
     ],
     ids=["unknown role", "number as completion", "other columns", "no prompt", "messages instead of texts"],
 )
@@ -137,7 +252,7 @@ def test_explain_mismatch(row, accepted, words):
     """Missing columns are distinguished from columns without a text or an answer."""
     message = formats.explain_mismatch([row], accepted, "text")
     assert all(word in message for word in words)
-    assert ("no text or answer" in message) == ("no text or answer" in words)
+    assert ("no text or answer" in message) == ("no text or answer" in words), message
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -5,6 +5,7 @@ import json
 from harness.compat.datasets import complete_stream_state
 from harness.data import loading
 from harness.data.loading import ScriptArguments, check_dataset, load
+from harness.data.reading import print_how_files_are_read
 
 import datasets
 import pytest
@@ -14,7 +15,9 @@ QUESTION = {"role": "user", "content": "Why?"}
 
 
 def arguments_for(name, dataset_formats=(), given=(), **settings) -> ScriptArguments:
+    output_dir = settings.pop("output_dir", "")
     script_args = ScriptArguments(dataset_name=str(name), **settings)
+    script_args.output_dir = output_dir
     script_args.dataset_formats, script_args.given, script_args.display_name = dataset_formats, frozenset(given), str(name)
     return script_args
 
@@ -32,7 +35,7 @@ def texts(count, start=0):
 def test_check_distinguishes_columns_from_content(tmp_path, error_of):
     unanswered = write(tmp_path / "unanswered.jsonl", [{"messages": [QUESTION, {"role": "bot", "content": "So."}]}])
     message = error_of(check_dataset, arguments_for(unanswered, ("messages",)))
-    assert "columns messages" in message and "first 1 rows have no text or answer" in message and "bot, user" in message
+    assert "columns messages" in message and "first 1 rows have no text or answer" in message and "role bot (accepted" in message
     numbers = write(tmp_path / "numbers.jsonl", [{"prompt": "Why?", "completion": 5}])
     message = error_of(check_dataset, arguments_for(numbers, ("prompt_completion",)))
     assert "first 1 rows have no text or answer" in message
@@ -97,7 +100,7 @@ def test_split_for_evaluation_is_used(tmp_path, capsys):
     write(tmp_path / "d/test.jsonl", texts(20, start=100))
     train, test = load(arguments_for(tmp_path / "d", ("text",), max_eval_samples=5, max_samples=7))
     assert test["text"] == [f"text {index}" for index in range(100, 105)] and len(train) == 7
-    assert not capsys.readouterr().out
+    assert "ignored columns: id" in capsys.readouterr().out
 
 
 def test_samples_of_a_stream_are_kept_for_several_epochs(tmp_path, capsys):
@@ -122,12 +125,14 @@ def test_slices_of_splits(tmp_path):
         train, test = load(script_args)
         for rows, split in ((train, train_split), (test, test_split)):
             assert rows["text"] == datasets.load_dataset(str(tmp_path / "d"), split=split)["text"]
-    script_args = arguments_for(tmp_path / "d", ("text",), dataset_train_split="train[:10%]", dataset_test_split="no")
+    script_args = arguments_for(
+        tmp_path / "d", ("text",), dataset_train_split="train[:10%]", dataset_test_split="no", given=["dataset_test_split"]
+    )
     train, test = load(script_args)
     assert {*train["text"], *test["text"]} == {f"text {index}" for index in range(20)} and len(test) == 2
     assert loading.count_training_rows(script_args) == 20
-    script_args.first_rows_only = True
-    assert len(load(script_args)[0]) == 18
+    script_args.first_rows = 10
+    assert len(load(script_args)[0]) == 10
 
 
 def test_preference_data(tmp_path, capsys):
@@ -195,7 +200,7 @@ def test_stream_is_shuffled_and_resumes_exactly(tmp_path):
     ],
 )
 def test_error_names_dataset_and_problem(tmp_path, error_of, settings, words):
-    write(tmp_path / "d/train.jsonl", texts(1) if "dataset_formats" in settings else [TASK])
+    write(tmp_path / "d/train.jsonl", texts(1) if "dataset_formats" in settings else [TASK] * 20)
     (tmp_path / "d/README.md").write_text("---\nconfigs:\n- {config_name: de, data_files: train.jsonl}\n---\n")
     message = error_of(check_dataset, arguments_for(tmp_path / "d", **{"dataset_formats": ("text",)} | settings))
     is_about_flags = "max_samples" in settings or "two different splits" in words or "[" in str(settings)
@@ -217,7 +222,7 @@ def test_files_that_are_missing_or_unreadable(tmp_path, error_of):
     assert "not found: ./my.jsonl" in check("./my.jsonl")
     assert "not found: my.jsonl" in check("my.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"text": \n]')
-    assert f"dataset {tmp_path}/bad.jsonl: " in check(tmp_path / "bad.jsonl")
+    assert f"{tmp_path}/bad.jsonl, line 2: JSON parse error" in check(tmp_path / "bad.jsonl")
     (tmp_path / "empty.jsonl").write_text("")
     assert "empty.jsonl" in check(tmp_path / "empty.jsonl")
     assert "is one file" in check(write(tmp_path / "a.jsonl", [TASK]), dataset_config="de")
@@ -243,11 +248,64 @@ def test_digest_of_local_files(tmp_path, monkeypatch, place):
 
 
 def test_ignored_files_of_a_folder_are_printed(tmp_path, capsys):
-    """`datasets` reads the files of one format only."""
+    """The files of one format are read."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    loading.print_ignored_files(arguments_for(tmp_path))
-    loading.print_ignored_files(arguments_for(tmp_path / "a.jsonl"))
+    print_how_files_are_read(str(tmp_path), None, None)
+    print_how_files_are_read(str(tmp_path / "a.jsonl"), None, None)
     assert not capsys.readouterr().out
     (tmp_path / "b.csv").write_text("text\nb\n")
-    loading.print_ignored_files(arguments_for(tmp_path))
+    print_how_files_are_read(str(tmp_path), None, None)
     assert "reading the .jsonl files, ignoring all .csv files" in capsys.readouterr().out
+
+
+def test_column_map(tmp_path, error_of):
+    path = write(tmp_path / "rows.jsonl", [{"question": f"Why {row}?", "answer": "So.", "id": row} for row in range(20)])
+    mapping = '{"question": "prompt", "answer": "completion"}'
+    assert f"the flag --column_map '{mapping}'" in error_of(check_dataset, arguments_for(path, ("messages",)))
+    train, _ = load(arguments_for(path, ("messages",), column_map=mapping))
+    assert train[0]["messages"][1] == {"role": "assistant", "content": "So."}
+    for mapping, words in (
+        ('{"no": "prompt"}', "has no column no, it has question, answer, id"),
+        ('{"question": "promt"}', "promt is none of the columns that are read"),
+        ("question=prompt", "is not JSON"),
+        ("[1]", "expected names of columns"),
+    ):
+        assert words in error_of(lambda mapping=mapping: check_dataset(arguments_for(path, ("messages",), column_map=mapping)))
+
+
+def test_numbers_keep_their_digits(tmp_path):
+    """And tools that have other keys do not get those of the others as null, also in a stream."""
+    arguments = {"latitude": 48.85661400000001, "tiny": 1e-12, "none": None}
+    call = {"function": {"name": "look", "arguments": json.dumps(arguments)}}
+    turns = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    path = write(
+        tmp_path / "rows.jsonl", [{"messages": turns, "tools": [{"name": f"f{row}", f"key{row}": 1}]} for row in range(20)]
+    )
+    for streaming in (False, True):
+        train, test = load(arguments_for(path, ("messages",), dataset_streaming=streaming))
+        for row in (next(iter(train)), test[0]):
+            assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == arguments
+            assert len(row["tools"][0]["function"]) == 2
+
+
+def test_keep_sees_rows_with_a_text_only(tmp_path, capsys):
+    path = write(tmp_path / "rows.jsonl", [{"text": None if row % 2 else "a" * row} for row in range(40)])
+    script_args = arguments_for(path, ("text",), output_dir=str(tmp_path / "run"))
+    train, test = load(script_args, keep=lambda row: len(row["text"]) > 20)
+    assert len(train) + len(test) == 9
+    assert "31 of 40 rows skipped: 21 without a text, 10 left out by the recipe" in capsys.readouterr().out
+
+
+def test_folder_with_configs(tmp_path, error_of):
+    """As README.md says; a folder of the same name with other rows is another dataset."""
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        folder = tmp_path / place / "d"
+        write(folder / "rows.jsonl", [{"text": f"{place} {row}"} for row in range(20)])
+        write(folder / "held [1].jsonl", [{"text": "held"}])
+        files = "[{split: train, path: rows.jsonl}, {split: test, path: 'held*'}]"
+        configs = f"- {{config_name: de, data_files: {files}}}\n- {{config_name: en, data_files: rows.jsonl}}"
+        (folder / "README.md").write_text(f"---\nconfigs:\n{configs}\n---\n")
+        train, test = load(arguments_for(folder, ("text",), dataset_config="de"))
+        assert set(train["text"]) == {f"{place} {row}" for row in range(20)} and test["text"] == ["held"]
+    assert "has the configs de, en" in error_of(check_dataset, arguments_for(folder, ("text",)))

@@ -7,6 +7,7 @@ import shutil
 import types
 from pathlib import Path
 
+from harness.data import loading
 from harness.data.loading import ScriptArguments
 from harness.launched import UserError
 from harness.rehearsal import tiny, tiny_data, tiny_model
@@ -190,19 +191,31 @@ def test_dataset_streams_with_the_columns_of_the_original(make_tiny):
     assert sorted(row["text"] for row in stream) == sorted(tiny_data.documents())
 
 
-def test_other_dataset_is_replaced_by_its_first_rows(make_tiny, tmp_path):
+def test_files_are_read_as_in_a_run_and_shortened(make_tiny, tmp_path):
+    """They are not copied: `load` takes the first rows, and cuts texts after it has read them."""
     source = tmp_path / "mine"
     source.mkdir()
     row = {"conversations": [{"from": "human", "value": "why " * 200}, {"from": "gpt", "value": "so"}], "n": 3}
-    (source / "train.jsonl").write_text((json.dumps(row) + "\n") * 600)
+    rows = [row | {"conversations": [{"from": "system", "value": f"{number}"}, *row["conversations"]]} for number in range(900)]
+    (source / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (source / "test.jsonl").write_text(json.dumps(row) + "\n")
-    _, folder = make_tiny(script_args=script_arguments(str(source)))
-    loaded = load_dataset(folder)
-    assert {split: len(rows) for split, rows in loaded.items()} == {"train": 500, "test": 1}
-    question, answer = loaded["train"][0]["conversations"]
-    assert (question["value"], answer) == (("why " * 200)[:150], row["conversations"][1]) and loaded["train"][0]["n"] == 3
-    (source / "test.jsonl").write_text(json.dumps(row) * 2)
-    assert str(tiny.tiny_dataset_folder(script_arguments(str(source)))) != folder  # other rows, another folder
+    script_args = script_arguments(str(source))
+    _, folder = make_tiny(script_args=script_args)
+    assert folder == str(source)
+    tiny.use_replacements(script_args, types.SimpleNamespace(), copy.copy(QWEN))
+    script_args.dataset_formats = ("messages",)
+    train, test = loading.load(script_args)
+    assert (len(train), len(test)) == (loading.REHEARSED_ROWS, 1)
+    _, question, answer = train[7]["messages"]
+    assert (question["content"], answer["content"]) == (("why " * 200)[:150], "so")
+
+
+def test_cut_texts():
+    """JSON in a text stays JSON, and the marks of a thought stay."""
+    long = "word " * 100
+    assert json.loads(loading.cut_texts(json.dumps({"a": [long, 1]}), 10)) == {"a": ["word word ", 1]}
+    assert loading.cut_texts(f"<think>{long}</think>{long}", 4) == "<think>word</think>word"
+    assert loading.cut_texts({"a": long, "b": 5, "c": "short"}, 10) == {"a": "word word ", "b": 5, "c": "short"}
 
 
 def test_documents_are_real_text_of_many_lengths():

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 from harness import configs
 from harness.configs import AccelerateConfig
+from harness.data.loading import ScriptArguments
 from harness.run import sharding
 from harness.start import launch
-from harness.start.arguments import keep_rows_of_step
+from harness.start.arguments import keep_rows_of_step, set_steps
 
 import pytest
 import torch
@@ -44,6 +45,24 @@ def test_eval_batch_size_is_at_most_train_batch_size(build_trainer, flags, expec
 )
 def test_global_batch_size_sets_accumulation_steps(build_trainer, flags, steps):
     assert build_trainer("qwen2_chat", *flags).args.gradient_accumulation_steps == steps
+
+
+def test_own_files_are_trained_on_for_one_epoch(tmp_path):
+    """By a recipe that streams, whose number of steps is for its own dataset. A flag for the steps counts."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n')
+    for name, given, expected in (
+        (str(path), {"dataset_name"}, (False, -1, 1)),
+        (str(path), {"dataset_name", "max_steps"}, (True, 1000, 3)),
+        (str(path), {"dataset_name", "dataset_streaming"}, (True, 1000, 3)),
+        ("someone/rows", {"dataset_name"}, (True, 1000, 3)),
+    ):
+        script_args = ScriptArguments(dataset_name=name, dataset_streaming=True)
+        script_args.given = frozenset(given)
+        batch = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+        training_args = SimpleNamespace(max_steps=1000, num_train_epochs=3, **batch)
+        set_steps((script_args, training_args, None), {}, 1, is_tiny=False)
+        assert (script_args.dataset_streaming, training_args.max_steps, training_args.num_train_epochs) == expected
 
 
 def test_ddp_gradients_are_views_of_its_buckets(build_trainer):

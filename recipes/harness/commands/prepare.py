@@ -62,7 +62,7 @@ def build(launched: Launched, arguments: list[str]) -> None:
 
 def download(script_args: Any, training_args: Any, model_args: Any, attention: list[str]) -> None:
     """Downloads the files of model and dataset that are not here. An interrupted download continues."""
-    from harness.data.loading import dataset_path
+    from harness.data import reading
     from harness.model.loading import has_documents
     from harness.model.quantized import WEIGHT_FILES, quantized_folder
 
@@ -82,7 +82,7 @@ def download(script_args: Any, training_args: Any, model_args: Any, attention: l
         has_weights = model_args.load_in_4bit and not quantizes
         patterns = SETTINGS if has_weights else [*SETTINGS, *WEIGHT_FILES["allow_patterns"]]
         wanted["model", model] = {**WEIGHT_FILES, "revision": model_args.model_revision, "allow_patterns": patterns}
-    if not dataset_path(script_args).exists():
+    if not reading.is_local(dataset):
         with hub_errors("dataset", dataset):
             files, record, arrow_bytes = files_of_dataset(script_args, training_args, model_args)
         names = [glob.escape(path_in_repository(address)) for addresses in files.values() for address in addresses]
@@ -152,12 +152,12 @@ def choose_stream_files(
     `files` are `hf://` addresses by split. They are chosen from all over the list, because neighbours are often alike.
     Raises UserError for files that do not say how many rows they have; Parquet files do.
     """
-    from harness.data.loading import tokens_of_run
+    from harness.data.loading import evaluation_split, tokens_of_run
 
     from huggingface_hub import HfFileSystem
     from pyarrow import parquet
 
-    train, test = script_args.dataset_train_split, script_args.dataset_test_split
+    train, test = script_args.dataset_train_split, evaluation_split(script_args, files)
     names = list(files[train])
     if not all(name.endswith(".parquet") for name in names):
         raise UserError(

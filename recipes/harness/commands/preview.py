@@ -1,6 +1,6 @@
 """What the model will see: the packed rows, which tokens count in the loss, lengths, warnings. launch.sh calls it:
 
-`python -m harness.commands.preview [--tiny] RECIPE.py [--json] [--flag value …]`.
+`python -m harness.commands.preview [--tiny] RECIPE.py [--json] [--full [NUMBER]] [--flag value …]`.
 
 The recipe makes the rows itself: it runs until its trainer is built, with a model of two layers and the first rows of each split.
 """
@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.launched import Launched, exit_on_user_error, print_once
+from harness.launched import Launched, UserError, exit_on_user_error, print_once
 from harness.start import flags
 from harness.start.launch import build_trainer, check_recipe, set_environment
 
@@ -40,8 +41,9 @@ class PreviewRows:
     kept: list[Document]  # what is kept of the documents in `train`
     is_whole_known: bool  # False: the recipe tokenizes its rows itself, and `train` has what is kept
     is_conversational: bool
-    total: int | None  # rows of the training split, None if nothing says how many there are
+    total: int | None  # rows of the training split that can be used, None if nothing says how many there are
     max_samples: int | None
+    data: dict[str, Any] = dataclasses.field(default_factory=dict)  # what `load` has read and skipped; {} without `load`
 
     @property
     def mean_length(self) -> float:
@@ -54,7 +56,7 @@ class PreviewRows:
 
         if not self.total:
             return None
-        documents = min(self.total * len(self.train) / min(self.total, FIRST_ROWS), self.max_samples or self.total)
+        documents = min(self.total * len(self.train) / min(self.total, FIRST_ROWS), self.max_samples or math.inf)
         tokens = documents * statistics.mean(len(ids) for ids, _ in self.kept)
         return tokens / self.mean_length, tokens
 
@@ -64,6 +66,7 @@ def main(words: list[str]) -> int:
     recipe, *arguments = words[len(options) :]
     as_json = "--json" in arguments
     arguments = [word for word in arguments if word != "--json"]
+    arguments, full = take_full(arguments)
     flags.check_flags(Path(recipe), arguments)
     launched = Launched(recipe=recipe, tiny="--tiny" in options, mode="preview", on_cpu=True)
     set_environment(launched)
@@ -72,6 +75,7 @@ def main(words: list[str]) -> int:
         trainer, rows, (script_args, _, model_args) = build_preview(launched, [*arguments, "--output_dir", output_dir])
         batches = list(itertools.islice(trainer.get_train_dataloader(), BATCHES))
         numbers = summarize(trainer.args, rows, batches, script_args) | what_is_trained(trainer.model, model_args)
+        numbers |= {"data": rows.data}
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         found = list(find_problems(tokenizer, rows, batches, trainer))
     if as_json:
@@ -79,11 +83,24 @@ def main(words: list[str]) -> int:
             json.dumps({"recipe": Path(recipe).stem, "dataset": script_args.display_name, **numbers, "warnings": found}, indent=2)
         )
         return int(bool(found))
-    print_rows(tokenizer, rows)
+    if full:
+        print_document(tokenizer, rows, full)
+    else:
+        print_rows(tokenizer, rows)
     print_numbers(numbers)
     for problem in found:
         print(f"warning: {problem}", file=sys.stderr)
     return int(bool(found))
+
+
+def take_full(arguments: list[str]) -> tuple[list[str], int]:
+    """The arguments without --full, and the number of the document to show completely; 0 without the flag."""
+    if "--full" not in arguments:
+        return arguments, 0
+    place = arguments.index("--full")
+    rest = [*arguments[:place], *arguments[place + 1 :]]
+    number = rest.pop(place) if rest[place : place + 1] and rest[place].isdecimal() else "1"
+    return rest, max(1, int(number))
 
 
 def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, PreviewRows, tuple[Any, Any, Any]]:
@@ -95,6 +112,7 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
     from harness.compat.transformers import load_small_models
     from harness.compat.trl import record_whole_rows
     from harness.data.loading import FIRST_ROWS, count_training_rows
+    from harness.folder import DATA, read_json
     from harness.rehearsal import tiny_model
 
     from trl.data_utils import is_conversational
@@ -120,6 +138,8 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
     length = getattr(args, "max_length", None)
     if "train" in whole and length and not (getattr(args, "packing", False) and args.packing_strategy != "bfd"):
         kept = [(ids[:length], labels[:length]) for ids, labels in kept]  # the other strategies split long documents
+    data = read_json(Path(trainer.args.output_dir, DATA))
+    total = data["trained_rows"] if data.get("is_complete") else count_training_rows(script_args)
     rows = PreviewRows(
         packed=packed,
         train=documents["train"],
@@ -127,8 +147,9 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
         kept=kept,
         is_whole_known="train" in whole,
         is_conversational=any(conversational),
-        total=count_training_rows(script_args) or (script_args.keeps_samples and script_args.max_samples) or None,
+        total=total or (script_args.keeps_samples and script_args.max_samples) or None,
         max_samples=script_args.max_samples,
+        data=data,
     )
     return trainer, rows, checked
 
@@ -171,9 +192,19 @@ def print_rows(tokenizer: Any, rows: PreviewRows) -> None:
     print_once("")
 
 
-def paint(tokenizer: Any, ids: list[int], labels: list[int], has_colour: bool) -> str:
-    """A document as text, without its middle if it is long."""
-    if len(ids) > 2 * (SHOWN_START + SHOWN_END):
+def print_document(tokenizer: Any, rows: PreviewRows, number: int) -> None:
+    """Prints a document completely."""
+    if number > len(rows.train):
+        raise UserError(f"--full {number}: the preview has {len(rows.train)} documents")
+    ids, labels = rows.train[number - 1]
+    has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    print_once(f"\n--- document {number} of {len(rows.train)}, {len(ids):,} tokens")
+    print_once(f"{paint(tokenizer, ids, labels, has_colour, is_complete=True)}\n")
+
+
+def paint(tokenizer: Any, ids: list[int], labels: list[int], has_colour: bool, is_complete: bool = False) -> str:
+    """A document as text, without its middle if it is long, unless `is_complete`."""
+    if len(ids) > 2 * (SHOWN_START + SHOWN_END) and not is_complete:
         hidden = f"\n… {len(ids) - SHOWN_START - SHOWN_END:,} tokens …\n"
         start = paint(tokenizer, ids[:SHOWN_START], labels[:SHOWN_START], has_colour)
         return start + hidden + paint(tokenizer, ids[-SHOWN_END:], labels[-SHOWN_END:], has_colour)
@@ -225,6 +256,7 @@ def summarize(args: Any, rows: PreviewRows, batches: list[dict], script_args: An
         "tokens_per_epoch": epoch and round(epoch[1]),
         "steps": steps and round(steps),
         "tokens": steps and round(steps * rows_per_step * rows.mean_length),
+        "times_seen": steps and epoch and round(steps * rows_per_step / epoch[0], 2),
     }
 
 
@@ -236,6 +268,7 @@ def print_numbers(numbers: dict[str, Any]) -> None:
         print_once(f"trained      {trained}")
     else:
         print_once(f"trained      adapters of the recipe's own on {', '.join(numbers['adapter'])}")
+    print_data(numbers["data"])
     lengths = numbers["lengths"]
     print_once(
         f"lengths      {lengths['shortest']:,} to {lengths['longest']:,} tokens; 10th percentile {lengths['percentile_10']:,}, "
@@ -256,7 +289,24 @@ def print_numbers(numbers: dict[str, Any]) -> None:
     else:
         print_once("one epoch    unknown: the dataset does not say how many rows it has")
     if numbers["steps"]:
-        print_once(f"the run      {numbers['steps']:,} steps, {numbers['tokens']:,} tokens")
+        seen = f"; every row is seen {numbers['times_seen']:g} times" if numbers["times_seen"] else ""
+        print_once(f"the run      {numbers['steps']:,} steps, {numbers['tokens']:,} tokens{seen}")
+
+
+def print_data(data: dict[str, Any]) -> None:
+    """Prints which rows, columns and turns `load` has found."""
+    if not data:
+        return
+    first = "" if data["is_complete"] else "of the first "
+    parts = [f"{first}{data['rows']:,}", *(f"{number:,} skipped {reason}" for reason, number in data["skipped"].items())]
+    if data["held_out"]:
+        parts.append(f"{data['held_out']:,} held out for evaluation")
+    print_once(f"rows         {', '.join(parts)}")
+    if data["ignored_columns"]:
+        print_once(f"ignored      columns {', '.join(data['ignored_columns'])}")
+    if data["turns"]:
+        turns = ", ".join(f"{number:,} {kind.replace('+', ' with ')}" for kind, number in data["turns"].items())
+        print_once(f"turns        {turns}; tools in {data['with_tools']:,} rows")
 
 
 def find_problems(tokenizer: Any, rows: PreviewRows, batches: list[dict], trainer: Any) -> Iterator[str]:
@@ -266,7 +316,10 @@ def find_problems(tokenizer: Any, rows: PreviewRows, batches: list[dict], traine
     max_length = getattr(trainer.args, "max_length", None) or sys.maxsize
     endless = 0
     for ids, labels in rows.train:
-        has_end = any(token in end_tokens and label != IGNORED for token, label in zip(ids[-3:], labels[-3:], strict=True))
+        # Behind the last answer there can be line breaks, or turns of others.
+        last = max((index for index, label in enumerate(labels) if label != IGNORED), default=len(ids) - 1) + 1
+        ending = slice(max(0, last - 3), last)
+        has_end = any(token in end_tokens and label != IGNORED for token, label in zip(ids[ending], labels[ending], strict=True))
         is_complete = rows.is_whole_known or len(ids) < max_length
         endless += not has_end and is_complete
     if endless:

@@ -1,12 +1,20 @@
-"""Chat templates that mark the answers, so that the loss is on the assistant's turns only.
+"""Chat templates: what they leave out of a conversation is an error, and the answers are marked for the loss.
 
 TRL takes the loss mask from a template with `{% generation %}` markers, and has marked copies of some families' templates.
 Here any template is marked: MARKED renders the conversation answer by answer with the model's own template and marks what each
 answer added. Its output is the same text.
 """
 
+import copy
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from logging import getLogger
 from pathlib import Path
+from typing import Any
 
+from harness.data.formats import REASONING, TEMPLATE_ARGUMENTS, THOUGHT, split_answers
 from harness.hub import hub_errors
 from harness.launched import UserError
 
@@ -15,12 +23,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin,
 from trl import ModelConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
-# %s is the model's own template, %r the error message.
+# %s is the model's own template, %r the error message. A turn with train: false is not marked.
 MARKED = """
 {%%- macro own(messages, add_generation_prompt) %%}%s{%% endmacro %%}
 {%%- set done = namespace(text='') %%}
 {%%- for message in messages %%}
-{%%- if message['role'] == 'assistant' and not loop.first %%}
+{%%- if message['role'] == 'assistant' and not loop.first and message['train'] | default(true) %%}
 {%%- set before = own(messages[:loop.index0], true) %%}
 {%%- set after = own(messages[:loop.index], false).rstrip() %%}
 {%%- if not (before.startswith(done.text) and after.startswith(before)) %%}{{ raise_exception(%r) }}{%% endif %%}
@@ -55,15 +63,32 @@ def training_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> st
     candidates = ((marked, [ONE_ANSWER, TWO_ANSWERS]), (copy_of_trl, [ONE_ANSWER, TWO_ANSWERS]), (marked, [ONE_ANSWER]))
     for template, conversations in candidates:
         if template and all(_renders_the_same(tokenizer, template, conversation) for conversation in conversations):
+            if template == marked:
+                _hide_false_warning(tokenizer, template)
             return template
     raise ValueError(REASON)
 
 
-def _renders_the_same(tokenizer: PreTrainedTokenizerBase, template: str, conversation: list[dict]) -> bool:
+def _hide_false_warning(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """Hides TRL's warning that the end of a turn does not count in the loss, if the end token is among the marked ones.
+
+    TRL looks for it among the added tokens only.
+    """
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    encoded = tokenizer.apply_chat_template(ONE_ANSWER, chat_template=template, **options)
+    pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    if any(is_marked and token == tokenizer.eos_token_id for token, is_marked in pairs):
+        logger = getLogger("trl.trainer.sft_trainer")
+        logger.addFilter(lambda record: "end-of-turn token in the loss mask" not in record.getMessage())
+
+
+def _renders_the_same(
+    tokenizer: PreTrainedTokenizerBase, template: str, conversation: list[dict], options: dict | None = None
+) -> bool:
     try:
-        own = tokenizer.apply_chat_template(conversation, tokenize=False)
-        return own == tokenizer.apply_chat_template(conversation, tokenize=False, chat_template=template)
-    except TemplateError:
+        own = tokenizer.apply_chat_template(conversation, tokenize=False, **(options or {}))
+        return own == tokenizer.apply_chat_template(conversation, tokenize=False, chat_template=template, **(options or {}))
+    except (TemplateError, TypeError):
         return False
 
 
@@ -85,11 +110,19 @@ def set_template_file(training_args: TrainingArguments, model_args: ModelConfig,
 
 
 def check_conversations(
-    training_args: TrainingArguments, model_args: ModelConfig, given: frozenset[str], rows: list[dict], model_name: str
+    training_args: TrainingArguments,
+    model_args: ModelConfig,
+    given: frozenset[str],
+    rows: list[dict],
+    model_name: str,
+    splits_answers: bool = False,
 ) -> None:
-    """Raises UserError unless the model's template can render the conversations among `rows`, and mark their answers."""
-    conversations = [row.get("messages") or row["prompt"] + row["completion"] for row in rows if _is_conversation(row)]
-    if not conversations or not hasattr(training_args, "chat_template_path"):
+    """Raises UserError unless the model's template renders all of the conversations among `rows`, and can mark their answers.
+
+    `splits_answers`: whether conversations are split into one row for every answer (--split_conversations).
+    """
+    rows = [row for row in rows if _is_conversation(row)]
+    if not rows or not hasattr(training_args, "chat_template_path"):
         return
     with hub_errors("model", model_name):
         tokenizer = load_tokenizer(model_args)
@@ -102,24 +135,156 @@ def check_conversations(
             f"--model_name_or_path: {model_name} has no chat template, because it is a base model: use its -Instruct or -Chat "
             "version, or train it on plain headings with --chat_template_path recipes/headings.jinja"
         )
-    try:
-        tokenizer.apply_chat_template(conversations[0], tokenize=False)
-    except TemplateError as error:
-        raise UserError(
-            f"--chat_template_path: the chat template {path or f'of {model_name}'} fails ({str(error)[:200]}): pass another one"
-        ) from error
+    if splits_answers:
+        rows = [part for row in rows for part in split_answers(row)]
+    check_rendering(tokenizer, path or f"of {model_name}", rows)
+    has_untrained = any(not turn.get("train", True) for row in rows for turn in turns_of(row))
     if not training_args.assistant_only_loss:
+        if has_untrained:
+            raise UserError(
+                "--assistant_only_loss: some turns are marked not to count in the loss (weight 0 or train false), but without "
+                "this flag every turn counts: pass --assistant_only_loss true"
+            )
         return
     try:
         template = training_template(tokenizer)
-        can_mark = all(_renders_the_same(tokenizer, template, turns) for turns in conversations if template)
+        can_mark = all(_renders_the_same(tokenizer, template, turns_of(row), options_of(row)) for row in rows if template)
     except ValueError:
-        can_mark = False
+        can_mark, template = False, ""
     if not can_mark:
         raise UserError(
-            f"--assistant_only_loss: the answers of {model_name} cannot be marked: {REASON}. Use another model, rows with one "
-            "answer each, or --assistant_only_loss false to train on every turn"
+            f"--assistant_only_loss: the answers of {model_name} cannot be marked: {REASON}. Pass --split_conversations true, "
+            "which makes one row for every answer, use another model, or train on every turn with --assistant_only_loss false"
         )
+    if has_untrained and (template is None or "message['train']" not in template):
+        raise UserError(
+            f"--assistant_only_loss: some turns are marked not to count in the loss (weight 0 or train false), but the chat "
+            f"template of {model_name} marks the answers itself: delete {{% generation %}} and {{% endgeneration %}} in a copy "
+            "of it, and pass that with --chat_template_path"
+        )
+
+
+def turns_of(row: dict) -> list[dict]:
+    return row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
+
+
+def options_of(row: dict) -> dict:
+    """What a chat template gets besides the turns."""
+    return {"tools": row.get("tools") or None, **(row.get(TEMPLATE_ARGUMENTS) or {})}
+
+
+def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[dict]) -> None:
+    """Raises UserError if the chat template `name` fails on one of `rows`, or leaves something out of it."""
+    missing, examples = Counter(), {}
+    for row in rows:
+        try:
+            found = find_missing(tokenizer, row)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise UserError(
+                f"--chat_template_path: the chat template {name} fails ({str(error)[:200]}) on a conversation of "
+                f"{', '.join(turn['role'] for turn in turns_of(row)[:8])}: pass another one"
+            ) from error
+        if found:
+            missing[found[1]] += 1
+            examples.setdefault(found[1], (found[0], row))
+    if not missing:
+        return
+    ((part, count),) = missing.most_common(1)
+    where, row = examples[part]
+    can_split = part == "reasoning" and not any(find_missing(tokenizer, answer) for answer in split_answers(row))
+    advice = {
+        "reasoning": "write it into the content as <think>…</think>, or pass a template that has it with --chat_template_path",
+        "tool calls": "use a model whose template has tool calls, or pass such a template with --chat_template_path",
+        "tools": "use a model whose template has tools, or pass such a template with --chat_template_path",
+    }.get(part, "pass another template with --chat_template_path")
+    if can_split:
+        advice = "pass --split_conversations true, which makes one row for every answer with its reasoning"
+    raise UserError(
+        f"--chat_template_path: the chat template {name} leaves out the {part} of {where}, in {count} of {len(rows)} checked "
+        f"conversations: {advice}"
+    )
+
+
+def find_missing(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[str, str] | None:
+    """Where and what the chat template leaves out of a conversation: ("turn 2 (assistant)", "tool calls"); None if nothing.
+
+    The conversation is rendered twice: as it is, and with every text replaced by a word that occurs nowhere else, because a
+    short text can also occur elsewhere.
+    """
+    replaced = {"turns": copy.deepcopy(turns_of(row)), **copy.deepcopy(options_of(row))}
+    _replace_texts(replaced["turns"], replaced["tools"])
+    for turns, options in (
+        (turns_of(row), options_of(row)),
+        (replaced.pop("turns"), replaced),
+    ):
+        text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
+        words = " ".join(text.split())
+        for where, part, value in _parts(turns, options["tools"]):
+            escaped = (json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])
+            if not any(" ".join(form.split()) in words for form in (value, *escaped)):
+                return where, part
+    return None
+
+
+def _parts(turns: list[dict], tools: list[dict] | None) -> Iterator[tuple[str, str, str]]:
+    """Every text that a rendered conversation must have: where it is, what it is, and the text."""
+    for number, turn in enumerate(turns, 1):
+        where = f"turn {number} ({turn['role']})"
+        counts = turn.get("train", True)  # of earlier answers a template may drop the thoughts, as it does for a server
+        thoughts = [*THOUGHT.findall(turn["content"]), *([turn[REASONING[0]]] if REASONING[0] in turn else [])]
+        for thought in thoughts if counts else []:
+            yield where, "reasoning", thought.strip()
+        for piece in THOUGHT.split(turn["content"])[::2]:
+            yield where, "content", piece.strip()
+        for call in turn.get("tool_calls") or []:
+            yield where, "tool calls", call["function"]["name"]
+            for leaf in _leaves(call["function"]["arguments"]):
+                yield where, "tool calls", leaf.strip()
+    for tool in tools or []:
+        function = tool.get("function", tool)
+        yield "the conversation", "tools", str(function.get("name", ""))
+        yield "the conversation", "tools", str(function.get("description") or "").strip()
+        for name in (function.get("parameters") or {}).get("properties") or {}:
+            yield "the conversation", "tools", name
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield str(key)
+            yield from _leaves(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _leaves(part)
+    elif isinstance(value, str):
+        yield value
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield json.dumps(value)
+
+
+def _replace_texts(turns: list[dict], tools: list[dict] | None) -> None:
+    """Replaces every text of a conversation by a word of its own."""
+    words = (f"qzx{number}xzq" for number in itertools.count())
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: replace(part) for key, part in value.items()}
+        if isinstance(value, list):
+            return [replace(part) for part in value]
+        return next(words) if isinstance(value, str) and value.strip() else value
+
+    for turn in turns:
+        pieces = THOUGHT.split(turn["content"])  # texts and thoughts in turn
+        turn["content"] = "".join(
+            f"<think>{replace(piece)}</think>" if index % 2 else replace(piece) for index, piece in enumerate(pieces)
+        )
+        if REASONING[0] in turn:
+            turn |= dict.fromkeys(REASONING[:2], next(words))
+        for call in turn.get("tool_calls") or []:
+            call["function"] |= {"name": next(words), "arguments": replace(call["function"]["arguments"])}
+    for tool in tools or []:
+        function = tool.get("function", tool)
+        function |= {name: next(words) for name in ("name", "description") if function.get(name)}
 
 
 def _is_conversation(row: dict) -> bool:

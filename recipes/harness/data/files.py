@@ -1,6 +1,6 @@
 """The local files of a dataset: whether one was changed after a run began, also in its middle.
 
-`data.json` in the output directory has the size, the modification time and the XXH3 checksum (64 bits) of every file. The
+`data_files.json` in the output directory has the size, the modification time and the XXH3 checksum (64 bits) of every file. The
 checksums are computed while the run trains. At the next start a file with another modification time is read and compared.
 """
 
@@ -17,8 +17,8 @@ from harness.launched import NODE_VARIABLE, UserError, print_once
 
 import xxhash
 
-DATA = "data.json"
-WRITE_INTERVAL = 60.0  # seconds between two writes of data.json while the checksums are computed
+DATA_FILES = "data_files.json"
+WRITE_INTERVAL = 60.0  # seconds between two writes of data_files.json while the checksums are computed
 Entry = list  # [bytes, modification time in ns, checksum or ""]
 
 
@@ -49,18 +49,18 @@ def check_data_files(output_dir: Path, script_args: ScriptArguments) -> None:
 
 
 def record_data_files(output_dir: Path, script_args: ScriptArguments) -> None:
-    """Writes data.json, with the checksums that are known already."""
+    """Writes data_files.json, with the checksums that are known already."""
     if NODE_VARIABLE in os.environ:
         return
     saved, found = _read(output_dir), _files(script_args)
     for name, entry in found.items():
         entry[2] = saved.get(name, entry)[2]  # of an equal file, see `check_data_files`
     if found != saved:
-        write_json(output_dir / DATA, {"files": found})
+        write_json(output_dir / DATA_FILES, {"files": found})
 
 
 def compute_checksums(output_dir: Path) -> threading.Thread:
-    """Starts a thread that adds the missing checksums to data.json."""
+    """Starts a thread that adds the missing checksums to data_files.json."""
 
     def compute() -> None:
         files, written = _read(output_dir), time.monotonic()
@@ -72,7 +72,7 @@ def compute_checksums(output_dir: Path) -> threading.Thread:
             if (status.st_size, status.st_mtime_ns) == (size, modified):
                 files[name][2] = found
             if name == missing[-1] or time.monotonic() - written > WRITE_INTERVAL:
-                write_json(output_dir / DATA, {"files": files})
+                write_json(output_dir / DATA_FILES, {"files": files})
                 written = time.monotonic()
 
     def compute_quietly() -> None:
@@ -91,7 +91,7 @@ def checksum(file: Path) -> str:
 
 def _read(output_dir: Path) -> dict[str, Entry]:
     try:
-        return read_json(output_dir / DATA).get("files", {})
+        return read_json(output_dir / DATA_FILES).get("files", {})
     except ValueError:  # damaged
         return {}
 

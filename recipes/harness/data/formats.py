@@ -1,29 +1,90 @@
 """The formats of rows that a recipe can train on, and how a row is converted to one of them.
 
 - text: {text_field: str}
-- messages: {"messages": [{"role": str, "content": str}, …]}, or "prompt" and "completion" as lists of messages
+- messages: {"messages": [{"role": str, "content": str}, …]}, or "prompt" and "completion" as lists of messages; also with
+  "tools" and "chat_template_kwargs". A turn with "train": False does not count in the loss.
 - prompt_completion: {"prompt": str, "completion": str}
 - instruction: {"instruction": str, "input": str, "output": str}
 
 Preference data (`prompt`, `chosen`, `rejected`) is read as `prompt` and `completion`, or as `messages`, without `rejected`.
 """
 
+import itertools
+import json
+import re
 from collections.abc import Callable
+from typing import Any
 
-from trl.data_utils import is_conversational, maybe_convert_to_chatml
+from datasets import Features, Json, List, Value
 
-ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for the usual roles
-TEMPLATE_COLUMNS = ("tools", "chat_template_kwargs")  # columns that a chat template reads besides the conversation
-MESSAGE_COLUMNS = (("messages",), ("conversations",), ("prompt", "completion"))  # where conversations are found
+# Other names of the four roles: of ShareGPT, LLaMA-Factory, OpenAI and others.
+ROLES = {
+    **{name: "system" for name in ("system", "developer")},
+    **{name: "user" for name in ("user", "human", "prompter")},
+    **{name: "assistant" for name in ("assistant", "gpt", "chatgpt", "model", "function_call", "tool_call")},
+    **{name: "tool" for name in ("tool", "observation", "function", "function_response", "tool_response", "ipython")},
+}
+CALLS = ("function_call", "tool_call")  # roles whose content is a call as JSON
+TOOLS, TEMPLATE_ARGUMENTS = ("tools", "functions"), "chat_template_kwargs"  # columns a chat template reads besides the turns
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a turn, by the names that chat templates have for it
+TRAINED = ("train", "training", "weight", "loss")  # keys of a turn that say whether it counts in the loss
+THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+EMPTY_TURN, NO_ANSWER = "with a turn that is empty", "without an answer"
 
 
-def convert(row: dict, format: str, text_field: str) -> dict | None:
-    """`row` in a format, None if it has nothing to train on. "" returns the row as it is."""
+class SkippedRow(ValueError):
+    """A row that cannot be trained on. Its message continues "3 rows …"."""
+
+
+def convert(
+    row: dict,
+    format: str,
+    text_field: str = "text",
+    column_map: dict[str, str] | None = None,
+    structs: tuple[str, ...] = (),
+    as_messages: bool = False,
+) -> dict | None:
+    """`row` in a format, None if it has nothing to train on. "" returns the row as it is. For the others see `examine`."""
+    return examine(row, format, text_field, column_map, structs, as_messages)[0]
+
+
+def examine(
+    row: dict,
+    format: str,
+    text_field: str = "text",
+    column_map: dict[str, str] | None = None,
+    structs: tuple[str, ...] = (),
+    as_messages: bool = False,
+) -> tuple[dict | None, str]:
+    """`row` in a format and "", or None and why the row is skipped.
+
+    Args:
+        column_map: new names of columns.
+        structs: columns that are Arrow structs, whose rows have null for every key that another row has.
+        as_messages: also `prompt` and `completion` become `messages`, in which the prompt's answers do not count in the loss.
+    """
+    row = rename(row, column_map)
     if not format:
+        return row, ""
+    row = row | {name: _without_nulls(row[name]) for name in structs if name in row}
+    try:
+        if format in PREFERENCE_FORMATS and is_preference(row):
+            row = _of_preference(row)
+        converted = CONVERTERS[format](row, text_field)
+    except SkippedRow as skipped:
+        return None, str(skipped)
+    if as_messages and "completion" in converted and format == "messages":
+        context = [turn | {"train": False} if turn["role"] == "assistant" else turn for turn in converted.pop("prompt")]
+        converted = {"messages": context + converted.pop("completion"), **converted}
+    return converted, ""
+
+
+def rename(row: dict, column_map: dict[str, str] | None) -> dict:
+    """`row` with the new names of its columns, which replace columns that have these names already."""
+    if not column_map:
         return row
-    if format in PREFERENCE_FORMATS and is_preference(row):
-        row = _of_preference(row)
-    return CONVERTERS[format](row, text_field)
+    kept = {name: value for name, value in row.items() if name not in column_map and name not in column_map.values()}
+    return kept | {column_map[name]: value for name, value in row.items() if name in column_map}
 
 
 def is_preference(row: dict) -> bool:
@@ -37,80 +98,216 @@ def _of_preference(row: dict) -> dict:
 
     TRL's two forms: `chosen` is the answer to `prompt`, or the whole conversation. Each is a text or a list of messages.
     """
-    prompt, chosen = row.get("prompt"), row["chosen"]
+    prompt = _turns_of(row.get("prompt")) or row.get("prompt")
+    chosen = _turns_of(row["chosen"]) or row["chosen"]
     if isinstance(chosen, str):
         if isinstance(prompt, list):
             chosen = [{"role": "assistant", "content": chosen}]
-        return row | {"completion": chosen}
-    role = chosen[0].get("role", chosen[0].get("from")) if isinstance(chosen[0], dict) else ""
-    if not prompt or ROLES.get(role, role) != "assistant":  # the whole conversation
+        return row | {"prompt": prompt, "completion": chosen}
+    if not isinstance(chosen, list):
+        raise SkippedRow(NO_ANSWER)
+    if not prompt or _role(chosen[0]) != "assistant":  # the whole conversation
         return row | {"messages": chosen}
     return row | {"prompt": prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}], "completion": chosen}
 
 
-def _to_text(row: dict, text_field: str) -> dict | None:
-    return {text_field: row[text_field]} if _has_text(row, text_field) else None
+def _to_text(row: dict, text_field: str) -> dict:
+    if not _has_text(row, text_field):
+        raise SkippedRow("without a text")
+    return {text_field: row[text_field]}
 
 
-def _to_prompt_completion(row: dict, text_field: str) -> dict | None:
+def _to_prompt_completion(row: dict, text_field: str) -> dict:
+    if not isinstance(row.get("prompt"), str):
+        raise SkippedRow("without a prompt as text")
+    if not _has_text(row, "completion"):
+        raise SkippedRow(NO_ANSWER)
+    return {"prompt": row["prompt"], "completion": row["completion"]}
+
+
+def _to_instruction(row: dict, text_field: str) -> dict:
+    if not _has_text(row, "instruction"):
+        raise SkippedRow("without an instruction")
+    if not _has_text(row, "output"):
+        raise SkippedRow(NO_ANSWER)
+    return {name: row.get(name) or "" for name in ("instruction", "input", "output")}
+
+
+def _to_messages(row: dict, text_field: str) -> dict:
+    extra = _template_columns(row)
+    for column in ("messages", "conversations"):
+        if turns := _turns_of(row.get(column), is_conversation=True):
+            return {"messages": _clean_conversation(turns, row.get("system"))} | extra
+    prompt, completion = _turns_of(row.get("prompt")), _turns_of(row.get("completion"))
+    if prompt and completion:
+        context = _clean_conversation(prompt, row.get("system"), is_complete=False)
+        return {"prompt": context, "completion": _clean_conversation(completion)} | extra
     if isinstance(row.get("prompt"), str) and _has_text(row, "completion"):
-        return {"prompt": row["prompt"], "completion": row["completion"]}
-    return None
+        question, answer = row["prompt"], row["completion"]
+    elif _has_text(row, "instruction") and _has_text(row, "output"):
+        question, answer = f"{row['instruction']}\n\n{row.get('input') or ''}".strip(), row["output"]
+    else:
+        raise SkippedRow(NO_ANSWER)
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": _clean_conversation([*_earlier_turns(row.get("history")), *turns], row.get("system"))} | extra
 
 
-def _to_instruction(row: dict, text_field: str) -> dict | None:
-    if _has_text(row, "instruction") and _has_text(row, "output"):
-        return {name: row.get(name) or "" for name in ("instruction", "input", "output")}
-    return None
+def _earlier_turns(history: Any) -> list[dict]:
+    """LLaMA-Factory's `history`: pairs of a question and an answer."""
+    history = _from_json(history)
+    pairs = [pair for pair in history if isinstance(pair, list) and len(pair) == 2] if isinstance(history, list) else []
+    return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
 
 
-def _to_messages(row: dict, text_field: str) -> dict | None:
-    for columns in MESSAGE_COLUMNS:
-        if not all(isinstance(row.get(column), list) and row[column] for column in columns):
-            continue
-        conversation = maybe_convert_to_chatml({column: row[column] for column in columns})
-        if all(is_conversational({"messages": turns}) for turns in conversation.values()):
-            return _clean_conversation(conversation, row)
-    if pair := _to_prompt_completion(row, text_field):
-        return _conversation_of(pair["prompt"], pair["completion"])
-    if task := _to_instruction(row, text_field):
-        return _conversation_of(f"{task['instruction']}\n\n{task['input']}".strip(), task["output"])
-    return None
-
-
-def _clean_conversation(conversation: dict[str, list[dict]], row: dict) -> dict | None:
-    """A conversation with the usual roles; None if a turn is empty or nobody answers."""
-    cleaned = {column: [_clean_turn(turn) for turn in turns] for column, turns in conversation.items()}
-    if not all(turn for turns in cleaned.values() for turn in turns):
+def _turns_of(value: Any, is_conversation: bool = False) -> list[dict] | None:
+    """The turns in a column, which can be JSON; None if it has none. In `is_conversation`, texts are turns that alternate."""
+    turns = _from_json(value)
+    if not isinstance(turns, list) or not turns:
         return None
-    last_column = list(cleaned)[-1]
-    if not any(turn["role"] == "assistant" for turn in cleaned[last_column]):
-        return None
-    return cleaned | {name: row[name] for name in TEMPLATE_COLUMNS if row.get(name)}
+    if is_conversation and all(isinstance(turn, str) for turn in turns):
+        roles = itertools.cycle(("user", "assistant"))
+        return [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+    return turns if all(isinstance(turn, dict) and _role(turn) is not None for turn in turns) else None
+
+
+def _role(turn: dict) -> str | None:
+    """The role of a turn by its usual name, or its own name in small letters; None if it has none."""
+    role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+    return None if role is None else ROLES.get(str(role).lower(), str(role).lower())
+
+
+def _clean_conversation(turns: list[dict], system: Any = None, is_complete: bool = True) -> list[dict]:
+    """Turns with the usual roles and keys. Raises SkippedRow if a turn is empty or no answer counts in the loss."""
+    cleaned = [clean for turn in turns if (clean := _clean_turn(turn))]
+    if isinstance(system, str) and system.strip() and not (cleaned and cleaned[0]["role"] == "system"):
+        cleaned.insert(0, {"role": "system", "content": system})
+    answers = [turn for turn in cleaned if turn["role"] == "assistant"]
+    if is_complete and not answers:
+        raise SkippedRow(NO_ANSWER)
+    if is_complete and not any(turn.get("train", True) for turn in answers):
+        raise SkippedRow("without an answer that counts in the loss")
+    return cleaned
 
 
 def _clean_turn(turn: dict) -> dict | None:
-    """A turn whose content is one text, "" next to tool calls; None if it has no text."""
-    role, content = str(turn.get("role")).lower(), turn.get("content")
+    """A turn whose content is one text, "" next to tool calls; None for a system turn without a text.
+
+    Calls have their arguments as objects, as chat templates expect them, and a thought has all of its usual keys.
+    """
+    role, content = _role(turn), turn.get("content", turn.get("value"))
+    if role not in ROLES:
+        raise SkippedRow(f"with the unknown role {role}")
+    name = str(turn.get("role", turn.get("from"))).lower()
+    if name in CALLS and isinstance(content, dict | list):
+        content = json.dumps(content, ensure_ascii=False)
     if isinstance(content, list):  # a list of parts; only text can be trained on
-        texts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
-    if content is None and turn.get("tool_calls"):
+        content = "".join(_text_of_part(part) for part in content)
+    calls = [_clean_call(call) for call in _from_json(turn.get("tool_calls")) or []]
+    if turn.get("function_call"):
+        calls.append(_clean_call(_from_json(turn["function_call"])))
+    if name in CALLS and isinstance(content, str):
+        content, calls = _split_calls(content)
+    thought = next((turn[key] for key in REASONING if isinstance(turn.get(key), str) and turn[key].strip()), None)
+    if content is None and (calls or role in ("system", "tool")):
         content = ""
-    if not isinstance(content, str):
-        return None
-    return turn | {"role": ROLES.get(role, role), "content": content}
+    if role == "tool" and isinstance(content, dict):
+        content = json.dumps(content, ensure_ascii=False)
+    if content is not None and not isinstance(content, str):
+        raise SkippedRow("with a turn that is not a text")
+    if content is None or (not content.strip() and not calls and role != "tool"):
+        if role == "system":
+            return None
+        raise SkippedRow(EMPTY_TURN)
+    dropped = {"from", "value", "tool_calls", "function_call", *TRAINED, *REASONING}
+    kept = {key: value for key, value in turn.items() if key not in dropped and value is not None}
+    kept |= {"role": role, "content": content}
+    if calls:
+        kept["tool_calls"] = calls
+    if thought:
+        kept |= dict.fromkeys(REASONING[:2], thought)
+    return kept if _counts_in_loss(turn, role) else kept | {"train": False}
 
 
-def _conversation_of(question: str, answer: str) -> dict:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+def _text_of_part(part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        raise SkippedRow("with a turn that is not a text")
+    return text
+
+
+def _counts_in_loss(turn: dict, role: str) -> bool:
+    """False for an answer that is marked so. Only answers can count in the loss."""
+    marks = [turn[key] for key in TRAINED if turn.get(key) is not None]
+    if any(mark not in (0, 1) for mark in marks):
+        raise SkippedRow(f"with a turn whose {' or '.join(TRAINED)} is neither true nor false, 1 nor 0")
+    if role == "assistant":
+        return all(marks)
+    if any(marks) and "weight" not in turn:
+        raise SkippedRow(f"in which a turn of the {role} is marked to be trained on")
+    return True
+
+
+def _clean_call(call: Any) -> dict:
+    """A call as chat templates expect it: OpenAI's form, with its arguments as an object and not as JSON."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not function.get("name"):
+        raise SkippedRow("with a tool call without a name")
+    others = {key: value for key, value in call.items() if key not in ("function", "name", "arguments", "parameters")}
+    arguments = _from_json(function.get("arguments", function.get("parameters")))
+    return others | {
+        "type": "function",
+        "function": {"name": function["name"], "arguments": {} if arguments is None else arguments},
+    }
+
+
+def _split_calls(content: str) -> tuple[str, list[dict]]:
+    """The text and the calls of LLaMA-Factory's `function_call`: one call or several as JSON, perhaps after a thought."""
+    thought = THOUGHT.match(content.strip())
+    calls = _from_json(content.strip()[thought.end() if thought else 0 :].strip())
+    if isinstance(calls, dict):
+        calls = [calls]
+    if not isinstance(calls, list):
+        return content, []
+    return thought[0] if thought else "", [_clean_call(call) for call in calls]
+
+
+def _template_columns(row: dict) -> dict:
+    """The columns that chat templates read besides the turns: tools in OpenAI's form, and arguments of the template."""
+    tools = next((found for name in TOOLS if (found := _from_json(row.get(name)))), None)
+    arguments = _from_json(row.get(TEMPLATE_ARGUMENTS))
+    columns = {}
+    if isinstance(tools, list):
+        is_bare = [isinstance(tool, dict) and "function" not in tool and "name" in tool for tool in tools]
+        wrapped = zip(tools, is_bare, strict=True)
+        columns["tools"] = [{"type": "function", "function": tool} if bare else tool for tool, bare in wrapped]
+    elif tools is not None:
+        raise SkippedRow("with tools that are not a list")
+    if arguments and isinstance(arguments, dict):
+        columns[TEMPLATE_ARGUMENTS] = arguments
+    return columns
+
+
+def _from_json(value: Any) -> Any:
+    """The list or object that a text holds as JSON; any other value as it is."""
+    if not isinstance(value, str) or value.strip()[:1] not in ("[", "{"):
+        return None if value == "" else value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _has_text(row: dict, column: str) -> bool:
     return isinstance(row.get(column), str) and bool(row[column].strip())
 
 
-CONVERTERS: dict[str, Callable[[dict, str], dict | None]] = {
+CONVERTERS: dict[str, Callable[[dict, str], dict]] = {
     "text": _to_text,
     "messages": _to_messages,
     "prompt_completion": _to_prompt_completion,
@@ -126,8 +323,102 @@ DESCRIPTIONS = {
 }
 
 
-def explain_mismatch(rows: list[dict], formats: tuple[str, ...], text_field: str) -> str:
-    """Why none of `rows` can be converted to one of `formats`: other columns, or the right columns without a text or answer."""
+def encode(row: dict) -> dict:
+    """A converted row with turns, tools and arguments of the template as JSON, for the features of `stored_features`.
+
+    `datasets` would write numbers with ten decimals only.
+    """
+    encoded = {}
+    for name, value in row.items():
+        if isinstance(value, list):
+            value = [json.dumps(part, ensure_ascii=False) for part in value]
+        elif isinstance(value, dict):
+            value = json.dumps(value, ensure_ascii=False)
+        encoded[name] = value
+    return encoded
+
+
+def stored_features(format: str, columns: list[str], first: dict, text_field: str) -> Features | None:
+    """The features of converted rows. Turns are JSON, because Arrow would give every turn the keys of all others as null.
+
+    Args:
+        columns: of the dataset.
+        first: a converted row.
+    """
+    if format != "messages":
+        return Features({name: Value("string") for name in first}) if format else None
+    features = {name: List(Json()) for name in ("messages", "prompt", "completion") if name in first}
+    if any(name in columns for name in TOOLS):
+        features["tools"] = List(Json())
+    if TEMPLATE_ARGUMENTS in columns:
+        features[TEMPLATE_ARGUMENTS] = Json()
+    return Features(features)
+
+
+def complete(row: dict, features: Features | None, encodes: bool = True) -> dict:
+    """`row` with all columns of `features`. TRL passes `chat_template_kwargs` on, so it must not be null."""
+    if features is None:
+        return row
+    defaults = {name: {} if name == TEMPLATE_ARGUMENTS else None for name in features}
+    completed = {name: row.get(name, default) for name, default in defaults.items()}
+    return encode(completed) if encodes else completed
+
+
+def split_answers(row: dict) -> list[dict]:
+    """One row for every answer of a conversation that counts in the loss; the turns before it are its context."""
+    turns = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
+    first = 0 if "messages" in row else len(row["prompt"])
+    extra = {name: value for name, value in row.items() if name not in ("messages", "prompt", "completion")}
+    rows = []
+    for index, turn in enumerate(turns):
+        if index >= first and turn["role"] == "assistant" and turn.get("train", True):
+            context = [before | {"train": False} if before["role"] == "assistant" else before for before in turns[:index]]
+            rows.append({"messages": [*context, turn], **extra})
+    return rows
+
+
+def kind_of(row: dict) -> str:
+    """The roles of a converted row's turns, in words: "user assistant+calls tool assistant, tools"; "" without turns."""
+    turns = [turn for name in ("messages", "prompt", "completion") for turn in row.get(name) or [] if isinstance(turn, dict)]
+    words = []
+    for turn in turns:
+        has_thought = "reasoning_content" in turn or "</think>" in turn["content"]
+        parts = [turn["role"], "calls" if "tool_calls" in turn else "", "thought" if has_thought else ""]
+        words.append("+".join(part for part in [*parts, "" if turn.get("train", True) else "untrained"] if part))
+    return " ".join(words) + (", tools" if row.get("tools") else "")
+
+
+# What people call the columns of the formats, for the --column_map of an error message.
+OTHER_NAMES = {
+    "messages": ("conversation", "dialogue", "dialog", "chat", "turns", "chosen_conversations"),
+    "prompt": ("question", "query", "user", "human", "problem", "request", "instruction", "input", "source"),
+    "completion": ("answer", "response", "assistant", "reply", "solution", "output", "target", "best_answer", "generation"),
+    "text": ("content", "document", "article", "body", "passage", "story", "code", "markdown", "raw_content"),
+}
+
+
+def suggest_column_map(rows: list[dict], accepted: tuple[str, ...], text_field: str) -> dict[str, str] | None:
+    """New names of columns with which a row can be converted, None if none are found."""
+    names = {name.lower(): name for row in rows for name in row}
+    proposals = [{names[old]: "messages"} for old in OTHER_NAMES["messages"] if old in names]
+    system = next(({names[old]: "system"} for old in ("system_prompt", "system_message") if old in names), {})
+    if {"instruction", "context", "response"} <= names.keys():  # Dolly
+        proposals.append({names["context"]: "input", names["response"]: "output", names["instruction"]: "instruction"})
+    for question, answer in itertools.product(("prompt", *OTHER_NAMES["prompt"]), ("completion", *OTHER_NAMES["completion"])):
+        if question in names and answer in names:
+            proposals.append({names[question]: "prompt", names[answer]: "completion"} | system)
+    proposals += [{names[old]: text_field} for old in OTHER_NAMES["text"] if old in names]
+    for proposal in proposals:
+        changed = {old: new for old, new in proposal.items() if old != new}
+        if changed and any(convert(row, format, text_field, changed) for row in rows for format in accepted):
+            return changed
+    return None
+
+
+def explain_mismatch(
+    rows: list[dict], accepted: tuple[str, ...], text_field: str, column_map: dict[str, str] | None = None
+) -> str:
+    """Why none of `rows` can be converted to one of the formats: other columns, or the right columns without a text or answer."""
     pairs = [{"prompt", "completion"}, {"instruction", "output"}]
     columns_of = {
         "text": [{text_field}],
@@ -135,10 +426,14 @@ def explain_mismatch(rows: list[dict], formats: tuple[str, ...], text_field: str
         "instruction": [{"instruction", "output"}],
         "messages": [{"messages"}, {"conversations"}, {"chosen"}, *pairs],
     }
+    rows = [rename(row, column_map) for row in rows]
     columns = ", ".join(rows[0])
-    if not any(names <= rows[0].keys() for format in formats for names in columns_of[format]):
+    fitting = [format for format in accepted if any(names <= rows[0].keys() for names in columns_of[format])]
+    if not fitting:
         return f"has the columns {columns}"
-    turns = [turn for row in rows for name in ("messages", "conversations", "chosen") for turn in row.get(name) or []]
-    roles = sorted({str(turn.get("role") or turn.get("from")) for turn in turns if isinstance(turn, dict)})
-    found_roles = f" (roles found: {', '.join(roles)})" if roles else ""
-    return f"has the columns {columns}, but its first {len(rows)} rows have no text or answer to train on{found_roles}"
+    reasons = {examine(row, fitting[0], text_field)[1]: None for row in rows}
+    accepted_roles = f" (accepted roles: {', '.join(ROLES)})" if any("unknown role" in reason for reason in reasons) else ""
+    return (
+        f"has the columns {columns}, but its first {len(rows)} rows have no text or answer to train on: they are "
+        f"{', '.join(reasons)}{accepted_roles}"
+    )

@@ -1,34 +1,39 @@
-"""From --dataset_name to rows: opens a file, a folder or a dataset of the Hub, converts its rows, and holds some out."""
+"""From --dataset_name to rows: converts what `reading.py` reads, counts what is skipped, and holds some rows out."""
 
-import glob
+import dataclasses
 import hashlib
+import itertools
+import json
+import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
 from harness.compat.datasets import end_streams_at_once
-from harness.data import formats
-from harness.folder import read_json
+from harness.data import formats, reading
+from harness.folder import DATA, read_json, write_json
 from harness.hub import hub_errors
-from harness.launched import UserError, print_once
+from harness.launched import UserError, is_first_process, print_once
 
 import numpy as np
 import trl
 import xxhash
-from datasets import Dataset, IterableDataset, ReadInstruction, concatenate_datasets, load_dataset, load_dataset_builder
-from huggingface_hub import HfApi
+from datasets import Dataset, Features, IterableDataset, Json, ReadInstruction, Value, concatenate_datasets
 from huggingface_hub.constants import HF_HOME, HF_HUB_OFFLINE
 from transformers import TrainingArguments
 
 FILES_AT_ONCE, SHUFFLE_BUFFER = 4, 1_000  # of a stream: rows come from this many files in turn, and pass through this buffer
-SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
-FIRST_ROWS = 400  # of each split, for a preview
-ROWS_TO_CHECK = 20  # of each split, before a run
+FIRST_ROWS, REHEARSED_ROWS = 400, 500  # of each split, for a preview, and for a rehearsal or plan
+MAX_LETTERS, MAX_TOOL_LETTERS = 150, 20  # of a text, and of each text in the definition of a tool, in a rehearsal
+ROWS_TO_CHECK, ROWS_TO_SEARCH = 20, 10_000  # of each split, before a run; among how many the first usable one is
 DIGEST_BYTES = 2**20  # at each end of a local file
+EVALUATION_SPLITS = ("test", "validation", "valid", "dev", "val", "eval", "evaluation")  # in this order, without a flag
 # Next to the files of a stream that --prepare has downloaded: for how many tokens, and samples, they are enough.
 PREPARED = "stream.json"
+COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "instruction", "input", "output", "system", "history")
+CODE = hashlib.sha256(Path(formats.__file__).read_bytes()).hexdigest()  # `datasets` does not see that a function has changed
 
 
 @dataclass
@@ -47,6 +52,20 @@ class ScriptArguments(trl.ScriptArguments):
     max_eval_samples: int = field(
         default=256, metadata={"help": "Documents held out for evaluation and never trained on, at most."}
     )
+    column_map: dict[str, str] | str | None = field(
+        default=None, metadata={"help": 'New names of columns, as JSON: \'{"question": "prompt", "answer": "completion"}\'.'}
+    )
+    text_rows: str | None = field(
+        default=None,
+        metadata={
+            "help": "What a row of text files is. Without the flag every line, and every document where there are several files.",
+            "choices": ["line", "paragraph", "document"],
+        },
+    )
+    split_conversations: bool = field(
+        default=False,
+        metadata={"help": "One row for every answer of a conversation, for templates that drop the reasoning of earlier ones."},
+    )
     profile: bool = field(default=False, metadata={"help": "Profile some steps in the middle of the run."})
 
     # Set by `parse`. Without an annotation they are no fields, so they are no flags.
@@ -54,8 +73,36 @@ class ScriptArguments(trl.ScriptArguments):
     display_name = ""  # the dataset's name in messages; dataset_name is another one in a rehearsal
     given = frozenset()  # names of all arguments that the user passed
     text_field, seed = "text", 0
-    first_rows_only = False  # for a preview
+    output_dir = ""  # where `load` writes DATA
+    first_rows = 0  # load only so many rows of each split, for a preview, a rehearsal or a plan; 0: all
+    cuts_texts = False  # in a rehearsal: texts are cut after they were read
+    eval_rows_of_run = 0  # in a rehearsal of one's own data: the max_eval_samples of the run
     keeps_samples = False  # of a stream: its max_samples rows are read once, for all epochs
+
+    def __post_init__(self) -> None:
+        if isinstance(self.column_map, str):
+            try:
+                self.column_map = json.loads(self.column_map)
+            except json.JSONDecodeError as error:
+                example = '{"question": "prompt", "answer": "completion"}'
+                raise UserError(f"--column_map: {self.column_map} is not JSON, expected for example '{example}'") from error
+
+
+@dataclass
+class Conversion:
+    """How the rows of a split become rows to train on."""
+
+    settings: dict[str, Any]  # arguments of `formats.examine`
+    columns: list[str]  # of the split
+    features: Features | None  # of the converted rows
+    ignored: list[str]  # columns that nothing is read from
+    first: list[dict]  # some converted rows
+    splits_answers: bool
+    cuts_texts: bool
+
+    @property
+    def format(self) -> str:
+        return self.settings["format"]
 
 
 def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = None) -> tuple[Dataset | IterableDataset, Dataset]:
@@ -67,60 +114,293 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
 
     Returns:
         `(train_dataset, eval_dataset)`, rows in the first format of `dataset_formats` that they can be converted to, see
-        formats.py. Rows without a text or an answer are dropped.
+        formats.py. Rows without a text or an answer are skipped; how many and why is printed, and written into `data.json`.
 
         The evaluation rows are the first `max_eval_samples` of the split for evaluation. Without such a split as many are
-        held out of the training split, at most a tenth of it; equal rows are not trained on.
+        held out of the training split; with all rows that equal them they are at most a tenth of it.
     """
     end_streams_at_once()
-    splits = (
-        open_first_rows(script_args) if script_args.first_rows_only else open_splits(script_args, script_args.dataset_streaming)
-    )
+    name, count = script_args.display_name, script_args.eval_rows_of_run or script_args.max_eval_samples
+    splits, is_complete = open_for_load(script_args)
     train, test = choose_splits(script_args, splits)
-    format, columns, _ = find_format(script_args, train)
-    if format in formats.PREFERENCE_FORMATS and formats.is_preference(dict.fromkeys(columns, True)):
-        print_once(f"{script_args.display_name} is preference data: `chosen` is trained on, `rejected` is ignored.")
-    settings = {"format": format, "text_field": script_args.text_field}
-    if keep is not None:
-        train, test = train.filter(keep), test and test.filter(keep)
+    conversion = find_conversion(script_args, train)
+    if conversion.format in formats.PREFERENCE_FORMATS and formats.is_preference(dict.fromkeys(conversion.columns, True)):
+        print_once(f"{name} is preference data: `chosen` is trained on, `rejected` is ignored.")
+        conversion.ignored = [column for column in conversion.ignored if column != "rejected"]
+    if conversion.ignored:
+        print_once(f"{name}: ignored columns: {', '.join(conversion.ignored)}.")
 
-    count = script_args.max_eval_samples
-    if test is not None:
-        eval_rows = list(test.take(count))
-    elif isinstance(train, IterableDataset):
-        eval_rows = hold_out_of_stream(train, count)
-    else:
-        parts = train.train_test_split(test_size=at_most_a_tenth(len(train), count), seed=0)
-        train, eval_rows = parts["train"], list(parts["test"])
-    eval_rows = [converted for row in eval_rows if (converted := formats.convert(row, **settings))]
-    held_out = set()
-    if test is None:
-        held_out = {str(row) for row in eval_rows}
-        print_once(
-            f"{script_args.display_name} has no split {script_args.dataset_test_split}: {len(eval_rows)} rows of "
-            f"{script_args.dataset_train_split} are held out for evaluation and never trained on."
-        )
-
-    train = train.filter(_is_trained_on, fn_kwargs=settings | {"held_out": held_out})
+    limit = None if reading.is_small(script_args.dataset_name) else FIRST_ROWS
+    facts = find_facts(train, conversion, keep, limit)
+    eval_rows = [] if test is None else usable_rows(test, conversion.settings, keep, count)
+    if len({*facts["shape"], *map(shape_of, eval_rows)} - {""}) > 1:
+        conversion.settings["as_messages"] = True
+        conversion.features = features_for(script_args, conversion)
+        eval_rows = [] if test is None else usable_rows(test, conversion.settings, keep, count)
+    if test is not None and not eval_rows:
+        raise UserError(f"--dataset_test_split: no row of {name} in this split has a text or answer: pass another split")
+    train, held_out_rows = keep_usable(train, conversion, facts, keep, count if test is None else 0, name)
+    eval_rows = eval_rows or held_out_rows
+    held_out = {digest_of(row) for row in held_out_rows}
+    facts["reason"] = [
+        reason or (DUPLICATE if digest in held_out else "")
+        for reason, digest in zip(facts["reason"], facts["digest"], strict=True)
+    ]
+    summary = summarize(script_args, conversion, facts, len(held_out_rows), is_complete)
+    print_summary(script_args, summary, splits)
     if not list(train.take(1)):
         raise UserError(
-            f"--dataset_name: no row of {script_args.display_name} is left to train on: all are without a text or answer, or "
-            "equal to a row that is held out for evaluation"
+            f"--dataset_name: no row of {name} is left to train on: all are without a text or answer, or equal to a row that is "
+            "held out for evaluation"
         )
-    if script_args.max_samples and not isinstance(train, IterableDataset):
+    if script_args.output_dir and is_first_process():
+        Path(script_args.output_dir).mkdir(parents=True, exist_ok=True)
+        write_json(Path(script_args.output_dir, DATA), summary)
+
+    if script_args.max_samples and isinstance(train, Dataset):
         train = train.take(script_args.max_samples)
-    train = train.map(formats.convert, fn_kwargs=settings, remove_columns=columns)
+    if script_args.first_rows and isinstance(train, Dataset):
+        train = train.take(script_args.first_rows)
+        eval_rows = eval_rows[: script_args.first_rows]
+    train = convert_all(train, conversion)
     if isinstance(train, IterableDataset):
         train = train.shuffle(script_args.seed, buffer_size=SHUFFLE_BUFFER, max_buffer_input_shards=FILES_AT_ONCE)
         train = train.take(script_args.max_samples) if script_args.max_samples else train
     if isinstance(train, IterableDataset) and script_args.keeps_samples:
-        train = Dataset.from_list(list(train.take(FIRST_ROWS) if script_args.first_rows_only else train))
-        print_once(f"{script_args.display_name}: {len(train):,} rows of the stream are kept in memory, for every epoch the same.")
-    return train, Dataset.from_list(eval_rows)
+        kept = itertools.islice(train, script_args.first_rows or None)
+        encoded = [formats.complete(row, conversion.features) for row in kept]
+        train = Dataset.from_list(encoded, features=conversion.features)
+        print_once(f"{name}: {len(train):,} rows of the stream are kept in memory, for every epoch the same.")
+    eval_rows = [prepared for row in eval_rows[: script_args.max_eval_samples] for prepared in finish(row, conversion)]
+    return train, Dataset.from_list(eval_rows, features=conversion.features)
+
+
+def keep_usable(
+    rows: Dataset | IterableDataset,
+    conversion: Conversion,
+    facts: dict[str, Any],
+    keep: Callable[[dict], bool] | None,
+    count: int,
+    name: str,
+) -> tuple[Dataset | IterableDataset, list[dict]]:
+    """The rows to train on, and at most `count` converted ones that are held out for evaluation. `name`: of the dataset."""
+    if isinstance(rows, Dataset):
+        usable, chosen = [index for index, reason in enumerate(facts["reason"]) if not reason], []
+        if count:
+            usable, chosen = hold_out(usable, facts["digest"], count, name)
+        return rows.select(usable), [formats.convert(rows[index], **conversion.settings) for index in chosen]
+    rows = rows.filter(_is_usable, fn_kwargs={"settings": conversion.settings, "keep": keep})
+    held_out = hold_out_of_stream(rows, count, conversion, name, facts["complete"]) if count else []
+    settings = {"settings": conversion.settings, "held_out": {digest_of(row) for row in held_out}}
+    return (rows.filter(_is_not_held_out, fn_kwargs=settings) if held_out else rows), held_out
+
+
+def convert_all(rows: Dataset | IterableDataset, conversion: Conversion) -> Dataset | IterableDataset:
+    """Rows in the format of `conversion`."""
+    if not conversion.format and not conversion.settings["column_map"]:
+        return rows
+    is_stream = isinstance(rows, IterableDataset)  # which does not decode what a function returns
+    settings = {"conversion": dataclasses.replace(conversion, first=[], ignored=[]), "encodes": not is_stream, "code": CODE}
+    options = {"remove_columns": conversion.columns, "features": conversion.features}
+    if conversion.splits_answers:
+        return rows.map(_convert_and_split, batched=True, batch_size=1, fn_kwargs=settings, **options)
+    return rows.map(_convert, fn_kwargs=settings, **options)
+
+
+def _convert(row: dict, conversion: Conversion, encodes: bool, code: str) -> dict:
+    return finish(formats.convert(row, **conversion.settings), conversion, encodes)[0]
+
+
+def _convert_and_split(batch: dict[str, list], conversion: Conversion, encodes: bool, code: str) -> dict[str, list]:
+    """`batch` has one row."""
+    row = formats.convert({name: values[0] for name, values in batch.items()}, **conversion.settings)
+    rows = finish(row, conversion, encodes)
+    return {name: [part[name] for part in rows] for name in rows[0]}
+
+
+def finish(row: dict, conversion: Conversion, encodes: bool = True) -> list[dict]:
+    """A converted row, or one for every answer, cut in a rehearsal, with all columns of the features."""
+    rows = formats.split_answers(row) if conversion.splits_answers else [row]
+    if conversion.cuts_texts:
+        rows = [cut_row(part) for part in rows]
+    return [formats.complete(part, conversion.features, encodes) for part in rows]
+
+
+def cut_row(row: dict) -> dict:
+    """A converted row with shorter texts, so that the short sequences of a rehearsal hold an answer too. JSON stays JSON."""
+    tools = {"tools": cut_texts(row["tools"], MAX_TOOL_LETTERS)} if row.get("tools") else {}
+    return {name: cut_texts(value, MAX_LETTERS) for name, value in row.items() if name != "tools"} | tools
+
+
+def cut_texts(value: Any, letters: int) -> Any:
+    if isinstance(value, dict):
+        return {name: cut_texts(part, letters) for name, part in value.items()}
+    if isinstance(value, list):
+        return [cut_texts(part, letters) for part in value]
+    if not isinstance(value, str) or len(value) <= letters:
+        return value
+    if value.lstrip().startswith(("{", "[")):
+        try:
+            return json.dumps(cut_texts(json.loads(value), letters), ensure_ascii=False)
+        except json.JSONDecodeError:
+            pass
+    pieces = re.split(r"(</?think>)", value)
+    return "".join(piece if index % 2 else piece[:letters] for index, piece in enumerate(pieces))
+
+
+def digest_of(row: dict) -> str:
+    """A checksum of a converted row, the same for turns in one column or in two."""
+    turns = [turn for name in ("messages", "prompt", "completion") for turn in row.get(name) or [] if isinstance(turn, dict)]
+    if turns:
+        others = {name: value for name, value in row.items() if name not in ("messages", "prompt", "completion")}
+        row = others | {"turns": [{key: value for key, value in turn.items() if key != "train"} for turn in turns]}
+    return xxhash.xxh3_64_hexdigest(json.dumps(row, ensure_ascii=False, sort_keys=True, default=str).encode())
+
+
+def _is_usable(row: dict, settings: dict[str, Any], keep: Callable[[dict], bool] | None) -> bool:
+    if formats.convert(row, **settings) is None:
+        return False
+    return keep is None or bool(keep(formats.rename(row, settings["column_map"])))
+
+
+def _is_not_held_out(row: dict, settings: dict[str, Any], held_out: set[str]) -> bool:
+    return digest_of(formats.convert(row, **settings)) not in held_out
+
+
+def usable_rows(
+    rows: Dataset | IterableDataset, settings: dict[str, Any], keep: Callable[[dict], bool] | None, count: int
+) -> list[dict]:
+    """The first `count` rows that can be evaluated on, converted."""
+    usable = (row for row in itertools.islice(rows, ROWS_TO_SEARCH + count) if _is_usable(row, settings, keep))
+    return [formats.convert(row, **settings) for row in itertools.islice(usable, count)]
+
+
+FACTS = ("reason", "digest", "kind", "shape")
+LEFT_OUT, DUPLICATE = "left out by the recipe (`keep`)", "equal to a row that is held out"
+
+
+def find_facts(
+    rows: Dataset | IterableDataset, conversion: Conversion, keep: Callable[[dict], bool] | None, limit: int | None = None
+) -> dict[str, Any]:
+    """What every row is: why it is skipped ("" if it is not), a checksum, what its turns are, where they are; lists by name.
+
+    Of a stream it looks at the first `limit` rows only; "complete" says whether these are all.
+    """
+    settings = {"settings": conversion.settings, "code": CODE}
+    if isinstance(rows, Dataset):
+        columns = Features({name: Value("string") for name in FACTS})
+        facts = rows.map(_facts_of, fn_kwargs=settings, remove_columns=rows.column_names, features=columns)
+        found = {name: facts[name][:] for name in columns}
+        first = rows if keep else []
+    else:
+        first = list(itertools.islice(rows, None if limit is None else limit + 1))
+        facts = [_facts_of(row, **settings) for row in first[:limit]]
+        found = {name: [fact[name] for fact in facts] for name in FACTS}
+    if keep is not None:
+        for index, row in enumerate(itertools.islice(first, len(found["reason"]))):
+            if not found["reason"][index] and not keep(formats.rename(row, conversion.settings["column_map"])):
+                found["reason"][index] = LEFT_OUT
+    return found | {"complete": isinstance(rows, Dataset) or len(first) == len(found["reason"]) > 0}
+
+
+def _facts_of(row: dict, settings: dict[str, Any], code: str) -> dict[str, str]:
+    converted, reason = formats.examine(row, **settings)
+    return {
+        "reason": reason,
+        "digest": digest_of(converted) if converted is not None else "",
+        "kind": formats.kind_of(converted) if converted is not None else "",
+        "shape": shape_of(converted) if converted is not None else "",
+    }
+
+
+def shape_of(row: dict) -> str:
+    """The column of a converted row that has its answers, if these are turns; "" if not."""
+    return next((name for name in ("messages", "completion") if isinstance(row.get(name), list)), "")
+
+
+def hold_out(usable: list[int], digests: list[str], count: int, name: str) -> tuple[list[int], list[int]]:
+    """The rows to train on and at most `count` rows to evaluate on, both by index. `usable`: all rows that can be used.
+
+    Rows that equal a held-out one are not trained on either. With them, a tenth of the rows is held out at most.
+    """
+    equal: dict[str, list[int]] = {}
+    for index in usable:
+        equal.setdefault(digests[index], []).append(index)
+    if len(equal) < 2:
+        raise UserError(too_few_rows(name, len(usable), len(equal)))
+    groups = list(equal.values())
+    left, chosen = max(1, len(usable) // 10), []
+    for number in np.random.default_rng(0).permutation(len(groups)):
+        if len(chosen) < count and len(groups[number]) <= left:
+            chosen.append(groups[number])
+            left -= len(groups[number])
+    chosen = chosen or [min(groups, key=len)]
+    removed = {index for group in chosen for index in group}
+    return [index for index in usable if index not in removed], [group[0] for group in chosen]
+
+
+def too_few_rows(name: str, rows: int, distinct: int) -> str:
+    found = f"{rows} row{'s' if rows != 1 else ''} that can be used" + (", all of them equal" if rows > distinct else "")
+    return (
+        f"--dataset_name: {name} has {found}, so no row of it is left to train on: a run needs two different rows, one to "
+        "train on and one to evaluate on, or rows for evaluation in a split or file named test"
+    )
+
+
+def summarize(
+    script_args: ScriptArguments, conversion: Conversion, facts: dict[str, Any], held_out: int, is_complete: bool
+) -> dict[str, Any]:
+    """The content of data.json: what was read, skipped and found."""
+    reasons = Counter(reason for reason in facts["reason"] if reason)
+    if facts["complete"]:  # the held-out rows themselves are not skipped
+        reasons[DUPLICATE] = max(0, reasons[DUPLICATE] - held_out)
+    turns = Counter(word for kind in facts["kind"] for word in kind.split(",")[0].split())
+    skipped = {reason: number for reason, number in reasons.most_common() if number}
+    rows = len(facts["reason"])
+    return {
+        "name": script_args.display_name,
+        "rows": rows,
+        "is_complete": is_complete and facts["complete"],  # False: these are the first rows only
+        "skipped_rows": sum(skipped.values()),
+        "skipped": skipped,
+        "held_out": held_out,
+        "trained_rows": rows - sum(skipped.values()) - held_out,
+        "format": conversion.format,
+        "ignored_columns": conversion.ignored,
+        "turns": dict(turns.most_common()),
+        "with_tools": sum(kind.endswith(", tools") for kind in facts["kind"]),
+    }
+
+
+def print_summary(script_args: ScriptArguments, summary: dict[str, Any], splits: dict[str, Any]) -> None:
+    """Prints the skipped rows with the reasons, and how many are held out of the training split."""
+    name = script_args.display_name
+    if summary["skipped"]:
+        reasons = ", ".join(f"{number:,} {reason}" for reason, number in summary["skipped"].items())
+        of = f"{summary['rows']:,} rows" if summary["is_complete"] else f"the first {summary['rows']:,} rows"
+        print_once(f"{name}: {summary['skipped_rows']:,} of {of} skipped: {reasons}.")
+    if summary["held_out"]:
+        split = script_args.dataset_train_split
+        others = [] if is_slice(split) else [other for other in splits if other != split]
+        found = f" (other splits: {', '.join(others)})" if others else ""
+        print_once(
+            f"{name} has no split {script_args.dataset_test_split}{found}: {summary['held_out']} rows of {split} are held out "
+            "for evaluation and never trained on."
+        )
+
+
+def evaluation_split(script_args: ScriptArguments, splits: Any) -> str:
+    """The name of the split to evaluate on: that of the flag or recipe, else one that is usually called so."""
+    name = script_args.dataset_test_split
+    if name in splits or is_slice(name) or "dataset_test_split" in script_args.given:
+        return name
+    usual = [split for split in EVALUATION_SPLITS if split in splits and split != script_args.dataset_train_split]
+    return usual[0] if usual else name
 
 
 def choose_splits(script_args: ScriptArguments, splits: dict[str, Any]) -> tuple[Any, Any]:
     """The rows to train on and to evaluate on, splits or slices of splits; None for the latter if there is no such split."""
+    script_args.dataset_test_split = evaluation_split(script_args, splits)
     names = script_args.dataset_train_split, script_args.dataset_test_split
     if names[0] in splits and not is_slice(names[1]):
         return splits[names[0]], splits.get(names[1])
@@ -174,71 +454,62 @@ def parts_of_splits(script_args: ScriptArguments, lengths: dict[str, int]) -> tu
     return found[0], found[1]
 
 
-def _is_trained_on(row: dict, format: str, text_field: str, held_out: set[str]) -> bool:
-    converted = formats.convert(row, format, text_field)
-    return converted is not None and str(converted) not in held_out
+def hold_out_of_stream(rows: IterableDataset, count: int, conversion: Conversion, name: str, is_small: bool) -> list[dict]:
+    """The first rows of the last row group of the last file, which is far from what is trained on first, converted.
 
-
-def hold_out_of_stream(rows: IterableDataset, count: int) -> list[dict]:
-    """The first rows of the last row group of the last file, which is far from what is trained on first.
-
-    A stream of one file without row groups gives a random tenth of its first `10 * count` rows.
+    A stream of one file without row groups gives a random tenth of its first `10 * count` rows. In no case they are more than a
+    tenth of the rows. All `rows` can be used; `name` is that of the dataset, `is_small` whether its rows may be counted.
     """
     last_file = rows.shard(rows.num_shards, rows.num_shards - 1).reshard()
     last_group = last_file.shard(last_file.num_shards, last_file.num_shards - 1)
-    if rows.num_shards * last_file.num_shards > 1:
-        return list(last_group.take(count))
-    first = list(last_group.take(10 * count))
+    groups = rows.num_shards * last_file.num_shards
+    if groups > 1:
+        # Groups have one size, but for the last one, so a tenth of them is enough where counting rows means downloading them.
+        is_counted = is_small or groups < 10
+        known = sum(1 for _ in itertools.islice(rows, 10 * count)) if is_counted else 10 * count
+        chosen = list(last_group.take(at_most_a_tenth(known, count, name)))
+        if chosen:
+            return [formats.convert(row, **conversion.settings) for row in chosen]
+    first = list(rows.take(10 * count))
     order = np.random.default_rng(0).permutation(len(first))
-    return [first[index] for index in order[: at_most_a_tenth(len(first), count)]]
+    chosen = [first[index] for index in order[: at_most_a_tenth(len(first), count, name)]]
+    return [formats.convert(row, **conversion.settings) for row in chosen]
 
 
-def at_most_a_tenth(rows: int, count: int) -> int:
+def at_most_a_tenth(rows: int, count: int, name: str) -> int:
     """How many of `rows` to hold out."""
     if rows < 2:
-        raise UserError("--dataset_name: a dataset of one row leaves none to evaluate on: pass a split as --dataset_test_split")
+        raise UserError(too_few_rows(name, rows, rows))
     return min(count, max(1, rows // 10))
-
-
-def dataset_path(script_args: ScriptArguments) -> Path:
-    return Path(script_args.dataset_name).expanduser().absolute()
 
 
 def open_splits(script_args: ScriptArguments, streaming: bool) -> dict[str, Dataset | IterableDataset]:
     """All splits of the dataset. Raises UserError if it cannot be opened."""
-    path, name = dataset_path(script_args), script_args.dataset_name
-    if not path.exists() and (name.startswith(("/", ".", "~")) or path.suffix in SUFFIXES):
-        raise UserError(f"--dataset_name: file or folder not found: {name}")
-    if script_args.dataset_config and path.is_file():
-        raise UserError(
-            f"--dataset_config: {script_args.display_name} is one file, so it has no configs: leave out "
-            f"--dataset_config {script_args.dataset_config}"
-        )
-    with hub_errors("dataset", script_args.display_name):
-        if path.is_file():
-            getLogger("huggingface_hub.repocard").setLevel(ERROR)  # a README.md next to the file does not describe it
-            return load_dataset(str(path.parent), data_files=glob.escape(path.name), streaming=streaming)
-        if not path.exists() and not HF_HUB_OFFLINE:
-            HfApi().dataset_info(name)  # fails at once when it is not there or the Hub is unreachable
-        return load_dataset(str(path) if path.exists() else name, script_args.dataset_config, streaming=streaming)
+    return reading.open_splits(script_args.dataset_name, script_args.dataset_config, streaming, script_args.text_rows)
 
 
-def open_first_rows(script_args: ScriptArguments) -> dict[str, Dataset | IterableDataset]:
-    """The splits that a recipe uses; of data that is not streamed only the first rows, without downloading the rest."""
+def open_for_load(script_args: ScriptArguments) -> tuple[dict[str, Dataset | IterableDataset], bool]:
+    """The splits for `load`, and whether they have all rows. A preview and a rehearsal read small files completely, and of other
+    data that is not streamed the first rows, without downloading the rest."""
+    if not script_args.first_rows or reading.is_small(script_args.dataset_name):
+        return open_splits(script_args, script_args.dataset_streaming), True
     used = (script_args.dataset_train_split, script_args.dataset_test_split)
     if any(map(is_slice, used)):  # a stream cannot be sliced
         chosen = choose_splits(script_args, open_splits(script_args, streaming=False))
-        return {name: rows.take(FIRST_ROWS) for name, rows in zip(used, chosen, strict=True) if rows}
-    splits = {name: rows for name, rows in open_splits(script_args, streaming=True).items() if name in used}
+        return {name: rows.take(script_args.first_rows) for name, rows in zip(used, chosen, strict=True) if rows}, False
+    splits = open_splits(script_args, streaming=True)
+    used = (script_args.dataset_train_split, evaluation_split(script_args, splits))
+    splits = {name: rows for name, rows in splits.items() if name in used}
     if script_args.dataset_streaming:
-        return splits
-    return {name: Dataset.from_list(list(rows.take(FIRST_ROWS)), features=rows.features) for name, rows in splits.items()}
+        return splits, True
+    first = {name: list(rows.take(script_args.first_rows)) for name, rows in splits.items()}
+    return {name: Dataset.from_list(first[name], features=rows.features) for name, rows in splits.items()}, False
 
 
 def count_training_rows(script_args: ScriptArguments) -> int | None:
     """Rows of the training split, None for a stream that does not say."""
-    is_local = dataset_path(script_args).exists() and not script_args.dataset_streaming
-    if is_local or is_slice(script_args.dataset_train_split):
+    is_in_memory = reading.is_local(script_args.dataset_name) and not script_args.dataset_streaming
+    if is_in_memory or is_slice(script_args.dataset_train_split):
         return len(choose_splits(script_args, open_splits(script_args, streaming=False))[0])
     rows = open_splits(script_args, streaming=True)[script_args.dataset_train_split]
     return getattr((rows.info.splits or {}).get(script_args.dataset_train_split), "num_examples", None)
@@ -247,17 +518,20 @@ def count_training_rows(script_args: ScriptArguments) -> int | None:
 def check_dataset(script_args: ScriptArguments) -> list[dict]:
     """Raises UserError unless every split that is used exists and has rows in a fitting format.
 
-    Returns some converted rows of the training split; [] if nothing can be checked, offline.
+    Returns some converted rows of the training split, of small files one with every kind of turns; [] if nothing can be checked,
+    offline.
     """
     for name in ("max_samples", "max_eval_samples"):
         if getattr(script_args, name) is not None and getattr(script_args, name) < 1:
             raise UserError(f"--{name} is {getattr(script_args, name)}, expected 1 or more")
-    is_local = dataset_path(script_args).exists()
+    check_column_map(script_args)
+    is_local = reading.is_local(script_args.dataset_name)
     if HF_HUB_OFFLINE and script_args.dataset_streaming and not is_local:
         return []  # only `datasets` can tell what its cache holds
     # Streaming downloads no more than it reads. Offline, only a dataset that is cached as a whole opens.
-    splits = open_splits(script_args, streaming=is_local or not HF_HUB_OFFLINE)
-    train, test = script_args.dataset_train_split, script_args.dataset_test_split
+    is_small = reading.is_small(script_args.dataset_name)
+    splits = open_splits(script_args, streaming=not is_small and (is_local or not HF_HUB_OFFLINE))
+    train, test = script_args.dataset_train_split, evaluation_split(script_args, splits)
     found = f"{script_args.display_name} has the split{'s' if len(splits) > 1 else ''} {', '.join(splits)}"
     for name in splits_of(train):
         if name not in splits:
@@ -271,8 +545,39 @@ def check_dataset(script_args: ScriptArguments) -> list[dict]:
         check_slices(script_args, splits)
     for name in splits_of(test):
         if name in splits:
-            find_format(script_args, splits[name])
-    return [row for name in splits_of(train) for row in find_format(script_args, splits[name])[2]]
+            find_conversion(script_args, splits[name])
+    rows = []
+    for name in splits_of(train):
+        conversion = find_conversion(script_args, splits[name])
+        rows += conversion.first
+        if is_small and conversion.format == "messages":
+            rows += one_of_every_kind(splits[name], conversion)
+    return rows
+
+
+def one_of_every_kind(rows: Dataset, conversion: Conversion) -> list[dict]:
+    """Converted rows that have all kinds of turns that there are: calls, thoughts, tools, several answers …"""
+    seen, indices = set(), []
+    for index, kind in enumerate(find_facts(rows, conversion, None)["kind"]):
+        words = kind.replace(",", "").split()
+        key = (frozenset(words), sum(word.startswith("assistant") for word in words) > 1)
+        if words and key not in seen and len(indices) < 100:
+            seen.add(key)
+            indices.append(index)
+    return [formats.convert(rows[index], **conversion.settings) for index in indices]
+
+
+def check_column_map(script_args: ScriptArguments) -> None:
+    """Raises UserError unless --column_map has names of columns as keys and values."""
+    mapping = script_args.column_map
+    known = (*COLUMNS, *formats.TOOLS, formats.TEMPLATE_ARGUMENTS, script_args.text_field)
+    if mapping is None:
+        return
+    if not isinstance(mapping, dict) or not all(isinstance(new, str) for new in mapping.values()):
+        raise UserError(f"--column_map is {mapping!r}, expected names of columns and their new names")
+    for new in mapping.values():
+        if new not in known and script_args.dataset_formats:
+            raise UserError(f"--column_map: {new} is none of the columns that are read: {', '.join(known)}")
 
 
 def check_slices(script_args: ScriptArguments, splits: dict[str, IterableDataset]) -> None:
@@ -281,57 +586,97 @@ def check_slices(script_args: ScriptArguments, splits: dict[str, IterableDataset
     parts_of_splits(script_args, {name: getattr(info, "num_examples", None) or 10**9 for name, info in infos.items()})
 
 
-def find_format(script_args: ScriptArguments, rows: Dataset | IterableDataset) -> tuple[str, list[str], list[dict]]:
-    """The first of `dataset_formats` that the first rows can be converted to, their column names, and the converted rows."""
-    with hub_errors("dataset", script_args.display_name):
+def find_conversion(script_args: ScriptArguments, rows: Dataset | IterableDataset) -> Conversion:
+    """How rows are converted: to the first of `dataset_formats` that fits the first ones. Raises UserError if none does."""
+    name, accepted, text_field = script_args.display_name, script_args.dataset_formats, script_args.text_field
+    with hub_errors("dataset", name):
         first = list(rows.take(ROWS_TO_CHECK))
     if not first:
-        raise UserError(f"--dataset_name: {script_args.display_name} has no rows in {rows.split}")
-    for format in script_args.dataset_formats:
-        if converted := [new for row in first if (new := formats.convert(row, format, script_args.text_field))]:
-            return format, list(first[0]), converted
-    if script_args.dataset_formats:
-        wanted = " or ".join(formats.DESCRIPTIONS[format] for format in script_args.dataset_formats)
-        mismatch = formats.explain_mismatch(first, script_args.dataset_formats, script_args.text_field)
-        raise UserError(f"--dataset_name: {script_args.display_name} {mismatch}; this recipe needs {wanted}")
-    return "", [], first
+        raise UserError(f"dataset {name}: it is empty: no rows in {rows.split or script_args.dataset_train_split}")
+    columns = rows.column_names or list(first[0])
+    for old in script_args.column_map or {}:
+        if old not in columns:
+            raise UserError(f"--column_map: {name} has no column {old}, it has {', '.join(columns)}")
+    settings = {
+        "format": "",
+        "text_field": text_field,
+        "column_map": script_args.column_map,
+        "structs": tuple(column for column, kind in (rows.features or {}).items() if has_struct(kind)),
+        "as_messages": False,
+    }
+    for searched in (first, itertools.islice(rows, ROWS_TO_CHECK, ROWS_TO_SEARCH)):
+        candidates = list(searched) if accepted else []
+        for format in accepted:
+            settings["format"] = format
+            usable = (new for row in candidates if (new := formats.convert(row, **settings)))
+            if converted := list(itertools.islice(usable, ROWS_TO_CHECK)):
+                conversion = Conversion(
+                    settings=settings,
+                    columns=columns,
+                    features=None,
+                    ignored=find_ignored_columns(candidates[:ROWS_TO_CHECK], columns, settings),
+                    first=converted,
+                    splits_answers=script_args.split_conversations and format == "messages",
+                    cuts_texts=script_args.cuts_texts,
+                )
+                conversion.features = features_for(script_args, conversion)
+                return conversion
+    if accepted:
+        wanted = " or ".join(formats.DESCRIPTIONS[format] for format in accepted)
+        mismatch = formats.explain_mismatch(first, accepted, text_field, script_args.column_map)
+        advice = ""
+        if not script_args.column_map and (mapping := formats.suggest_column_map(first, accepted, text_field)):
+            advice = f", or the flag --column_map '{json.dumps(mapping)}'"
+        raise UserError(f"--dataset_name: {name} {mismatch}; this recipe needs {wanted}{advice}")
+    settings["format"] = ""
+    return Conversion(settings, columns, None, [], first, splits_answers=False, cuts_texts=False)
+
+
+def features_for(script_args: ScriptArguments, conversion: Conversion) -> Features | None:
+    """The features of converted rows."""
+    mapped = script_args.column_map or {}
+    columns = [mapped.get(column, column) for column in conversion.columns]
+    first = {"messages": None} if conversion.settings["as_messages"] or conversion.splits_answers else conversion.first[0]
+    return formats.stored_features(conversion.format, columns, first, script_args.text_field)
+
+
+def has_struct(kind: Any) -> bool:
+    """Whether a feature is an Arrow struct, or a list of them."""
+    if isinstance(kind, Json | Value):
+        return False
+    return isinstance(kind, dict) or has_struct(getattr(kind, "feature", kind[0] if isinstance(kind, list) else Value("null")))
+
+
+def find_ignored_columns(rows: list[dict], columns: list[str], settings: dict[str, Any]) -> list[str]:
+    """The columns that hold something and change nothing in the converted rows."""
+    ignored = []
+    for column in columns:
+        filled = [row for row in rows if row.get(column) not in (None, "", [], {})]
+        others = [{name: value for name, value in row.items() if name != column} for row in filled]
+        changes = (
+            formats.examine(row, **settings) != formats.examine(other, **settings)
+            for row, other in zip(filled, others, strict=True)
+        )
+        if filled and not any(changes):
+            ignored.append(column)
+    return ignored
 
 
 def digest_local_files(script_args: ScriptArguments) -> str:
     """A checksum of the names, the sizes, and the first and last MiB of all local files; "" for a dataset of the Hub."""
-    path = dataset_path(script_args)
-    if not path.exists():
+    files = reading.local_files(script_args.dataset_name)
+    path = Path(script_args.dataset_name or "").expanduser().absolute()
+    if not files:
         return ""
     digest = xxhash.xxh3_64()
-    for file in [path] if path.is_file() else _files_below(path):
+    for file in files:
         with hub_errors("dataset", script_args.display_name), file.open("rb", buffering=0) as content:
             size = file.stat().st_size
-            digest.update(f"{file.relative_to(path.parent)} {size} ".encode())
+            digest.update(f"{file.relative_to(path.parent) if path.exists() else file.name} {size} ".encode())
             for start in sorted({0, max(0, size - DIGEST_BYTES)}):
                 content.seek(start)
                 digest.update(content.read(DIGEST_BYTES))
     return digest.hexdigest()
-
-
-def print_ignored_files(script_args: ScriptArguments) -> None:
-    """Prints which files of a folder are ignored: `datasets` reads the files of one format only."""
-    path = dataset_path(script_args)
-    if not path.is_dir():
-        return
-    with hub_errors("dataset", script_args.display_name):
-        data_files = load_dataset_builder(str(path), script_args.dataset_config).config.data_files or {}
-    read = {Path(name) for names in data_files.values() for name in names}
-    kinds = {suffix for file in read for suffix in file.suffixes}
-    ignored = {file.suffix for file in _files_below(path) if file.suffix in SUFFIXES and file not in read} - kinds
-    if ignored:
-        print_once(
-            f"{script_args.display_name}: reading the {' and '.join(sorted(kinds))} files, ignoring all "
-            f"{' and '.join(sorted(ignored))} files."
-        )
-
-
-def _files_below(folder: Path) -> list[Path]:
-    return [file for file in sorted(folder.rglob("[!.]*")) if file.is_file()]
 
 
 def tokens_of_run(script_args: ScriptArguments, training_args: TrainingArguments, processes: int) -> int:
@@ -349,7 +694,7 @@ def prepared_folder(script_args: ScriptArguments) -> Path:
 
 def use_prepared_files(script_args: ScriptArguments, training_args: TrainingArguments, processes: int) -> None:
     """Reads a stream from the files that --prepare has downloaded, if they are enough for this run."""
-    if not script_args.dataset_streaming or Path(script_args.dataset_name).exists():
+    if not script_args.dataset_streaming or reading.is_local(script_args.dataset_name):
         return
     prepared = [(read_json(path), path.parent) for path in prepared_folder(script_args).glob(f"*/{PREPARED}")]
     for record, folder in sorted(prepared, key=lambda pair: pair[0]["files"]):

@@ -1,7 +1,8 @@
 """What a rehearsal (--tiny) and a plan (--plan) train instead of the recipe's model and dataset.
 
-A rehearsal replaces the model by one of two layers and the dataset by a small one, once per working directory and before any
-process starts, below `outputs/tiny/.made`. A plan needs the model's config.json only, next to a small tokenizer.
+A rehearsal replaces the model by one of two layers and a dataset of the Hub by a small one, once per working directory and before
+any process starts, below `outputs/tiny/.made`. Of files on this machine `load` reads the first
+rows. A plan needs the model's config.json only, next to a small tokenizer.
 """
 
 import contextlib
@@ -14,7 +15,8 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.data.loading import ScriptArguments, dataset_path
+from harness.data import reading
+from harness.data.loading import REHEARSED_ROWS, ScriptArguments
 from harness.folder import write_json
 from harness.hub import check_model_exists
 from harness.launched import UserError, print_once
@@ -54,7 +56,8 @@ def make_replacements(script_args: ScriptArguments, model_args: ModelConfig) -> 
     datasets.disable_progress_bars()
     name, revision = model_args.model_name_or_path, model_args.model_revision
     _make_once(tiny_model_folder(model_args), lambda draft: tiny_model.make(name, revision, draft))
-    _make_once(tiny_dataset_folder(script_args), lambda draft: tiny_data.make(script_args, draft))
+    if not reading.is_local(script_args.dataset_name):
+        _make_once(tiny_dataset_folder(script_args), lambda draft: tiny_data.make(script_args, draft))
 
 
 def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
@@ -102,9 +105,11 @@ def use_planned_size(script_args: ScriptArguments, training_args: TrainingArgume
     folder = Path(tempfile.mkdtemp(prefix="made", dir=training_args.output_dir))
     tiny_model.make_tokenizer(tiny_model.family_of(name) or tiny_model.ANY_FAMILY).save_pretrained(folder / "model")
     shutil.copy(tiny_model.config_file(name, revision), folder / "model/config.json")
-    tiny_data.make(script_args, folder / "data")
+    if not reading.is_local(script_args.dataset_name):
+        tiny_data.make(script_args, folder / "data")
     planned = {"model": name, "dataset": script_args.dataset_name, "streaming": script_args.dataset_streaming}
     write_json(folder / "model" / PLANNED, planned)
+    script_args.eval_rows_of_run = script_args.max_eval_samples
     script_args.max_eval_samples = min(script_args.max_eval_samples, 16)  # of the few rows that there are
     _use(script_args, training_args, model_args, folder / "model", folder / "data")
 
@@ -113,11 +118,16 @@ def _use(
     script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig, model: Path, dataset: Path
 ) -> None:
     model_args.model_name_or_path, model_args.model_revision = str(model), "main"
-    script_args.dataset_name = str(dataset)
-    for flag in ("dataset_train_split", "dataset_test_split"):  # a slice in rows may be beyond the end; one in percent is not
-        setattr(script_args, flag, re.sub(r"\[[^\]%]*\]", "", getattr(script_args, flag)))
-    if script_args.dataset_train_split == script_args.dataset_test_split:
-        script_args.dataset_test_split = type(script_args).dataset_test_split
+    if reading.is_local(script_args.dataset_name):
+        script_args.first_rows, script_args.cuts_texts = script_args.first_rows or REHEARSED_ROWS, True
+    else:
+        script_args.cuts_texts = script_args.dataset_name not in tiny_data.DATASETS
+        script_args.eval_rows_of_run = 0
+        script_args.dataset_name = str(dataset)
+        for flag in ("dataset_train_split", "dataset_test_split"):  # a slice in rows may be beyond the end
+            setattr(script_args, flag, re.sub(r"\[[^\]%]*\]", "", getattr(script_args, flag)))
+        if script_args.dataset_train_split == script_args.dataset_test_split:
+            script_args.dataset_test_split = type(script_args).dataset_test_split
     if getattr(training_args, "model_init_kwargs", None):
         training_args.model_init_kwargs = {**training_args.model_init_kwargs, "revision": "main"}
 
@@ -127,10 +137,7 @@ def tiny_model_folder(model_args: ModelConfig) -> Path:
 
 
 def tiny_dataset_folder(script_args: ScriptArguments) -> Path:
-    path = dataset_path(script_args)
-    files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else []
-    version = [(file.name, file.stat().st_mtime_ns) for file in files]
-    return _folder_for(script_args.dataset_name, f"{script_args.dataset_config}{version}")
+    return _folder_for(script_args.dataset_name, script_args.dataset_config)
 
 
 def _folder_for(name: str, variant: str | None) -> Path:

@@ -1,21 +1,21 @@
 """The tiny dataset of a rehearsal: real text in the columns, configs and splits of the original.
 
-The text is Python's own documentation (`pydoc_data.topics`), which every Python has. A dataset that is not in
-tiny_data.yaml is replaced by its own first rows.
+The text is Python's own documentation (`pydoc_data.topics`), which every Python has. A dataset of the Hub that is not in
+tiny_data.yaml is replaced by its own first rows. Files on this machine are not replaced: `load` reads them as in a run, and
+shortens what it has read.
 """
 
 import random
 from pathlib import Path
 from typing import Any
 
-from harness.data.loading import ScriptArguments, open_splits, splits_of
+from harness.data.loading import REHEARSED_ROWS, ScriptArguments, open_splits, splits_of
 from harness.hub import hub_errors
 from harness.launched import UserError
 
 import yaml
 
 SHARDS = 8  # Parquet files per split, so that up to eight processes read different ones
-MAX_ROWS, MAX_LETTERS = 500, 150  # of the first rows of a dataset, and of each of its texts
 DATASETS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 NOT_PROSE = {"id", "prompt_id", "dump", "url", "file_path", "language", "source", "category", "name"}
 
@@ -42,7 +42,7 @@ def describe(name: str) -> str:
     """What replaces a dataset, in words."""
     if name in DATASETS:
         return f"not {name} but Python's documentation in the same columns"
-    return f"the first {MAX_ROWS} rows of each split of {name}, with long texts cut"
+    return f"the first {REHEARSED_ROWS} rows of each split of {name}, with long texts cut"
 
 
 def make(script_args: ScriptArguments, folder: Path, repeats: int = 1) -> None:
@@ -50,14 +50,17 @@ def make(script_args: ScriptArguments, folder: Path, repeats: int = 1) -> None:
     from datasets import Dataset
 
     description = DATASETS.get(script_args.dataset_name)
-    splits = _documents_in_columns(**description, repeats=repeats) if description else _first_rows(script_args)
+    if description:
+        rows = _documents_in_columns(**description, repeats=repeats)
+        splits = {split: Dataset.from_list(documents) for split, documents in rows.items()}
+    else:
+        splits = _first_rows(script_args)
     for split, rows in splits.items():
         shards = min(SHARDS, len(rows))
         for shard in range(shards):
             path = folder / split / f"{shard:05}.parquet"
             path.parent.mkdir(parents=True, exist_ok=True)
-            with hub_errors("dataset", script_args.dataset_name):  # rows can have different types in one column
-                Dataset.from_list(rows[shard::shards]).to_parquet(str(path))
+            rows.shard(shards, shard, contiguous=False).to_parquet(str(path))
     files = "".join(f"  - split: {split}\n    path: {split}/*.parquet\n" for split in splits)
     card = f"---\nconfigs:\n- config_name: {script_args.dataset_config or 'default'}\n  data_files:\n{files}---\n"
     (folder / "README.md").write_text(card, "utf-8")
@@ -78,25 +81,18 @@ def _documents_in_columns(splits: list[str], columns: dict[str, str], repeats: i
     }
 
 
-def _first_rows(script_args: ScriptArguments) -> dict[str, list[dict]]:
-    """The first rows of any other dataset, with texts cut so that the short sequences of a rehearsal hold an answer too."""
+def _first_rows(script_args: ScriptArguments) -> dict[str, Any]:
+    """The first rows of every split of a dataset of the Hub, as they are."""
+    from datasets import Dataset
+
     splits = {}
     with hub_errors("dataset", script_args.dataset_name):
         for name, rows in open_splits(script_args, streaming=True).items():
-            first = [_cut_texts(row) for row in rows.take(MAX_ROWS)]
-            if first:
-                splits[name] = first
+            if first := list(rows.take(REHEARSED_ROWS)):
+                splits[name] = Dataset.from_list(first, features=rows.features)
             elif name in splits_of(script_args.dataset_test_split):
                 raise UserError(f"--dataset_name: {script_args.dataset_name} has no rows in {name}")
     return splits
-
-
-def _cut_texts(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _cut_texts(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_cut_texts(part) for part in value]
-    return value[:MAX_LETTERS] if isinstance(value, str) else value
 
 
 def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str]) -> Any:
@@ -125,6 +121,7 @@ def _conversation(text: str) -> list[dict[str, str]]:
     turns = []
     for start in range(0, len(words) - size + 1, size):
         part = words[start : start + size]
-        turns.append({"role": "user", "content": " ".join(part[:question])})
-        turns.append({"role": "assistant", "content": " ".join(part[question:])})
+        texts = " ".join(part[:question]), " ".join(part[question:])
+        if all(text.strip() for text in texts):
+            turns += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
     return turns

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from harness.compat.transformers import attention_of, generate_on
-from harness.folder import RESULTS, RUN, read_json, sync, write_json
+from harness.folder import DATA, RESULTS, RUN, read_json, sync, write_json
 from harness.launched import print_once
 from harness.model.quantized import SOURCE
 from harness.run.forecast import describe_forecast, read_forecast
@@ -22,6 +22,7 @@ from harness.run.progress import Progress
 
 import torch
 from accelerate.utils import gather_object
+from datasets import IterableDataset
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -260,6 +261,8 @@ def write_results(
         "loss_tokens": counted["loss_tokens"],
         "global_step": state.global_step,
         "epoch": state.epoch,
+        **({} if isinstance(trainer.train_dataset, IterableDataset) else {"times_seen": round(state.epoch or 0, 2)}),
+        **({"data": data} if (data := read_json(Path(args.output_dir, DATA))) else {}),
         "resumed_from_step": resumed_from,
         "device": torch.cuda.get_device_name() if has_gpu else platform.processor() or platform.machine(),
         "finished": datetime.datetime.now().isoformat(timespec="seconds"),
@@ -323,9 +326,10 @@ def print_summary(results: dict, output_dir: str) -> None:
         after = f"{results['eval_loss']:.4f}{' after' if on_start else ''}"
         evaluation = f", evaluation loss {on_start}{after} (perplexity {results['perplexity']:.1f})"
     gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
+    seen = f", every row seen {results['times_seen']:g} times" if "times_seen" in results else ""
     forecast = "".join(f"{line}\n" for line in describe_forecast(results)) if "forecast" in results else ""
     print_once(
-        f"{kind} on {processes}, {results['global_step']} steps: loss {results['final_loss']:.4f}{mean}{evaluation}\n"
+        f"{kind} on {processes}, {results['global_step']} steps{seen}: loss {results['final_loss']:.4f}{mean}{evaluation}\n"
         f"{results['tokens_per_second']:,.0f} tokens/s, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n{forecast}"
         f"The model, train_results.json and loss.png are in {output_dir}"
     )

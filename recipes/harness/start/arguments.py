@@ -30,9 +30,9 @@ from harness.compat.torch import multiply_fp16_in_float32, offload_to_unpinned_m
 from harness.compat.transformers import offload_activations_to_unpinned_memory
 from harness.compat.trl import install_training_template
 from harness.configs import AccelerateConfig
-from harness.data import chat_templates
+from harness.data import chat_templates, reading
 from harness.data.files import check_data_files, record_data_files
-from harness.data.loading import ScriptArguments, check_dataset, digest_local_files, print_ignored_files, use_prepared_files
+from harness.data.loading import FIRST_ROWS, ScriptArguments, check_dataset, digest_local_files, use_prepared_files
 from harness.hub import wait_for_hub
 from harness.launched import Checked, Launched, UserError, print_once
 from harness.model.loading import (
@@ -91,7 +91,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
         offload_to_unpinned_memory()
     arguments = script_args, training_args, model_args = read_arguments(config_class, defaults, launched, config)
     script_args.dataset_formats = (dataset_formats,) if isinstance(dataset_formats, str) else dataset_formats
-    script_args.first_rows_only = launched.mode == "preview"
+    script_args.first_rows = FIRST_ROWS if launched.mode == "preview" else 0
     checks.check_numbers(*arguments)
     before = settings_of_continued_run(training_args, launched)
     set_steps(arguments, defaults, launched.processes or int(os.environ.get("WORLD_SIZE", 1)), launched.tiny, before)
@@ -234,7 +234,9 @@ def read_arguments(config_class: type, defaults: dict[str, Any], launched: Launc
         training_args.per_device_eval_batch_size = smaller
     if training_args.eval_strategy == "no" and "eval_on_start" not in script_args.given:
         training_args.eval_on_start = False
-    script_args.display_name = script_args.dataset_name
+    script_args.display_name, script_args.output_dir = script_args.dataset_name, training_args.output_dir
+    if launched.tiny and "max_eval_samples" not in script_args.given:
+        script_args.eval_rows_of_run = defaults.get("max_eval_samples", ScriptArguments.max_eval_samples)
     script_args.text_field, script_args.seed = getattr(training_args, "dataset_text_field", "text"), training_args.seed
     training_args.profile = script_args.profile  # `train` has the training arguments only
     if training_args.report_to and not training_args.run_name:  # trackio would start another run for the last evaluation
@@ -302,12 +304,26 @@ def set_steps(
             training_args.gradient_accumulation_steps = accumulation_steps(rows, micro_batch, processes)
     if "gradient_accumulation_steps" in given or not script_args.global_batch_size:
         keep_rows_of_step(training_args, processes, before or {})
+    if trains_one_epoch(script_args, is_tiny):
+        script_args.dataset_streaming = False
+        if not is_tiny:
+            training_args.max_steps, training_args.num_train_epochs = -1, 1
     if script_args.max_tokens:
         rows = training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * processes
         training_args.max_steps = math.ceil(script_args.max_tokens / (rows * getattr(training_args, "max_length", 1024)))
     elif "num_train_epochs" in script_args.given and "max_steps" not in script_args.given:
         training_args.max_steps = -1
     script_args.keeps_samples = bool(script_args.max_samples) and training_args.max_steps <= 0
+
+
+def trains_one_epoch(script_args: ScriptArguments, is_tiny: bool) -> bool:
+    """Whether a recipe that streams reads files of the user's own, without a flag for the steps: then it trains for one epoch.
+
+    The recipe's number of steps is for its own dataset.
+    """
+    flags = {"dataset_streaming", "max_steps", "max_tokens", "max_samples", "num_train_epochs"}
+    has_own_data = "dataset_name" in script_args.given and reading.is_local(script_args.dataset_name)
+    return script_args.dataset_streaming and has_own_data and not flags & script_args.given
 
 
 def accumulation_steps(rows: int | None, micro_batch: int, processes: int) -> int:
@@ -364,7 +380,7 @@ def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig
     if is_training:
         folder.check_output_dir(output_dir, identity, is_default)
         check_data_files(output_dir, script_args)
-    print_ignored_files(script_args)
+    reading.print_how_files_are_read(script_args.dataset_name, script_args.dataset_config, script_args.text_rows)
     if launched.tiny:
         tiny.make_replacements(script_args, model_args)
     check_model_and_dataset(arguments, launched, config)
@@ -425,7 +441,8 @@ def check_model_and_dataset(arguments: Arguments, launched: Launched, config: Ac
     if model_args.use_peft:
         build_adapter_on_meta(model_args, display_name)
     rows = check_dataset(script_args)
-    chat_templates.check_conversations(training_args, model_args, script_args.given, rows, display_name)
+    splits = script_args.split_conversations
+    chat_templates.check_conversations(training_args, model_args, script_args.given, rows, display_name, splits)
 
 
 def replace_model_and_dataset(arguments: Arguments, launched: Launched) -> None:

@@ -1,0 +1,515 @@
+"""The one reader of a run, a rehearsal, a preview and a plan: from --dataset_name to splits of rows as the files have them.
+
+JSON, CSV and text are read by `read_rows` instead of the readers of `datasets`: those guess the types of columns from the first
+10 MB, turn words like NA into nulls, give every object the keys of all others, and name no line.
+"""
+
+import bz2
+import codecs
+import contextlib
+import csv
+import functools
+import glob
+import gzip
+import importlib.util
+import itertools
+import json
+import lzma
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from logging import ERROR, getLogger
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from harness.hub import hub_errors
+from harness.launched import UserError, print_once
+
+import yaml
+from datasets import (
+    Dataset,
+    DatasetDict,
+    Features,
+    IterableDataset,
+    Json,
+    Value,
+    concatenate_datasets,
+    load_dataset,
+    load_from_disk,
+)
+from huggingface_hub import HfApi
+from huggingface_hub.constants import HF_HUB_OFFLINE
+from pyarrow import parquet
+
+Split = Dataset | IterableDataset
+# Suffixes by the kind of a file. Files with other suffixes are recognized by their first bytes.
+SUFFIXES = {
+    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
+    **dict.fromkeys((".csv", ".tsv", ".tab"), "csv"),
+    **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst"), "text"),
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+COMPRESSED = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ", ".zst": b"\x28\xb5\x2f\xfd"}
+OTHER_KINDS = {
+    b"PK\x03\x04": "a zip file or a spreadsheet: unpack it, or save it as CSV",
+    b"%PDF": "a PDF: extract its text",
+    b"SQLite": "a database: export it as CSV or JSON",
+    b"\x89PNG": "an image",
+    b"\xff\xd8\xff": "an image",
+}
+NOT_DATA = re.compile(r"(?i)^(readme|license|licence|dataset_infos?|state|requirements|stream)\b.*|.*\.(py|sh|yaml|yml|lock)$")
+# The split that a word in the name of a file or folder stands for, as `datasets` has it.
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "dev", "val"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+SMALL = 100e6  # bytes of files that a check, a preview and a rehearsal read completely
+HEAD = 2**16  # bytes that show what kind of file it is
+CSV_SEPARATORS = (",", ";", "\t", "|")
+csv.field_size_limit(2**31 - 1)
+BLANKS = re.compile(r"\s*")
+DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and Infinity are no JSON
+
+
+def local_files(name: str | None) -> list[Path]:
+    """The files that --dataset_name names: one, those below a folder, or several by commas, spaces or globs. [] for the Hub."""
+    paths = _local_paths(name)
+    return [file for path in paths for file in (_files_below(path) if path.is_dir() else [path])]
+
+
+def _local_paths(name: str | None) -> list[Path]:
+    path = Path(name or "").expanduser().absolute()
+    if not name or path.exists():
+        return [path] if name else []
+    paths = []
+    for separator in (",", None):
+        for part in filter(None, (word.strip() for word in name.split(separator))):
+            path = Path(part).expanduser().absolute()
+            root = Path(path.anchor)
+            found = [path] if path.exists() else sorted(root.glob(str(path.relative_to(root))))
+            if not found:
+                paths = []
+                break
+            paths += found
+        if paths:
+            return list(dict.fromkeys(paths))
+    return []
+
+
+def is_local(name: str | None) -> bool:
+    return bool(_local_paths(name))
+
+
+def is_small(name: str | None) -> bool:
+    """Whether the files are on this machine and have so few bytes that every row can be looked at before a run."""
+    files = local_files(name)
+    return bool(files) and sum(file.stat().st_size for file in files) <= SMALL
+
+
+def check_exists(name: str) -> None:
+    """Raises UserError for the name of a file, folder or glob that is not there, and not that of a dataset of the Hub."""
+    path = Path(name)
+    is_path = name.startswith(("/", ".", "~")) or any(sign in name for sign in "*?[ ,") or name.count("/") > 1
+    if not is_local(name) and (is_path or suffix_of(path) in SUFFIXES or path.suffix.lower() in COMPRESSED):
+        raise UserError(f"--dataset_name: file or folder not found: {name}")
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix in small letters, without that of a compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in COMPRESSED else (suffixes or [""])[-1]
+
+
+def open_splits(name: str, config: str | None, streaming: bool, text_rows: str | None = None) -> dict[str, Split]:
+    """All splits of a dataset, in memory or as streams. Raises UserError if it cannot be opened.
+
+    `text_rows`: what a row of a text file is: "line", "paragraph" or "document". None: a document in Markdown files and where
+    there are several text files, else a line.
+    """
+    check_exists(name)
+    paths = _local_paths(name)
+    if config and paths and not (len(paths) == 1 and paths[0].is_dir()):
+        raise UserError(f"--dataset_config: {name} is one file, so it has no configs: leave out --dataset_config {config}")
+    if paths and (saved := _open_saved(paths[0], streaming)):
+        return saved
+    if paths:
+        return _open_files(name, config, streaming, text_rows)
+    with hub_errors("dataset", name):
+        if not HF_HUB_OFFLINE:
+            HfApi().dataset_info(name)  # fails at once when it is not there or the Hub is unreachable
+        return load_dataset(name, config, streaming=streaming)
+
+
+def _configs_of(folder: Path) -> list[dict]:
+    """The configs that the README.md of a folder names, as on the Hub: which files belong to which config and split."""
+    readme = folder / "README.md"
+    if not folder.is_dir() or not readme.is_file():
+        return []
+    header = re.match(r"---\n(.*?)\n---", readme.read_text("utf-8", errors="replace"), re.DOTALL)
+    with contextlib.suppress(yaml.YAMLError):
+        settings = yaml.safe_load(header[1]) if header else None
+        return settings.get("configs") or [] if isinstance(settings, dict) else []
+    return []
+
+
+def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]:
+    """Files by split of a config that the README.md of `folder` names; {} if it names none.
+
+    `load_dataset` would return the rows of an earlier folder with the same name and README.md.
+    """
+    configs = {str(entry.get("config_name", "default")): entry for entry in _configs_of(folder)}
+    if not configs:
+        if config:
+            raise UserError(f"--dataset_config: {folder} has no configs in a README.md: leave out --dataset_config {config}")
+        return {}
+    default = next((name for name, entry in configs.items() if entry.get("default")), "default")
+    name = config or (default if default in configs else next(iter(configs)) if len(configs) == 1 else "")
+    if name not in configs:
+        problem = f"none called {name}" if name else "so one must be chosen"
+        raise UserError(f"--dataset_config: {folder} has the configs {', '.join(configs)}, {problem}: pass one of these")
+    entry = configs[name]
+    base = folder / (entry.get("data_dir") or "")
+    splits = entry.get("data_files") or "**/*"
+    if not (isinstance(splits, list) and all(isinstance(part, dict) for part in splits)):
+        splits = [{"split": "train", "path": splits}]
+    files = {}
+    for part in splits:
+        patterns = [part["path"]] if isinstance(part["path"], str) else part["path"]
+        found = [file for pattern in patterns for file in sorted(base.glob(pattern)) if file.is_file()]
+        if not found:
+            raise UserError(f"--dataset_name: {folder}/README.md names {part['path']}, which is not there")
+        files[part["split"]] = list(dict.fromkeys(found))
+    return files
+
+
+def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
+    """The splits of a folder that `save_to_disk` has written, None for another folder."""
+    if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return None
+    with hub_errors("dataset", str(folder)):
+        saved = load_from_disk(str(folder))
+    splits = dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
+    if streaming:
+        splits = {split: rows.to_iterable_dataset(num_shards=max(1, min(8, len(rows)))) for split, rows in splits.items()}
+    return splits
+
+
+def _open_files(name: str, config: str | None, streaming: bool, text_rows: str | None) -> dict[str, Split]:
+    by_split, kind, _, _ = choose_files(name, config)
+    splits = {}
+    row_of = text_rows or usual_row(by_split)
+    for split, paths in by_split.items():
+        with hub_errors("dataset", name):
+            is_table = kind in ("parquet", "arrow")
+            rows = _open_tables(paths, kind, streaming) if is_table else _open_texts(paths, kind, row_of, streaming)
+        if rows is not None:
+            splits[split] = rows
+    if not splits:
+        raise UserError(f"dataset {name}: it is empty")
+    return splits
+
+
+def usual_row(by_split: dict[str, list[Path]]) -> str:
+    """What a row of text files is without the flag."""
+    files = [file for group in by_split.values() for file in group]
+    return "document" if len(files) > 1 or suffix_of(files[0]) != ".txt" else "line"
+
+
+def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[Path]], str, list[Path], list[Path]]:
+    """The files to read by split, their kind, the ignored files of other kinds, and those that are named after no split.
+
+    A folder is read in one format. In a folder with configs only their files count.
+    """
+    paths = _local_paths(name)
+    folder = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
+    if folder and (configured := _configured_files(folder, config)):
+        return configured, kind_of(next(iter(configured.values()))[0]), [], []
+    named = [path for path in paths if path.is_file()]
+    kinds = {}
+    for path in local_files(name):
+        if path in named:
+            kinds[path] = kind_of(path)
+        elif not NOT_DATA.match(path.name):
+            with contextlib.suppress(UserError):
+                kinds[path] = kind_of(path)
+    counts = Counter(kinds.values())
+    if not counts:
+        found = ", ".join(sorted({path.suffix or path.name for path in local_files(name)})) or "nothing"
+        raise UserError(f"--dataset_name: {name} has no files in JSON, CSV, Parquet, Arrow or text, only: {found}")
+    if len(counts) > 1 and named:
+        raise UserError(f"--dataset_name: {name} names files of several formats ({', '.join(counts)}): pass those of one")
+    kind = max(("parquet", "arrow", "json", "csv", "text"), key=lambda kind: (kind != "text" and counts[kind] > 0, counts[kind]))
+    files = [path for path in kinds if kinds[path] == kind]
+    splits: dict[str, list[Path]] = {}
+    for file in files if len(files) > 1 or folder else []:
+        splits.setdefault(_split_of(file.relative_to(folder) if folder else Path(file.name)), []).append(file)
+    unnamed = splits.pop("", [])
+    if unnamed and "train" not in splits:
+        splits, unnamed = {"train": unnamed, **splits}, []
+    return splits or {"train": files}, kind, [path for path in kinds if kinds[path] != kind], unnamed
+
+
+def print_how_files_are_read(name: str, config: str | None, text_rows: str | None) -> None:
+    """Prints what a reader of the files should know: ignored files, a separator that is not a comma, what a row of text is."""
+    paths = _local_paths(name)
+    if not paths or any((paths[0] / saved).is_file() for saved in ("dataset_dict.json", "state.json")):
+        return
+    splits, kind, ignored, unnamed = choose_files(name, config)
+    files = [file for group in splits.values() for file in group]
+    if ignored:
+        suffixes, others = ({suffix_of(file) or file.name for file in group} for group in (files, ignored))
+        print_once(
+            f"{name}: reading the {' and '.join(sorted(suffixes))} files, ignoring all "
+            f"{' and '.join(sorted(others - suffixes))} files."
+        )
+    if unnamed:
+        print_once(f"{name}: ignoring {', '.join(file.name for file in unnamed[:5])}: the other files are named after splits.")
+    separators = {_separator_of(file) for file in files} - {","} if kind == "csv" else set()
+    if separators:
+        print_once(f"{name}: columns are separated by {' or '.join(map(repr, sorted(separators)))}.")
+    if kind == "text" and not text_rows:
+        row = "file" if usual_row(splits) == "document" else "line"
+        print_once(f"{name}: every {row} is a row (--text_rows line, paragraph or document).")
+
+
+def _split_of(path: Path) -> str:
+    if sharded := re.match(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}", path.name):
+        return sharded[1]
+    for part in reversed(path.parts):
+        words = re.split(r"[-._ 0-9]+", part.lower())
+        if found := next((SPLITS[word] for word in words if word in SPLITS), None):
+            return found
+    return ""
+
+
+def _files_below(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.rglob("[!.]*")) if file.is_file()]
+
+
+def _open_tables(files: list[Path], kind: str, streaming: bool) -> Split:
+    """Parquet or Arrow files; those with other columns become rows in which these are null."""
+    shapes: dict[tuple, list[Path]] = {}
+    for file in files:
+        shapes.setdefault(tuple(parquet.read_schema(file).names) if kind == "parquet" else (), []).append(file)
+    groups = [
+        load_dataset(kind, data_files={"train": [glob.escape(str(file)) for file in group]}, split="train", streaming=streaming)
+        for group in shapes.values()
+    ]
+    return groups[0] if len(groups) == 1 else concatenate_datasets(groups)
+
+
+def _open_texts(files: list[Path], kind: str, row_of: str, streaming: bool) -> Split | None:
+    """JSON, CSV and text files. None if they have no rows."""
+    versions = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    columns = _columns_of(versions, kind, row_of)
+    if not columns:
+        return None
+    features = Features({name: Value("string") if is_text else Json() for name, is_text in columns.items()})
+    settings = {"files": [version[0] for version in versions], "kind": kind, "row_of": row_of, "columns": columns}
+    if streaming:
+        return IterableDataset.from_generator(generate, features=features, gen_kwargs=settings)
+    getLogger("datasets.builder").setLevel(ERROR)
+    return Dataset.from_generator(generate, features=features, gen_kwargs=settings | {"versions": repr(versions)})
+
+
+def generate(files: list[str], kind: str, row_of: str, columns: dict[str, bool], versions: str = "") -> Iterator[dict]:
+    """The rows of files, with all columns. Values of columns that are not texts are JSON."""
+    for file in files:
+        for line, row in read_rows(Path(file), kind, row_of):
+            for name, value in row.items():
+                if name not in columns or (columns[name] and not isinstance(value, str | None)):
+                    raise UserError(f"{file}, line {line}: the column {name} is not what it is in the first {SMALL / 1e6:.0f} MB")
+            yield {name: row.get(name) if is_text else _to_json(row.get(name)) for name, is_text in columns.items()}
+
+
+def _to_json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, ensure_ascii=False)
+
+
+@functools.cache
+def _columns_of(versions: tuple[tuple[str, int, int], ...], kind: str, row_of: str) -> dict[str, bool]:
+    """The columns of all files, and whether each has only texts. Reads small files completely, which finds every error."""
+    budget = {file: size if sum(v[1] for v in versions) <= SMALL else int(SMALL / len(versions)) for file, size, _ in versions}
+    columns: dict[str, bool] = {}
+    for file, _, _ in versions:
+        read = 0
+        for _, row in read_rows(Path(file), kind, row_of):
+            for name, value in row.items():
+                columns[name] = columns.get(name, True) and isinstance(value, str | None)
+            read += sum(len(value) if isinstance(value, str) else 500 for value in row.values())
+            if read > 4 * budget[file] + HEAD:
+                break
+    return columns
+
+
+def kind_of(path: Path) -> str:
+    """json, csv, text, parquet or arrow, by the suffix or the content. Raises UserError for a file that is none of these."""
+    with _open(path) as file:
+        head = file.read(HEAD)
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    if head.startswith(b"ARROW1") or suffix_of(path) == ".arrow":
+        return "arrow"
+    for start, what in OTHER_KINDS.items():
+        if head.startswith(start):
+            raise UserError(f"--dataset_name: {path} is {what}")
+    if kind := SUFFIXES.get(suffix_of(path)):
+        return kind
+    text = head.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="replace").lstrip()
+    if text.startswith(("{", "[")):
+        return "json"
+    if "\0" in text:
+        raise UserError(f"--dataset_name: {path} is not a text file: expected JSON, CSV, Parquet or text")
+    lines = [line for line in text.split("\n")[:5] if line.strip()]
+    counts = {line.count(separator) for separator in ("\t", ";", ",") for line in lines[:2] if separator in lines[0]}
+    names = re.split(r"[,;\t|]", lines[0].lower()) if lines else []
+    known = {"text", "prompt", "completion", "messages", "instruction", "output", "question", "answer"}
+    return "csv" if counts and known & {name.strip('" \r') for name in names} else "text"
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
+    """A file's bytes, decompressed. Raises UserError for a compression whose package is missing."""
+    with path.open("rb") as file:
+        start = file.read(6)
+    suffix = next((suffix for suffix, magic in COMPRESSED.items() if start.startswith(magic)), "")
+    if suffix == ".zst" and importlib.util.find_spec("zstandard") is None:
+        raise UserError(f"--dataset_name: {path} needs a package: {sys.executable} -m pip install zstandard")
+    if suffix == ".zst":
+        import zstandard
+
+        with zstandard.open(path, "rb") as file:
+            yield file
+        return
+    opened = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(suffix, open)
+    with opened(path, "rb") as file:
+        yield file
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a text file with their numbers. Raises UserError if it is not UTF-8."""
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line[:4]:
+                    raise UserError(
+                        f"{path}, line 1: the file is UTF-16, expected UTF-8: save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
+                    )
+                line = line.removeprefix(codecs.BOM_UTF8)
+            try:
+                yield number, line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{path}, line {number}: byte 0x{line[error.start]:02x} is not UTF-8 (Latin-1 or Windows-1252?): save the "
+                    "file as UTF-8"
+                ) from error
+
+
+def read_rows(path: Path, kind: str, row_of: str = "line") -> Iterator[tuple[int, dict]]:
+    """The rows of a JSON, CSV or text file, each with the number of its line. Raises UserError with the line of an error."""
+    readers: dict[str, Callable[[], Iterator[tuple[int, dict]]]] = {
+        "json": lambda: _read_json(path),
+        "csv": lambda: _read_csv(path),
+        "text": lambda: _read_text(path, row_of),
+    }
+    yield from readers[kind]()
+
+
+def _read_json(path: Path) -> Iterator[tuple[int, dict]]:
+    """Objects one after the other, usually one a line, or a list of objects."""
+    lines = ((number, line.strip()) for number, line in read_lines(path) if line.strip())
+    first = next(lines, None)
+    if first is None:
+        return
+    try:
+        has_lines = isinstance(DECODER.raw_decode(first[1])[0], dict | str)
+    except json.JSONDecodeError:
+        has_lines = False
+    if not has_lines:  # a list, or objects over several lines
+        lines, first = iter(()), (1, "".join(line for _, line in read_lines(path)))
+    for line, text in itertools.chain([first], lines):
+        position = 0
+        while (position := BLANKS.match(text, position).end()) < len(text):
+            number = line + text.count("\n", 0, position)
+            value, position = _parse(path, text, line, position)
+            for part in _rows_in(value):
+                yield number, _row_of_json(part, path, number)
+
+
+def _rows_in(value: Any) -> list:
+    """The rows of a list, or of an object that has nothing but a list of them: {"data": [{…}, …]}."""
+    if isinstance(value, dict) and len(value) == 1:
+        ((name, rows),) = value.items()
+        if name in ("data", "rows", "train", "examples") and isinstance(rows, list) and all(isinstance(r, dict) for r in rows):
+            return rows
+    return value if isinstance(value, list) else [value]
+
+
+def _parse(path: Path, text: str, line: int = 1, position: int = 0) -> tuple[Any, int]:
+    """The JSON value at `position` and where it ends. `line`: the number of the first line of `text`."""
+    try:
+        return DECODER.raw_decode(text, position)
+    except json.JSONDecodeError as error:
+        shown = text.split("\n")[error.lineno - 1].strip()
+        shown = shown if len(shown) <= 80 else f"{shown[:77]}…"
+        raise UserError(
+            f"{path}, line {line + error.lineno - 1}: JSON parse error: {error.msg} at character {error.colno}: {shown}"
+        ) from error
+
+
+def _row_of_json(value: Any, path: Path, line: int) -> dict:
+    if isinstance(value, str):
+        value = {"text": value}
+    if not isinstance(value, dict):
+        raise UserError(f'{path}, line {line}: found {json.dumps(value)[:60]}, expected an object like {{"text": "…"}}')
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{path}, line {line}: half of a character (\\ud800 to \\udfff), which is no text: delete it") from error
+    return value
+
+
+def _separator_of(path: Path) -> str:
+    """What separates the columns of a CSV file: the sign that its header has most often outside of quotes."""
+    header = re.sub(r'"[^"]*"', "", next(iter(read_lines(path)), (1, ""))[1])
+    return max(CSV_SEPARATORS, key=header.count)
+
+
+def _read_csv(path: Path) -> Iterator[tuple[int, dict]]:
+    """Every value is a text, also NA, None and 007."""
+    reader = csv.reader((line for _, line in read_lines(path)), delimiter=_separator_of(path), strict=False)
+    header: list[str] = []
+    try:
+        for values in reader:
+            if not values:
+                continue
+            if not header:
+                header = [name.strip() for name in values]
+                continue
+            if len(values) > len(header):
+                raise UserError(
+                    f"{path}, line {reader.line_num}: {len(values)} values, but the header names {len(header)} columns "
+                    f"({', '.join(header)}): quote values that contain the separator"
+                )
+            yield reader.line_num, dict(zip(header, values, strict=False))
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: not readable as CSV: {error}") from error
+
+
+def _read_text(path: Path, row_of: str) -> Iterator[tuple[int, dict]]:
+    lines = ((number, line.rstrip("\r\n")) for number, line in read_lines(path))
+    if row_of == "line":
+        yield from ((number, {"text": line}) for number, line in lines)
+        return
+    text = "\n".join(line for _, line in lines)
+    if row_of == "document":
+        yield 1, {"text": text}
+        return
+    line = 1
+    for paragraph in re.split(r"(\n\s*\n)", text):
+        if paragraph.strip():
+            yield line, {"text": paragraph}
+        line += paragraph.count("\n")

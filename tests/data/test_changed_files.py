@@ -1,0 +1,61 @@
+"""Local files that were changed after a run began."""
+
+import os
+from types import SimpleNamespace
+
+from harness.data.files import DATA_FILES, check_data_files, compute_checksums, record_data_files
+from harness.folder import COMPLETION_MARKER
+
+import pytest
+from conftest import read
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with a checkpoint, and its dataset of two files."""
+    for name in ("run/checkpoint-1", "data"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "run/checkpoint-1" / COMPLETION_MARKER).touch()
+    for name in ("a", "b"):
+        (tmp_path / f"data/{name}.jsonl").write_text("x" * 9)
+    script_args = SimpleNamespace(dataset_name=str(tmp_path / "data"))
+    record_data_files(tmp_path / "run", script_args)
+    return tmp_path / "run", script_args, tmp_path / "data/a.jsonl"
+
+
+def write_again(file, text):
+    file.write_text(text)
+    os.utime(file, ns=(1, 1))
+
+
+def test_change_in_the_middle(run, error_of):
+    output_dir, script_args, file = run
+    compute_checksums(output_dir).join()
+    write_again(file, "xxxxyxxxx")
+    message = error_of(check_data_files, output_dir, script_args)
+    assert f"{file} has changed since the run in {output_dir} began" in message
+
+
+def test_file_that_was_copied(run, capsys):
+    """Another modification time and the same content."""
+    output_dir, script_args, file = run
+    compute_checksums(output_dir).join()
+    before = read(output_dir, DATA_FILES)["files"][str(file)]
+    write_again(file, "x" * 9)
+    check_data_files(output_dir, script_args)
+    record_data_files(output_dir, script_args)
+    assert read(output_dir, DATA_FILES)["files"][str(file)] == [9, 1, before[2]] and before[2] and not capsys.readouterr().out
+
+
+def test_file_whose_checksum_is_not_known(run, capsys):
+    output_dir, script_args, file = run
+    write_again(file, "xxxxyxxxx")
+    check_data_files(output_dir, script_args)
+    assert f"warning: {file} may have changed since the run" in capsys.readouterr().out
+
+
+def test_run_without_a_checkpoint_accepts_other_files(run):
+    output_dir, script_args, file = run
+    (output_dir / "checkpoint-1" / COMPLETION_MARKER).unlink()
+    write_again(file, "other")
+    check_data_files(output_dir, script_args)

@@ -48,6 +48,10 @@ class ScriptArguments(trl.ScriptArguments):
         default=256, metadata={"help": "Documents held out for evaluation and never trained on, at most."}
     )
     profile: bool = field(default=False, metadata={"help": "Profile some steps in the middle of the run."})
+    mirror: str | None = field(
+        default=None,
+        metadata={"help": "URL of a folder (s3://, gs://, file:// …) to which checkpoints and the model are uploaded."},
+    )
 
     # Set by `parse`. Without an annotation they are no fields, so they are no flags.
     dataset_formats = ()  # the formats of rows that the recipe can train on (see formats.py), its first choice first

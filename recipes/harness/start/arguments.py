@@ -33,7 +33,7 @@ from harness.configs import AccelerateConfig
 from harness.data import chat_templates
 from harness.data.loading import ScriptArguments, check_dataset, digest_local_files, print_ignored_files, use_prepared_files
 from harness.hub import wait_for_hub
-from harness.launched import Checked, Launched, UserError, print_once
+from harness.launched import NODE_VARIABLE, Checked, Launched, UserError, print_once
 from harness.model.loading import (
     build_adapter_on_meta,
     check_experts,
@@ -46,6 +46,7 @@ from harness.model.loading import (
 from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes.machines import check_all_reduce, exit_with_causes
 from harness.rehearsal import tiny
+from harness.run import mirror
 from harness.start import checks
 from harness.start.flags import is_true, unknown_flag
 
@@ -92,6 +93,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
     script_args.dataset_formats = (dataset_formats,) if isinstance(dataset_formats, str) else dataset_formats
     script_args.first_rows_only = launched.mode == "preview"
     checks.check_numbers(*arguments)
+    checks.check_mirror(script_args, launched.mode)
     set_steps(arguments, defaults, launched.processes or int(os.environ.get("WORLD_SIZE", 1)), launched.tiny)
     is_plain_start = not launched.recipe and training_args.process_index == 0  # without launch.sh, nothing was checked before
     is_checking = launched.only_check or launched.mode == "plan" or is_plain_start
@@ -234,7 +236,8 @@ def read_arguments(config_class: type, defaults: dict[str, Any], launched: Launc
         training_args.eval_on_start = False
     script_args.display_name = script_args.dataset_name
     script_args.text_field, script_args.seed = getattr(training_args, "dataset_text_field", "text"), training_args.seed
-    training_args.profile = script_args.profile  # `train` has the training arguments only
+    # `train` has the training arguments only.
+    training_args.profile, training_args.mirror = script_args.profile, script_args.mirror
     if training_args.report_to and not training_args.run_name:  # trackio would start another run for the last evaluation
         training_args.run_name = f"{Path(training_args.output_dir).name} {datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
     return script_args, training_args, model_args
@@ -314,6 +317,8 @@ def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig
     identity = identity_of_run(arguments, launched, is_sharded) if is_training else {}
     if is_training:
         folder.check_output_dir(output_dir, identity, is_default)
+    uses_mirror = is_training and bool(script_args.mirror) and NODE_VARIABLE not in os.environ  # the first node's launcher
+    uploaded = mirror.check(script_args.mirror, identity, output_dir) if uses_mirror else {}
     print_ignored_files(script_args)
     if launched.tiny:
         tiny.make_replacements(script_args, model_args)
@@ -321,7 +326,11 @@ def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig
     if not is_training:
         return
     folder.claim_output_dir(output_dir, identity, is_default)
+    if uses_mirror:
+        mirror.exit_if_finished(script_args.mirror, uploaded, training_args)
     folder.exit_if_finished(output_dir, training_args.max_steps, training_args.num_train_epochs)
+    if uses_mirror:
+        mirror.claim(script_args.mirror, identity, output_dir)
     if launched.tiny:
         tiny.print_notice(*arguments)
     else:

@@ -604,6 +604,8 @@ class Mirror(TrainerCallback):
         self.finish()
         if self.owner:
             self.owner.end()
+        if self.storage or self.failed:
+            self.process.wait_for_everyone()  # the launcher kills a process that exits long after the others
         self.group = None
 
 

@@ -41,10 +41,11 @@ CONFIGS = [path for path in ALL_CONFIGS if path.stem in {config for _, config, *
 OTHER_PACKAGES = {
     "sky_python": (["skypilot==0.14.1"], False),
     "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0"], True),
+    "s3_python": (["s3fs==2026.9.0", "moto[server]==5.2.5"], True),
 }
 # Fixtures in the order in which their tests run: quick ones, machines, rehearsals, packages that are being installed.
 ORDER = {"environment": 1, "build_trainer": 1, "machines": 2, "rehearse": 3, "fork_launch": 3, "simulate": 3}
-ORDER |= {"sky_python": 4, "tracker_python": 4}
+ORDER |= {"sky_python": 4, "tracker_python": 4, "s3_python": 4}
 
 
 def pytest_addoption(parser):
@@ -81,7 +82,8 @@ def shared(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def start_installations(request, shared):
     """The first worker starts installing OTHER_PACKAGES at once, each into its own environment."""
-    for name in OTHER_PACKAGES.keys() & {name for item in request.session.items for name in item.fixturenames}:
+    items = [item for item in request.session.items if "TEST_ALL" in os.environ or slow.mark not in item.own_markers]
+    for name in OTHER_PACKAGES.keys() & {name for item in items for name in item.fixturenames}:
         packages, uses_ours = OTHER_PACKAGES[name]
         folder = shared / name
         pip = "bin/python -m pip install --quiet --disable-pip-version-check"
@@ -105,6 +107,11 @@ def sky_python(shared) -> Path:
 @pytest.fixture(scope="session")
 def tracker_python(shared) -> Path:
     return _installed(shared / "tracker_python")
+
+
+@pytest.fixture(scope="session")
+def s3_python(shared) -> Path:
+    return _installed(shared / "s3_python")
 
 
 def _installed(folder: Path) -> Path:

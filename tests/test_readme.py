@@ -45,7 +45,7 @@ def test_command_exists(command):
     if program == "sky":
         assert command[1] == "jobs" and (command[2] in ("queue", "logs") or (ROOT / command[3]).is_file())
     elif program == "aws":
-        assert command[1:3] == ["s3", "sync"]
+        assert command[1:3] in (["s3", "mb"], ["s3", "sync"])
     elif program == "sbatch":
         assert "launch.sh" in command
     elif program == "cp":

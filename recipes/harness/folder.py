@@ -186,11 +186,14 @@ def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bo
 def finished_results(folder: Path, max_steps: int, num_train_epochs: float) -> dict:
     """The results of the run in `folder` if it has trained as far as is asked for now, else {}."""
     results = read_json(folder / RESULTS)
+    return results if is_finished(results, max_steps, num_train_epochs) else {}
+
+
+def is_finished(results: dict, max_steps: int, num_train_epochs: float) -> bool:
+    """Whether `results`, the content of RESULTS or {}, are of a run that has trained as far as is asked for now."""
     if not results:
-        return {}
-    if max_steps > 0:
-        return results if results["global_step"] >= max_steps else {}
-    return results if results["epoch"] >= num_train_epochs else {}
+        return False
+    return results["global_step"] >= max_steps if max_steps > 0 else results["epoch"] >= num_train_epochs
 
 
 def exit_if_finished(folder: Path, max_steps: int, num_train_epochs: float) -> None:

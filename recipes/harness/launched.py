@@ -37,6 +37,7 @@ class Launched:
     on_cpu: bool = False  # shard on CPU, because there are too few GPUs
     mode: str = "train"  # or "preview", "prepare", "plan"
     only_check: bool = False  # stop at the end of `parse`
+    separate_disks: bool = False  # every node has an output directory of its own, and --mirror has all files
     attention: list[str] = dataclasses.field(default_factory=list)  # what this machine's GPUs support, see `find_gpu_features`
     no_flash: str = ""  # why a FlashAttention that is installed cannot be used, "" if there is no problem
     no_triton: str = ""  # why TRL's loss cannot use Triton here, "" if it can

@@ -1,6 +1,7 @@
 """Machines started with NNODES, NODE_RANK and MASTER_ADDR; the network of one fails, another one loses power."""
 
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -8,14 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 from cluster import Slurm
-from conftest import ROOT, losses, read, wait_until
+from conftest import ROOT, losses, read, slow, wait_until
 
 
 @pytest.fixture
 def on_nodes(machines, environment, workdir, tmp_path):
-    """Starts a command on several nodes; returns the process and the log of each."""
+    """Starts a command on several nodes, each in its folder of `folders`; returns the process and the log of each."""
 
-    def call(count, *arguments, **variables):
+    def call(count, *arguments, folders=None, **variables):
         started = []
         for rank, name in enumerate(machines.names[:count]):
             log = tmp_path / f"{len(list(tmp_path.glob('*.log')))}-{name}.log"
@@ -23,7 +24,8 @@ def on_nodes(machines, environment, workdir, tmp_path):
             with log.open("w") as file:
                 command = [ROOT / "launch.sh", *map(str, arguments)]
                 env = environment | node | variables
-                process = machines.start(name, *command, cwd=workdir, env=env, stdout=file, stderr=file)
+                cwd = folders[rank] if folders else workdir
+                process = machines.start(name, *command, cwd=cwd, env=env, stdout=file, stderr=file)
             started.append((process, log))
         return started
 
@@ -77,10 +79,7 @@ def test_lost_network_and_lost_node(on_nodes, machines, workdir, tmp_path):
     reached = max(int(path.parent.name.split("-")[1]) for path in run.glob("checkpoint-*/complete.json"))
     started = train_until(reached + 3)
     assert "Resuming from" in started[0][1].read_text()
-    if isinstance(machines, Slurm):
-        kill_launched("node1")
-    else:
-        machines.kill("node1")
+    kill_node(machines, "node1")
     check_errors(started[:1], "was lost")
 
     reached = max(int(path.parent.name.split("-")[1]) for path in run.glob("checkpoint-*/complete.json"))
@@ -88,6 +87,51 @@ def test_lost_network_and_lost_node(on_nodes, machines, workdir, tmp_path):
     for process, log in on_nodes(2, *command):
         assert process.wait(timeout=120) == 0, log.read_text()
     assert read(run)["resumed_from_step"] == reached and len(losses(run)) == reached + 2
+
+
+def kill_node(machines, name):
+    if isinstance(machines, Slurm):
+        kill_launched(name)
+    else:
+        machines.kill(name)
+
+
+@slow
+def test_nodes_without_a_shared_folder(on_nodes, machines, rehearse, tmp_path):
+    """Two nodes with a disk each train and save with --mirror. One loses power and its disk, and both are started again."""
+    two, disks = tmp_path / "2 nodes.yaml", [tmp_path / "disk0", tmp_path / "disk1"]
+    settings = yaml.safe_load((ROOT / "accelerate_configs/3xt4_shard_grad_op.yaml").read_text())
+    two.write_text(yaml.safe_dump(settings | {"num_machines": 2, "num_processes": 2}))
+    flags = ["--max_steps", "60", "--save_steps", "4", "--logging_steps", "1", "--eval_strategy", "no", "--fp16", "false"]
+    command = ["--tiny", "gpt2_xl_wikitext", two, *flags, "--output_dir", "run"]
+    mirror = tmp_path / "mirror"
+    for disk in disks:
+        disk.mkdir()
+    for process, log in on_nodes(2, *command, folders=disks):
+        assert (
+            process.wait(timeout=120) == 2
+            and "pass a folder on a file system that all nodes share, or --mirror" in log.read_text()
+        )
+
+    started = on_nodes(2, *command, "--mirror", mirror.as_uri(), folders=disks, NODE_SILENCE="6")
+    log = started[0][1]
+    wait_until(lambda: (mirror / "checkpoint-8/complete.json").exists(), 120, log.read_text)
+    kill_node(machines, "node1")
+    assert started[0][0].wait(timeout=60) not in (0, 2) and "same command resumes" in log.read_text()
+    own = {path.name for path in (disks[0] / "run/checkpoint-8").rglob("*.distcp")}
+    assert own == {"__0_0.distcp"}  # the file of process 0
+    shutil.rmtree(disks[1])
+    disks[1].mkdir()
+
+    for process, log in on_nodes(2, *command, "--mirror", mirror.as_uri(), folders=disks, NODE_SILENCE="6"):
+        assert process.wait(timeout=120) == 0, log.read_text()
+    uninterrupted = rehearse("gpt2_xl_wikitext", two, *flags)
+    assert read(disks[0] / "run")["resumed_from_step"] >= 8
+    assert losses(disks[0] / "run") == losses(uninterrupted)
+    assert (mirror / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
+    for disk in disks:  # save_total_limit
+        assert len(list((disk / "run").glob("checkpoint-*"))) <= 2
+    assert sorted(path.name for path in mirror.glob("checkpoint-*")) == ["checkpoint-56", "checkpoint-60"]
 
 
 def kill_launched(name):

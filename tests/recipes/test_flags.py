@@ -8,6 +8,7 @@ import sys
 
 from harness.data.loading import ScriptArguments
 from harness.rehearsal import tiny_model
+from harness.run import mirror
 
 import pytest
 import transformers
@@ -26,6 +27,7 @@ VALUES = {
     "global_batch_size": "48",
     "max_eval_samples": "3",
     "profile": "true",
+    "mirror": "file:///some/folder",
     "model_revision": "v2",
     "dtype": "float16",
     "attn_implementation": "eager",
@@ -86,6 +88,7 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
         loaded.append((arguments, kwargs))
         return load_model(*arguments, **kwargs)
 
+    monkeypatch.setattr(mirror, "claim", lambda *arguments: None)  # it would write to --mirror
     monkeypatch.setattr(trl, "SFTTrainer", trainer)
     monkeypatch.setattr(transformers, "Trainer", trainer)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
@@ -110,7 +113,7 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
             "loaded": str(loaded),
             "args": {
                 name: getattr(args, name, None)
-                for name in ("max_steps", "gradient_accumulation_steps", "profile", "model_init_kwargs")
+                for name in ("max_steps", "gradient_accumulation_steps", "profile", "mirror", "model_init_kwargs")
             },
             "train": (type(arguments["train_dataset"]), list(arguments["train_dataset"])),
             "eval": list(arguments["eval_dataset"]),

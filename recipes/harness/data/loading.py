@@ -67,6 +67,10 @@ class ScriptArguments(trl.ScriptArguments):
         metadata={"help": "One row for every answer of a conversation, for templates that drop the reasoning of earlier ones."},
     )
     profile: bool = field(default=False, metadata={"help": "Profile some steps in the middle of the run."})
+    mirror: str | None = field(
+        default=None,
+        metadata={"help": "URL of a folder (s3://, gs://, file:// …) to which checkpoints and the model are uploaded."},
+    )
 
     # Set by `parse`. Without an annotation they are no fields, so they are no flags.
     dataset_formats = ()  # the formats of rows that the recipe can train on (see formats.py), its first choice first

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from harness import signals
 from harness.launched import UserError
 
 DEFAULT_PORT = 29400
+LOCAL_DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"}  # file systems
 LOST = 3  # exit code of a process that lost the others
 CAUSES = (
     "Usual causes, and the variable to set: GPUs that cannot reach each other directly (consumer cards, an IOMMU): "
@@ -171,6 +173,15 @@ def physical_cores() -> int:
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(psutil.cpu_count(logical=False) or usable, usable)
+
+
+def is_on_local_disk(folder: Path) -> bool:
+    """Whether a folder is on a file system that belongs to this machine alone. False if that is unknown."""
+    import psutil
+
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    place = folder.resolve()
+    return next((mounts[parent] in LOCAL_DISKS for parent in (place, *place.parents) if parent in mounts), False)
 
 
 def check_all_reduce(device: Any, seconds: float = 120) -> None:

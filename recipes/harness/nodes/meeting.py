@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from harness.launched import UserError
-from harness.nodes.machines import Nodes, first_line, integer_from_environment, own_address, time_limit
+from harness.nodes.machines import (
+    Nodes,
+    first_line,
+    integer_from_environment,
+    is_on_local_disk,
+    own_address,
+    time_limit,
+)
 
 T = TypeVar("T")
 MESSAGE_INTERVAL = 30  # seconds between two messages about a missing node
@@ -68,8 +75,10 @@ class Meeting(contextlib.AbstractContextManager):
         self._exchange("checked", True)
         return result
 
-    def all_see(self, folder: Path, patience: float = 90) -> bool:
+    def all_see(self, folder: Path, patience: float | None = None) -> bool:
         """Whether all nodes see the same `folder`. Network file systems can show a new file late. Collective."""
+        if patience is None:
+            patience = 2 if is_on_local_disk(folder) else 90
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-by-all-nodes-") as own:
             of_head, deadline = folder / self._exchange("token", Path(own.name).name)[0], time.monotonic() + patience
             while not (sees := of_head.exists()) and time.monotonic() < deadline:

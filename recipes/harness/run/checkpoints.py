@@ -18,7 +18,7 @@ from pathlib import Path
 from harness import folder
 from harness.compat.transformers import install_before_checkpoint
 from harness.folder import COMPLETION_MARKER, read_json, sync, write_json
-from harness.launched import UserError, print_once
+from harness.launched import Launched, UserError, print_once
 from harness.run.progress import Progress
 
 import torch
@@ -52,7 +52,8 @@ class Checkpoints(TrainerCallback):
         process = PartialState()
         if not (self.output_dir / folder.RUN).is_file():  # transformers would make the folder again
             raise FileNotFoundError(self.output_dir)
-        if process.is_main_process:
+        has_own_disk = Launched.from_environment().separate_disks and process.is_local_main_process
+        if process.is_main_process or has_own_disk:
             self._delete_old(checkpoint)
             begin_writing(checkpoint)
         process.wait_for_everyone()
@@ -201,7 +202,7 @@ def sync_files(checkpoint: Path, is_mine: Callable[[str], bool]) -> dict[str, li
     own = {name: path for name, path in _files_of(checkpoint).items() if is_mine(name)}
     with ThreadPoolExecutor() as pool:
         syncs = [pool.submit(sync, path) for path in own.values()]
-        checksums = pool.map(_checksum_of_file, own.values())
+        checksums = pool.map(checksum_of_file, own.values())
         entries = {name: [own[name].stat().st_size, checksum] for name, checksum in zip(own, checksums, strict=True)}
         for one in syncs:
             one.result()
@@ -213,7 +214,7 @@ def write_marker(checkpoint: Path, content: dict) -> None:
     folders = [path for path in checkpoint.rglob("*") if path.is_dir()]
     for path in (*folders, checkpoint, checkpoint.parent):
         sync(path)  # the names of the files in it
-    write_json(checkpoint / COMPLETION_MARKER, content | {"checksum": _checksum_of_content(content)})
+    write_json(checkpoint / COMPLETION_MARKER, content | {"checksum": checksum_of_content(content)})
     (checkpoint / WRITING).unlink()
 
 
@@ -227,7 +228,7 @@ def find_damage(checkpoint: Path, is_mine: Callable[[str], bool] = lambda name: 
         checksum = marker.pop("checksum", None)
         if checksum is None and "files" not in marker and marker["geometry"]:
             return ""
-        if checksum != _checksum_of_content(marker):
+        if checksum != checksum_of_content(marker):
             return f"{COMPLETION_MARKER} was changed"
         for name, (size, _) in marker["files"].items():
             if not (checkpoint / name).is_file():
@@ -236,7 +237,7 @@ def find_damage(checkpoint: Path, is_mine: Callable[[str], bool] = lambda name: 
                 return f"{name} has {(checkpoint / name).stat().st_size:,} bytes, it had {size:,}"
         own = [name for name in marker["files"] if is_mine(name)]
         with ThreadPoolExecutor() as pool:
-            checksums = pool.map(_checksum_of_file, [checkpoint / name for name in own])
+            checksums = pool.map(checksum_of_file, [checkpoint / name for name in own])
             for name, now in zip(own, checksums, strict=True):
                 if now != marker["files"][name][1]:
                     return f"{name} was changed"
@@ -254,10 +255,10 @@ def _files_of(checkpoint: Path) -> dict[str, Path]:
     return {p.relative_to(checkpoint).as_posix(): p for p in paths if p.name not in (COMPLETION_MARKER, WRITING)}
 
 
-def _checksum_of_file(path: Path) -> str:
+def checksum_of_file(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
-def _checksum_of_content(content: dict) -> str:
+def checksum_of_content(content: dict) -> str:
     return xxhash.xxh3_64(json.dumps(content, sort_keys=True).encode()).hexdigest()

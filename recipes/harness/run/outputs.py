@@ -208,6 +208,7 @@ def write_results(
     progress: Progress,
     parameters: tuple[int, int],
     resumed_from: int,
+    mirror: dict,
 ) -> dict:
     """Gathers the numbers of all processes (collective); the first writes them. Memory in GB (1e9 bytes), time in seconds.
 
@@ -264,6 +265,7 @@ def write_results(
         **({} if isinstance(trainer.train_dataset, IterableDataset) else {"times_seen": round(state.epoch or 0, 2)}),
         **({"data": data} if (data := read_json(Path(args.output_dir, DATA))) else {}),
         "resumed_from_step": resumed_from,
+        **mirror,
         "device": torch.cuda.get_device_name() if has_gpu else platform.processor() or platform.machine(),
         "finished": datetime.datetime.now().isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES},

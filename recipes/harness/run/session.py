@@ -11,6 +11,7 @@ from harness.launched import Launched, TrainerBuilt, UserError, print_once
 from harness.model.quantized import install_byte_check
 from harness.run.checkpoints import Checkpoints, find_checkpoint, print_changed_rows
 from harness.run.failures import check_disk_space, exit_for_known_failure
+from harness.run.mirror import Mirror
 from harness.run.outputs import (
     count_parameters,
     describe_training,
@@ -62,6 +63,9 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     repeat_stream(trainer)
     # The default waits, for each tensor of a batch, until the GPU has computed everything that was queued before.
     trainer.accelerator.dataloader_config.non_blocking = True
+    group = make_cpu_group(trainer.args.ddp_timeout)
+    mirror = Mirror(trainer, group)
+    mirror.pull()
     checkpoint = find_checkpoint(trainer.args)
     if checkpoint:
         print_changed_rows(checkpoint, trainer.args, isinstance(trainer.train_dataset, IterableDataset))
@@ -73,7 +77,6 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     hide_tied_weight_warning(trainer)
 
     before = folder.read_json(checkpoint / folder.COMPLETION_MARKER).get("progress", {}) if checkpoint else {}
-    group = make_cpu_group(trainer.args.ddp_timeout)
     progress = Progress(trainer, before)
     position = StreamPosition(trainer, checkpoint)
     reader = BatchReader(trainer, group, position, progress, resumed_from)
@@ -90,6 +93,8 @@ def _train(trainer: Trainer, launched: Launched) -> None:
         position,
         reader,
         checkpoints,
+        # After Checkpoints: only complete checkpoints are uploaded.
+        mirror,
         StopAtLastStep(),
         stop,
         # After StopAfterSignal, so that the time of a step that is saved or logged because of a signal is counted.
@@ -105,6 +110,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
         print_once(f"Resuming from {checkpoint}; rows that were trained on are skipped.")
     if trainer.is_world_process_zero():
         compute_checksums(output_dir)
+    mirror.upload_missing(checkpoint)
     try:
         output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except LastStepReached:
@@ -113,15 +119,19 @@ def _train(trainer: Trainer, launched: Launched) -> None:
         print_once(f"\nStopped at step {trainer.state.global_step}. {folder.resume_hint(output_dir)}")
         os._exit(130)  # other processes may never reach the end of a collective
     if code := reader.report_lost_hub() or stop.report_stop(trainer):
+        mirror.close()
         disconnect(trainer, stop, reader)
         raise SystemExit(code)
 
     evaluation = evaluate(trainer)
     trainer.save_state()
     save_model(trainer)
-    results = write_results(trainer, output, evaluation, progress, parameters, resumed_from)
+    mirror.finish()
+    results = write_results(trainer, output, evaluation, progress, parameters, resumed_from, mirror.results())
     generate_samples(trainer, launched.tiny)
     print_summary(results, str(output_dir))
+    mirror.upload_model()
+    mirror.close()
     disconnect(trainer, stop, reader)
     if held:
         held.release()

@@ -34,7 +34,7 @@ from harness.data import chat_templates, reading
 from harness.data.files import check_data_files, record_data_files
 from harness.data.loading import FIRST_ROWS, ScriptArguments, check_dataset, digest_local_files, use_prepared_files
 from harness.hub import wait_for_hub
-from harness.launched import Checked, Launched, UserError, print_once
+from harness.launched import NODE_VARIABLE, Checked, Launched, UserError, print_once
 from harness.model.loading import (
     build_adapter_on_meta,
     check_experts,
@@ -47,6 +47,7 @@ from harness.model.loading import (
 from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes.machines import check_all_reduce, exit_with_causes
 from harness.rehearsal import tiny
+from harness.run import mirror
 from harness.start import checks
 from harness.start.flags import is_true, unknown_flag
 
@@ -93,6 +94,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
     script_args.dataset_formats = (dataset_formats,) if isinstance(dataset_formats, str) else dataset_formats
     script_args.first_rows = FIRST_ROWS if launched.mode == "preview" else 0
     checks.check_numbers(*arguments)
+    checks.check_mirror(script_args, launched.mode)
     before = settings_of_continued_run(training_args, launched)
     set_steps(arguments, defaults, launched.processes or int(os.environ.get("WORLD_SIZE", 1)), launched.tiny, before)
     is_plain_start = not launched.recipe and training_args.process_index == 0  # without launch.sh, nothing was checked before
@@ -238,7 +240,8 @@ def read_arguments(config_class: type, defaults: dict[str, Any], launched: Launc
     if launched.tiny and "max_eval_samples" not in script_args.given:
         script_args.eval_rows_of_run = defaults.get("max_eval_samples", ScriptArguments.max_eval_samples)
     script_args.text_field, script_args.seed = getattr(training_args, "dataset_text_field", "text"), training_args.seed
-    training_args.profile = script_args.profile  # `train` has the training arguments only
+    # `train` has the training arguments only.
+    training_args.profile, training_args.mirror = script_args.profile, script_args.mirror
     if training_args.report_to and not training_args.run_name:  # trackio would start another run for the last evaluation
         training_args.run_name = f"{Path(training_args.output_dir).name} {datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
     return script_args, training_args, model_args
@@ -381,6 +384,8 @@ def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig
         folder.check_output_dir(output_dir, identity, is_default)
         check_data_files(output_dir, script_args)
     reading.print_how_files_are_read(script_args.dataset_name, script_args.dataset_config, script_args.text_rows)
+    uses_mirror = is_training and bool(script_args.mirror) and NODE_VARIABLE not in os.environ  # the first node's launcher
+    uploaded = mirror.check(script_args.mirror, identity, output_dir) if uses_mirror else {}
     if launched.tiny:
         tiny.make_replacements(script_args, model_args)
     check_model_and_dataset(arguments, launched, config)
@@ -388,7 +393,11 @@ def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig
         return
     folder.claim_output_dir(output_dir, identity, is_default)
     record_data_files(output_dir, script_args)
+    if uses_mirror:
+        mirror.exit_if_finished(script_args.mirror, uploaded, training_args)
     folder.exit_if_finished(output_dir, training_args.max_steps, training_args.num_train_epochs)
+    if uses_mirror:
+        mirror.claim(script_args.mirror, identity, output_dir)
     steps, asked = training_args.gradient_accumulation_steps, getattr(training_args, "asked_accumulation_steps", None)
     if asked not in (None, steps):
         print_once(f"gradient_accumulation_steps is {steps}, not {asked}, so that a step has as many rows as in {output_dir}.")

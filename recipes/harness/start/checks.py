@@ -11,7 +11,9 @@ from harness.configs import AccelerateConfig
 from harness.data.loading import ScriptArguments, is_slice
 from harness.launched import NODE_VARIABLE, Launched, UserError, print_once
 from harness.nodes.machines import physical_cores
+from harness.run.mirror import Storage
 from harness.run.sharding import SHARDED_8BIT
+from harness.start.flags import check_passwords
 
 from transformers import TrainingArguments
 from transformers.trainer import Trainer
@@ -187,6 +189,16 @@ def check_arguments(script_args: ScriptArguments, training_args: TrainingArgumen
             "--load_in_4bit, --load_in_8bit: quantized weights are frozen, so nothing would be trained: add --use_peft"
         )
     check_parallelism(training_args)
+
+
+def check_mirror(script_args: ScriptArguments, mode: str) -> None:
+    """Raises UserError for a --mirror that this run cannot have: an unknown URL, a missing package, a command without a run."""
+    if script_args.mirror is None:
+        return
+    if mode != "train":
+        raise UserError(f"--mirror is for training, --{mode} writes no checkpoints: leave it out")
+    check_passwords([f"--mirror={script_args.mirror}"])
+    Storage(script_args.mirror)
 
 
 def check_parallelism(training_args: TrainingArguments) -> None:

@@ -79,6 +79,7 @@ def _check_source(recipe: Path) -> None:
 def check_flags(recipe: Path, words: list[str]) -> None:
     """Raises UserError, with the nearest known flag, if one of `words` is a flag that does not exist."""
     names = known_flags(recipe)
+    check_passwords(words)
     for word in words:
         if not word.startswith("--"):
             continue
@@ -89,6 +90,15 @@ def check_flags(recipe: Path, words: list[str]) -> None:
             raise UserError(f"--{name} is now --{RENAMED[name]}")
         if name not in names and name.removeprefix("no_") not in names:
             raise UserError(unknown_flag(f"--{name}", [f"--{known}" for known in names]))
+
+
+def check_passwords(words: list[str]) -> None:
+    """Raises UserError if one of `words` is a URL with a password."""
+    if any(re.search(r"://[^/@:]*:[^@]*@", word) for word in words):
+        raise UserError(
+            "a URL with a password would be shown in the process list: leave it out, and set the variables that its storage "
+            "reads, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in with its program"
+        )
 
 
 def unknown_flag(flag: str, known: list[str]) -> str:

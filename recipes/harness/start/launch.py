@@ -55,7 +55,7 @@ def main(words: list[str]) -> int:
         warnings.filterwarnings("ignore")  # in the launcher only; the processes that train are forked already
         if nodes.count > 1:
             return train_on_several_nodes(nodes, config, launched, options, arguments, workers, checker)
-        output_dir, _ = check_in_worker(checker, launched, arguments, config)
+        output_dir, _, _ = check_in_worker(checker, launched, arguments, config)
         held = folder.lock(Path(output_dir))  # until this process ends
         store, address, port = (None, "", 0) if config.distributed_type == "NO" else open_store()
         with forecast_in_background(launched, arguments, Path(output_dir)):
@@ -144,10 +144,10 @@ def gpu_features() -> tuple[list[str], str, str]:
 
 def check_in_worker(
     worker: Worker, launched: Launched, arguments: list[str], config: AccelerateConfig | None
-) -> tuple[str, bool]:
+) -> tuple[str, bool, bool]:
     """Checks the run in a process of its own, which may use a GPU. Exits if something is wrong.
 
-    Sets `launched.on_cpu`. Returns the output directory, and whether the run saves checkpoints there.
+    Sets `launched.on_cpu`. Returns the output directory, whether the run saves checkpoints there, and whether it has a mirror.
     """
     worker.start(run_checks, launched, arguments, config)
     code, _ = processes.wait_for([worker])
@@ -156,23 +156,23 @@ def check_in_worker(
         sys.exit(processes.explain_exit(code))
     if signals.last_signal():  # the check ended before the signal reached it
         processes.exit_for_signal(signals.last_signal(), None)
-    launched.on_cpu, output_dir, saves = worker.result
-    return output_dir, saves
+    launched.on_cpu, *found = worker.result
+    return tuple(found)
 
 
-def run_checks(launched: Launched, arguments: list[str], config: AccelerateConfig) -> tuple[bool, str, bool]:
+def run_checks(launched: Launched, arguments: list[str], config: AccelerateConfig) -> tuple[bool, str, bool, bool]:
     """Checks the machine, then runs the recipe up to the end of `parse`.
 
-    Returns what the launcher needs from the process that runs this: whether the run is on CPU, its output directory, and
-    whether it saves checkpoints.
+    Returns what the launcher needs from the process that runs this: whether the run is on CPU, its output directory, whether
+    it saves checkpoints, and whether it has a mirror.
     """
     from harness.start import checks
 
     set_device(launched, config, use_cpu=flags.is_true("use_cpu", arguments), rows=rows_of_step(Path(launched.recipe), arguments))
     checks.check_shared_memory(launched)
     checks.print_few_cores(launched)
-    _, training_args, _ = check_recipe(launched, arguments)
-    return launched.on_cpu, training_args.output_dir, training_args.save_strategy != "no"
+    script_args, training_args, _ = check_recipe(launched, arguments)
+    return launched.on_cpu, training_args.output_dir, training_args.save_strategy != "no", bool(script_args.mirror)
 
 
 def check_recipe(launched: Launched, arguments: list[str]) -> tuple[Any, Any, Any]:
@@ -323,13 +323,16 @@ def train_on_several_nodes(
     for path in (launched.recipe, launched.config):
         facts[f"digest of {Path(path).name}"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
     with Meeting(nodes, facts) as meeting:
-        output_dir, saves = meeting.check_in_turn(lambda: check_in_worker(checker, launched, arguments, config))
-        if saves and not meeting.all_see(Path(output_dir)):
+        output_dir, saves, has_mirror = meeting.check_in_turn(lambda: check_in_worker(checker, launched, arguments, config))
+        launched.separate_disks = saves and not meeting.all_see(Path(output_dir))
+        if launched.separate_disks and not has_mirror:
             raise UserError(
                 f"--output_dir: {output_dir} is not the same folder on all nodes, so their checkpoints could not be put "
-                "together: pass a folder on a file system that all nodes share, or --save_strategy no"
+                "together: pass a folder on a file system that all nodes share, or --mirror with the URL of a bucket, to which "
+                "every node uploads its part, or --save_strategy no"
             )
-        held = folder.lock(Path(output_dir)) if nodes.rank == 0 else None  # not before all nodes have checked
+        # Not before all nodes have checked.
+        held = folder.lock(Path(output_dir)) if nodes.rank == 0 or launched.separate_disks else None
         if interface := interface_to(meeting.another_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo takes the one that the machine's name resolves to
         if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set for the meeting only

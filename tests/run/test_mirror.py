@@ -1,0 +1,294 @@
+"""--mirror: what is uploaded, what a fresh machine gets back, and who may write there."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+
+from harness.folder import newest_complete_checkpoint, read_json
+from harness.launched import UserError
+from harness.run import checkpoints, mirror
+
+import pytest
+from conftest import ROOT, assert_one_error, free_port, losses, read, slow, wait_until
+
+RECIPE = "qwen2_fineweb_edu"
+FLAGS = ["--max_steps", "6", "--save_steps", "2", "--logging_steps", "1", "--eval_strategy", "no", "--max_length", "64"]
+IDENTITY = {"recipe": "some", "model": "tiny"}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Makes a mirror and output directories with checkpoints; `open_mirror` is what a run does before its first step."""
+    monkeypatch.setenv("NODE_SILENCE", "1")
+    args = SimpleNamespace(mirror=(tmp_path / "mirror").as_uri(), save_total_limit=2, load_best_model_at_end=False)
+    opened = []
+
+    def open_mirror(name: str) -> mirror.Mirror:
+        args.output_dir = str(tmp_path / name)
+        Path(args.output_dir).mkdir(exist_ok=True)
+        mirror.check(args.mirror, IDENTITY, Path(args.output_dir))
+        mirror.claim(args.mirror, IDENTITY, Path(args.output_dir))
+        opened.append(mirror.Mirror(SimpleNamespace(args=args), None))
+        opened[-1].pull()
+        return opened[-1]
+
+    yield open_mirror
+    for one in opened:
+        one.close()
+
+
+def save(one: mirror.Mirror, step: int, finish: bool = True):
+    """Writes a complete checkpoint, and uploads it as a run does."""
+    checkpoint = one.output_dir / f"checkpoint-{step}"
+    checkpoints.begin_writing(checkpoint)
+    (checkpoint / "part").mkdir()
+    (checkpoint / "model.bin").write_bytes(os.urandom(1000))
+    (checkpoint / "part/__0_0.distcp").write_bytes(os.urandom(3000))
+    checkpoints.write_marker(checkpoint, {"files": checkpoints.sync_files(checkpoint, lambda name: True)})
+    one.on_save(None, SimpleNamespace(global_step=step, best_model_checkpoint=None), None)
+    if finish:
+        one.finish()
+
+
+def complete(folder: Path) -> list[str]:
+    return sorted(path.parent.name for path in folder.glob("checkpoint-*/complete.json"))
+
+
+def content(checkpoint: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
+
+
+def test_old_checkpoints_are_removed_and_the_newest_comes_back(place, tmp_path):
+    run = place("first")
+    for step in (2, 4, 6):
+        save(run, step)
+    assert complete(tmp_path / "mirror") == ["checkpoint-4", "checkpoint-6"] and run.results()["mirror"]["uploaded"] == 3
+    assert not (tmp_path / "mirror/checkpoint-2").exists()
+    run.close()
+    place("fresh")
+    assert complete(tmp_path / "fresh") == ["checkpoint-6"]
+    assert content(tmp_path / "fresh/checkpoint-6") == content(tmp_path / "first/checkpoint-6")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: (path / "complete.json").unlink(), "Incomplete in file:///"),
+        (lambda path: (path / "model.bin").write_bytes(bytes(1000)), "model.bin was changed"),
+        (lambda path: (path / "model.bin").unlink(), "a file is missing"),
+        (lambda path: os.truncate(path / "part/__0_0.distcp", 10), "__0_0.distcp was changed"),
+        (lambda path: (path / "complete.json").write_text("{"), "complete.json was changed"),
+    ],
+    ids=["killed before the marker", "changed", "missing", "truncated", "marker"],
+)
+def test_damaged_and_incomplete_checkpoints_are_skipped(place, tmp_path, capsys, damage, words):
+    """The output directory of the fresh machine has an older checkpoint; the damaged one is uploaded again later."""
+    run = place("first")
+    save(run, 2)
+    place_of_old = tmp_path / "fresh"
+    shutil.copytree(tmp_path / "first/checkpoint-2", place_of_old / "checkpoint-2")
+    save(run, 4)
+    save(run, 6)
+    run.close()
+    damage(tmp_path / "mirror/checkpoint-6")
+    run = place("fresh")
+    assert words in capsys.readouterr().out
+    assert newest_complete_checkpoint(place_of_old).name == "checkpoint-4" and not checkpoints.find_damage(
+        place_of_old / "checkpoint-4"
+    )
+    assert complete(tmp_path / "mirror") == ["checkpoint-4"]
+    shutil.rmtree(place_of_old / "checkpoint-6", ignore_errors=True)  # `find_checkpoint` deletes it
+    save(run, 6)
+    assert complete(tmp_path / "mirror") == ["checkpoint-4", "checkpoint-6"]
+    assert content(tmp_path / "mirror/checkpoint-6") == content(place_of_old / "checkpoint-6")
+
+
+def test_all_checkpoints_damaged_is_an_error(place, tmp_path, error_of):
+    run = place("first")
+    save(run, 2)
+    run.close()
+    (tmp_path / "mirror/checkpoint-2/model.bin").write_bytes(b"")
+    message = error_of(place, "fresh")
+    assert "no checkpoint in file:///" in message and "checkpoint-2: model.bin was changed" in message
+    assert complete(tmp_path / "mirror") == ["checkpoint-2"]
+
+
+def test_what_is_on_the_disk_is_used(place, tmp_path, monkeypatch):
+    """Undamaged files are not downloaded again, and a newer checkpoint of the disk is uploaded instead."""
+    run = place("first")
+    save(run, 2)
+    save(run, 4)
+    (tmp_path / "first/checkpoint-4/model.bin").write_bytes(b"damaged")
+    run.close()
+    downloads = []
+    download = mirror.Storage.download
+    monkeypatch.setattr(mirror.Storage, "download", lambda self, name, file: [downloads.append(name), download(self, name, file)])
+    run = place("first")
+    assert downloads == ["checkpoint-4/model.bin"] and not checkpoints.find_damage(tmp_path / "first/checkpoint-4")
+    run.close()
+    shutil.rmtree(tmp_path / "mirror/checkpoint-4")  # its upload had not finished
+    run = place("first")
+    run.upload_missing(tmp_path / "first/checkpoint-4")
+    run.finish()
+    assert len(downloads) == 1 and complete(tmp_path / "mirror") == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_uploads_that_fail_are_tried_again_and_end_no_run(place, tmp_path, monkeypatch, capsys):
+    run, upload, failures = (
+        place("first"),
+        mirror.Storage.upload,
+        [OSError("503 from s3://key:secret@host"), RuntimeError("no route")],
+    )
+
+    def fail_first(storage: mirror.Storage, file: Path, name: str):
+        if failures:
+            raise failures.pop()
+        upload(storage, file, name)
+
+    monkeypatch.setattr(mirror.Storage, "upload", fail_first)
+    save(run, 2)
+    printed = capsys.readouterr().out
+    assert complete(tmp_path / "mirror") == ["checkpoint-2"] and "failed (no route); it is tried again" in printed
+    failures += [OSError("503 from s3://key:secret@host")] * 9
+    save(run, 4, finish=False)
+    wait_until(lambda: len(failures) == 8, 10, lambda: "it did not try")
+    save(run, 6, finish=False)  # the upload of checkpoint-4 waits to be tried again: it is given up
+    failures.clear()
+    run.finish()
+    printed = capsys.readouterr().out
+    assert "warning: checkpoint-4 is not in" in printed and "503 from s3://host" in printed and "secret" not in printed
+    assert run.results()["mirror"]["failed"].keys() == {"checkpoint-4"} and complete(tmp_path / "mirror")[-1] == "checkpoint-6"
+
+
+def test_training_waits_only_for_an_upload_when_the_next_is_due(place, tmp_path, monkeypatch, capsys):
+    run, upload, may_end = place("first"), mirror.Storage.upload, threading.Event()
+    monkeypatch.setattr(mirror.Storage, "upload", lambda self, file, name: [may_end.wait(30), upload(self, file, name)])
+    save(run, 2, finish=False)
+    run.on_step_end(None, None, None)
+    assert run.upload.thread.is_alive() and not complete(tmp_path / "mirror")
+    threading.Timer(1.5, may_end.set).start()
+    save(run, 4, finish=False)  # waits
+    assert complete(tmp_path / "mirror")[0] == "checkpoint-2" and "for the upload of checkpoint-2" in capsys.readouterr().out
+    run.finish()
+    assert 1 < run.results()["mirror"]["seconds_waited"] < 5
+    assert "Uploading checkpoint-4 to file:///" in capsys.readouterr().out
+
+
+def test_a_second_run_is_refused(place, tmp_path, error_of, capsys):
+    """Not a restart in the same folder, nor on another machine once the killed run is silent."""
+    run = place("first")
+    message = error_of(place, "second")
+    assert "--mirror: a run on " in message and "is writing to file:///" in message
+    run.owner._has_ended.set()  # it was killed
+    capsys.readouterr()
+    place("first")
+    assert "waiting" not in capsys.readouterr().out
+    opened = place("first")  # its last start is the owner
+    opened.owner._has_ended.set()
+    began = time.monotonic()
+    place("second")
+    assert time.monotonic() - began >= 1 and "waiting 1 s for a sign" in capsys.readouterr().out
+    with pytest.raises(UserError, match="has a run with model tiny, this run has model other"):
+        mirror.check(run.storage.url, IDENTITY | {"model": "other"}, tmp_path / "third")
+
+
+def test_a_run_that_lost_the_mirror_stops_uploading(place, tmp_path, capsys):
+    run = place("first")
+    save(run, 2)
+    (tmp_path / "mirror/owner.json").write_text(json.dumps({"token": "other", "start": "other"}))
+    wait_until(lambda: run.owner.is_lost, 5, lambda: "it did not notice")
+    save(run, 4)
+    assert complete(tmp_path / "mirror") == ["checkpoint-2"] and "another run has taken the mirror" in capsys.readouterr().out
+    run.close()
+    assert read_json(tmp_path / "mirror/owner.json")["token"] == "other"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--mirror", "s3://key:se/cret@bucket/run"], "a URL with a password would be shown"),
+        (["--mirror", "bucket/run"], "bucket/run is not a URL: expected one such as s3://"),
+        (["--mirror", "hf://me/model"], "expected hf://buckets/"),
+        (["--mirror", "s4://bucket/run"], "Protocol not known: s4"),
+        (["--mirror", "s3://bucket/run"], "-m pip install s3fs=="),
+        (["--preview", "--mirror", "file:///tmp/x"], "--mirror is for training"),
+    ],
+)
+def test_wrong_urls(fork_launch, flags, words):
+    options = [flag for flag in flags if flag == "--preview"]
+    config = [] if options else ["1x3090"]
+    process = fork_launch(*options, "--tiny", RECIPE, *config, *flags[len(options) :])
+    assert_one_error(process, words)
+    assert "cret" not in process.stderr
+
+
+def test_fresh_machine_continues(fork_launch, workdir):
+    """Two sharded processes; the machine is lost between the upload of the files and of the marker, and after the end."""
+    run, place = workdir / "runs/mirrored", workdir / "mirror"
+    command = ["--tiny", RECIPE, "4gpu_full_shard", "--output_dir", run, "--mirror", f"file://{place}", *FLAGS]
+    process = fork_launch(*command, NPROC_PER_NODE="2")
+    assert process.returncode == 0, process.stderr
+    assert "The model and 2 checkpoints are in file:///" in process.stdout and not (place / "owner.json").exists()
+    assert read(run)["mirror"] == {"uploaded": 3, "failed": {}, "seconds_waited": 0.0}
+    uninterrupted, model = losses(run), (run / "model.safetensors").read_bytes()
+    assert (place / "model.safetensors").read_bytes() == model
+
+    shutil.rmtree(run)
+    process = fork_launch(*command, NPROC_PER_NODE="2")
+    assert process.returncode == 0 and "is finished: 6 steps" in process.stdout, process.stderr
+    for name in ("train_results.json", "model.safetensors", "checkpoint-6/complete.json"):  # as before the end
+        (place / name).unlink()
+    process = fork_launch(*command, NPROC_PER_NODE="2")
+    assert process.returncode == 0, process.stderr
+    assert read(run)["resumed_from_step"] == 4 and losses(run) == uninterrupted
+    assert (place / "model.safetensors").read_bytes() == model
+    assert complete(place) == complete(run) == ["checkpoint-4", "checkpoint-6"]
+
+
+@pytest.fixture
+def s3(s3_python, tmp_path):
+    """An S3 server with an empty bucket; returns the environment of a run that uses it."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    with (tmp_path / "moto.log").open("w") as log:
+        server = subprocess.Popen([s3_python, "-m", "moto.server", "-p", str(port)], stdout=log, stderr=log)
+
+    def make_bucket() -> bool:
+        try:
+            return urllib.request.urlopen(urllib.request.Request(f"{url}/bucket", method="PUT")).status == 200
+        except OSError:
+            return False
+
+    wait_until(make_bucket, 60, (tmp_path / "moto.log").read_text)
+    names = {"AWS_ACCESS_KEY_ID": "some", "AWS_SECRET_ACCESS_KEY": "very-secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    yield {"PYTHON": str(s3_python), "AWS_ENDPOINT_URL": url, "NODE_SILENCE": "4", "NPROC_PER_NODE": "2", **names}
+    server.terminate()
+    server.wait()
+
+
+@slow
+def test_s3(s3, launch, environment, rehearse, workdir, tmp_path):
+    """All processes of a run are killed, and its folder is lost. The same command logs the losses of an uninterrupted run."""
+    flags = [*FLAGS[2:], "--max_steps", "12"]
+    run, log = workdir / "runs/in-s3", tmp_path / "log"
+    command = ["--tiny", RECIPE, "4gpu_full_shard", "--output_dir", run, "--mirror", "s3://bucket/some/run", *flags]
+    with log.open("w") as file:
+        words = [ROOT / "launch.sh", *map(str, command)]
+        killed = subprocess.Popen(words, cwd=workdir, env=environment | s3, stdout=file, stderr=file, start_new_session=True)
+    wait_until(lambda: "checkpoint-4 (" in log.read_text() or killed.poll() is not None, 120, log.read_text)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    shutil.rmtree(run)
+    process = launch(*command, **s3)
+    assert process.returncode == 0, process.stderr
+    assert read(run)["resumed_from_step"] >= 4 and read(run)["mirror"]["failed"] == {}
+    assert losses(run) == losses(rehearse(RECIPE, "4gpu_full_shard", *flags, NPROC_PER_NODE="2"))
+    assert "The model and 2 checkpoints are in s3://bucket/some/run" in process.stdout
+    assert "very-secret" not in process.stdout + process.stderr + log.read_text()

@@ -16,6 +16,7 @@ from harness.run.outputs import (
     generate_samples,
     modules_with_adapter,
     print_summary,
+    save_expectations,
     save_model,
     write_results,
 )
@@ -113,6 +114,8 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     evaluation = evaluate(trainer)
     trainer.save_state()
     save_model(trainer)
+    if trainer.is_world_process_zero():
+        save_expectations(trainer, evaluation)
     results = write_results(trainer, output, evaluation, progress, parameters, resumed_from)
     generate_samples(trainer, launched.tiny)
     print_summary(results, str(output_dir))

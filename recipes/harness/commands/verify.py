@@ -234,6 +234,9 @@ def per_token(losses: Losses) -> float:
 
 def check_loss(model: str, losses: Losses, expected: dict, rows: list[Row], tolerance: float) -> list[Check]:
     """Compares the loss of all evaluation rows with what the run has logged, for every dataset."""
+    if not expected["eval_losses"]:
+        result = "not checked: the run logged another loss, or none"
+        return [Check(model, f"loss of {len(rows)} evaluation rows", "", f"{per_token(losses):.4f}", "", result)]
     checks = []
     for dataset, logged in expected["eval_losses"].items():
         of_dataset = [loss for loss, row in zip(losses, rows, strict=True) if row.dataset == dataset]
@@ -267,9 +270,8 @@ def check_files(model: str, loaded: Any, tokenizer: Any, expected: dict, is_adap
     from harness.run.outputs import describe_tokenizer
 
     config = loaded.generation_config
-    ends = (
-        {tokenizer.eos_token_id} if is_adapter else set()
-    )  # --chat and vLLM stop there too; an adapter has no config of its own
+    # An adapter has no generation config of its own; --chat and vLLM also stop at the tokenizer's end token.
+    ends = {tokenizer.eos_token_id} if is_adapter else set()
     checks = [
         *check_prompts(model, make_prompts(functools.partial(render, tokenizer), expected)),
         *check_ends(model, ends | as_set(config.eos_token_id), expected),
@@ -304,8 +306,8 @@ def sampling(config: dict) -> dict:
 Render = Callable[[list[dict], list[dict] | None, dict], list[int]]  # from turns, tools and template options to tokens
 
 
-def make_prompts(render: Render, expected: dict) -> list[Prompt]:
-    """The prompts of the run's conversations, one for each answer, with the tokens that `render` returns."""
+def make_prompts(to_tokens: Render, expected: dict) -> list[Prompt]:
+    """The prompts of the run's conversations, one for each answer, with the tokens that `to_tokens` returns."""
     prompts = []
     for row in expected["conversations"]:
         turns = without_none(row.get("messages") or row["prompt"] + row["completion"])
@@ -315,7 +317,7 @@ def make_prompts(render: Render, expected: dict) -> list[Prompt]:
         first = len(row["prompt"]) if "prompt" in row else 1
         for number in range(first, len(turns)):
             if turns[number]["role"] == "assistant":
-                tokens = render(turns[:number], tools, options)
+                tokens = to_tokens(turns[:number], tools, options)
                 is_trained = bool(tokens) and row["input_ids"][: len(tokens)] == tokens
                 prompts.append(Prompt(turns[:number], tools, options, tokens, is_trained))
     return prompts
@@ -422,9 +424,9 @@ def served_loss(address: str, model: dict, documents: list[tuple[list[int], list
         if status != 200:
             return None, f"the server gives no log-probabilities of a prompt ({status}: {answer})"
         values = ((answer.get("choices") or [{}])[0].get("logprobs") or {}).get("token_logprobs") or []
-        if len(values) < len(ids):
-            return None, "the server gives no log-probabilities of a prompt"
         wanted = [value for value, label in zip(values[1:], labels[1:], strict=False) if label != IGNORED]
+        if len(values) < len(ids) or None in wanted:
+            return None, "the server gives no log-probabilities of a prompt"
         losses.append((-sum(wanted), len(wanted)))
     return per_token(losses), ""
 
@@ -462,7 +464,7 @@ def check_served_prompts(address: str, model: dict, prompts: list[Prompt]) -> Ch
     for prompt in prompts:
         request = chat_request(model, prompt)
         status, answer = ask(address, "/tokenize", request | {"add_generation_prompt": True})
-        if status == 200 and isinstance(answer, dict) and "tokens" in answer:
+        if status == 200 and isinstance(answer, dict) and answer.get("tokens"):  # llama.cpp's own /tokenize returns []
             right += prompt.is_trained and answer["tokens"] == prompt.tokens
             continue
         what = "prompts with the trained number of tokens"

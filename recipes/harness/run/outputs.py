@@ -109,10 +109,12 @@ def save_expectations(trainer: Trainer, evaluation: dict[str, float]) -> None:
     name = trainer.accelerator.unwrap_model(trainer.model).config.name_or_path
     conversations = getattr(trainer, "conversations", [])
     columns = ("messages", "prompt", "completion", "tools", "chat_template_kwargs", "input_ids")
+    # Another loss cannot be computed from log-probabilities.
+    is_likelihood = "nll" in getattr(trainer.args, "loss_type", "nll") and not trainer.args.label_smoothing_factor
     losses = {name: f"eval_{name}_loss" if name else "eval_loss" for name in datasets}
     expected = {
         "step": trainer.state.global_step,
-        "eval_losses": {name: evaluation[key] for name, key in losses.items() if key in evaluation},
+        "eval_losses": {name: evaluation[key] for name, key in losses.items() if key in evaluation and is_likelihood},
         "batch_size": trainer.args.per_device_eval_batch_size,
         "processes": trainer.args.world_size,
         "tie_word_embeddings": is_tied(trainer),

@@ -14,6 +14,7 @@
 #   ./launch.sh --preview [--tiny] RECIPE [--flag …]  the rows as the model will see them, and which tokens count in the loss
 #   ./launch.sh --prepare [--tiny] RECIPE [--flag …]  downloads everything a run needs; afterwards it trains without internet
 #   ./launch.sh --merge RUN [OUT]                  makes a plain model from an adapter or a sharded checkpoint
+#   ./launch.sh --verify RUN [MODEL]               compares what was trained with what is saved, merged, quantized or served
 #   ./launch.sh --chat RUN [--max_new_tokens N]    talks to the model of a finished run, a 4-bit one with its adapter too
 #   ./launch.sh --report RUN… [PLAN.json]          compares finished runs with each other, and with the forecasts of --plan --json
 #   ./launch.sh --convert FILE [OUT]               a config of `accelerate config` for FSDP1 or DeepSpeed as one for FSDP2
@@ -21,7 +22,7 @@
 #   ./launch.sh --test RECIPE [CONFIG]             the smoke test of one recipe
 #   ./launch.sh --test [pytest arguments]          all tests
 #
-# RECIPE and CONFIG are names, or paths of files anywhere. --json makes --plan, --preview and --report print JSON.
+# RECIPE and CONFIG are names, or paths of files anywhere. --json makes --plan, --preview, --report and --verify print JSON.
 # ./launch.sh --debug … shows the traceback of an error. PYTHON=/path/to/python uses that environment instead of .venv and installs
 # nothing. TORCH_INDEX=https://download.pytorch.org/whl/cu126 installs PyTorch for another version of CUDA.
 #
@@ -267,6 +268,11 @@ case ${1:-} in
     shift
     [[ ${1:--} != -* ]] || fail "--chat needs the folder of a finished run: ./launch.sh --chat RUN"
     call commands.chat "$@"
+    ;;
+  --verify)
+    shift
+    [[ ${1:--} != -* ]] || fail "--verify needs the folder of a finished run: ./launch.sh --verify RUN [MODEL]"
+    call commands.verify "$@"
     ;;
   --convert)
     shift

@@ -48,6 +48,7 @@ TESTED_ELSEWHERE = {
     "launch_environment": "start/test_plain_launchers.py::test_accelerate_launch",
     "load_small_models": "commands/test_preview.py::test_every_recipe",
     "multiply_fp16_in_float32": "rehearsal/test_fp16_products.py::test_fp16_products_are_float32_products_rounded_once",
+    "record_conversations": "commands/test_verify.py::test_full_run_on_four_processes",
     "record_whole_rows": "commands/test_preview.py::test_json",
     "supports_flash_attention": "model/test_attention.py::test_choice",
     "takes_other_attention": "model/test_attention.py::test_choice",

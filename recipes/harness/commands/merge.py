@@ -1,4 +1,4 @@
-"""From a run to a plain model, with one file of it in memory at a time. launch.sh calls it:
+"""From a run to a plain model, with one file of it in memory at a time if possible. launch.sh calls it:
 
 `python -m harness.commands.merge RUN [OUT]`.
 
@@ -12,15 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness.commands.verify import compare_merged
 from harness.folder import COMPLETION_MARKER, checkpoints, read_json, write_json
 from harness.launched import UserError, exit_on_user_error, print_once
 
 FILE_BYTES = 4_000_000_000  # weights in a file of a model that is put together
 SHARDED = "pytorch_model_fsdp_0"  # the folder of the weights in a sharded checkpoint
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "lm_head", "embed_out")  # names of the first and the last layer
 WRAPPER = "model."  # accelerate saves the weights of a sharded model below this name
 
 
-def main(run: str, out: str = "") -> None:
+def main(run: str, out: str = "") -> int:
     source = Path(run)
     if not source.is_dir():
         raise UserError(f"{run} is not a folder: pass the folder of a run or of a checkpoint")
@@ -39,6 +41,7 @@ def main(run: str, out: str = "") -> None:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     print_once(f"Merged into {target}. To load it: AutoModelForCausalLM.from_pretrained({str(target)!r})")
+    return compare_merged(source, target)
 
 
 def merge(source: Path, target: Path) -> None:
@@ -133,6 +136,7 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
     from peft import PeftConfig
     from safetensors import safe_open
     from tqdm import tqdm
+    from transformers import AutoConfig
 
     settings = PeftConfig.from_pretrained(folder)
     base = Path(settings.base_model_name_or_path)
@@ -140,6 +144,12 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
     if not base.is_dir():
         patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
         base = Path(snapshot_download(str(base), revision=settings.revision, allow_patterns=patterns))
+    unties = AutoConfig.from_pretrained(base).tie_word_embeddings and not settings.ensure_weight_tying
+    unties = unties and any(part in EMBEDDINGS for name in adapter for part in name.split("."))
+    if unties or needs_peft(adapter, settings):
+        merge_in_memory(base, settings, adapter, unties, target)
+        copy_other_files(base, folder, target)
+        return
     changes = changed_weights(adapter, settings)
     files = sorted(base.glob("*.safetensors"))
     if not files:
@@ -153,22 +163,58 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
             save_readable(merged, target / file.name)
     if changes:
         raise UserError(f"{base} has no weight {next(iter(changes))}: is it the model that this adapter was trained on?")
+    copy_other_files(base, folder, target, "model.safetensors.index.json")
+
+
+def copy_other_files(base: Path, folder: Path, target: Path, *index: str) -> None:
+    """Copies configs and tokenizer of the base model that are not in `target`, and the run's tokenizer over them."""
     for file in base.iterdir():
-        if file.suffix in (".json", ".jinja", ".model", ".txt"):
+        is_wanted = file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.endswith(".index.json")
+        if (is_wanted or file.name in index) and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)
     for file in (*folder.glob("*token*"), folder / "chat_template.jinja"):  # the run's own tokenizer and chat template
         if file.is_file():
             shutil.copyfile(file, target / file.name)
 
 
+def needs_peft(adapter: dict[str, Any], settings: Any) -> bool:
+    """Whether an adapter changes more than the weights of linear layers by a product: DoRA, biases, embeddings, fused experts."""
+    is_other = any(".lora_" in name and not name.endswith((".lora_A.weight", ".lora_B.weight")) for name in adapter)
+    return bool(settings.use_dora or settings.target_parameters or is_other)
+
+
+def merge_in_memory(base: Path, settings: Any, adapter: dict[str, Any], unties: bool, target: Path) -> None:
+    """Merges with PEFT, which needs the whole model in memory.
+
+    `unties`: the adapter trained the embeddings or the output layer of a model in which both have the same weights, so that
+    they are different weights now.
+    """
+    import torch
+    from peft import PeftModel, set_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    if unties:
+        head = model.get_output_embeddings()
+        head.weight = torch.nn.Parameter(head.weight.detach().clone())
+        model.config.tie_word_embeddings, model.all_tied_weights_keys = False, {}
+    model = PeftModel(model, settings)
+    loaded = set_peft_model_state_dict(model, adapter)
+    if loaded.unexpected_keys:
+        raise UserError(f"{base} has no place for {loaded.unexpected_keys[0]}: is it the model that this adapter was trained on?")
+    try:
+        merged = model.merge_and_unload()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise UserError(f"PEFT cannot merge this adapter: {error}: use it with its base model") from error
+    merged.save_pretrained(target)
+    for file in target.iterdir():
+        file.chmod(target.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
+
+
 def changed_weights(adapter: dict[str, Any], settings: Any) -> dict[str, Callable[[Any], Any]]:
     """For each weight of the base model that an adapter changes: its name, and a function from the weight to the new one."""
     from peft.utils.other import get_pattern_key
 
-    if settings.use_dora or any("lora_magnitude" in name for name in adapter):
-        raise UserError("--merge cannot merge a DoRA adapter: load it with PEFT and call merge_and_unload()")
-    if unknown := [name for name in adapter if ".lora_" in name and not name.endswith((".lora_A.weight", ".lora_B.weight"))]:
-        raise UserError(f"--merge cannot merge {unknown[0]}: load the adapter with PEFT and call merge_and_unload()")
     changes = {}
     for name, tensor in adapter.items():
         weight_name = name.removeprefix("base_model.model.")
@@ -206,4 +252,4 @@ def add_low_rank(weight: Any, a: Any, b: Any, scaling: float, rows: int = 1024) 
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        main(*sys.argv[1:])
+        sys.exit(main(*sys.argv[1:]))

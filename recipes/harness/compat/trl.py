@@ -1,6 +1,7 @@
 """Changes to TRL."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,5 +65,36 @@ def record_whole_rows(record: Callable[[str, Any, Any], None]) -> None:
         tokenized = prepare(trainer, dataset, tokenizer, untruncated, False, formatting_func, name)
         record(name, dataset, tokenized)
         return prepare(trainer, tokenized, tokenizer, args, packing, None, name)
+
+    SFTTrainer._prepare_dataset = prepare_dataset
+
+
+@changes("trl:SFTTrainer._prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name)")
+def record_conversations(count: int) -> None:
+    """Makes SFTTrainer keep its first `count` evaluation conversations, with their tokens, in its attribute `conversations`.
+
+    --verify compares the prompts of a server with the tokens that were trained, and the packed rows have no messages. Each
+    conversation is a dict with the columns of its row, "input_ids" and "labels", which are not truncated.
+    Upstream: no issue: it is not a fault of TRL.
+    Checked with: trl 1.16.0.
+    Remove when: SFTTrainer keeps the rows that it was given.
+    """
+    from datasets import Dataset
+    from trl import SFTTrainer
+    from trl.data_utils import is_conversational
+
+    prepare = getattr(SFTTrainer._prepare_dataset, "__wrapped__", SFTTrainer._prepare_dataset)  # not twice in one process
+
+    @functools.wraps(prepare)
+    def prepare_dataset(
+        trainer: Any, dataset: Any, tokenizer: Any, args: Any, packing: bool, formatting_func: Any, name: str
+    ) -> Any:
+        is_new = isinstance(dataset, Dataset) and len(dataset) > 0 and "input_ids" not in dataset.column_names
+        if name != "train" and is_new and is_conversational(dataset[0]):
+            untruncated = copy.copy(args)
+            untruncated.max_length, untruncated.shuffle_dataset = None, False
+            tokenized = prepare(trainer, dataset.take(count), tokenizer, untruncated, False, formatting_func, name)
+            trainer.conversations = [*getattr(trainer, "conversations", []), *tokenized]
+        return prepare(trainer, dataset, tokenizer, args, packing, formatting_func, name)
 
     SFTTrainer._prepare_dataset = prepare_dataset

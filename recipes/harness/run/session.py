@@ -18,6 +18,7 @@ from harness.run.outputs import (
     generate_samples,
     modules_with_adapter,
     print_summary,
+    save_expectations,
     save_model,
     write_results,
 )
@@ -126,6 +127,8 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     evaluation = evaluate(trainer)
     trainer.save_state()
     save_model(trainer)
+    if trainer.is_world_process_zero():
+        save_expectations(trainer, evaluation)
     mirror.finish()
     results = write_results(trainer, output, evaluation, progress, parameters, resumed_from, mirror.results())
     generate_samples(trainer, launched.tiny)

@@ -28,7 +28,7 @@ from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.compat.torch import multiply_fp16_in_float32, offload_to_unpinned_memory
 from harness.compat.transformers import offload_activations_to_unpinned_memory
-from harness.compat.trl import install_training_template
+from harness.compat.trl import install_training_template, record_conversations
 from harness.configs import AccelerateConfig
 from harness.data import chat_templates, reading
 from harness.data.files import check_data_files, record_data_files
@@ -65,6 +65,7 @@ DEFAULTS = {
     "ddp_find_unused_parameters": False,  # these models use all parameters; transformers would search them in every step
     "save_total_limit": 2,  # a kill can leave the newest checkpoint incomplete; the one before it is complete
 }
+CONVERSATIONS = 16  # for evaluation, that a run keeps for --verify
 Arguments = tuple[ScriptArguments, TrainingArguments, trl.ModelConfig]
 
 
@@ -477,6 +478,8 @@ def prepare_process(arguments: Arguments, launched: Launched) -> None:
         offload_activations_to_unpinned_memory()
     wait_for_hub()
     install_training_template(chat_templates.training_template)
+    if launched.mode == "train":
+        record_conversations(CONVERSATIONS)
     chat_templates.set_template_file(training_args, model_args, script_args.given)
     if training_args.process_index or training_args.disable_tqdm:  # one process shows progress
         datasets.disable_progress_bars()

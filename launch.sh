@@ -203,7 +203,9 @@ run() {
     case ${2:---} in
       --help | -h) exec python3 -m harness.start.flags "${files[0]}" ;;
       --tiny) fail "--tiny comes first: ./launch.sh --tiny $1 ${3:-CONFIG}" ;;
-      -*) fail "CONFIG is missing: ./launch.sh ${tiny[*]:+${tiny[*]} }$1 CONFIG, where CONFIG is one of: $(names accelerate_configs | paste -sd ' ')" ;;
+      -*)
+        call plan.command --start "${tiny[@]}" "${files[@]}" "$here"/accelerate_configs/*.yaml "${@:2}"
+        ;;
     esac
   fi
   shift

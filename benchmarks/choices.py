@@ -14,11 +14,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "recipes"))
-
-from harness import configs
-from harness.plan import command
-from harness.start import processes
-
 PAIRS = (
     ("qwen2_fineweb_edu", "1x3090,64GB"),
     ("qwen2_fineweb_edu", "2x4090,128GB"),
@@ -34,6 +29,8 @@ PAIRS = (
 
 
 def main(numbers: list[int]) -> None:
+    from harness.plan import command
+
     can_fork = command.import_libraries()
     from harness.plan import cards, choose
 
@@ -72,7 +69,7 @@ def main(numbers: list[int]) -> None:
 
 def words_of(option: "choose.Option") -> str:  # noqa: F821
     checkpointing = "" if option.checkpointing is None else f", checkpointing {'on' if option.checkpointing else 'off'}"
-    return f"`{configs.read(option.config).name}`, micro-batch {option.micro_batch}{checkpointing}"
+    return f"`{Path(option.config).stem}`, micro-batch {option.micro_batch}{checkpointing}"
 
 
 def percent(share: float) -> str:
@@ -83,4 +80,5 @@ def percent(share: float) -> str:
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     main([int(word) for word in sys.argv[1:]] or list(range(len(PAIRS))))
-    processes.exit_quickly(0)
+    sys.stdout.flush()
+    os._exit(0)  # Python would need a second to take down all that was imported

@@ -2,6 +2,7 @@
 
     ./launch.sh --prepare llama31_70b_qlora                     # once: downloads model and data, makes the 4-bit weights
     ./launch.sh llama31_70b_qlora 2x3090_qlora
+    ./launch.sh llama31_70b_qlora 1x3090_qlora                  # on one GPU, in twice the time
     ./launch.sh llama31_70b_qlora 2x3090_qlora --dataset_name my.jsonl
 
 Rows: conversations (`messages` with role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or

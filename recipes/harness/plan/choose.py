@@ -221,33 +221,35 @@ def choose(
 
     look([options[0] for options in settings.values()])
     share = repeated_share(machine.card, settings, found, look)
-    possible = {setting: options for setting, options in settings.items() if is_possible(machine, found[options[0]])}
+    simulated = {setting: options for setting, options in settings.items() if isinstance(found[options[0]], Simulation)}
 
     def candidates(setting: tuple[str, bool | None]) -> list[Candidate]:
-        fitting = [option for option in possible[setting] if is_possible(machine, found.get(option))]
+        fitting = [option for option in simulated[setting] if is_possible(machine, found.get(option))]
         return [Candidate(option, found[option], seconds_of(machine.card, found[option])) for option in fitting]
 
     def following(setting: tuple[str, bool | None]) -> Option | None:
-        return next_option(machine, possible[setting], found)
+        return next_option(machine, simulated[setting], found)
 
     def least_seconds(setting: tuple[str, bool | None]) -> float:
-        known = min(candidate.seconds for candidate in candidates(setting))
+        known = min((candidate.seconds for candidate in candidates(setting)), default=math.inf)
         if following(setting) is None:
             return known
-        options = possible[setting]
+        options = simulated[setting]
         return min(known, bound(machine.card, found[options[0]], options[-1].micro_batch, share))
 
     while True:
-        fastest = sorted(possible, key=least_seconds)[:count]
+        fastest = sorted(simulated, key=least_seconds)[:count]
         close = [setting for setting in fastest if least_seconds(setting) <= CLOSE * least_seconds(fastest[0])]
         unknown = [option for option in map(following, close) if option]
         if not unknown:
             break
         look(unknown)
-    of_settings = sorted((sorted(candidates(setting), key=by_seconds) for setting in possible), key=lambda of: by_seconds(of[0]))
-    first = [of[0] for of in of_settings]
-    others = sorted((candidate for of in of_settings for candidate in of[1:]), key=by_seconds)
-    return [*first, *others][:count], found
+    every = sorted((candidate for setting in simulated for candidate in candidates(setting)), key=by_seconds)
+    best_of_settings = {candidate.option.setting: candidate for candidate in reversed(every)}
+    close = [candidate for candidate in best_of_settings.values() if candidate.seconds <= CLOSE * every[0].seconds]
+    best = sorted(close, key=by_seconds)[:count]
+    best += [candidate for candidate in every if candidate not in best][: count - len(best)]
+    return sorted(best, key=by_seconds), found
 
 
 def by_seconds(candidate: Candidate) -> float:
@@ -284,39 +286,49 @@ def bound(card: Card, found: Simulation, largest: int | None, share: float) -> f
 
 
 def next_option(machine: Machine, options: list[Option], found: dict[Option, Simulation | Refused]) -> Option | None:
-    """The option of a setting to simulate next, None if the best one is known. The first of `options` is known to fit."""
+    """The option of a setting to simulate next, None if the best one is known. The first of `options` is simulated."""
+    card, last = with_margin(machine.card), options[-1]
     fitting = [option for option in options if is_possible(machine, found.get(option))]
-    too_large = [option for option in options if option in found and option not in fitting]
-    top, limit = fitting[-1], too_large[0] if too_large else None
-    between = [option for option in options if option > top and (limit is None or option < limit)]
-    likely = [
-        option for option in between if cards.fits(with_margin(machine.card), found[top], peak_of(option, top, limit, found))
-    ]
+    top = fitting[-1] if fitting else options[0]
+    # If a step is one micro-batch, there are no gradients of earlier ones, so the largest micro-batch can need less memory.
+    if last not in found and cards.fits(card, found[top], peak_of(last, top, None, found, is_alone=True)):
+        return last
+    if not fitting:
+        return None
+    too_large = [option for option in options if option in found and option > top]
+    limit = too_large[0] if too_large else None
+    between = [option for option in options[:-1] if option > top and (limit is None or option < limit)]
+    likely = [option for option in between if cards.fits(card, found[top], peak_of(option, top, limit, found))]
     if likely:
         return likely[-1]
     # Attention over packed rows with a mask computes more the longer the rows are, so a smaller micro-batch can be faster.
-    fastest = min(fitting, key=lambda option: seconds_of(machine.card, found[option]))
-    flops = [sum(found[option].step.flops.values()) for option in (fitting[0], top)]
-    smaller = [option for option in options if option < fastest]
-    if flops[1] > 1.01 * flops[0] and smaller and smaller[-1] not in found:
-        return smaller[-1]
+    flops = [sum(found[option].step.flops.values()) for option in (options[0], top)]
+    if flops[1] > 1.01 * flops[0]:
+        place = options.index(min(fitting, key=lambda option: seconds_of(machine.card, found[option])))
+        neighbours = [option for option in options[max(0, place - 1) : place + 2] if option < top and option not in found]
+        return neighbours[0] if neighbours else None
     return None
 
 
-def peak_of(option: Option, fitting: Option, too_large: Option | None, found: dict[Option, Simulation | Refused]) -> float:
-    """The least that the peak of an option can be, in bytes, estimated from simulations of smaller and larger micro-batches."""
+def peak_of(
+    option: Option, known: Option, too_large: Option | None, found: dict[Option, Simulation | Refused], is_alone: bool = False
+) -> float:
+    """The least that the peak of an option can be, in bytes, estimated from simulations of smaller and larger micro-batches.
+
+    `is_alone`: the step of the option has one micro-batch.
+    """
     estimates = []
-    for known in (fitting, too_large):
-        if known and isinstance(found[known], Simulation):
-            of = found[known]
+    for other in (known, too_large):
+        if other and isinstance(found[other], Simulation):
+            of = found[other]
             estimates.append(max(fixed + growing * option.micro_batch / of.micro_batch for fixed, growing in of.hull))
-    others = [known for known in found if known.setting == option.setting and known < fitting]
-    if others:  # the line through the two largest that fit
-        smaller, larger = found[max(others)], found[fitting]
-        if isinstance(smaller, Simulation):
-            slope = (larger.peak.bytes - smaller.peak.bytes) / (fitting.micro_batch - max(others).micro_batch)
-            estimates.append(larger.peak.bytes + slope * (option.micro_batch - fitting.micro_batch))
-    return min(estimates)
+    smaller = max((other for other in found if other.setting == option.setting and other < known), default=None)
+    larger = found[known]
+    if smaller and isinstance(found[smaller], Simulation):  # the line through the two largest that fit
+        slope = (larger.peak.bytes - found[smaller].peak.bytes) / (known.micro_batch - smaller.micro_batch)
+        estimates.append(larger.peak.bytes + slope * (option.micro_batch - known.micro_batch))
+    earlier_gradients = 2 * larger.peak.by_holder.get("gradients", 0) if is_alone else 0
+    return min(estimates) - earlier_gradients
 
 
 def command_line(recipe: str, candidate: Candidate, arguments: list[str], grid: Grid) -> str:

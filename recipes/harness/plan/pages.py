@@ -1,6 +1,7 @@
 """A plan for people: text, a table of configs, a picture."""
 
 import math
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -110,11 +111,19 @@ def print_choice(plan: dict[str, Any]) -> None:
     here = plan["on_machine"]
     gpus = f"{plan['processes']} × {plan['gpu']}"
     print(f"{plan['recipe']} on {gpus} (forecast), chosen by the plan; the same by hand:\n\n    {plan['command']}\n")
-    rows = [("command", "s per step", "", "GB per GPU with reserve", "GB host")]
+    rows = [("config and flags", "s per step", "", "GB per GPU with reserve", "GB host")]
     for choice in plan["choices"]:
         best, worst = choice["step_seconds"]
         slower = f"+{choice['slower']:.0%}".replace("%", " %") if rows[1:] else "chosen"
-        rows.append((choice["command"], f"{best:.2f}–{worst:.2f}", slower, f"{choice['gpu_gb']:.1f}", f"{choice['host_gb']:.0f}"))
+        rows.append(
+            (
+                shlex.join([choice["config"], *choice["flags"]]),
+                f"{best:.2f}–{worst:.2f}",
+                slower,
+                f"{choice['gpu_gb']:.1f}",
+                f"{choice['host_gb']:.0f}",
+            )
+        )
     print_table(rows)
     hours, price = here["hours"], here["price"]
     if hours:

@@ -8,6 +8,7 @@
 #
 #   ./launch.sh                                    lists the recipes and the configs
 #   ./launch.sh RECIPE CONFIG [--flag value …]     trains
+#   ./launch.sh RECIPE [--flag value …]            trains with the config that it chooses for the GPUs of this machine
 #   ./launch.sh RECIPE --help                      what a recipe is and what it sets
 #   ./launch.sh --tiny RECIPE CONFIG [--flag …]    rehearses with a tiny model and dataset; needs no GPU
 #   ./launch.sh --plan RECIPE [CONFIG] [--flag …]  will it fit, on which cards, how long; needs no GPU and no weights
@@ -22,6 +23,7 @@
 #   ./launch.sh --test RECIPE [CONFIG]             the smoke test of one recipe
 #   ./launch.sh --test [pytest arguments]          all tests
 #
+# --plan RECIPE --for "2x3090,64GB" chooses the config and the micro-batch for a machine.
 # RECIPE and CONFIG are names, or paths of files anywhere. --json makes --plan, --preview, --report and --verify print JSON.
 # ./launch.sh --debug … shows the traceback of an error. PYTHON=/path/to/python uses that environment instead of .venv and installs
 # nothing. TORCH_INDEX=https://download.pytorch.org/whl/cu126 installs PyTorch for another version of CUDA.
@@ -204,7 +206,9 @@ run() {
     case ${2:---} in
       --help | -h) exec python3 -m harness.start.flags "${files[0]}" ;;
       --tiny) fail "--tiny comes first: ./launch.sh --tiny $1 ${3:-CONFIG}" ;;
-      -*) fail "CONFIG is missing: ./launch.sh ${tiny[*]:+${tiny[*]} }$1 CONFIG, where CONFIG is one of: $(names accelerate_configs | paste -sd ' ')" ;;
+      -*)
+        call plan.command --start "${tiny[@]}" "${files[@]}" "$here"/accelerate_configs/*.yaml "${@:2}"
+        ;;
     esac
   fi
   shift

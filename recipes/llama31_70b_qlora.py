@@ -2,13 +2,14 @@
 
     ./launch.sh --prepare llama31_70b_qlora                     # once: downloads model and data, makes the 4-bit weights
     ./launch.sh llama31_70b_qlora 2x3090_qlora
+    ./launch.sh llama31_70b_qlora 1x3090_qlora                  # on one GPU, in twice the time
     ./launch.sh llama31_70b_qlora 2x3090_qlora --dataset_name my.jsonl
 
 Rows: conversations (`messages` with role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
 `instruction`, `input` and `output`; preference data (`prompt`, `chosen`, `rejected`), of which `chosen` is trained on; or
 texts: a column `text`, or the one of --dataset_text_field.
-Needs two 24 GB GPUs, 121 GB of host memory and 186 GB of disk. Forecast, not measured: 12.2 GB per GPU,
-69 to 158 s per step of 16,384 tokens. If memory runs out: --per_device_train_batch_size 2.
+Needs two 24 GB GPUs, 121 GB of host memory and 186 GB of disk; or one with 80 GB of host memory. Forecast, not measured: 12.2 GB
+per GPU, 69 to 158 s per step of 16,384 tokens, on one GPU 150 to 305 s. If memory runs out: --per_device_train_batch_size 2.
 """
 
 from harness import load, parse, train

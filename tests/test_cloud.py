@@ -53,7 +53,12 @@ def recipe_text(recipe: str) -> str:
 
 
 def test_there_are_tasks():
-    assert {task.stem for task in TASKS} == {"gpt2_xl_wikitext", "llama31_8b_lora", "llama31_70b_qlora"}
+    assert {task.stem for task in TASKS} == {
+        "gpt2_xl_wikitext",
+        "llama31_8b_lora",
+        "llama31_70b_qlora",
+        "llama31_70b_qlora_one_gpu",
+    }
 
 
 @pytest.mark.parametrize("path", TASKS, ids=lambda path: path.stem)
@@ -63,7 +68,7 @@ def test_task_is_read_and_fits_its_config(tasks, path):
         subprocess.run(["bash", "-n", "-c", script], check=True)
     words = line_with(task["run"], "./launch.sh")
     recipe, config, *rest = words[words.index("./launch.sh") + 1 :]
-    assert recipe == path.stem
+    assert recipe == path.stem.removesuffix("_one_gpu")
     flags.check_flags(ROOT / f"recipes/{recipe}.py", rest)
     settings = configs.read(str(ROOT / f"accelerate_configs/{config}.yaml"))
     (gpus,) = task["accelerators"].values()
@@ -77,7 +82,9 @@ def test_task_is_read_and_fits_its_config(tasks, path):
         assert rest[rest.index("--output_dir") + 1].startswith(f"{mounted}/")
         assert task["storage"][mounted] == ["some-bucket", "MOUNT"]
     if recipe == "llama31_70b_qlora":  # as much host memory and disk as its recipe says, and more
-        host, disk = map(int, re.search(r"(\d+) GB of host memory and (\d+) GB of disk", recipe_text(recipe)).groups())
+        sizes = re.findall(r"(\d+) GB of host memory and (\d+) GB of disk", path.read_text())
+        assert re.search(rf"{sizes[0][0]} GB of host memory", recipe_text(recipe))
+        host, disk = map(int, sizes[0])
         assert task["spot"] and float(task["memory"].rstrip("+")) > host and task["disk"] > disk + 50
 
 

@@ -23,7 +23,7 @@ KINDS = {
     # names, options, flags
     "unknown recipe": ("launch.sh qwen 1x3090", "unknown recipe: qwen. Did you mean qwen2_chat?"),
     "unknown config": ("launch.sh qwen2_chat 1x309", "unknown config: 1x309. Did you mean 1x3090?"),
-    "no config": ("launch.sh qwen2_chat", "CONFIG is missing: ./launch.sh qwen2_chat CONFIG"),
+    "no config": ("launch.sh qwen2_chat", "CONFIG is missing, and this machine has no GPU to choose one for"),
     "no recipe": ("launch.sh --tiny", "--tiny needs a RECIPE"),
     "unknown option": ("launch.sh --tinny qwen2_chat 1x3090", "unknown option --tinny"),
     "--tiny at the end": ("qwen2_chat 1x3090 --tiny", "--tiny comes first"),

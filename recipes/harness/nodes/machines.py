@@ -4,6 +4,7 @@ The second half tests the network between the processes before the model loads, 
 """
 
 import contextlib
+import math
 import os
 import re
 import shutil
@@ -182,6 +183,35 @@ def is_on_local_disk(folder: Path) -> bool:
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     place = folder.resolve()
     return next((mounts[parent] in LOCAL_DISKS for parent in (place, *place.parents) if parent in mounts), False)
+
+
+def find_gpus() -> list[tuple[float, str, float]]:
+    """(bytes of memory, name, compute capability) of every GPU that a run may use, from nvidia-smi."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible == "":
+        return []
+    selection = [f"--id={visible}"] if visible else []
+    listed = ask_nvidia_smi("--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits", *selection)
+    rows = [[cell.strip() for cell in line.rsplit(",", 2)] for line in listed.splitlines() if line.count(",") >= 2]
+    gpus = [(float(size) * 2**20, name, float(version)) for name, size, version in rows if size.isdecimal()]
+    return gpus[: integer_from_environment("NPROC_PER_NODE", len(gpus))]
+
+
+def ask_nvidia_smi(*options: str) -> str:
+    """What nvidia-smi prints, "" if it is not there or fails."""
+    try:
+        return subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def host_memory() -> float:
+    """Bytes of host memory, or those that a container or a SLURM job may use."""
+    import psutil
+
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text("utf-8").strip() if limit.is_file() else ""
+    return min(psutil.virtual_memory().total, int(text) if text.isdecimal() else math.inf)
 
 
 def check_all_reduce(device: Any, seconds: float = 120) -> None:

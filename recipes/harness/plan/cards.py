@@ -9,6 +9,7 @@ The second half proposes what would make a run fit.
 """
 
 import dataclasses
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,7 @@ CARDS = (
     Card("H200", 150.1 * GB, 989e12, 67e12, 4800e9, (50e9, 370e9)),
     Card("B200", 191.5 * GB, 2250e12, 80e12, 8000e9, (50e9, 740e9)),
 )
+NVLINK = {"RTX 3090": 56e9}  # bytes/s with a bridge, of cards whose links above are PCIe
 PCIE = (10e9, 24e9)  # bytes/s between host and GPU: PCIe 4 x8, or x16
 NETWORK = (1.1e9, 11e9)  # bytes/s between nodes: 10 or 100 Gbit/s Ethernet
 PRODUCT_RATE = (0.40, 0.80)  # shares of the card's FLOP/s; assumed
@@ -75,6 +77,50 @@ def card_of_user(name: str, gigabytes: float, teraflops: float, gigabytes_per_se
     if name in {card.name for card in CARDS}:
         raise UserError(f"--card: {name} is known already: leave out the flag, or give the card another name")
     return Card(name, gigabytes * GB, teraflops * 1e12, teraflops * 1e12 / 16, gigabytes_per_second * 1e9, (6e9, 25e9))
+
+
+def find_card(name: str, more_cards: tuple[Card, ...] = ()) -> Card:
+    """The card of a name like 3090, a100-80gb or "RTX 4090". If a name has several, it is the one with the least memory.
+
+    Raises UserError if there is none.
+    """
+    wanted = plain_name(name)
+    known = sorted((*more_cards, *CARDS), key=lambda card: card.memory)
+    same = [card for card in known if plain_name(card.name) == wanted]
+    near = [card for card in known if wanted and plain_name(card.name).startswith(wanted)]
+    if not same and not near:
+        raise UserError(
+            f"{name} is not a known GPU, expected one of {', '.join(card.name for card in known)}, or describe it: "
+            f"--card {name.strip().replace(' ', '')}=48,155,768 (GB, TFLOPS, GB/s)"
+        )
+    return (same or near)[0]
+
+
+def plain_name(name: str) -> str:
+    """A card's name in small letters and digits, without makers and units."""
+    return re.sub(r"nvidia|geforce|rtx|tesla|gb|[^a-z0-9]", "", name.lower())
+
+
+def card_of_gpu(name: str, memory: float, has_bf16: bool, more_cards: tuple[Card, ...] = ()) -> Card:
+    """The card that nvidia-smi calls `name`, with `memory` bytes; one that is unknown, with the rates of an RTX 3090 or a T4."""
+    for card in (*more_cards, *CARDS):
+        words = card.name.lower().removeprefix("rtx ").split()
+        if words[0] in re.split(r"[^a-z0-9]+", name.lower()) and 0.9 < card.memory / memory < 1.05:
+            return card
+    slower = find_card("3090" if has_bf16 else "T4")
+    return dataclasses.replace(slower, name=name.removeprefix("NVIDIA "), memory=0.985 * memory)
+
+
+def with_links(card: Card, has_nvlink: bool) -> Card:
+    """The card with the rates of NVLink, or those of PCIe with half and all lanes. Raises UserError if it has no NVLink."""
+    slow, fast = card.links
+    is_nvlink = fast > 100e9
+    if has_nvlink and not is_nvlink and card.name not in NVLINK:
+        raise UserError(f"--for: {card.name} has no NVLink that this project knows: leave out nvlink")
+    if has_nvlink:
+        rate = fast if is_nvlink else NVLINK[card.name]
+        return dataclasses.replace(card, links=(0.7 * rate, rate))
+    return dataclasses.replace(card, links=(slow / 2, slow)) if is_nvlink else card
 
 
 def reserve(found: Simulation, peak: float) -> float:
@@ -215,25 +261,30 @@ def gb(size: float) -> float:
 
 
 def try_proposals(
-    plan: dict[str, Any], found: Simulation, config: str, run: Callable[[str, list[str]], Simulation | Refused]
+    plan: dict[str, Any],
+    found: Simulation,
+    config: str,
+    run: Callable[[str, list[str]], Simulation | Refused],
+    card: Card | None = None,
 ) -> list[dict[str, Any]]:
     """Simulates what could make the run fit, the cheapest change first, until one does; [] if it fits already.
 
-    The target is the card that the config is for: a T4 for fp16, else one of 24 GB. `run(config, flags)` simulates. A change
-    that saves memory is kept, and the next one is tried on top of it. Returns `{"change", "needs", "fits", "card"}` of each.
+    The target is `card`, or the one that the config is for: a T4 for fp16, else one of 24 GB. `run(config, flags)` simulates. A
+    change that saves memory is kept, and the next one is tried on top of it. Returns `{"change", "needs", "fits", "card"}` of
+    each.
     """
-    card = "T4" if configs.read(config).mixed_precision == "fp16" else "RTX 3090"
-    if plan["fits"][card]:
+    card = card or find_card("T4" if configs.read(config).mixed_precision == "fp16" else "3090")
+    if fits(card, found, found.peak.bytes):
         return []
     kept, rows, best = [], [], plan["peak_gpu_gb"] + plan["reserve_gb"]
     for other_config, flags in proposals(found, config):
         simulated = run(other_config or config, [*kept, *flags])
         if isinstance(simulated, Refused):
             continue
-        result = make_plan(simulated)
-        needs, is_enough = result["peak_gpu_gb"] + result["reserve_gb"], result["fits"][card]
+        peak = simulated.peak.bytes
+        needs, is_enough = gb(peak) + gb(reserve(simulated, peak)), fits(card, simulated, peak)
         words = [Path(other_config or config).stem, *kept, *flags]
-        rows.append({"change": " ".join(words), "needs": needs, "fits": "yes" if is_enough else "no", "card": card})
+        rows.append({"change": " ".join(words), "needs": needs, "fits": "yes" if is_enough else "no", "card": card.name})
         if is_enough:
             break
         if needs < 0.98 * best:

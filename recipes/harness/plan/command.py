@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -26,33 +27,48 @@ from harness import configs, signals
 from harness.configs import AccelerateConfig
 from harness.hub import file_sizes
 from harness.launched import Launched, UserError, exit_on_user_error
-from harness.nodes.machines import nodes_from_environment
+from harness.nodes.machines import find_gpus, nodes_from_environment, physical_cores
 from harness.start import flags, processes
 
 if TYPE_CHECKING:
+    from harness.plan.choose import Option
     from harness.plan.simulation import Refused, Simulation
 
+DEFAULT_MACHINE = "1x3090"  # of a rehearsal on a machine without a GPU
 
-def main(recipe: str, *words: str) -> None:
+
+def main(*words: str) -> None:
+    options, words = [word for word in words[:2] if word in ("--start", "--tiny")], list(words)
+    recipe, *words = words[len(options) :]
     count = next((number for number, word in enumerate(words) if not word.endswith((".yaml", ".yml"))), len(words))
-    paths, (price, as_json, own_cards, arguments) = words[:count], read_own_flags(list(words[count:]))
+    paths, (own, arguments) = words[:count], read_own_flags(list(words[count:]))
     flags.check_flags(Path(recipe), arguments)
+    if (own.within or ";" in own.price) and not own.machines:
+        raise UserError('--within and several prices are for the machines of --for: --for "1x4090; 2x3090"')
+    if options or own.machines:
+        plan_choice(recipe, paths, own, arguments, options)
+        return
+    plan_configs(recipe, paths, own, arguments)
+
+
+def plan_configs(recipe: str, paths: list[str], own: "OwnFlags", arguments: list[str]) -> None:
+    """Prints the plan of one config, or of several side by side."""
     read = {path: configs.read(path) for path in paths}
-    can_fork = processes.import_libraries()
-    warnings.filterwarnings("ignore")
+    can_fork = import_libraries()
     from harness.plan import cards, pages  # they import torch, which a misspelt flag need not wait for
     from harness.plan.simulation import Refused
 
-    more_cards = tuple(cards.card_of_user(*numbers) for numbers in own_cards)
+    more_cards = tuple(cards.card_of_user(*numbers) for numbers in own.cards)
     # Neither a config nor a proposal changes how many rows an epoch has, so they are counted once.
     rows = functools.cache(lambda: processes.call(can_fork, rows_of_epoch, recipe, arguments)[1])
     plans, found = [], None
     for config in read.values():
-        if not as_json:
+        if not own.as_json:
             pages.print_progress(f"Simulating {Path(recipe).stem} with {config.name} …")
         found = run(can_fork, recipe, config, arguments, optional=len(read) > 1)
+        price = own.prices(1)[0]
         plans.append(found if isinstance(found, Refused) else cards.make_plan(with_steps(found, rows), price, more_cards))
-    if as_json:
+    if own.as_json:
         shown = [{"config": p.config, "refused": p.reason} if isinstance(p, Refused) else p for p in plans]
         print(json.dumps(shown[0] if len(read) == 1 else shown, indent=2))
     elif len(read) > 1:
@@ -68,32 +84,80 @@ def main(recipe: str, *words: str) -> None:
         pages.print_proposals(cards.try_proposals(plans[0], found, paths[0], run_again))
 
 
+def import_libraries() -> bool:
+    can_fork = processes.import_libraries()
+    warnings.filterwarnings("ignore")
+    return can_fork
+
+
 CardNumbers = tuple[str, float, float, float]  # name, GB, TFLOPS, GB/s
 CARD_FORMAT = "expected NAME=GB,TFLOPS,GB/s with three numbers above 0, for example --card A6000=48,155,768"
+UNITS = {"m": 1 / 60, "h": 1, "d": 24}  # hours
 
 
-def read_own_flags(words: list[str]) -> tuple[float, bool, list[CardNumbers], list[str]]:
-    """The values of --price_per_gpu_hour (0 without it), --json and every --card, and the remaining words."""
-    price, as_json, own_cards, rest = "0", False, [], []
-    with_value = ("--price_per_gpu_hour=", "--card=")
-    words = [part for word in words for part in (word.split("=", 1) if word.startswith(with_value) else [word])]
+@dataclasses.dataclass
+class OwnFlags:
+    """The flags of --plan itself."""
+
+    price: str = ""  # per GPU and hour; several for several machines
+    as_json: bool = False
+    cards: list[CardNumbers] = dataclasses.field(default_factory=list)
+    machines: str = ""  # of --for
+    within: float = 0.0  # hours, 0 without the flag
+
+    def prices(self, count: int) -> list[float]:
+        """The price for each of so many machines, 0 without one. Raises UserError unless there is one for all or for each."""
+        words = self.price.split(";") if self.price else ["0"]
+        if len(words) not in (1, count):
+            raise UserError(f"--price_per_gpu_hour has {len(words)} numbers for {count} machines: give one, or one for each")
+        return [float(word) for word in words] * (count if len(words) == 1 else 1)
+
+
+def read_own_flags(words: list[str]) -> tuple[OwnFlags, list[str]]:
+    """The flags of --plan among `words`, and the remaining words."""
+    own, rest = OwnFlags(), []
+    with_value = ("--price_per_gpu_hour", "--card", "--for", "--within")
+    prefixes = tuple(f"{name}=" for name in with_value)
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith(prefixes) else [word])]
     while words:
         word = words.pop(0)
         if word == "--json":
-            as_json = True
-        elif word == "--price_per_gpu_hour":
-            if not words:
-                raise UserError("--price_per_gpu_hour needs a number")
-            price = words.pop(0)
-            with contextlib.suppress(ValueError):
-                if float(price) > 0:
-                    continue
-            raise UserError(f"--price_per_gpu_hour is {price}, expected a number above 0")
-        elif word == "--card":
-            own_cards.append(read_card(words.pop(0) if words else ""))
-        else:
+            own.as_json = True
+            continue
+        if word not in with_value:
             rest.append(word)
-    return float(price), as_json, own_cards, rest
+            continue
+        value = words.pop(0) if words else ""
+        if word == "--card":
+            own.cards.append(read_card(value))
+        elif word == "--for":
+            own.machines = value
+            if not value:
+                raise UserError('--for needs a machine, for example --for "2x3090,64GB"')
+        elif word == "--within":
+            own.within = read_hours(value)
+        else:
+            own.price = value
+            check_prices(value)
+    return own, rest
+
+
+def check_prices(text: str) -> None:
+    if not text:
+        raise UserError("--price_per_gpu_hour needs a number")
+    for word in text.split(";"):
+        with contextlib.suppress(ValueError):
+            if 0 < float(word) < math.inf:
+                continue
+        raise UserError(f"--price_per_gpu_hour is {word.strip()}, expected a number above 0")
+
+
+def read_hours(text: str) -> float:
+    """The hours of 12h, 90m, 2d or 12."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mhd]?)", text.strip())
+    if not match or not float(match[1]):
+        raise UserError(f"--within is {text!r}, expected a time, for example 12h, 90m or 2d")
+    return float(match[1]) * UNITS[match[2] or "h"]
 
 
 def read_card(text: str) -> CardNumbers:
@@ -109,10 +173,15 @@ def read_card(text: str) -> CardNumbers:
 
 
 def run(
-    can_fork: bool, recipe: str, config: AccelerateConfig, arguments: list[str], optional: bool = False
+    can_fork: bool,
+    recipe: str,
+    config: AccelerateConfig,
+    arguments: list[str],
+    optional: bool = False,
+    launched: Launched | None = None,
 ) -> "Simulation | Refused":
     """One simulation in a process of its own. If it is refused, this process exits, or with `optional` returns the reason."""
-    launched = fit_processes(recipe, config)
+    launched = launched or fit_processes(recipe, config)
     code, found = processes.call(can_fork, simulate_quietly, launched, config, arguments, optional)
     if found is None:
         sys.exit(processes.explain_exit(code))
@@ -125,7 +194,7 @@ def run(
 
 
 def simulate_quietly(
-    launched: Launched, config: AccelerateConfig, arguments: list[str], optional: bool
+    launched: Launched, config: AccelerateConfig, arguments: list[str], optional: bool, with_evaluation: bool = True
 ) -> "Simulation | Refused":
     from harness.plan.simulation import Refused, simulate
 
@@ -133,7 +202,7 @@ def simulate_quietly(
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):
-            return simulate(launched, config, arguments)
+            return simulate(launched, config, arguments, with_evaluation=with_evaluation)
     except UserError as error:
         reason = str(error)
         if not optional:
@@ -144,6 +213,122 @@ def simulate_quietly(
             sys.stderr.write(messages.getvalue())
             raise
     return Refused(Path(launched.recipe).stem, config.name, reason)
+
+
+def plan_choice(recipe: str, paths: list[str], own: OwnFlags, arguments: list[str], options: list[str]) -> None:
+    """Chooses for the machines of --for, or for this one, and prints the choice; with "--start" among `options`, starts it."""
+    gpus = [] if own.machines else find_gpus()
+    if "--start" in options:
+        check_start(Path(recipe).stem, own, gpus, is_tiny="--tiny" in options)
+    can_fork = import_libraries()
+    from harness.plan import cards, choose, pages
+
+    more_cards = tuple(cards.card_of_user(*numbers) for numbers in own.cards)
+    if gpus:
+        machines = [choose.this_machine(gpus, more_cards)]
+    else:
+        machines = choose.read_machines(own.machines or DEFAULT_MACHINE, more_cards)
+    rows = functools.cache(lambda: processes.call(can_fork, rows_of_epoch, recipe, arguments)[1])
+    plans = []
+    for machine, price in zip(machines, own.prices(len(machines)), strict=True):
+        grid = choose.make_grid(Path(recipe), machine, paths, arguments)
+        words = [*arguments, *grid.common_flags]
+
+        def simulate(new: list["Option"], count: int = grid.processes, words: list[str] = words) -> list["Simulation | Refused"]:
+            return simulate_options(can_fork, recipe, count, words, new, own.as_json)
+
+        candidates, found = choose.choose(machine, grid.settings, simulate)
+        if not candidates:
+            pages.print_progress(f"No combination fits {machine.name} with its margin: trying what would make it fit …")
+
+            def run_again(path: str, more: list[str], count: int = grid.processes, words: list[str] = words) -> Any:
+                launched = Launched(recipe, path, count, on_cpu=True, mode="plan")
+                return run(can_fork, recipe, configs.read(path), [*words, *more], optional=True, launched=launched)
+
+            plans.append({"machine": machine.name, "config": None, "proposals": choose.propose(machine, found, run_again)})
+            continue
+        described = choose.describe(Path(recipe).stem, machine, grid, candidates, arguments)
+        best = candidates[0]
+        if "--start" not in options:
+            launched = Launched(recipe, best.option.config, grid.processes, on_cpu=True, mode="plan")
+            config, flags_of_best = configs.read(best.option.config), [*words, *best.option.flags]
+            simulated = with_steps(run(can_fork, recipe, config, flags_of_best, launched=launched), rows)
+        else:
+            simulated = best.found
+        plans.append(cards.make_plan(simulated, more_cards=more_cards) | choose.on_machine(machine, simulated, price, own.within))
+        plans[-1] |= {"flags": described[0]["flags"], "command": described[0]["command"], "choices": described}
+    if own.as_json:
+        print(json.dumps(plans[0] if len(plans) == 1 else plans, indent=2))
+    elif len(plans) == 1:
+        pages.print_choice(plans[0])
+    else:
+        pages.print_machines(plans, own.within)
+    if "--start" in options:
+        if not candidates:
+            raise UserError(
+                f"{Path(recipe).stem} fits no config of this machine with its margin: see above what would make it fit"
+            )
+        start(recipe, best.option.config, grid.processes, [*arguments, *described[0]["flags"]], is_tiny="--tiny" in options)
+
+
+def check_start(name: str, own: OwnFlags, gpus: list, is_tiny: bool) -> None:
+    """Raises UserError unless there is a machine to choose for."""
+    nodes = nodes_from_environment()
+    if nodes.count > 1:
+        raise UserError(f"CONFIG is missing: a run on {nodes.count} machines needs its name: ./launch.sh {name} CONFIG")
+    if own.as_json or own.within or own.price:
+        raise UserError("--json, --within and --price_per_gpu_hour are for --plan")
+    if is_tiny:
+        return
+    if own.machines:
+        raise UserError(
+            f"--for is for other machines: ./launch.sh --plan {name} --for …, or rehearse: ./launch.sh --tiny {name} --for …"
+        )
+    if not gpus:
+        raise UserError(
+            "CONFIG is missing, and this machine has no GPU to choose one for. Plan for another machine: ./launch.sh --plan "
+            f'{name} --for "1x3090,64GB". Rehearse the choice for it: ./launch.sh --tiny {name} --for "1x3090,64GB"'
+        )
+
+
+def start(recipe: str, config: str, count: int, arguments: list[str], is_tiny: bool) -> None:
+    """Replaces this process by the launcher."""
+    if configs.read(config).num_processes != count:
+        os.environ["NPROC_PER_NODE"] = str(count)
+    sys.stdout.flush()
+    words = ["--tiny", recipe] if is_tiny else [recipe]
+    os.execv(sys.executable, [sys.executable, "-m", "harness.start.launch", *words, config, *arguments])
+
+
+def simulate_options(
+    can_fork: bool, recipe: str, count: int, arguments: list[str], options: list["Option"], is_quiet: bool
+) -> list["Simulation | Refused"]:
+    """Simulates options with `count` processes side by side, as many as there are cores. Simulations are kept in a cache."""
+    from harness.plan import choose, pages
+    from harness.plan.simulation import Refused
+
+    files = {option: choose.cache_path(Path(recipe), option.config, count, [*arguments, *option.flags]) for option in options}
+    found = {option: choose.cached_simulation(file) for option, file in files.items()}
+    new = [option for option in options if found[option] is None]
+    if new and not is_quiet:
+        names = sorted({Path(option.config).stem for option in new})
+        pages.print_progress(f"Simulating {len(new)} combination{'s' if len(new) > 1 else ''}: {', '.join(names)} …")
+    side_by_side = physical_cores()
+    for first in range(0, len(new), side_by_side):
+        batch = new[first : first + side_by_side]
+        with processes.idle_workers(len(batch), can_fork) as workers:
+            for worker, option in zip(workers, batch, strict=True):
+                launched = Launched(recipe, option.config, count, on_cpu=True, mode="plan")
+                config, words = configs.read(option.config), [*arguments, *option.flags]
+                worker.start(simulate_quietly, launched, config, words, True, False, environment={"CUDA_VISIBLE_DEVICES": ""})
+            code, _ = processes.wait_for(workers)
+        for worker, option in zip(workers, batch, strict=True):
+            if worker.result is None:
+                sys.exit(processes.explain_exit(code))
+            found[option] = worker.result
+            if not isinstance(worker.result, Refused):
+                choose.keep_simulation(files[option], worker.result)
+    return [found[option] for option in options]
 
 
 def fit_processes(recipe: str, config: AccelerateConfig) -> Launched:
@@ -198,7 +383,8 @@ def rows_of_epoch(recipe: str, arguments: list[str]) -> float | None:
 
 
 if __name__ == "__main__":
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed on a GPU
+    if "--start" not in sys.argv[1:2]:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed on a GPU
     code = 0
     signals.set_interrupt_handler(signal.default_int_handler)
     try:

@@ -412,6 +412,13 @@ def use_cuda_kernels(ledger: Ledger) -> torch.library.Library:
         return torch.native_dropout(input, p, True)[0] if training and p else input
 
     functional.dropout, functional.scaled_dot_product_attention = dropout, attention_as_on_cuda
+    is_enabled = torch.is_autocast_enabled
+
+    def is_autocast_enabled(device_type: str = "cpu") -> bool:
+        return is_enabled(device_type)
+
+    # Without an argument torch answers for CUDA. PEFT asks so, and converts an adapter's input to float32 if it is off.
+    torch.is_autocast_enabled = is_autocast_enabled
 
     def workspace_of_sdpa(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any) -> int:
         return flash_workspace(query, key, documents=len(query))

@@ -1,6 +1,7 @@
 """A plan for people: text, a table of configs, a picture."""
 
 import math
+import shlex
 import shutil
 import sys
 from collections.abc import Callable
@@ -99,6 +100,70 @@ def print_proposals(tried: list[dict[str, Any]]) -> None:
     print(f"\nTo fit {tried[0]['card']}, each simulated:")
     rows = [(change["change"], f"{change['needs']:.1f}", change["fits"]) for change in tried]
     print_table([("change", "GB per GPU with reserve", "fits"), *rows])
+
+
+def print_choice(plan: dict[str, Any]) -> None:
+    """The choice for one machine as a command, and the runners-up."""
+    if plan["config"] is None:
+        print(f"No combination of configs, micro-batches and activation checkpointing fits {plan['machine']} with its margin.")
+        print_proposals(plan["proposals"])
+        return
+    here = plan["on_machine"]
+    gpus = f"{plan['processes']} × {plan['gpu']}"
+    print(f"{plan['recipe']} on {gpus} (forecast), chosen by the plan; the same by hand:\n\n    {plan['command']}\n")
+    rows = [("config and flags", "s per step", "", "GB per GPU with reserve", "GB host")]
+    for choice in plan["choices"]:
+        best, worst = choice["step_seconds"]
+        slower = f"+{choice['slower']:.0%}".replace("%", " %") if rows[1:] else "chosen"
+        rows.append(
+            (
+                shlex.join([choice["config"], *choice["flags"]]),
+                f"{best:.2f}–{worst:.2f}",
+                slower,
+                f"{choice['gpu_gb']:.1f}",
+                f"{choice['host_gb']:.0f}",
+            )
+        )
+    print_table(rows)
+    hours, price = here["hours"], here["price"]
+    if hours:
+        cost = f", {price[0]:.2f}–{price[1]:.2f} for all GPUs" if price else ""
+        print(f"\n{plan['steps']:,} steps: {two_digits(hours[0])}–{two_digits(hours[1])} hours{cost}.")
+    if here["in_time"] is not None:
+        print("In time." if here["in_time"] else "Not in time at the slow end of the range.")
+    if not here["has_disk"]:
+        print(f"warning: the run needs {plan['disk_gb']:.0f} GB of disk, {plan['machine']} has less.")
+
+
+def print_machines(plans: list[dict[str, Any]], within: float) -> None:
+    """One line per machine: what is chosen, whether it is in time, and which machine is the cheapest."""
+    rows = [("machine", "command", "s per step", "hours", "GPU hours", "price", "in time")]
+    for plan in plans:
+        if plan["config"] is None:
+            rows.append((plan["machine"], "nothing fits", "", "", "", "", ""))
+            continue
+        here, gpus = plan["on_machine"], int(plan["machine"].split("x")[0])
+        span = [two_digits(number) for number in here["hours"] or ()]
+        of_gpus = [two_digits(gpus * number) for number in here["hours"] or ()]
+        price = [f"{number:.2f}" for number in here["price"] or ()]
+        in_time = {None: "", True: "yes", False: "no"}[here["in_time"]]
+        seconds = "–".join(f"{number:.2f}" for number in here["step_seconds"])
+        rows.append((plan["machine"], plan["command"], seconds, "–".join(span), "–".join(of_gpus), "–".join(price), in_time))
+    print_table(without_empty_columns(rows))
+    possible = [plan for plan in plans if plan["config"] is not None and plan["on_machine"]["hours"]]
+    if within:
+        possible = [plan for plan in possible if plan["on_machine"]["in_time"]]
+        names = ", ".join(plan["machine"] for plan in possible)
+        print(f"\nIn time at the slow end of the range: {names or 'none'}.")
+    if possible:
+        cheapest = min(possible, key=cost_of)
+        print(f"Cheapest{' of these' if within else ''}: {cheapest['machine']}.")
+
+
+def cost_of(plan: dict[str, Any]) -> float:
+    """The price of a run in the middle of its range; without prices, its GPU hours."""
+    here = plan["on_machine"]
+    return sum(here["price"] or [int(plan["machine"].split("x")[0]) * hours for hours in here["hours"]])
 
 
 def describe_length(plan: dict[str, Any]) -> str:

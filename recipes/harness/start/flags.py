@@ -121,6 +121,17 @@ def is_true(name: str, words: list[str], recipe: Path | None = None) -> bool:
     return value_of(name, words, recipe).lower() in ("yes", "true", "t", "y", "1")  # as transformers reads them
 
 
+def number_of(name: str, words: list[str], recipe: Path) -> int | None:
+    """The whole number that the flags `words`, or else the recipe, set for an argument; None if neither does."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
+    given = getattr(parser.parse_known_args(words)[0], name)
+    if given is not None:
+        return int(given) if given.isdecimal() and int(given) > 0 else None
+    numbers = [value.value for value in recipe_values(recipe, name) if isinstance(value, ast.Constant)]
+    return next((number for number in numbers if type(number) is int), None)
+
+
 def recipe_values(recipe: Path, name: str) -> list[ast.expr]:
     """What a recipe passes to `parse` for an argument."""
     calls = [node for node in ast.walk(ast.parse(recipe.read_text("utf-8"))) if isinstance(node, ast.Call)]

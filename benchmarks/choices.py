@@ -1,0 +1,84 @@
+"""Checks what `./launch.sh --plan RECIPE --for MACHINE` chooses, against every other combination of its grid.
+
+    .venv/bin/python benchmarks/choices.py            # asks the Hub, or HF_ENDPOINT, for config.json of the recipes' models
+    .venv/bin/python benchmarks/choices.py 2          # the third pair only
+
+For ten pairs of machine and recipe it simulates all configs × micro-batches × activation checkpointing, and prints the table of
+docs/measurements.md: the choice, and the fastest other combination that fits. Needs no GPU.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "recipes"))
+PAIRS = (
+    ("qwen2_fineweb_edu", "1x3090,64GB"),
+    ("qwen2_fineweb_edu", "2x4090,128GB"),
+    ("qwen2_fineweb_edu", "1xT4,16GB"),
+    ("qwen2_fineweb_edu", "4xT4,64GB"),
+    ("qwen2_chat", "1x4090,64GB"),
+    ("qwen2_chat", "4xA100,nvlink,500GB"),
+    ("llama31_8b_lora", "1xL40S,128GB"),
+    ("llama31_8b_lora", "4xA100,nvlink,500GB"),
+    ("gpt2_xl_wikitext", "4xT4,128GB"),
+    ("llama31_70b_qlora", "2x3090,160GB"),
+)
+
+
+def main(numbers: list[int]) -> None:
+    from harness.plan import command
+
+    can_fork = command.import_libraries()
+    from harness.plan import cards, choose
+
+    paths = [str(path) for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
+    print("| recipe | machine | chosen | s per step | simulated | combinations that fit | the fastest other | |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for name, text in (PAIRS[number] for number in numbers):
+        recipe, (machine,) = str(ROOT / f"recipes/{name}.py"), choose.read_machines(text)
+        grid = choose.make_grid(Path(recipe), machine, paths, [])
+
+        def simulate(options: list, recipe: str = recipe, grid: choose.Grid = grid) -> list:
+            return command.simulate_options(can_fork, recipe, grid.processes, grid.common_flags, options, is_quiet=True)
+
+        began = time.monotonic()
+        candidates, found = choose.choose(machine, grid.settings, simulate)
+        seconds = time.monotonic() - began
+        every = [option for options in grid.settings.values() for option in options]
+        fitting = {
+            option: choose.seconds_of(machine.card, simulation)
+            for option, simulation in zip(every, simulate(every), strict=True)
+            if choose.is_possible(machine, simulation)
+        }
+        cells = [f"`{name}`", text]
+        if not candidates:
+            cells += ["nothing fits", "", f"{len(found)} of {len(every)}", str(len(fitting)), "", ""]
+        else:
+            best = candidates[0]
+            fitting.pop(best.option)
+            low, high = cards.step_seconds(machine.card, best.found)
+            other = min(fitting, key=fitting.get, default=None)
+            cells += [words_of(best.option), f"{low:.2f}–{high:.2f}", f"{len(found)} of {len(every)}", str(len(fitting) + 1)]
+            cells += ["", ""] if other is None else [words_of(other), percent(fitting[other] / best.seconds - 1)]
+        print(f"| {' | '.join(cells)} |", flush=True)
+        print(f"{name} for {text}: chosen in {seconds:.0f} s", file=sys.stderr, flush=True)
+
+
+def words_of(option: "choose.Option") -> str:  # noqa: F821
+    checkpointing = "" if option.checkpointing is None else f", checkpointing {'on' if option.checkpointing else 'off'}"
+    return f"`{Path(option.config).stem}`, micro-batch {option.micro_batch}{checkpointing}"
+
+
+def percent(share: float) -> str:
+    words = "slower" if share >= 0 else "faster"
+    return f"{abs(share):.1%} {words}".replace("%", " %")
+
+
+if __name__ == "__main__":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    main([int(word) for word in sys.argv[1:]] or list(range(len(PAIRS))))
+    sys.stdout.flush()
+    os._exit(0)  # Python would need a second to take down all that was imported

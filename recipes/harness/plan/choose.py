@@ -1,0 +1,430 @@
+"""Chooses for a machine: the config, micro-batch and activation checkpointing with which a recipe is the fastest by the plan.
+
+The grid: the configs for one machine that the run can use × activation checkpointing × every micro-batch that divides
+`global_batch_size`. Of each setting (a config with or without checkpointing) the smallest micro-batch is simulated first. From it
+follows a number of seconds that none of its micro-batches can be below. Then the settings that could be the fastest are
+simulated with larger micro-batches, until those that remain cannot be faster.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from harness import configs
+from harness.configs import AccelerateConfig
+from harness.folder import read_json, write_json
+from harness.launched import UserError
+from harness.nodes.machines import ask_nvidia_smi, host_memory
+from harness.plan import cards
+from harness.plan.cards import GB, Card
+from harness.plan.ledger import Counts, Peak
+from harness.plan.simulation import Refused, Simulation
+from harness.start import flags
+
+# What stays free on top of the reserve, because forecasts can be too low (docs/measurements.md): shares of what there is.
+GPU_MARGIN = 0.10
+HOST_MARGIN = 0.05
+CLOSE = 1.3  # runners-up that could be within this factor of the fastest are simulated with larger micro-batches
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes")  # whose versions a simulation depends on
+MACHINE_FORMAT = 'expected a number of GPUs and their name, for example --for "2x3090,64GB" or --for "1x4090; 4xA100,nvlink"'
+
+
+class Machine(NamedTuple):
+    """GPUs of one kind in one machine."""
+
+    name: str  # as --for has it
+    gpus: int
+    card: Card
+    host: float = math.inf  # bytes of host memory, infinite if unknown
+    disk: float = math.inf  # bytes that are free
+
+
+class Option(NamedTuple):
+    """One combination of the grid."""
+
+    config: str  # path
+    micro_batch: int | None  # None: not changed
+    checkpointing: bool | None  # None: not changed
+
+    @property
+    def setting(self) -> tuple[str, bool | None]:
+        return self.config, self.checkpointing
+
+    @property
+    def flags(self) -> list[str]:
+        words = []
+        if self.micro_batch is not None:
+            words += ["--per_device_train_batch_size", str(self.micro_batch)]
+        if self.checkpointing is not None:
+            words += ["--activation_checkpointing", str(self.checkpointing).lower()]
+        return words
+
+
+class Candidate(NamedTuple):
+    """An option that fits, with its simulation."""
+
+    option: Option
+    found: Simulation
+    seconds: float  # of a step, the middle of the range
+
+
+class Grid(NamedTuple):
+    processes: int
+    settings: dict[tuple[str, bool | None], list[Option]]  # options by rising micro-batch
+    common_flags: list[str]  # that every option needs on this machine
+    defaults: tuple[int | None, bool | None]  # micro-batch and checkpointing of the recipe
+
+
+def read_machines(text: str, more_cards: tuple[Card, ...] = ()) -> list[Machine]:
+    """The machines of --for. Raises UserError for one that is misspelt or has an unknown GPU."""
+    machines = []
+    for part in text.split(";"):
+        match = re.fullmatch(r"\s*(\d+)\s*x\s*([^,]+?)\s*((?:,[^,]*)*)", part, re.IGNORECASE)
+        if not match or int(match[1]) < 1:
+            raise UserError(f"--for is {text!r}, {MACHINE_FORMAT}")
+        card, host, disk = cards.find_card(match[2], more_cards), math.inf, math.inf
+        for word in filter(None, (word.strip().lower() for word in match[3].split(","))):
+            if word in ("nvlink", "no nvlink"):
+                card = cards.with_links(card, word == "nvlink")
+            elif size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb", word):
+                host = float(size[1]) * GB
+            elif size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb\s*disk", word):
+                disk = float(size[1]) * GB
+            else:
+                raise UserError(
+                    f"--for: {word} is unknown, expected 64GB (host memory), 500GB disk, nvlink or no nvlink after the GPUs"
+                )
+        machines.append(Machine(" ".join(part.split()), int(match[1]), card, host, disk))
+    return machines
+
+
+def this_machine(gpus: list[tuple[float, str, float]], more_cards: tuple[Card, ...] = ()) -> Machine:
+    """The machine with these GPUs: bytes of memory, name, compute capability."""
+    memory, name, version = min(gpus)
+    card = cards.card_of_gpu(name, memory, version >= 8, more_cards)
+    links = [word for line in ask_nvidia_smi("topo", "-m").splitlines() if line.startswith("GPU") for word in line.split()]
+    pairs = [word for word in links if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", word)]
+    if len(gpus) > 1 and pairs and card in cards.CARDS:
+        card = cards.with_links(card, all(word.startswith("NV") for word in pairs))
+    return Machine(f"{len(gpus)}x{card.name}", len(gpus), card, host_memory(), shutil.disk_usage(".").free)
+
+
+def make_grid(recipe: Path, machine: Machine, paths: list[str], words: list[str]) -> Grid:
+    """The combinations to choose from. What a flag sets is not changed. Raises UserError if no config is for the machine."""
+    is_4bit = flags.is_true("load_in_4bit", words, recipe)
+    given = {word.split("=")[0].replace("-", "_").removeprefix("__").removeprefix("no_") for word in words if word[:2] == "--"}
+    rows = flags.number_of("global_batch_size", words, recipe)
+    default = flags.number_of("per_device_train_batch_size", words, recipe)
+    is_open = rows is not None and not given & {"per_device_train_batch_size", "gradient_accumulation_steps", "config"}
+    smallest = 1 if is_open else default or 1
+    processes = machine.gpus
+    while rows and processes > 1 and rows % (processes * smallest):
+        processes -= 1
+    micro_batches = [default] if "per_device_train_batch_size" not in given and not is_open else [None]
+    if is_open:
+        per_process = rows // processes
+        micro_batches = [size for size in range(1, per_process + 1) if per_process % size == 0]
+    checkpointing = [None] if given & {"activation_checkpointing", "config"} else [False, True]
+    settings = {}
+    for path in configs_for(processes, machine.card, is_4bit, paths):
+        for is_on in checkpointing:
+            settings[path, is_on] = [Option(path, size, is_on) for size in micro_batches]
+    if not settings:
+        raise UserError(f"no config is for {machine.name}: copy the nearest one in accelerate_configs/ and name it")
+    common = []
+    if not machine.card.bf16 and not given & {"bf16", "fp16"} and not is_4bit:
+        common = ["--bf16", "false", "--fp16", "true"]
+        if flags.is_true("use_peft", words, recipe) and "dtype" not in given:
+            common += ["--dtype", "float16"]
+    recipe_checkpoints = flags.recipe_values(recipe, "activation_checkpointing")
+    default_checkpointing = flags.is_true("activation_checkpointing", [], recipe) if recipe_checkpoints else None
+    return Grid(processes, settings, common, (default, default_checkpointing))
+
+
+def configs_for(processes: int, card: Card, is_4bit: bool, paths: list[str]) -> list[str]:
+    """Configs for one machine that so many processes can use. Of those that differ in the number of processes only, the
+    nearest is taken."""
+    kinds: dict[str, AccelerateConfig] = {}
+    for path in paths:
+        try:
+            config = configs.read(path)
+        except UserError:  # not a config that this project reads
+            continue
+        if config.num_machines > 1 or config.is_hybrid or (config.mixed_precision == "no" and not is_4bit):
+            continue
+        if config.mixed_precision == "fp16" and card.bf16:
+            continue
+        if (config.num_processes > 1) if processes == 1 else (config.distributed_type == "NO"):
+            continue
+        kind = str(dataclasses.replace(config, path="", num_processes=0))
+        other = kinds.get(kind)
+        if other is None or abs(config.num_processes - processes) < abs(other.num_processes - processes):
+            kinds[kind] = config
+    return [config.path for config in kinds.values()]
+
+
+def shown_flags(option: Option, grid: Grid) -> list[str]:
+    """The flags of the command that does the same by hand, without those that change nothing."""
+    micro_batch, checkpointing = grid.defaults
+    if checkpointing is None:
+        checkpointing = configs.read(option.config).activation_checkpointing
+    if option.micro_batch == micro_batch:
+        option = option._replace(micro_batch=None)
+    if option.checkpointing == checkpointing:
+        option = option._replace(checkpointing=None)
+    return [*option.flags, *grid.common_flags]
+
+
+def is_possible(machine: Machine, found: Simulation | Refused | None) -> bool:
+    """Whether a run fits GPU and host memory with their margins, in a dtype that the GPU computes in."""
+    if found is None or isinstance(found, Refused):
+        return False
+    if cards.host_memory(found) > (1 - HOST_MARGIN) * machine.host:
+        return False
+    return cards.fits(with_margin(machine.card), found, found.peak.bytes)
+
+
+def with_margin(card: Card) -> Card:
+    return dataclasses.replace(card, memory=(1 - GPU_MARGIN) * card.memory)
+
+
+def seconds_of(card: Card, found: Simulation) -> float:
+    """Seconds of a step, the middle of the plan's range."""
+    return sum(cards.step_seconds(card, found)) / 2
+
+
+def choose(
+    machine: Machine,
+    settings: dict[tuple[str, bool | None], list[Option]],
+    simulate: Callable[[list[Option]], list[Simulation | Refused]],
+    count: int = 3,
+) -> tuple[list[Candidate], dict[Option, Simulation | Refused]]:
+    """The fastest option and `count` - 1 runners-up, of other settings if there are any, and everything that was simulated.
+
+    `simulate` simulates options side by side. Settings that can only be much slower are not simulated further, so a smaller or
+    larger micro-batch of such a runner-up may be faster. No candidate: nothing fits.
+    """
+    found: dict[Option, Simulation | Refused] = {}
+
+    def look(options: list[Option]) -> None:
+        new = [option for option in options if option not in found]
+        found.update(zip(new, simulate(new), strict=True))
+
+    look([options[0] for options in settings.values()])
+    share = repeated_share(machine.card, settings, found, look)
+    simulated = {setting: options for setting, options in settings.items() if isinstance(found[options[0]], Simulation)}
+
+    def candidates(setting: tuple[str, bool | None]) -> list[Candidate]:
+        fitting = [option for option in simulated[setting] if is_possible(machine, found.get(option))]
+        return [Candidate(option, found[option], seconds_of(machine.card, found[option])) for option in fitting]
+
+    def following(setting: tuple[str, bool | None]) -> Option | None:
+        return next_option(machine, simulated[setting], found)
+
+    def least_seconds(setting: tuple[str, bool | None]) -> float:
+        known = min((candidate.seconds for candidate in candidates(setting)), default=math.inf)
+        if following(setting) is None:
+            return known
+        options = simulated[setting]
+        return min(known, bound(machine.card, found[options[0]], options[-1].micro_batch, share))
+
+    while True:
+        fastest = sorted(simulated, key=least_seconds)[:count]
+        close = [setting for setting in fastest if least_seconds(setting) <= CLOSE * least_seconds(fastest[0])]
+        unknown = [option for option in map(following, close) if option]
+        if not unknown:
+            break
+        look(unknown)
+    every = sorted((candidate for setting in simulated for candidate in candidates(setting)), key=by_seconds)
+    best_of_settings = {candidate.option.setting: candidate for candidate in reversed(every)}
+    close = [candidate for candidate in best_of_settings.values() if candidate.seconds <= CLOSE * every[0].seconds]
+    best = sorted(close, key=by_seconds)[:count]
+    best += [candidate for candidate in every if candidate not in best][: count - len(best)]
+    return sorted(best, key=by_seconds), found
+
+
+def by_seconds(candidate: Candidate) -> float:
+    return candidate.seconds
+
+
+def repeated_share(
+    card: Card,
+    settings: dict[tuple[str, bool | None], list[Option]],
+    found: dict[Option, Simulation | Refused],
+    look: Callable[[list[Option]], None],
+) -> float:
+    """The share of memory traffic that remains in a step with the largest micro-batch instead of the smallest.
+
+    It is that of the fastest setting, whether it fits or not; in slower ones more of the traffic belongs to the tokens.
+    """
+    simulated = [options for options in settings.values() if isinstance(found[options[0]], Simulation)]
+    if not simulated:
+        return 0.0
+    options = min(simulated, key=lambda options: seconds_of(card, found[options[0]]))
+    look([options[-1]])
+    smallest, largest = found[options[0]], found[options[-1]]
+    if isinstance(largest, Refused) or not smallest.step.touched:
+        return 0.0
+    return min(1.0, largest.step.touched / smallest.step.touched)
+
+
+def bound(card: Card, found: Simulation, largest: int | None, share: float) -> float:
+    """Seconds that a step with no micro-batch up to `largest` is below, from the simulation of the smallest one."""
+    times = (largest or found.micro_batch) / found.micro_batch
+    moved = {kind: size / times for kind, size in found.step.moved.items()}
+    step = dataclasses.replace(found.step, moved=moved, touched=share * found.step.touched)
+    return seconds_of(card, dataclasses.replace(found, step=step))
+
+
+def next_option(machine: Machine, options: list[Option], found: dict[Option, Simulation | Refused]) -> Option | None:
+    """The option of a setting to simulate next, None if the best one is known. The first of `options` is simulated."""
+    card, last = with_margin(machine.card), options[-1]
+    fitting = [option for option in options if is_possible(machine, found.get(option))]
+    top = fitting[-1] if fitting else options[0]
+    # If a step is one micro-batch, there are no gradients of earlier ones, so the largest micro-batch can need less memory.
+    if last not in found and cards.fits(card, found[top], peak_of(last, top, None, found, is_alone=True)):
+        return last
+    if not fitting:
+        return None
+    too_large = [option for option in options if option in found and option > top]
+    limit = too_large[0] if too_large else None
+    between = [option for option in options[:-1] if option > top and (limit is None or option < limit)]
+    likely = [option for option in between if cards.fits(card, found[top], peak_of(option, top, limit, found))]
+    if likely:
+        return likely[-1]
+    # Attention over packed rows with a mask computes more the longer the rows are, so a smaller micro-batch can be faster.
+    flops = [sum(found[option].step.flops.values()) for option in (options[0], top)]
+    if flops[1] > 1.01 * flops[0]:
+        place = options.index(min(fitting, key=lambda option: seconds_of(machine.card, found[option])))
+        neighbours = [option for option in options[max(0, place - 1) : place + 2] if option < top and option not in found]
+        return neighbours[0] if neighbours else None
+    return None
+
+
+def peak_of(
+    option: Option, known: Option, too_large: Option | None, found: dict[Option, Simulation | Refused], is_alone: bool = False
+) -> float:
+    """The least that the peak of an option can be, in bytes, estimated from simulations of smaller and larger micro-batches.
+
+    `is_alone`: the step of the option has one micro-batch.
+    """
+    estimates = []
+    for other in (known, too_large):
+        if other and isinstance(found[other], Simulation):
+            of = found[other]
+            estimates.append(max(fixed + growing * option.micro_batch / of.micro_batch for fixed, growing in of.hull))
+    smaller = max((other for other in found if other.setting == option.setting and other < known), default=None)
+    larger = found[known]
+    if smaller and isinstance(found[smaller], Simulation):  # the line through the two largest that fit
+        slope = (larger.peak.bytes - found[smaller].peak.bytes) / (known.micro_batch - smaller.micro_batch)
+        estimates.append(larger.peak.bytes + slope * (option.micro_batch - known.micro_batch))
+    earlier_gradients = 2 * larger.peak.by_holder.get("gradients", 0) if is_alone else 0
+    return min(estimates) - earlier_gradients
+
+
+def command_line(recipe: str, candidate: Candidate, arguments: list[str], grid: Grid) -> str:
+    """The command that does by hand what was chosen."""
+    config = configs.read(candidate.option.config)
+    words = ["./launch.sh", recipe, config.name, *arguments, *shown_flags(candidate.option, grid)]
+    count = "" if grid.processes == config.num_processes else f"NPROC_PER_NODE={grid.processes} "
+    return count + shlex.join(words)
+
+
+def describe(
+    recipe: str, machine: Machine, grid: Grid, candidates: list[Candidate], arguments: list[str]
+) -> list[dict[str, Any]]:
+    """The choice and the runners-up as `--json` prints them: time in seconds, memory in GB (1e9 bytes)."""
+    rows = []
+    for candidate in candidates:
+        option, found = candidate.option, candidate.found
+        peak = found.peak.bytes
+        rows.append(
+            {
+                "command": command_line(recipe, candidate, arguments, grid),
+                "config": Path(option.config).stem,
+                "processes": grid.processes,
+                "micro_batch": found.micro_batch,
+                "flags": shown_flags(option, grid),
+                "step_seconds": [round(seconds, 3) for seconds in cards.step_seconds(machine.card, found)],
+                "slower": round(candidate.seconds / candidates[0].seconds - 1, 3),
+                "gpu_gb": cards.gb(peak + cards.reserve(found, peak)),
+                "host_gb": cards.gb(cards.host_memory(found)),
+            }
+        )
+    return rows
+
+
+def on_machine(machine: Machine, found: Simulation, price: float, within: float) -> dict[str, Any]:
+    """Time and price on the machine itself; "in_time" is about the slow end of the range, and None without a time or steps."""
+    best, worst = cards.step_seconds(machine.card, found)
+    tokens = found.tokens * found.accumulation * found.processes
+    hours = [round(found.max_steps * seconds / 3600, 4) for seconds in (best, worst)] if found.max_steps > 0 else None
+    return {
+        "machine": machine.name,
+        "gpu": machine.card.name,
+        "on_machine": {
+            "step_seconds": [round(best, 3), round(worst, 3)],
+            "tokens_per_second": [round(tokens / worst), round(tokens / best)],
+            "hours": hours,
+            "price": [round(number * price * machine.gpus, 2) for number in hours] if hours and price else None,
+            "in_time": hours[1] <= within if hours and within else None,
+            "has_disk": cards.disk_space(found) <= machine.disk,
+        },
+    }
+
+
+def propose(
+    machine: Machine, found: dict[Option, Simulation | Refused], run: Callable[[str, list[str]], Simulation | Refused]
+) -> list[dict[str, Any]]:
+    """What would make a run fit that does not, from the option that needs least. `run(config, flags)` simulates.
+
+    Raises UserError if every option was refused.
+    """
+    simulated = [(option, simulation) for option, simulation in found.items() if isinstance(simulation, Simulation)]
+    if not simulated:
+        raise UserError(next(refused.reason for refused in found.values() if isinstance(refused, Refused)))
+    option, least = min(simulated, key=lambda pair: pair[1].peak.bytes)
+
+    def run_on_top(config: str, more: list[str]) -> Simulation | Refused:
+        return run(config, [*option.flags, *more])
+
+    return cards.try_proposals(cards.make_plan(least), least, option.config, run_on_top, with_margin(machine.card))
+
+
+def cached_simulation(path: Path) -> Simulation | None:
+    """What `keep_simulation` wrote, None if there is none."""
+    fields = read_json(path)
+    if not fields:
+        return None
+    peaks = {key: {moment: Peak(**peak) for moment, peak in fields[key].items()} for key in ("peaks", "host_peaks")}
+    return Simulation(**fields | peaks | {"step": Counts(**fields["step"])})
+
+
+def keep_simulation(path: Path, found: Simulation) -> None:
+    """Writes a simulation without its curve. A cache that cannot be written is no error."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, dataclasses.asdict(found) | {"curve": []})
+
+
+def cache_path(recipe: Path, config: str, processes: int, words: list[str]) -> Path:
+    """The file of a simulation: by the recipe, the config, the flags, a local model's config, this code and the versions."""
+    from huggingface_hub.constants import HF_HOME
+
+    models = [Path(word.split("=")[-1], "config.json") for word in words]
+    sources = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
+    digest = hashlib.sha256(json.dumps([processes, *words]).encode())
+    for path in (recipe, Path(config), *(path for path in models if path.is_file()), *sources):
+        digest.update(path.read_bytes())
+    for package in PACKAGES:
+        digest.update(importlib.metadata.version(package).encode())
+    return Path(HF_HOME, "plans", f"{recipe.stem}-{Path(config).stem}-{digest.hexdigest()[:16]}.json")

@@ -1,0 +1,270 @@
+"""What is chosen for a machine: the fastest combination that fits, found with few simulations."""
+
+import dataclasses
+import json
+import random
+import shutil
+
+from harness import configs
+from harness.nodes import machines
+from harness.plan import cards, choose, command
+from harness.plan.choose import Machine, Option
+from harness.plan.ledger import Counts, Peak
+from harness.plan.simulation import Refused
+from harness.rehearsal import tiny_model
+
+import pytest
+from conftest import ROOT, assert_one_error, slow
+from test_cards import FOUND
+
+RECIPE = ROOT / "recipes/qwen2_fineweb_edu.py"
+PATHS = [str(path) for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
+CARD = cards.find_card("3090")
+
+
+def names_of(grid: choose.Grid) -> set[str]:
+    return {configs.read(path).name for path, _ in grid.settings}
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "card", "host", "disk"),
+    [
+        ("2x3090,64GB", 2, "RTX 3090", 64e9, None),
+        ("1 x RTX 4090 , 500GB disk", 1, "RTX 4090", None, 500e9),
+        ("4xA100", 4, "A100 40 GB", None, None),
+        ("8xa100-80gb,nvlink,1000 GB", 8, "A100 80 GB", 1000e9, None),
+        ("1xL4", 1, "L4", None, None),
+        ("3xT4", 3, "T4", None, None),
+    ],
+)
+def test_machine_is_read(text, gpus, card, host, disk):
+    (machine,) = choose.read_machines(text)
+    assert (machine.gpus, machine.card.name) == (gpus, card)
+    assert machine.host == (host or float("inf")) and machine.disk == (disk or float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("3090", ["--for is '3090'", "2x3090,64GB"]),
+        ("0x3090", ["--for is"]),
+        ("2xRTX3091", ["RTX3091 is not a known GPU", "RTX 3090", "--card RTX3091=48,155,768"]),
+        ("2x3090,fast", ["--for: fast is unknown", "64GB"]),
+        ("2x4090,nvlink", ["RTX 4090 has no NVLink"]),
+    ],
+)
+def test_misspelt_machine_is_one_error(error_of, text, words):
+    message = error_of(choose.read_machines, text)
+    assert all(word in message for word in words), message
+
+
+def test_links_of_a_machine():
+    a100, bridge = (choose.read_machines(text)[0].card for text in ("4xA100,no nvlink", "2x3090,nvlink"))
+    assert a100.links[1] == cards.find_card("A100").links[0] and bridge.links[1] == 56e9 > CARD.links[1]
+    own = cards.card_of_user("A6000", 48, 155, 768)
+    assert choose.read_machines("2xA6000; 1x3090", (own,))[0].card == own
+
+
+@pytest.mark.parametrize(
+    ("name", "mebibytes", "version", "card", "rates_of"),
+    [
+        ("NVIDIA GeForce RTX 3090", 24576, "8.6", "RTX 3090", "RTX 3090"),
+        ("NVIDIA A100-SXM4-80GB", 81920, "8.0", "A100 80 GB", "A100 80 GB"),
+        ("NVIDIA A100-SXM4-40GB", 40960, "8.0", "A100 40 GB", "A100 40 GB"),
+        ("NVIDIA H100 80GB HBM3", 81559, "9.0", "H100 80 GB", "H100 80 GB"),
+        ("NVIDIA L4", 23034, "8.9", "L4", "L4"),
+        ("Tesla T4", 15360, "7.5", "T4", "T4"),
+        ("NVIDIA RTX A6000", 49140, "8.6", "RTX A6000", "RTX 3090"),
+        ("Tesla V100-SXM2-32GB", 32768, "7.0", "Tesla V100-SXM2-32GB", "T4"),
+    ],
+)
+def test_gpus_of_this_machine(monkeypatch, tmp_path, name, mebibytes, version, card, rates_of):
+    """As nvidia-smi prints them. An unknown GPU has its own memory."""
+    topology = "\tGPU0\tGPU1\nGPU0\t X \tPHB\nGPU1\tPHB\t X \n"
+    listed = f"{name}, {mebibytes}, {version}\n" * 2
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f'#!/bin/sh\ncase "$1" in topo) printf "{topology}" ;; *) printf "{listed}" ;; esac\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    machine = choose.this_machine(machines.find_gpus())
+    assert (machine.gpus, machine.card.name, machine.card.half) == (2, card, cards.find_card(rates_of).half)
+    assert machine.card.memory == pytest.approx(mebibytes * 2**20, rel=0.05)
+    assert machine.card.links[1] <= 50e9, "PHB is PCIe"
+    assert 0 < machine.host < 1e14 and machine.disk > 0
+    monkeypatch.setenv("NPROC_PER_NODE", "1")
+    assert len(machines.find_gpus()) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machines.find_gpus() == []
+
+
+def test_grid_of_one_and_of_several_gpus():
+    one = choose.make_grid(RECIPE, choose.read_machines("1x3090")[0], PATHS, [])
+    assert names_of(one) == {"1x3090", "1x3090_offload"} and one.processes == 1 and not one.common_flags
+    assert {checkpointing for _, checkpointing in one.settings} == {False, True}
+    assert [option.micro_batch for option in next(iter(one.settings.values()))] == [1, 2, 4, 8, 16]
+    several = choose.make_grid(RECIPE, choose.read_machines("3x3090")[0], PATHS, [])
+    assert several.processes == 2, "three GPUs do not divide 16 rows"
+    assert names_of(several) == {"1x3090_offload", "4gpu_ddp", "4gpu_full_shard", "4gpu_shard_grad_op"}
+
+
+def test_grid_leaves_what_a_flag_sets():
+    words = ["--per_device_train_batch_size", "4", "--activation_checkpointing", "--load_in_4bit", "--use_peft"]
+    grid = choose.make_grid(RECIPE, choose.read_machines("3xA100")[0], PATHS, words)
+    assert {option for options in grid.settings.values() for option in options} == {
+        Option(path, None, None) for path, _ in grid.settings
+    }
+    assert grid.processes == 2 and {"2x3090_qlora", "1x3090_qlora"} <= names_of(grid)
+
+
+def test_gpus_without_bf16_compute_in_fp16():
+    grid = choose.make_grid(RECIPE, choose.read_machines("2xT4")[0], PATHS, ["--use_peft"])
+    assert grid.common_flags == ["--bf16", "false", "--fp16", "true", "--dtype", "float16"]
+
+
+def made(option: Option, sizes: dict[tuple, dict[str, float]], is_dense: bool, rows: int = 16) -> choose.Simulation:
+    """A simulation by formulas: memory grows with the micro-batch, and has gradients of earlier ones if there are several;
+    traffic has a part that every micro-batch repeats."""
+    of, size = sizes[option.setting], option.micro_batch
+    count = rows // size
+    growing, gradients = of["growing"] * size, of["gradients"] * (count > 1)
+    flops = of["flops"] * (1 + 0.2 * size * is_dense)
+    return dataclasses.replace(
+        FOUND,
+        processes=1,
+        shards=1,
+        micro_batch=size,
+        accumulation=count,
+        peaks={"backward": Peak(int(of["fixed"] + gradients + growing), {"gradients": int(gradients)})},
+        hull=[(int(of["fixed"] + gradients), int(growing))],
+        step=Counts({"torch.bfloat16": flops}, {"to_gpu": of["moved"] * count}, of["touched"] + of["repeated"] * count),
+    )
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_choice_is_the_fastest_of_the_grid(is_dense):
+    """Of 200 random grids, and with fewer simulations than there are combinations."""
+    few = 0
+    for seed in range(100):
+        draw = random.Random(seed)
+        settings = {
+            (path, is_on): [Option(path, size, is_on) for size in (1, 2, 4, 8, 16)]
+            for path in PATHS[:4]
+            for is_on in (False, True)
+        }
+        sizes = {}
+        for setting in settings:
+            ranges = {"fixed": (2e9, 24e9), "growing": (1e8, 6e9), "moved": (0, 2e10), "gradients": (0, 8e9)}
+            sizes[setting] = {name: draw.uniform(*ends) for name, ends in ranges.items()}
+            # Every setting computes the same and touches at least the same for its tokens.
+            sizes[setting] |= {"flops": 5e13 * (1 + 0.3 * setting[1]), "touched": 4e11 * draw.uniform(1, 1.5), "repeated": 2e10}
+        simulated = []
+
+        def simulate(options, sizes=sizes, simulated=simulated):
+            simulated.extend(options)
+            return [made(option, sizes, is_dense) for option in options]
+
+        machine = Machine("1x3090", 1, CARD)
+        candidates, _ = choose.choose(machine, settings, simulate)
+        every = [(option, made(option, sizes, is_dense)) for options in settings.values() for option in options]
+        possible = {option: choose.seconds_of(CARD, found) for option, found in every if choose.is_possible(machine, found)}
+        assert bool(candidates) == bool(possible)
+        if possible:
+            assert candidates[0].seconds <= 1.1 * min(possible.values()), seed
+            assert len(candidates) == min(3, len(possible)) or len(candidates) >= 1
+            assert len(simulated) == len(set(simulated))
+            few += len(simulated)
+    assert few < 0.6 * 100 * 40
+
+
+def test_what_does_not_fit_is_not_chosen():
+    """GPU memory with the margin, host memory, a dtype that the GPU has not, and refused runs."""
+    fitting = dataclasses.replace(FOUND, peaks={"forward": Peak(int(20.0e9), {})}, needs_bf16=True)
+    assert choose.is_possible(Machine("", 4, CARD), fitting)
+    assert cards.fits(CARD, dataclasses.replace(fitting, peaks={"forward": Peak(int(22.5e9), {})}), 22.5e9)
+    assert not choose.is_possible(Machine("", 4, CARD), dataclasses.replace(fitting, peaks={"forward": Peak(int(22.5e9), {})}))
+    assert not choose.is_possible(Machine("", 4, CARD, host=cards.host_memory(fitting)), fitting)
+    assert not choose.is_possible(Machine("", 4, dataclasses.replace(CARD, bf16=False)), fitting)
+    assert not choose.is_possible(Machine("", 4, CARD), Refused("", "", ""))
+
+
+def test_command_has_only_flags_that_change_something():
+    grid = choose.make_grid(RECIPE, choose.read_machines("2x3090")[0], PATHS, [])
+    path = next(path for path, _ in grid.settings if path.endswith("4gpu_ddp.yaml"))
+    same = choose.Candidate(Option(path, 2, False), FOUND, 1.0)
+    assert choose.command_line("r", same, [], grid) == "NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp"
+    other = choose.Candidate(Option(path, 4, True), FOUND, 1.0)
+    flags = "--per_device_train_batch_size 4 --activation_checkpointing true"
+    assert choose.command_line("r", other, ["--use_peft"], grid) == f"NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp --use_peft {flags}"
+
+
+def test_in_time_and_cheapest(capsys):
+    """A time is kept if the slow end of the range keeps it."""
+    from harness.plan import pages
+
+    found = dataclasses.replace(FOUND, max_steps=1000)
+    best, worst = (seconds * 1000 / 3600 for seconds in cards.step_seconds(CARD, found))
+    plans = []
+    for text, price, within in (("2x3090", 1.0, worst * 1.01), ("4x3090", 1.0, worst * 0.99)):
+        (machine,) = choose.read_machines(text)
+        plan = cards.make_plan(found) | choose.on_machine(machine, found, price, within)
+        plans.append(plan | {"command": "./launch.sh any"})
+    assert [plan["on_machine"]["in_time"] for plan in plans] == [True, False] and best < worst
+    assert plans[1]["on_machine"]["price"][0] == pytest.approx(2 * plans[0]["on_machine"]["price"][0], abs=0.02)
+    pages.print_machines(plans, worst)
+    printed = capsys.readouterr().out
+    assert "In time at the slow end of the range: 2x3090." in printed and "Cheapest of these: 2x3090." in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["qwen2_chat"], ["CONFIG is missing", "no GPU", '--plan qwen2_chat --for "1x3090,64GB"', "--tiny qwen2_chat"]),
+        (["qwen2_chat", "--for", "1x3090"], ["--for is for other machines"]),
+        (["--plan", "qwen2_chat", "--for"], ["--for needs a machine"]),
+        (["--plan", "qwen2_chat", "--within", "soon"], ["--within is 'soon'", "12h, 90m or 2d"]),
+        (["--plan", "qwen2_chat", "--within", "12h"], ["--within", "--for"]),
+        (["--tiny", "qwen2_chat", "--json"], ["--json", "--plan"]),
+    ],
+)
+def test_mistake_is_one_error(launch, arguments, words):
+    assert_one_error(launch(*arguments), *words)
+
+
+@pytest.mark.parametrize(("text", "hours"), [("12h", 12), ("90m", 1.5), ("2d", 48), ("0.5", 0.5)])
+def test_times_are_read(text, hours):
+    assert command.read_hours(text) == hours
+
+
+@pytest.fixture
+def small_model(tmp_path):
+    """Flags of a model of two layers with Qwen2's widths."""
+    tiny_model.make_tokenizer(tiny_model.FAMILIES["Qwen/Qwen2-0.5B*"]).save_pretrained(tmp_path / "model")
+    config = json.loads((ROOT / "tests/published/models/Qwen/Qwen2-0.5B/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "max_window_layers": 2}))
+    return ["--model_name_or_path", "./model", "--global_batch_size", "4"]
+
+
+def test_choice_for_a_machine(launch, small_model, tmp_path):
+    """The plan has the choice as a command and as keys. The second time nothing is simulated again but the choice itself."""
+    arguments = ["qwen2_fineweb_edu", "--for", "1x3090,64GB", *small_model, "--activation_checkpointing", "false"]
+    variables = {"HF_HOME": str(tmp_path / "cache")}
+    process = launch("--plan", *arguments, "--json", cwd=tmp_path, **variables)
+    assert process.returncode == 0, process.stderr
+    plan = json.loads(process.stdout)
+    assert plan["config"] == "1x3090" and plan["micro_batch"] == 4 and plan["fits"]["RTX 3090"]
+    assert plan["flags"] == ["--per_device_train_batch_size", "4"]
+    assert plan["command"].startswith("./launch.sh qwen2_fineweb_edu 1x3090 --model_name_or_path ./model")
+    assert [choice["slower"] for choice in plan["choices"]] == sorted(choice["slower"] for choice in plan["choices"])
+    assert len(plan["choices"]) == 3 and plan["on_machine"]["hours"]
+    kept = list((tmp_path / "cache/plans").iterdir())
+    assert 3 <= len(kept) <= 6
+
+
+@slow
+def test_choice_is_rehearsed(launch, small_model, tmp_path):
+    arguments = ["qwen2_fineweb_edu", "--for", "2x3090", *small_model, "--activation_checkpointing", "false", "--max_steps", "2"]
+    process = launch("--tiny", *arguments, cwd=tmp_path, HF_HOME=str(tmp_path / "cache"))
+    assert process.returncode == 0, process.stderr
+    assert "the same by hand" in process.stdout and "on 2 processes, 2 steps" in process.stdout
+    shutil.rmtree(tmp_path / "cache")

@@ -39,13 +39,18 @@ RECIPES = [path for path in ALL_RECIPES if path.stem in {recipe for recipe, *_ i
 CONFIGS = [path for path in ALL_CONFIGS if path.stem in {config for _, config, *_ in README_PAIRS}]
 # Packages that the project does not need: their requirements, and whether they are used together with its own.
 OTHER_PACKAGES = {
+    "serving_python": (["transformers[serving]==5.23.0"], True),
     "sky_python": (["skypilot==0.14.1"], False),
     "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0"], True),
     "s3_python": (["s3fs==2026.9.0", "moto[server]==5.2.5"], True),
 }
 # Fixtures in the order in which their tests run: quick ones, machines, rehearsals, packages that are being installed.
 ORDER = {"environment": 1, "build_trainer": 1, "machines": 2, "rehearse": 3, "fork_launch": 3, "simulate": 3}
+<<<<<<< HEAD
 ORDER |= {"sky_python": 4, "tracker_python": 4, "s3_python": 4}
+=======
+ORDER |= {"serving_python": 4, "sky_python": 4, "tracker_python": 4}
+>>>>>>> e6b91384b3f78f7313d3ad01635fcab212bc7a1d
 
 
 def pytest_addoption(parser):
@@ -97,6 +102,11 @@ def start_installations(request, shared):
             else:  # uv needs a tenth of pip's time, but sees nothing of a .pth file
                 install = install.replace('"$@"', 'uv==0.13.9; bin/uv pip install --quiet --python bin/python "$@"')
             subprocess.Popen(["sh", "-e", "-c", install, sys.executable, folder, *packages])
+
+
+@pytest.fixture(scope="session")
+def serving_python(shared) -> Path:
+    return _installed(shared / "serving_python")
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,10 @@ import pytest
 import torch
 from accelerate.commands.merge import merge_command, merge_command_parser
 from conftest import read
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3MoeConfig
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +90,47 @@ def test_accelerate_merges_a_sharded_checkpoint(rehearse, tmp_path):
     assert all(torch.equal(merged[name].bfloat16(), weight) for name, weight in saved.items())
 
 
-@pytest.mark.parametrize("config", [{"use_dora": True}, {"lora_bias": True}, {"target_modules": ["embed_tokens"]}])
-def test_what_cannot_be_merged_is_refused(tmp_path, error_of, config):
-    """DoRA, biases and embeddings; the merged model would lack them."""
-    model = AutoModelForCausalLM.from_config(
-        Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
-    )
-    get_peft_model(model, LoraConfig(**{"target_modules": ["q_proj"]} | config)).save_pretrained(tmp_path)
-    settings = PeftConfig.from_pretrained(tmp_path)
-    adapter = load_file(tmp_path / "adapter_model.safetensors")
-    assert "--merge cannot merge" in error_of(merge.changed_weights, adapter, settings)
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+EXPERTS |= {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+TIED = {"tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_rslora": True},
+        {"use_dora": True},
+        EXPERTS,
+        TIED | {"target_modules": ["embed_tokens", "q_proj"]},
+        TIED | {"modules_to_save": ["embed_tokens"]},
+        TIED | {"modules_to_save": ["lm_head"]},
+    ],
+    ids=["rslora", "dora", "experts", "embeddings", "saved embeddings", "saved output layer"],
+)
+def test_merge_of_other_adapters(tmp_path, options):
+    """The merged model computes what the adapter does, also if embeddings are trained that were tied to the output layer."""
+    names = {"target_modules", "target_parameters", "modules_to_save", "use_rslora", "use_dora"}
+    lora = {"target_modules": ["q_proj", "down_proj"]} | {name: options[name] for name in names & options.keys()}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2} | {name: options[name] for name in options.keys() - names}
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**sizes) if options is EXPERTS else Qwen2Config(**sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(r=4, **lora))
+    for weight in model.parameters():
+        weight.data += 0.1 * torch.randn_like(weight) * weight.requires_grad
+    model.save_pretrained(tmp_path / "adapter")
+    merge.main(str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
+    torch.testing.assert_close(merged, logits(model), atol=1e-4, rtol=0)
+    with model.disable_adapter():
+        assert (logits(model) - merged).abs().max() > 0.01
+
+
+def test_adapter_that_peft_cannot_merge(tmp_path, error_of):
+    config = Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(model, LoraConfig(target_modules=["o_proj"], lora_bias=True)).save_pretrained(tmp_path / "adapter")
+    message = error_of(merge.main, str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    assert "PEFT cannot merge this adapter" in message and not (tmp_path / "merged").exists()

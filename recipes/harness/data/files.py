@@ -11,7 +11,8 @@ import threading
 import time
 from pathlib import Path
 
-from harness.data.loading import ScriptArguments, dataset_path
+from harness.data import reading
+from harness.data.loading import ScriptArguments
 from harness.folder import newest_complete_checkpoint, read_json, write_json
 from harness.launched import NODE_VARIABLE, UserError, print_once
 
@@ -98,6 +99,5 @@ def _read(output_dir: Path) -> dict[str, Entry]:
 
 def _files(script_args: ScriptArguments) -> dict[str, Entry]:
     """The local files of a dataset by absolute path, {} for a dataset of the Hub."""
-    path = dataset_path(script_args)
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("[!.]*") if file.is_file())
+    files = reading.local_files(script_args.dataset_name)
     return {str(file): [file.stat().st_size, file.stat().st_mtime_ns, ""] for file in files}

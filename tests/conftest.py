@@ -46,11 +46,7 @@ OTHER_PACKAGES = {
 }
 # Fixtures in the order in which their tests run: quick ones, machines, rehearsals, packages that are being installed.
 ORDER = {"environment": 1, "build_trainer": 1, "machines": 2, "rehearse": 3, "fork_launch": 3, "simulate": 3}
-<<<<<<< HEAD
-ORDER |= {"sky_python": 4, "tracker_python": 4, "s3_python": 4}
-=======
-ORDER |= {"serving_python": 4, "sky_python": 4, "tracker_python": 4}
->>>>>>> e6b91384b3f78f7313d3ad01635fcab212bc7a1d
+ORDER |= {"serving_python": 4, "sky_python": 4, "tracker_python": 4, "s3_python": 4}
 
 
 def pytest_addoption(parser):

@@ -1,10 +1,12 @@
 """Fixtures: the launcher as a user calls it, rehearsals that tests share, a recipe's trainer built in this process."""
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import re
 import runpy
+import shlex
 import socket
 import subprocess
 import sys
@@ -39,7 +41,7 @@ RECIPES = [path for path in ALL_RECIPES if path.stem in {recipe for recipe, *_ i
 CONFIGS = [path for path in ALL_CONFIGS if path.stem in {config for _, config, *_ in README_PAIRS}]
 # Packages that the project does not need: their requirements, and whether they are used together with its own.
 OTHER_PACKAGES = {
-    "serving_python": (["transformers[serving]==5.23.0"], True),
+    "serving_python": (["fastapi==0.165.0", "uvicorn==0.54.0", "openai", "python-multipart"], True),  # transformers[serving]
     "sky_python": (["skypilot==0.14.1"], False),
     "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0"], True),
     "s3_python": (["s3fs==2026.9.0", "moto[server]==5.2.5"], True),
@@ -82,22 +84,24 @@ def shared(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def start_installations(request, shared):
-    """The first worker starts installing OTHER_PACKAGES at once, each into its own environment."""
-    items = [item for item in request.session.items if "TEST_ALL" in os.environ or slow.mark not in item.own_markers]
-    for name in OTHER_PACKAGES.keys() & {name for item in items for name in item.fixturenames}:
-        packages, uses_ours = OTHER_PACKAGES[name]
-        folder = shared / name
-        pip = "bin/python -m pip install --quiet --disable-pip-version-check"
-        install = f'"$0" -m venv "$1"; cd "$1"; shift; {pip} "$@"; touch installed'
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir()
+    """The first worker starts installing OTHER_PACKAGES at once, each into its own environment, with uv: pip needs minutes."""
+    needed = OTHER_PACKAGES.keys() & {name for item in request.session.items for name in item.fixturenames}
+    folder = shared / "uv"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+        (folder / "ours.txt").write_text("\n".join(package.name for package in importlib.metadata.distributions()))
+        pip = "-m pip install --quiet --disable-pip-version-check --target"
+        script = [f"{shlex.quote(sys.executable)} {pip} {folder}/packages uv==0.13.9", f"uv={folder}/packages/bin/uv"]
+        for name in sorted(needed):
+            packages, uses_ours = OTHER_PACKAGES[name]
+            environment, options = shared / name, ""
+            script.append(f"$uv venv --quiet --python {shlex.quote(sys.executable)} {environment}")
             if uses_ours:
-                site = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-                site.mkdir(parents=True)
-                (site / "ours.pth").write_text(sysconfig.get_path("purelib"))
-            else:  # uv needs a tenth of pip's time, but sees nothing of a .pth file
-                install = install.replace('"$@"', 'uv==0.13.9; bin/uv pip install --quiet --python bin/python "$@"')
-            subprocess.Popen(["sh", "-e", "-c", install, sys.executable, folder, *packages])
+                script.append(f"echo {sysconfig.get_path('purelib')} >$(echo {environment}/lib/python*/site-packages)/ours.pth")
+                options = f"--excludes {folder}/ours.txt"
+            install = f"$uv pip install --quiet --python {environment}/bin/python {options}"
+            script.append(f"{install} {shlex.join(packages)} && touch {environment}/installed")
+        subprocess.Popen(["sh", "-e", "-c", "\n".join(script)])
 
 
 @pytest.fixture(scope="session")

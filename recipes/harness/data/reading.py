@@ -162,7 +162,7 @@ def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]
     """
     configs = {str(entry.get("config_name", "default")): entry for entry in _configs_of(folder)}
     if not configs:
-        if config:
+        if config not in (None, "default"):  # as `datasets` names the only one
             raise UserError(f"--dataset_config: {folder} has no configs in a README.md: leave out --dataset_config {config}")
         return {}
     default = next((name for name, entry in configs.items() if entry.get("default")), "default")

@@ -3,10 +3,10 @@
 import datetime
 import itertools
 import math
+import queue
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 from harness import signals
 from harness.compat.huggingface_hub import HubLost
@@ -23,6 +23,8 @@ from datasets import IterableDataset
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+READ_AHEAD = 16  # steps of a stream at most; a step of 16,000 tokens has 1 MB
 
 
 def make_cpu_group(timeout: float) -> ProcessGroup | None:
@@ -76,7 +78,7 @@ class StopAfterSignal(TrainerCallback):
 class BatchReader(TrainerCallback):
     """Reads the micro-batches of every step: on all processes, or on none if the Hub is lost to one of them.
 
-    A stream is read one step ahead, in a thread, so that no GPU waits for the tokenizer.
+    A stream is read ahead, in a thread, so that no GPU waits for the tokenizer: packing takes a thousand documents at once.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class BatchReader(TrainerCallback):
         self.error = ""  # why this process cannot read
         self.is_hub_lost = False  # to any process
         self.is_first_step = True
-        self.next_step: Future | None = None  # the result of `_read_step` for the next step
+        self.steps: queue.Queue | None = None  # what `_read_step` returned for the next steps, or an error
 
     def install(self) -> None:
         install_batch_reader(self.trainer, self._read, self._counted)
@@ -104,23 +106,35 @@ class BatchReader(TrainerCallback):
         batches = list(itertools.islice(iterator, count))
         return batches, self.position.take_from(batches)
 
-    def _read_ahead(self, iterator: Iterator, count: int) -> Future:
-        """Calls `_read_step` in a thread, which does not keep the process from exiting."""
-        future = Future()
+    def _read_ahead(self, iterator: Iterator, count: int, steps: int) -> queue.Queue:
+        """Calls `_read_step` for all steps in a thread, which does not keep the process from exiting."""
+        read_steps = queue.Queue(READ_AHEAD)
 
         def read() -> None:
             try:
-                future.set_result(self._read_step(iterator, count))
+                for _ in range(steps):
+                    read_steps.put(self._read_step(iterator, count))
             except BaseException as error:
-                future.set_exception(error)
+                read_steps.put(error)
 
         threading.Thread(target=read, name="read ahead", daemon=True).start()
-        return future
+        return read_steps
+
+    def _next_step(self, iterator: Iterator, count: int) -> tuple[list[dict], dict | None]:
+        if not self.is_stream:
+            return self._read_step(iterator, count)
+        if self.steps is None:
+            state = self.trainer.state
+            self.steps = self._read_ahead(iterator, count, state.max_steps - state.global_step)
+        step = self.steps.get()
+        if isinstance(step, BaseException):
+            raise step
+        return step
 
     def _read(self, iterator: Iterator, count: int) -> list[dict]:
         batches, after = [], None
         try:
-            batches, after = self.next_step.result() if self.next_step else self._read_step(iterator, count)
+            batches, after = self._next_step(iterator, count)
         except HubLost as lost:
             self.error = str(lost)
         self.is_hub_lost = bool(maximum(int(bool(self.error)), self.group))
@@ -130,8 +144,6 @@ class BatchReader(TrainerCallback):
             control.should_save = args.save_strategy != "no" and state.global_step > self.saved_step
             return []
         self.position.position = after
-        if self.is_stream and self.trainer.state.global_step + 1 < self.trainer.state.max_steps:
-            self.next_step = self._read_ahead(iterator, count)
         return batches
 
     def _counted(self, batches: list[dict], loss_tokens: torch.Tensor | int | None) -> None:

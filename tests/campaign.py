@@ -290,12 +290,14 @@ class Campaign:
         started = Run(run, arguments, first, self.random.choice(TARGETS), watch=place)
         _, problem = started.wait()
         what = f"before change {first} of the mirror ({saved_in(place)})"
-        shutil.rmtree(run)
+        if (place / "train_results.json").exists():  # the run was not killed: it has fewer changes
+            return what, 0, problem
+        shutil.rmtree(run, ignore_errors=True)
         again = Run(run, arguments, second, self.random.choice(TARGETS))
         _, problem_of_second = again.wait()
         what += f", before change {second} of a new output directory ({saved_in(run)}{'' if is_kept else ', then lost'})"
-        if not is_kept:
-            shutil.rmtree(run)
+        if not is_kept and not (place / "train_results.json").exists():
+            shutil.rmtree(run, ignore_errors=True)
         last = Run(run, arguments)
         code, problem_of_last = last.wait()
         problem = problem or problem_of_second or problem_of_last

@@ -187,11 +187,13 @@ def test_a_second_run_is_refused(place, tmp_path, error_of, capsys):
     message = error_of(place, "second")
     assert "--mirror: a run on " in message and "is writing to file:///" in message
     run.owner._has_ended.set()  # it was killed
+    run.owner._thread.join()
     capsys.readouterr()
     place("first")
     assert "waiting" not in capsys.readouterr().out
     opened = place("first")  # its last start is the owner
     opened.owner._has_ended.set()
+    opened.owner._thread.join()
     began = time.monotonic()
     place("second")
     assert time.monotonic() - began >= 1 and "waiting 1 s for a sign" in capsys.readouterr().out

@@ -84,7 +84,13 @@ class Storage:
             return {}
 
     def write(self, name: str, content: dict) -> None:
-        self.fs.pipe_file(self.path(name), (json.dumps(content, indent=2) + "\n").encode())
+        """Writes a JSON file, which others see complete or not at all."""
+        path, text = self.path(name), (json.dumps(content, indent=2) + "\n").encode()
+        if isinstance(self.fs, LocalFileSystem):  # buckets do so by themselves
+            self.fs.pipe_file(f"{path}.draft", text)
+            Path(f"{path}.draft").replace(path)
+        else:
+            self.fs.pipe_file(path, text)
 
     def upload(self, file: Path, name: str) -> None:
         self.fs.put_file(str(file), self.path(name))

@@ -1,9 +1,9 @@
 """`--prepare` downloads everything that a run needs: afterwards the recipe trains without the Hub."""
 
 import shutil
-from types import SimpleNamespace
 
 from harness.commands import prepare
+from harness.data.loading import ScriptArguments
 
 import pytest
 from conftest import read
@@ -98,7 +98,7 @@ def test_check_memory(error_of):
 
 
 def test_stream_whose_files_do_not_say_their_number_of_rows(error_of):
-    script_args = SimpleNamespace(dataset_name="a/stream", dataset_train_split="train", dataset_test_split="test")
+    script_args = ScriptArguments(dataset_name="a/stream")
     files = {"train": ["hf://datasets/a/stream@main/train.jsonl.gz"]}
     message = error_of(prepare.choose_stream_files, script_args, None, None, files)
     assert "a/stream" in message and "--dataset_streaming false" in message

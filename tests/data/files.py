@@ -1,6 +1,7 @@
 """Files as people have them, and what becomes of each. `python tests/data/files.py` prints a table."""
 
 import bz2
+import contextlib
 import gzip
 import json
 import lzma
@@ -419,7 +420,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             make(Path(folder), name)
             tokenizer = make_tokenizer((FILES[name][4] if len(FILES[name]) > 4 else {}).get("template", "qwen2_5"))
-            message, counted, _ = outcome(Path(folder), name, "run", tokenizer)
+            with contextlib.redirect_stdout(sys.stderr):  # the messages of a run
+                message, counted, _ = outcome(Path(folder), name, "run", tokenizer)
         print(f"| {name} | {message or '{} trained on, {} skipped, {} evaluated on'.format(*counted['counts'])} |")
 
 

@@ -28,6 +28,9 @@ VALUES = {
     "max_eval_samples": "3",
     "profile": "true",
     "mirror": "file:///some/folder",
+    "column_map": '{"text": "instruction", "instruction": "text", "note": "system"}',
+    "text_rows": "line",
+    "split_conversations": "true",
     "model_revision": "v2",
     "dtype": "float16",
     "attn_implementation": "eager",
@@ -46,9 +49,12 @@ VALUES = {
 }
 SWITCHES = {"dataset_streaming": [], "use_peft": [], "load_in_4bit": ADAPTER, "use_bnb_nested_quant": IN_4BIT}
 NAMES = ("dataset_name", "model_name_or_path")
-REFUSED_BY_ALL = ("ignore_bias_buffers", "lora_task_type")
-REFUSED = {  # the plain Trainer loads no quantized weights; 8-bit and 4-bit weights exclude each other
-    "gpt2_xl_wikitext": ("load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_quant_storage"),
+REFUSED_BY_ALL = ("ignore_bias_buffers", "lora_task_type", "text_rows")  # the files are JSON
+# The plain Trainer loads no quantized weights; 8-bit and 4-bit weights exclude each other; texts are no conversations.
+REFUSED = {
+    "gpt2_xl_wikitext": ("load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_quant_storage", "split_conversations"),
+    "llama31_8b_lora": ("split_conversations",),
+    "qwen2_fineweb_edu": ("split_conversations",),
     "llama31_70b_qlora": ("load_in_8bit",),
 }
 
@@ -65,8 +71,11 @@ def folders(tmp_path_factory):
         tiny_model.make("Qwen/Qwen2-0.5B-Instruct", "main", parent / name)
     for name, config, split in itertools.product(("data", "other_data"), "ab", ("train", "test", "other")):
         words = f"{name} {config} {split}, and more than fifty characters of the same words for every row, row"
-        turns = [{"role": "user", "content": words}, {"role": "assistant", "content": "Yes."}]
-        rows = [{"text": f"{words} {row}", "messages": turns, "instruction": words, "output": f"{row}"} for row in range(30)]
+        turns = [{"role": "user", "content": words}, {"role": "assistant", "content": "Yes."}] * 2
+        rows = [
+            {"text": f"{words} {row}", "messages": turns, "instruction": words, "output": f"{row}", "note": words}
+            for row in range(30)
+        ]
         (parent / name).mkdir(exist_ok=True)
         (parent / name / f"{config}_{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
         files = {key: "".join(f"\n  - {{split: {s}, path: {key}_{s}.jsonl}}" for s in ("train", "test", "other")) for key in "ab"}

@@ -1,12 +1,13 @@
 """From --dataset_name to rows: converts what `reading.py` reads, counts what is skipped, and holds some rows out."""
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,18 @@ from harness.launched import UserError, is_first_process, print_once
 import numpy as np
 import trl
 import xxhash
-from datasets import Dataset, Features, IterableDataset, Json, ReadInstruction, Value, concatenate_datasets
+from datasets import (
+    Dataset,
+    Features,
+    IterableDataset,
+    Json,
+    ReadInstruction,
+    Value,
+    are_progress_bars_disabled,
+    concatenate_datasets,
+    disable_progress_bars,
+    enable_progress_bars,
+)
 from huggingface_hub.constants import HF_HOME, HF_HUB_OFFLINE
 from transformers import TrainingArguments
 
@@ -519,6 +531,19 @@ def count_training_rows(script_args: ScriptArguments) -> int | None:
     return getattr((rows.info.splits or {}).get(script_args.dataset_train_split), "num_examples", None)
 
 
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Hides the progress bars of `datasets`: an error of a check is one line."""
+    was_disabled = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not was_disabled:
+            enable_progress_bars()
+
+
+@without_progress_bars()
 def check_dataset(script_args: ScriptArguments) -> list[dict]:
     """Raises UserError unless every split that is used exists and has rows in a fitting format.
 
@@ -614,13 +639,15 @@ def find_conversion(script_args: ScriptArguments, rows: Dataset | IterableDatase
             settings["format"] = format
             usable = (new for row in candidates if (new := formats.convert(row, **settings)))
             if converted := list(itertools.islice(usable, ROWS_TO_CHECK)):
+                if script_args.split_conversations and format != "messages":
+                    raise UserError(f"--split_conversations is for conversations, but {name} has none: leave out the flag")
                 conversion = Conversion(
                     settings=settings,
                     columns=columns,
                     features=None,
                     ignored=find_ignored_columns(candidates[:ROWS_TO_CHECK], columns, settings),
                     first=converted,
-                    splits_answers=script_args.split_conversations and format == "messages",
+                    splits_answers=script_args.split_conversations,
                     cuts_texts=script_args.cuts_texts,
                 )
                 conversion.features = features_for(script_args, conversion)

@@ -137,6 +137,8 @@ def open_splits(name: str, config: str | None, streaming: bool, text_rows: str |
         return saved
     if paths:
         return _open_files(name, config, streaming, text_rows)
+    if text_rows:
+        raise UserError("--text_rows is for text files on this machine: leave out the flag")
     with hub_errors("dataset", name):
         if not HF_HUB_OFFLINE:
             HfApi().dataset_info(name)  # fails at once when it is not there or the Hub is unreachable
@@ -199,6 +201,8 @@ def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
 
 def _open_files(name: str, config: str | None, streaming: bool, text_rows: str | None) -> dict[str, Split]:
     by_split, kind, _, _ = choose_files(name, config)
+    if text_rows and kind != "text":
+        raise UserError(f"--text_rows is for text files, but {name} is read as {kind}: leave out the flag")
     splits = {}
     row_of = text_rows or usual_row(by_split)
     for split, paths in by_split.items():

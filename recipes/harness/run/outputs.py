@@ -425,6 +425,7 @@ def print_summary(results: dict, output_dir: str) -> None:
         after = f"{results['eval_loss']:.4f}{' after' if on_start else ''}"
         evaluation = f", evaluation loss {on_start}{after} (perplexity {results['perplexity']:.1f})"
     gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
+    forecast = "".join(f"{line}\n" for line in describe_forecast(results)) if "forecast" in results else ""
     seen = f", every row seen {results['times_seen']:g} times" if "times_seen" in results else ""
     forecast = "".join(f"{line}\n" for line in describe_forecast(results)) if "forecast" in results else ""
     print_once(

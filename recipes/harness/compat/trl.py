@@ -69,7 +69,10 @@ def record_whole_rows(record: Callable[[str, Any, Any], None]) -> None:
     SFTTrainer._prepare_dataset = prepare_dataset
 
 
-@changes("trl:SFTTrainer._prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name)")
+@changes(
+    "trl.trainer.sft_trainer:SFTTrainer._prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, "
+    "dataset_name)"
+)
 def record_conversations(count: int) -> None:
     """Makes SFTTrainer keep its first `count` evaluation conversations, with their tokens, in its attribute `conversations`.
 
@@ -80,8 +83,8 @@ def record_conversations(count: int) -> None:
     Remove when: SFTTrainer keeps the rows that it was given.
     """
     from datasets import Dataset
-    from trl import SFTTrainer
     from trl.data_utils import is_conversational
+    from trl.trainer.sft_trainer import SFTTrainer
 
     prepare = getattr(SFTTrainer._prepare_dataset, "__wrapped__", SFTTrainer._prepare_dataset)  # not twice in one process
 

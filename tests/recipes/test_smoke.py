@@ -103,7 +103,7 @@ def check_recipe_of_readme(run, results, logged, processes, sharded):
         processes = 4
     assert (results["fsdp_enabled"], results["world_size"], results["num_nodes"]) == (sharded, processes, 1)
     assert results["replicas"] == (2 if results["config"] == "hybrid_2x2" else 1 if sharded else processes)
-    assert results["eval_loss_on_start"] == pytest.approx(logged[0], abs=0.5)  # the first step's loss, on other rows
+    assert results["eval_loss_on_start"] == pytest.approx(logged[0], abs=0.8)  # the first step's loss, on other rows
     # An adapter learns less in the same steps, with the few rows of one process.
     assert logged[0] - results["eval_loss"] > (0.05 if results["use_peft"] and processes == 1 else 0.3)
     assert results["peak_host_gb"] > 0.3 * processes

@@ -191,8 +191,6 @@ KINDS = {
     "missing column": (f"{REAL} ./complete --dataset_text_field body", "has the columns text; this recipe needs texts"),
     "missing split": (f"{REAL} ./complete --dataset_train_split trian", "none called trian"),
     "empty dataset name": (f"{TINY} --dataset_name=", "--dataset_name is empty"),
-    "rehearsal with an empty split": (f"{TINY} --dataset_name ./unrated", "./unrated has no rows in test"),
-    "empty split": (f"{REAL} ./complete --dataset_name ./unrated", "./unrated has no rows in test"),
     "empty file of rows": (f"{REAL} ./complete --dataset_name empty.jsonl", "empty.jsonl: it is empty"),
     "rows that are not JSON": (f"{REAL} ./complete --dataset_name broken.jsonl", "JSON parse error"),
 }
@@ -226,8 +224,6 @@ FILES = {
     "fails.jinja": "{{ raise_exception('never') }}",
     "empty.jsonl": "",
     "broken.jsonl": "{not json\n",
-    "unrated/train.jsonl": '{"text": "a"}\n{"text": "b"}\n',
-    "unrated/test.jsonl": "",
     "data/train.jsonl": "\n".join(json.dumps({"text": f"row {row}"}) for row in range(50)),
     "damaged/run.json": "{",
     "taken/run.json": json.dumps({"recipe": "another", "tiny": False, "sharded": False, "config": "c"}),

@@ -3,6 +3,7 @@
 Reads two steps without training, the first one with the Hub, and writes what each process got into batches_RANK.json.
 """
 
+import itertools
 import json
 import runpy
 from pathlib import Path
@@ -25,15 +26,16 @@ def read_two_steps(trainer):
     )
     reader.install()
     loader = iter(trainer.get_train_dataloader())
+    trainer.state.max_steps = 2
 
     def lose_hub():
-        yield next(loader)
+        yield from itertools.islice(loader, 3)
         if rank == 1:
             raise HubLost("the Hub has not answered")
         yield next(loader)
 
-    steps = []
-    for batches in (loader, lose_hub()):
+    batches, steps = lose_hub(), []
+    for _ in range(2):
         read, loss_tokens = trainer.get_batch_samples(batches, 2, trainer.args.device)
         own = sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in read)
         steps.append([len(read), own, None if loss_tokens is None else int(loss_tokens), control.should_training_stop])

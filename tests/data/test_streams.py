@@ -18,7 +18,7 @@ import pyarrow
 import pytest
 import torch
 import yaml
-from conftest import ROOT, losses, read
+from conftest import ROOT, losses, read, slow
 from datasets import Dataset, load_dataset
 from pyarrow import parquet
 from torch.utils.data import DataLoader
@@ -41,6 +41,7 @@ def test_stream_as_eval_dataset_is_refused(error_of):
     assert "Dataset.from_list" in error_of(repeat_stream, trainer)
 
 
+@slow
 def test_processes_with_files_of_different_length(environment, tmp_path):
     """Started with `accelerate launch`: three files for two processes, five passes over the shorter share.
 

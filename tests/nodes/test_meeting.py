@@ -125,7 +125,7 @@ from harness.nodes import meeting
 from harness.nodes.machines import Nodes
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 meeting.MESSAGE_INTERVAL = 1
-time.sleep(12 * rank)
+time.sleep(9 * rank)
 with meeting.Meeting(Nodes(2, rank, "127.0.0.1", port), {}):
     print("all here")
 """

@@ -74,7 +74,11 @@ def test_card_that_is_not_known(tmp_path, forecast):
 
 @pytest.mark.parametrize(
     ("script", "expected"),
-    [('echo "{$NNODES,$NPROC_PER_NODE}"', "{2,4}\n"), ("echo half; sleep 0.5; exit 2", None), ("echo half; sleep 60", None)],
+    [
+        ('echo "$NNODES $NPROC_PER_NODE $*"', "2 4 -m harness.plan.command r.py c.yaml --json --max_steps 3\n"),
+        ("echo half; sleep 0.5; exit 2", None),
+        ("echo half; sleep 60", None),
+    ],
     ids=["complete", "refused", "longer than the run"],
 )
 def test_plan_is_written_when_it_is_complete(tmp_path, monkeypatch, script, expected):
@@ -84,18 +88,20 @@ def test_plan_is_written_when_it_is_complete(tmp_path, monkeypatch, script, expe
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     launched = Launched(recipe="r.py", config="c.yaml", processes=8, nodes=2)
-    with launch.forecast_in_background(launched, [], tmp_path):
-        if "sleep" not in script:
-            wait_until(
-                lambda: not (tmp_path / ".plan.draft").exists() and (tmp_path / "plan.json").exists() == bool(expected), 20, str
-            )
-    found = (tmp_path / "plan.json").read_text() if (tmp_path / "plan.json").exists() else None
-    assert found == expected and not (tmp_path / ".plan.draft").exists()
-    program.write_text("#!/bin/sh\ntouch called\n")
+    draft, plan = tmp_path / ".plan.draft", tmp_path / "plan.json"
+    plan.write_text("of an earlier start")
+    with launch.forecast_in_background(launched, ["--mirror", "file:///mirror", "--max_steps", "3"], tmp_path):
+        wait_until(lambda: draft.exists() or plan.exists(), 20, lambda: "no draft")
+        if "sleep 60" not in script:
+            wait_until(lambda: not draft.exists(), 20, lambda: "an incomplete draft")
+    assert (plan.read_text() if plan.exists() else None) == expected and not draft.exists()
+
+
+def test_rehearsal_and_run_on_cpu_have_no_forecast(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch.subprocess, "Popen", lambda *arguments, **options: pytest.fail("a simulation was started"))
     for other in (Launched(recipe="r", config="c", tiny=True), Launched(recipe="r", config="c", on_cpu=True)):
         with launch.forecast_in_background(other, [], tmp_path):
             pass
-    assert not (tmp_path / "called").exists()
 
 
 @slow

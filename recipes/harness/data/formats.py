@@ -36,16 +36,9 @@ class SkippedRow(ValueError):
     """A row that cannot be trained on. Its message continues "3 rows …"."""
 
 
-def convert(
-    row: dict,
-    format: str,
-    text_field: str = "text",
-    column_map: dict[str, str] | None = None,
-    structs: tuple[str, ...] = (),
-    as_messages: bool = False,
-) -> dict | None:
-    """`row` in a format, None if it has nothing to train on. "" returns the row as it is. For the others see `examine`."""
-    return examine(row, format, text_field, column_map, structs, as_messages)[0]
+def convert(row: dict, *settings: Any, **named_settings: Any) -> dict | None:
+    """`row` in a format, None if it has nothing to train on. "" returns the row as it is. The settings are those of `examine`."""
+    return examine(row, *settings, **named_settings)[0]
 
 
 def examine(

@@ -110,10 +110,8 @@ def unknown_flag(flag: str, known: list[str]) -> str:
 def value_of(name: str, words: list[str], recipe: Path | None = None) -> str:
     """What the flags `words` set an argument to, as text; without the flag, the recipe's constant; else ""."""
     constants = [value.value for value in recipe_values(recipe, name) if isinstance(value, ast.Constant)] if recipe else []
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     default = str(constants[-1]) if constants else ""
-    parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true", default=default)
-    return getattr(parser.parse_known_args(words)[0], name)
+    return _parse_one(name, words, default)[0]
 
 
 def is_true(name: str, words: list[str], recipe: Path | None = None) -> bool:
@@ -121,15 +119,23 @@ def is_true(name: str, words: list[str], recipe: Path | None = None) -> bool:
     return value_of(name, words, recipe).lower() in ("yes", "true", "t", "y", "1")  # as transformers reads them
 
 
-def number_of(name: str, words: list[str], recipe: Path) -> int | None:
+def number_of(name: str, words: list[str], recipe: Path | None = None) -> int | None:
     """The whole number that the flags `words`, or else the recipe, set for an argument; None if neither does."""
+    value = value_of(name, words, recipe)
+    return int(value) if value.isdecimal() and int(value) > 0 else None
+
+
+def without(name: str, words: list[str]) -> list[str]:
+    """`words` without a flag and its value."""
+    return _parse_one(name, words, "")[1]
+
+
+def _parse_one(name: str, words: list[str], default: str) -> tuple[str, list[str]]:
+    """The value of one flag, "true" for one without a value, and the other words."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?")
-    given = getattr(parser.parse_known_args(words)[0], name)
-    if given is not None:
-        return int(given) if given.isdecimal() and int(given) > 0 else None
-    numbers = [value.value for value in recipe_values(recipe, name) if isinstance(value, ast.Constant)]
-    return next((number for number in numbers if type(number) is int), None)
+    parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", nargs="?", const="true", default=default)
+    found, rest = parser.parse_known_args(words)
+    return getattr(found, name), rest
 
 
 def recipe_values(recipe: Path, name: str) -> list[ast.expr]:

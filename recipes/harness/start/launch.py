@@ -202,10 +202,12 @@ def build_trainer(launched: Launched, arguments: list[str]) -> Any:
 
 def rows_of_step(recipe: Path, arguments: list[str]) -> tuple[int, int]:
     """Rows per optimizer step and per micro-batch, (0, 0) where recipe and flags do not set them to numbers."""
-    numbers = [flags.value_of(name, arguments, recipe) for name in ("global_batch_size", "per_device_train_batch_size")]
-    if flags.value_of("gradient_accumulation_steps", arguments) or not all(number.isdecimal() for number in numbers):
+    if flags.value_of("gradient_accumulation_steps", arguments):
         return 0, 0
-    return int(numbers[0]), int(numbers[1])
+    rows, micro_batch = (
+        flags.number_of(name, arguments, recipe) for name in ("global_batch_size", "per_device_train_batch_size")
+    )
+    return rows or 0, micro_batch or 0
 
 
 def set_device(launched: Launched, config: AccelerateConfig, use_cpu: bool, rows: tuple[int, int] = (0, 0)) -> None:
@@ -280,7 +282,9 @@ def forecast_in_background(launched: Launched, arguments: list[str], output_dir:
         yield
         return
     draft, plan = output_dir / ".plan.draft", output_dir / PLAN
-    command = [sys.executable, "-m", "harness.plan.command", launched.recipe, launched.config, "--json", *arguments]
+    plan.unlink(missing_ok=True)  # of an earlier start, perhaps with other flags
+    command = [sys.executable, "-m", "harness.plan.command", launched.recipe, launched.config, "--json"]
+    command += flags.without("mirror", arguments)  # which a plan refuses
     counts = {"NNODES": str(launched.nodes), "NPROC_PER_NODE": str(launched.processes // launched.nodes)}
     script = 'draft=$1 plan=$2; shift 2; nice -n 19 "$@" >"$draft" && mv -- "$draft" "$plan" || rm -f -- "$draft"'
     process = subprocess.Popen(

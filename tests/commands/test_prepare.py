@@ -3,7 +3,7 @@
 import shutil
 
 from harness.commands import prepare
-from harness.data.loading import ScriptArguments
+from harness.data.script_arguments import ScriptArguments
 
 import pytest
 from conftest import read

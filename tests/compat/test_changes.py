@@ -47,6 +47,7 @@ TESTED_ELSEWHERE = {
     "install_train_dataloader": "data/test_streams.py::test_stream_is_repeated",
     "launch_environment": "start/test_plain_launchers.py::test_accelerate_launch",
     "load_small_models": "commands/test_preview.py::test_every_recipe",
+    "mix_streams": "data/test_mixture.py::test_stream_in_parts",
     "multiply_fp16_in_float32": "rehearsal/test_fp16_products.py::test_fp16_products_are_float32_products_rounded_once",
     "record_conversations": "commands/test_verify.py::test_full_run_on_four_processes",
     "record_whole_rows": "commands/test_preview.py::test_json",

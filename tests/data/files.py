@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 from harness.data import chat_templates, reading  # noqa: E402
-from harness.data.loading import FIRST_ROWS, REHEARSED_ROWS, ScriptArguments, check_dataset, load  # noqa: E402
+from harness.data.loading import FIRST_ROWS, REHEARSED_ROWS, check_dataset, load  # noqa: E402
+from harness.data.script_arguments import ScriptArguments  # noqa: E402
 from harness.launched import UserError  # noqa: E402
 from harness.rehearsal import tiny_model  # noqa: E402
 

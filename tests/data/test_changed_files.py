@@ -1,9 +1,9 @@
 """Local files that were changed after a run began."""
 
 import os
-from types import SimpleNamespace
 
 from harness.data.files import DATA_FILES, check_data_files, compute_checksums, record_data_files
+from harness.data.script_arguments import ScriptArguments
 from harness.folder import COMPLETION_MARKER
 
 import pytest
@@ -18,7 +18,7 @@ def run(tmp_path):
     (tmp_path / "run/checkpoint-1" / COMPLETION_MARKER).touch()
     for name in ("a", "b"):
         (tmp_path / f"data/{name}.jsonl").write_text("x" * 9)
-    script_args = SimpleNamespace(dataset_name=str(tmp_path / "data"))
+    script_args = ScriptArguments(dataset_name=str(tmp_path / "data"))
     record_data_files(tmp_path / "run", script_args)
     return tmp_path / "run", script_args, tmp_path / "data/a.jsonl"
 

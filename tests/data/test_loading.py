@@ -4,8 +4,9 @@ import json
 
 from harness.compat.datasets import complete_stream_state
 from harness.data import loading
-from harness.data.loading import ScriptArguments, check_dataset, load
+from harness.data.loading import check_dataset, load
 from harness.data.reading import print_how_files_are_read
+from harness.data.script_arguments import ScriptArguments
 
 import datasets
 import pytest

@@ -6,7 +6,7 @@ import json
 import runpy
 import sys
 
-from harness.data.loading import ScriptArguments
+from harness.data.script_arguments import ScriptArguments
 from harness.rehearsal import tiny_model
 from harness.run import mirror
 

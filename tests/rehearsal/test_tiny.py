@@ -8,7 +8,7 @@ import types
 from pathlib import Path
 
 from harness.data import loading
-from harness.data.loading import ScriptArguments
+from harness.data.script_arguments import ScriptArguments
 from harness.launched import UserError
 from harness.rehearsal import tiny, tiny_data, tiny_model
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from harness import configs
 from harness.configs import AccelerateConfig
-from harness.data.loading import ScriptArguments
+from harness.data.script_arguments import ScriptArguments
 from harness.run import sharding
 from harness.start import launch
 from harness.start.arguments import keep_rows_of_step, set_steps

@@ -63,6 +63,7 @@ def build(launched: Launched, arguments: list[str]) -> None:
 def download(script_args: Any, training_args: Any, model_args: Any, attention: list[str]) -> None:
     """Downloads the files of model and dataset that are not here. An interrupted download continues."""
     from harness.data import reading
+    from harness.data.script_arguments import each_dataset
     from harness.model.loading import has_documents
     from harness.model.quantized import WEIGHT_FILES, quantized_folder
 
@@ -72,9 +73,9 @@ def download(script_args: Any, training_args: Any, model_args: Any, attention: l
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     disable_progress_bars()
-    model, dataset = model_args.model_name_or_path, script_args.dataset_name
+    model, datasets = model_args.model_name_or_path, each_dataset(script_args)
     quantizes = model_args.load_in_4bit and not quantized_folder(model_args).is_dir()
-    wanted, files, record, arrow_bytes = {}, {}, None, 0
+    wanted, streams, arrow_bytes = {}, [], 0
     if Path(model).is_dir():
         weights = [file.stat().st_size for file in Path(model).glob("*.safetensors")]
     else:
@@ -82,12 +83,18 @@ def download(script_args: Any, training_args: Any, model_args: Any, attention: l
         has_weights = model_args.load_in_4bit and not quantizes
         patterns = SETTINGS if has_weights else [*SETTINGS, *WEIGHT_FILES["allow_patterns"]]
         wanted["model", model] = {**WEIGHT_FILES, "revision": model_args.model_revision, "allow_patterns": patterns}
-    if not reading.is_local(dataset):
-        with hub_errors("dataset", dataset):
-            files, record, arrow_bytes = files_of_dataset(script_args, training_args, model_args)
+    for one in datasets:
+        if reading.is_local(one.dataset_name):
+            continue
+        with hub_errors("dataset", one.dataset_name):
+            files, record, size = files_of_dataset(one, training_args, model_args)
+        arrow_bytes += size
         names = [glob.escape(path_in_repository(address)) for addresses in files.values() for address in addresses]
         if names:
-            wanted["dataset", dataset] = {"repo_type": "dataset", "allow_patterns": names}
+            wanted.setdefault(("dataset", one.dataset_name), {"repo_type": "dataset", "allow_patterns": []})
+            wanted["dataset", one.dataset_name]["allow_patterns"] += names
+        if record:
+            streams.append((one, files, record))
 
     missing = {}
     for (kind, name), options in wanted.items():
@@ -108,9 +115,9 @@ def download(script_args: Any, training_args: Any, model_args: Any, attention: l
         enable_progress_bars()
     for (kind, name), options in wanted.items():
         with hub_errors(kind, name):
-            snapshots[kind] = Path(snapshot_download(name, **options))
-    if record:
-        link_stream_files(script_args, files, record, snapshots["dataset"])
+            snapshots[kind, name] = Path(snapshot_download(name, **options))
+    for one, files, record in streams:
+        link_stream_files(one, files, record, snapshots["dataset", one.dataset_name])
     if not has_documents(training_args):  # for packed rows PyTorch has it
         print_once(about_flash_attention(attention))
 
@@ -152,7 +159,8 @@ def choose_stream_files(
     `files` are `hf://` addresses by split. They are chosen from all over the list, because neighbours are often alike.
     Raises UserError for files that do not say how many rows they have; Parquet files do.
     """
-    from harness.data.loading import evaluation_split, tokens_of_run
+    from harness.data.loading import tokens_of_run
+    from harness.data.splits import evaluation_split
 
     from huggingface_hub import HfFileSystem
     from pyarrow import parquet

@@ -128,11 +128,13 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
     trainer = build_trainer(dataclasses.replace(launched, only_check=False), arguments)
 
     packed = list(itertools.islice(trainer.train_dataset, FIRST_ROWS))
-    splits = {"train": packed, "eval": trainer.eval_dataset or []}
-    documents = {}
+    evaluated = trainer.eval_dataset or []
+    splits = {"train": packed, **(evaluated if isinstance(evaluated, dict) else {"eval": evaluated})}
+    documents = {"train": [], "eval": []}
     for split, rows in splits.items():
         rows = itertools.islice(whole.get(split, rows), FIRST_ROWS)
-        documents[split] = [document for row in rows for document in documents_of(row)]
+        found = [document for row in rows for document in documents_of(row)]
+        documents["train" if split == "train" else "eval"] += found
     args = trainer.args
     kept = documents["train"]
     length = getattr(args, "max_length", None)
@@ -299,6 +301,9 @@ def print_data(data: dict[str, Any]) -> None:
         return
     first = "" if data["is_complete"] else "of the first "
     parts = [f"{first}{data['rows']:,}", *(f"{number:,} skipped {reason}" for reason, number in data["skipped"].items())]
+    for dataset in data.get("datasets", []):
+        seen = f", {dataset['epoch_rows']:,} in an epoch" if "epoch_rows" in dataset else ""
+        print_once(f"dataset      {dataset['name']}: {dataset['rows']:,} rows{seen}")
     if data["held_out"]:
         parts.append(f"{data['held_out']:,} held out for evaluation")
     print_once(f"rows         {', '.join(parts)}")

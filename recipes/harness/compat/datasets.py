@@ -7,11 +7,18 @@ from typing import Any
 
 from harness.compat.guards import changes, expected_names
 
+import numpy
 import pyarrow
+from datasets import DatasetInfo, Features, IterableDataset
 from pyarrow import parquet
 
 with expected_names():
-    from datasets.iterable_dataset import ArrowExamplesIterable, BufferShuffledExamplesIterable
+    from datasets.iterable_dataset import (
+        ArrowExamplesIterable,
+        BufferShuffledExamplesIterable,
+        StepExamplesIterable,
+        _BaseExamplesIterable,
+    )
 
 
 @changes("datasets.config:SLEEP_TIME_ON_THREADS_SHUTDOWN", "datasets.config:PYARROW_VERSION")
@@ -48,8 +55,6 @@ def complete_stream_state() -> None:
     Checked with: datasets 5.2.0.
     Remove when: these issues are closed.
     """
-    from datasets.iterable_dataset import _BaseExamplesIterable
-
     shuffle = BufferShuffledExamplesIterable
     shuffle.iter_arrow, shuffle.load_state_dict = None, _BaseExamplesIterable.load_state_dict
     shuffle._init_state_dict, shuffle.__iter__ = _init_shuffle_state, _iterate_shuffled
@@ -138,3 +143,83 @@ def _row_groups_from(file: str, row: int) -> tuple[list[int], int]:
     while index and (index == len(sizes) or sizes[index] != sizes[0]):
         index -= 1
     return [*range(index, len(sizes))], starts[index]
+
+
+@changes(
+    "datasets.iterable_dataset:_BaseExamplesIterable.load_state_dict(self, state_dict)",
+    "datasets.iterable_dataset:_BaseExamplesIterable.shard_data_sources(self, num_shards, index, contiguous)",
+    "datasets.iterable_dataset:StepExamplesIterable.__init__(self, ex_iterable, step, offset)",
+    "datasets:IterableDataset.__init__(self, ex_iterable, info, split, formatting, distributed, token_per_repo_id)",
+)
+def mix_streams(streams: list[IterableDataset], weights: list[float], seed: int) -> IterableDataset:
+    """A stream without end that takes rows from `streams`, of equal features, in turn, by `weights`, which sum up to 1.
+
+    `interleave_datasets` gives all parts of a stream (`shard`) the same order, so that all micro-batches of a step would have
+    rows of the same source at a time; has no more parts than the source with the fewest files; and needs a thread per source
+    and part.
+    Upstream: no issue found.
+    Checked with: datasets 5.2.0.
+    Remove when: interleaved streams can be divided into parts with orders of their own.
+    """
+    sources = [stream.repeat(None) for stream in streams]
+    mixed = WeightedSources([source._ex_iterable for source in sources], weights, [seed])
+    return IterableDataset(ex_iterable=mixed, info=DatasetInfo(features=streams[0].features))
+
+
+class WeightedSources(_BaseExamplesIterable):
+    """Takes every row from the source that is furthest behind its share. All sources are without end."""
+
+    def __init__(self, ex_iterables: list[_BaseExamplesIterable], weights: list[float], seed: list[int]) -> None:
+        super().__init__()
+        self.ex_iterables, self.weights, self.seed = ex_iterables, weights, seed
+
+    @property
+    def is_typed(self) -> bool:
+        return self.ex_iterables[0].is_typed
+
+    @property
+    def features(self) -> Features | None:
+        return self.ex_iterables[0].features
+
+    @property
+    def num_shards(self) -> int:
+        return max(source.num_shards for source in self.ex_iterables)
+
+    def _init_state_dict(self) -> dict:
+        sources = [source._init_state_dict() for source in self.ex_iterables]
+        self._state_dict = {"taken": [0] * len(sources), "sources": sources, "type": type(self).__name__}
+        return self._state_dict
+
+    def __iter__(self) -> Iterator[tuple[str, dict]]:
+        taken = list(self._state_dict["taken"]) if self._state_dict else [0] * len(self.ex_iterables)
+        first = numpy.random.default_rng(self.seed).random(len(taken))  # parts begin with different sources
+        iterators = [iter(source) for source in self.ex_iterables]
+        while True:
+            behind = [weight * (sum(taken) + 1) - count for weight, count in zip(self.weights, taken, strict=True)]
+            index = int(numpy.argmax(first + behind))
+            row = next(iterators[index], None)
+            if row is None:
+                return
+            taken[index] += 1
+            if self._state_dict:
+                self._state_dict["taken"][index] += 1
+            yield row
+
+    def _with(self, sources: list[_BaseExamplesIterable], seed: list[int]) -> "WeightedSources":
+        return WeightedSources(sources, self.weights, seed)
+
+    def shuffle_data_sources(self, generator: numpy.random.Generator) -> "WeightedSources":
+        return self._with([source.shuffle_data_sources(generator) for source in self.ex_iterables], self.seed)
+
+    def reshard_data_sources(self) -> "WeightedSources":
+        return self._with([source.reshard_data_sources() for source in self.ex_iterables], self.seed)
+
+    def shard_data_sources(self, num_shards: int, index: int, contiguous: bool = True) -> "WeightedSources":
+        """A part of every source: some of its files, or every `num_shards`-th row of one with fewer files than parts."""
+        parts = [
+            source.shard_data_sources(num_shards, index, contiguous=contiguous)
+            if source.num_shards >= num_shards
+            else StepExamplesIterable(source, step=num_shards, offset=index)
+            for source in self.ex_iterables
+        ]
+        return self._with(parts, [*self.seed, index])

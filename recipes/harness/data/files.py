@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from harness.data import reading
-from harness.data.loading import ScriptArguments
+from harness.data.script_arguments import ScriptArguments, each_dataset
 from harness.folder import newest_complete_checkpoint, read_json, write_json
 from harness.launched import NODE_VARIABLE, UserError, print_once
 
@@ -99,5 +99,5 @@ def _read(output_dir: Path) -> dict[str, Entry]:
 
 def _files(script_args: ScriptArguments) -> dict[str, Entry]:
     """The local files of a dataset by absolute path, {} for a dataset of the Hub."""
-    files = reading.local_files(script_args.dataset_name)
+    files = [file for one in each_dataset(script_args) for file in reading.local_files(one.dataset_name)]
     return {str(file): [file.stat().st_size, file.stat().st_mtime_ns, ""] for file in files}

@@ -5,31 +5,38 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.compat.datasets import end_streams_at_once
-from harness.data import formats, reading
+from harness.data import formats, mixture, reading
+from harness.data.script_arguments import ScriptArguments, each_dataset
+from harness.data.splits import (
+    check_slices,
+    choose_splits,
+    evaluation_split,
+    hold_out,
+    hold_out_of_stream,
+    is_slice,
+    splits_of,
+)
 from harness.folder import DATA, read_json, write_json
 from harness.hub import hub_errors
 from harness.launched import UserError, is_first_process, print_once
 
-import numpy as np
-import trl
 import xxhash
 from datasets import (
     Dataset,
     Features,
     IterableDataset,
     Json,
-    ReadInstruction,
     Value,
     are_progress_bars_disabled,
-    concatenate_datasets,
     disable_progress_bars,
     enable_progress_bars,
 )
@@ -41,67 +48,10 @@ FIRST_ROWS, REHEARSED_ROWS = 400, 500  # of each split, for a preview, and for a
 MAX_LETTERS, MAX_TOOL_LETTERS = 150, 20  # of a text, and of each text in the definition of a tool, in a rehearsal
 ROWS_TO_CHECK, ROWS_TO_SEARCH = 20, 10_000  # of each split, before a run; among how many the first usable one is
 DIGEST_BYTES = 2**20  # at each end of a local file
-EVALUATION_SPLITS = ("test", "validation", "valid", "dev", "val", "eval", "evaluation")  # in this order, without a flag
 # Next to the files of a stream that --prepare has downloaded: for how many tokens, and samples, they are enough.
 PREPARED = "stream.json"
 COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "instruction", "input", "output", "system", "history")
 CODE = hashlib.sha256(Path(formats.__file__).read_bytes()).hexdigest()  # `datasets` does not see that a function has changed
-
-
-@dataclass
-class ScriptArguments(trl.ScriptArguments):
-    """TRL's ScriptArguments, and budgets that do not depend on the number of GPUs."""
-
-    global_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Rows per optimizer step on all processes together; sets gradient_accumulation_steps."},
-    )
-    max_tokens: int | None = field(default=None, metadata={"help": "Train on this many tokens; sets max_steps."})
-    max_samples: int | None = field(
-        default=None,
-        metadata={"help": "Train on at most this many documents. A stream with num_train_epochs keeps them in memory."},
-    )
-    max_eval_samples: int = field(
-        default=256, metadata={"help": "Documents held out for evaluation and never trained on, at most."}
-    )
-    column_map: dict[str, str] | str | None = field(
-        default=None, metadata={"help": 'New names of columns, as JSON: \'{"question": "prompt", "answer": "completion"}\'.'}
-    )
-    text_rows: str | None = field(
-        default=None,
-        metadata={
-            "help": "What a row of text files is. Without the flag every line, and every document where there are several files.",
-            "choices": ["line", "paragraph", "document"],
-        },
-    )
-    split_conversations: bool = field(
-        default=False,
-        metadata={"help": "One row for every answer of a conversation, for templates that drop the reasoning of earlier ones."},
-    )
-    profile: bool = field(default=False, metadata={"help": "Profile some steps in the middle of the run."})
-    mirror: str | None = field(
-        default=None,
-        metadata={"help": "URL of a folder (s3://, gs://, file:// …) to which checkpoints and the model are uploaded."},
-    )
-
-    # Set by `parse`. Without an annotation they are no fields, so they are no flags.
-    dataset_formats = ()  # the formats of rows that the recipe can train on (see formats.py), its first choice first
-    display_name = ""  # the dataset's name in messages; dataset_name is another one in a rehearsal
-    given = frozenset()  # names of all arguments that the user passed
-    text_field, seed = "text", 0
-    output_dir = ""  # where `load` writes DATA
-    first_rows = 0  # load only so many rows of each split, for a preview, a rehearsal or a plan; 0: all
-    cuts_texts = False  # in a rehearsal: texts are cut after they were read
-    eval_rows_of_run = 0  # in a rehearsal of one's own data: the max_eval_samples of the run
-    keeps_samples = False  # of a stream: its max_samples rows are read once, for all epochs
-
-    def __post_init__(self) -> None:
-        if isinstance(self.column_map, str):
-            try:
-                self.column_map = json.loads(self.column_map)
-            except json.JSONDecodeError as error:
-                example = '{"question": "prompt", "answer": "completion"}'
-                raise UserError(f"--column_map: {self.column_map} is not JSON, expected for example '{example}'") from error
 
 
 @dataclass
@@ -121,7 +71,24 @@ class Conversion:
         return self.settings["format"]
 
 
-def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = None) -> tuple[Dataset | IterableDataset, Dataset]:
+@dataclass
+class Source:
+    """A dataset while it is loaded."""
+
+    script_args: ScriptArguments
+    splits: dict[str, Any]
+    is_complete: bool  # the splits have all their rows
+    train: Dataset | IterableDataset
+    test: Dataset | IterableDataset | None
+    conversion: Conversion
+    facts: dict[str, Any]  # of the rows of `train`, see `find_facts`
+    eval_rows: list[dict]  # converted; without a split for evaluation [] until rows are held out
+    held_out: int = 0  # how many of them are
+
+
+def load(
+    script_args: ScriptArguments, keep: Callable[[dict], bool] | None = None
+) -> tuple[Dataset | IterableDataset, Dataset | dict[str, Dataset]]:
     """Loads the rows to train on and the rows to evaluate on.
 
     Args:
@@ -134,9 +101,46 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
 
         The evaluation rows are the first `max_eval_samples` of the split for evaluation. Without such a split as many are
         held out of the training split; with all rows that equal them they are at most a tenth of it.
+
+        Of several datasets (`dataset_weights`) the training rows are mixed by weight, see mixture.py, and `eval_dataset` has
+        the evaluation rows of each by its label.
     """
     end_streams_at_once()
-    name, count = script_args.display_name, script_args.eval_rows_of_run or script_args.max_eval_samples
+    sources = [open_source(one, keep) for one in each_dataset(script_args)]
+    use_one_shape(sources, keep)
+    held_out = {digest_of(row) for source in sources for row in hold_out_rows(source, keep)}
+    for source in sources:
+        remove_held_out(source, held_out)
+    summaries = [summarize(source) for source in sources]
+    for source, summary in zip(sources, summaries, strict=True):
+        print_summary(source.script_args, summary, source.splits)
+        if not list(source.train.take(1)):
+            raise UserError(
+                f"--dataset_name: no row of {source.script_args.display_name} is left to train on: all are without a text or "
+                "answer, or equal to a row that is held out for evaluation"
+            )
+    rows = [training_rows(source) for source in sources]
+    train, summary = rows[0], summaries[0]
+    if script_args.mixture:
+        train = mixture.mix(script_args, rows)
+        summary = mixture.summarize(summaries, mixture.rows_of_epoch(script_args, rows, summaries))
+    if script_args.output_dir and is_first_process():
+        Path(script_args.output_dir).mkdir(parents=True, exist_ok=True)
+        write_json(Path(script_args.output_dir, DATA), summary)
+    if isinstance(train, IterableDataset):
+        train = train.take(script_args.max_samples) if script_args.max_samples else train
+    if isinstance(train, IterableDataset) and script_args.keeps_samples:
+        features = sources[0].conversion.features
+        kept = itertools.islice(train, script_args.first_rows or None)
+        train = Dataset.from_list([formats.complete(row, features) for row in kept], features=features)
+        print_once(f"{script_args.display_name}: {len(train):,} rows of the stream are kept in memory, for every epoch the same.")
+    evaluated = {source.script_args.label: evaluation_rows(source) for source in sources}
+    return train, evaluated if script_args.mixture else evaluated[""]
+
+
+def open_source(script_args: ScriptArguments, keep: Callable[[dict], bool] | None) -> Source:
+    """Opens a dataset, finds out how its rows are converted, and looks at its rows."""
+    name = script_args.display_name
     splits, is_complete = open_for_load(script_args)
     train, test = choose_splits(script_args, splits)
     conversion = find_conversion(script_args, train)
@@ -145,70 +149,103 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
         conversion.ignored = [column for column in conversion.ignored if column != "rejected"]
     if conversion.ignored:
         print_once(f"{name}: ignored columns: {', '.join(conversion.ignored)}.")
-
     limit = None if reading.is_small(script_args.dataset_name) else FIRST_ROWS
     facts = find_facts(train, conversion, keep, limit)
-    eval_rows = [] if test is None else usable_rows(test, conversion.settings, keep, count)
-    if len({*facts["shape"], *map(shape_of, eval_rows)} - {""}) > 1:
-        conversion.settings["as_messages"] = True
-        conversion.features = features_for(script_args, conversion)
-        eval_rows = [] if test is None else usable_rows(test, conversion.settings, keep, count)
-    if test is not None and not eval_rows:
+    source = Source(script_args, splits, is_complete, train, test, conversion, facts, [])
+    read_evaluation_split(source, keep)
+    if test is not None and not source.eval_rows:
         raise UserError(f"--dataset_test_split: no row of {name} in this split has a text or answer: pass another split")
-    train, held_out_rows = keep_usable(train, conversion, facts, keep, count if test is None else 0, name)
-    eval_rows = eval_rows or held_out_rows
-    held_out = {digest_of(row) for row in held_out_rows}
-    facts["reason"] = [
+    return source
+
+
+def eval_rows_of_run(script_args: ScriptArguments) -> int:
+    return script_args.eval_rows_of_run or script_args.max_eval_samples
+
+
+def read_evaluation_split(source: Source, keep: Callable[[dict], bool] | None) -> None:
+    if source.test is not None:
+        count = eval_rows_of_run(source.script_args)
+        source.eval_rows = usable_rows(source.test, source.conversion.settings, keep, count)
+
+
+def use_one_shape(sources: list[Source], keep: Callable[[dict], bool] | None) -> None:
+    """Makes all rows of all datasets have the same columns: `messages`, where some have it and others prompt and completion.
+
+    Raises UserError for datasets of different formats, such as texts and conversations.
+    """
+    check_same_format([(source.conversion.format, source.script_args.display_name) for source in sources])
+    shapes = {shape for source in sources for shape in (*source.facts["shape"], *map(shape_of, source.eval_rows))}
+    if len(shapes - {""}) > 1:
+        for source in sources:
+            source.conversion.settings["as_messages"] = True
+            source.conversion.features = features_for(source.script_args, source.conversion)
+            read_evaluation_split(source, keep)
+    if not sources[0].conversion.format:  # rows stay as they are
+        for source in sources:
+            if source.train.features != sources[0].train.features:
+                names = [source.script_args.display_name for source in (sources[0], source)]
+                raise UserError(f"--dataset_name: {' and '.join(names)} have other columns: a run needs datasets of one kind")
+    elif len(sources) > 1:
+        features = Features({})
+        for source in sources:
+            features.update(source.conversion.features)
+        for source in sources:
+            source.conversion.features = features
+
+
+def hold_out_rows(source: Source, keep: Callable[[dict], bool] | None) -> list[dict]:
+    """Without a split for evaluation, chooses the rows that are held out of the training split; returns them, converted.
+
+    Afterwards a stream has only rows that can be used; of data in memory `facts` says which.
+    """
+    name, settings, count = source.script_args.display_name, source.conversion.settings, eval_rows_of_run(source.script_args)
+    if isinstance(source.train, IterableDataset):
+        source.train = source.train.filter(_is_usable, fn_kwargs={"settings": settings, "keep": keep})
+    if source.test is not None:
+        return []
+    if isinstance(source.train, Dataset):
+        usable = [index for index, reason in enumerate(source.facts["reason"]) if not reason]
+        chosen = [source.train[index] for index in hold_out(usable, source.facts["digest"], count, name)]
+    else:
+        chosen = hold_out_of_stream(source.train, count, name, source.facts["complete"])
+    source.eval_rows, source.held_out = [formats.convert(row, **settings) for row in chosen], len(chosen)
+    return source.eval_rows
+
+
+def remove_held_out(source: Source, held_out: set[str]) -> None:
+    """Leaves the rows to train on in `train`. `held_out`: checksums of the rows that are held out of all datasets."""
+    reasons = [
         reason or (DUPLICATE if digest in held_out else "")
-        for reason, digest in zip(facts["reason"], facts["digest"], strict=True)
+        for reason, digest in zip(source.facts["reason"], source.facts["digest"], strict=True)
     ]
-    summary = summarize(script_args, conversion, facts, len(held_out_rows), is_complete)
-    print_summary(script_args, summary, splits)
-    if not list(train.take(1)):
-        raise UserError(
-            f"--dataset_name: no row of {name} is left to train on: all are without a text or answer, or equal to a row that is "
-            "held out for evaluation"
-        )
-    if script_args.output_dir and is_first_process():
-        Path(script_args.output_dir).mkdir(parents=True, exist_ok=True)
-        write_json(Path(script_args.output_dir, DATA), summary)
-
-    if script_args.max_samples and isinstance(train, Dataset):
-        train = train.take(script_args.max_samples)
-    if script_args.first_rows and isinstance(train, Dataset):
-        train = train.take(script_args.first_rows)
-        eval_rows = eval_rows[: script_args.first_rows]
-    train = convert_all(train, conversion)
-    if isinstance(train, IterableDataset):
-        train = train.shuffle(script_args.seed, buffer_size=SHUFFLE_BUFFER, max_buffer_input_shards=FILES_AT_ONCE)
-        train = train.take(script_args.max_samples) if script_args.max_samples else train
-    if isinstance(train, IterableDataset) and script_args.keeps_samples:
-        kept = itertools.islice(train, script_args.first_rows or None)
-        encoded = [formats.complete(row, conversion.features) for row in kept]
-        train = Dataset.from_list(encoded, features=conversion.features)
-        print_once(f"{name}: {len(train):,} rows of the stream are kept in memory, for every epoch the same.")
-    eval_rows = [prepared for row in eval_rows[: script_args.max_eval_samples] for prepared in finish(row, conversion)]
-    return train, Dataset.from_list(eval_rows, features=conversion.features)
+    source.facts["reason"] = reasons
+    if isinstance(source.train, Dataset):
+        source.train = source.train.select([index for index, reason in enumerate(reasons) if not reason])
+    elif held_out:
+        settings = {"settings": source.conversion.settings, "held_out": held_out}
+        source.train = source.train.filter(_is_not_held_out, fn_kwargs=settings)
 
 
-def keep_usable(
-    rows: Dataset | IterableDataset,
-    conversion: Conversion,
-    facts: dict[str, Any],
-    keep: Callable[[dict], bool] | None,
-    count: int,
-    name: str,
-) -> tuple[Dataset | IterableDataset, list[dict]]:
-    """The rows to train on, and at most `count` converted ones that are held out for evaluation. `name`: of the dataset."""
+def training_rows(source: Source) -> Dataset | IterableDataset:
+    """The converted rows to train on; those of a stream shuffled."""
+    script_args, rows = source.script_args, source.train
     if isinstance(rows, Dataset):
-        usable, chosen = [index for index, reason in enumerate(facts["reason"]) if not reason], []
-        if count:
-            usable, chosen = hold_out(usable, facts["digest"], count, name)
-        return rows.select(usable), [formats.convert(rows[index], **conversion.settings) for index in chosen]
-    rows = rows.filter(_is_usable, fn_kwargs={"settings": conversion.settings, "keep": keep})
-    held_out = hold_out_of_stream(rows, count, conversion, name, facts["complete"]) if count else []
-    settings = {"settings": conversion.settings, "held_out": {digest_of(row) for row in held_out}}
-    return (rows.filter(_is_not_held_out, fn_kwargs=settings) if held_out else rows), held_out
+        limits = (None if script_args.label else script_args.max_samples, script_args.first_rows)  # a mixture limits itself
+        for limit in filter(None, limits):
+            rows = rows.take(limit)
+    rows = convert_all(rows, source.conversion)
+    if isinstance(rows, IterableDataset):
+        rows = rows.shuffle(script_args.seed, buffer_size=SHUFFLE_BUFFER, max_buffer_input_shards=FILES_AT_ONCE)
+    return rows
+
+
+def evaluation_rows(source: Source) -> Dataset:
+    """The converted rows to evaluate on."""
+    script_args, rows = source.script_args, source.eval_rows
+    if script_args.first_rows and isinstance(source.train, Dataset):
+        rows = rows[: script_args.first_rows]
+    finished = [part for row in rows[: script_args.max_eval_samples] for part in finish(row, source.conversion)]
+    return Dataset.from_list(finished, features=source.conversion.features)
 
 
 def convert_all(rows: Dataset | IterableDataset, conversion: Conversion) -> Dataset | IterableDataset:
@@ -334,39 +371,9 @@ def shape_of(row: dict) -> str:
     return next((name for name in ("messages", "completion") if isinstance(row.get(name), list)), "")
 
 
-def hold_out(usable: list[int], digests: list[str], count: int, name: str) -> tuple[list[int], list[int]]:
-    """The rows to train on and at most `count` rows to evaluate on, both by index. `usable`: all rows that can be used.
-
-    Rows that equal a held-out one are not trained on either. With them, a tenth of the rows is held out at most.
-    """
-    equal: dict[str, list[int]] = {}
-    for index in usable:
-        equal.setdefault(digests[index], []).append(index)
-    if len(equal) < 2:
-        raise UserError(too_few_rows(name, len(usable), len(equal)))
-    groups = list(equal.values())
-    left, chosen = max(1, len(usable) // 10), []
-    for number in np.random.default_rng(0).permutation(len(groups)):
-        if len(chosen) < count and len(groups[number]) <= left:
-            chosen.append(groups[number])
-            left -= len(groups[number])
-    chosen = chosen or [min(groups, key=len)]
-    removed = {index for group in chosen for index in group}
-    return [index for index in usable if index not in removed], [group[0] for group in chosen]
-
-
-def too_few_rows(name: str, rows: int, distinct: int) -> str:
-    found = f"{rows} row{'s' if rows != 1 else ''} that can be used" + (", all of them equal" if rows > distinct else "")
-    return (
-        f"--dataset_name: {name} has {found}, so no row of it is left to train on: a run needs two different rows, one to "
-        "train on and one to evaluate on, or rows for evaluation in a split or file named test"
-    )
-
-
-def summarize(
-    script_args: ScriptArguments, conversion: Conversion, facts: dict[str, Any], held_out: int, is_complete: bool
-) -> dict[str, Any]:
+def summarize(source: Source) -> dict[str, Any]:
     """The content of data.json: what was read, skipped and found."""
+    facts, held_out = source.facts, source.held_out
     reasons = Counter(reason for reason in facts["reason"] if reason)
     if facts["complete"]:  # the held-out rows themselves are not skipped
         reasons[DUPLICATE] = max(0, reasons[DUPLICATE] - held_out)
@@ -374,15 +381,16 @@ def summarize(
     skipped = {reason: number for reason, number in reasons.most_common() if number}
     rows = len(facts["reason"])
     return {
-        "name": script_args.display_name,
+        "name": source.script_args.display_name,
+        "label": source.script_args.label,
         "rows": rows,
-        "is_complete": is_complete and facts["complete"],  # False: these are the first rows only
+        "is_complete": source.is_complete and facts["complete"],  # False: these are the first rows only
         "skipped_rows": sum(skipped.values()),
         "skipped": skipped,
         "held_out": held_out,
         "trained_rows": rows - sum(skipped.values()) - held_out,
-        "format": conversion.format,
-        "ignored_columns": conversion.ignored,
+        "format": source.conversion.format,
+        "ignored_columns": source.conversion.ignored,
         "turns": dict(turns.most_common()),
         "with_tools": sum(kind.endswith(", tools") for kind in facts["kind"]),
     }
@@ -403,100 +411,6 @@ def print_summary(script_args: ScriptArguments, summary: dict[str, Any], splits:
             f"{name} has no split {script_args.dataset_test_split}{found}: {summary['held_out']} rows of {split} are held out "
             "for evaluation and never trained on."
         )
-
-
-def evaluation_split(script_args: ScriptArguments, splits: Any) -> str:
-    """The name of the split to evaluate on: that of the flag or recipe, else one that is usually called so."""
-    name = script_args.dataset_test_split
-    if name in splits or is_slice(name) or "dataset_test_split" in script_args.given:
-        return name
-    usual = [split for split in EVALUATION_SPLITS if split in splits and split != script_args.dataset_train_split]
-    return usual[0] if usual else name
-
-
-def choose_splits(script_args: ScriptArguments, splits: dict[str, Any]) -> tuple[Any, Any]:
-    """The rows to train on and to evaluate on, splits or slices of splits; None for the latter if there is no such split."""
-    script_args.dataset_test_split = evaluation_split(script_args, splits)
-    names = script_args.dataset_train_split, script_args.dataset_test_split
-    if names[0] in splits and not is_slice(names[1]):
-        return splits[names[0]], splits.get(names[1])
-    lengths = {str(split): len(rows) for split, rows in splits.items()}
-    chosen = [
-        concatenate_datasets([splits[split].select(range(start, end)) for split, start, end in parts]) if parts else None
-        for parts in parts_of_splits(script_args, lengths)
-    ]
-    return chosen[0], chosen[1]
-
-
-def is_slice(name: str) -> bool:
-    """Whether this is `train[:1%]`, `train+test` or the like, and not the name of one split."""
-    return "[" in name or "+" in name
-
-
-def splits_of(name: str) -> list[str]:
-    """The splits of `train[:1%]+test`: train and test."""
-    return [part.split("[")[0].strip() for part in name.split("+")]
-
-
-Parts = list[tuple[str, int, int]]  # split, start and end
-
-
-def parts_of_splits(script_args: ScriptArguments, lengths: dict[str, int]) -> tuple[Parts, Parts]:
-    """Which rows of which splits to train on and to evaluate on; [] for the latter if there is no such split.
-
-    Raises UserError for a slice that `datasets` does not understand, that has no rows, or that shares rows with the other.
-    """
-    found = []
-    for flag in ("dataset_train_split", "dataset_test_split"):
-        name = getattr(script_args, flag)
-        if not is_slice(name) and name not in lengths:
-            found.append([])
-            continue
-        try:
-            parts = [(part.splitname, part.from_, part.to) for part in ReadInstruction.from_spec(name).to_absolute(lengths)]
-        except ValueError as error:
-            raise UserError(f"--{flag} {name}: {error}") from error
-        if not any(start < end for _, start, end in parts):
-            sizes = ", ".join(f"{split} has {lengths[split]:,}" for split, _, _ in parts)
-            raise UserError(f"--{flag} {name} has no rows; {sizes}")
-        found.append(parts)
-    for split, start, end in found[0]:
-        for other, other_start, other_end in found[1]:
-            if split == other and max(start, other_start) < min(end, other_end):
-                raise UserError(
-                    f"--dataset_train_split {script_args.dataset_train_split} and --dataset_test_split "
-                    f"{script_args.dataset_test_split} share rows of {split}: pass slices that do not overlap"
-                )
-    return found[0], found[1]
-
-
-def hold_out_of_stream(rows: IterableDataset, count: int, conversion: Conversion, name: str, is_small: bool) -> list[dict]:
-    """The first rows of the last row group of the last file, which is far from what is trained on first, converted.
-
-    A stream of one file without row groups gives a random tenth of its first `10 * count` rows. In no case they are more than a
-    tenth of the rows. All `rows` can be used; `name` is that of the dataset, `is_small` whether its rows may be counted.
-    """
-    last_file = rows.shard(rows.num_shards, rows.num_shards - 1).reshard()
-    last_group = last_file.shard(last_file.num_shards, last_file.num_shards - 1)
-    groups = rows.num_shards * last_file.num_shards
-    if groups > 1:
-        # Groups have one size, but for the last one, so a tenth of them is enough where counting rows means downloading them.
-        is_counted = is_small or groups < 10
-        known = sum(1 for _ in itertools.islice(rows, 10 * count)) if is_counted else 10 * count
-        chosen = list(last_group.take(at_most_a_tenth(known, count, name)))
-        if chosen:
-            return [formats.convert(row, **conversion.settings) for row in chosen]
-    first = list(rows.take(10 * count))
-    order = np.random.default_rng(0).permutation(len(first))
-    chosen = [first[index] for index in order[: at_most_a_tenth(len(first), count, name)]]
-    return [formats.convert(row, **conversion.settings) for row in chosen]
-
-
-def at_most_a_tenth(rows: int, count: int, name: str) -> int:
-    """How many of `rows` to hold out."""
-    if rows < 2:
-        raise UserError(too_few_rows(name, rows, rows))
-    return min(count, max(1, rows // 10))
 
 
 def open_splits(script_args: ScriptArguments, streaming: bool) -> dict[str, Dataset | IterableDataset]:
@@ -545,18 +459,37 @@ def without_progress_bars() -> Iterator[None]:
 
 @without_progress_bars()
 def check_dataset(script_args: ScriptArguments) -> list[dict]:
-    """Raises UserError unless every split that is used exists and has rows in a fitting format.
+    """Raises UserError unless every split that is used exists and has rows in a fitting format, the same in all datasets.
 
-    Returns some converted rows of the training split, of small files one with every kind of turns; [] if nothing can be checked,
+    Returns some converted rows of the training splits, of small files one with every kind of turns; [] if nothing can be checked,
     offline.
     """
     for name in ("max_samples", "max_eval_samples"):
         if getattr(script_args, name) is not None and getattr(script_args, name) < 1:
             raise UserError(f"--{name} is {getattr(script_args, name)}, expected 1 or more")
     check_column_map(script_args)
+    rows, found = [], []
+    for one in each_dataset(script_args):
+        conversions, some = check_splits(one)
+        rows += some
+        found += [(conversion.format, one.display_name) for conversion in conversions]
+    check_same_format(found)
+    return rows
+
+
+def check_same_format(found: list[tuple[str, str]]) -> None:
+    """Raises UserError unless all datasets have the same format. `found`: formats and names."""
+    by_format = dict(found)
+    if len(by_format) > 1:
+        kinds = ", ".join(f"{name} has {formats.DESCRIPTIONS[format]}" for format, name in by_format.items())
+        raise UserError(f"--dataset_name: {kinds}: a run needs datasets of one kind")
+
+
+def check_splits(script_args: ScriptArguments) -> tuple[list[Conversion], list[dict]]:
+    """See `check_dataset`; of one dataset. Returns how the training splits are converted, and some converted rows."""
     is_local = reading.is_local(script_args.dataset_name)
     if HF_HUB_OFFLINE and script_args.dataset_streaming and not is_local:
-        return []  # only `datasets` can tell what its cache holds
+        return [], []  # only `datasets` can tell what its cache holds
     # Streaming downloads no more than it reads. Offline, only a dataset that is cached as a whole opens.
     is_small = reading.is_small(script_args.dataset_name)
     splits = open_splits(script_args, streaming=not is_small and (is_local or not HF_HUB_OFFLINE))
@@ -575,13 +508,14 @@ def check_dataset(script_args: ScriptArguments) -> list[dict]:
     for name in splits_of(test):
         if name in splits:
             find_conversion(script_args, splits[name])
-    rows = []
+    conversions, rows = [], []
     for name in splits_of(train):
         conversion = find_conversion(script_args, splits[name])
+        conversions.append(conversion)
         rows += conversion.first
         if is_small and conversion.format == "messages":
             rows += one_of_every_kind(splits[name], conversion)
-    return rows
+    return conversions, rows
 
 
 def one_of_every_kind(rows: Dataset, conversion: Conversion) -> list[dict]:
@@ -609,12 +543,6 @@ def check_column_map(script_args: ScriptArguments) -> None:
             raise UserError(f"--column_map: {new} is none of the columns that are read: {', '.join(known)}")
 
 
-def check_slices(script_args: ScriptArguments, splits: dict[str, IterableDataset]) -> None:
-    """Raises UserError for slices that cannot be read. `load` checks those of splits of unknown length again."""
-    infos = {str(name): (rows.info.splits or {}).get(name) for name, rows in splits.items()}
-    parts_of_splits(script_args, {name: getattr(info, "num_examples", None) or 10**9 for name, info in infos.items()})
-
-
 def find_conversion(script_args: ScriptArguments, rows: Dataset | IterableDataset) -> Conversion:
     """How rows are converted: to the first of `dataset_formats` that fits the first ones. Raises UserError if none does."""
     name, accepted, text_field = script_args.display_name, script_args.dataset_formats, script_args.text_field
@@ -622,14 +550,16 @@ def find_conversion(script_args: ScriptArguments, rows: Dataset | IterableDatase
         first = list(rows.take(ROWS_TO_CHECK))
     if not first:
         raise UserError(f"dataset {name}: it is empty: no rows in {rows.split or script_args.dataset_train_split}")
-    columns = rows.column_names or list(first[0])
-    for old in script_args.column_map or {}:
+    columns, column_map = rows.column_names or list(first[0]), script_args.column_map
+    if column_map and script_args.label:  # each dataset of a mixture has some of these columns
+        column_map = {old: new for old, new in column_map.items() if old in columns} or None
+    for old in column_map or {}:
         if old not in columns:
             raise UserError(f"--column_map: {name} has no column {old}, it has {', '.join(columns)}")
     settings = {
         "format": "",
         "text_field": text_field,
-        "column_map": script_args.column_map,
+        "column_map": column_map,
         "structs": tuple(column for column, kind in (rows.features or {}).items() if has_struct(kind)),
         "as_messages": False,
     }
@@ -695,6 +625,8 @@ def find_ignored_columns(rows: list[dict], columns: list[str], settings: dict[st
 
 def digest_local_files(script_args: ScriptArguments) -> str:
     """A checksum of the names, the sizes, and the first and last MiB of all local files; "" for a dataset of the Hub."""
+    if script_args.mixture:
+        return "-".join(filter(None, map(digest_local_files, each_dataset(script_args))))
     files = reading.local_files(script_args.dataset_name)
     path = Path(script_args.dataset_name or "").expanduser().absolute()
     if not files:
@@ -711,9 +643,10 @@ def digest_local_files(script_args: ScriptArguments) -> str:
 
 
 def tokens_of_run(script_args: ScriptArguments, training_args: TrainingArguments, processes: int) -> int:
-    """How many tokens a run reads."""
+    """How many tokens a run reads of a dataset."""
     rows = training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * processes
-    return script_args.max_tokens or training_args.max_steps * rows * (getattr(training_args, "max_length", None) or 1024)
+    tokens = script_args.max_tokens or training_args.max_steps * rows * (getattr(training_args, "max_length", None) or 1024)
+    return math.ceil(tokens * script_args.weight)
 
 
 def prepared_folder(script_args: ScriptArguments) -> Path:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.compat.datasets import complete_stream_state
+from harness.compat.datasets import WeightedSources, complete_stream_state
 from harness.compat.transformers import install_batch_skipping, install_train_dataloader
 from harness.folder import read_json, step_of
 from harness.launched import UserError, print_once
@@ -235,6 +235,11 @@ class StreamPosition(TrainerCallback):
         self.newest = {part: before.after(found.get(part)) for part, before in self.newest.items()}
         return self.newest or None
 
+    def rows_taken(self) -> list[int]:
+        """How many rows this process has read of each source of a mixed stream, [] without one."""
+        counts = [found for position in (self.position or {}).values() if (found := _taken(position.place or {}))]
+        return [sum(numbers) for numbers in zip(*counts, strict=True)]
+
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         for part, position in (self.position or {}).items():
             try:
@@ -257,5 +262,12 @@ def _with_positions(collate: Callable[[list[dict]], dict]) -> Callable[[tuple], 
 
 def _operations(position: dict) -> list[str]:
     """The names of the operations of a stream (map, shuffle, repeat …), from the last one to the source."""
-    rest = _operations(position["examples_iterable"]) if "examples_iterable" in position else []
-    return [position.get("type", ""), *rest]
+    sources = [position["examples_iterable"]] if "examples_iterable" in position else position.get("sources", [])
+    return [position.get("type", ""), *(name for source in sources for name in _operations(source))]
+
+
+def _taken(position: dict) -> list[int]:
+    """The rows read of each source of a mixed stream, from the position of a part."""
+    if position.get("type") == WeightedSources.__name__:
+        return position["taken"]
+    return _taken(position["examples_iterable"]) if "examples_iterable" in position else []

@@ -348,9 +348,10 @@ def download_bytes(found: "Simulation") -> int:
     weights = 0 if Path(found.model).is_dir() else file_sizes("model", found.model, (".safetensors",))
     if weights is None:
         weights = found.parameters * found.hub_bytes
-    if found.is_streamed or Path(found.dataset).exists():
+    if found.is_streamed:
         return weights
-    return weights + (file_sizes("dataset", found.dataset, (".parquet", ".jsonl", ".json", ".csv")) or 0)
+    names = [name for name in found.datasets if not Path(name).exists()]
+    return weights + sum(file_sizes("dataset", name, (".parquet", ".jsonl", ".json", ".csv")) or 0 for name in names)
 
 
 def with_steps(found: "Simulation", count_rows: Callable[[], float | None]) -> "Simulation":

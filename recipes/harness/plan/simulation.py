@@ -44,7 +44,7 @@ class Simulation:
     recipe: str
     config: str
     model: str
-    dataset: str
+    datasets: list[str]
     is_streamed: bool
     processes: int
     nodes: int
@@ -202,7 +202,7 @@ def describe_run(trainer: Trainer, batch: dict, config: AccelerateConfig, launch
         recipe=Path(launched.recipe).stem,
         config=config.name,
         model=planned.get("model", str(folder)),
-        dataset=planned.get("dataset", ""),
+        datasets=planned.get("datasets", []),
         is_streamed=planned.get("streaming", False),
         processes=launched.processes,
         nodes=launched.nodes,

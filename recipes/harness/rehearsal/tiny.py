@@ -6,6 +6,7 @@ rows. A plan needs the model's config.json only, next to a small tokenizer.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -16,7 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness.data import reading
-from harness.data.loading import REHEARSED_ROWS, ScriptArguments
+from harness.data.loading import REHEARSED_ROWS
+from harness.data.script_arguments import ScriptArguments, change_each, each_dataset
 from harness.folder import write_json
 from harness.hub import check_model_exists
 from harness.launched import UserError, print_once
@@ -26,7 +28,7 @@ from transformers import TrainingArguments
 from trl import ModelConfig
 
 FOLDER = Path("outputs/tiny/.made")
-PLANNED = "planned.json"  # next to the config.json of a plan: the names of the model and dataset it is about
+PLANNED = "planned.json"  # next to the config.json of a plan: the names of the model and the datasets it is about
 
 # The values of a rehearsal, unless a flag says otherwise: the recipe's own are for days on GPUs.
 VALUES = {
@@ -56,8 +58,9 @@ def make_replacements(script_args: ScriptArguments, model_args: ModelConfig) -> 
     datasets.disable_progress_bars()
     name, revision = model_args.model_name_or_path, model_args.model_revision
     _make_once(tiny_model_folder(model_args), lambda draft: tiny_model.make(name, revision, draft))
-    if not reading.is_local(script_args.dataset_name):
-        _make_once(tiny_dataset_folder(script_args), lambda draft: tiny_data.make(script_args, draft))
+    for one in each_dataset(script_args):
+        if not reading.is_local(one.dataset_name):
+            _make_once(tiny_dataset_folder(one), functools.partial(tiny_data.make, one))
 
 
 def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
@@ -78,9 +81,10 @@ def print_notice(script_args: ScriptArguments, training_args: TrainingArguments,
     """Prints what a rehearsal replaces."""
     missing = object()
     changed = [f"{name} {value}" for name, value in VALUES.items() if getattr(training_args, name, missing) == value]
+    datasets = tiny_data.describe([one.dataset_name for one in each_dataset(script_args)])
     notice = (
         f"This is a rehearsal. The model is not {model_args.model_name_or_path} but a two-layer model of its architecture with "
-        f"random weights; the dataset is {tiny_data.describe(script_args.dataset_name)}. "
+        f"random weights; the data is {datasets}. "
         f"Values that are not the recipe's: {', '.join(changed)}."
     )
     print_once(textwrap.fill(notice, 110))
@@ -91,7 +95,8 @@ def print_notice(script_args: ScriptArguments, training_args: TrainingArguments,
 
 def use_replacements(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
     """Makes the arguments name the tiny model and dataset."""
-    _use(script_args, training_args, model_args, tiny_model_folder(model_args), tiny_dataset_folder(script_args))
+    _use_model(training_args, model_args, tiny_model_folder(model_args))
+    change_each(script_args, lambda one: _use_dataset(one, tiny_dataset_folder(one)))
 
 
 def use_planned_size(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
@@ -105,31 +110,39 @@ def use_planned_size(script_args: ScriptArguments, training_args: TrainingArgume
     folder = Path(tempfile.mkdtemp(prefix="made", dir=training_args.output_dir))
     tiny_model.make_tokenizer(tiny_model.family_of(name) or tiny_model.ANY_FAMILY).save_pretrained(folder / "model")
     shutil.copy(tiny_model.config_file(name, revision), folder / "model/config.json")
-    if not reading.is_local(script_args.dataset_name):
-        tiny_data.make(script_args, folder / "data")
-    planned = {"model": name, "dataset": script_args.dataset_name, "streaming": script_args.dataset_streaming}
+    datasets = [one.dataset_name for one in each_dataset(script_args) if one.dataset_name]
+    planned = {"model": name, "datasets": datasets, "streaming": script_args.dataset_streaming}
     write_json(folder / "model" / PLANNED, planned)
-    script_args.eval_rows_of_run = script_args.max_eval_samples
-    script_args.max_eval_samples = min(script_args.max_eval_samples, 16)  # of the few rows that there are
-    _use(script_args, training_args, model_args, folder / "model", folder / "data")
+    eval_rows, script_args.max_eval_samples = script_args.max_eval_samples, min(script_args.max_eval_samples, 16)
+    _use_model(training_args, model_args, folder / "model")
+
+    def use_small(one: ScriptArguments) -> None:
+        one.eval_rows_of_run = eval_rows
+        if not reading.is_local(one.dataset_name):
+            tiny_data.make(one, folder / "data" / one.label)
+        _use_dataset(one, folder / "data" / one.label)
+
+    change_each(script_args, use_small)
 
 
-def _use(
-    script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig, model: Path, dataset: Path
-) -> None:
-    model_args.model_name_or_path, model_args.model_revision = str(model), "main"
+def _use_model(training_args: TrainingArguments, model_args: ModelConfig, folder: Path) -> None:
+    model_args.model_name_or_path, model_args.model_revision = str(folder), "main"
+    if getattr(training_args, "model_init_kwargs", None):
+        training_args.model_init_kwargs = {**training_args.model_init_kwargs, "revision": "main"}
+
+
+def _use_dataset(script_args: ScriptArguments, folder: Path) -> None:
+    """`folder`: of the tiny dataset, which replaces one of the Hub."""
     if reading.is_local(script_args.dataset_name):
         script_args.first_rows, script_args.cuts_texts = script_args.first_rows or REHEARSED_ROWS, True
     else:
         script_args.cuts_texts = script_args.dataset_name not in tiny_data.DATASETS
         script_args.eval_rows_of_run = 0
-        script_args.dataset_name = str(dataset)
+        script_args.dataset_name = str(folder)
         for flag in ("dataset_train_split", "dataset_test_split"):  # a slice in rows may be beyond the end
             setattr(script_args, flag, re.sub(r"\[[^\]%]*\]", "", getattr(script_args, flag)))
         if script_args.dataset_train_split == script_args.dataset_test_split:
             script_args.dataset_test_split = type(script_args).dataset_test_split
-    if getattr(training_args, "model_init_kwargs", None):
-        training_args.model_init_kwargs = {**training_args.model_init_kwargs, "revision": "main"}
 
 
 def tiny_model_folder(model_args: ModelConfig) -> Path:

@@ -9,7 +9,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from harness.data.loading import REHEARSED_ROWS, ScriptArguments, open_splits, splits_of
+from harness.data.loading import REHEARSED_ROWS, open_splits
+from harness.data.script_arguments import ScriptArguments
+from harness.data.splits import splits_of
 from harness.hub import hub_errors
 from harness.launched import UserError
 
@@ -38,11 +40,13 @@ def documents() -> list[str]:
     return texts
 
 
-def describe(name: str) -> str:
-    """What replaces a dataset, in words."""
-    if name in DATASETS:
-        return f"not {name} but Python's documentation in the same columns"
-    return f"the first {REHEARSED_ROWS} rows of each split of {name}, with long texts cut"
+def describe(names: list[str]) -> str:
+    """What replaces datasets, in words."""
+    known, others = [name for name in names if name in DATASETS], [name for name in names if name not in DATASETS]
+    parts = [f"not {' and '.join(known)} but Python's documentation in the same columns"] if known else []
+    if others:
+        parts.append(f"the first {REHEARSED_ROWS} rows of each split of {' and '.join(others)}, with long texts cut")
+    return ", and ".join(parts)
 
 
 def make(script_args: ScriptArguments, folder: Path, repeats: int = 1) -> None:

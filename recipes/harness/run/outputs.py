@@ -19,7 +19,7 @@ from harness.folder import DATA, RESULTS, RUN, read_json, sync, write_json
 from harness.launched import print_once
 from harness.model.quantized import SOURCE
 from harness.run.forecast import describe_forecast, read_forecast
-from harness.run.progress import Progress
+from harness.run.progress import Progress, evaluation_losses
 
 import pyarrow
 import pyarrow.parquet
@@ -188,9 +188,10 @@ def original_config(trainer: Trainer) -> PreTrainedConfig:
 
 def model_card(run: dict, is_adapter: bool) -> str:
     """A model card with what the Hub reads: base model, dataset, library."""
-    links = {"base_model": run["model"], "datasets": run["dataset"]}
+    links = {"base_model": [run["model"]], "datasets": run.get("datasets", [run["dataset"]])}
     # Hub IDs only: a rehearsal's model and dataset are tiny ones, and a local path means nothing to others.
-    header = "".join(f"{key}: [{name}]\n" for key, name in links.items() if not run["tiny"] and not Path(name).exists())
+    links = {key: [name for name in names if not run["tiny"] and not Path(name).exists()] for key, names in links.items()}
+    header = "".join(f"{key}: [{', '.join(names)}]\n" for key, names in links.items() if names)
     kind = "An adapter" if is_adapter else "A fine-tune"
     rehearsal = "\n\nThis is a rehearsal with a tiny model and dataset: the model knows nothing." if run["tiny"] else ""
     return (
@@ -206,8 +207,9 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> No
     One batch for all: where weights are all-gathered for every token, three texts cost as much as one.
     """
     rows = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
-    rows = next(iter(rows.values())) if isinstance(rows, dict) else rows
-    prompts = [_prompt_of(row) for row in itertools.islice(rows, count)]
+    if isinstance(rows, dict):  # one of each dataset in turn
+        rows = itertools.chain.from_iterable(itertools.zip_longest(*rows.values()))
+    prompts = [_prompt_of(row) for row in itertools.islice(filter(None, rows), count)]
     model, tokenizer, width = trainer.model, trainer.processing_class, max(map(len, prompts))
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, which a model with a vision part has
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -303,6 +305,7 @@ def write_results(
     output: TrainOutput | None,
     evaluation: dict[str, float],
     progress: Progress,
+    taken: list[int],
     parameters: tuple[int, int],
     resumed_from: int,
     mirror: dict,
@@ -310,7 +313,7 @@ def write_results(
     """Gathers the numbers of all processes (collective); the first writes them. Memory in GB (1e9 bytes), time in seconds.
 
     Time and tokens are those of the whole run, including its parts before a resume. `train_runtime` includes everything,
-    `tokens_per_second` only the time of optimizer steps.
+    `tokens_per_second` only the time of optimizer steps. `taken`: see `StreamPosition.rows_taken`.
     """
     args, state = trainer.args, trainer.state
     host_unit = 1 if sys.platform == "darwin" else 1024
@@ -322,6 +325,7 @@ def write_results(
         "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * host_unit / 1e9,
         "fsdp": trainer.is_fsdp_enabled,
         "gpus": progress.gpus.whole_run(),
+        "taken": taken,
     }
     processes = gather_object([own])
     nodes = sorted({process["node"] for process in processes}, key=int)
@@ -331,8 +335,11 @@ def write_results(
     is_sharded, parallelism = all(process["fsdp"] for process in processes), trainer.accelerator.parallelism_config
     replicas = trainer.accelerator.num_processes if not is_sharded else parallelism.dp_replicate_size if parallelism else 1
     seconds = counted["seconds"] or 1  # 0 if the run had no step left
-    eval_loss = evaluation.get("eval_loss")
-    on_start = [entry["eval_loss"] for entry in state.log_history if "eval_loss" in entry and entry["step"] == 0]
+    eval_losses, on_start = evaluation_losses(evaluation), {}
+    for entry in (entry for entry in state.log_history if entry["step"] == 0):
+        on_start |= evaluation_losses(entry)
+    data = read_json(Path(args.output_dir, DATA))
+    add_reading(data, [process["taken"] for process in processes], state.epoch or 0)
     results = read_json(Path(args.output_dir, RUN)) | {
         "fsdp_enabled": is_sharded,
         "world_size": trainer.accelerator.num_processes,
@@ -350,8 +357,9 @@ def write_results(
         "peak_host_gb": round(max(sum(process["host"] for process in of) for of in by_node.values()), 3),
         "final_loss": losses[-1] if losses else (output.training_loss if output else None),
         "train_loss": mean_loss(state.log_history),
-        **({"eval_loss_on_start": on_start[0]} if on_start else {}),
-        **({} if eval_loss is None else {"eval_loss": eval_loss, "perplexity": math.exp(min(eval_loss, 700))}),
+        **{f"eval_{f'{label}_' if label else ''}loss_on_start": loss for label, loss in on_start.items()},
+        **{f"eval_{f'{label}_' if label else ''}loss": loss for label, loss in eval_losses.items()},
+        **({"perplexity": math.exp(min(eval_losses[""], 700))} if "" in eval_losses else {}),
         "tokens_per_second": round(counted["tokens"] / seconds, 1),
         "loss_tokens_per_second": round(counted["loss_tokens"] / seconds, 1),
         "train_runtime": counted["runtime"],
@@ -360,7 +368,7 @@ def write_results(
         "global_step": state.global_step,
         "epoch": state.epoch,
         **({} if isinstance(trainer.train_dataset, IterableDataset) else {"times_seen": round(state.epoch or 0, 2)}),
-        **({"data": data} if (data := read_json(Path(args.output_dir, DATA))) else {}),
+        **({"data": data} if data else {}),
         "resumed_from_step": resumed_from,
         **mirror,
         "device": torch.cuda.get_device_name() if has_gpu else platform.processor() or platform.machine(),
@@ -384,6 +392,18 @@ def write_results(
     return results
 
 
+def add_reading(data: dict, taken: list[list[int]], epochs: float) -> None:
+    """Adds to every dataset of a mixture `rows_read` and, where its size is known, `times_seen`. `taken`: by each process.
+
+    A stream has read the rows that wait to be packed too.
+    """
+    for index, dataset in enumerate(data.get("datasets", [])):
+        from_streams = sum(counts[index] for counts in taken if counts)
+        dataset["rows_read"] = from_streams or round(epochs * dataset.get("epoch_rows", 0))
+        if dataset["is_complete"] and dataset["trained_rows"]:
+            dataset["times_seen"] = round(dataset["rows_read"] / dataset["trained_rows"], 2)
+
+
 def mean_loss(log_history: list[dict]) -> float | None:
     """The mean training loss of all steps, also of those before a resume; None if none was logged."""
     total, logged = 0.0, 0
@@ -399,7 +419,9 @@ def draw_losses(log_history: list[dict], title: str, path: Path) -> None:
 
     figure = Figure(figsize=(7, 4), layout="tight")
     axes = figure.subplots()
-    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--")):
+    labels = {label: None for entry in log_history for label in evaluation_losses(entry) if label}
+    evaluations = [(f"eval_{label}_loss", f"evaluation of {label}", ".:") for label in labels]
+    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--"), *evaluations):
         points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
@@ -407,6 +429,18 @@ def draw_losses(log_history: list[dict], title: str, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
+
+
+def describe_datasets(results: dict) -> list[str]:
+    """A line for each dataset of a mixture: its evaluation loss, and how often its rows were seen."""
+    lines = []
+    for dataset in results.get("data", {}).get("datasets", []):
+        label = dataset["label"]
+        losses = [(results.get(f"eval_{label}_loss{when}"), word) for when, word in (("_on_start", "before"), ("", "after"))]
+        words = ", ".join(f"{loss:.4f} {word}" for loss, word in losses if loss is not None)
+        seen = f", each of them {dataset['times_seen']:g} times" if "times_seen" in dataset else ""
+        lines.append(f"  {label}: evaluation loss {words}; {dataset['rows_read']:,} rows read{seen}")
+    return lines
 
 
 def print_summary(results: dict, output_dir: str) -> None:
@@ -426,8 +460,9 @@ def print_summary(results: dict, output_dir: str) -> None:
         evaluation = f", evaluation loss {on_start}{after} (perplexity {results['perplexity']:.1f})"
     gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
     forecast = "".join(f"{line}\n" for line in describe_forecast(results)) if "forecast" in results else ""
+    if "eval_loss" in results:
+        evaluation += "".join(f"\n{line}" for line in describe_datasets(results))
     seen = f", every row seen {results['times_seen']:g} times" if "times_seen" in results else ""
-    forecast = "".join(f"{line}\n" for line in describe_forecast(results)) if "forecast" in results else ""
     print_once(
         f"{kind} on {processes}, {results['global_step']} steps{seen}: loss {results['final_loss']:.4f}{mean}{evaluation}\n"
         f"{results['tokens_per_second']:,.0f} tokens/s, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n{forecast}"

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import re
 import time
 
 from harness.compat.transformers import install_log_fields
@@ -174,11 +175,20 @@ def _summary(samples: list[tuple[int, int]]) -> tuple[float, float]:
     return round(percent, 1), round(max(size for _, size in samples) / 1e9, 2)
 
 
+def evaluation_losses(logs: dict) -> dict[str, float]:
+    """The losses of evaluation datasets by label; "" for `eval_loss`."""
+    found = {name: re.fullmatch(r"eval_(?:(.+)_)?loss", name) for name in logs}
+    return {match[1] or "": logs[name] for name, match in found.items() if match}
+
+
 def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -> str:
     """The line for a person, "" for logs without a loss."""
     start = f"step {step:{len(f'{steps:,}')},}/{steps:,}"
-    if "eval_loss" in logs:
-        return f"{start}  evaluation loss {logs['eval_loss']:.4f}  in {logs.get('eval_runtime', 0):.0f} s"
+    if "eval_loss" in logs and "eval_runtime" not in logs:
+        return f"{start}  evaluation loss {logs['eval_loss']:.4f}, mean of all datasets"
+    for label, loss in evaluation_losses(logs).items():
+        of, prefix = (f" of {label}", f"{label}_") if label else ("", "")
+        return f"{start}  evaluation loss{of} {loss:.4f}  in {logs.get(f'eval_{prefix}runtime', 0):.0f} s"
     if "loss" not in logs:
         return ""
     parts = [start, f"loss {logs['loss']:7.4f}", f"lr {logs.get('learning_rate', 0):.2e}"]

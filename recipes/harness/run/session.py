@@ -28,7 +28,7 @@ from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient
 from harness.run.stopping import BatchReader, LastStepReached, StopAfterSignal, StopAtLastStep, StopOnNan, make_cpu_group
 
 from datasets import IterableDataset
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
 def train(trainer: Trainer) -> None:
@@ -87,6 +87,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     for part in (progress, position, reader, checkpoints, stop):
         part.install()
     callbacks = [
+        MeanEvaluation(trainer),
         AfterWrapping(trainer, config, launched.processes, show_buffers),
         # Before Checkpoints: a checkpoint with NaN in it must not get a completion marker.
         StopOnNan(),
@@ -130,7 +131,9 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     if trainer.is_world_process_zero():
         save_expectations(trainer, evaluation)
     mirror.finish()
-    results = write_results(trainer, output, evaluation, progress, parameters, resumed_from, mirror.results())
+    results = write_results(
+        trainer, output, evaluation, progress, position.rows_taken(), parameters, resumed_from, mirror.results()
+    )
     generate_samples(trainer, launched.tiny)
     print_summary(results, str(output_dir))
     mirror.upload_model()
@@ -156,7 +159,31 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
     """The last evaluation of a run, {} without evaluation rows."""
     if trainer.eval_dataset is None:
         return {}
-    logged = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    if logged and logged[-1]["step"] == trainer.state.global_step and not trainer.args.load_best_model_at_end:
-        return logged[-1]
+    entries = [entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step]
+    logged = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
+    if "eval_loss" in logged and not trainer.args.load_best_model_at_end:
+        return logged
     return trainer.evaluate()
+
+
+class MeanEvaluation(TrainerCallback):
+    """Logs `eval_loss` for several evaluation datasets: the mean of their losses, by the weights of the mixture.
+
+    transformers logs one loss for each, `eval_LABEL_loss`, and the best checkpoint is chosen by `eval_loss`.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.losses = trainer, {}
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs: object
+    ) -> None:
+        datasets = self.trainer.eval_dataset
+        if not isinstance(datasets, dict):
+            return
+        self.losses |= {label: metrics[f"eval_{label}_loss"] for label in datasets if f"eval_{label}_loss" in metrics}
+        if len(self.losses) == len(datasets):
+            weights = getattr(args, "dataset_weights", None) or dict.fromkeys(datasets, 1 / len(datasets))
+            metrics["eval_loss"] = sum(weights[label] * loss for label, loss in self.losses.items())
+            self.trainer.log({"eval_loss": metrics["eval_loss"]})
+            self.losses = {}

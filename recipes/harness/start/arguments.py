@@ -32,7 +32,8 @@ from harness.compat.trl import install_training_template, record_conversations
 from harness.configs import AccelerateConfig
 from harness.data import chat_templates, reading
 from harness.data.files import check_data_files, record_data_files
-from harness.data.loading import FIRST_ROWS, ScriptArguments, check_dataset, digest_local_files, use_prepared_files
+from harness.data.loading import FIRST_ROWS, check_dataset, digest_local_files, use_prepared_files
+from harness.data.script_arguments import ScriptArguments, change_each, each_dataset, set_datasets
 from harness.hub import wait_for_hub
 from harness.launched import NODE_VARIABLE, Checked, Launched, UserError, print_once
 from harness.model.loading import (
@@ -93,7 +94,8 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
         offload_to_unpinned_memory()
     arguments = script_args, training_args, model_args = read_arguments(config_class, defaults, launched, config)
     script_args.dataset_formats = (dataset_formats,) if isinstance(dataset_formats, str) else dataset_formats
-    script_args.first_rows = FIRST_ROWS if launched.mode == "preview" else 0
+    if launched.mode == "preview":
+        change_each(script_args, lambda one: setattr(one, "first_rows", FIRST_ROWS))
     checks.check_numbers(*arguments)
     checks.check_mirror(script_args, launched.mode)
     before = settings_of_continued_run(training_args, launched)
@@ -229,7 +231,8 @@ def read_arguments(config_class: type, defaults: dict[str, Any], launched: Launc
     flags = (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--"))
     script_args.given = parser.given | {flag[2:].replace("-", "_").removeprefix("no_") for flag in flags}
     if script_args.dataset_name != defaults.get("dataset_name"):  # another dataset has its own config and splits
-        for name in {"dataset_config", "dataset_train_split", "dataset_test_split"} - script_args.given:
+        own = {"dataset_config", "dataset_train_split", "dataset_test_split", "dataset_weights"}
+        for name in own - script_args.given:
             setattr(script_args, name, getattr(ScriptArguments, name))
     if "per_device_eval_batch_size" not in script_args.given:
         # transformers' own default of 8 would be the largest batch of the run.
@@ -237,12 +240,14 @@ def read_arguments(config_class: type, defaults: dict[str, Any], launched: Launc
         training_args.per_device_eval_batch_size = smaller
     if training_args.eval_strategy == "no" and "eval_on_start" not in script_args.given:
         training_args.eval_on_start = False
-    script_args.display_name, script_args.output_dir = script_args.dataset_name, training_args.output_dir
+    script_args.output_dir = training_args.output_dir
     if launched.tiny and "max_eval_samples" not in script_args.given:
         script_args.eval_rows_of_run = defaults.get("max_eval_samples", ScriptArguments.max_eval_samples)
+    set_datasets(script_args)
     script_args.text_field, script_args.seed = getattr(training_args, "dataset_text_field", "text"), training_args.seed
     # `train` has the training arguments only.
     training_args.profile, training_args.mirror = script_args.profile, script_args.mirror
+    training_args.dataset_weights = {one.label: one.weight for one in each_dataset(script_args)} if script_args.mixture else None
     if training_args.report_to and not training_args.run_name:  # trackio would start another run for the last evaluation
         training_args.run_name = f"{Path(training_args.output_dir).name} {datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
     return script_args, training_args, model_args
@@ -326,7 +331,8 @@ def trains_one_epoch(script_args: ScriptArguments, is_tiny: bool) -> bool:
     The recipe's number of steps is for its own dataset.
     """
     flags = {"dataset_streaming", "max_steps", "max_tokens", "max_samples", "num_train_epochs"}
-    has_own_data = "dataset_name" in script_args.given and reading.is_local(script_args.dataset_name)
+    are_local = all(reading.is_local(one.dataset_name) for one in each_dataset(script_args))
+    has_own_data = "dataset_name" in script_args.given and are_local
     return script_args.dataset_streaming and has_own_data and not flags & script_args.given
 
 
@@ -384,7 +390,8 @@ def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig
     if is_training:
         folder.check_output_dir(output_dir, identity, is_default)
         check_data_files(output_dir, script_args)
-    reading.print_how_files_are_read(script_args.dataset_name, script_args.dataset_config, script_args.text_rows)
+    for one in each_dataset(script_args):
+        reading.print_how_files_are_read(one.dataset_name, one.dataset_config, one.text_rows)
     uses_mirror = is_training and bool(script_args.mirror) and NODE_VARIABLE not in os.environ  # the first node's launcher
     uploaded = mirror.check(script_args.mirror, identity, output_dir) if uses_mirror else {}
     if launched.tiny:
@@ -417,7 +424,8 @@ def identity_of_run(arguments: Arguments, launched: Launched, is_sharded: bool) 
         "recipe": recipe.stem,
         "config": Path(launched.config).stem,
         "model": model_args.model_name_or_path,
-        "dataset": script_args.dataset_name,
+        "dataset": script_args.display_name,
+        **({"datasets": [one.dataset_name for one in each_dataset(script_args)]} if script_args.mixture else {}),
         "dataset_config": script_args.dataset_config,
         "dataset_train_split": script_args.dataset_train_split,
         "sharded": is_sharded,
@@ -463,7 +471,8 @@ def replace_model_and_dataset(arguments: Arguments, launched: Launched) -> None:
     elif launched.tiny:
         tiny.use_replacements(*arguments)
     else:
-        use_prepared_files(script_args, training_args, launched.processes or training_args.world_size)
+        processes = launched.processes or training_args.world_size
+        change_each(script_args, lambda one: use_prepared_files(one, training_args, processes))
 
 
 def prepare_process(arguments: Arguments, launched: Launched) -> None:

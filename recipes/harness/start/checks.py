@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from harness.configs import AccelerateConfig
-from harness.data.loading import ScriptArguments, is_slice
+from harness.data.script_arguments import ScriptArguments
+from harness.data.splits import is_slice
 from harness.launched import NODE_VARIABLE, Launched, UserError, print_once
 from harness.nodes.machines import physical_cores
 from harness.run.mirror import Storage

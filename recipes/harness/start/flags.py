@@ -19,7 +19,7 @@ from harness.launched import UserError, exit_on_user_error, print_once
 SOURCES = {
     "transformers": ["training_args.py"],
     "trl": ["trainer/base_config.py", "trainer/sft_config.py", "trainer/model_config.py", "scripts/utils.py"],
-    "harness": ["data/loading.py"],
+    "harness": ["data/script_arguments.py"],
 }
 # Earlier names of flags, and their names today.
 RENAMED = {

@@ -1,0 +1,218 @@
+"""Several datasets in one run: shares by weight, evaluation rows of their own, the same rows after a kill."""
+
+import itertools
+import json
+import shutil
+
+from harness.compat.datasets import complete_stream_state
+from harness.data import mixture
+from harness.data.loading import check_dataset, digest_local_files, load
+from harness.data.script_arguments import ScriptArguments, each_dataset, labels_of, set_datasets
+from harness.folder import DATA, read_json
+from harness.run.outputs import add_reading
+
+import pytest
+from conftest import losses, read
+
+
+def write(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def texts(name, count):
+    return [{"text": f"{name} {index}"} for index in range(count)]
+
+
+def arguments_of(names, weights, formats=("text",), **settings):
+    output_dir = settings.pop("output_dir", "")
+    script_args = ScriptArguments(dataset_name=names, dataset_weights=weights, **settings)
+    script_args.dataset_formats, script_args.output_dir = formats, str(output_dir)
+    set_datasets(script_args)
+    return script_args
+
+
+@pytest.fixture
+def names(tmp_path):
+    """Three files of 30, 200 and 200 texts; of each a tenth is held out."""
+    return [write(tmp_path / f"{name}.jsonl", texts(name, count)) for name, count in (("a", 30), ("b", 200), ("c", 200))]
+
+
+def sources_of(rows):
+    return [row["text"].split()[0] for row in rows]
+
+
+def test_shares_in_memory(names, tmp_path):
+    """An epoch ends with the dataset that is read first; its rows are all there, once."""
+    train, evaluated = load(arguments_of(names, [6, 3, 1], output_dir=tmp_path / "run"))
+    found = sources_of(train)
+    assert [found.count(name) for name in "abc"] == [27, 14, 4] and len({row["text"] for row in train}) == 45
+    assert found != sorted(found)
+    assert {label: set(sources_of(rows)) for label, rows in evaluated.items()} == {"a": {"a"}, "b": {"b"}, "c": {"c"}}
+    assert not {row["text"] for row in train} & {row["text"] for rows in evaluated.values() for row in rows}
+    assert list(load(arguments_of(names, [6, 3, 1]))[0]) == list(train)
+    data = read_json(tmp_path / "run" / DATA)
+    assert (data["rows"], data["trained_rows"], data["held_out"]) == (430, 45, 43)
+    assert [dataset["epoch_rows"] for dataset in data["datasets"]] == [27, 14, 4]
+
+
+def test_small_datasets_are_repeated(names, capsys):
+    train, _ = load(arguments_of(names, [6, 3, 1], max_samples=100))
+    counts = [sum(row["text"] == text for row in train) for text in {row["text"] for row in train} if text.startswith("a")]
+    assert len(train) == 100 and len(counts) == 27 and set(counts) == {2, 3}  # 60 rows of 27
+    assert "a.jsonl: 60.0% of the rows: in every epoch each of its 27 rows 2.22 times." in capsys.readouterr().out
+
+
+def test_rows_held_out_of_one_are_not_in_another(names, tmp_path):
+    """b.jsonl again under another name: the rows held out of either are trained on from neither."""
+    copy = tmp_path / "copy.jsonl"
+    shutil.copy(names[1], copy)
+    train, evaluated = load(arguments_of([names[1], str(copy)], [1, 1], max_samples=1000))
+    held_out = {row["text"] for rows in evaluated.values() for row in rows}
+    assert held_out and not held_out & {row["text"] for row in train}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_each_in_its_own_shape(tmp_path, streaming):
+    """Conversations, ShareGPT's with tools, and prompts with completions become rows with the same columns."""
+    turns = [{"from": "human", "value": "Hot?"}, {"from": "gpt", "value": "Yes."}]
+    chats = [{"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "So."}]} for i in range(20)]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    names = [
+        write(tmp_path / "chat.jsonl", chats),
+        write(tmp_path / "tools.json", [{"conversations": turns, "tools": json.dumps(tools), "id": i} for i in range(20)]),
+        write(tmp_path / "pairs.jsonl", [{"prompt": f"{i}?", "completion": "So."} for i in range(20)]),
+    ]
+    del chats[2:]
+    script_args = arguments_of(names[:1] + names[2:], [1, 1], ("messages",), dataset_streaming=streaming)
+    check_dataset(script_args)
+    train, evaluated = load(script_args)
+    rows = list(itertools.islice(train, 20))
+    assert all(row.keys() == {"messages"} and row["messages"][-1]["role"] == "assistant" for row in rows)
+    assert evaluated["pairs"].column_names == ["messages"]
+    write(
+        tmp_path / "tools.json",
+        [{"conversations": [turns[0] | {"value": f"{i}?"}, turns[1]], "tools": json.dumps(tools)} for i in range(20)],
+    )
+    train, _ = load(arguments_of(names[:2], [1, 1], ("messages",), dataset_streaming=streaming))
+    assert {json.dumps(row["tools"]) for row in itertools.islice(train, 20)} == {"null", json.dumps(tools)}
+
+
+def open_stream(names):
+    stream, _ = load(arguments_of(names, [6, 3, 1], dataset_streaming=True))
+    complete_stream_state()
+    return stream
+
+
+def test_shares_of_a_stream(names):
+    """The shares hold for any number of rows, and a dataset that ends starts again, all its rows equally often."""
+    found = sources_of(itertools.islice(open_stream(names), 200))
+    for rows in (10, 50, 200):
+        assert all(
+            abs(found[:rows].count(name) - weight * rows) <= 2 for name, weight in zip("abc", (0.6, 0.3, 0.1), strict=True)
+        )
+    rows = [row["text"] for row in itertools.islice(open_stream(names), 90)]
+    assert len({row for row in rows if row.startswith("a")}) == 27
+
+
+def test_stream_in_parts(names, tmp_path):
+    """A folder of four files beside one file: four parts. No two parts share a row, and they begin with different sources."""
+    (tmp_path / "many").mkdir()
+    for file in range(4):
+        write(tmp_path / f"many/{file}.jsonl", texts(f"many{file}", 20))
+    stream, _ = load(arguments_of([str(tmp_path / "many"), names[1]], [1, 1], dataset_streaming=True))
+    assert stream.num_shards == 4
+    parts = [list(itertools.islice(stream.shard(4, part), 30)) for part in range(4)]
+    for first, second in itertools.combinations(parts, 2):
+        assert not {row["text"] for row in first} & {row["text"] for row in second}
+    assert len({"".join(source[0] for source in sources_of(part[:6])) for part in parts}) > 1
+
+
+def test_stream_resumes_at_any_row(names):
+    stream, rows, positions = open_stream(names), [], []
+    for row in itertools.islice(stream, 60):
+        rows.append(row)
+        positions.append(json.dumps(stream.state_dict()))
+    for number in range(0, 50, 7):
+        again = open_stream(names)
+        again.load_state_dict(json.loads(positions[number]))
+        assert list(itertools.islice(again, 9)) == rows[number + 1 : number + 10], number
+
+
+def test_bad_mixtures(names, error_of, tmp_path):
+    def message_of(*args, **settings):
+        return error_of(arguments_of, *args, **settings)
+
+    assert "--dataset_weights 1 1" in message_of(["some/rows", names[0]], None)
+    assert "2 values for 3 datasets" in message_of(names, [1, 2])
+    assert "above 0" in message_of(names, [1, 2, -1])
+    assert "above 0" in message_of(names, [1, 2, float("nan")])
+    assert "twice" in message_of([names[0], names[0]], [1, 2])
+    assert "for several datasets" in message_of(names[:1], [1.0])
+    assert "one config for each" in message_of(names, [1, 2, 3], dataset_config=["x", "y"])
+    chat = write(
+        tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]}] * 3
+    )
+    message = error_of(check_dataset, arguments_of([names[0], chat], [1, 1], ("text", "messages")))
+    assert "datasets of one kind" in message and chat in message
+    assert "would have none" in error_of(load, arguments_of(names, [1000, 1, 0.01]))
+    missing = str(tmp_path / "missing.jsonl")
+    assert f"not found: {missing}" in error_of(check_dataset, arguments_of([names[0], missing], [1, 1]))
+
+
+def test_arguments_of_each_dataset(names, tmp_path):
+    script_args = arguments_of([*names[:2], "hub/rows"], [1, 1, 2], dataset_config=["default", "default", "small"])
+    assert [one.dataset_config for one in each_dataset(script_args)] == [None, None, "small"]
+    assert [one.weight for one in each_dataset(script_args)] == [0.25, 0.25, 0.5]
+    assert script_args.display_name.endswith("+ 0.5 hub/rows small")
+    assert labels_of(["x/code.jsonl", "y/code.json", "hub/code-2", "/d/"]) == ["code", "code-2", "code-2-2", "d"]
+    before = digest_local_files(script_args)
+    write(tmp_path / "b.jsonl", texts("b", 201))
+    assert digest_local_files(script_args) != before
+    several = arguments_of(names, None)  # local files without weights are one dataset
+    assert several.dataset_name == ",".join(names) and not several.mixture
+
+
+def test_reading_is_counted():
+    data = {"datasets": [{"epoch_rows": 30, "is_complete": True, "trained_rows": 10}, {"is_complete": False, "trained_rows": 5}]}
+    add_reading(data, [[4, 2], [], [6, 2]], 0)
+    assert [dataset["rows_read"] for dataset in data["datasets"]] == [10, 4]
+    assert data["datasets"][0]["times_seen"] == 1.0 and "times_seen" not in data["datasets"][1]
+    memory = {"datasets": [{"epoch_rows": 30, "is_complete": True, "trained_rows": 10}]}
+    add_reading(memory, [[], []], 1.5)
+    assert (memory["datasets"][0]["rows_read"], memory["datasets"][0]["times_seen"]) == (45, 4.5)
+
+
+def test_share_of_one_row():
+    script_args = arguments_of(["a/a", "b/b"], [1, 1])
+    assert mixture.share(script_args, [1, 100]) == [1, 1]
+
+
+FLAGS = ["--max_steps", "8", "--save_steps", "4", "--logging_steps", "1", "--eval_steps", "4", "--max_length", "64"]
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_killed_mixture_resumes_with_the_same_losses(rehearse, fork_launch, workdir, tmp_path_factory, processes):
+    """A stream of two datasets, interrupted at step 4 on two processes and continued on one or two."""
+    folder = tmp_path_factory.getbasetemp() / "mixture"  # the same for both
+    folder.mkdir(exist_ok=True)
+    names = [write(folder / f"{name}.jsonl", texts(f"{name} " + "of many words " * 5, 60)) for name in "ab"]
+    flags = [*FLAGS, "--dataset_name", *names, "--dataset_weights", "3", "1", "--dataset_streaming", "true", "--bf16", "false"]
+    flags += ["--per_device_train_batch_size", "1", "--global_batch_size", "4", "--learning_rate", "3e-3"]
+    uninterrupted = rehearse("qwen2_fineweb_edu", "4gpu_full_shard", *flags, NPROC_PER_NODE="2")
+    run = workdir / f"runs/mixture-on-{processes}"
+    shutil.copytree(uninterrupted / "checkpoint-4", run / "checkpoint-4")
+    shutil.copy(uninterrupted / "run.json", run)
+    process = fork_launch("--tiny", "qwen2_fineweb_edu", "4gpu_full_shard", "--output_dir", run, *flags, NPROC_PER_NODE=processes)
+    assert process.returncode == 0, process.stdout + process.stderr
+    results, expected = read(run), read(uninterrupted)
+    assert results["resumed_from_step"] == 4
+    tolerance = 0 if processes == "2" else 1e-3
+    numbers, undisturbed = ([number for pair in losses(folder).values() for number in pair] for folder in (run, uninterrupted))
+    assert numbers == pytest.approx(undisturbed, abs=tolerance)
+    for name in ("eval_a_loss", "eval_b_loss", "eval_loss"):
+        assert results[name] == pytest.approx(expected[name], abs=tolerance)
+    assert expected["eval_loss"] == pytest.approx(0.75 * expected["eval_a_loss"] + 0.25 * expected["eval_b_loss"])
+    read_rows = [dataset["rows_read"] for dataset in expected["data"]["datasets"]]
+    assert 2.5 < read_rows[0] / read_rows[1] < 3.5
+    assert [dataset["rows_read"] for dataset in results["data"]["datasets"]] == read_rows

@@ -1,6 +1,7 @@
 """What README, CONTRIBUTING, AGENTS and docs/ say exists: commands, flags, files, links, configs, the numbers of tables."""
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -98,9 +99,11 @@ def test_training_command_passes_its_checks(command, tmp_path, monkeypatch):
     if "my-org/my-llama" in rest:  # a model of the reader's
         rest[rest.index("my-org/my-llama")] = "Qwen/Qwen2-0.5B"
     if "--dataset_name" in rest:  # data of the reader's
-        rest[rest.index("--dataset_name") + 1] = "my.jsonl"
-        row = {"text": "a", "prompt": "a", "completion": "b"}
-        Path("my.jsonl").write_text(json.dumps(row) * 20)
+        first = rest.index("--dataset_name") + 1
+        for number in itertools.takewhile(lambda number: not rest[number].startswith("--"), range(first, len(rest))):
+            rest[number] = f"my{number}.jsonl"
+            row = {"text": "a", "prompt": "a", "completion": "b"}
+            Path(rest[number]).write_text(json.dumps(row) * 20)
     if "--output_dir" in rest:  # may be a folder of another machine
         rest[rest.index("--output_dir") + 1] = "a run"
     flags.check_flags(path, rest)

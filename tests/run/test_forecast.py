@@ -75,7 +75,7 @@ def test_card_that_is_not_known(tmp_path, forecast):
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ('echo "$NNODES $NPROC_PER_NODE $*"', "2 4 -m harness.plan.command r.py c.yaml --json --max_steps 3\n"),
+        ('echo "$NNODES $NPROC_PER_NODE $*"', "2 4 -m harness.plan.command --forecast r.py c.yaml --json --max_steps 3\n"),
         ("echo half; sleep 0.5; exit 2", None),
         ("echo half; sleep 60", None),
     ],

@@ -18,7 +18,7 @@ from harness.compat.transformers import attention_of, generate_on
 from harness.folder import DATA, RESULTS, RUN, read_json, sync, write_json
 from harness.launched import print_once
 from harness.model.quantized import SOURCE
-from harness.run.forecast import describe_forecast, read_forecast
+from harness.run.forecast import describe_forecast, keep_measurement, read_forecast
 from harness.run.progress import Progress
 
 import pyarrow
@@ -305,12 +305,12 @@ def write_results(
     progress: Progress,
     parameters: tuple[int, int],
     resumed_from: int,
-    mirror: dict,
+    more: dict,
 ) -> dict:
     """Gathers the numbers of all processes (collective); the first writes them. Memory in GB (1e9 bytes), time in seconds.
 
     Time and tokens are those of the whole run, including its parts before a resume. `train_runtime` includes everything,
-    `tokens_per_second` only the time of optimizer steps.
+    `tokens_per_second` only the time of optimizer steps. `more`: further results, of the mirror and of a rehearsal's tensors.
     """
     args, state = trainer.args, trainer.state
     host_unit = 1 if sys.platform == "darwin" else 1024
@@ -362,7 +362,7 @@ def write_results(
         **({} if isinstance(trainer.train_dataset, IterableDataset) else {"times_seen": round(state.epoch or 0, 2)}),
         **({"data": data} if (data := read_json(Path(args.output_dir, DATA))) else {}),
         "resumed_from_step": resumed_from,
-        **mirror,
+        **more,
         "device": torch.cuda.get_device_name() if has_gpu else platform.processor() or platform.machine(),
         "finished": datetime.datetime.now().isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES},
@@ -375,12 +375,15 @@ def write_results(
         }
         for node, of in by_node.items()
     ]
-    if has_gpu and (forecast := read_forecast(Path(args.output_dir), results["device"])):
+    is_compared = has_gpu or getattr(args, "forecast", False)
+    if is_compared and (forecast := read_forecast(Path(args.output_dir), results["device"])):
         results["forecast"] = forecast
     if trainer.is_world_process_zero():
         names = [name for name in (results.get("recipe"), results.get("config")) if name]
         draw_losses(state.log_history, " × ".join(names), Path(args.output_dir, "loss.png"))
         write_json(Path(args.output_dir, RESULTS), results)
+        if not getattr(args, "profile", False) and not args.torch_compile:  # neither is what a forecast is about
+            keep_measurement(results)
     return results
 
 
@@ -425,7 +428,6 @@ def print_summary(results: dict, output_dir: str) -> None:
         after = f"{results['eval_loss']:.4f}{' after' if on_start else ''}"
         evaluation = f", evaluation loss {on_start}{after} (perplexity {results['perplexity']:.1f})"
     gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
-    forecast = "".join(f"{line}\n" for line in describe_forecast(results)) if "forecast" in results else ""
     seen = f", every row seen {results['times_seen']:g} times" if "times_seen" in results else ""
     forecast = "".join(f"{line}\n" for line in describe_forecast(results)) if "forecast" in results else ""
     print_once(

@@ -109,6 +109,8 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
         checks.check_gpus(training_args, model_args, is_sharded, launched)
     if is_checking and launched.mode != "plan":
         check_run(arguments, launched, config, is_sharded)
+    elif is_checking and launched.tiny:
+        tiny.make_replacements(script_args, model_args)
     if launched.mode == "prepare" and launched.only_check:  # `commands/prepare.py` downloads the files next
         raise Checked(*arguments)
     model_name = model_args.model_name_or_path
@@ -243,6 +245,7 @@ def read_arguments(config_class: type, defaults: dict[str, Any], launched: Launc
     script_args.text_field, script_args.seed = getattr(training_args, "dataset_text_field", "text"), training_args.seed
     # `train` has the training arguments only.
     training_args.profile, training_args.mirror = script_args.profile, script_args.mirror
+    training_args.forecast = script_args.forecast and launched.tiny and launched.on_cpu
     if training_args.report_to and not training_args.run_name:  # trackio would start another run for the last evaluation
         training_args.run_name = f"{Path(training_args.output_dir).name} {datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
     return script_args, training_args, model_args
@@ -458,10 +461,10 @@ def check_model_and_dataset(arguments: Arguments, launched: Launched, config: Ac
 def replace_model_and_dataset(arguments: Arguments, launched: Launched) -> None:
     """Makes the arguments name what is loaded instead: the tiny model and dataset, or the files of --prepare."""
     script_args, training_args, _ = arguments
-    if launched.mode == "plan":
-        tiny.use_planned_size(*arguments)
-    elif launched.tiny:
+    if launched.tiny:
         tiny.use_replacements(*arguments)
+    elif launched.mode == "plan":
+        tiny.use_planned_size(*arguments)
     else:
         use_prepared_files(script_args, training_args, launched.processes or training_args.world_size)
 

@@ -72,7 +72,7 @@ def rate_at(ends: tuple[float, float], place: float) -> float:
 def place_of(record: dict[str, Any]) -> float | None:
     """Where between the slow end (0) and the fast end (1) of the assumptions a step takes what was measured.
 
-    None if the run says nothing about the rates: it waited, or had other steps than its forecast.
+    None if the run says nothing about the rates: it waited, had other steps than its forecast, or no rate explains its time.
     """
     forecast, measured = record["forecast"], record["step_seconds"]
     if record["tokens_per_step"] < LEAST_TOKENS * forecast["tokens_per_step"]:
@@ -86,6 +86,8 @@ def place_of(record: dict[str, Any]) -> float | None:
             slow = middle
         else:
             fast = middle
+    if not 0.99 < seconds_at_place(parts, slow) / measured < 1.01:
+        return None
     compute = parts.products / rate_at(PRODUCT_RATE, slow) + parts.others / rate_at(MEMORY_RATE, slow)
     return slow if compute >= LEAST_COMPUTE * measured else None
 

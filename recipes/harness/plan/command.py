@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from harness.plan.choose import Option
     from harness.plan.simulation import Refused, Simulation
 
+NOT_OFFLOADED = (
+    "--activation_offloading is not simulated: the run needs less GPU memory, more host memory and more time than the plan says. "
+    """--activation_checkpointing_kwargs '{"offload": true}' is simulated."""
+)
 DEFAULT_MACHINE = "1x3090"  # of a rehearsal on a machine without a GPU
 
 
@@ -46,6 +50,8 @@ def main(*words: str) -> None:
     flags.check_flags(Path(recipe), arguments)
     if (own.within or ";" in own.price) and not own.machines:
         raise UserError('--within and several prices are for the machines of --for: --for "1x4090; 2x3090"')
+    if flags.is_true("activation_offloading", arguments, Path(recipe)):
+        print(NOT_OFFLOADED, file=sys.stderr, flush=True)
     if "--forecast" in options and "--tiny" in options:
         print(json.dumps(forecast_rehearsal(recipe, paths[0], arguments), indent=2))
     elif options == ["--forecast"]:

@@ -12,7 +12,7 @@ from harness.folder import read_json, write_json
 
 PLAN = "plan.json"
 TOLERANCE = 0.1  # a larger difference is explained
-LEAST_STEPS, LEAST_SECONDS = 20, 30  # of a run that is kept; in a shorter one the first steps, which are slower, weigh too much
+LEAST_STEPS, LEAST_SECONDS = 5, 30  # of a run that is kept; in a shorter one the first step, which is slower, weighs too much
 # What is kept of train_results.json.
 KEPT = (
     *("recipe", "config", "device", "world_size", "num_nodes", "global_step", "gpu_utilization", "finished"),
@@ -51,8 +51,8 @@ def words_of(name: str) -> set[str]:
 def measurement_of(results: dict[str, Any]) -> dict[str, Any] | None:
     """What a run says about its GPU: `results` without what calibration does not need, with seconds and tokens of a step.
 
-    None if it says too little: it has no forecast for its card, was resumed, or had fewer than 20 steps or 30 seconds of steps.
-    A run that was stopped has no results.
+    None if it says too little: it has no forecast for its card, was resumed, or had fewer than 5 steps or 30 seconds of steps.
+    A run that was stopped has no results; of one with --profile or --torch_compile nothing is kept.
     """
     forecast, steps = results.get("forecast") or {}, results["global_step"]
     if "step_parts" not in forecast or results["resumed_from_step"] or not results["tokens_per_second"]:

@@ -475,8 +475,9 @@ def prepare_process(arguments: Arguments, launched: Launched) -> None:
     if launched.on_cpu and training_args.fp16 and launched.mode != "plan":
         multiply_fp16_in_float32()
     if training_args.use_cpu and getattr(training_args, "activation_offloading", False):
-        training_args.activation_offloading = False
-        print_once("--activation_offloading: activations stay where they are, because this run has no GPU.")
+        training_args.activation_offloading = False  # a plan says so itself
+        if launched.mode != "plan":
+            print_once("--activation_offloading: activations stay where they are, because this run has no GPU.")
     if training_args.use_cpu and launched.mode != "plan" and (training_args.activation_checkpointing_kwargs or {}).get("offload"):
         offload_activations_to_unpinned_memory()
     wait_for_hub()

@@ -77,7 +77,7 @@ def place_of(record: dict[str, Any]) -> float | None:
     forecast, measured = record["forecast"], record["step_seconds"]
     if record["tokens_per_step"] < LEAST_TOKENS * forecast["tokens_per_step"]:
         return None
-    if min(record["gpu_utilization"], default=100) < LEAST_UTILIZATION:
+    if min(record["gpu_utilization"] or [100]) < LEAST_UTILIZATION:
         return None
     parts, (slow, fast) = StepParts(**forecast["step_parts"]), PLACES
     for _ in range(40):  # halves the range each time

@@ -118,7 +118,6 @@ class MeasuredTensors(TrainerCallback):
     def __init__(self) -> None:
         self.sizes: dict[str, float] = {}  # in MB (1e6 bytes), by their names in train_results.json
         self.profiler, self.before = None, 0
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
     def on_train_begin(
         self,
@@ -128,6 +127,7 @@ class MeasuredTensors(TrainerCallback):
         model: torch.nn.Module | None = None,
         **kwargs: object,
     ) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         # Not after a step, when FSDP can still hold unsharded weights.
         self.sizes["weights_mb"] = megabytes(local(weight).nbytes for weight in model.parameters())
 

@@ -104,7 +104,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     if getattr(trainer.args, "profile", False):
         callbacks.append(Profile(trainer.args))
     tensors = MeasuredTensors()
-    if getattr(trainer.args, "forecast", False):
+    if getattr(trainer.args, "forecast", False) and not getattr(trainer.args, "profile", False):  # two profilers at once
         callbacks.append(tensors)
     for callback in callbacks:
         trainer.add_callback(callback)

@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import itertools
+import json
 import math
 import os
 import re
@@ -136,6 +137,17 @@ def run(words: list[str], output_dir: Path, environment: dict[str, str], deadlin
     return results | {"losses": losses, "seconds_to_first_step": seconds_to_first_step, "output": output}
 
 
+def forecast(recipe: str, path: Path, flags: Sequence[str], environment: dict[str, str], device: str) -> dict[str, Any] | None:
+    """What `--plan` says about a run with the config at `path`, None if it cannot: a short run ends before its own forecast."""
+    from harness.run.forecast import forecast_of
+
+    words = [inputs.ROOT / f"recipes/{recipe}.py", path, "--json", *flags]
+    command = [sys.executable, "-m", "harness.plan.command", "--forecast", *words]
+    variables = environment | {"PYTHONPATH": str(inputs.ROOT / "recipes")}
+    process = subprocess.run(command, cwd=path.parent, env=variables, capture_output=True, text=True)
+    return forecast_of(json.loads(process.stdout), device) if process.returncode == 0 else None
+
+
 def measure(
     recipe: str,
     config: str,
@@ -155,6 +167,7 @@ def measure(
         sizes: keys of the model's config with other values.
     """
     from harness import configs
+    from harness.run.forecast import measurement_of
     from harness.start.launch import allocator_settings
 
     settings = settings_of(config)
@@ -184,6 +197,8 @@ def measure(
             usual = allocator_settings(configs.read(str(path)), inputs.ROOT / f"recipes/{recipe}.py", flags)
             environment["PYTORCH_ALLOC_CONF"] = f"{usual},{share}"
         results = run([recipe, str(path) if changes else config, *words[2:]], folder / "output", environment, deadline)
+        if "failed" not in results and "forecast" not in results:
+            results["forecast"] = forecast(recipe, path, words[2:], environment, device["device"])
     rate = find_device_in_process("float16" if precision == "fp16" else "bfloat16")["matrix_tflops"]
     record = {
         "measurement": ", ".join([f"{recipe} × {config}", *describe_changes(processes, all_processes, changes, sizes)]),
@@ -204,6 +219,7 @@ def measure(
         tokens_per_second = results["tokens_per_second"]
         record["share_of_matrix_rate"] = round(flops * tokens_per_second / results["world_size"] / rate / 1e12, 4)
         record["seconds_per_step"] = round(results["tokens"] / tokens_per_second / steps, 3)
+        record |= {"forecast": results["forecast"], "calibration": measurement_of(results)}
         if match := re.search(r"Sharding kept the 4-bit weights.*", results["output"]):
             record["bytes_of_4bit_weights"] = match[0]
     return record

@@ -279,7 +279,7 @@ def test_what_translation_leaves_out_is_printed(tmp_path, capsys):
     [
         (strategy("SOME_SHARD"), ["sharding strategy is 'SOME_SHARD'", "HYBRID_SHARD"]),
         (strategy("NO_SHARD", GUIDE), ["cannot be offloaded"]),
-        (SLIDE.replace("bf16\n", "fp8\n"), ["fp8 is not supported, use bf16"]),
+        (SLIDE.replace("bf16\n", "fp8\n"), ["mixed_precision: fp8 is not supported, use bf16"]),
         (SLIDE.replace("use_cpu: false", "use_cpu: true"), ["use_cpu is not read"]),
         (SLIDE + "num_procesess: 8\n", ["num_procesess", "num_processes"]),
         (TWO_MACHINES.replace("num_processes: 8", "num_processes: 7"), ["num_processes (7)"]),

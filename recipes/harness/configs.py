@@ -228,8 +228,8 @@ def _problems(keys: dict, path: str) -> list[str]:
     marks = _marks_of_fsdp1(keys)
     if marks and keys.get("mixed_precision") not in INSTEAD:
         return [f"this config is for FSDP1 ({', '.join(marks)}). {translate}"]
-    named = [*keys, kind, keys.get("mixed_precision")]
-    if unused := [f"{name}: {INSTEAD[name]}" for name in named if isinstance(name, str) and name in INSTEAD]:
+    named = [*zip(keys, keys, strict=True), ("distributed_type", kind), ("mixed_precision", keys.get("mixed_precision"))]
+    if unused := [f"{key}: {INSTEAD[name]}" for key, name in named if isinstance(name, str) and name in INSTEAD]:
         return unused
     problems = _unknown_keys(keys, TOP_KEYS)
     problems += _unknown_keys([key for key in parallelism if key not in OTHER_PARALLELISM], PARALLELISM_KEYS)

@@ -93,10 +93,10 @@ def test_cards_have_the_numbers_of_data_sheets():
 def test_card_of_the_user(error_of):
     """It comes first, with the memory and the speed that were given."""
     card = cards.card_of_user("A6000", 24.2, 155, 768)
-    plan = cards.make_plan(FOUND, more_cards=(card,))
+    plan = cards.make_plan(FOUND, all_cards=(card, *cards.CARDS))
     assert list(plan["fits"])[:2] == ["A6000", "T4"]
     assert plan["fits"]["A6000"] and plan["free_gb"]["A6000"] == pytest.approx(24.2 - 20 - 2.0)
-    assert not cards.make_plan(FOUND, more_cards=(cards.card_of_user("A6000", 21.9, 155, 768),))["fits"]["A6000"]
+    assert not cards.make_plan(FOUND, all_cards=(cards.card_of_user("A6000", 21.9, 155, 768),))["fits"]["A6000"]
     assert plan["step_seconds"]["A6000"][0] == pytest.approx(312 / 155 / 0.80, abs=0.001)
     assert "A100 80 GB is known already" in error_of(cards.card_of_user, "A100 80 GB", 80, 312, 2000)
 

@@ -12,6 +12,7 @@ import pytest
 from conftest import ROOT, slow, wait_until
 from local_hub import serve
 
+RECIPE = "qwen2_fineweb_edu"
 PLAN = {
     "peak_gpu_gb": 10.0,
     "reserved_gb": 12.0,
@@ -75,7 +76,7 @@ def test_card_that_is_not_known(tmp_path, forecast):
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ('echo "$NNODES $NPROC_PER_NODE $*"', "2 4 -m harness.plan.command r.py c.yaml --json --max_steps 3\n"),
+        ('echo "$NNODES $NPROC_PER_NODE $*"', "2 4 -m harness.plan.command --forecast r.py c.yaml --json --max_steps 3\n"),
         ("echo half; sleep 0.5; exit 2", None),
         ("echo half; sleep 60", None),
     ],
@@ -102,6 +103,58 @@ def test_rehearsal_and_run_on_cpu_have_no_forecast(tmp_path, monkeypatch):
     for other in (Launched(recipe="r", config="c", tiny=True), Launched(recipe="r", config="c", on_cpu=True)):
         with launch.forecast_in_background(other, [], tmp_path):
             pass
+
+
+REHEARSED = {
+    "tokens": 2_000,
+    "global_step": 4,
+    "weights_mb": 0.8,
+    "optimizer_mb": 0.0,
+    "peak_mb": 33.0,
+    "peak_host_gb": 0.6,
+    "forecast": {"tokens_per_step": 512, "weights_mb": 0.8, "optimizer_mb": 0.0, "peak_mb": 30.0, "peak_host_gb": 2.5},
+}
+
+
+def test_rehearsal_against_its_forecast():
+    tokens, weights, states, peak, host = describe_forecast(REHEARSED)
+    assert (
+        tokens
+        == "tokens per step: 500 measured, 512 forecast; some rows are shorter than the maximum, which the forecast assumes"
+    )
+    assert weights.endswith("0.800 measured, 0.800 forecast (+0.0%)") and states.endswith("0.000 measured, 0.000 forecast")
+    assert peak == "MB of process 0, peak of a step: 33.000 measured, 30.000 forecast (+10.0%)"
+    assert host.startswith("GB host: 0.6 measured, 2.5 forecast; ")
+    one_step = {name: value for name, value in REHEARSED.items() if name not in ("optimizer_mb", "peak_mb")}
+    assert len(describe_forecast(one_step)) == 3
+
+
+def test_rehearsal_is_simulated_before_it_trains(tmp_path, monkeypatch):
+    """With a program in place of Python."""
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\nsleep 0.3; echo "$NNODES $NPROC_PER_NODE $*"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    launched = Launched(recipe="r.py", config="c.yaml", processes=8, tiny=True, on_cpu=True)
+    with launch.forecast_in_background(launched, ["--forecast", "--max_steps", "3"], tmp_path):
+        made = (tmp_path / "plan.json").read_text()
+    assert made == "1 8 -m harness.plan.command --forecast --tiny r.py c.yaml --json --forecast --max_steps 3\n"
+
+
+def test_simulated_peak_is_that_of_the_rehearsal(launch, tmp_path):
+    """The tiny model and optimizer to the byte, the largest memory of a step to a percent; also in --report."""
+    folder = str(tmp_path / "run")
+    process = launch(
+        "--tiny", RECIPE, "1x3090", "--forecast", "--max_steps", "2", "--eval_strategy", "no", "--output_dir", folder
+    )
+    results = json.loads((tmp_path / "run/train_results.json").read_text())
+    forecast = results["forecast"]
+    assert results["weights_mb"] == forecast["weights_mb"] and results["optimizer_mb"] == forecast["optimizer_mb"]
+    assert forecast["optimizer_mb"] == pytest.approx(2 * forecast["weights_mb"], abs=0.001), "Adam has two moments"
+    assert results["peak_mb"] == pytest.approx(forecast["peak_mb"], rel=0.01)
+    assert results["tokens"] / 2 == forecast["tokens_per_step"]
+    assert "MB of process 0, peak of a step" in process.stdout
+    assert f"{folder}, against its own forecast:\ntokens per step: " in launch("--report", folder).stdout
 
 
 @slow

@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.folder import RESULTS, read_json
 from harness.launched import UserError, exit_on_user_error
-from harness.run.forecast import forecast_of
+from harness.run.forecast import describe_forecast, forecast_of
 
 COLUMNS = (
     "run",
@@ -36,6 +36,7 @@ COLUMNS = (
     "GB per GPU (forecast)",
 )
 NEEDED = ("num_nodes", "world_size", "train_runtime", "tokens_per_second", "peak_gpu_gb", "peak_host_gb", "final_loss")
+MEASURED = {"forecast", "tokens", "global_step", "peak_gpu_reserved_gb"}  # what a run that was forecast has besides
 COMPARED = ("recipe", "model", "dataset", "device", "tiny")
 
 
@@ -45,6 +46,7 @@ def main(*words: str) -> None:
     if not folders:
         raise UserError("--report needs the folder of a finished run, not only plans: ./launch.sh --report RUN… PLAN.json")
     runs = sorted(map(read_run, folders), key=lambda run: run["world_size"])
+    compared = {run["name"]: describe_forecast(run) for run in runs if run.keys() >= MEASURED}
     for word in plans:
         add_plans(runs, Path(word))
     base = runs[0]
@@ -55,7 +57,9 @@ def main(*words: str) -> None:
         print(json.dumps(runs, indent=2))
         return
     rows = [COLUMNS, *map(table_row, runs)]
-    print_table(rows if any("forecast" in run for run in runs) else [row[:-2] for row in rows])
+    print_table(rows if any("peak_gpu_gb" in (run.get("forecast") or {}) for run in runs) else [row[:-2] for row in rows])
+    for name, lines in compared.items():
+        print("\n" + "\n".join([f"{name}, against its own forecast:", *lines]))
     differences = [name for name in COMPARED if len({str(run.get(name)) for run in runs}) > 1]
     if differences:
         print(f"\nwarning: these runs differ in {', '.join(differences)}, so their speeds may not be comparable", file=sys.stderr)
@@ -114,7 +118,7 @@ def table_row(run: dict[str, Any]) -> tuple[str, ...]:
         f"{run['final_loss']:.4f}",
         *("" if run.get(name) is None else f"{run[name]:.4f}" for name in ("train_loss", "eval_loss_on_start", "eval_loss")),
         "–".join(f"{speed:,}" for speed in forecast.get("tokens_per_second") or []),
-        f"{forecast['peak_gpu_gb']:.1f}" if forecast else "",
+        f"{forecast['peak_gpu_gb']:.1f}" if "peak_gpu_gb" in forecast else "",
     )
 
 

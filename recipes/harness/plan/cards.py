@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness import configs
 from harness.launched import UserError
@@ -23,11 +23,13 @@ from harness.plan.simulation import Refused, Simulation
 import yaml
 
 GB = 1e9
+PRODUCT_RATE = (0.40, 0.80)  # shares of the card's FLOP/s; assumed
+MEMORY_RATE = (0.50, 1.00)  # shares of the card's memory bandwidth, for all other operators; assumed
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """Numbers of the maker's data sheet, dense; memory as the driver leaves it to CUDA."""
+    """Numbers of the maker's data sheet, dense; memory as the driver leaves it to CUDA. Rates are [slow, fast] ends."""
 
     name: str
     memory: float  # bytes, what torch reports for an empty card
@@ -36,6 +38,11 @@ class Card:
     bandwidth: float  # bytes/s of its memory
     links: tuple[float, float]  # bytes/s between GPUs of a node, slow and fast: PCIe 3 x8 to 5 x16; NVLink
     bf16: bool = True
+    # `calibration.py` sets these from runs on such a card.
+    product_rate: tuple[float, float] = PRODUCT_RATE
+    memory_rate: tuple[float, float] = MEMORY_RATE
+    more_reserve: float = 0.0  # share of the peak
+    runs: int = 0  # that the card is calibrated by
 
 
 # H200 and B200: the SXM modules of HGX boards. A100 64 GB: NVIDIA has no public data sheet for the card of CINECA's Leonardo;
@@ -57,8 +64,6 @@ CARDS = (
 NVLINK = {"RTX 3090": 56e9}  # bytes/s with a bridge, of cards whose links above are PCIe
 PCIE = (10e9, 24e9)  # bytes/s between host and GPU: PCIe 4 x8, or x16
 NETWORK = (1.1e9, 11e9)  # bytes/s between nodes: 10 or 100 Gbit/s Ethernet
-PRODUCT_RATE = (0.40, 0.80)  # shares of the card's FLOP/s; assumed
-MEMORY_RATE = (0.50, 1.00)  # shares of the card's memory bandwidth, for all other operators; assumed
 # Seconds per parameter on the host, on one and on two cores, which were shared with other work (measured, 2026-11-22; for
 # clipping and adding, half the time on two cores is assumed).
 ADAM_ON_HOST = (1.6e-9, 0.95e-9)  # fused AdamW
@@ -79,13 +84,13 @@ def card_of_user(name: str, gigabytes: float, teraflops: float, gigabytes_per_se
     return Card(name, gigabytes * GB, teraflops * 1e12, teraflops * 1e12 / 16, gigabytes_per_second * 1e9, (6e9, 25e9))
 
 
-def find_card(name: str, more_cards: tuple[Card, ...] = ()) -> Card:
+def find_card(name: str, all_cards: tuple[Card, ...] = CARDS) -> Card:
     """The card of a name like 3090, a100-80gb or "RTX 4090". If a name has several, it is the one with the least memory.
 
     Raises UserError if there is none.
     """
     wanted = plain_name(name)
-    known = sorted((*more_cards, *CARDS), key=lambda card: card.memory)
+    known = sorted(all_cards, key=lambda card: card.memory)
     same = [card for card in known if plain_name(card.name) == wanted]
     near = [card for card in known if wanted and plain_name(card.name).startswith(wanted)]
     if not same and not near:
@@ -101,9 +106,9 @@ def plain_name(name: str) -> str:
     return re.sub(r"nvidia|geforce|rtx|tesla|gb|[^a-z0-9]", "", name.lower())
 
 
-def card_of_gpu(name: str, memory: float, has_bf16: bool, more_cards: tuple[Card, ...] = ()) -> Card:
+def card_of_gpu(name: str, memory: float, has_bf16: bool, all_cards: tuple[Card, ...] = CARDS) -> Card:
     """The card that nvidia-smi calls `name`, with `memory` bytes; one that is unknown, with the rates of an RTX 3090 or a T4."""
-    for card in (*more_cards, *CARDS):
+    for card in all_cards:
         words = card.name.lower().removeprefix("rtx ").split()
         if words[0] in re.split(r"[^a-z0-9]+", name.lower()) and 0.9 < card.memory / memory < 1.05:
             return card
@@ -123,14 +128,14 @@ def with_links(card: Card, has_nvlink: bool) -> Card:
     return dataclasses.replace(card, links=(slow / 2, slow)) if is_nvlink else card
 
 
-def reserve(found: Simulation, peak: float) -> float:
-    """Bytes that must stay free on top of the peak."""
-    fragmentation = max(FRAGMENTATION, found.needed / found.peak.bytes - 1)
+def reserve(found: Simulation, peak: float, card: Card | None = None) -> float:
+    """Bytes that must stay free on top of the peak, on `card` with what runs on it needed more than their forecasts."""
+    fragmentation = max(FRAGMENTATION, found.needed / found.peak.bytes - 1) + (card.more_reserve if card else 0)
     return CUDA_CONTEXT + (NCCL_BUFFERS if found.processes > 1 else 0) + fragmentation * peak
 
 
 def fits(card: Card, found: Simulation, peak: float) -> bool:
-    return peak + reserve(found, peak) <= card.memory and (card.bf16 or not found.needs_bf16)
+    return peak + reserve(found, peak, card) <= card.memory and (card.bf16 or not found.needs_bf16)
 
 
 def largest_micro_batch(card: Card, found: Simulation) -> int:
@@ -144,21 +149,52 @@ def largest_micro_batch(card: Card, found: Simulation) -> int:
     return rows
 
 
+class StepParts(NamedTuple):
+    """What the time of a step consists of, in seconds; pairs are [slow, fast] ends."""
+
+    products: float  # matrix products at the full rate of the card
+    others: float  # all other operators at its full memory bandwidth
+    copies: tuple[float, float]  # of activations between layers, on the stream that computes
+    transfers: tuple[float, float]  # over the slower and the faster of the usual links
+    waiting: tuple[float, float]  # of the GPU for the host
+
+
 def step_seconds(card: Card, found: Simulation) -> tuple[float, float]:
     """Seconds of one optimizer step, at best and at worst."""
-    worst, best = (_seconds(card, found, end) for end in (0, 1))
+    parts = step_parts(card, found)
+    worst, best = (seconds_at(parts, card.product_rate[end], card.memory_rate[end], end) for end in (0, 1))
     return best, worst
 
 
-def _seconds(card: Card, found: Simulation, end: int) -> float:
-    """`end`: 0 for the worse end of the assumptions, 1 for the better one."""
+def seconds_at(parts: StepParts, product_rate: float, memory_rate: float, place: float) -> float:
+    """Seconds of a step with these rates. `place`: 0 for the slow end of links and overlap, 1 for the fast end."""
+
+    def between(ends: tuple[float, float]) -> float:
+        return (1 - place) * ends[0] + place * ends[1]
+
+    compute = parts.products / product_rate + parts.others / memory_rate + between(parts.copies)
+    transfers = between(parts.transfers)
+    return max(compute + (1 - place) * transfers, transfers) + between(parts.waiting)
+
+
+def step_parts(card: Card, found: Simulation) -> StepParts:
     flops, moved = found.step.flops, found.step.moved
     single = flops.get("torch.float32", 0)
     half = sum(flops.values()) - single
-    compute = (half / card.half + single / card.single) / PRODUCT_RATE[end]
-    compute += found.step.touched / card.bandwidth / MEMORY_RATE[end]
-    compute += moved.get("activations", 0) / PCIE[end]  # copied between layers, on the stream that computes
+    copies = moved.get("activations", 0)
+    (slow_transfers, slow_waiting), (fast_transfers, fast_waiting) = (_transfers(card, found, end) for end in (0, 1))
+    return StepParts(
+        products=half / card.half + single / card.single,
+        others=found.step.touched / card.bandwidth,
+        copies=(copies / PCIE[0], copies / PCIE[1]),
+        transfers=(slow_transfers, fast_transfers),
+        waiting=(slow_waiting, fast_waiting),
+    )
 
+
+def _transfers(card: Card, found: Simulation, end: int) -> tuple[float, float]:
+    """Seconds of transfers, and of waiting for the host. `end`: 0 for the worse end of the assumptions, 1 for the better one."""
+    moved = found.step.moved
     is_hybrid = found.replicas > 1 and found.shards > 1
     group = found.shards if is_hybrid else found.processes
     near = card.links[end] if is_hybrid or found.nodes == 1 else NETWORK[end]
@@ -176,14 +212,12 @@ def _seconds(card: Card, found: Simulation, end: int) -> float:
         if found.shards == 1:  # with one process, FSDP2 copies weights on the stream of the compute
             waiting += to_gpu / PCIE[end]
             to_gpu = 0
-    transfer += (to_gpu + to_host) / PCIE[end]
-    return (max(compute, transfer) if end == 1 else compute + transfer) + waiting
+    return transfer + (to_gpu + to_host) / PCIE[end], waiting
 
 
-def make_plan(found: Simulation, price: float = 0.0, more_cards: tuple[Card, ...] = ()) -> dict[str, Any]:
+def make_plan(found: Simulation, price: float = 0.0, all_cards: tuple[Card, ...] = CARDS) -> dict[str, Any]:
     """The plan as `--json` prints it; memory in GB (1e9 bytes), time in seconds, `price` per GPU and hour."""
-    peak, all_cards = found.peak.bytes, (*more_cards, *CARDS)
-    needed = peak + reserve(found, peak)
+    peak = found.peak.bytes
     tokens = found.tokens * found.accumulation * found.processes
     steps = found.max_steps if found.max_steps > 0 else None
     plan = {
@@ -208,7 +242,7 @@ def make_plan(found: Simulation, price: float = 0.0, more_cards: tuple[Card, ...
         "steps": steps,
         "steps_are_estimated": found.steps_are_estimated,
         "fits": {card.name: fits(card, found, peak) for card in all_cards},
-        "free_gb": {card.name: gb(card.memory - needed) for card in all_cards},
+        "free_gb": {card.name: gb(card.memory - (peak + reserve(found, peak, card))) for card in all_cards},
         "largest_micro_batch": {card.name: largest_micro_batch(card, found) for card in all_cards},
         "step_seconds": {},
         "tokens_per_second": {},
@@ -226,7 +260,27 @@ def make_plan(found: Simulation, price: float = 0.0, more_cards: tuple[Card, ...
             plan["hours"][card.name] = hours
             if price:
                 plan["price"][card.name] = [round(number * price * found.processes, 2) for number in hours]
+    names = ("runs", "product_rate", "memory_rate", "more_reserve")
+    if calibrated := {card.name: {name: getattr(card, name) for name in names} for card in all_cards if card.runs}:
+        plan["calibrated"] = calibrated
     return plan
+
+
+def forecast_of_rehearsal(found: Simulation) -> dict[str, Any]:
+    """What a rehearsal on CPU can be compared with, of the process with rank 0; memory in MB (1e6 bytes), of the host in GB."""
+    moments = ("forward", "backward", "optimizer step")  # a CPU has one memory for what a GPU and its host hold
+    both = (found.peaks, found.host_peaks)
+    held = [sum(peaks[moment].bytes for peaks in both if moment in peaks) for moment in moments]
+    return {
+        "recipe": found.recipe,
+        "config": found.config,
+        "processes": found.processes,
+        "tokens_per_step": found.tokens * found.accumulation * found.processes,
+        "weights_mb": round(found.expected["weights"] / 1e6, 4),
+        "optimizer_mb": round(found.optimizer / 1e6, 4),
+        "peak_mb": round(max(held) / 1e6, 4),
+        "peak_host_gb": gb(host_memory(found)),
+    }
 
 
 def moved_bytes(found: Simulation) -> dict[str, float]:
@@ -269,11 +323,10 @@ def try_proposals(
 ) -> list[dict[str, Any]]:
     """Simulates what could make the run fit, the cheapest change first, until one does; [] if it fits already.
 
-    The target is `card`, or the one that the config is for: a T4 for fp16, else one of 24 GB. `run(config, flags)` simulates. A
-    change that saves memory is kept, and the next one is tried on top of it. Returns `{"change", "needs", "fits", "card"}` of
-    each.
+    The target is `card`, or the one that the config is for. `run(config, flags)` simulates. A change that saves memory is kept,
+    and the next one is tried on top of it. Returns `{"change", "needs", "fits", "card"}` of each.
     """
-    card = card or find_card("T4" if configs.read(config).mixed_precision == "fp16" else "3090")
+    card = card or card_of_config(config)
     if fits(card, found, found.peak.bytes):
         return []
     kept, rows, best = [], [], plan["peak_gpu_gb"] + plan["reserve_gb"]
@@ -282,7 +335,7 @@ def try_proposals(
         if isinstance(simulated, Refused):
             continue
         peak = simulated.peak.bytes
-        needs, is_enough = gb(peak) + gb(reserve(simulated, peak)), fits(card, simulated, peak)
+        needs, is_enough = gb(peak) + gb(reserve(simulated, peak, card)), fits(card, simulated, peak)
         words = [Path(other_config or config).stem, *kept, *flags]
         rows.append({"change": " ".join(words), "needs": needs, "fits": "yes" if is_enough else "no", "card": card.name})
         if is_enough:
@@ -290,6 +343,11 @@ def try_proposals(
         if needs < 0.98 * best:
             kept, best, config = [*kept, *flags], needs, other_config or config
     return rows
+
+
+def card_of_config(config: str, all_cards: tuple[Card, ...] = CARDS) -> Card:
+    """The card that a config is for: a T4 for fp16, else one of 24 GB."""
+    return find_card("T4" if configs.read(config).mixed_precision == "fp16" else "3090", all_cards)
 
 
 def proposals(found: Simulation, config: str) -> list[tuple[str, list[str]]]:

@@ -84,14 +84,14 @@ class Grid(NamedTuple):
     defaults: tuple[int | None, bool | None]  # micro-batch and checkpointing of the recipe
 
 
-def read_machines(text: str, more_cards: tuple[Card, ...] = ()) -> list[Machine]:
+def read_machines(text: str, all_cards: tuple[Card, ...] = cards.CARDS) -> list[Machine]:
     """The machines of --for. Raises UserError for one that is misspelt or has an unknown GPU."""
     machines = []
     for part in text.split(";"):
         match = re.fullmatch(r"\s*(\d+)\s*x\s*([^,]+?)\s*((?:,[^,]*)*)", part, re.IGNORECASE)
         if not match or int(match[1]) < 1:
             raise UserError(f"--for is {text!r}, {MACHINE_FORMAT}")
-        card, host, disk = cards.find_card(match[2], more_cards), math.inf, math.inf
+        card, host, disk = cards.find_card(match[2], all_cards), math.inf, math.inf
         for word in filter(None, (word.strip().lower() for word in match[3].split(","))):
             if word in ("nvlink", "no nvlink"):
                 card = cards.with_links(card, word == "nvlink")
@@ -107,13 +107,13 @@ def read_machines(text: str, more_cards: tuple[Card, ...] = ()) -> list[Machine]
     return machines
 
 
-def this_machine(gpus: list[tuple[float, str, float]], more_cards: tuple[Card, ...] = ()) -> Machine:
+def this_machine(gpus: list[tuple[float, str, float]], all_cards: tuple[Card, ...] = cards.CARDS) -> Machine:
     """The machine with these GPUs: bytes of memory, name, compute capability."""
     memory, name, version = min(gpus)
-    card = cards.card_of_gpu(name, memory, version >= 8, more_cards)
+    card = cards.card_of_gpu(name, memory, version >= 8, all_cards)
     links = [word for line in ask_nvidia_smi("topo", "-m").splitlines() if line.startswith("GPU") for word in line.split()]
     pairs = [word for word in links if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", word)]
-    if len(gpus) > 1 and pairs and card in cards.CARDS:
+    if len(gpus) > 1 and pairs and card in all_cards:
         card = cards.with_links(card, all(word.startswith("NV") for word in pairs))
     return Machine(f"{len(gpus)}x{card.name}", len(gpus), card, host_memory(), shutil.disk_usage(".").free)
 
@@ -356,7 +356,7 @@ def describe(
                 "flags": shown_flags(option, grid),
                 "step_seconds": [round(seconds, 3) for seconds in cards.step_seconds(machine.card, found)],
                 "slower": round(candidate.seconds / candidates[0].seconds - 1, 3),
-                "gpu_gb": cards.gb(peak + cards.reserve(found, peak)),
+                "gpu_gb": cards.gb(peak + cards.reserve(found, peak, machine.card)),
                 "host_gb": cards.gb(cards.host_memory(found)),
             }
         )

@@ -31,34 +31,45 @@ from harness.nodes.machines import find_gpus, nodes_from_environment, physical_c
 from harness.start import flags, processes
 
 if TYPE_CHECKING:
+    from harness.plan.cards import Card
     from harness.plan.choose import Option
     from harness.plan.simulation import Refused, Simulation
 
+NOT_OFFLOADED = (
+    "--activation_offloading is not simulated: the run needs less GPU memory, more host memory and more time than the plan says. "
+    """--activation_checkpointing_kwargs '{"offload": true}' is simulated."""
+)
 DEFAULT_MACHINE = "1x3090"  # of a rehearsal on a machine without a GPU
 
 
 def main(*words: str) -> None:
-    options, words = [word for word in words[:2] if word in ("--start", "--tiny")], list(words)
+    options, words = [word for word in words[:2] if word in ("--start", "--tiny", "--forecast")], list(words)
     recipe, *words = words[len(options) :]
     count = next((number for number, word in enumerate(words) if not word.endswith((".yaml", ".yml"))), len(words))
     paths, (own, arguments) = words[:count], read_own_flags(list(words[count:]))
     flags.check_flags(Path(recipe), arguments)
     if (own.within or ";" in own.price) and not own.machines:
         raise UserError('--within and several prices are for the machines of --for: --for "1x4090; 2x3090"')
-    if options or own.machines:
+    if flags.is_true("activation_offloading", arguments, Path(recipe)):
+        print(NOT_OFFLOADED, file=sys.stderr, flush=True)
+    if "--forecast" in options and "--tiny" in options:
+        print(json.dumps(forecast_rehearsal(recipe, paths[0], arguments), indent=2))
+    elif options == ["--forecast"]:
+        plan_configs(recipe, paths, own, arguments, is_forecast=True)
+    elif options or own.machines:
         plan_choice(recipe, paths, own, arguments, options)
-        return
-    plan_configs(recipe, paths, own, arguments)
+    else:
+        plan_configs(recipe, paths, own, arguments)
 
 
-def plan_configs(recipe: str, paths: list[str], own: "OwnFlags", arguments: list[str]) -> None:
-    """Prints the plan of one config, or of several side by side."""
+def plan_configs(recipe: str, paths: list[str], own: "OwnFlags", arguments: list[str], is_forecast: bool = False) -> None:
+    """Prints the plan of one config, or of several side by side. `is_forecast`: for a run, which compares itself with it."""
     read = {path: configs.read(path) for path in paths}
     can_fork = import_libraries()
     from harness.plan import cards, pages  # they import torch, which a misspelt flag need not wait for
     from harness.plan.simulation import Refused
 
-    more_cards = tuple(cards.card_of_user(*numbers) for numbers in own.cards)
+    all_cards = known_cards(own)
     # Neither a config nor a proposal changes how many rows an epoch has, so they are counted once.
     rows = functools.cache(lambda: processes.call(can_fork, rows_of_epoch, recipe, arguments)[1])
     plans, found = [], None
@@ -67,9 +78,11 @@ def plan_configs(recipe: str, paths: list[str], own: "OwnFlags", arguments: list
             pages.print_progress(f"Simulating {Path(recipe).stem} with {config.name} …")
         found = run(can_fork, recipe, config, arguments, optional=len(read) > 1)
         price = own.prices(1)[0]
-        plans.append(found if isinstance(found, Refused) else cards.make_plan(with_steps(found, rows), price, more_cards))
+        plans.append(found if isinstance(found, Refused) else cards.make_plan(with_steps(found, rows), price, all_cards))
     if own.as_json:
         shown = [{"config": p.config, "refused": p.reason} if isinstance(p, Refused) else p for p in plans]
+        if is_forecast:
+            shown[0]["step_parts"] = {card.name: cards.step_parts(card, found)._asdict() for card in all_cards}
         print(json.dumps(shown[0] if len(read) == 1 else shown, indent=2))
     elif len(read) > 1:
         pages.print_side_by_side(plans)
@@ -81,7 +94,25 @@ def plan_configs(recipe: str, paths: list[str], own: "OwnFlags", arguments: list
             pages.print_progress(f"Trying {' '.join([Path(path).stem, *more])} …")
             return run(can_fork, recipe, configs.read(path), [*arguments, *more], optional=True)
 
-        pages.print_proposals(cards.try_proposals(plans[0], found, paths[0], run_again))
+        card = cards.card_of_config(paths[0], all_cards)
+        pages.print_proposals(cards.try_proposals(plans[0], found, paths[0], run_again, card))
+
+
+def forecast_rehearsal(recipe: str, path: str, arguments: list[str]) -> dict[str, Any]:
+    """The simulation of a rehearsal, as it runs on CPU: tiny model and data, all processes on this machine, the CPU's kernels."""
+    config, nodes = configs.read(path), nodes_from_environment()
+    can_fork = import_libraries()
+    from harness.plan import cards
+
+    launched = Launched(recipe, path, nodes.processes or config.num_processes, tiny=True, on_cpu=True, mode="plan")
+    return cards.forecast_of_rehearsal(run(can_fork, recipe, config, arguments, launched=launched))
+
+
+def known_cards(own: "OwnFlags") -> tuple["Card", ...]:
+    """The cards of --card, then all others, calibrated by the runs of this machine."""
+    from harness.plan import calibration, cards
+
+    return calibration.calibrate((*(cards.card_of_user(*numbers) for numbers in own.cards), *cards.CARDS))
 
 
 def import_libraries() -> bool:
@@ -196,13 +227,15 @@ def run(
 def simulate_quietly(
     launched: Launched, config: AccelerateConfig, arguments: list[str], optional: bool, with_evaluation: bool = True
 ) -> "Simulation | Refused":
+    from harness.plan.fakes import Fakes
     from harness.plan.simulation import Refused, simulate
 
+    make_fakes = functools.partial(Fakes, cuda=not launched.tiny)
     logging.disable(logging.WARNING)  # what libraries log about a run does not belong to a plan
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):
-            return simulate(launched, config, arguments, with_evaluation=with_evaluation)
+            return simulate(launched, config, arguments, make_fakes, with_evaluation)
     except UserError as error:
         reason = str(error)
         if not optional:
@@ -223,11 +256,11 @@ def plan_choice(recipe: str, paths: list[str], own: OwnFlags, arguments: list[st
     can_fork = import_libraries()
     from harness.plan import cards, choose, pages
 
-    more_cards = tuple(cards.card_of_user(*numbers) for numbers in own.cards)
+    all_cards = known_cards(own)
     if gpus:
-        machines = [choose.this_machine(gpus, more_cards)]
+        machines = [choose.this_machine(gpus, all_cards)]
     else:
-        machines = choose.read_machines(own.machines or DEFAULT_MACHINE, more_cards)
+        machines = choose.read_machines(own.machines or DEFAULT_MACHINE, all_cards)
     rows = functools.cache(lambda: processes.call(can_fork, rows_of_epoch, recipe, arguments)[1])
     plans = []
     for machine, price in zip(machines, own.prices(len(machines)), strict=True):
@@ -255,7 +288,7 @@ def plan_choice(recipe: str, paths: list[str], own: OwnFlags, arguments: list[st
             simulated = with_steps(run(can_fork, recipe, config, flags_of_best, launched=launched), rows)
         else:
             simulated = best.found
-        plans.append(cards.make_plan(simulated, more_cards=more_cards) | choose.on_machine(machine, simulated, price, own.within))
+        plans.append(cards.make_plan(simulated, all_cards=all_cards) | choose.on_machine(machine, simulated, price, own.within))
         plans[-1] |= {"flags": described[0]["flags"], "command": described[0]["command"], "choices": described}
     if own.as_json:
         print(json.dumps(plans[0] if len(plans) == 1 else plans, indent=2))

@@ -18,7 +18,7 @@ from harness.compat.transformers import attention_of, generate_on
 from harness.folder import DATA, RESULTS, RUN, read_json, sync, write_json
 from harness.launched import print_once
 from harness.model.quantized import SOURCE
-from harness.run.forecast import describe_forecast, read_forecast
+from harness.run.forecast import describe_forecast, keep_measurement, read_forecast
 from harness.run.progress import Progress, evaluation_losses
 
 import pyarrow
@@ -308,12 +308,13 @@ def write_results(
     taken: list[int],
     parameters: tuple[int, int],
     resumed_from: int,
-    mirror: dict,
+    more: dict,
 ) -> dict:
     """Gathers the numbers of all processes (collective); the first writes them. Memory in GB (1e9 bytes), time in seconds.
 
     Time and tokens are those of the whole run, including its parts before a resume. `train_runtime` includes everything,
-    `tokens_per_second` only the time of optimizer steps. `taken`: see `StreamPosition.rows_taken`.
+    `tokens_per_second` only the time of optimizer steps. `taken`: see `StreamPosition.rows_taken`; `more`: further results, of
+    the mirror and of a rehearsal's tensors.
     """
     args, state = trainer.args, trainer.state
     host_unit = 1 if sys.platform == "darwin" else 1024
@@ -370,7 +371,7 @@ def write_results(
         **({} if isinstance(trainer.train_dataset, IterableDataset) else {"times_seen": round(state.epoch or 0, 2)}),
         **({"data": data} if data else {}),
         "resumed_from_step": resumed_from,
-        **mirror,
+        **more,
         "device": torch.cuda.get_device_name() if has_gpu else platform.processor() or platform.machine(),
         "finished": datetime.datetime.now().isoformat(timespec="seconds"),
         "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES},
@@ -383,12 +384,15 @@ def write_results(
         }
         for node, of in by_node.items()
     ]
-    if has_gpu and (forecast := read_forecast(Path(args.output_dir), results["device"])):
+    is_compared = has_gpu or getattr(args, "forecast", False)
+    if is_compared and (forecast := read_forecast(Path(args.output_dir), results["device"])):
         results["forecast"] = forecast
     if trainer.is_world_process_zero():
         names = [name for name in (results.get("recipe"), results.get("config")) if name]
         draw_losses(state.log_history, " × ".join(names), Path(args.output_dir, "loss.png"))
         write_json(Path(args.output_dir, RESULTS), results)
+        if not getattr(args, "profile", False) and not args.torch_compile:  # neither is what a forecast is about
+            keep_measurement(results)
     return results
 
 
@@ -459,9 +463,9 @@ def print_summary(results: dict, output_dir: str) -> None:
         after = f"{results['eval_loss']:.4f}{' after' if on_start else ''}"
         evaluation = f", evaluation loss {on_start}{after} (perplexity {results['perplexity']:.1f})"
     gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
-    forecast = "".join(f"{line}\n" for line in describe_forecast(results)) if "forecast" in results else ""
     if "eval_loss" in results:
         evaluation += "".join(f"\n{line}" for line in describe_datasets(results))
+    forecast = "".join(f"{line}\n" for line in describe_forecast(results)) if "forecast" in results else ""
     seen = f", every row seen {results['times_seen']:g} times" if "times_seen" in results else ""
     print_once(
         f"{kind} on {processes}, {results['global_step']} steps{seen}: loss {results['final_loss']:.4f}{mean}{evaluation}\n"

@@ -22,7 +22,7 @@ from harness.run.outputs import (
     save_model,
     write_results,
 )
-from harness.run.profile import Profile
+from harness.run.profile import MeasuredTensors, Profile
 from harness.run.progress import Progress
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
 from harness.run.stopping import BatchReader, LastStepReached, StopAfterSignal, StopAtLastStep, StopOnNan, make_cpu_group
@@ -104,6 +104,9 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     ]
     if getattr(trainer.args, "profile", False):
         callbacks.append(Profile(trainer.args))
+    tensors = MeasuredTensors()
+    if getattr(trainer.args, "forecast", False) and not getattr(trainer.args, "profile", False):  # two profilers at once
+        callbacks.append(tensors)
     for callback in callbacks:
         trainer.add_callback(callback)
 
@@ -131,9 +134,8 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     if trainer.is_world_process_zero():
         save_expectations(trainer, evaluation)
     mirror.finish()
-    results = write_results(
-        trainer, output, evaluation, progress, position.rows_taken(), parameters, resumed_from, mirror.results()
-    )
+    more = mirror.results() | tensors.sizes
+    results = write_results(trainer, output, evaluation, progress, position.rows_taken(), parameters, resumed_from, more)
     generate_samples(trainer, launched.tiny)
     print_summary(results, str(output_dir))
     mirror.upload_model()

@@ -111,6 +111,8 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
         checks.check_gpus(training_args, model_args, is_sharded, launched)
     if is_checking and launched.mode != "plan":
         check_run(arguments, launched, config, is_sharded)
+    elif is_checking and launched.tiny:
+        tiny.make_replacements(script_args, model_args)
     if launched.mode == "prepare" and launched.only_check:  # `commands/prepare.py` downloads the files next
         raise Checked(*arguments)
     model_name = model_args.model_name_or_path
@@ -248,6 +250,7 @@ def read_arguments(config_class: type, defaults: dict[str, Any], launched: Launc
     # `train` has the training arguments only.
     training_args.profile, training_args.mirror = script_args.profile, script_args.mirror
     training_args.dataset_weights = {one.label: one.weight for one in each_dataset(script_args)} if script_args.mixture else None
+    training_args.forecast = script_args.forecast and launched.tiny and launched.on_cpu
     if training_args.report_to and not training_args.run_name:  # trackio would start another run for the last evaluation
         training_args.run_name = f"{Path(training_args.output_dir).name} {datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
     return script_args, training_args, model_args
@@ -466,10 +469,10 @@ def check_model_and_dataset(arguments: Arguments, launched: Launched, config: Ac
 def replace_model_and_dataset(arguments: Arguments, launched: Launched) -> None:
     """Makes the arguments name what is loaded instead: the tiny model and dataset, or the files of --prepare."""
     script_args, training_args, _ = arguments
-    if launched.mode == "plan":
-        tiny.use_planned_size(*arguments)
-    elif launched.tiny:
+    if launched.tiny:
         tiny.use_replacements(*arguments)
+    elif launched.mode == "plan":
+        tiny.use_planned_size(*arguments)
     else:
         processes = launched.processes or training_args.world_size
         change_each(script_args, lambda one: use_prepared_files(one, training_args, processes))
@@ -481,8 +484,9 @@ def prepare_process(arguments: Arguments, launched: Launched) -> None:
     if launched.on_cpu and training_args.fp16 and launched.mode != "plan":
         multiply_fp16_in_float32()
     if training_args.use_cpu and getattr(training_args, "activation_offloading", False):
-        training_args.activation_offloading = False
-        print_once("--activation_offloading: activations stay where they are, because this run has no GPU.")
+        training_args.activation_offloading = False  # a plan says so itself
+        if launched.mode != "plan":
+            print_once("--activation_offloading: activations stay where they are, because this run has no GPU.")
     if training_args.use_cpu and launched.mode != "plan" and (training_args.activation_checkpointing_kwargs or {}).get("offload"):
         offload_activations_to_unpinned_memory()
     wait_for_hub()

@@ -276,14 +276,17 @@ def train(
 def forecast_in_background(launched: Launched, arguments: list[str], output_dir: Path) -> Iterator[None]:
     """Simulates a run on GPUs while it trains, and writes the plan as plan.json; the run compares itself with it at its end.
 
-    The simulation needs no GPU, one core for a minute at low priority, and about 2 GB of host memory.
+    The simulation needs no GPU, one core for a minute at low priority, and about 2 GB of host memory. A rehearsal on CPU is
+    simulated with --forecast only, before it trains, which takes some seconds.
     """
-    if launched.on_cpu or launched.tiny:
+    is_rehearsal = launched.tiny and launched.on_cpu and flags.is_true("forecast", arguments)
+    if (launched.on_cpu or launched.tiny) and not is_rehearsal:
         yield
         return
     draft, plan = output_dir / ".plan.draft", output_dir / PLAN
     plan.unlink(missing_ok=True)  # of an earlier start, perhaps with other flags
-    command = [sys.executable, "-m", "harness.plan.command", launched.recipe, launched.config, "--json"]
+    options = ["--forecast", "--tiny"] if is_rehearsal else ["--forecast"]
+    command = [sys.executable, "-m", "harness.plan.command", *options, launched.recipe, launched.config, "--json"]
     command += flags.without("mirror", arguments)  # which a plan refuses
     counts = {"NNODES": str(launched.nodes), "NPROC_PER_NODE": str(launched.processes // launched.nodes)}
     script = 'draft=$1 plan=$2; shift 2; nice -n 19 "$@" >"$draft" && mv -- "$draft" "$plan" || rm -f -- "$draft"'
@@ -296,6 +299,8 @@ def forecast_in_background(launched: Launched, arguments: list[str], output_dir:
         start_new_session=True,  # a signal to the run is not one to the simulation
     )
     try:
+        if is_rehearsal:
+            process.wait()
         yield
     finally:
         if process.poll() is None:

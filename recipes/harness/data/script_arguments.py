@@ -134,12 +134,12 @@ def set_datasets(script_args: ScriptArguments) -> None:
         raise UserError(f"--dataset_weights has {len(weights)} values for {len(names)} datasets: pass one for each")
     if not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise UserError(f"--dataset_weights is {' '.join(map(str, weights))}, expected numbers above 0")
-    if len(set(zip(names, configs if isinstance(configs, list) else names, strict=False))) < len(names):
-        raise UserError("--dataset_name names a dataset twice: pass each once, with a larger weight")
     if configs is not None and (not isinstance(configs, list) or len(configs) != len(names)):
         raise UserError(
             f"--dataset_config: pass one config for each of the {len(names)} datasets, and `default` for those without"
         )
+    if len(set(zip(names, configs or names, strict=True))) < len(names):
+        raise UserError("--dataset_name names a dataset twice: pass each once, with a larger weight")
     script_args.dataset_config = None
     shared = {name: getattr(script_args, name) for name in OF_ONE_DATASET}
     script_args.mixture = [

@@ -250,7 +250,9 @@ def read_arguments(config_class: type, defaults: dict[str, Any], launched: Launc
     # `train` has the training arguments only.
     training_args.profile, training_args.mirror = script_args.profile, script_args.mirror
     training_args.dataset_weights = {one.label: one.weight for one in each_dataset(script_args)} if script_args.mixture else None
-    training_args.forecast = script_args.forecast and launched.tiny and launched.on_cpu
+    if script_args.forecast and not (launched.tiny and launched.on_cpu):
+        raise UserError("--forecast is for a rehearsal on CPU (--tiny): every run on GPUs is compared with its forecast")
+    training_args.forecast = script_args.forecast
     if training_args.report_to and not training_args.run_name:  # trackio would start another run for the last evaluation
         training_args.run_name = f"{Path(training_args.output_dir).name} {datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
     return script_args, training_args, model_args

@@ -46,6 +46,6 @@ def test_reading(run_program):
 
 @slow
 def test_waiting(run_program):
-    *_, head, rule, row, facts = run_program(WAITING)
+    *_, head, _, row, facts = run_program(WAITING)
     assert head.startswith("| tokens/s of the GPU") and row.startswith("| 1,000,000 | ") and row.count("%, at most") == 2
     assert "cores of" in facts

@@ -59,10 +59,11 @@ def largest_divisor(number: int, limit: int) -> int:
 
 
 def fill_last_step(trainer: Trainer) -> None:
-    """Adds rows of one token to a training set in memory, so that its epochs consist of complete steps.
+    """Adds rows without loss to a training set in memory, so that its epochs consist of complete steps.
 
     accelerate repeats rows so that all processes have as many full micro-batches: how many, and which rows a run sees twice,
-    depends on the number of processes. The only token of an added row has no loss, because it follows no other.
+    depends on the number of processes. The added rows have no labels but -100. Where the collator makes the labels, they have one
+    token, which has no loss because it follows no other.
     """
     rows, args = trainer.train_dataset, trainer.args
     counts_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None  # else a mean per micro-batch
@@ -71,12 +72,14 @@ def fill_last_step(trainer: Trainer) -> None:
         return
     row = rows[0]
     tokens = len(row["input_ids"])
-    cut = {name: value[:1] if isinstance(value, list) and len(value) == tokens else value for name, value in row.items()}
-    cut |= {name: value for name, value in {"labels": [-100], "seq_lengths": [1]}.items() if name in row}
+    if "labels" in row:
+        row["labels"] = [-100] * tokens
+    else:
+        row = {name: value[:1] if isinstance(value, list) and len(value) == tokens else value for name, value in row.items()}
+        row |= {"seq_lengths": [1]} if "seq_lengths" in row else {}
     missing = -len(rows) % (slots_of_step(args) * args.train_batch_size)
     if missing:
-        added = Dataset.from_list([cut] * missing, features=rows.features)
-        trainer.train_dataset = concatenate_datasets([rows, added])
+        trainer.train_dataset = concatenate_datasets([rows, Dataset.from_list([row] * missing, features=rows.features)])
 
 
 def documents_per_batch(stream: IterableDataset, max_length: int, strategy: str) -> int:

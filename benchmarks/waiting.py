@@ -5,7 +5,7 @@
 
 A micro-batch "computes" by sleeping as long as a GPU of that speed needs, so the CPU is free for tokenizing and packing, as it
 is beside a GPU. The documents are as long as those of FineWeb-Edu and come from a Parquet file. A stream is tokenized and packed
-in batches of 1,000 documents, so most steps wait for nothing, and some for a million tokens. The table has the share of the time
+in batches of documents, so most steps wait for nothing, and some for all tokens of a batch. The table has the share of the time
 that training waited for rows, and its longest wait: with steps read ahead, as the recipe does, and without.
 """
 

@@ -17,8 +17,7 @@ if __name__ == "__main__":
 WAITING = """
 if __name__ == "__main__":
     import waiting
-    waiting.DOCUMENTS = 60
-    waiting.main([1_000_000])
+    waiting.main([1_000_000], documents=200, step_count=4)
 """
 
 

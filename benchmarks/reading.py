@@ -1,16 +1,17 @@
 """Measures how fast packed rows are read from Parquet files on a Hub of this machine, and the host memory of the buffers.
 
-    .venv/bin/python benchmarks/reading.py            # about four minutes on two cores
+    .venv/bin/python benchmarks/reading.py            # about seven minutes on two cores
 
 Streams 14 files of documents, tokenizes and packs them as `qwen2_fineweb_edu` does, and trains nothing: 8 micro-batches of two
-rows per step, on one and on four processes. "accelerate": the files are divided among the processes, as accelerate does it.
-"parts": as `harness/data/streams.py` does it. Prints seconds to the first step, rows per second of all processes after it (their
-documents are tokenized already), and the host memory of all processes after the last step, without the imported libraries.
+rows per step, on one and on four processes. "divided": the files are divided among the processes, as accelerate does it. "parts":
+as `harness/data/streams.py` does it. "large parts": with a shuffle buffer of 1,000 documents and packed batches of 1,000 for each
+part. Prints the seconds to the first step; of these, the seconds that a core computed (which other work on the machine does not
+change), and how many per 1,000 rows from the start to the last step; the share of the rows that is not padding; and the host
+memory of all processes after the last step, without the imported libraries.
 """
 
 import json
 import os
-import random
 import sys
 import tempfile
 import time
@@ -19,28 +20,31 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "recipes"), str(ROOT / "tests")]
-FILES, DOCUMENTS, SLOTS, ROWS, LENGTH, STEPS = 14, 3_000, 8, 2, 1024, 60
+sys.path[:0] = [str(ROOT / "recipes"), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+FILES, SLOTS, ROWS, LENGTH = 14, 8, 2, 1024
 
 
-def make_dataset(folder: Path) -> None:
-    """FILES Parquet files of DOCUMENTS documents of about 4 KB."""
-    from harness.rehearsal.tiny_data import documents
+def make_dataset(folder: Path, documents_per_file: int) -> None:
+    """FILES Parquet files of documents about as long as those of FineWeb-Edu: 600 tokens in the median, 1,000 on average."""
+    from harness.rehearsal import tiny_model
 
-    import pyarrow
+    import inputs
     from pyarrow import parquet
 
-    paragraphs, generator = documents(), random.Random(0)
+    tokenizer = tiny_model.make_tokenizer(tiny_model.family_of("Qwen/Qwen2-0.5B"))
+    with tempfile.TemporaryDirectory() as name:
+        inputs.make_documents(Path(name, "all"), tokenizer, FILES * documents_per_file, 600, 1000)
+        table = parquet.read_table(Path(name, "all/00000.parquet"))
     folder.mkdir(parents=True)
     for file in range(FILES):
-        texts = ["\n".join(generator.choices(paragraphs, k=generator.randint(2, 8))) for _ in range(DOCUMENTS)]
-        parquet.write_table(pyarrow.table({"text": texts}), folder / f"{file:02}.parquet", row_group_size=1000)
+        rows = table.slice(file * documents_per_file, documents_per_file)
+        parquet.write_table(rows, folder / f"{file:02}.parquet", row_group_size=1000)
 
 
-def read(kind: str, processes: int, rank: int, model: Path) -> tuple[float, float, int, float]:
-    """Seconds to the first step, seconds and rows after it, and GB of host memory."""
+def read(kind: str, processes: int, rank: int, model: Path, steps: int) -> tuple[float, float, float, int, int, float]:
+    """Seconds to the first step, CPU seconds to it and to the last one, rows and their tokens, and GB of host memory."""
     from harness.data import loading
-    from harness.data.streams import StreamPosition, repeat_stream
+    from harness.data.streams import StreamPosition, documents_per_batch, repeat_stream
 
     import psutil
     import torch
@@ -50,39 +54,45 @@ def read(kind: str, processes: int, rank: int, model: Path) -> tuple[float, floa
     from trl import pack_dataset
 
     torch.set_num_threads(1)
-    memory_before, began = psutil.Process().memory_info().rss, time.monotonic()
+    if kind != "parts":
+        loading.SMALLEST_BUFFER = loading.SHUFFLE_BUFFER
+    memory_before, began, cpu_before = psutil.Process().memory_info().rss, time.monotonic(), time.process_time()
     script_args = loading.ScriptArguments(dataset_name="some/rows", dataset_streaming=True, max_eval_samples=8)
     script_args.dataset_formats, script_args.display_name = ("text",), "some/rows"
     tokenizer = AutoTokenizer.from_pretrained(model)
     stream, _ = loading.load(script_args)
     stream = stream.map(lambda row: {"input_ids": tokenizer(row["text"])["input_ids"]}, remove_columns=["text"])
+    batch = documents_per_batch(stream, LENGTH, "bfd_split") if kind == "parts" else 1000
     accelerator = SimpleNamespace(device=torch.device("cpu"), non_blocking=False, dataloader_config=SimpleNamespace())
     args = SimpleNamespace(process_index=rank, world_size=processes, gradient_accumulation_steps=SLOTS // processes)
     args.train_batch_size = ROWS
     trainer = SimpleNamespace(args=args, accelerator=accelerator, eval_dataset=None)
-    trainer.train_dataset = pack_dataset(stream, LENGTH, "bfd_split")
+    trainer.train_dataset = pack_dataset(stream, LENGTH, "bfd_split", {"batch_size": batch})
     repeat_stream(trainer)
 
     def collate(rows: list[dict]) -> dict:
-        if kind == "accelerate":
+        if kind == "divided":
             trainer.train_dataset.state_dict()  # for the checkpoint
-        return {"rows": rows}
+        return {"tokens": torch.tensor(sum(len(row["input_ids"]) for row in rows))}
 
     loader = DataLoader(trainer.train_dataset, batch_size=ROWS, collate_fn=collate)
     prepared = prepare_data_loader(loader, num_processes=processes, process_index=rank, dispatch_batches=False)
     trainer.get_train_dataloader = lambda: prepared
     position = StreamPosition(trainer, None)
-    if kind == "parts":
+    if kind != "divided":
         position.install()
-    batches, times = iter(trainer.get_train_dataloader()), []
-    for _ in range(STEPS):
-        position.take_from([next(batches) for _ in range(SLOTS // processes)])
-        times.append(time.monotonic())
+    batches, tokens = iter(trainer.get_train_dataloader()), 0
+    for step in range(steps):
+        of_step = [next(batches) for _ in range(SLOTS // processes)]
+        position.take_from(of_step)
+        tokens += sum(int(batch["tokens"]) for batch in of_step)
+        if step == 0:
+            first, first_cpu = time.monotonic() - began, time.process_time() - cpu_before
     gigabytes = (psutil.Process().memory_info().rss - memory_before) / 1e9
-    return times[0] - began, times[-1] - times[0], (STEPS - 1) * SLOTS // processes * ROWS, gigabytes
+    return first, first_cpu, time.process_time() - cpu_before, steps * SLOTS // processes * ROWS, tokens, gigabytes
 
 
-def main() -> None:
+def main(counts: tuple[int, ...] = (1, 4), rounds: int = 2, documents_per_file: int = 1_500, steps: int = 250) -> None:
     from local_hub import serve
 
     with tempfile.TemporaryDirectory() as name, serve(Path(name, "hub")) as hub:
@@ -92,17 +102,19 @@ def main() -> None:
         import datasets
 
         datasets.disable_progress_bars()
-        make_dataset(hub.root / "datasets/some/rows")
+        make_dataset(hub.root / "datasets/some/rows", documents_per_file)
         tiny_model.make("Qwen/Qwen2-0.5B", "main", Path(name, "model"))
-        for processes in (1, 4):
-            for kind in ("accelerate", "parts", "accelerate", "parts"):
+        for processes in counts:
+            for kind in ("divided", "large parts", "parts") * rounds:
                 with get_context("spawn").Pool(processes) as pool:
-                    wanted = [(kind, processes, rank, Path(name, "model")) for rank in range(processes)]
+                    wanted = [(kind, processes, rank, Path(name, "model"), steps) for rank in range(processes)]
                     found = pool.starmap(read, wanted, chunksize=1)
-                first, seconds = (max(part[place] for part in found) for place in (0, 1))
-                rows, gigabytes = (sum(part[place] for part in found) for place in (2, 3))
-                numbers = {"seconds_to_first_step": round(first, 1), "rows_per_second": round(rows / seconds)}
-                print(json.dumps({"processes": processes, "kind": kind} | numbers | {"host_gb": round(gigabytes, 2)}), flush=True)
+                first, first_cpu = (max(part[place] for part in found) for place in (0, 1))
+                cpu, rows, tokens, gigabytes = (sum(part[place] for part in found) for place in (2, 3, 4, 5))
+                numbers = {"seconds_to_first_step": round(first, 1), "cpu_seconds_to_first_step": round(first_cpu, 1)}
+                numbers |= {"cpu_seconds_per_1000_rows": round(1000 * cpu / rows, 2)}
+                numbers |= {"filled": round(tokens / rows / LENGTH, 4), "host_gb": round(gigabytes, 2)}
+                print(json.dumps({"processes": processes, "kind": kind} | numbers), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 A micro-batch "computes" by sleeping as long as a GPU of that speed needs, so the CPU is free for tokenizing and packing, as it
 is beside a GPU. The documents are as long as those of FineWeb-Edu and come from a Parquet file. A stream is tokenized and packed
-in batches of 1,000 documents, so most steps wait for nothing, and some for a million tokens. The table has the share of the time
+in batches of documents, so most steps wait for nothing, and some for all tokens of a batch. The table has the share of the time
 that training waited for rows, and its longest wait: with steps read ahead, as the recipe does, and without.
 """
 
@@ -29,7 +29,7 @@ DOCUMENTS = 4000
 MEDIAN_LENGTH, MEAN_LENGTH = 600, 1000  # in tokens, about those of FineWeb-Edu
 
 
-def run_recipe(connection: Connection, folder: Path, tokens_per_second: int, read_ahead: bool) -> None:
+def run_recipe(connection: Connection, folder: Path, tokens_per_second: int, read_ahead: bool, step_count: int) -> None:
     """Trains in this process; sends the seconds of every step, and how many of them it waited for rows."""
     from harness.run.stopping import BatchReader
 
@@ -63,7 +63,7 @@ def run_recipe(connection: Connection, folder: Path, tokens_per_second: int, rea
         "model_name_or_path": folder / "model",
         "dataset_name": folder / "documents",
         "dataset_config": "sample-10BT",
-        "max_steps": STEPS,
+        "max_steps": step_count,
         "eval_strategy": "no",
         "save_strategy": "no",
         "use_cpu": "true",
@@ -81,11 +81,11 @@ def run_recipe(connection: Connection, folder: Path, tokens_per_second: int, rea
     connection.send(list(zip(seconds, waits[1:], strict=False))[1:])
 
 
-def measure(folder: Path, tokens_per_second: int, read_ahead: bool) -> str:
+def measure(folder: Path, tokens_per_second: int, read_ahead: bool, step_count: int) -> str:
     """Which share of the time training waited for rows, and the longest wait."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=run_recipe, args=(theirs, folder, tokens_per_second, read_ahead))
+    process = context.Process(target=run_recipe, args=(theirs, folder, tokens_per_second, read_ahead, step_count))
     process.start()
     theirs.close()
     steps = ours.recv()
@@ -94,17 +94,17 @@ def measure(folder: Path, tokens_per_second: int, read_ahead: bool) -> str:
     return f"{sum(waits) / sum(seconds for seconds, _ in steps):.1%}, at most {max(waits):.2f} s"
 
 
-def main(speeds: list[int]) -> None:
+def main(speeds: list[int], documents: int = DOCUMENTS, step_count: int = STEPS) -> None:
     from harness.rehearsal import tiny_model
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inputs.make_model("Qwen/Qwen2-0.5B", folder / "model", is_tiny=True)
         tokenizer = tiny_model.make_tokenizer(tiny_model.family_of("Qwen/Qwen2-0.5B"))
-        inputs.make_documents(folder / "documents", tokenizer, DOCUMENTS, MEDIAN_LENGTH, MEAN_LENGTH)
+        inputs.make_documents(folder / "documents", tokenizer, documents, MEDIAN_LENGTH, MEAN_LENGTH)
         print("| tokens/s of the GPU | waits, read ahead | waits, read when needed |\n|---|---|---|")
         for speed in speeds:
-            ahead, when_needed = (measure(folder, speed, read_ahead) for read_ahead in (True, False))
+            ahead, when_needed = (measure(folder, speed, read_ahead, step_count) for read_ahead in (True, False))
             print(f"| {speed:,} | {ahead} | {when_needed} |", flush=True)
     facts = inputs.provenance()
     hardware, versions = facts["hardware"], ", ".join(f"{name} {version}" for name, version in facts["versions"].items())

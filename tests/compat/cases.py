@@ -282,6 +282,17 @@ def install_training_template(changed: bool) -> str:
     return sft_trainer.get_training_chat_template(tokenizer)
 
 
+def pack_streams_in_batches(changed: bool) -> int:
+    """How many documents of a stream SFTTrainer has read when it has the first packed row."""
+    read = []
+    if changed:
+        trl_changes.pack_streams_in_batches(lambda stream, max_length, strategy: 7)
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 1500}).to_iterable_dataset()
+    stream = rows.map(lambda row: read.append(1) or row)
+    next(iter(sft_trainer.pack_dataset(stream, 4, "bfd", {})))
+    return len(read)
+
+
 def compute_loss_without_triton(changed: bool) -> bool:
     """Whether TRL would use its Triton kernel on a GPU."""
     chunked_logprob._TRITON_AVAILABLE = True  # as where Triton is installed
@@ -319,6 +330,7 @@ CASES = [
     read_no_weights,
     load_tokenizers_as_offline,
     install_training_template,
+    pack_streams_in_batches,
     compute_loss_without_triton,
     compute_varlen_attention_on_cpu,
 ]

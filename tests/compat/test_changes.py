@@ -27,6 +27,7 @@ EXPECTED = {
     "load_tokenizers_as_offline": (False, True),
     "offload_activations_to_unpinned_memory": ("RuntimeError", True),
     "offload_to_unpinned_memory": (True, False),
+    "pack_streams_in_batches": (1000, 7),
     "read_no_weights": (["cpu"], ["meta"]),
     "run_exit_handlers": ("", "called"),
     "set_gloo_timeout": (1800, 77),

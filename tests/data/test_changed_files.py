@@ -2,7 +2,14 @@
 
 import os
 
-from harness.data.files import DATA_FILES, check_data_files, compute_checksums, record_data_files
+from harness.data.files import (
+    DATA_FILES,
+    changed_files,
+    check_data_files,
+    compute_checksums,
+    record_data_files,
+    warning_of_change,
+)
 from harness.data.script_arguments import ScriptArguments
 from harness.folder import COMPLETION_MARKER
 
@@ -34,6 +41,26 @@ def test_change_in_the_middle(run, error_of):
     write_again(file, "xxxxyxxxx")
     message = error_of(check_data_files, output_dir, script_args)
     assert f"{file} has changed since the run in {output_dir} began" in message
+
+
+def test_change_that_keeps_the_time(run, capsys):
+    """The next start does not read the files; it compares them while it trains."""
+    output_dir, script_args, file = run
+    compute_checksums(output_dir).join()
+    before = file.stat()
+    file.write_text("xxxxyxxxx")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    for _ in range(2):
+        check_data_files(output_dir, script_args)
+        record_data_files(output_dir, script_args)
+        compute_checksums(output_dir).join()
+        printed = capsys.readouterr().out
+        assert printed == f"{warning_of_change(str(file), output_dir)}\n" and "same size and modification time" in printed
+        assert changed_files(output_dir) == [str(file)]
+    (output_dir / "checkpoint-1" / COMPLETION_MARKER).unlink()  # a run from the beginning reads one version
+    record_data_files(output_dir, script_args)
+    compute_checksums(output_dir).join()
+    assert not changed_files(output_dir) and not capsys.readouterr().out
 
 
 def test_file_that_was_copied(run, capsys):

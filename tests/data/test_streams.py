@@ -11,17 +11,19 @@ from types import SimpleNamespace
 from harness.compat import datasets as compat_datasets
 from harness.compat.datasets import complete_stream_state
 from harness.data import streams
-from harness.data.streams import StreamPosition, repeat_stream
+from harness.data.streams import StreamPosition, fill_last_step, repeat_stream
 from harness.rehearsal import tiny_model
 
 import pyarrow
 import pytest
 import torch
 import yaml
+from accelerate import skip_first_batches
+from accelerate.data_loader import prepare_data_loader
 from conftest import ROOT, losses, read, slow
 from datasets import Dataset, load_dataset
 from pyarrow import parquet
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from trl import pack_dataset
 
 RECIPE = "qwen2_fineweb_edu"
@@ -155,6 +157,49 @@ def test_rows_do_not_depend_on_the_number_of_processes(documents, tmp_path, is_p
         assert len(ids) == len(set(ids)) == 3 * SLOTS * ROWS
 
 
+def read_epoch(rows, processes_of_steps, workers):
+    """The rows of every step of an epoch in memory, each step on its own number of processes, as accelerate divides them."""
+    found = []
+    for step, processes in enumerate(processes_of_steps):
+        of_step = []
+        for rank in range(processes):
+            sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(1))
+            loader = DataLoader(rows, ROWS, sampler=sampler, collate_fn=list, num_workers=workers)
+            divided = prepare_data_loader(loader, num_processes=processes, process_index=rank)
+            accumulation = SLOTS // processes
+            of_step += itertools.islice(skip_first_batches(divided, step * accumulation), accumulation)
+        found.append([row for batch in of_step for row in batch])
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "rows"])
+def test_epoch_in_memory_has_every_row_once(is_packed, workers):
+    """Also its last step, on one process, and on 4, 1 and 2 in turns. The packed rows have no labels, as in gpt2_xl_wikitext."""
+    rows = Dataset.from_list([{"input_ids": [number] * 3, "labels": [number] * 3} for number in range(37)])
+    rows = pack_dataset(rows.select_columns("input_ids"), 3, "bfd") if is_packed else rows
+    args = SimpleNamespace(world_size=1, gradient_accumulation_steps=SLOTS, train_batch_size=ROWS, dataloader_drop_last=False)
+    trainer = SimpleNamespace(train_dataset=rows, args=args, model_accepts_loss_kwargs=True, compute_loss_func=None)
+    fill_last_step(trainer)
+    expected = {"input_ids": [0], "seq_lengths": [1]} if is_packed else {"input_ids": [0] * 3, "labels": [-100] * 3}
+    for processes_of_steps in ((1, 1, 1), (4, 1, 2)):
+        steps = read_epoch(trainer.train_dataset, processes_of_steps, workers)
+        assert [len(step) for step in steps] == [SLOTS * ROWS] * 3
+        read = [row for step in steps for row in step]
+        assert sorted(row["input_ids"][0] for row in read if row != expected) == list(range(37))
+
+
+@slow
+def test_epoch_in_memory_has_the_same_tokens_on_two_processes(rehearse):
+    """In the loss of its last step too: 37 rows in steps of 8."""
+    flags = ["--dataset_streaming", "false", "--max_samples", "37", "--packing", "false", "--max_steps", "-1"]
+    flags += ["--num_train_epochs", "1", "--global_batch_size", "8", "--logging_steps", "1", "--eval_strategy", "no"]
+    one, two = (rehearse("qwen2_fineweb_edu", "4gpu_ddp", *flags, NPROC_PER_NODE=str(count)) for count in (1, 2))
+    assert read(one)["loss_tokens"] == read(two)["loss_tokens"] and read(one)["global_step"] == 5
+    for step, (loss, _) in losses(one).items():
+        assert losses(two)[step][0] == pytest.approx(loss, rel=1e-3)
+
+
 def test_process_reads_the_positions_of_its_parts_only(documents, tmp_path):
     """Two machines without a shared disk: the second one has the file of its part."""
 
@@ -204,6 +249,23 @@ def test_number_of_parts():
     """As many as micro-batches per step if there are as many files; else every part has the same number of micro-batches."""
     assert [streams.largest_divisor(8, files) for files in (1, 3, 7, 8, 14)] == [1, 2, 4, 8, 8]
     assert [streams.largest_divisor(slots, 14) for slots in (1, 12, 32, 14, 15)] == [1, 12, 8, 14, 5]
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_documents_that_are_packed_at_once(strategy):
+    """So few that a part of a stream has its first row soon, and so many that less than 1 % more of the rows stays empty."""
+    generator = random.Random(0)
+    rows = [[0] * max(1, int(generator.lognormvariate(3.6, 1))) for _ in range(2000)]  # a mean of 60
+    stream = Dataset.from_dict({"input_ids": rows}).to_iterable_dataset()
+    documents = streams.documents_per_batch(stream, 64, strategy)
+    assert 100 < documents < 250
+    assert streams.documents_per_batch(stream, 512, strategy) == 1000
+
+    def fill(size):
+        packed = list(pack_dataset(stream, 64, strategy, {"batch_size": size}))
+        return sum(len(row["input_ids"]) for row in packed) / len(packed) / 64
+
+    assert fill(1000) - 0.01 < fill(documents) < 1
 
 
 def test_resuming_reads_only_from_the_row_group_on(tmp_path, monkeypatch):

@@ -254,6 +254,23 @@ def test_fresh_machine_continues(fork_launch, workdir):
     assert complete(place) == complete(run) == ["checkpoint-4", "checkpoint-6"]
 
 
+@pytest.mark.parametrize("uploads", ["slow", pytest.param("fail", marks=slow)])
+def test_signal_while_a_checkpoint_is_uploaded(fork_launch, workdir, uploads):
+    """The run exits when the upload is finished, also that of the checkpoint of the signal; or it says that it is not."""
+    run, place = workdir / f"runs/stopped-{uploads}", workdir / f"mirror-{uploads}"
+    recipe, flags = ROOT / "tests/run/stop_while_uploading.py", ["--output_dir", run, "--mirror", f"file://{place}", *FLAGS]
+    process = fork_launch("--tiny", recipe, "1x3090", *flags, "--max_steps", "500", UPLOADS=uploads)
+    assert process.returncode == 143 and not process.stderr, process.stderr
+    stopped_at = newest_complete_checkpoint(run).name
+    assert f"Uploading {stopped_at} to file:///" in process.stdout and stopped_at in process.stdout.split("Stopped by SIGTERM")[1]
+    if uploads == "slow":
+        assert complete(place) == ["checkpoint-2", stopped_at]
+        assert content(place / stopped_at) == content(run / stopped_at) and "warning" not in process.stdout
+    else:
+        assert not complete(place) and f"warning: {stopped_at} is not in file:///" in process.stdout
+        assert "the network is down" in process.stdout
+
+
 @pytest.fixture
 def s3(s3_python, tmp_path):
     """An S3 server with an empty bucket; returns the environment of a run that uses it."""

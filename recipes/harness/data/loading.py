@@ -43,7 +43,9 @@ from datasets import (
 from huggingface_hub.constants import HF_HOME, HF_HUB_OFFLINE
 from transformers import TrainingArguments
 
-FILES_AT_ONCE, SHUFFLE_BUFFER = 4, 1_000  # of a stream: rows come from this many files in turn, and pass through this buffer
+FILES_AT_ONCE = 4  # of a stream: rows come from this many files in turn
+# They pass through a buffer. A stream of several files is read in parts, each with a buffer of its own (see streams.py).
+SHUFFLE_BUFFER, SMALLEST_BUFFER = 1_000, 250
 FIRST_ROWS, REHEARSED_ROWS = 400, 500  # of each split, for a preview, and for a rehearsal or plan
 MAX_LETTERS, MAX_TOOL_LETTERS = 150, 20  # of a text, and of each text in the definition of a tool, in a rehearsal
 ROWS_TO_CHECK, ROWS_TO_SEARCH = 20, 10_000  # of each split, before a run; among how many the first usable one is
@@ -235,7 +237,8 @@ def training_rows(source: Source) -> Dataset | IterableDataset:
             rows = rows.take(limit)
     rows = convert_all(rows, source.conversion)
     if isinstance(rows, IterableDataset):
-        rows = rows.shuffle(script_args.seed, buffer_size=SHUFFLE_BUFFER, max_buffer_input_shards=FILES_AT_ONCE)
+        buffer = max(SMALLEST_BUFFER, SHUFFLE_BUFFER // rows.num_shards)
+        rows = rows.shuffle(script_args.seed, buffer_size=buffer, max_buffer_input_shards=FILES_AT_ONCE)
     return rows
 
 

@@ -4,10 +4,13 @@ An optimizer step has `slots` micro-batches on all processes together: global_ba
 `r` of `W` computes the slots `r, r + W, …` in turn, which is its gradient accumulation. A stream is divided into parts, each with
 its own files, shuffle buffer and packing, and slot `s` reads from part `s % parts`. So the rows of a step depend on the number of
 slots, not of processes, and the position of a run is one position per part, which any number of processes can read.
+
+An epoch of data in memory has the same rows on any number of processes too, see `fill_last_step`.
 """
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +25,13 @@ import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import gather_object
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-MOST_PARTS = 16  # of a stream: the first step needs a shuffle buffer and 1,000 tokenized documents of each part
+MOST_PARTS = 16  # of a stream: the first step needs a shuffle buffer and a batch of packed documents of each part
+PACKED_ROWS = 128  # that a batch of documents fills: packing them separately leaves less than 1 % more of the rows empty
+MOST_DOCUMENTS = 1_000  # per batch, as SFTTrainer packs data in memory
 PLACE_INTERVAL = 32  # steps: how often a process of --dataloader_num_workers sends its place, with a thousand rows of the buffer
 POSITIONS = "positions"  # a key in the last micro-batch of a step, until `StreamPosition.take_from` removes it
 
@@ -51,6 +56,42 @@ def repeat_stream(trainer: Trainer) -> None:
 def largest_divisor(number: int, limit: int) -> int:
     """The largest divisor of `number` that is at most `limit`."""
     return max(divisor for divisor in range(1, max(1, min(number, limit)) + 1) if number % divisor == 0)
+
+
+def fill_last_step(trainer: Trainer) -> None:
+    """Adds rows without loss to a training set in memory, so that its epochs consist of complete steps.
+
+    accelerate repeats rows so that all processes have as many full micro-batches: how many, and which rows a run sees twice,
+    depends on the number of processes. The added rows have no labels but -100. Where the collator makes the labels, they have one
+    token, which has no loss because it follows no other.
+    """
+    rows, args = trainer.train_dataset, trainer.args
+    counts_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None  # else a mean per micro-batch
+    is_known = isinstance(rows, Dataset) and "input_ids" in rows.column_names
+    if not is_known or not counts_tokens or args.dataloader_drop_last or not len(rows):
+        return
+    row = rows[0]
+    tokens = len(row["input_ids"])
+    if "labels" in row:
+        row["labels"] = [-100] * tokens
+    else:
+        row = {name: value[:1] if isinstance(value, list) and len(value) == tokens else value for name, value in row.items()}
+        row |= {"seq_lengths": [1]} if "seq_lengths" in row else {}
+    missing = -len(rows) % (slots_of_step(args) * args.train_batch_size)
+    if missing:
+        trainer.train_dataset = concatenate_datasets([rows, Dataset.from_list([row] * missing, features=rows.features)])
+
+
+def documents_per_batch(stream: IterableDataset, max_length: int, strategy: str) -> int:
+    """How many documents of a stream to pack at once, from the lengths of its first ones: about PACKED_ROWS rows.
+
+    `stream`: tokenized, not packed. All processes and all starts of a run get the same number, on which the packed rows depend.
+    """
+    lengths = [len(row["input_ids"]) for row in stream.take(64)]
+    if strategy == "bfd":  # which truncates
+        lengths = [min(length, max_length) for length in lengths]
+    mean = sum(lengths) / max(1, len(lengths))
+    return min(MOST_DOCUMENTS, math.ceil(PACKED_ROWS * max_length / max(1, mean)))
 
 
 def slots_of_step(args: TrainingArguments) -> int:

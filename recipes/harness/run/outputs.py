@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from harness.compat.transformers import attention_of, generate_on
+from harness.data.files import changed_files, warning_of_change
 from harness.folder import DATA, RESULTS, RUN, read_json, sync, write_json
 from harness.launched import print_once
 from harness.model.quantized import SOURCE
@@ -370,6 +371,7 @@ def write_results(
         "epoch": state.epoch,
         **({} if isinstance(trainer.train_dataset, IterableDataset) else {"times_seen": round(state.epoch or 0, 2)}),
         **({"data": data} if data else {}),
+        **({"changed_files": changed} if (changed := changed_files(Path(args.output_dir))) else {}),
         "resumed_from_step": resumed_from,
         **more,
         "device": torch.cuda.get_device_name() if has_gpu else platform.processor() or platform.machine(),
@@ -472,3 +474,5 @@ def print_summary(results: dict, output_dir: str) -> None:
         f"{results['tokens_per_second']:,.0f} tokens/s, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n{forecast}"
         f"The model, train_results.json and loss.png are in {output_dir}"
     )
+    for name in results.get("changed_files", []):
+        print_once(warning_of_change(name, output_dir))

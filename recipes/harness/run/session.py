@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness import configs, folder
 from harness.data.files import compute_checksums
-from harness.data.streams import StreamPosition, repeat_stream
+from harness.data.streams import StreamPosition, fill_last_step, repeat_stream
 from harness.launched import Launched, TrainerBuilt, UserError, print_once
 from harness.model.quantized import install_byte_check
 from harness.run.checkpoints import Checkpoints, find_checkpoint, print_changed_rows
@@ -62,6 +62,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     compile_layers(trainer)
     install_byte_check(trainer.model)
     repeat_stream(trainer)
+    fill_last_step(trainer)
     # The default waits, for each tensor of a batch, until the GPU has computed everything that was queued before.
     trainer.accelerator.dataloader_config.non_blocking = True
     group = make_cpu_group(trainer.args.ddp_timeout)

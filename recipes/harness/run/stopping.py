@@ -78,7 +78,7 @@ class StopAfterSignal(TrainerCallback):
 class BatchReader(TrainerCallback):
     """Reads the micro-batches of every step: on all processes, or on none if the Hub is lost to one of them.
 
-    A stream is read ahead, in a thread, so that no GPU waits for the tokenizer: packing takes a thousand documents at once.
+    A stream is read ahead, in a thread, so that no GPU waits for the tokenizer: packing takes many documents at once.
     """
 
     def __init__(

@@ -28,12 +28,13 @@ from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.compat.torch import multiply_fp16_in_float32, offload_to_unpinned_memory
 from harness.compat.transformers import offload_activations_to_unpinned_memory
-from harness.compat.trl import install_training_template, record_conversations
+from harness.compat.trl import install_training_template, pack_streams_in_batches, record_conversations
 from harness.configs import AccelerateConfig
 from harness.data import chat_templates, reading
 from harness.data.files import check_data_files, record_data_files
 from harness.data.loading import FIRST_ROWS, check_dataset, digest_local_files, use_prepared_files
 from harness.data.script_arguments import ScriptArguments, change_each, each_dataset, set_datasets
+from harness.data.streams import documents_per_batch
 from harness.hub import wait_for_hub
 from harness.launched import NODE_VARIABLE, Checked, Launched, UserError, print_once
 from harness.model.loading import (
@@ -493,6 +494,7 @@ def prepare_process(arguments: Arguments, launched: Launched) -> None:
         offload_activations_to_unpinned_memory()
     wait_for_hub()
     install_training_template(chat_templates.training_template)
+    pack_streams_in_batches(documents_per_batch)
     if launched.mode == "train":
         record_conversations(CONVERSATIONS)
     chat_templates.set_template_file(training_args, model_args, script_args.given)

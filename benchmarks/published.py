@@ -63,7 +63,7 @@ class Setting(NamedTuple):
     length: int
     flags: tuple[str, ...]
     gib: float  # measured, per GPU
-    tokens_per_second: float | None  # measured, of all GPUs
+    tokens_per_second: float  # measured, of all GPUs
 
 
 SETTINGS = (
@@ -129,9 +129,7 @@ def row(setting: Setting, planned: dict[str, Any]) -> list[str]:
     difference = gib / setting.gib - 1
     low, high = planned["tokens_per_second"][setting.card]
     speed = setting.tokens_per_second
-    if speed is None:
-        position = ""
-    elif speed < low:
+    if speed < low:
         position = f"{percent(1 - speed / low)} below"
     elif speed > high:
         position = f"{percent(speed / high - 1)} above"
@@ -144,8 +142,8 @@ def row(setting: Setting, planned: dict[str, Any]) -> list[str]:
         f"{setting.micro_batch} × {setting.length:,}",
         str(setting.gib),
         f"{gib:.1f}",
-        ("−" if difference < 0 else "+") + percent(difference),
-        f"{speed:,}" if speed else "",
+        f"{difference:+.0%}".replace("-", "−").replace("%", " %").replace("−0", "0").replace("+0", "0"),
+        f"{speed:,}",
         f"{low:,}–{high:,}",
         position,
     ]

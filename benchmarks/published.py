@@ -1,6 +1,6 @@
 """Compares `--plan` with what others measured: memory and speed, with their settings.
 
-    .venv/bin/python benchmarks/published.py           # asks the Hub, or HF_ENDPOINT, for config.json of seven models
+    .venv/bin/python benchmarks/published.py           # asks the Hub, or HF_ENDPOINT, for config.json of eight models
     .venv/bin/python benchmarks/published.py 0 3       # the first and the fourth only
 
 What their libraries did differently is a setting of benchmarks/published_recipe.py: copies of the logits, kernels. FSDP2 replaces

@@ -1,13 +1,16 @@
 """The ledger counts allocated bytes, FLOPs and moved bytes; arithmetic on the shapes of a model checks its result."""
 
 from harness.compat.torch import compute_varlen_attention_on_cpu
-from harness.plan.fakes import flash_workspace
+from harness.compat.trl import compute_loss_without_triton
+from harness.plan.fakes import flash_workspace, use_triton_loss
 from harness.plan.ledger import VARLEN_BACKWARD, Counts, Ledger, Peak, check_bytes, counts_of_step, expected_bytes
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
+from trl.kernels import chunked_logprob
+from trl.trainer import utils
 
 MEGA = 2**20
 
@@ -152,3 +155,39 @@ def test_counts_of_a_step_with_many_micro_batches():
     assert counts_of_step([replicas], 8).moved == {"all_reduced": 4}, "replicas all-reduce once per step"
     added = Counts(flops={"bf16": 5}, moved={"to_host": 4, "added_on_host": 4}, touched=1)
     assert counts_of_step([added], 8).moved == {"to_host": 32, "added_on_host": 28}, "the first micro-batch adds to nothing"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 1024 * 1024 + 4 * MEGA), (MEGA, 1024 * 1024 + 3 * MEGA)])
+def test_pinned_memory_is_rounded_up_to_powers_of_two(limit, expected):
+    """Unless it is larger than `pinned_max_round_threshold_mb`."""
+    ledger = Ledger()
+    ledger.pinned_limit = limit
+    with ledger, ledger.within(moment="forward", place="host"):
+        small, large = torch.zeros(640 * 1024, dtype=torch.uint8), torch.zeros(3 * MEGA, dtype=torch.uint8)
+        for tensor in (small, large):
+            ledger.pin(tensor)
+    assert ledger.peaks("host")["forward"].bytes == expected
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_loss_with_and_without_triton(monkeypatch, has_triton):
+    """The Triton kernel works in one tile of logits. PyTorch's code, which GPUs without Triton run, makes float32 copies."""
+    for name in ("_use_triton", "_TRITON_AVAILABLE", "_forward_kernel", "_backward_kernel", "_addmm_fp32"):
+        monkeypatch.setattr(chunked_logprob, name, getattr(chunked_logprob, name))
+    monkeypatch.setattr(chunked_logprob, "triton", None, raising=False)
+    monkeypatch.setattr(utils, "_use_triton", utils._use_triton)
+    monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", utils._CHUNKED_LOGPROB_CHUNK_SIZE)
+    function = type("Function", (chunked_logprob.ChunkedLogProbFunction,), {})
+    monkeypatch.setattr(chunked_logprob, "ChunkedLogProbFunction", function)
+    ledger = Ledger()
+    use_triton_loss(ledger)
+    if not has_triton:
+        compute_loss_without_triton()
+    hidden, weight = torch.zeros(64, 16, requires_grad=True), torch.zeros(8192, 16)
+    with ledger, ledger.within(moment="forward"):
+        logprobs, *_ = function.apply(hidden, weight, None, torch.zeros(64, dtype=torch.long), 1.0, 4096, None, 1.0, ())
+    with ledger, ledger.within(moment="backward"):
+        logprobs.sum().backward()
+    tile = 64 * 4096 * 4
+    for moment, peak in ledger.peaks().items():
+        assert peak.by_holder["loss"] // tile == 1 if has_triton else peak.by_holder["loss"] >= 3 * tile, moment

@@ -280,6 +280,8 @@ def count_offload(ledger: Ledger) -> None:
     def init_sharded_param(param: Any, *args: Any) -> None:
         with ledger.within(place="host" if param.offload_to_cpu else "gpu"):
             init(param, *args)
+        if param.offload_to_cpu:
+            ledger.pin(param._sharded_param_data)
 
     def all_gather_inputs(param: Any) -> Any:
         shard = param._sharded_param_data
@@ -303,6 +305,7 @@ def count_offload(ledger: Ledger) -> None:
                     ledger.moved["added_on_host"] += gradient.nbytes
                 else:
                     ledger.mark(gradient, "gradients", "host")
+                    ledger.pin(gradient)
         return result
 
     _fsdp_init._move_states_to_device = move_to_gpu
@@ -324,7 +327,10 @@ def count_offloaded_activations(ledger: Ledger) -> None:
     def copy_to(place: str, tensor: torch.Tensor) -> torch.Tensor:
         ledger.moved["activations"] += tensor.nbytes
         with torch.no_grad(), ledger.within(place=place, holder="activations"):
-            return tensor.clone()
+            copy = tensor.clone()
+        if place == "host":
+            ledger.pin(copy)
+        return copy
 
     def save_on_host(pin_memory: bool = False, device_type: str = "cpu") -> Any:
         pack, unpack = functools.partial(copy_to, "host"), functools.partial(copy_to, "gpu")
@@ -489,6 +495,7 @@ def attention_as_on_cuda(
 
 @changes(
     "trl.kernels.chunked_logprob:_use_triton(device)",
+    "trl.kernels.chunked_logprob:_TRITON_AVAILABLE",
     "trl.kernels.chunked_logprob:_forward_kernel",
     "trl.kernels.chunked_logprob:_backward_kernel",
     "trl.kernels.chunked_logprob:_addmm_fp32",
@@ -498,6 +505,8 @@ def attention_as_on_cuda(
 )
 def use_triton_loss(ledger: Ledger) -> None:
     """Simulates TRL's Triton kernels, which write into their arguments and keep nothing; there is no Triton on the CPU.
+
+    After `compute_loss_without_triton`, TRL's PyTorch code runs on the fake tensors instead.
 
     Upstream: no issue: it is not a fault of TRL.
     Checked with: trl 1.16.0.
@@ -511,6 +520,7 @@ def use_triton_loss(ledger: Ledger) -> None:
             return lambda *args, **kwargs: None
 
     def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        # On the CPU, TRL would make float32 copies of the factors.
         ledger.flops[str(a.dtype)] += 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
     def within_loss(method: Callable) -> Callable:
@@ -521,7 +531,8 @@ def use_triton_loss(ledger: Ledger) -> None:
         return call
 
     function = chunked_logprob.ChunkedLogProbFunction
-    chunked_logprob._use_triton = utils._use_triton = lambda device: True
+    chunked_logprob._TRITON_AVAILABLE = True
+    chunked_logprob._use_triton = utils._use_triton = lambda device: chunked_logprob._TRITON_AVAILABLE
     chunked_logprob._forward_kernel = chunked_logprob._backward_kernel = Kernel()
     chunked_logprob._addmm_fp32 = add_product
     chunked_logprob.triton = types.SimpleNamespace(cdiv=lambda a, b: -(-a // b))

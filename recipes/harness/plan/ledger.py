@@ -44,6 +44,7 @@ class Storage:
     place: str  # "gpu" or "host"
     holder: str  # what it is for: weights, gathered, gradients, optimizer, activations, loss, rest
     stream: str = ""  # of CUDA, if it is not the one that computes; a freed block is reused on its own stream only
+    is_pinned: bool = False  # host memory that the GPU can reach, which PyTorch rounds up to powers of two
 
 
 @dataclasses.dataclass
@@ -74,6 +75,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.moment, self.place, self.holder = "load", "gpu", "rest"
         self.paused = False
+        self.pinned_limit: int | None = None  # bytes; larger pinned allocations are not rounded up
         self.vocabulary = vocabulary  # a tensor whose last dimension has this size belongs to the loss
         self.events: list[tuple[str, Storage, str, int]] = []  # moment, storage, place, bytes
         self.flops: collections.Counter = collections.Counter()
@@ -136,6 +138,8 @@ class Ledger(TorchDispatchMode):
         weakref.finalize(storage, self._record, entry, 0).atexit = False
 
     def _record(self, entry: Storage, size: int) -> None:
+        if entry.is_pinned and size and (self.pinned_limit is None or size <= self.pinned_limit):
+            size = 1 << (size - 1).bit_length()
         size = -(-size // BLOCK) * BLOCK
         if size != entry.size:
             self.events.append((self.moment, entry, entry.place, size - entry.size))
@@ -155,6 +159,13 @@ class Ledger(TorchDispatchMode):
             self._record(entry, 0)
             entry.place = place
             self._record(entry, size)
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Makes the memory of a tensor on the host pinned memory."""
+        self.see(tensor)
+        entry = self._storages[tensor.untyped_storage()]
+        entry.is_pinned = True
+        self._record(entry, tensor.untyped_storage().nbytes())
 
     def spike(self, size: int, holder: str) -> None:
         """Records bytes on the GPU that are allocated and released at once."""

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import resource
 import tempfile
 import time
@@ -26,15 +27,14 @@ from harness.plan.ledger import Counts, Ledger, Peak, check_bytes, counts_of_ste
 from harness.rehearsal.tiny import PLANNED
 from harness.run.sharding import AfterWrapping, prepare_sharding
 from harness.start import processes
-from harness.start.launch import build_trainer, set_training_environment
+from harness.start.flags import is_true
+from harness.start.launch import allocator_settings, build_trainer, set_training_environment
 
 import datasets
 import torch
 import transformers
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
-EXPANDABLE = "expandable_segments:True"  # as launch.sh sets it
 
 
 @dataclass
@@ -118,8 +118,14 @@ def simulate(
     began = time.monotonic()
     gc.freeze()  # otherwise every garbage collection would look through the libraries
     gc.set_threshold(200_000)
+    if config.mixed_precision == "fp16" or is_true("fp16", flags):
+        launched.no_triton = "fp16 is for GPUs that Triton does not support"
     set_training_environment(launched, config)
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+    settings = settings or allocator_settings(config, Path(launched.recipe), flags)
+    limit = re.search(r"pinned_max_round_threshold_mb:(\d+)", settings)
     ledger = Ledger()
+    ledger.pinned_limit = int(limit[1]) * 2**20 if limit else None
     fakes = make_fakes(ledger)
     if config.distributed_type != "NO":
         os.environ.update(processes.launch_environment(launched, config))
@@ -135,8 +141,7 @@ def simulate(
         trainer = build_trainer(launched, [*flags, *quiet])
         found = simulate_training(trainer, ledger, fakes, config, launched, with_evaluation)
     found.peaks, found.host_peaks = ledger.peaks(), ledger.peaks("host")
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF", EXPANDABLE)
-    found.reserved, found.needed = allocator.replay(ledger.sizes(), EXPANDABLE in settings)
+    found.reserved, found.needed = allocator.replay(ledger.sizes(), "expandable_segments:True" in settings)
     found.hull, found.curve = ledger.hull(), ledger.curve()
     found.seconds = time.monotonic() - began
     found.own_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -42,7 +42,7 @@ def main(numbers: list[int]) -> None:
         grid = choose.make_grid(Path(recipe), machine, paths, [])
 
         def simulate(options: list, recipe: str = recipe, grid: choose.Grid = grid) -> list:
-            return command.simulate_options(can_fork, recipe, grid.processes, grid.common_flags, options, is_quiet=True)
+            return command.simulate_options(can_fork, recipe, grid, grid.common_flags, options, is_quiet=True)
 
         began = time.monotonic()
         candidates, found = choose.choose(machine, grid.settings, simulate)

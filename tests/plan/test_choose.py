@@ -58,6 +58,31 @@ def test_misspelt_machine_is_one_error(error_of, text, words):
     assert all(word in message for word in words), message
 
 
+def test_grid_of_several_nodes():
+    (machine,) = choose.read_machines("2x4xA100,200GB")
+    assert (machine.nodes, machine.gpus, machine.host, machine.card.name) == (2, 4, 200e9, "A100 40 GB")
+    grid = choose.make_grid(ROOT / "recipes/llama31_8b_lora.py", machine, PATHS, [])
+    assert (grid.processes, grid.nodes) == (8, 2)
+    assert names_of(grid) == {"1x3090_offload", "2x4gpu_hybrid_shard", "4gpu_ddp", "4gpu_full_shard", "4gpu_shard_grad_op"}
+    launched = grid.launched("recipe.py", "config.yaml")
+    assert (launched.processes, launched.nodes, launched.mode) == (8, 2, "plan")
+    path = next(path for path in PATHS if "hybrid" in path)
+    candidate = choose.Candidate(Option(path, 4, False), FOUND, 1.0)
+    command_line = choose.command_line("llama31_8b_lora", candidate, ["--seed", "1"], grid)
+    assert command_line.startswith("sbatch --nodes 2 --gpus-per-node 4 launch.sh llama31_8b_lora 2x4gpu_hybrid_shard --seed 1")
+    three = choose.make_grid(ROOT / "recipes/gpt2_xl_wikitext.py", choose.read_machines("3x1xT4")[0], PATHS, [])
+    assert three.processes == 3 and "3xt4_shard_grad_op" in names_of(three) and "2x4gpu_hybrid_shard" not in names_of(three)
+    one = choose.on_machine(machine._replace(nodes=1), FOUND, 1.0, 0)["on_machine"]["price"]
+    assert choose.on_machine(machine, FOUND, 1.0, 0)["on_machine"]["price"] == [
+        pytest.approx(2 * price, abs=0.02) for price in one
+    ]
+
+
+def test_nodes_that_cannot_divide_a_step(error_of):
+    machine = choose.read_machines("3x2x3090")[0]
+    assert "3 nodes cannot divide the 16 rows" in error_of(choose.make_grid, RECIPE, machine, PATHS, [])
+
+
 def test_links_of_a_machine():
     a100, bridge = (choose.read_machines(text)[0].card for text in ("4xA100,no nvlink", "2x3090,nvlink"))
     assert a100.links[1] == cards.find_card("A100").links[0] and bridge.links[1] == 56e9 > CARD.links[1]

@@ -1,6 +1,6 @@
 """Chooses for a machine: the config, micro-batch and activation checkpointing with which a recipe is the fastest by the plan.
 
-The grid: the configs for one machine that the run can use × activation checkpointing × every micro-batch that divides
+The grid: the configs that the run can use there × activation checkpointing × every micro-batch that divides
 `global_batch_size`. Of each setting (a config with or without checkpointing) the smallest micro-batch is simulated first. From it
 follows a number of seconds that none of its micro-batches can be below. Then the settings that could be the fastest are
 simulated with larger micro-batches, until those that remain cannot be faster.
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.folder import read_json, write_json
-from harness.launched import UserError
+from harness.launched import Launched, UserError
 from harness.nodes.machines import ask_nvidia_smi, host_memory
 from harness.plan import cards
 from harness.plan.cards import GB, Card
@@ -35,17 +35,21 @@ GPU_MARGIN = 0.10
 HOST_MARGIN = 0.05
 CLOSE = 1.3  # runners-up that could be within this factor of the fastest are simulated with larger micro-batches
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes")  # whose versions a simulation depends on
-MACHINE_FORMAT = 'expected a number of GPUs and their name, for example --for "2x3090,64GB" or --for "1x4090; 4xA100,nvlink"'
+MACHINE_FORMAT = (
+    'expected a number of GPUs and their name, for example --for "2x3090,64GB" or --for "1x4090; 4xA100,nvlink", and before them '
+    "the number of nodes if there are several, --for 2x4xA100"
+)
 
 
 class Machine(NamedTuple):
-    """GPUs of one kind in one machine."""
+    """GPUs of one kind in one machine, or in several equal ones."""
 
     name: str  # as --for has it
-    gpus: int
+    gpus: int  # of each node
     card: Card
-    host: float = math.inf  # bytes of host memory, infinite if unknown
+    host: float = math.inf  # bytes of host memory of each node, infinite if unknown
     disk: float = math.inf  # bytes that are free
+    nodes: int = 1
 
 
 class Option(NamedTuple):
@@ -78,21 +82,25 @@ class Candidate(NamedTuple):
 
 
 class Grid(NamedTuple):
-    processes: int
+    processes: int  # on all nodes
     settings: dict[tuple[str, bool | None], list[Option]]  # options by rising micro-batch
     common_flags: list[str]  # that every option needs on this machine
     defaults: tuple[int | None, bool | None]  # micro-batch and checkpointing of the recipe
+    nodes: int = 1
+
+    def launched(self, recipe: str, config: str) -> Launched:
+        return Launched(recipe, config, self.processes, self.nodes, on_cpu=True, mode="plan")
 
 
 def read_machines(text: str, all_cards: tuple[Card, ...] = cards.CARDS) -> list[Machine]:
     """The machines of --for. Raises UserError for one that is misspelt or has an unknown GPU."""
     machines = []
     for part in text.split(";"):
-        match = re.fullmatch(r"\s*(\d+)\s*x\s*([^,]+?)\s*((?:,[^,]*)*)", part, re.IGNORECASE)
-        if not match or int(match[1]) < 1:
+        match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*x\s*([^,]+?)\s*((?:,[^,]*)*)", part, re.IGNORECASE)
+        if not match or int(match[1] or 1) < 1 or int(match[2]) < 1:
             raise UserError(f"--for is {text!r}, {MACHINE_FORMAT}")
-        card, host, disk = cards.find_card(match[2], all_cards), math.inf, math.inf
-        for word in filter(None, (word.strip().lower() for word in match[3].split(","))):
+        card, host, disk = cards.find_card(match[3], all_cards), math.inf, math.inf
+        for word in filter(None, (word.strip().lower() for word in match[4].split(","))):
             if word in ("nvlink", "no nvlink"):
                 card = cards.with_links(card, word == "nvlink")
             elif size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb", word):
@@ -103,7 +111,7 @@ def read_machines(text: str, all_cards: tuple[Card, ...] = cards.CARDS) -> list[
                 raise UserError(
                     f"--for: {word} is unknown, expected 64GB (host memory), 500GB disk, nvlink or no nvlink after the GPUs"
                 )
-        machines.append(Machine(" ".join(part.split()), int(match[1]), card, host, disk))
+        machines.append(Machine(" ".join(part.split()), int(match[2]), card, host, disk, int(match[1] or 1)))
     return machines
 
 
@@ -126,16 +134,19 @@ def make_grid(recipe: Path, machine: Machine, paths: list[str], words: list[str]
     default = flags.number_of("per_device_train_batch_size", words, recipe)
     is_open = rows is not None and not given & {"per_device_train_batch_size", "gradient_accumulation_steps", "config"}
     smallest = 1 if is_open else default or 1
-    processes = machine.gpus
-    while rows and processes > 1 and rows % (processes * smallest):
-        processes -= 1
+    gpus = machine.gpus
+    while rows and gpus > 1 and rows % (machine.nodes * gpus * smallest):
+        gpus -= 1
+    processes = machine.nodes * gpus
+    if rows and rows % (processes * smallest):
+        raise UserError(f"--for: {machine.nodes} nodes cannot divide the {rows} rows of a step: pass another --global_batch_size")
     micro_batches = [default] if "per_device_train_batch_size" not in given and not is_open else [None]
     if is_open:
         per_process = rows // processes
         micro_batches = [size for size in range(1, per_process + 1) if per_process % size == 0]
     checkpointing = [None] if given & {"activation_checkpointing", "config"} else [False, True]
     settings = {}
-    for path in configs_for(processes, machine.card, is_4bit, paths):
+    for path in configs_for(gpus, machine.nodes, machine.card, is_4bit, paths):
         for is_on in checkpointing:
             settings[path, is_on] = [Option(path, size, is_on) for size in micro_batches]
     if not settings:
@@ -147,25 +158,27 @@ def make_grid(recipe: Path, machine: Machine, paths: list[str], words: list[str]
             common += ["--dtype", "float16"]
     recipe_checkpoints = flags.recipe_values(recipe, "activation_checkpointing")
     default_checkpointing = flags.is_true("activation_checkpointing", [], recipe) if recipe_checkpoints else None
-    return Grid(processes, settings, common, (default, default_checkpointing))
+    return Grid(processes, settings, common, (default, default_checkpointing), machine.nodes)
 
 
-def configs_for(processes: int, card: Card, is_4bit: bool, paths: list[str]) -> list[str]:
-    """Configs for one machine that so many processes can use. Of those that differ in the number of processes only, the
-    nearest is taken."""
+def configs_for(gpus: int, nodes: int, card: Card, is_4bit: bool, paths: list[str]) -> list[str]:
+    """Configs that so many nodes with `gpus` each can use. Of those that differ in these numbers only, the nearest is taken."""
+    processes = nodes * gpus
     kinds: dict[str, AccelerateConfig] = {}
     for path in paths:
         try:
             config = configs.read(path)
         except UserError:  # not a config that this project reads
             continue
-        if config.num_machines > 1 or config.is_hybrid or (config.mixed_precision == "no" and not is_4bit):
+        if config.is_hybrid and (config.replicas, config.shards) != (nodes, gpus):
+            continue
+        if (config.num_machines > 1 and nodes == 1) or (config.mixed_precision == "no" and not is_4bit):
             continue
         if config.mixed_precision == "fp16" and card.bf16:
             continue
         if (config.num_processes > 1) if processes == 1 else (config.distributed_type == "NO"):
             continue
-        kind = str(dataclasses.replace(config, path="", num_processes=0))
+        kind = str(dataclasses.replace(config, path="", num_processes=0, num_machines=0))
         other = kinds.get(kind)
         if other is None or abs(config.num_processes - processes) < abs(other.num_processes - processes):
             kinds[kind] = config
@@ -335,6 +348,9 @@ def command_line(recipe: str, candidate: Candidate, arguments: list[str], grid: 
     """The command that does by hand what was chosen."""
     config = configs.read(candidate.option.config)
     words = ["./launch.sh", recipe, config.name, *arguments, *shown_flags(candidate.option, grid)]
+    if grid.nodes > 1:
+        gpus = grid.processes // grid.nodes
+        return shlex.join(["sbatch", "--nodes", str(grid.nodes), "--gpus-per-node", str(gpus), "launch.sh", *words[1:]])
     count = "" if grid.processes == config.num_processes else f"NPROC_PER_NODE={grid.processes} "
     return count + shlex.join(words)
 
@@ -375,7 +391,7 @@ def on_machine(machine: Machine, found: Simulation, price: float, within: float)
             "step_seconds": [round(best, 3), round(worst, 3)],
             "tokens_per_second": [round(tokens / worst), round(tokens / best)],
             "hours": hours,
-            "price": [round(number * price * machine.gpus, 2) for number in hours] if hours and price else None,
+            "price": [round(number * price * machine.gpus * machine.nodes, 2) for number in hours] if hours and price else None,
             "in_time": hours[1] <= within if hours and within else None,
             "has_disk": cards.disk_space(found) <= machine.disk,
         },
@@ -416,15 +432,16 @@ def keep_simulation(path: Path, found: Simulation) -> None:
         write_json(path, dataclasses.asdict(found) | {"curve": []})
 
 
-def cache_path(recipe: Path, config: str, processes: int, words: list[str]) -> Path:
+def cache_path(launched: Launched, words: list[str]) -> Path:
     """The file of a simulation: by the recipe, the config, the flags, a local model's config, this code and the versions."""
     from huggingface_hub.constants import HF_HOME
 
     models = [Path(word.split("=")[-1], "config.json") for word in words]
     sources = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
-    digest = hashlib.sha256(json.dumps([processes, *words]).encode())
-    for path in (recipe, Path(config), *(path for path in models if path.is_file()), *sources):
+    recipe, config = Path(launched.recipe), Path(launched.config)
+    digest = hashlib.sha256(json.dumps([launched.processes, launched.nodes, *words]).encode())
+    for path in (recipe, config, *(path for path in models if path.is_file()), *sources):
         digest.update(path.read_bytes())
     for package in PACKAGES:
         digest.update(importlib.metadata.version(package).encode())
-    return Path(HF_HOME, "plans", f"{recipe.stem}-{Path(config).stem}-{digest.hexdigest()[:16]}.json")
+    return Path(HF_HOME, "plans", f"{recipe.stem}-{config.stem}-{digest.hexdigest()[:16]}.json")

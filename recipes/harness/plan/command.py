@@ -32,7 +32,7 @@ from harness.start import flags, processes
 
 if TYPE_CHECKING:
     from harness.plan.cards import Card
-    from harness.plan.choose import Option
+    from harness.plan.choose import Grid, Option
     from harness.plan.simulation import Refused, Simulation
 
 NOT_OFFLOADED = (
@@ -267,15 +267,15 @@ def plan_choice(recipe: str, paths: list[str], own: OwnFlags, arguments: list[st
         grid = choose.make_grid(Path(recipe), machine, paths, arguments)
         words = [*arguments, *grid.common_flags]
 
-        def simulate(new: list["Option"], count: int = grid.processes, words: list[str] = words) -> list["Simulation | Refused"]:
-            return simulate_options(can_fork, recipe, count, words, new, own.as_json)
+        def simulate(new: list["Option"], grid: "Grid" = grid, words: list[str] = words) -> list["Simulation | Refused"]:
+            return simulate_options(can_fork, recipe, grid, words, new, own.as_json)
 
         candidates, found = choose.choose(machine, grid.settings, simulate)
         if not candidates:
             pages.print_progress(f"No combination fits {machine.name} with its margin: trying what would make it fit …")
 
-            def run_again(path: str, more: list[str], count: int = grid.processes, words: list[str] = words) -> Any:
-                launched = Launched(recipe, path, count, on_cpu=True, mode="plan")
+            def run_again(path: str, more: list[str], grid: "Grid" = grid, words: list[str] = words) -> Any:
+                launched = grid.launched(recipe, path)
                 return run(can_fork, recipe, configs.read(path), [*words, *more], optional=True, launched=launched)
 
             plans.append({"machine": machine.name, "config": None, "proposals": choose.propose(machine, found, run_again)})
@@ -283,7 +283,7 @@ def plan_choice(recipe: str, paths: list[str], own: OwnFlags, arguments: list[st
         described = choose.describe(Path(recipe).stem, machine, grid, candidates, arguments)
         best = candidates[0]
         if "--start" not in options:
-            launched = Launched(recipe, best.option.config, grid.processes, on_cpu=True, mode="plan")
+            launched = grid.launched(recipe, best.option.config)
             config, flags_of_best = configs.read(best.option.config), [*words, *best.option.flags]
             simulated = with_steps(run(can_fork, recipe, config, flags_of_best, launched=launched), rows)
         else:
@@ -334,13 +334,13 @@ def start(recipe: str, config: str, count: int, arguments: list[str], is_tiny: b
 
 
 def simulate_options(
-    can_fork: bool, recipe: str, count: int, arguments: list[str], options: list["Option"], is_quiet: bool
+    can_fork: bool, recipe: str, grid: "Grid", arguments: list[str], options: list["Option"], is_quiet: bool
 ) -> list["Simulation | Refused"]:
-    """Simulates options with `count` processes side by side, as many as there are cores. Simulations are kept in a cache."""
+    """Simulates options side by side, as many as there are cores. Simulations are kept in a cache."""
     from harness.plan import choose, pages
     from harness.plan.simulation import Refused
 
-    files = {option: choose.cache_path(Path(recipe), option.config, count, [*arguments, *option.flags]) for option in options}
+    files = {option: choose.cache_path(grid.launched(recipe, option.config), [*arguments, *option.flags]) for option in options}
     found = {option: choose.cached_simulation(file) for option, file in files.items()}
     new = [option for option in options if found[option] is None]
     if new and not is_quiet:
@@ -351,7 +351,7 @@ def simulate_options(
         batch = new[first : first + side_by_side]
         with processes.idle_workers(len(batch), can_fork) as workers:
             for worker, option in zip(workers, batch, strict=True):
-                launched = Launched(recipe, option.config, count, on_cpu=True, mode="plan")
+                launched = grid.launched(recipe, option.config)
                 config, words = configs.read(option.config), [*arguments, *option.flags]
                 worker.start(simulate_quietly, launched, config, words, True, False, environment={"CUDA_VISIBLE_DEVICES": ""})
             code, _ = processes.wait_for(workers)

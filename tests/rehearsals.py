@@ -6,7 +6,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-SHORT = ["--max_steps", "10", "--save_steps", "5", "--eval_steps", "10"]  # a checkpoint in the middle and one at the end
+SHORT = ["--max_steps", "8", "--save_steps", "4", "--eval_steps", "8"]  # a checkpoint in the middle and one at the end
 
 
 class Rehearsals:

@@ -23,7 +23,7 @@ def test_finished_run_is_not_changed(rehearse, fork_launch):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.json"}
     process = fork_launch("--tiny", RECIPE, "1x3090", "--output_dir", run, *SHORT)
     assert process.returncode == 0
-    for word in ("is finished", "10 steps", "--max_steps", "--output_dir", "rm -r"):
+    for word in ("is finished", "8 steps", "--max_steps", "--output_dir", "rm -r"):
         assert word in process.stdout
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.json"}
 
@@ -36,7 +36,7 @@ def test_run_killed_after_last_step_trains_no_other_step(rehearse, fork_launch, 
     process = fork_launch("--tiny", RECIPE, "1x3090", "--output_dir", run, *SHORT)
     assert process.returncode == 0, process.stderr
     results = read(run)
-    assert (results["global_step"], results["resumed_from_step"]) == (10, 10) and losses(run) == before
+    assert (results["global_step"], results["resumed_from_step"]) == (8, 8) and losses(run) == before
     assert results["tokens"] > 0 and results["train_runtime"] > 0  # from before the kill
 
 
@@ -57,11 +57,11 @@ def test_resumed_equals_uninterrupted(rehearse, fork_launch, workdir, recipe, co
     shutil.copy(uninterrupted / "run.json", run)
     process = fork_launch("--tiny", recipe, config, "--output_dir", run, *SHORT)
     assert process.returncode == 0, process.stderr
-    assert read(run)["resumed_from_step"] == 5
+    assert read(run)["resumed_from_step"] == 4
     assert losses(run) == losses(uninterrupted)
     for name in ("train_loss", "eval_loss_on_start", "eval_loss"):  # of the whole run
         assert read(run)[name] == read(uninterrupted)[name]
-    assert [log["step"] for log in read(run, "trainer_state.json")["log_history"] if "eval_loss" in log] == [0, 10]
+    assert [log["step"] for log in read(run, "trainer_state.json")["log_history"] if "eval_loss" in log] == [0, 8]
 
 
 def test_resumed_fp16_run_equals_uninterrupted(rehearse, fork_launch, workdir):
@@ -94,9 +94,9 @@ def test_fp16_checkpoint_without_fp16_is_an_error(build_trainer, tmp_path, error
     assert "was written with fp16: pass --fp16 true" in error_of(prepare_gradient_scaler, trainer, tmp_path)
 
 
-@pytest.mark.parametrize(("processes", "streaming"), [(2, "true"), (8, "false")], ids=["stream", "memory"])
+@pytest.mark.parametrize(("processes", "streaming"), [(2, "true"), (1, "false")], ids=["stream", "memory"])
 def test_resume_on_other_number_of_processes(rehearse, fork_launch, workdir, processes, streaming):
-    """Four sharded processes resume as two and as eight: the same global batches in float32 give the same losses."""
+    """Four sharded processes resume as two and as one: the same global batches in float32 give the same losses."""
     flags = ["--max_steps", "5", "--save_steps", "3", "--logging_steps", "1", "--eval_strategy", "no", "--max_length", "64"]
     flags += ["--per_device_train_batch_size", "1", "--global_batch_size", "8", "--dataset_streaming", streaming]
     flags += ["--bf16", "false", "--learning_rate", "3e-3"]
@@ -185,21 +185,21 @@ def test_damaged_checkpoint_is_renamed(copied_run, capsys, kind):
     """The run resumes from the checkpoint before it."""
     run, _ = copied_run
     file, damage, words = DAMAGE[kind]
-    damage(run / "checkpoint-10" / file)
-    assert checkpoints.find_checkpoint(SimpleNamespace(output_dir=str(run))) == run / "checkpoint-5"
+    damage(run / "checkpoint-8" / file)
+    assert checkpoints.find_checkpoint(SimpleNamespace(output_dir=str(run))) == run / "checkpoint-4"
     (message,) = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
-    assert message.startswith(f"{run / 'checkpoint-10'} is damaged: {file} {words}") and " damaged-checkpoint-10." in message
-    assert (run / "damaged-checkpoint-10").is_dir() and not (run / "checkpoint-10").exists()
+    assert message.startswith(f"{run / 'checkpoint-8'} is damaged: {file} {words}") and " damaged-checkpoint-8." in message
+    assert (run / "damaged-checkpoint-8").is_dir() and not (run / "checkpoint-8").exists()
 
 
 def test_losses_after_damage_are_those_of_uninterrupted_run(copied_run, fork_launch):
     run, uninterrupted = copied_run
-    _flip_bit(run / "checkpoint-10/optimizer.pt")
-    (run / "damaged-checkpoint-10").mkdir()  # an earlier one
+    _flip_bit(run / "checkpoint-8/optimizer.pt")
+    (run / "damaged-checkpoint-8").mkdir()  # an earlier one
     process = fork_launch("--tiny", "qwen2_chat", "1x3090", "--output_dir", run, *SHORT)
     assert process.returncode == 0 and "damaged: optimizer.pt was changed" in process.stdout, process.stderr
-    assert read(run)["resumed_from_step"] == 5 and losses(run) == losses(uninterrupted)
-    assert (run / "damaged-checkpoint-10.2/optimizer.pt").is_file()
+    assert read(run)["resumed_from_step"] == 4 and losses(run) == losses(uninterrupted)
+    assert (run / "damaged-checkpoint-8.2/optimizer.pt").is_file()
     model = (run / "model.safetensors").read_bytes()
     assert model == (uninterrupted / "model.safetensors").read_bytes()
 
@@ -210,7 +210,7 @@ def test_nothing_is_changed_if_no_checkpoint_is_complete(copied_run, error_of):
         (path / "scheduler.pt").unlink()
     before = sorted(run.rglob("*"))
     message = error_of(checkpoints.find_checkpoint, SimpleNamespace(output_dir=str(run)))
-    for words in ("checkpoint-5: scheduler.pt is missing", "checkpoint-10: ", "Nothing was deleted", "another --output_dir"):
+    for words in ("checkpoint-4: scheduler.pt is missing", "checkpoint-8: ", "Nothing was deleted", "another --output_dir"):
         assert words in message
     assert sorted(run.rglob("*")) == before
 
@@ -244,19 +244,19 @@ def test_nodes_agree_if_one_sees_damage(fork_launch, tmp_path):
     files = ("scheduler.pt", "rng_state_1.pth")
     for file in files:
         for rank in range(2):
-            for step in (5, 10):
+            for step in (4, 8):
                 checkpoint = tmp_path / file / f"{rank}/run/checkpoint-{step}"
                 checkpoints.begin_writing(checkpoint)
                 for name in ("scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"):
                     (checkpoint / name).write_text(name)
                 entries = checkpoints.sync_files(checkpoint, lambda name: True)
                 checkpoints.write_marker(checkpoint, {"geometry": {"world_size": 2}, "files": entries})
-        _flip_bit(tmp_path / file / "1/run/checkpoint-10" / file)
+        _flip_bit(tmp_path / file / "1/run/checkpoint-8" / file)
     script, views = ROOT / "tests/run/find_checkpoints.py", json.dumps([str(tmp_path / file) for file in files])
     flags = ["--output_dir", tmp_path / "output", "--max_steps", "1"]
     process = fork_launch("--tiny", script, "4gpu_ddp", *flags, NPROC_PER_NODE="2", VIEWS=views)
     assert process.returncode == 0, process.stderr
     for file in files:
-        assert [(tmp_path / file / rank / "found.txt").read_text() for rank in "01"] == ["run/checkpoint-5"] * 2
-        assert f"checkpoint-10 is damaged: {file} was changed. It was renamed" in process.stdout
-        assert (tmp_path / file / "0/run/damaged-checkpoint-10").is_dir()
+        assert [(tmp_path / file / rank / "found.txt").read_text() for rank in "01"] == ["run/checkpoint-4"] * 2
+        assert f"checkpoint-8 is damaged: {file} was changed. It was renamed" in process.stdout
+        assert (tmp_path / file / "0/run/damaged-checkpoint-8").is_dir()

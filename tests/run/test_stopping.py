@@ -93,19 +93,19 @@ def test_killed_run_resumes_with_the_same_losses(rehearse, start, fork_launch, w
     run = workdir / "runs/killed"
     command = ["--tiny", RECIPE, "1x3090_offload", "--output_dir", run, *SHORT]
     process, log = start(*command)
-    wait_until(lambda: (run / "checkpoint-5/complete.json").exists() or process.poll() is not None, 120, log.read_text)
+    wait_until(lambda: (run / "checkpoint-4/complete.json").exists() or process.poll() is not None, 120, log.read_text)
     assert process.poll() is None, log.read_text()
     process.kill()  # the launcher only: its processes must exit with it
     process.wait()
     # A kill during a later save leaves an incomplete checkpoint.
     (run / "checkpoint-7").mkdir()
     (run / "checkpoint-7/writing").touch()
-    shutil.copy(run / "checkpoint-5/trainer_state.json", run / "checkpoint-7")
+    shutil.copy(run / "checkpoint-4/trainer_state.json", run / "checkpoint-7")
 
     again = fork_launch(*command)
     assert again.returncode == 0, again.stderr
-    assert f"Resuming from {run / 'checkpoint-5'}" in again.stdout and "checkpoint-7 is incomplete" in again.stdout
-    assert read(run)["resumed_from_step"] == 5
+    assert f"Resuming from {run / 'checkpoint-4'}" in again.stdout and "checkpoint-7 is incomplete" in again.stdout
+    assert read(run)["resumed_from_step"] == 4
     assert losses(run) == losses(uninterrupted)  # bit for bit
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (run, uninterrupted))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)

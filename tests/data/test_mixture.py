@@ -166,6 +166,10 @@ def test_arguments_of_each_dataset(names, tmp_path):
     assert [one.weight for one in each_dataset(script_args)] == [0.25, 0.25, 0.5]
     assert script_args.display_name.endswith("+ 0.5 hub/rows small")
     assert labels_of(["x/code.jsonl", "y/code.json", "hub/code-2", "/d/"]) == ["code", "code-2", "code-2-2", "d"]
+    assert labels_of(["a-2.jsonl", "a.jsonl", "b/a.csv"]) == ["a-2", "a", "a-3"]
+    assert labels_of(["code/train.jsonl", "chats/**/*.jsonl", "train.jsonl", "../", "/train"]) == [
+        *("code", "chats", "data", "data-2", "data-3"),
+    ]
     before = digest_local_files(script_args)
     write(tmp_path / "b.jsonl", texts("b", 201))
     assert digest_local_files(script_args) != before

@@ -32,6 +32,7 @@ from harness.launched import UserError, is_first_process, print_once
 import xxhash
 from datasets import (
     Dataset,
+    DatasetDict,
     Features,
     IterableDataset,
     Json,
@@ -90,7 +91,7 @@ class Source:
 
 def load(
     script_args: ScriptArguments, keep: Callable[[dict], bool] | None = None
-) -> tuple[Dataset | IterableDataset, Dataset | dict[str, Dataset]]:
+) -> tuple[Dataset | IterableDataset, Dataset | DatasetDict]:
     """Loads the rows to train on and the rows to evaluate on.
 
     Args:
@@ -105,7 +106,7 @@ def load(
         held out of the training split; with all rows that equal them they are at most a tenth of it.
 
         Of several datasets (`dataset_weights`) the training rows are mixed by weight, see mixture.py, and `eval_dataset` has
-        the evaluation rows of each by its label.
+        the evaluation rows of each by its label, as a DatasetDict: `map` and `select_columns` work as those of one dataset.
     """
     end_streams_at_once()
     sources = [open_source(one, keep) for one in each_dataset(script_args)]
@@ -137,7 +138,7 @@ def load(
         train = Dataset.from_list([formats.complete(row, features) for row in kept], features=features)
         print_once(f"{script_args.display_name}: {len(train):,} rows of the stream are kept in memory, for every epoch the same.")
     evaluated = {source.script_args.label: evaluation_rows(source) for source in sources}
-    return train, evaluated if script_args.mixture else evaluated[""]
+    return train, DatasetDict(evaluated) if script_args.mixture else evaluated[""]
 
 
 def open_source(script_args: ScriptArguments, keep: Callable[[dict], bool] | None) -> Source:

@@ -154,12 +154,16 @@ def set_datasets(script_args: ScriptArguments) -> None:
 
 
 def labels_of(names: list[str]) -> list[str]:
-    """Short names for metrics, all different: `code` for `data/code.jsonl`, `b` for `hub/b`."""
-    labels = []
+    """Short names for metrics, all different: `code` for `data/code.jsonl` and `code/*.jsonl`, `b` for `hub/b`.
+
+    None is `train`, as TRL calls the training rows, or `aux`, whose metric would be that of a mixture of experts.
+    """
+    labels, reserved = [], {"", "train", "aux"}
     for name in names:
-        short = Path(name).name.split(".")[0] or "data"
-        count = sum(label == short or label.rsplit("-", 1)[0] == short for label in labels)
-        labels.append(f"{short}-{count + 1}" if count else short)
+        parts = [part.strip("/").split(".")[0] for part in reversed(Path(name).parts)]
+        short = next((part for part in parts if part not in reserved and not set("*?[") & set(part)), "data")
+        candidates = (short, *(f"{short}-{number}" for number in range(2, len(names) + 2)))
+        labels.append(next(label for label in candidates if label not in labels))
     return labels
 
 

@@ -187,9 +187,22 @@ def test_reading_is_counted():
     assert (memory["datasets"][0]["rows_read"], memory["datasets"][0]["times_seen"]) == (45, 4.5)
 
 
-def test_share_of_one_row():
+    several = {"datasets": [{"epoch_rows": 30, "is_complete": True, "trained_rows": 300}]}
+    add_reading(several, [[]], 10)  # the same 30 rows in all epochs
+    assert (several["datasets"][0]["rows_read"], several["datasets"][0]["times_seen"]) == (300, 10)
+
+
+def test_shares_of_few_rows():
     script_args = arguments_of(["a/a", "b/b"], [1, 1])
     assert mixture.share(script_args, [1, 100]) == [1, 1]
+    names = ["a/a", "b/b", "c/c", "d/d"]
+    for count in (4, 10, 11, 17):  # exactly as many as asked for
+        assert sum(mixture.share(arguments_of(names, [1, 1, 1, 1], max_samples=count), [50] * 4)) == count
+        assert sum(mixture.share(arguments_of(names[:3], [5, 3, 3], max_samples=count), [50] * 3)) == count
+    sizes = [27, 500, 90, 33]
+    for weights in ([7, 3, 3, 1], [0.668, 0.2, 0.1, 0.032], [1, 1, 1, 1]):  # what is read first is read once
+        counts = mixture.share(arguments_of(names, weights), sizes)
+        assert any(map(int.__eq__, counts, sizes)) and all(map(int.__le__, counts, sizes)), counts
 
 
 FLAGS = ["--max_steps", "8", "--save_steps", "4", "--logging_steps", "1", "--eval_steps", "4", "--max_length", "64"]

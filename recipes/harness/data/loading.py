@@ -441,7 +441,10 @@ def open_for_load(script_args: ScriptArguments) -> tuple[dict[str, Dataset | Ite
 
 
 def count_training_rows(script_args: ScriptArguments) -> int | None:
-    """Rows of the training split, None for a stream that does not say."""
+    """Rows of the training split, of a mixture those of an epoch; None for a stream that does not say."""
+    if script_args.mixture:
+        sizes = [count_training_rows(one) for one in each_dataset(script_args)]
+        return sum(mixture.share(script_args, sizes)) if all(sizes) and not script_args.dataset_streaming else None
     is_in_memory = reading.is_local(script_args.dataset_name) and not script_args.dataset_streaming
     if is_in_memory or is_slice(script_args.dataset_train_split):
         return len(choose_splits(script_args, open_splits(script_args, streaming=False))[0])

@@ -6,6 +6,7 @@ Streams have no epoch: every dataset starts again when it ends. In both cases pa
 documents that do not see each other.
 """
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -39,7 +40,11 @@ def share(script_args: ScriptArguments, sizes: list[int]) -> list[int]:
     """How many rows of datasets of these sizes an epoch has. Raises UserError if it has none of one of them."""
     datasets = each_dataset(script_args)
     total = script_args.max_samples or min(size / one.weight for size, one in zip(sizes, datasets, strict=True))
-    counts = [round(total * one.weight) for one in datasets]
+    shares = [total * one.weight for one in datasets]
+    counts = list(map(math.floor, shares))
+    by_rest = sorted(range(len(counts)), key=lambda index: counts[index] - shares[index])
+    for index in by_rest[: round(total) - sum(counts)]:  # the largest rests are rounded up
+        counts[index] += 1
     for one, count in zip(datasets, counts, strict=True):
         if count == 0:
             raise UserError(
@@ -57,6 +62,8 @@ def rows_of_epoch(
     `summaries`: the content of data.json for each. A preview and a rehearsal load fewer rows than the run.
     """
     is_stream, sizes, counts = isinstance(datasets[0], IterableDataset), [], []
+    if is_stream and script_args.keeps_samples:
+        counts = share(script_args, [0] * len(datasets))  # of max_samples
     is_known = not is_stream and all(summary["is_complete"] for summary in summaries)
     if is_known:
         is_cut = any(one.first_rows for one in each_dataset(script_args))

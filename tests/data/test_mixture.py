@@ -7,7 +7,7 @@ import shutil
 from harness.compat.datasets import complete_stream_state
 from harness.data import mixture
 from harness.data.loading import check_dataset, digest_local_files, load
-from harness.data.script_arguments import ScriptArguments, each_dataset, labels_of, set_datasets
+from harness.data.script_arguments import ScriptArguments, change_each, each_dataset, labels_of, set_datasets
 from harness.folder import DATA, read_json
 from harness.run.outputs import add_reading
 
@@ -182,12 +182,11 @@ def test_reading_is_counted():
     add_reading(data, [[4, 2], [], [6, 2]], 0)
     assert [dataset["rows_read"] for dataset in data["datasets"]] == [10, 4]
     assert data["datasets"][0]["times_seen"] == 1.0 and "times_seen" not in data["datasets"][1]
-    memory = {"datasets": [{"epoch_rows": 30, "is_complete": True, "trained_rows": 10}]}
+    memory = {"datasets": [{"epoch_rows": 30, "used_rows": 10, "is_complete": True, "trained_rows": 10}]}
     add_reading(memory, [[], []], 1.5)
     assert (memory["datasets"][0]["rows_read"], memory["datasets"][0]["times_seen"]) == (45, 4.5)
 
-
-    several = {"datasets": [{"epoch_rows": 30, "is_complete": True, "trained_rows": 300}]}
+    several = {"datasets": [{"epoch_rows": 30, "used_rows": 30, "is_complete": True, "trained_rows": 300}]}
     add_reading(several, [[]], 10)  # the same 30 rows in all epochs
     assert (several["datasets"][0]["rows_read"], several["datasets"][0]["times_seen"]) == (300, 10)
 
@@ -203,6 +202,34 @@ def test_shares_of_few_rows():
     for weights in ([7, 3, 3, 1], [0.668, 0.2, 0.1, 0.032], [1, 1, 1, 1]):  # what is read first is read once
         counts = mixture.share(arguments_of(names, weights), sizes)
         assert any(map(int.__eq__, counts, sizes)) and all(map(int.__le__, counts, sizes)), counts
+
+
+def test_flags_for_some_of_the_datasets(names, tmp_path, error_of):
+    """--column_map and --text_rows are for the datasets with these columns or texts; one of them must have some."""
+    questions = write(tmp_path / "questions.jsonl", [{"question": f"q {index}"} for index in range(20)])
+    (tmp_path / "lines.txt").write_text("\n".join(f"line {index}" for index in range(20)))
+    several = [names[0], questions, str(tmp_path / "lines.txt")]
+    script_args = arguments_of(several, [1, 1, 1], column_map={"question": "text"}, text_rows="line")
+    assert [one.text_rows for one in each_dataset(script_args)] == [None, None, "line"]
+    check_dataset(script_args)
+    assert set(sources_of(load(script_args)[0])) == {"a", "q", "line"}
+    assert "no dataset has a column answer" in error_of(
+        check_dataset, arguments_of(several, [1, 1, 1], column_map={"question": "text", "answer": "text"})
+    )
+    assert "no dataset is one" in error_of(arguments_of, names, [1, 1, 1], text_rows="line")
+
+
+def test_rows_of_split_conversations(tmp_path):
+    """Of conversations that are split, the answers are counted, also where a rehearsal loads the first ones only."""
+    turns = [{"role": role, "content": f"{role}."} for role in ("user", "assistant") * 2]
+    rows = [{"messages": [turns[0] | {"content": f"{index}?"}, *turns[1:]]} for index in range(30)]
+    names = [write(tmp_path / "a.jsonl", rows[:20]), write(tmp_path / "b.jsonl", rows[20:])]
+    for first_rows in (0, 5):
+        script_args = arguments_of(names, [1, 1], ("messages",), split_conversations=True, output_dir=tmp_path / "run")
+        change_each(script_args, lambda one, first_rows=first_rows: setattr(one, "first_rows", first_rows))
+        load(script_args)
+        found = [(part["epoch_rows"], part["used_rows"]) for part in read_json(tmp_path / "run" / DATA)["datasets"]]
+        assert found == [(18, 18), (18, 18)], first_rows
 
 
 FLAGS = ["--max_steps", "8", "--save_steps", "4", "--logging_steps", "1", "--eval_steps", "4", "--max_length", "64"]

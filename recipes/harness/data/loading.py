@@ -126,7 +126,8 @@ def load(
     train, summary = rows[0], summaries[0]
     if script_args.mixture:
         train = mixture.mix(script_args, rows)
-        summary = mixture.summarize(summaries, mixture.rows_of_epoch(script_args, rows, summaries))
+        mixture.count_rows_of_epoch(script_args, rows, summaries)
+        summary = mixture.summarize(summaries)
     if script_args.output_dir and is_first_process():
         Path(script_args.output_dir).mkdir(parents=True, exist_ok=True)
         write_json(Path(script_args.output_dir, DATA), summary)
@@ -475,11 +476,14 @@ def check_dataset(script_args: ScriptArguments) -> list[dict]:
         if getattr(script_args, name) is not None and getattr(script_args, name) < 1:
             raise UserError(f"--{name} is {getattr(script_args, name)}, expected 1 or more")
     check_column_map(script_args)
-    rows, found = [], []
+    rows, found, unmapped = [], [], set(script_args.column_map or {})
     for one in each_dataset(script_args):
         conversions, some = check_splits(one)
         rows += some
         found += [(conversion.format, one.display_name) for conversion in conversions]
+        unmapped -= {old for conversion in conversions for old in conversion.settings["column_map"] or {}}
+    if unmapped and found:
+        raise UserError(f"--column_map: no dataset has a column {sorted(unmapped)[0]}")
     check_same_format(found)
     return rows
 

@@ -18,6 +18,7 @@ OF_ONE_DATASET = (
     "dataset_config",
     "dataset_train_split",
     "dataset_test_split",
+    "text_rows",
     "display_name",
     "label",
     "weight",
@@ -149,6 +150,11 @@ def set_datasets(script_args: ScriptArguments) -> None:
     for values, config in zip(script_args.mixture, configs or [], strict=False):
         if config != "default":
             values["dataset_config"], values["display_name"] = config, f"{values['dataset_name']} {config}"
+    if script_args.text_rows:  # for those that are text files
+        for values in script_args.mixture:
+            values["text_rows"] = script_args.text_rows if reading.is_text(values["dataset_name"]) else None
+        if not any(values["text_rows"] for values in script_args.mixture):
+            raise UserError("--text_rows is for text files on this machine, and no dataset is one: leave out the flag")
     parts = [f"{values['weight']:.3g} {values['display_name']}" for values in script_args.mixture]
     script_args.dataset_name = script_args.display_name = " + ".join(parts)
 

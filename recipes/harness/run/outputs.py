@@ -401,15 +401,14 @@ def write_results(
 def add_reading(data: dict, taken: list[list[int]], epochs: float) -> None:
     """Adds to every dataset of a mixture `rows_read` and, where its size is known, `times_seen`. `taken`: by each process.
 
-    All epochs in memory read the same `used_rows` of a dataset.
+    All epochs in memory read the same `used_rows` of a dataset, and a stream reads all rows.
     A stream has read the rows that wait to be packed too.
     """
     for index, dataset in enumerate(data.get("datasets", [])):
         from_streams = sum(counts[index] for counts in taken if counts)
         dataset["rows_read"] = from_streams or round(epochs * dataset.get("epoch_rows", 0))
         if dataset["is_complete"] and dataset["trained_rows"]:
-            dataset["used_rows"] = min(dataset["trained_rows"], dataset.get("epoch_rows", dataset["trained_rows"]))
-            dataset["times_seen"] = round(dataset["rows_read"] / dataset["used_rows"], 2)
+            dataset["times_seen"] = round(dataset["rows_read"] / dataset.setdefault("used_rows", dataset["trained_rows"]), 2)
 
 
 def mean_loss(log_history: list[dict]) -> float | None:

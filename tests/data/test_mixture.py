@@ -8,8 +8,9 @@ from harness.compat.datasets import complete_stream_state
 from harness.data import mixture
 from harness.data.loading import check_dataset, digest_local_files, load
 from harness.data.script_arguments import ScriptArguments, change_each, each_dataset, labels_of, set_datasets
+from harness.data.streams import _taken
 from harness.folder import DATA, read_json
-from harness.run.outputs import add_reading
+from harness.run.outputs import add_reading, describe_datasets
 
 import pytest
 from conftest import losses, read
@@ -189,6 +190,12 @@ def test_reading_is_counted():
     several = {"datasets": [{"epoch_rows": 30, "used_rows": 30, "is_complete": True, "trained_rows": 300}]}
     add_reading(several, [[]], 10)  # the same 30 rows in all epochs
     assert (several["datasets"][0]["rows_read"], several["datasets"][0]["times_seen"]) == (300, 10)
+    assert _taken({"repeat_index": 0, "examples_iterable": {"type": "WeightedSources", "taken": [3, 1]}}) == [3, 1]
+    assert _taken({"repeat_index": 1, "examples_iterable": {"type": "WeightedSources", "taken": [3, 1]}}) is None
+    assert _taken({"repeat_index": 1, "examples_iterable": {"type": "ArrowExamplesIterable"}}) == []
+    begun_again = {"datasets": [{"is_complete": True, "trained_rows": 300, "label": "a"}], "eval_a_loss": 1.5}
+    add_reading(begun_again, [None, [2]], 1)
+    assert describe_datasets({"data": begun_again, "eval_a_loss": 1.5}) == ["  a: evaluation loss 1.5000 after"]
 
 
 def test_shares_of_few_rows():

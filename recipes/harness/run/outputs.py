@@ -306,7 +306,7 @@ def write_results(
     output: TrainOutput | None,
     evaluation: dict[str, float],
     progress: Progress,
-    taken: list[int],
+    taken: list[int] | None,
     parameters: tuple[int, int],
     resumed_from: int,
     more: dict,
@@ -398,12 +398,16 @@ def write_results(
     return results
 
 
-def add_reading(data: dict, taken: list[list[int]], epochs: float) -> None:
-    """Adds to every dataset of a mixture `rows_read` and, where its size is known, `times_seen`. `taken`: by each process.
+def add_reading(data: dict, taken: list[list[int] | None], epochs: float) -> None:
+    """Adds to every dataset of a mixture `rows_read` and, where its size is known, `times_seen`, if these are known.
+
+    `taken`: see `StreamPosition.rows_taken`; of each process.
 
     All epochs in memory read the same `used_rows` of a dataset, and a stream reads all rows.
     A stream has read the rows that wait to be packed too.
     """
+    if None in taken:
+        return
     for index, dataset in enumerate(data.get("datasets", [])):
         from_streams = sum(counts[index] for counts in taken if counts)
         dataset["rows_read"] = from_streams or round(epochs * dataset.get("epoch_rows", 0))
@@ -445,8 +449,9 @@ def describe_datasets(results: dict) -> list[str]:
         label = dataset["label"]
         losses = [(results.get(f"eval_{label}_loss{when}"), word) for when, word in (("_on_start", "before"), ("", "after"))]
         words = ", ".join(f"{loss:.4f} {word}" for loss, word in losses if loss is not None)
+        words += f"; {dataset['rows_read']:,} rows read" if "rows_read" in dataset else ""
         seen = f", each of {dataset['used_rows']:,} rows {dataset['times_seen']:g} times" if "times_seen" in dataset else ""
-        lines.append(f"  {label}: evaluation loss {words}; {dataset['rows_read']:,} rows read{seen}")
+        lines.append(f"  {label}: evaluation loss {words}{seen}")
     return lines
 
 

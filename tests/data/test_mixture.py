@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from types import SimpleNamespace
 
 from harness.compat.datasets import complete_stream_state
 from harness.data import mixture
@@ -11,6 +12,7 @@ from harness.data.script_arguments import ScriptArguments, change_each, each_dat
 from harness.data.streams import _taken
 from harness.folder import DATA, read_json
 from harness.run.outputs import add_reading, describe_datasets
+from harness.start.checks import check_best_metric
 
 import pytest
 from conftest import losses, read
@@ -224,6 +226,15 @@ def test_flags_for_some_of_the_datasets(names, tmp_path, error_of):
         check_dataset, arguments_of(several, [1, 1, 1], column_map={"question": "text", "answer": "text"})
     )
     assert "no dataset is one" in error_of(arguments_of, names, [1, 1, 1], text_rows="line")
+
+
+def test_best_metric(error_of):
+    for name in ("eval_loss", "loss", None, "eval_a_loss", "b-2_loss"):
+        check_best_metric(SimpleNamespace(metric_for_best_model=name, dataset_weights={"a": 0.5, "b-2": 0.5}))
+    message = error_of(
+        check_best_metric, SimpleNamespace(metric_for_best_model="eval_b_loss", dataset_weights={"a": 0.5, "c": 0.5})
+    )
+    assert "one of eval_a_loss, eval_c_loss" in message
 
 
 def test_rows_of_split_conversations(tmp_path):

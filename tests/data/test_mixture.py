@@ -16,6 +16,7 @@ from harness.start.checks import check_best_metric
 
 import pytest
 from conftest import losses, read
+from trl import pack_dataset
 
 
 def write(path, rows):
@@ -53,6 +54,8 @@ def test_shares_in_memory(names, tmp_path):
     assert found != sorted(found)
     assert {label: set(sources_of(rows)) for label, rows in evaluated.items()} == {"a": {"a"}, "b": {"b"}, "c": {"c"}}
     assert not {row["text"] for row in train} & {row["text"] for rows in evaluated.values() for row in rows}
+    packed = pack_dataset(evaluated.map(lambda row: {"input_ids": [1, 2]}).select_columns("input_ids"), 8, "bfd_split")
+    assert {label: len(rows) for label, rows in packed.items()} == {"a": 1, "b": 5, "c": 5}  # as gpt2_xl_wikitext does
     assert list(load(arguments_of(names, [6, 3, 1]))[0]) == list(train)
     data = read_json(tmp_path / "run" / DATA)
     assert (data["rows"], data["trained_rows"], data["held_out"]) == (430, 45, 43)

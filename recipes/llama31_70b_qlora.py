@@ -59,7 +59,7 @@ def main():
         save_steps=25,
     )
     train_dataset, eval_dataset = load(script_args)  # converts rows to `messages` or text, drops those without an answer
-    if training_args.dataset_text_field in eval_dataset.column_names:
+    if training_args.dataset_text_field in train_dataset.column_names:
         training_args.assistant_only_loss, training_args.chat_template_path = False, None  # texts have no turns
     trainer = SFTTrainer(
         model=model_args.model_name_or_path,

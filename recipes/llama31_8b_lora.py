@@ -45,8 +45,8 @@ def main():
         save_steps=0.25,
     )
     train_dataset, eval_dataset = load(script_args)  # drops rows without an answer, holds 256 rows out for evaluation
-    if "instruction" in eval_dataset.column_names:
-        columns = eval_dataset.column_names
+    if "instruction" in train_dataset.column_names:
+        columns = train_dataset.column_names
         train_dataset = train_dataset.map(to_prompt_completion, remove_columns=columns)
         eval_dataset = eval_dataset.map(to_prompt_completion, remove_columns=columns)
     trainer = SFTTrainer(

@@ -105,7 +105,7 @@ def test_earlier_rehearsal_with_another_config_is_moved(tmp_path, capsys):
     assert "run.old" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("key", ["recipe_digest", "data_digest"])
+@pytest.mark.parametrize("key", ["recipe_digest", "data_digest", "dataset_weights"])
 def test_rehearsal_of_a_changed_recipe_or_dataset_starts_over(tmp_path, key):
     run = tmp_path / "run"
     for digest in ("before", "after"):

@@ -144,6 +144,8 @@ def _is_replaced_rehearsal(existing: dict, identity: dict, is_default: bool) -> 
     """Whether a rehearsal in the default folder is moved away for one with another config, recipe or dataset."""
     if not (is_default and identity["tiny"] and existing.get("tiny")):
         return False
+    if existing.get("dataset_weights") != identity.get("dataset_weights"):
+        return True
     return any(existing.get(key, identity[key]) != identity[key] for key in ("config", "recipe_digest", "data_digest"))
 
 

@@ -3,16 +3,20 @@
 import itertools
 import json
 import shutil
+from types import SimpleNamespace
 
 from harness.compat.datasets import complete_stream_state
 from harness.data import mixture
 from harness.data.loading import check_dataset, digest_local_files, load
-from harness.data.script_arguments import ScriptArguments, each_dataset, labels_of, set_datasets
+from harness.data.script_arguments import ScriptArguments, change_each, each_dataset, labels_of, set_datasets
+from harness.data.streams import _taken
 from harness.folder import DATA, read_json
-from harness.run.outputs import add_reading
+from harness.run.outputs import add_reading, describe_datasets
+from harness.start.checks import check_best_metric
 
 import pytest
 from conftest import losses, read
+from trl import pack_dataset
 
 
 def write(path, rows):
@@ -50,6 +54,8 @@ def test_shares_in_memory(names, tmp_path):
     assert found != sorted(found)
     assert {label: set(sources_of(rows)) for label, rows in evaluated.items()} == {"a": {"a"}, "b": {"b"}, "c": {"c"}}
     assert not {row["text"] for row in train} & {row["text"] for rows in evaluated.values() for row in rows}
+    packed = pack_dataset(evaluated.map(lambda row: {"input_ids": [1, 2]}).select_columns("input_ids"), 8, "bfd_split")
+    assert {label: len(rows) for label, rows in packed.items()} == {"a": 1, "b": 5, "c": 5}  # as gpt2_xl_wikitext does
     assert list(load(arguments_of(names, [6, 3, 1]))[0]) == list(train)
     data = read_json(tmp_path / "run" / DATA)
     assert (data["rows"], data["trained_rows"], data["held_out"]) == (430, 45, 43)
@@ -166,6 +172,10 @@ def test_arguments_of_each_dataset(names, tmp_path):
     assert [one.weight for one in each_dataset(script_args)] == [0.25, 0.25, 0.5]
     assert script_args.display_name.endswith("+ 0.5 hub/rows small")
     assert labels_of(["x/code.jsonl", "y/code.json", "hub/code-2", "/d/"]) == ["code", "code-2", "code-2-2", "d"]
+    assert labels_of(["a-2.jsonl", "a.jsonl", "b/a.csv"]) == ["a-2", "a", "a-3"]
+    assert labels_of(["code/train.jsonl", "chats/**/*.jsonl", "train.jsonl", "../", "/train"]) == [
+        *("code", "chats", "data", "data-2", "data-3"),
+    ]
     before = digest_local_files(script_args)
     write(tmp_path / "b.jsonl", texts("b", 201))
     assert digest_local_files(script_args) != before
@@ -178,14 +188,69 @@ def test_reading_is_counted():
     add_reading(data, [[4, 2], [], [6, 2]], 0)
     assert [dataset["rows_read"] for dataset in data["datasets"]] == [10, 4]
     assert data["datasets"][0]["times_seen"] == 1.0 and "times_seen" not in data["datasets"][1]
-    memory = {"datasets": [{"epoch_rows": 30, "is_complete": True, "trained_rows": 10}]}
+    memory = {"datasets": [{"epoch_rows": 30, "used_rows": 10, "is_complete": True, "trained_rows": 10}]}
     add_reading(memory, [[], []], 1.5)
     assert (memory["datasets"][0]["rows_read"], memory["datasets"][0]["times_seen"]) == (45, 4.5)
 
+    several = {"datasets": [{"epoch_rows": 30, "used_rows": 30, "is_complete": True, "trained_rows": 300}]}
+    add_reading(several, [[]], 10)  # the same 30 rows in all epochs
+    assert (several["datasets"][0]["rows_read"], several["datasets"][0]["times_seen"]) == (300, 10)
+    assert _taken({"repeat_index": 0, "examples_iterable": {"type": "WeightedSources", "taken": [3, 1]}}) == [3, 1]
+    assert _taken({"repeat_index": 1, "examples_iterable": {"type": "WeightedSources", "taken": [3, 1]}}) is None
+    assert _taken({"repeat_index": 1, "examples_iterable": {"type": "ArrowExamplesIterable"}}) == []
+    begun_again = {"datasets": [{"is_complete": True, "trained_rows": 300, "label": "a"}], "eval_a_loss": 1.5}
+    add_reading(begun_again, [None, [2]], 1)
+    assert describe_datasets({"data": begun_again, "eval_a_loss": 1.5}) == ["  a: evaluation loss 1.5000 after"]
 
-def test_share_of_one_row():
+
+def test_shares_of_few_rows():
     script_args = arguments_of(["a/a", "b/b"], [1, 1])
     assert mixture.share(script_args, [1, 100]) == [1, 1]
+    names = ["a/a", "b/b", "c/c", "d/d"]
+    for count in (4, 10, 11, 17):  # exactly as many as asked for
+        assert sum(mixture.share(arguments_of(names, [1, 1, 1, 1], max_samples=count), [50] * 4)) == count
+        assert sum(mixture.share(arguments_of(names[:3], [5, 3, 3], max_samples=count), [50] * 3)) == count
+    sizes = [27, 500, 90, 33]
+    for weights in ([7, 3, 3, 1], [0.668, 0.2, 0.1, 0.032], [1, 1, 1, 1]):  # what is read first is read once
+        counts = mixture.share(arguments_of(names, weights), sizes)
+        assert any(map(int.__eq__, counts, sizes)) and all(map(int.__le__, counts, sizes)), counts
+
+
+def test_flags_for_some_of_the_datasets(names, tmp_path, error_of):
+    """--column_map and --text_rows are for the datasets with these columns or texts; one of them must have some."""
+    questions = write(tmp_path / "questions.jsonl", [{"question": f"q {index}"} for index in range(20)])
+    (tmp_path / "lines.txt").write_text("\n".join(f"line {index}" for index in range(20)))
+    several = [names[0], questions, str(tmp_path / "lines.txt")]
+    script_args = arguments_of(several, [1, 1, 1], column_map={"question": "text"}, text_rows="line")
+    assert [one.text_rows for one in each_dataset(script_args)] == [None, None, "line"]
+    check_dataset(script_args)
+    assert set(sources_of(load(script_args)[0])) == {"a", "q", "line"}
+    assert "no dataset has a column answer" in error_of(
+        check_dataset, arguments_of(several, [1, 1, 1], column_map={"question": "text", "answer": "text"})
+    )
+    assert "no dataset is one" in error_of(arguments_of, names, [1, 1, 1], text_rows="line")
+
+
+def test_best_metric(error_of):
+    for name in ("eval_loss", "loss", None, "eval_a_loss", "b-2_loss"):
+        check_best_metric(SimpleNamespace(metric_for_best_model=name, dataset_weights={"a": 0.5, "b-2": 0.5}))
+    message = error_of(
+        check_best_metric, SimpleNamespace(metric_for_best_model="eval_b_loss", dataset_weights={"a": 0.5, "c": 0.5})
+    )
+    assert "one of eval_a_loss, eval_c_loss" in message
+
+
+def test_rows_of_split_conversations(tmp_path):
+    """Of conversations that are split, the answers are counted, also where a rehearsal loads the first ones only."""
+    turns = [{"role": role, "content": f"{role}."} for role in ("user", "assistant") * 2]
+    rows = [{"messages": [turns[0] | {"content": f"{index}?"}, *turns[1:]]} for index in range(30)]
+    names = [write(tmp_path / "a.jsonl", rows[:20]), write(tmp_path / "b.jsonl", rows[20:])]
+    for first_rows in (0, 5):
+        script_args = arguments_of(names, [1, 1], ("messages",), split_conversations=True, output_dir=tmp_path / "run")
+        change_each(script_args, lambda one, first_rows=first_rows: setattr(one, "first_rows", first_rows))
+        load(script_args)
+        found = [(part["epoch_rows"], part["used_rows"]) for part in read_json(tmp_path / "run" / DATA)["datasets"]]
+        assert found == [(18, 18), (18, 18)], first_rows
 
 
 FLAGS = ["--max_steps", "8", "--save_steps", "4", "--logging_steps", "1", "--eval_steps", "4", "--max_length", "64"]

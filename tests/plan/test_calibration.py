@@ -137,6 +137,7 @@ def test_plan_says_what_it_is_calibrated_by(folder, capsys):
     forecast.keep_measurement(results_of(0.7, versions=VERSIONS | {"torch": "2.0.0"}))
     (folder / "half.json").write_text("{")
     (folder / "other.json").write_text("{}")
+    (folder / "list.json").write_text("[]")
     all_cards = calibration.calibrate(cards.CARDS)
     plan = cards.make_plan(ONE_GPU, all_cards=all_cards)
     assert [card.name for card in all_cards if card.runs] == list(plan["calibrated"]) == ["RTX 3090"]

@@ -234,7 +234,7 @@ def summarize(args: Any, rows: PreviewRows, batches: list[dict], script_args: An
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     masks = [batch["attention_mask"] for batch in batches if batch.get("attention_mask") is not None]
     rows_per_step = script_args.global_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps
-    epoch = rows.epoch()
+    epoch, is_mixture = rows.epoch(), "datasets" in rows.data  # which reads the rows of its datasets unequally often
     steps_per_epoch = max(1, epoch[0] / rows_per_step) if epoch else None
     steps = args.max_steps if args.max_steps > 0 else steps_per_epoch and steps_per_epoch * args.num_train_epochs
     return {
@@ -258,7 +258,7 @@ def summarize(args: Any, rows: PreviewRows, batches: list[dict], script_args: An
         "tokens_per_epoch": epoch and round(epoch[1]),
         "steps": steps and round(steps),
         "tokens": steps and round(steps * rows_per_step * rows.mean_length),
-        "times_seen": steps and epoch and round(steps * rows_per_step / epoch[0], 2),
+        "times_seen": round(steps * rows_per_step / epoch[0], 2) if steps and epoch and not is_mixture else None,
     }
 
 

@@ -32,6 +32,7 @@ from harness.launched import UserError, is_first_process, print_once
 import xxhash
 from datasets import (
     Dataset,
+    DatasetDict,
     Features,
     IterableDataset,
     Json,
@@ -90,7 +91,7 @@ class Source:
 
 def load(
     script_args: ScriptArguments, keep: Callable[[dict], bool] | None = None
-) -> tuple[Dataset | IterableDataset, Dataset | dict[str, Dataset]]:
+) -> tuple[Dataset | IterableDataset, Dataset | DatasetDict]:
     """Loads the rows to train on and the rows to evaluate on.
 
     Args:
@@ -105,7 +106,7 @@ def load(
         held out of the training split; with all rows that equal them they are at most a tenth of it.
 
         Of several datasets (`dataset_weights`) the training rows are mixed by weight, see mixture.py, and `eval_dataset` has
-        the evaluation rows of each by its label.
+        the evaluation rows of each by its label, as a DatasetDict: `map` and `select_columns` work as those of one dataset.
     """
     end_streams_at_once()
     sources = [open_source(one, keep) for one in each_dataset(script_args)]
@@ -125,7 +126,8 @@ def load(
     train, summary = rows[0], summaries[0]
     if script_args.mixture:
         train = mixture.mix(script_args, rows)
-        summary = mixture.summarize(summaries, mixture.rows_of_epoch(script_args, rows, summaries))
+        mixture.count_rows_of_epoch(script_args, rows, summaries)
+        summary = mixture.summarize(summaries)
     if script_args.output_dir and is_first_process():
         Path(script_args.output_dir).mkdir(parents=True, exist_ok=True)
         write_json(Path(script_args.output_dir, DATA), summary)
@@ -137,7 +139,7 @@ def load(
         train = Dataset.from_list([formats.complete(row, features) for row in kept], features=features)
         print_once(f"{script_args.display_name}: {len(train):,} rows of the stream are kept in memory, for every epoch the same.")
     evaluated = {source.script_args.label: evaluation_rows(source) for source in sources}
-    return train, evaluated if script_args.mixture else evaluated[""]
+    return train, DatasetDict(evaluated) if script_args.mixture else evaluated[""]
 
 
 def open_source(script_args: ScriptArguments, keep: Callable[[dict], bool] | None) -> Source:
@@ -440,7 +442,10 @@ def open_for_load(script_args: ScriptArguments) -> tuple[dict[str, Dataset | Ite
 
 
 def count_training_rows(script_args: ScriptArguments) -> int | None:
-    """Rows of the training split, None for a stream that does not say."""
+    """Rows of the training split, of a mixture those of an epoch; None for a stream that does not say."""
+    if script_args.mixture:
+        sizes = [count_training_rows(one) for one in each_dataset(script_args)]
+        return sum(mixture.share(script_args, sizes)) if all(sizes) and not script_args.dataset_streaming else None
     is_in_memory = reading.is_local(script_args.dataset_name) and not script_args.dataset_streaming
     if is_in_memory or is_slice(script_args.dataset_train_split):
         return len(choose_splits(script_args, open_splits(script_args, streaming=False))[0])
@@ -471,11 +476,14 @@ def check_dataset(script_args: ScriptArguments) -> list[dict]:
         if getattr(script_args, name) is not None and getattr(script_args, name) < 1:
             raise UserError(f"--{name} is {getattr(script_args, name)}, expected 1 or more")
     check_column_map(script_args)
-    rows, found = [], []
+    rows, found, unmapped = [], [], set(script_args.column_map or {})
     for one in each_dataset(script_args):
         conversions, some = check_splits(one)
         rows += some
         found += [(conversion.format, one.display_name) for conversion in conversions]
+        unmapped -= {old for conversion in conversions for old in conversion.settings["column_map"] or {}}
+    if unmapped and found:
+        raise UserError(f"--column_map: no dataset has a column {sorted(unmapped)[0]}")
     check_same_format(found)
     return rows
 

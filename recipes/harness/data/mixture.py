@@ -6,6 +6,7 @@ Streams have no epoch: every dataset starts again when it ends. In both cases pa
 documents that do not see each other.
 """
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -39,7 +40,11 @@ def share(script_args: ScriptArguments, sizes: list[int]) -> list[int]:
     """How many rows of datasets of these sizes an epoch has. Raises UserError if it has none of one of them."""
     datasets = each_dataset(script_args)
     total = script_args.max_samples or min(size / one.weight for size, one in zip(sizes, datasets, strict=True))
-    counts = [round(total * one.weight) for one in datasets]
+    shares = [total * one.weight for one in datasets]
+    counts = list(map(math.floor, shares))
+    by_rest = sorted(range(len(counts)), key=lambda index: counts[index] - shares[index])
+    for index in by_rest[: round(total) - sum(counts)]:  # the largest rests are rounded up
+        counts[index] += 1
     for one, count in zip(datasets, counts, strict=True):
         if count == 0:
             raise UserError(
@@ -49,19 +54,26 @@ def share(script_args: ScriptArguments, sizes: list[int]) -> list[int]:
     return counts
 
 
-def rows_of_epoch(
+def count_rows_of_epoch(
     script_args: ScriptArguments, datasets: list[Dataset] | list[IterableDataset], summaries: list[dict[str, Any]]
-) -> list[int]:
-    """Prints the shares of the datasets, and returns how many rows of each an epoch has, [] if that is not known.
+) -> None:
+    """Prints the shares of the datasets. Where it is known, adds to `summaries` the `epoch_rows` that an epoch has of each, and
+    how many of its rows these are, `used_rows`.
 
     `summaries`: the content of data.json for each. A preview and a rehearsal load fewer rows than the run.
     """
     is_stream, sizes, counts = isinstance(datasets[0], IterableDataset), [], []
     is_known = not is_stream and all(summary["is_complete"] for summary in summaries)
     if is_known:
-        is_cut = any(one.first_rows for one in each_dataset(script_args))
-        sizes = [summary["trained_rows"] for summary in summaries] if is_cut else list(map(len, datasets))
+        for one, rows, summary in zip(each_dataset(script_args), datasets, summaries, strict=True):
+            of_all = min(summary["trained_rows"], one.first_rows or summary["trained_rows"])
+            sizes.append(round(summary["trained_rows"] * len(rows) / of_all))  # more where conversations are split
         counts = share(script_args, sizes)
+    elif is_stream and script_args.keeps_samples:
+        sizes = [summary["trained_rows"] if summary["is_complete"] else math.inf for summary in summaries]
+        counts = share(script_args, sizes)  # of max_samples
+    for summary, count, size in zip(summaries, counts, sizes, strict=False):
+        summary |= {"epoch_rows": count, "used_rows": min(count, size)}
     for number, one in enumerate(each_dataset(script_args)):
         text = f"{one.display_name}: {one.weight:.1%} of the rows"
         if is_stream:
@@ -73,17 +85,14 @@ def rows_of_epoch(
         elif is_known:
             text += f": in every epoch the same {counts[number]:,} of its {sizes[number]:,} rows"
         print_once(f"{text}.")
-    return counts
 
 
-def summarize(summaries: list[dict[str, Any]], counts: list[int]) -> dict[str, Any]:
-    """The content of data.json: the sums over the datasets, and `datasets` with what each has. `counts`: see `rows_of_epoch`."""
+def summarize(summaries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of data.json: the sums over the datasets, and `datasets` with what each has."""
     names = ("rows", "skipped_rows", "held_out", "trained_rows", "with_tools")
     total = {name: sum(summary[name] for summary in summaries) for name in names}
-    for summary, count in zip(summaries, counts, strict=False):
-        summary["epoch_rows"] = count
-    if counts:
-        total["trained_rows"] = sum(counts)
+    if all("epoch_rows" in summary for summary in summaries):
+        total["trained_rows"] = sum(summary["epoch_rows"] for summary in summaries)
     skipped, turns = (sum((Counter(summary[name]) for summary in summaries), Counter()) for name in ("skipped", "turns"))
     ignored = [f"{column} of {summary['name']}" for summary in summaries for column in summary["ignored_columns"]]
     return {

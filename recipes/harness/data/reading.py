@@ -256,6 +256,12 @@ def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[P
     return splits or {"train": files}, kind, [path for path in kinds if kinds[path] != kind], unnamed
 
 
+def is_text(name: str) -> bool:
+    """Whether a dataset consists of text files on this machine. Raises UserError if it cannot be read."""
+    check_exists(name)
+    return bool(_local_paths(name)) and choose_files(name, None)[1] == "text"
+
+
 def print_how_files_are_read(name: str, config: str | None, text_rows: str | None) -> None:
     """Prints what a reader of the files should know: ignored files, a separator that is not a comma, what a row of text is."""
     paths = _local_paths(name)

@@ -18,6 +18,7 @@ OF_ONE_DATASET = (
     "dataset_config",
     "dataset_train_split",
     "dataset_test_split",
+    "text_rows",
     "display_name",
     "label",
     "weight",
@@ -149,17 +150,26 @@ def set_datasets(script_args: ScriptArguments) -> None:
     for values, config in zip(script_args.mixture, configs or [], strict=False):
         if config != "default":
             values["dataset_config"], values["display_name"] = config, f"{values['dataset_name']} {config}"
+    if script_args.text_rows:  # for those that are text files
+        for values in script_args.mixture:
+            values["text_rows"] = script_args.text_rows if reading.is_text(values["dataset_name"]) else None
+        if not any(values["text_rows"] for values in script_args.mixture):
+            raise UserError("--text_rows is for text files on this machine, and no dataset is one: leave out the flag")
     parts = [f"{values['weight']:.3g} {values['display_name']}" for values in script_args.mixture]
     script_args.dataset_name = script_args.display_name = " + ".join(parts)
 
 
 def labels_of(names: list[str]) -> list[str]:
-    """Short names for metrics, all different: `code` for `data/code.jsonl`, `b` for `hub/b`."""
-    labels = []
+    """Short names for metrics, all different: `code` for `data/code.jsonl` and `code/*.jsonl`, `b` for `hub/b`.
+
+    None is `train`, as TRL calls the training rows, or `aux`, whose metric would be that of a mixture of experts.
+    """
+    labels, reserved = [], {"", "train", "aux"}
     for name in names:
-        short = Path(name).name.split(".")[0] or "data"
-        count = sum(label == short or label.rsplit("-", 1)[0] == short for label in labels)
-        labels.append(f"{short}-{count + 1}" if count else short)
+        parts = [part.strip("/").split(".")[0] for part in reversed(Path(name).parts)]
+        short = next((part for part in parts if part not in reserved and not set("*?[") & set(part)), "data")
+        candidates = (short, *(f"{short}-{number}" for number in range(2, len(names) + 2)))
+        labels.append(next(label for label in candidates if label not in labels))
     return labels
 
 

@@ -276,10 +276,11 @@ class StreamPosition(TrainerCallback):
         self.newest = {part: before.after(found.get(part)) for part, before in self.newest.items()}
         return self.newest or None
 
-    def rows_taken(self) -> list[int]:
-        """How many rows this process has read of each source of a mixed stream, [] without one."""
-        counts = [found for position in (self.position or {}).values() if (found := _taken(position.place or {}))]
-        return [sum(numbers) for numbers in zip(*counts, strict=True)]
+    def rows_taken(self) -> list[int] | None:
+        """How many rows this process has read of each source of a mixed stream, [] without one, None if it is not known."""
+        places = [position.place for position in (self.position or {}).values() if position.place]
+        counts = [found for place in places if (found := _taken(place)) != []]
+        return None if None in counts else [sum(numbers) for numbers in zip(*counts, strict=True)]
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         for part, position in (self.position or {}).items():
@@ -307,8 +308,12 @@ def _operations(position: dict) -> list[str]:
     return [position.get("type", ""), *(name for source in sources for name in _operations(source))]
 
 
-def _taken(position: dict) -> list[int]:
-    """The rows read of each source of a mixed stream, from the position of a part."""
+def _taken(position: dict) -> list[int] | None:
+    """The rows read of each source of a mixed stream, from the position of a part; [] without a mixed stream.
+
+    None for a mixed stream with --max_samples that has begun again, and with it the counts.
+    """
     if position.get("type") == WeightedSources.__name__:
         return position["taken"]
-    return _taken(position["examples_iterable"]) if "examples_iterable" in position else []
+    found = _taken(position["examples_iterable"]) if "examples_iterable" in position else []
+    return None if found and position.get("repeat_index") else found

@@ -36,7 +36,7 @@ def read_measurements() -> list[dict[str, Any]]:
             record = read_json(path)
         except (OSError, ValueError):
             continue
-        if {"versions", "forecast", "step_seconds"} <= record.keys():
+        if isinstance(record, dict) and {"versions", "forecast", "step_seconds"} <= record.keys():
             records.append(record)
     return records
 

@@ -306,7 +306,7 @@ def write_results(
     output: TrainOutput | None,
     evaluation: dict[str, float],
     progress: Progress,
-    taken: list[int],
+    taken: list[int] | None,
     parameters: tuple[int, int],
     resumed_from: int,
     more: dict,
@@ -340,7 +340,7 @@ def write_results(
     eval_losses, on_start = evaluation_losses(evaluation), {}
     for entry in (entry for entry in state.log_history if entry["step"] == 0):
         on_start |= evaluation_losses(entry)
-    data = read_json(Path(args.output_dir, DATA))
+    data, is_stream = read_json(Path(args.output_dir, DATA)), isinstance(trainer.train_dataset, IterableDataset)
     add_reading(data, [process["taken"] for process in processes], state.epoch or 0)
     results = read_json(Path(args.output_dir, RUN)) | {
         "fsdp_enabled": is_sharded,
@@ -369,7 +369,7 @@ def write_results(
         "loss_tokens": counted["loss_tokens"],
         "global_step": state.global_step,
         "epoch": state.epoch,
-        **({} if isinstance(trainer.train_dataset, IterableDataset) else {"times_seen": round(state.epoch or 0, 2)}),
+        **({} if is_stream or "datasets" in data else {"times_seen": round(state.epoch or 0, 2)}),
         **({"data": data} if data else {}),
         **({"changed_files": changed} if (changed := changed_files(Path(args.output_dir))) else {}),
         "resumed_from_step": resumed_from,
@@ -398,16 +398,21 @@ def write_results(
     return results
 
 
-def add_reading(data: dict, taken: list[list[int]], epochs: float) -> None:
-    """Adds to every dataset of a mixture `rows_read` and, where its size is known, `times_seen`. `taken`: by each process.
+def add_reading(data: dict, taken: list[list[int] | None], epochs: float) -> None:
+    """Adds to every dataset of a mixture `rows_read` and, where its size is known, `times_seen`, if these are known.
 
+    `taken`: see `StreamPosition.rows_taken`; of each process.
+
+    All epochs in memory read the same `used_rows` of a dataset, and a stream reads all rows.
     A stream has read the rows that wait to be packed too.
     """
+    if None in taken:
+        return
     for index, dataset in enumerate(data.get("datasets", [])):
         from_streams = sum(counts[index] for counts in taken if counts)
         dataset["rows_read"] = from_streams or round(epochs * dataset.get("epoch_rows", 0))
         if dataset["is_complete"] and dataset["trained_rows"]:
-            dataset["times_seen"] = round(dataset["rows_read"] / dataset["trained_rows"], 2)
+            dataset["times_seen"] = round(dataset["rows_read"] / dataset.setdefault("used_rows", dataset["trained_rows"]), 2)
 
 
 def mean_loss(log_history: list[dict]) -> float | None:
@@ -444,8 +449,9 @@ def describe_datasets(results: dict) -> list[str]:
         label = dataset["label"]
         losses = [(results.get(f"eval_{label}_loss{when}"), word) for when, word in (("_on_start", "before"), ("", "after"))]
         words = ", ".join(f"{loss:.4f} {word}" for loss, word in losses if loss is not None)
-        seen = f", each of them {dataset['times_seen']:g} times" if "times_seen" in dataset else ""
-        lines.append(f"  {label}: evaluation loss {words}; {dataset['rows_read']:,} rows read{seen}")
+        words += f"; {dataset['rows_read']:,} rows read" if "rows_read" in dataset else ""
+        seen = f", each of {dataset['used_rows']:,} rows {dataset['times_seen']:g} times" if "times_seen" in dataset else ""
+        lines.append(f"  {label}: evaluation loss {words}{seen}")
     return lines
 
 

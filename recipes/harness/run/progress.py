@@ -176,8 +176,8 @@ def _summary(samples: list[tuple[int, int]]) -> tuple[float, float]:
 
 
 def evaluation_losses(logs: dict) -> dict[str, float]:
-    """The losses of evaluation datasets by label; "" for `eval_loss`."""
-    found = {name: re.fullmatch(r"eval_(?:(.+)_)?loss", name) for name in logs}
+    """The losses of evaluation datasets by label; "" for `eval_loss`. SFTTrainer's `eval_aux_loss` is that of a router."""
+    found = {name: re.fullmatch(r"eval_(?:(.+)_)?loss", name) for name in logs if name != "eval_aux_loss"}
     return {match[1] or "": logs[name] for name, match in found.items() if match}
 
 

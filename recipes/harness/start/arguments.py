@@ -425,13 +425,17 @@ def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig
 def identity_of_run(arguments: Arguments, launched: Launched, is_sharded: bool) -> dict[str, Any]:
     """The content of run.json."""
     script_args, _, model_args = arguments
-    recipe = Path(launched.recipe or sys.argv[0])
+    recipe, of_mixture = Path(launched.recipe or sys.argv[0]), {}
+    if script_args.mixture:
+        datasets = each_dataset(script_args)
+        of_mixture["datasets"] = [one.dataset_name for one in datasets]
+        of_mixture["dataset_weights"] = [round(one.weight, 9) for one in datasets]
     return {
         "recipe": recipe.stem,
         "config": Path(launched.config).stem,
         "model": model_args.model_name_or_path,
         "dataset": script_args.display_name,
-        **({"datasets": [one.dataset_name for one in each_dataset(script_args)]} if script_args.mixture else {}),
+        **of_mixture,
         "dataset_config": script_args.dataset_config,
         "dataset_train_split": script_args.dataset_train_split,
         "sharded": is_sharded,

@@ -190,6 +190,16 @@ def check_arguments(script_args: ScriptArguments, training_args: TrainingArgumen
             "--load_in_4bit, --load_in_8bit: quantized weights are frozen, so nothing would be trained: add --use_peft"
         )
     check_parallelism(training_args)
+    if script_args.mixture:
+        check_best_metric(training_args)
+
+
+def check_best_metric(training_args: TrainingArguments) -> None:
+    """Raises UserError for the evaluation loss of a dataset that the mixture does not have."""
+    name, labels = (training_args.metric_for_best_model or "").removeprefix("eval_"), training_args.dataset_weights
+    if name.endswith("_loss") and name.removesuffix("_loss") not in labels:
+        losses = ", ".join(f"eval_{label}_loss" for label in labels)
+        raise UserError(f"--metric_for_best_model {training_args.metric_for_best_model}: pass eval_loss or one of {losses}")
 
 
 def check_mirror(script_args: ScriptArguments, mode: str) -> None:

@@ -41,7 +41,7 @@ def strategies() -> list[list[str]]:
     one, several = f"{3 * ring:.2f}", f"{3 * MICRO_BATCHES * ring:.2f}"
     table = [  # name; bytes per parameter of weights, gradients and Adam; sent with one and with several micro-batches; config
         ("DDP, ZeRO-0", (4, 4, 8), all_reduce, all_reduce, "`4gpu_ddp`"),
-        ("ZeRO-1", (4, 4, 8 / GPUS), all_reduce, all_reduce, "none: ZeRO-2 sends no more"),
+        ("ZeRO-1", (4, 4, 8 / GPUS), all_reduce, all_reduce, "none: ZeRO-2 sends the same and stores less"),
         (
             "ZeRO-2",
             (2 + 4 / GPUS, 4 / GPUS, 8 / GPUS),
@@ -53,7 +53,7 @@ def strategies() -> list[list[str]]:
         (
             f"ZeRO-3, {NODES} nodes of {GPUS}",
             sharded_over_all,
-            *(f"{sent:.2f}, {sent * elsewhere:.2f} of it to the other node" for sent in over_all),
+            *(f"{sent:.2f} ({sent * elsewhere:.2f} of it to the other node)" for sent in over_all),
             f"`4gpu_full_shard` with `--nodes {NODES}`",
         ),
         (f"hybrid, {NODES} nodes of {GPUS}", sharded, f"{one} + {across}", f"{several} + {across}", "`2x4gpu_hybrid_shard`"),

@@ -133,7 +133,7 @@ def set_datasets(script_args: ScriptArguments) -> None:
         )
     if len(weights) != len(names):
         raise UserError(f"--dataset_weights has {len(weights)} values for {len(names)} datasets: pass one for each")
-    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+    if not all(isinstance(weight, int | float) and math.isfinite(weight) and weight > 0 for weight in weights):
         raise UserError(f"--dataset_weights is {' '.join(map(str, weights))}, expected numbers above 0")
     if configs is not None and (not isinstance(configs, list) or len(configs) != len(names)):
         raise UserError(

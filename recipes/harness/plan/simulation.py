@@ -118,7 +118,8 @@ def simulate(
     began = time.monotonic()
     gc.freeze()  # otherwise every garbage collection would look through the libraries
     gc.set_threshold(200_000)
-    if config.mixed_precision == "fp16" or is_true("fp16", flags):
+    # A rehearsal computes on the CPU, as its simulation does.
+    if not launched.tiny and (config.mixed_precision == "fp16" or is_true("fp16", flags)):
         launched.no_triton = "fp16 is for GPUs that Triton does not support"
     set_training_environment(launched, config)
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")

@@ -43,7 +43,7 @@ CONFIGS = [path for path in ALL_CONFIGS if path.stem in {config for _, config, *
 OTHER_PACKAGES = {
     "serving_python": (["fastapi==0.165.0", "uvicorn==0.54.0", "openai", "python-multipart"], True),  # transformers[serving]
     "sky_python": (["skypilot==0.14.1"], False),
-    "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0"], True),
+    "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0", "zstandard==0.25.0"], True),
     "s3_python": (["s3fs==2026.9.0", "moto[server]==5.2.5"], True),
 }
 # Fixtures in the order in which their tests run: quick ones, machines, rehearsals, packages that are being installed.

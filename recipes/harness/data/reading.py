@@ -12,6 +12,7 @@ import functools
 import glob
 import gzip
 import importlib.util
+import io
 import itertools
 import json
 import lzma
@@ -392,7 +393,7 @@ def _open(path: Path) -> Iterator[BinaryIO]:
         import zstandard
 
         with zstandard.open(path, "rb") as file:
-            yield file
+            yield io.BufferedReader(file)  # its own reader has no lines
         return
     opened = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(suffix, open)
     with opened(path, "rb") as file:

@@ -243,8 +243,8 @@ run_tests() {
   fi
   prepare_python
   cd -- "$here"
-  # Two workers: while one test waits for a timeout or for one process, another one computes.
-  exec "$python" -m pytest "${selection[@]}" -n 2 --dist loadgroup --no-loadscope-reorder "$@"
+  # Three workers, for two cores or more: while a test waits, for a time limit or for a lost node, others compute.
+  exec "$python" -m pytest "${selection[@]}" -n 3 --dist loadgroup --no-loadscope-reorder "$@"
 }
 
 if [[ ${1:-} == --debug ]]; then

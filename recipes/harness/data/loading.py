@@ -162,13 +162,14 @@ def open_source(script_args: ScriptArguments, keep: Callable[[dict], bool] | Non
     return source
 
 
-def eval_rows_of_run(script_args: ScriptArguments) -> int:
+def most_eval_rows(script_args: ScriptArguments) -> int:
+    """How many rows a run evaluates on at most; a rehearsal holds out as many, and evaluates on fewer."""
     return script_args.eval_rows_of_run or script_args.max_eval_samples
 
 
 def read_evaluation_split(source: Source, keep: Callable[[dict], bool] | None) -> None:
     if source.test is not None:
-        count = eval_rows_of_run(source.script_args)
+        count = most_eval_rows(source.script_args)
         source.eval_rows = usable_rows(source.test, source.conversion.settings, keep, count)
 
 
@@ -202,7 +203,7 @@ def hold_out_rows(source: Source, keep: Callable[[dict], bool] | None) -> list[d
 
     Afterwards a stream has only rows that can be used; of data in memory `facts` says which.
     """
-    name, settings, count = source.script_args.display_name, source.conversion.settings, eval_rows_of_run(source.script_args)
+    name, settings, count = source.script_args.display_name, source.conversion.settings, most_eval_rows(source.script_args)
     if isinstance(source.train, IterableDataset):
         source.train = source.train.filter(_is_usable, fn_kwargs={"settings": settings, "keep": keep})
     if source.test is not None:

@@ -1,7 +1,7 @@
 """Several datasets in one run: each has its share of the rows, by --dataset_weights, and evaluation rows of its own.
 
-In memory an epoch ends when the first dataset has been read once, and the others give as many rows as their weights say, in
-every epoch the same. With --max_samples an epoch has that many rows, and the rows of a dataset that is too small are repeated.
+In memory an epoch ends as soon as one of the datasets has been read once. The others give as many rows as their weights say, the
+same ones in every epoch. With --max_samples an epoch has that many rows, and the rows of a small dataset are repeated.
 Streams have no epoch: every dataset starts again when it ends. In both cases packing joins rows of different datasets only as
 documents that do not see each other.
 """
@@ -20,9 +20,8 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 
 def mix(script_args: ScriptArguments, datasets: list[Dataset] | list[IterableDataset]) -> Dataset | IterableDataset:
     """The rows of all datasets by weight, in an order that depends on the seed only."""
-    weights = weights_of(script_args)
     if isinstance(datasets[0], IterableDataset):
-        return mix_streams(datasets, weights, script_args.seed)
+        return mix_streams(datasets, [one.weight for one in each_dataset(script_args)], script_args.seed)
     sizes = [len(rows) for rows in datasets]
     generator, start, chosen = np.random.default_rng(script_args.seed), 0, []
     for size, count in zip(sizes, share(script_args, sizes), strict=True):
@@ -30,10 +29,6 @@ def mix(script_args: ScriptArguments, datasets: list[Dataset] | list[IterableDat
         chosen.append(start + np.concatenate(orders)[:count])
         start += size
     return concatenate_datasets(datasets).select(generator.permutation(np.concatenate(chosen)))
-
-
-def weights_of(script_args: ScriptArguments) -> list[float]:
-    return [one.weight for one in each_dataset(script_args)]
 
 
 def share(script_args: ScriptArguments, sizes: list[int]) -> list[int]:

@@ -391,9 +391,3 @@ def counts_of_step(parts: list[Counts], accumulation: int) -> Counts:
         else:
             moved[name] = add(first.moved.get(name, 0), last.moved.get(name, 0))
     return Counts(flops, moved, add(first.touched, last.touched))
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a DTensor; any other tensor as it is."""
-    with torch.no_grad():  # with gradients it would be a new tensor
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -23,9 +23,9 @@ from harness.folder import read_json
 from harness.launched import Launched
 from harness.plan import allocator
 from harness.plan.fakes import Fakes, install_steps, wrap_counted
-from harness.plan.ledger import Counts, Ledger, Peak, check_bytes, counts_of_step, expected_bytes, local_tensor, shapes_of
+from harness.plan.ledger import Counts, Ledger, Peak, check_bytes, counts_of_step, expected_bytes, shapes_of
 from harness.rehearsal.tiny import PLANNED
-from harness.run.sharding import AfterWrapping, prepare_sharding
+from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
 from harness.start import processes
 from harness.start.flags import is_true
 from harness.start.launch import allocator_settings, build_trainer, set_training_environment

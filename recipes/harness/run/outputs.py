@@ -401,10 +401,8 @@ def write_results(
 def add_reading(data: dict, taken: list[list[int] | None], epochs: float) -> None:
     """Adds to every dataset of a mixture `rows_read` and, where its size is known, `times_seen`, if these are known.
 
-    `taken`: see `StreamPosition.rows_taken`; of each process.
-
-    All epochs in memory read the same `used_rows` of a dataset, and a stream reads all rows.
-    A stream has read the rows that wait to be packed too.
+    `taken`: see `StreamPosition.rows_taken`; of each process. All epochs in memory read the same `used_rows` of a dataset. A
+    stream reads all rows, and has also read those that wait to be packed.
     """
     if None in taken:
         return

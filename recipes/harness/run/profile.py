@@ -13,10 +13,10 @@ from pathlib import Path
 
 from harness.folder import RUN, read_json
 from harness.launched import print_once
+from harness.run.sharding import local_tensor
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, schedule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -129,13 +129,13 @@ class MeasuredTensors(TrainerCallback):
     ) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         # Not after a step, when FSDP can still hold unsharded weights.
-        self.sizes["weights_mb"] = megabytes(local(weight).nbytes for weight in model.parameters())
+        self.sizes["weights_mb"] = megabytes(local_tensor(weight).nbytes for weight in model.parameters())
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if state.global_step != 1:
             return
         gc.collect()
-        storages = [local(thing).untyped_storage() for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+        storages = [local_tensor(thing).untyped_storage() for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
         self.before = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())  # several can share memory
         self.profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
         self.profiler.start()
@@ -158,17 +158,13 @@ class MeasuredTensors(TrainerCallback):
             held += event.nbytes()
             peak = max(peak, held)
         values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-        self.sizes["optimizer_mb"] = megabytes(local(value).nbytes for value in values if value.dim())  # not the step's number
+        values = [value for value in values if value.dim()]  # without the number of the step
+        self.sizes["optimizer_mb"] = megabytes(local_tensor(value).nbytes for value in values)
         self.sizes["peak_mb"] = megabytes([peak])
 
 
 def megabytes(sizes: Iterable[int]) -> float:
     return round(sum(sizes) / 1e6, 4)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a sharded tensor that this process has."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _choose_first_step(state: TrainerState, count: int, left: int) -> int:

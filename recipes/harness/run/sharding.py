@@ -175,3 +175,9 @@ def keep_head_gathered(model: torch.nn.Module) -> None:
         return
     head.set_reshard_after_backward(False)
     model.register_forward_pre_hook(lambda module, inputs: head.unshard())  # does nothing if it is unsharded already
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a DTensor; any other tensor as it is."""
+    with torch.no_grad():  # with gradients it would be a new tensor
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -15,13 +15,13 @@ from harness.compat.transformers import install_batch_reader
 from harness.data.streams import StreamPosition
 from harness.launched import UserError, print_once
 from harness.run.progress import Progress
+from harness.run.sharding import local_tensor
 
 import torch
 import torch.distributed as dist
 from accelerate.utils import gather_object
 from datasets import IterableDataset
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 READ_AHEAD = 16  # steps of a stream at most; a step of 16,000 tokens has 1 MB
@@ -204,9 +204,8 @@ class StopOnNan(TrainerCallback):
         model: torch.nn.Module | None = None,
         **kwargs: object,
     ) -> None:
-        trained = [weight.detach() for weight in model.parameters() if weight.requires_grad]
-        local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained]
-        is_finite = all(bool(weight.isfinite().all()) for weight in local)
+        trained = [local_tensor(weight.detach()) for weight in model.parameters() if weight.requires_grad]
+        is_finite = all(bool(weight.isfinite().all()) for weight in trained)
         if not all(gather_object([is_finite])):
             self._stop("some trained weights are NaN or infinite", state)
 

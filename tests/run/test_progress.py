@@ -29,6 +29,11 @@ def test_messages_are_aligned():
     assert progress.format_logs({"train_runtime": 9.0}, 30, 30, 0.0) == ""
 
 
+def test_loss_of_a_router_is_no_dataset():
+    logs = {"eval_aux_loss": 0.01, "eval_loss": 2.0, "eval_code_loss": 1.5, "eval_runtime": 3.2}
+    assert progress.evaluation_losses(logs) == {"": 2.0, "code": 1.5}
+
+
 def test_seconds_of_steps(build_trainer, monkeypatch):
     """Start, evaluations and checkpoints are not in the time from which tokens per second are computed."""
     now = 0.0

@@ -192,6 +192,10 @@ KINDS = {
     "missing split": (f"{REAL} ./complete --dataset_train_split trian", "none called trian"),
     "empty dataset name": (f"{TINY} --dataset_name=", "--dataset_name is empty"),
     "empty file of rows": (f"{REAL} ./complete --dataset_name empty.jsonl", "empty.jsonl: it is empty"),
+    "loss of a dataset that is not in the mixture": (
+        f"{REAL} ./complete --dataset_name data more.jsonl --dataset_weights 1 1 --metric_for_best_model eval_other_loss",
+        "--metric_for_best_model eval_other_loss: pass eval_loss or one of eval_data_loss, eval_more_loss",
+    ),
     "rows that are not JSON": (f"{REAL} ./complete --dataset_name broken.jsonl", "JSON parse error"),
 }
 
@@ -225,6 +229,7 @@ FILES = {
     "empty.jsonl": "",
     "broken.jsonl": "{not json\n",
     "data/train.jsonl": "\n".join(json.dumps({"text": f"row {row}"}) for row in range(50)),
+    "more.jsonl": "\n".join(json.dumps({"text": f"more {row}"}) for row in range(50)),
     "damaged/run.json": "{",
     "taken/run.json": json.dumps({"recipe": "another", "tiny": False, "sharded": False, "config": "c"}),
     "busy/run.json": json.dumps({"recipe": "another"}),

@@ -140,6 +140,7 @@ def environment(tmp_path_factory):
         "HF_HOME": str(home / "huggingface"),
         "HF_ENDPOINT": "http://127.0.0.1:9",  # nothing answers there
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_UPDATE_DOWNLOAD_COUNTS": "0",  # as the launcher sets it; forked launches have imported datasets before
         "NO_COLOR": "1",
     }
 

@@ -60,7 +60,7 @@ def main():
 
     if not processes.import_libraries():
         sys.exit("this process cannot be forked")
-    for module in ("matplotlib.figure", "harness.run.session", "harness.start.arguments"):
+    for module in ("matplotlib.figure", "bitsandbytes.nn"):
         importlib.import_module(module)
     for line in sys.stdin:
         call = json.loads(line)

@@ -1,8 +1,9 @@
 """The processes of a run test their network; the launchers of several nodes meet, check in turn and end together."""
 
+import multiprocessing
+import os
 import re
 import socket
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,31 +11,55 @@ from pathlib import Path
 from harness.nodes import machines
 
 import pytest
-from conftest import ROOT, free_port
+from conftest import free_port
 
 RECIPE, CONFIG = "qwen2_fineweb_edu", "4gpu_full_shard"
 PLAIN = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
 
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch"])
+
+
+class Script:
+    """Python code in a process that has imported torch already."""
+
+    def __init__(self, code: str, arguments: list[str], variables: dict[str, str], folder: Path, name: str):
+        self.printed = [folder / f"{name}.{stream}" for stream in ("out", "err")]
+        self.process = FORKS.Process(target=run_script, args=(code, arguments, variables, self.printed))
+        self.process.start()
+
+    def wait(self) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr."""
+        self.process.join(60)
+        assert self.process.exitcode is not None, [path.read_text() for path in self.printed]
+        return self.process.exitcode, *(path.read_text() for path in self.printed)
+
+
+def run_script(code: str, arguments: list[str], variables: dict[str, str], printed: list[Path]):
+    for number, path in enumerate(printed, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.environ.update(variables)
+    sys.argv[1:] = arguments
+    exec(code, {"__name__": "__main__"})
+
+
 @pytest.fixture
-def start_two(environment, tmp_path):
+def start_two(tmp_path):
     """Starts a script once per rank, by default as rank 0 and rank 1; `sys.argv`: rank, port, number."""
     started = []
 
-    def call(script: str, ranks="01"):
+    def call(script: str, ranks="01") -> list[Script]:
         port = str(free_port())
-        for rank in ranks:
+        for number, rank in enumerate(ranks):
             variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            variables["PYTHONPATH"] = str(ROOT / "recipes")
-            command, env = [sys.executable, "-c", script, rank, port, str(len(started))], environment | variables
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            started.append(subprocess.Popen(command, cwd=tmp_path, env=env, **pipes))
+            started.append(Script(script, [rank, port, str(number)], variables, tmp_path, f"script-{number}"))
         return started
 
     yield call
-    for process in started:
-        process.kill()
-        process.wait()
+    for script in started:
+        script.process.kill()
+        script.process.join()
 
 
 CHECK_ALL_REDUCE = """
@@ -60,12 +85,12 @@ print("checked")
 )
 def test_all_reduce_works_or_causes_are_named(start_two, before, reason):
     first, second = start_two(CHECK_ALL_REDUCE.format(before=before))
-    out, err = first.communicate(timeout=60)
+    code, out, err = first.wait()
     if reason is None:
-        assert (first.returncode, out) == (0, "checked\n") and second.wait(timeout=60) == 0
+        assert (code, out) == (0, "checked\n") and second.wait()[0] == 0
         return
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert first.returncode == machines.LOST and not out and "Traceback" not in err
+    assert code == machines.LOST and not out and "Traceback" not in err
     for word in (reason, "NCCL_P2P_DISABLE=1", "NCCL_SOCKET_IFNAME", "firewall"):
         assert word in line
 
@@ -108,12 +133,12 @@ def test_launchers_check_in_turn_and_end_together(start_two, tmp_path, commands,
         Path(folder).mkdir(exist_ok=True)
     errors = []
     started = start_two(CHECK_IN_TURN.format(folders=folders, commands=commands, check=check))
-    for process, (code, printed, error) in zip(started, expected, strict=True):
-        out, err = process.communicate(timeout=60)
+    for script, (expected_code, printed, error) in zip(started, expected, strict=True):
+        code, out, err = script.wait()
         errors.append(err)
         out = out.replace(f"Node 1 has joined; node 0 ({socket.gethostname()}) prints the messages of all 2 nodes.", "")
         out = re.sub("Waiting for (node|NODE_RANK).* so far.\n", "", out)  # on a busy machine
-        assert (process.returncode, out.strip()) == (code, printed), err
+        assert (code, out.strip()) == (expected_code, printed), err
         assert error in err and err.count("\n") <= 2 and "Traceback" not in err
     if commands[0] != commands[1]:  # one of them may exit before it has seen the other's command
         assert re.search("was started with another command than this node: r [cd], here r [cd]", "".join(errors))
@@ -133,9 +158,9 @@ with meeting.Meeting(Nodes(2, rank, "127.0.0.1", port), {}):
 
 def test_late_node_is_waited_for(start_two):
     first, second = start_two(LATE)
-    out, err = first.communicate(timeout=60)
+    code, out, err = first.wait()
     *waiting, last = out.splitlines()
-    assert first.returncode == second.wait(timeout=60) == 0 and last == "all here" and not err
+    assert code == second.wait()[0] == 0 and last == "all here" and not err
     started = "Waiting for NODE_RANK 1 (of 2 nodes"
     assert 1 <= len(waiting) <= 20 and all(line.startswith(started) and "of 600 s" in line for line in waiting)
 
@@ -154,9 +179,9 @@ with meeting.Meeting(Nodes(3, rank, "127.0.0.1", port), {}) as nodes:
 def test_store_of_head_outlives_the_other_nodes(start_two):
     """Also if their processes need longer to exit than a node is given after a failure."""
     started = start_two(END_LATER, "012")
-    for process in started:
-        out, err = process.communicate(timeout=60)
-        assert (process.returncode, out[-2:], err) == (0, "0\n", "")
+    for script in started:
+        code, out, err = script.wait()
+        assert (code, out[-2:], err) == (0, "0\n", "")
 
 
 SAME_RANK = """
@@ -172,8 +197,9 @@ Meeting(Nodes(3, rank, "127.0.0.1", port), {{}})
 @pytest.mark.parametrize(("ranks", "words"), [("011", "is node 1 already"), ("00", "by another NODE_RANK 0:")])
 def test_same_node_rank_twice_is_an_error(start_two, ranks, words):
     *others, last = start_two(SAME_RANK.format(last=len(ranks) - 1), ranks)
-    assert words in last.communicate(timeout=60)[1] and last.returncode == 1
-    assert all(process.poll() is None for process in others)
+    code, _, err = last.wait()
+    assert code == 1 and words in err
+    assert all(script.process.is_alive() for script in others)
 
 
 def test_missing_node_is_an_error(launch, tmp_path):

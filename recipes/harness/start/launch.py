@@ -105,6 +105,8 @@ def set_environment(launched: Launched) -> None:
     """Sets what the libraries read when they are imported, and what every process needs."""
     os.environ.pop("PYTHONSAFEPATH", None)  # a recipe may import files next to it
     os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file at once
+    # datasets would tell a server about every file that a process opens, and without a network wait for it.
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     if launched.tiny:
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     elif "HF_HUB_OFFLINE" not in os.environ and not hub.is_reachable():

@@ -60,7 +60,7 @@ def main():
 
     if not processes.import_libraries():
         sys.exit("this process cannot be forked")
-    for module in ("matplotlib.figure", "bitsandbytes.nn"):
+    for module in ("matplotlib.figure", "bitsandbytes.nn", "harness.run.session", "harness.start.arguments"):
         importlib.import_module(module)
     for line in sys.stdin:
         call = json.loads(line)

@@ -79,6 +79,26 @@ def test_reserve_holds_what_the_allocator_needs():
     assert (plan["largest_micro_batch"]["H200"], cards.make_plan(FOUND)["largest_micro_batch"]["H200"]) == (21, 22)
 
 
+@pytest.mark.parametrize(
+    ("card", "processes", "shards", "replicas", "expected"),
+    [
+        ("RTX 3090", 1, 1, 1, 0),
+        ("RTX 3090", 4, 4, 1, 0.5),
+        ("A100 80 GB", 2, 2, 1, 0.57),
+        ("A100 80 GB", 4, 4, 1, 0.72),
+        ("A100 80 GB", 4, 1, 4, 0.72),  # DDP
+        ("A100 80 GB", 8, 4, 2, 0.72 + 0.72 + 0.57),
+    ],
+)
+def test_nccl_buffers_of_each_communicator(card, processes, shards, replicas, expected):
+    found = found_with(processes=processes, shards=shards, replicas=replicas)
+    assert cards.nccl_buffers(found, CARDS[card]) == pytest.approx(expected * cards.GB)
+    rest = cards.CUDA_CONTEXT + cards.FRAGMENTATION * 20e9
+    assert cards.reserve(found, 20e9, CARDS[card]) == pytest.approx(expected * cards.GB + rest)
+    with_pcie = cards.with_links(CARDS[card], False)
+    assert cards.nccl_buffers(found, with_pcie) <= cards.nccl_buffers(found, CARDS[card])
+
+
 def test_cards_have_the_numbers_of_data_sheets():
     """Memory is about the name's, in GiB. Data sheets also give rates with sparsity, which are twice the dense ones."""
     dense = {"T4": 8, "RTX": 2, "L": 4, "A100": 16, "H": 14.8, "B200": 28}  # 16-bit over float32 rate, by architecture

@@ -80,6 +80,10 @@ def test_all_sources(read, monkeypatch):
         # So does the file of --config, except for flags.
         ({"tiny": True, "recipe": {"max_steps": 9}, "file": {"max_steps": 7}}, {"max_steps": 7}),
         ({"config": CONFIG, "recipe": {"bf16": True}, "file": {"bf16": False}}, {"bf16": False}),
+        # The recipe's dataset config is for its own dataset.
+        ({"recipe": {"dataset_config": "own"}}, {"dataset_config": "own"}),
+        ({"recipe": {"dataset_name": [NAME], "dataset_config": "own"}}, {"dataset_config": "own"}),
+        ({"recipe": {"dataset_config": "own"}, "flags": ["--dataset_name", "another/one"]}, {"dataset_config": None}),
         ({"file": {"max_steps": 7, "seed": 3}, "flags": ["--max_steps=8"]}, {"max_steps": 8, "seed": 3}),
     ],
 )

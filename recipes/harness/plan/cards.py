@@ -73,7 +73,9 @@ PINNING = (2e9, 6e9)  # bytes/s; allocating pinned memory for the first gradient
 
 # What a simulation does not see, on top of its peak.
 CUDA_CONTEXT = 0.5 * GB  # with the loaded kernels
-NCCL_BUFFERS = 0.5 * GB  # with several processes
+NCCL_BUFFERS = 0.5 * GB  # of a communicator over PCIe; assumed
+# Of a communicator of two GPUs with NVLink, and of more: 544 and 688 MiB between A100s (NVIDIA/nccl#964).
+NVLINK_BUFFERS = (0.57 * GB, 0.72 * GB)
 FRAGMENTATION = 0.05  # of the peak, at least: the allocator's pages, cuBLAS workspaces
 
 
@@ -116,10 +118,14 @@ def card_of_gpu(name: str, memory: float, has_bf16: bool, all_cards: tuple[Card,
     return dataclasses.replace(slower, name=name.removeprefix("NVIDIA "), memory=0.985 * memory)
 
 
+def has_nvlink_rate(card: Card) -> bool:
+    """Whether the links are NVLinks of a data centre's card; a bridge between two RTX 3090s has no more channels than PCIe."""
+    return card.links[1] > 100e9
+
+
 def with_links(card: Card, has_nvlink: bool) -> Card:
     """The card with the rates of NVLink, or those of PCIe with half and all lanes. Raises UserError if it has no NVLink."""
-    slow, fast = card.links
-    is_nvlink = fast > 100e9
+    (slow, fast), is_nvlink = card.links, has_nvlink_rate(card)
     if has_nvlink and not is_nvlink and card.name not in NVLINK:
         raise UserError(f"--for: {card.name} has no NVLink that this project knows: leave out nvlink")
     if has_nvlink:
@@ -131,7 +137,16 @@ def with_links(card: Card, has_nvlink: bool) -> Card:
 def reserve(found: Simulation, peak: float, card: Card | None = None) -> float:
     """Bytes that must stay free on top of the peak, on `card` with what runs on it needed more than their forecasts."""
     fragmentation = max(FRAGMENTATION, found.needed / found.peak.bytes - 1) + (card.more_reserve if card else 0)
-    return CUDA_CONTEXT + (NCCL_BUFFERS if found.processes > 1 else 0) + fragmentation * peak
+    return CUDA_CONTEXT + nccl_buffers(found, card) + fragmentation * peak
+
+
+def nccl_buffers(found: Simulation, card: Card | None) -> float:
+    """Bytes on each GPU. All processes have a communicator; with hybrid sharding, so have the shards and the replicas."""
+    groups = [found.processes]
+    if found.replicas > 1 and found.shards > 1:
+        groups += [found.shards, found.replicas]
+    has_nvlink = card is not None and has_nvlink_rate(card)
+    return sum(NVLINK_BUFFERS[size > 2] if has_nvlink else NCCL_BUFFERS for size in groups if size > 1)
 
 
 def fits(card: Card, found: Simulation, peak: float) -> bool:

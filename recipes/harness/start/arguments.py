@@ -233,7 +233,8 @@ def read_arguments(config_class: type, defaults: dict[str, Any], launched: Launc
 
     flags = (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--"))
     script_args.given = parser.given | {flag[2:].replace("-", "_").removeprefix("no_") for flag in flags}
-    if script_args.dataset_name != defaults.get("dataset_name"):  # another dataset has its own config and splits
+    of_recipe = ScriptArguments(dataset_name=defaults.get("dataset_name"))
+    if script_args.dataset_name != of_recipe.dataset_name:  # another dataset has its own config and splits
         own = {"dataset_config", "dataset_train_split", "dataset_test_split", "dataset_weights"}
         for name in own - script_args.given:
             setattr(script_args, name, getattr(ScriptArguments, name))

@@ -35,7 +35,6 @@ from harness.run.failures import HOST_ADVICE, OUT_OF_MEMORY, exit_for_known_fail
 LEAVE_TIMEOUT = 30  # seconds for the other processes to exit after one has failed
 # PyTorch's FlashAttention looks through all loaded modules when it is imported, which takes a second after the others.
 LIBRARIES = ("torch", "torch.nn.attention.varlen", "datasets", "transformers.trainer", "trl.trainer.sft_trainer")
-MODULES = ("harness.start.arguments", "harness.run.session")  # of every process too
 EXPLAINED = {0, 2, LOST, OUT_OF_MEMORY, NOT_WRITABLE, signals.OUT_OF_TIME, *(128 + number for number in signals.SIGNALS)}
 KILLED = f": it was killed, usually by the kernel because the host's memory was full (`dmesg` shows it): {HOST_ADVICE}"
 
@@ -77,8 +76,8 @@ def import_libraries() -> bool:
     sys.meta_path.insert(0, DelayBitsandbytes)
     try:
         with signals.exit_at_once():
-            for name in (*LIBRARIES, *MODULES):
-                importlib.import_module(name)
+            for library in LIBRARIES:
+                importlib.import_module(library)
             prepare_loading()
     except Exception:  # a process that starts a new Python meets the same error and shows it
         return False

@@ -57,6 +57,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # as the launcher sets it before it imports datasets
     config.addinivalue_line("filterwarnings", "ignore:.*torch.jit:DeprecationWarning")  # of torch's own modules
 
 
@@ -140,7 +141,6 @@ def environment(tmp_path_factory):
         "HF_HOME": str(home / "huggingface"),
         "HF_ENDPOINT": "http://127.0.0.1:9",  # nothing answers there
         "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_UPDATE_DOWNLOAD_COUNTS": "0",  # as the launcher sets it; forked launches have imported datasets before
         "NO_COLOR": "1",
     }
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import runpy
 import sys
+import uuid
 
 from harness.data.script_arguments import ScriptArguments
 from harness.rehearsal import tiny_model
@@ -14,6 +15,7 @@ import pytest
 import transformers
 import trl
 from conftest import RECIPES
+from datasets.fingerprint import Hasher
 
 ADAPTER, IN_4BIT = ["--use_peft", "true"], ["--use_peft", "true", "--load_in_4bit", "true"]
 # A value for every flag; with other flags that it needs to have an effect.
@@ -101,6 +103,8 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
         return load_model(*arguments, **kwargs)
 
     monkeypatch.setattr(mirror, "claim", lambda *arguments: None)  # it would write to --mirror
+    # Of a function in this process, datasets would pickle all of pytest.
+    monkeypatch.setattr(Hasher, "hash", lambda *value: uuid.uuid4().hex)
     monkeypatch.setattr(trl, "SFTTrainer", trainer)
     monkeypatch.setattr(transformers, "Trainer", trainer)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)

@@ -33,9 +33,9 @@ KINDS = {
     "across_nodes": "across nodes",
 }
 NOT_SIMULATED = """\
-Not simulated: CUDA's context, NCCL's buffers, cuBLAS workspaces, fragmentation; the reserve is for them. The time is a roofline,
-not measured. At the better end of its range, matrix products run at 80 % of a card's rate and all transfers are hidden behind
-them; at the worse end they run at 40 % and nothing is hidden. Every token counts in the loss."""
+The margin is for what is not simulated: CUDA's context, NCCL's buffers, cuBLAS workspaces, fragmentation. The time is computed
+from FLOPs and bytes. At the fast end of its range, matrix products run at 80 % of a GPU's rate, and all transfers overlap with
+them; at the slow end they run at 40 %, and nothing overlaps. It is assumed that every token counts in the loss."""
 
 
 def print_progress(message: str) -> None:
@@ -47,19 +47,19 @@ def print_plan(plan: dict[str, Any]) -> None:
     need = plan["peak_gpu_gb"] + plan["reserve_gb"]
     gpus = f"{plan['processes']} GPU{'s' if plan['processes'] > 1 else ''}"
     print(f"{plan['recipe']} × {plan['config']}, {gpus} (forecast)\n")
-    print(f"GPU memory   {plan['peak_gpu_gb']:.1f} GB peak + {plan['reserve_gb']:.1f} GB reserve = {need:.1f} GB per GPU")
+    print(f"GPU memory   {plan['peak_gpu_gb']:.1f} GB peak + {plan['reserve_gb']:.1f} GB margin = {need:.1f} GB per GPU")
     for holder, description in HOLDERS.items():
         if size := plan["holders"].get(holder):
             print(f"             {size:7.2f}  {description}")
     print(f"reserved     {plan['reserved_gb']:.1f} GB by PyTorch's allocator if there is room")
-    print("by moment    " + ", ".join(f"{moment} {size:.1f}" for moment, size in plan["moments"].items()))
+    print("by phase     " + ", ".join(f"{moment} {size:.1f}" for moment, size in plan["moments"].items()))
     print(f"host memory  {plan['peak_host_gb']:.0f} GB per node ({of_this_machine(plan['peak_host_gb'], total_memory())})")
     free = of_this_machine(plan["disk_gb"], shutil.disk_usage(".").free / cards.GB)
     print(f"disk         {plan['disk_gb']:.0f} GB ({free}), {plan['download_gb']:.1f} GB of it to download")
     moved = ", ".join(f"{KINDS.get(kind, kind)} {size:.2f} GB" for kind, size in plan["moved_gb"].items())
     print(f"one step     {plan['tokens_per_step']:,} tokens, {plan['tflops']:,.0f} TFLOP per GPU; {moved or 'no transfers'}")
     print(f"the run      {describe_length(plan)}\n")
-    rows = [("card", "fits", "largest micro-batch", "s per step", "tokens/s", "hours", "price")]
+    rows = [("GPU", "fits", "largest micro-batch", "s per step", "tokens/s", "hours", "price")]
     for name in plan["fits"]:
         rows.append((name, describe_fit(plan, name), str(plan["largest_micro_batch"][name]), *ranges(plan, name)))
     print_table(without_empty_columns(rows))
@@ -70,7 +70,7 @@ def print_plan(plan: dict[str, Any]) -> None:
 
 def print_side_by_side(plans: list[dict[str, Any] | Refused]) -> None:
     """One line per config."""
-    rows = [("config", "GPUs", "GB per GPU", "with reserve", "GB host", "smallest card", "tokens/s on it")]
+    rows = [("config", "GPUs", "GB per GPU", "with margin", "GB host", "smallest GPU", "tokens/s on it")]
     for plan in plans:
         if isinstance(plan, Refused):
             continue
@@ -101,7 +101,7 @@ def print_proposals(tried: list[dict[str, Any]]) -> None:
         return
     print(f"\nTo fit {tried[0]['card']}, each simulated:")
     rows = [(change["change"], f"{change['needs']:.1f}", change["fits"]) for change in tried]
-    print_table([("change", "GB per GPU with reserve", "fits"), *rows])
+    print_table([("change", "GB per GPU with margin", "fits"), *rows])
 
 
 def print_choice(plan: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ def print_choice(plan: dict[str, Any]) -> None:
     here = plan["on_machine"]
     gpus = f"{plan['processes']} × {plan['gpu']}"
     print(f"{plan['recipe']} on {gpus} (forecast), chosen by the plan; the same by hand:\n\n    {plan['command']}\n")
-    rows = [("config and flags", "s per step", "", "GB per GPU with reserve", "GB host")]
+    rows = [("config and flags", "s per step", "", "GB per GPU with margin", "GB host")]
     for choice in plan["choices"]:
         best, worst = choice["step_seconds"]
         slower = f"+{choice['slower']:.0%}".replace("%", " %") if rows[1:] else "chosen"

@@ -119,6 +119,8 @@ ENDS = {
     "atexit.register(print, 'goodbye', flush=True)\nsys.exit(7)": ("7", "goodbye"),
     "os.kill(os.getpid(), 9)": ("-9", ""),
     "sys.exit()": ("0", ""),
+    # bitsandbytes would import PyTorch's compiler.
+    "import bitsandbytes.nn\nprint('torch._inductor.compile_fx' in sys.modules, flush=True)": ("0", "False"),
     "os._exit(0)": ("0", ""),
     "import multiprocessing\nprint(multiprocessing.Pool(2).map(len, ['a', 'bc']), flush=True)": ("0", "[1, 2]"),
 }

@@ -125,7 +125,8 @@ def percent(share: float) -> str:
 
 
 def row(setting: Setting, planned: dict[str, Any]) -> list[str]:
-    gib = planned["reserved_gb" if setting.source in RESERVED else "peak_gpu_gb"] * 1e9 / 2**30
+    reserved = planned["reserved_on_gb"][setting.card]
+    gib = (reserved if setting.source in RESERVED else planned["peak_gpu_gb"]) * 1e9 / 2**30
     difference = gib / setting.gib - 1
     low, high = planned["tokens_per_second"][setting.card]
     speed = setting.tokens_per_second

@@ -79,6 +79,13 @@ def test_reserve_holds_what_the_allocator_needs():
     assert (plan["largest_micro_batch"]["H200"], cards.make_plan(FOUND)["largest_micro_batch"]["H200"]) == (21, 22)
 
 
+def test_reserved_memory_is_at_most_what_the_card_has():
+    """On an RTX 3090 25.4 GB without CUDA's context and NCCL's buffers; but never less than is needed."""
+    found = found_with(needed=22 * 10**9, reserved=27 * 10**9)
+    on_cards = cards.make_plan(found)["reserved_on_gb"]
+    assert (on_cards["RTX 3090"], on_cards["A100 80 GB"], on_cards["T4"]) == (24.4, 27.0, 22.0)
+
+
 @pytest.mark.parametrize(
     ("card", "processes", "shards", "replicas", "expected"),
     [

@@ -149,6 +149,12 @@ def nccl_buffers(found: Simulation, card: Card | None) -> float:
     return sum(NVLINK_BUFFERS[size > 2] if has_nvlink else NCCL_BUFFERS for size in groups if size > 1)
 
 
+def reserved_on(card: Card, found: Simulation) -> float:
+    """Bytes that PyTorch's allocator reserves at most. Where a card has no memory for more, it gives back what is free."""
+    limit = card.memory - CUDA_CONTEXT - nccl_buffers(found, card)
+    return min(found.reserved, max(found.needed, limit))
+
+
 def fits(card: Card, found: Simulation, peak: float) -> bool:
     return peak + reserve(found, peak, card) <= card.memory and (card.bf16 or not found.needs_bf16)
 
@@ -257,6 +263,7 @@ def make_plan(found: Simulation, price: float = 0.0, all_cards: tuple[Card, ...]
         "steps": steps,
         "steps_are_estimated": found.steps_are_estimated,
         "fits": {card.name: fits(card, found, peak) for card in all_cards},
+        "reserved_on_gb": {card.name: gb(reserved_on(card, found)) for card in all_cards},
         "free_gb": {card.name: gb(card.memory - (peak + reserve(found, peak, card))) for card in all_cards},
         "largest_micro_batch": {card.name: largest_micro_batch(card, found) for card in all_cards},
         "step_seconds": {},

@@ -34,9 +34,10 @@ def read_forecast(output_dir: Path, device: str) -> dict[str, Any] | None:
 def forecast_of(plan: dict[str, Any], device: str) -> dict[str, Any]:
     """What a plan (`--plan … --json`) says about a run on `device`, PyTorch's name of a GPU."""
     card = next((name for name in plan["tokens_per_second"] if words_of(name) <= words_of(device)), None)
-    memory = ("peak_gpu_gb", "reserved_gb", "peak_host_gb", "tokens_per_step")
+    memory = ("peak_gpu_gb", "peak_host_gb", "tokens_per_step")
     return {name: plan.get(name) for name in memory} | {
         "card": card,
+        "reserved_gb": plan.get("reserved_on_gb", {}).get(card, plan.get("reserved_gb")),
         "tokens_per_second": plan["tokens_per_second"].get(card),
         "step_seconds": plan.get("step_seconds", {}).get(card),
         **({"step_parts": plan["step_parts"][card]} if card in plan.get("step_parts", {}) else {}),

@@ -31,14 +31,15 @@ def strategies() -> list[list[str]]:
     """What a GPU keeps with one micro-batch per step, and what it sends per step, in numbers of parameters of any width."""
     ring = (GPUS - 1) / GPUS
     all_reduce = f"{2 * ring:.2f}"
-    across = f"{2 * (NODES - 1) / NODES / GPUS:.2f} to the other node"
+    across = 2 * (NODES - 1) / NODES / GPUS
     everyone = NODES * GPUS
     elsewhere = GPUS * (NODES - 1) / (everyone - 1)  # the share of the other GPUs that are on another node
     sharded_over_all = (4 / everyone, 4 / everyone, 8 / everyone)
     over_all = [3 * count * (everyone - 1) / everyone for count in (1, MICRO_BATCHES)]
     sharded = (4 / GPUS, 4 / GPUS, 8 / GPUS)
     # Per micro-batch an all-gather for forward, one for backward, and a reduce-scatter of the gradients.
-    one, several = f"{3 * ring:.2f}", f"{3 * MICRO_BATCHES * ring:.2f}"
+    inside = [3 * count * ring for count in (1, MICRO_BATCHES)]
+    one, several = (f"{sent:.2f}" for sent in inside)
     table = [  # name; bytes per parameter of weights, gradients and Adam; sent with one and with several micro-batches; config
         ("DDP, ZeRO-0", (4, 4, 8), all_reduce, all_reduce, "`4gpu_ddp`"),
         ("ZeRO-1", (4, 4, 8 / GPUS), all_reduce, all_reduce, "none: ZeRO-2 sends the same and stores less"),
@@ -56,7 +57,12 @@ def strategies() -> list[list[str]]:
             *(f"{sent:.2f} ({sent * elsewhere:.2f} of it to the other node)" for sent in over_all),
             f"`4gpu_full_shard` with `--nodes {NODES}`",
         ),
-        (f"hybrid, {NODES} nodes of {GPUS}", sharded, f"{one} + {across}", f"{several} + {across}", "`2x4gpu_hybrid_shard`"),
+        (
+            f"hybrid, {NODES} nodes of {GPUS}",
+            sharded,
+            *(f"{sent + across:.2f} ({across:.2f} of it to the other node)" for sent in inside),
+            "`2x4gpu_hybrid_shard`",
+        ),
     ]
     rows = [["strategy", "weights", "gradients", "Adam", "sum", "sent", f"sent, {MICRO_BATCHES} micro-batches", "config"]]
     for name, sizes, *rest in table:

@@ -148,7 +148,8 @@ def test_70b_in_4_bits_fits_two_24_gb_gpus(monkeypatch):
     ("arguments", "words"),
     [
         ([], ["--chat needs the folder of a finished run"]),
-        (["nowhere"], ["nowhere has no model and no adapter"]),
+        (["nowhere"], ["nowhere is not a folder"]),
+        (["."], [". has no model and no adapter"]),
         (["nowhere", "--max_new_tokens", "many"], ["--max_new_tokens is many"]),
         (["nowhere", "--temperature", "1"], ["unknown flag --temperature"]),
     ],

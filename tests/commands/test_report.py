@@ -144,8 +144,8 @@ def test_plan_of_another_run_is_an_error(planned_runs, error_of):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["nowhere"], ["nowhere", "train_results.json"]), ([], ["RUN"]), (["--json"], ["RUN"])],
-    ids=["not a run", "no run", "only --json"],
+    [(["nowhere"], ["nowhere is not a folder"]), ([], ["RUN"]), (["--json"], ["RUN"])],
+    ids=["no folder", "no run", "only --json"],
 )
 def test_errors(launch, tmp_path, arguments, words):
     assert_one_error(launch("--report", *arguments, cwd=tmp_path), *words)

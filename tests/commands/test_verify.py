@@ -281,7 +281,8 @@ def test_last_batch_of_several_processes():
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["nowhere"], "nowhere has no model and no adapter"),
+        (["nowhere"], "nowhere is not a folder"),
+        (["."], ". has no model and no adapter"),
         (["RUN", "nowhere"], "nowhere is no model: pass a folder"),
         (["RUN", "--jsno"], "unknown flag --jsno"),
         (["RUN", "--served_model_name"], "--served_model_name is missing its value"),

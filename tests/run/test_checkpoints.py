@@ -12,6 +12,8 @@ from harness.run import checkpoints, session
 from harness.run.sharding import prepare_gradient_scaler
 
 import pytest
+import torch
+import transformers
 from conftest import ROOT, losses, read
 from rehearsals import SHORT
 
@@ -137,6 +139,19 @@ def test_warnings_compare_rows(tmp_path, capsys, monkeypatch, now, is_stream, me
     checkpoints.print_changed_rows(checkpoint, SimpleNamespace(**saved | now), is_stream)
     printed = capsys.readouterr().out
     assert message in printed and bool(printed) == bool(message)
+
+
+@pytest.mark.parametrize("rate", [5e-3, 1e-6])
+def test_another_learning_rate_on_resume_is_a_warning(tmp_path, capsys, rate):
+    """transformers restores the schedule."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=5e-3)
+    schedule = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
+    torch.save(schedule.state_dict(), tmp_path / "scheduler.pt")
+    checkpoints.print_kept_learning_rate(tmp_path, SimpleNamespace(learning_rate=rate))
+    printed = capsys.readouterr().out
+    assert bool(printed) == (rate != 5e-3) and (
+        "--learning_rate 0.005 and continues with it: 1e-06 has" in printed or not printed
+    )
 
 
 def test_checkpoint_with_nan_is_not_complete(build_trainer, monkeypatch):

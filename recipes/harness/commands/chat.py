@@ -21,6 +21,8 @@ LONGEST_PROMPT = 4096  # tokens; the earliest turns of a longer conversation are
 
 def main(run: str, *words: str) -> None:
     new_tokens, folder = read_flag(words), Path(run)
+    if not folder.is_dir():
+        raise UserError(f"{run} is not a folder: pass the output directory of a finished run")
     if not (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise UserError(f"{run} has no model and no adapter: pass the folder of a finished run, or --merge its newest checkpoint")
     model, tokenizer = load_model(folder), load_tokenizer(folder)

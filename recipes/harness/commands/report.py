@@ -68,6 +68,8 @@ def main(*words: str) -> None:
 
 def read_run(folder: Path) -> dict[str, Any]:
     """The results of a run, with its name and its training and evaluation losses as (step, loss)."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder: pass the output directories of finished runs")
     try:
         results = read_json(folder / RESULTS)
     except ValueError:

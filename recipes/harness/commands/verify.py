@@ -78,6 +78,8 @@ Losses = list[tuple[float, int]]  # of each row: the sum over its tokens in the 
 def main(run: str, *words: str) -> int:
     model, name, as_json = read_words(words)
     folder = Path(run)
+    if not folder.is_dir():
+        raise UserError(f"{run} is not a folder: pass the output directory of a finished run")
     if not (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise UserError(f"{run} has no model and no adapter: pass the folder of a finished run")
     expected, rows = read_expectations(folder)

@@ -255,6 +255,7 @@ def plan_choice(recipe: str, paths: list[str], own: OwnFlags, arguments: list[st
         check_start(Path(recipe).stem, own, gpus, is_tiny="--tiny" in options)
     can_fork = import_libraries()
     from harness.plan import cards, choose, pages
+    from harness.plan.simulation import Refused
 
     all_cards = known_cards(own)
     if gpus:
@@ -272,6 +273,8 @@ def plan_choice(recipe: str, paths: list[str], own: OwnFlags, arguments: list[st
 
         candidates, found = choose.choose(machine, grid.settings, simulate)
         if not candidates:
+            if all(isinstance(one, Refused) for one in found.values()):
+                raise UserError(next(iter(found.values())).reason)
             pages.print_progress(f"No combination fits {machine.name} with its margin: trying what would make it fit …")
 
             def run_again(path: str, more: list[str], grid: "Grid" = grid, words: list[str] = words) -> Any:

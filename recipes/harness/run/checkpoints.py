@@ -167,6 +167,19 @@ def print_changed_rows(checkpoint: Path, args: TrainingArguments, is_stream: boo
     print_once(f"warning: the steps of {checkpoint} had {old_rows} rows, those of this run have {new_rows}: {outcome}")
 
 
+def print_kept_learning_rate(checkpoint: Path, args: TrainingArguments) -> None:
+    """Prints a warning if --learning_rate has no effect: the scheduler continues with the learning rate of the checkpoint."""
+    file = checkpoint / "scheduler.pt"
+    if not file.is_file():  # written by the first node, and not on a shared file system
+        return
+    rates = torch.load(file, weights_only=True).get("base_lrs", [])
+    if rates and args.learning_rate not in rates:
+        print_once(
+            f"warning: the run began with --learning_rate {rates[0]:g} and continues with it: {args.learning_rate:g} has no "
+            "effect; pass another --output_dir to train with it from the start"
+        )
+
+
 def rows_per_step(settings: dict) -> int:
     """Rows of an optimizer step on all processes, from `data_settings`."""
     return settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] * settings["world_size"]

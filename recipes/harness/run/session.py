@@ -9,7 +9,7 @@ from harness.data.files import compute_checksums
 from harness.data.streams import StreamPosition, fill_last_step, repeat_stream
 from harness.launched import Launched, TrainerBuilt, UserError, print_once
 from harness.model.quantized import install_byte_check
-from harness.run.checkpoints import Checkpoints, find_checkpoint, print_changed_rows
+from harness.run.checkpoints import Checkpoints, find_checkpoint, print_changed_rows, print_kept_learning_rate
 from harness.run.failures import check_disk_space, exit_for_known_failure
 from harness.run.mirror import Mirror
 from harness.run.outputs import (
@@ -71,6 +71,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     checkpoint = find_checkpoint(trainer.args)
     if checkpoint:
         print_changed_rows(checkpoint, trainer.args, isinstance(trainer.train_dataset, IterableDataset))
+        print_kept_learning_rate(checkpoint, trainer.args)
     check_disk_space(trainer, checkpoint)
     prepare_gradient_scaler(trainer, checkpoint)
     resumed_from = folder.step_of(checkpoint) if checkpoint else 0

@@ -87,6 +87,9 @@ resolve() {
       return
     fi
   done
+  local other=accelerate_configs/$3.yaml
+  [[ $1 == recipes ]] || other=recipes/$3.py
+  [[ ! -f $here/$other ]] || fail "$3 is $other, but a $4 is expected here: write RECIPE first, then CONFIG"
   local -a known
   mapfile -t known < <(names "$1")
   local near all
@@ -243,6 +246,7 @@ run_tests() {
   fi
   prepare_python
   cd -- "$here"
+  unset PYTHONDONTWRITEBYTECODE # containers often set it, and hundreds of processes would compile the same modules
   # Three workers, for two cores or more: while a test waits, for a time limit or for a lost node, others compute.
   exec "$python" -m pytest "${selection[@]}" -n 3 --dist loadgroup --no-loadscope-reorder "$@"
 }

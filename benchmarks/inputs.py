@@ -120,26 +120,26 @@ def make_dataset(name: str, config: str | None, folder: Path, tokens: int) -> No
     It is repeated until the training split has at least `tokens` tokens: a step at the end of an epoch could have fewer
     micro-batches than the others.
     """
-    from harness.rehearsal import tiny_data
+    from harness.rehearsal import tiny, tiny_model
 
     import datasets
 
     datasets.disable_progress_bars()
-    columns = tiny_data.DATASETS[name]["columns"]
-    prose = [column for column, kind in columns.items() if kind == "string" and column not in tiny_data.NOT_PROSE]
+    columns = tiny.DATASETS[name]["columns"]
+    prose = [column for column, kind in columns.items() if kind == "string" and column not in tiny.NOT_PROSE]
     longest = None if len(prose) == 1 or "messages" in columns else 200  # several columns share the first letters of a text
-    letters = sum(len(text[:longest]) for text in tiny_data.documents())
+    letters = sum(len(text[:longest]) for text in tiny_model.documents())
     repeats = math.ceil(tokens / (TOKENS_PER_LETTER * letters))
-    tiny_data.make(SimpleNamespace(dataset_name=name, dataset_config=config), folder, repeats)
+    tiny.make_dataset(SimpleNamespace(dataset_name=name, dataset_config=config), folder, repeats)
 
 
 def make_documents(folder: Path, tokenizer: "PreTrainedTokenizerFast", count: int, median: float, mean: float) -> None:
     """Writes a dataset with a column `text`: Python's documentation cut into `count` texts of log-normal lengths in tokens."""
-    from harness.rehearsal import tiny_data
+    from harness.rehearsal import tiny_model
 
     from datasets import Dataset
 
-    words = " ".join(tiny_data.documents()).split(" ")
+    words = " ".join(tiny_model.documents()).split(" ")
     tokens_per_word = len(tokenizer(" ".join(words[:5000]))["input_ids"]) / 5000
     location, scale = math.log(median / tokens_per_word), math.sqrt(2 * math.log(mean / median))
     generator, rows, start = random.Random(0), [], 0

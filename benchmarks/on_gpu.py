@@ -181,12 +181,12 @@ def constants(records: list[dict]) -> list[str]:
 
     They are solved for as `--plan` does with the runs of its machine. A record counts if its run was long enough.
     """
-    from harness.plan import calibration, cards
+    from harness.plan import cards
 
     lines = []
     for card in cards.CARDS:
         runs = [record["calibration"] for record in records if record.get("calibration")]
-        calibrated = calibration.calibrate_card(card, [run for run in runs if run["forecast"]["card"] == card.name])
+        calibrated = cards.calibrate_card(card, [run for run in runs if run["forecast"]["card"] == card.name])
         if calibrated.runs:
             lines.append(f"    {source_of(calibrated)},  # measured in {calibrated.runs} run{'s' if calibrated.runs > 1 else ''}")
     return lines

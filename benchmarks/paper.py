@@ -16,11 +16,11 @@ def memory() -> list[list[str]]:
     """GB on one GPU: by the textbook, where activations are as large as the weights, and with this project's settings."""
     checkpoints = 2 * TOKENS * HIDDEN * LAYERS / 1e9
     two_layers = 2 * BILLIONS * 2 / LAYERS  # all-gathered in bf16: the one that computes and the next
-    textbook = {"parameters": 1, "activations": 1, "gradients": 1, "optimizer": 2}  # multiples of the weights
+    textbook = {"weights": 1, "activations": 1, "gradients": 1, "optimizer": 2}  # multiples of the weights
     float32, half = ({name: share * size * BILLIONS for name, share in textbook.items()} for size in (4, 2))
-    here = {"parameters": 4 * BILLIONS, "activations": checkpoints, "gradients": 4 * BILLIONS, "optimizer": 8 * BILLIONS}
+    here = {"weights": 4 * BILLIONS, "activations": checkpoints, "gradients": 4 * BILLIONS, "optimizer": 8 * BILLIONS}
     sharded = {name: size if name == "activations" else size / GPUS for name, size in here.items()}
-    sharded["parameters"] += two_layers
+    sharded["weights"] += two_layers
     columns = [float32, half, here, sharded]
     rows = [["7B", "fp32", "half precision", "here, one GPU", f"here, sharded over {GPUS}"]]
     rows += [[name, *(f"{column[name]:.1f} GB" for column in columns)] for name in textbook]
@@ -85,11 +85,14 @@ def zero() -> list[list[str]]:
 def largest() -> list[list[str]]:
     """Billions of parameters whose weights, gradients and Adam fill four fifths of some GPUs; the rest is for activations."""
     machines = ((1, 24), (2, 24), (4, 24), (1, 80), (4, 80), (8, 80))  # GPUs, GB of each
-    methods = {"full fine-tune": 16, "LoRA on bf16 weights": 2, "QLoRA, 4-bit weights": 0.6}  # bytes per parameter
+    # Bytes per parameter: sharded over all GPUs, and on each of them. The scales of 4-bit weights are not sharded: a byte for 64
+    # weights, and a float32 for 256 of these.
+    methods = {"full fine-tune": (16, 0), "LoRA on bf16 weights": (2, 0), "QLoRA, 4-bit weights": (0.5, 1 / 64 + 4 / 64 / 256)}
     rows = [["method", "bytes per parameter", *(f"{gpus} × {size} GB" for gpus, size in machines)]]
-    for name, cost in methods.items():
-        sizes = [0.8 * gpus * size / cost for gpus, size in machines]
-        rows.append([name, f"{cost:g}", *(f"{billions:.1f}B" if billions < 10 else f"{billions:.0f}B" for billions in sizes)])
+    for name, (sharded, on_each) in methods.items():
+        sizes = [0.8 * size / (sharded / gpus + on_each) for gpus, size in machines]
+        cost = f"{sharded:g}" + (f", and {on_each:.3f} on every GPU" if on_each else "")
+        rows.append([name, cost, *(f"{billions:.1f}B" if billions < 10 else f"{billions:.0f}B" for billions in sizes)])
     return rows
 
 

@@ -51,6 +51,12 @@ def test_debug_shows_the_traceback(monkeypatch, capsys):
     assert "Traceback" in error and "in fail" in error and error.endswith("error: a message of two lines\n")
 
 
+def test_ctrl_c_ends_without_a_traceback(capsys):
+    with pytest.raises(SystemExit) as end, exit_on_user_error():
+        raise KeyboardInterrupt
+    assert end.value.code == 130 and capsys.readouterr() == ("", "")
+
+
 def test_other_errors_are_not_caught():
     with pytest.raises(KeyError), exit_on_user_error():
         raise KeyError("a bug")

@@ -185,6 +185,16 @@ def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bo
         )
 
 
+def check_saved_model(folder: Path) -> None:
+    """Raises UserError for a folder that is not that of a run with a saved model or adapter."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder: pass the output directory of a finished run")
+    if not (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise UserError(
+            f"{folder} has no model and no adapter: pass the folder of a finished run, or --merge its newest checkpoint"
+        )
+
+
 def finished_results(folder: Path, max_steps: int, num_train_epochs: float) -> dict:
     """The results of the run in `folder` if it has trained as far as is asked for now, else {}."""
     results = read_json(folder / RESULTS)

@@ -52,7 +52,10 @@ class Launched:
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Ends the process with one message and exit code 2 when a `UserError` is raised. Only the first process prints it."""
+    """Ends the process with one message and exit code 2 when a `UserError` is raised. Only the first process prints it.
+
+    Ctrl-C ends it with exit code 130 and without a traceback.
+    """
     try:
         yield
     except UserError as error:
@@ -62,6 +65,8 @@ def exit_on_user_error() -> Iterator[None]:
             node = os.environ.get(NODE_VARIABLE)
             print(f"error: {f'node {node}: ' if node else ''}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def is_first_process() -> bool:

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 
-from harness.plan import calibration, cards
+from harness.plan import cards
 
 import datasets
 import pytest
@@ -142,7 +142,7 @@ def test_constants_can_be_committed():
     """The line of CARDS, with the rates and the reserve that its runs measured; those of other cards are left out."""
     parts = {"products": 1.0, "others": 1.0, "copies": [0.0, 0.0], "transfers": [0.0, 0.0], "waiting": [0.0, 0.0]}
     forecast = {"card": "T4", "peak_gpu_gb": 10.0, "reserved_gb": 11.0, "tokens_per_step": 1024, "step_parts": parts}
-    seconds = calibration.seconds_at_place(cards.StepParts(**parts), 0.5)
+    seconds = cards.seconds_at_place(cards.StepParts(**parts), 0.5)
     run = {"forecast": forecast, "step_seconds": seconds, "tokens_per_step": 1024, "gpu_utilization": []}
     run |= {"peak_gpu_gb": 10.0, "peak_gpu_reserved_gb": 11.22}
     (line,) = on_gpu.constants([{"failed": "no space"}, {"calibration": run}, {"calibration": run}])

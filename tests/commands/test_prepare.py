@@ -57,7 +57,7 @@ def test_stream(publish_tiny, hub, online, offline, tmp_path):
     """As many files as the number of tokens needs are downloaded. A run that needs more exits with an error."""
     publish_tiny("qwen2_fineweb_edu", "Qwen/Qwen2-0.5B", "HuggingFaceFW/fineweb-edu")
     process = online("--preview", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
-    assert process.returncode == 0 and "--- a row of" in process.stdout, process.stderr
+    assert process.returncode == 0 and "--- a sequence of" in process.stdout, process.stderr
     assert not any("model.safetensors" in request for request in hub.requests)
     process = online("--prepare", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
     assert process.returncode == 0, process.stderr

@@ -36,7 +36,11 @@ def test_every_recipe(preview_tiny, recipe):
         r"^trained +\d+,\d+ of [\d,]+ parameters \([\d.]+%\), in adapters on q_proj, " if "llama" in recipe else "^trained +all "
     )
     assert re.search(trained, out, re.MULTILINE)
-    assert "--- a row of" in out and re.search(r"^the run +[\d,]+ steps", out, re.MULTILINE)
+    assert (
+        "This is the preview of a rehearsal" in out
+        and "--- a sequence of" in out
+        and re.search(r"^the run +[\d,]+ steps", out, re.MULTILINE)
+    )
     is_stream = recipe in ("qwen2_fineweb_edu", "llama31_70b_qlora")  # which need not say how many rows it has
     assert re.search(rf"^one epoch +(about [\d,]+ steps|{'unknown' if is_stream else 'about'})", out, re.MULTILINE)
     shares = {name: float(share) for name, share in re.findall(r"^(padding|in the loss) +([\d.]+)%", out, re.MULTILINE)}
@@ -48,9 +52,9 @@ def test_every_recipe(preview_tiny, recipe):
 def test_tokens_in_the_loss_are_in_brackets(preview_tiny):
     """The answers of the assistant with their end tokens, and nothing else."""
     out = preview_tiny("qwen2_chat").stdout
-    rows = out.split("--- a row of")[1:]
+    rows = out.split("--- a sequence of")[1:]
     assert len(rows) == preview.SHOWN_ROWS
-    for text in out.split("The first rows")[1].split("⟦")[2:]:  # the first bracket is in the explanation
+    for text in out.split("The first sequences")[1].split("⟦")[2:]:  # the first bracket is in the explanation
         assert text.count("⟧") == 1 and "<|im_start|>" not in text.split("⟧")[0]
     assert "◆<|im_start|>assistant\n⟦" in out and "◆<|im_end|>⟧" in out
 

@@ -4,7 +4,7 @@ import dataclasses
 import importlib.metadata
 import json
 
-from harness.plan import calibration, cards, pages
+from harness.plan import cards, pages
 from harness.run import forecast
 
 import pytest
@@ -21,7 +21,7 @@ VERSIONS = {name: importlib.metadata.version(name) for name in ("torch", "transf
 def results_of(place: float = 0.5, **changes) -> dict:
     """What train_results.json has after a run that was as fast as this place in the range, with as much memory as planned."""
     plan = cards.make_plan(ONE_GPU) | {"step_parts": {CARD.name: PARTS._asdict()}}
-    seconds = calibration.seconds_at_place(PARTS, place)
+    seconds = cards.seconds_at_place(PARTS, place)
     results = {
         "recipe": "qwen2_chat",
         "config": "1x3090",
@@ -51,8 +51,8 @@ def record_of(place: float = 0.5, **changes) -> dict:
 def test_forecast_of_a_calibrated_card_is_what_was_measured(place):
     """Also where the run was slower or faster than the whole range."""
     record = record_of(place)
-    assert calibration.place_of(record) == pytest.approx(place, abs=1e-6)
-    card = calibration.calibrate_card(CARD, [record])
+    assert cards.place_of(record) == pytest.approx(place, abs=1e-6)
+    card = cards.calibrate_card(CARD, [record])
     best, worst = cards.step_seconds(card, ONE_GPU)
     assert worst == pytest.approx(record["step_seconds"] / 0.9, rel=0.01)
     assert best == pytest.approx(record["step_seconds"] / 1.1, rel=0.01)
@@ -62,17 +62,17 @@ def test_forecast_of_a_calibrated_card_is_what_was_measured(place):
 def test_transfers_that_are_not_hidden_are_no_compute():
     """Four GPUs over PCIe: at this place in the ranges of rates, links and overlap, the step takes what was measured."""
     parts = cards.step_parts(CARD, FOUND)
-    results = results_of(tokens_per_second=8192 / calibration.seconds_at_place(parts, 0.4), tokens=819200)
+    results = results_of(tokens_per_second=8192 / cards.seconds_at_place(parts, 0.4), tokens=819200)
     results["forecast"] |= {"step_parts": parts._asdict(), "tokens_per_step": 8192}
     record = forecast.measurement_of(results)
-    assert calibration.place_of(record) == pytest.approx(0.4, abs=1e-6)
-    best, worst = cards.step_seconds(calibration.calibrate_card(CARD, [record]), FOUND)
+    assert cards.place_of(record) == pytest.approx(0.4, abs=1e-6)
+    best, worst = cards.step_seconds(cards.calibrate_card(CARD, [record]), FOUND)
     assert best < record["step_seconds"] < worst
     assert worst - best < 0.8 * (cards.step_seconds(CARD, FOUND)[1] - cards.step_seconds(CARD, FOUND)[0])
 
 
 def test_median_of_runs_and_at_least_what_they_measured():
-    card = calibration.calibrate_card(CARD, [record_of(place) for place in (0.2, 0.25, 0.9)])
+    card = cards.calibrate_card(CARD, [record_of(place) for place in (0.2, 0.25, 0.9)])
     assert card.product_rate == (pytest.approx(0.9 * 0.5), pytest.approx(0.76)) and card.runs == 3
     assert card.memory_rate == (pytest.approx(0.9 * 0.625, abs=0.001), pytest.approx(0.95))
 
@@ -84,7 +84,7 @@ def test_median_of_runs_and_at_least_what_they_measured():
 )
 def test_run_that_says_nothing_about_rates(changes):
     """The memory that it needed counts."""
-    card = calibration.calibrate_card(CARD, [record_of(**changes, peak_gpu_gb=21.0)])
+    card = cards.calibrate_card(CARD, [record_of(**changes, peak_gpu_gb=21.0)])
     assert (card.product_rate, card.memory_rate) == (cards.PRODUCT_RATE, cards.MEMORY_RATE)
     assert card.more_reserve == pytest.approx(0.05)
 
@@ -94,13 +94,13 @@ def test_run_with_short_rows_says_nothing_about_rates():
     results = results_of()
     for share, is_told in ((0.95, True), (0.85, False)):
         shorter = {name: share * results[name] for name in ("tokens", "tokens_per_second")}
-        assert (calibration.place_of(forecast.measurement_of(results | shorter)) is not None) is is_told
+        assert (cards.place_of(forecast.measurement_of(results | shorter)) is not None) is is_told
 
 
 def test_run_that_waits_for_the_host_says_nothing_about_rates():
     record = record_of()
     record["forecast"]["step_parts"]["waiting"] = [0.6 * record["step_seconds"]] * 2
-    assert calibration.place_of(record) is None
+    assert cards.place_of(record) is None
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_run_that_waits_for_the_host_says_nothing_about_rates():
     [({}, 0), ({"peak_gpu_gb": 15.0, "peak_gpu_reserved_gb": 15.0}, 0), ({"peak_gpu_reserved_gb": 23.1}, 0.1)],
 )
 def test_reserve_is_never_smaller(measured, more):
-    card = calibration.calibrate_card(CARD, [record_of(**measured), record_of()])
+    card = cards.calibrate_card(CARD, [record_of(**measured), record_of()])
     assert cards.reserve(ONE_GPU, 20e9, card) == pytest.approx(cards.reserve(ONE_GPU, 20e9) + more * 20e9)
     assert cards.fits(dataclasses.replace(card, memory=22e9), ONE_GPU, 20e9) is (more == 0)
 
@@ -131,14 +131,14 @@ def test_run_that_is_not_kept(changes):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    for module in (forecast, calibration):
+    for module in (forecast, cards):
         monkeypatch.setattr(module, "measurements_folder", lambda: tmp_path / "measurements")
     return tmp_path / "measurements"
 
 
 def test_plan_says_what_it_is_calibrated_by(folder, capsys):
     before = cards.make_plan(ONE_GPU)
-    assert calibration.calibrate(cards.CARDS) == cards.CARDS and "calibrated" not in before
+    assert cards.calibrate(cards.CARDS) == cards.CARDS and "calibrated" not in before
     for place in (0.4, 0.5):
         forecast.keep_measurement(results_of(place))
     forecast.keep_measurement(results_of(0.6, resumed_from_step=50))
@@ -146,7 +146,7 @@ def test_plan_says_what_it_is_calibrated_by(folder, capsys):
     (folder / "half.json").write_text("{")
     (folder / "other.json").write_text("{}")
     (folder / "list.json").write_text("[]")
-    all_cards = calibration.calibrate(cards.CARDS)
+    all_cards = cards.calibrate(cards.CARDS)
     plan = cards.make_plan(ONE_GPU, all_cards=all_cards)
     assert [card.name for card in all_cards if card.runs] == list(plan["calibrated"]) == ["RTX 3090"]
     others = {name: seconds for name, seconds in plan["step_seconds"].items() if name != "RTX 3090"}
@@ -159,4 +159,4 @@ def test_plan_says_what_it_is_calibrated_by(folder, capsys):
 def test_folder_that_cannot_be_written(folder):
     folder.write_text("")
     forecast.keep_measurement(results_of())
-    assert calibration.read_measurements() == []
+    assert cards.read_measurements() == []

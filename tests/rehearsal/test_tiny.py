@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.data import loading
 from harness.data.script_arguments import ScriptArguments
 from harness.launched import UserError
-from harness.rehearsal import tiny, tiny_data, tiny_model
+from harness.rehearsal import tiny, tiny_model
 
 import pytest
 import torch
@@ -187,10 +187,10 @@ def test_dataset_streams_with_the_columns_of_the_original(make_tiny):
     _, folder = make_tiny()
     stream = load_dataset(folder, "sample-10BT", split="train", streaming=True)
     row = next(iter(stream))
-    assert list(row) == list(tiny_data.DATASETS["HuggingFaceFW/fineweb-edu"]["columns"])
+    assert list(row) == list(tiny.DATASETS["HuggingFaceFW/fineweb-edu"]["columns"])
     assert isinstance(row["score"], float) and isinstance(row["int_score"], int)
-    assert stream.num_shards == tiny_data.SHARDS
-    assert sorted(row["text"] for row in stream) == sorted(tiny_data.documents())
+    assert stream.num_shards == tiny.SHARDS
+    assert sorted(row["text"] for row in stream) == sorted(tiny_model.documents())
 
 
 def test_files_are_read_as_in_a_run_and_shortened(make_tiny, tmp_path):
@@ -221,6 +221,6 @@ def test_cut_texts():
 
 
 def test_documents_are_real_text_of_many_lengths():
-    texts = tiny_data.documents()
-    assert texts == tiny_data.documents() and len(texts) > 400
+    texts = tiny_model.documents()
+    assert texts == tiny_model.documents() and len(texts) > 400
     assert min(map(len, texts)) < 200 and max(map(len, texts)) > 4000 and any("lambda" in text for text in texts)

@@ -47,7 +47,7 @@ def test_samples_of_a_processor(build_trainer, monkeypatch):
 def test_samples_of_an_adapter_with_offload(build_trainer, monkeypatch):
     """Its weights are in host memory. `generate` must not move the inputs there: FSDP would bring back only some of them."""
     trainer = build_trainer("qwen2_chat", "--use_peft")
-    monkeypatch.setattr("transformers.generation.utils.move_to_device", lambda inputs, device: pytest.fail(f"moved to {device}"))
+    monkeypatch.setattr("transformers.generation.utils.move_to_device", lambda value, device: pytest.fail(f"moved to {device}"))
     monkeypatch.setattr(PreTrainedModel, "device", torch.device("cpu", 0))  # not the device of the inputs, which is "cpu"
     outputs.generate_samples(trainer, True)
     assert PreTrainedModel.device == torch.device("cpu", 0)

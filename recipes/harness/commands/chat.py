@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.compat.bitsandbytes import keep_4bit_layout
-from harness.folder import RESULTS, read_json
+from harness.folder import RESULTS, check_saved_model, read_json
 from harness.hub import hub_errors
 from harness.launched import UserError, exit_on_user_error, print_once
 
@@ -21,10 +21,7 @@ LONGEST_PROMPT = 4096  # tokens; the earliest turns of a longer conversation are
 
 def main(run: str, *words: str) -> None:
     new_tokens, folder = read_flag(words), Path(run)
-    if not folder.is_dir():
-        raise UserError(f"{run} is not a folder: pass the output directory of a finished run")
-    if not (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise UserError(f"{run} has no model and no adapter: pass the folder of a finished run, or --merge its newest checkpoint")
+    check_saved_model(folder)
     model, tokenizer = load_model(folder), load_tokenizer(folder)
     print_once(describe(folder, model, tokenizer))
     chat(model, tokenizer, new_tokens)

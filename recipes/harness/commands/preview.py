@@ -51,7 +51,7 @@ class PreviewRows:
         return statistics.mean(len(row["input_ids"]) for row in self.packed)
 
     def epoch(self) -> tuple[float, float] | None:
-        """Packed rows and tokens of an epoch, estimated from the first rows; None if the number of rows is not known."""
+        """Sequences and tokens of an epoch, estimated from the first rows; None if the number of rows is not known."""
         from harness.data.loading import FIRST_ROWS
 
         if not self.total:
@@ -83,6 +83,8 @@ def main(words: list[str]) -> int:
             json.dumps({"recipe": Path(recipe).stem, "dataset": script_args.display_name, **numbers, "warnings": found}, indent=2)
         )
         return int(bool(found))
+    if launched.tiny:
+        print_once("\nThis is the preview of a rehearsal: leave out --tiny to see the rows and numbers of the run.")
     if full:
         print_document(tokenizer, rows, full)
     else:
@@ -182,11 +184,11 @@ def documents_of(row: dict) -> list[Document]:
 def print_rows(tokenizer: Any, rows: PreviewRows) -> None:
     has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     key = "green tokens count in the loss, grey ones do not" if has_colour else "tokens in ⟦ ⟧ count in the loss"
-    print_once(f"\nThe first rows as the model will see them: {key}; special tokens are {'bold' if has_colour else 'marked ◆'}.")
+    print_once(f"\nThe first sequences as the model sees them: {key}; special tokens are {'bold' if has_colour else 'marked ◆'}.")
     for row in rows.packed[:SHOWN_ROWS]:
         documents = documents_of(row)
         print_once(
-            f"\n--- a row of {len(row['input_ids']):,} tokens, {len(documents)} document{'s' if len(documents) > 1 else ''}"
+            f"\n--- a sequence of {len(row['input_ids']):,} tokens, {len(documents)} document{'s' if len(documents) > 1 else ''}"
         )
         print_once("\n---\n".join(paint(tokenizer, *document, has_colour) for document in documents[:SHOWN_DOCUMENTS]))
         if len(documents) > SHOWN_DOCUMENTS:
@@ -285,7 +287,7 @@ def print_numbers(numbers: dict[str, Any]) -> None:
     print_once(f"padding      {numbers['padding']:.1%} of the tokens of {numbers['batches']} batches")
     print_once(f"in the loss  {numbers['in_the_loss']:.1%} of these tokens")
     one_gpu = " on one GPU" if numbers["is_rows_per_step_for_one_gpu"] else ""
-    print_once(f"one step     {numbers['rows_per_step']} rows{one_gpu}, {numbers['tokens_per_step']:,} tokens")
+    print_once(f"one step     {numbers['rows_per_step']} sequences{one_gpu}, {numbers['tokens_per_step']:,} tokens")
     if numbers["steps_per_epoch"]:
         print_once(f"one epoch    about {numbers['steps_per_epoch']:,} steps, {numbers['tokens_per_epoch']:,} tokens")
     else:

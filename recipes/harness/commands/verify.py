@@ -22,7 +22,7 @@ from typing import Any
 
 from harness.commands import chat
 from harness.commands.report import print_table
-from harness.folder import RESULTS, read_json
+from harness.folder import RESULTS, check_saved_model, read_json
 from harness.launched import UserError, exit_on_user_error, print_once
 
 # How far a loss may be from the one it is compared with, in nats per token.
@@ -78,10 +78,7 @@ Losses = list[tuple[float, int]]  # of each row: the sum over its tokens in the 
 def main(run: str, *words: str) -> int:
     model, name, as_json = read_words(words)
     folder = Path(run)
-    if not folder.is_dir():
-        raise UserError(f"{run} is not a folder: pass the output directory of a finished run")
-    if not (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise UserError(f"{run} has no model and no adapter: pass the folder of a finished run")
+    check_saved_model(folder)
     expected, rows = read_expectations(folder)
     if not model and (folder / "merged").is_dir():
         model = str(folder / "merged")

@@ -14,15 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from harness.compat.datasets import end_streams_at_once
-from harness.data import formats, mixture, reading
+from harness.data import formats, reading
 from harness.data.script_arguments import ScriptArguments, each_dataset
 from harness.data.splits import (
+    add_summaries,
     check_slices,
     choose_splits,
+    count_rows_of_epoch,
     evaluation_split,
     hold_out,
     hold_out_of_stream,
     is_slice,
+    mix,
+    share,
     splits_of,
 )
 from harness.folder import DATA, read_json, write_json
@@ -105,7 +109,7 @@ def load(
         The evaluation rows are the first `max_eval_samples` of the split for evaluation. Without such a split as many are
         held out of the training split; with all rows that equal them they are at most a tenth of it.
 
-        Of several datasets (`dataset_weights`) the training rows are mixed by weight, see mixture.py, and `eval_dataset` has
+        Of several datasets (`dataset_weights`) the training rows are mixed by weight, see `mix`, and `eval_dataset` has
         the evaluation rows of each by its label, as a DatasetDict: `map` and `select_columns` work as those of one dataset.
     """
     end_streams_at_once()
@@ -125,9 +129,9 @@ def load(
     rows = [training_rows(source) for source in sources]
     train, summary = rows[0], summaries[0]
     if script_args.mixture:
-        train = mixture.mix(script_args, rows)
-        mixture.count_rows_of_epoch(script_args, rows, summaries)
-        summary = mixture.summarize(summaries)
+        train = mix(script_args, rows)
+        count_rows_of_epoch(script_args, rows, summaries)
+        summary = add_summaries(summaries)
     if script_args.output_dir and is_first_process():
         Path(script_args.output_dir).mkdir(parents=True, exist_ok=True)
         write_json(Path(script_args.output_dir, DATA), summary)
@@ -446,7 +450,7 @@ def count_training_rows(script_args: ScriptArguments) -> int | None:
     """Rows of the training split, of a mixture those of an epoch; None for a stream that does not say."""
     if script_args.mixture:
         sizes = [count_training_rows(one) for one in each_dataset(script_args)]
-        return sum(mixture.share(script_args, sizes)) if all(sizes) and not script_args.dataset_streaming else None
+        return sum(share(script_args, sizes)) if all(sizes) and not script_args.dataset_streaming else None
     is_in_memory = reading.is_local(script_args.dataset_name) and not script_args.dataset_streaming
     if is_in_memory or is_slice(script_args.dataset_train_split):
         return len(choose_splits(script_args, open_splits(script_args, streaming=False))[0])

@@ -110,9 +110,9 @@ def forecast_rehearsal(recipe: str, path: str, arguments: list[str]) -> dict[str
 
 def known_cards(own: "OwnFlags") -> tuple["Card", ...]:
     """The cards of --card, then all others, calibrated by the runs of this machine."""
-    from harness.plan import calibration, cards
+    from harness.plan import cards
 
-    return calibration.calibrate((*(cards.card_of_user(*numbers) for numbers in own.cards), *cards.CARDS))
+    return cards.calibrate((*(cards.card_of_user(*numbers) for numbers in own.cards), *cards.CARDS))
 
 
 def import_libraries() -> bool:
@@ -429,6 +429,4 @@ if __name__ == "__main__":
             main(*sys.argv[1:])
     except SystemExit as end:
         code = end.code
-    except KeyboardInterrupt:
-        code = 130
     processes.exit_quickly(code or 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.commands.report import print_table
 from harness.launched import UserError
-from harness.plan import calibration, cards
+from harness.plan import cards
 from harness.plan.simulation import Refused
 
 LINES = (16, 24, 40, 80)  # GB, of the picture
@@ -64,7 +64,7 @@ def print_plan(plan: dict[str, Any]) -> None:
         rows.append((name, describe_fit(plan, name), str(plan["largest_micro_batch"][name]), *ranges(plan, name)))
     print_table(without_empty_columns(rows))
     for name, of in plan.get("calibrated", {}).items():
-        print(f"\n{name}: {calibration.describe(of)}")
+        print(f"\n{name}: {cards.describe_calibration(of)}")
     print(f"\n{NOT_SIMULATED}")
 
 
@@ -134,7 +134,7 @@ def print_choice(plan: dict[str, Any]) -> None:
     if here["in_time"] is not None:
         print("In time." if here["in_time"] else "Not in time at the slow end of the range.")
     if plan["gpu"] in plan.get("calibrated", {}):
-        print(f"{plan['gpu']}: {calibration.describe(plan['calibrated'][plan['gpu']])}.")
+        print(f"{plan['gpu']}: {cards.describe_calibration(plan['calibrated'][plan['gpu']])}.")
     if not here["has_disk"]:
         print(f"warning: the run needs {plan['disk_gb']:.0f} GB of disk, {plan['machine']} has less.")
 

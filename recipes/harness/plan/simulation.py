@@ -21,9 +21,8 @@ from harness.compat.transformers import install_batch_reader
 from harness.configs import AccelerateConfig
 from harness.folder import read_json
 from harness.launched import Launched
-from harness.plan import allocator
 from harness.plan.fakes import Fakes, install_steps, wrap_counted
-from harness.plan.ledger import Counts, Ledger, Peak, check_bytes, counts_of_step, expected_bytes, shapes_of
+from harness.plan.ledger import Counts, Ledger, Peak, check_bytes, counts_of_step, expected_bytes, replay, shapes_of
 from harness.rehearsal.tiny import PLANNED
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
 from harness.start import processes
@@ -142,7 +141,7 @@ def simulate(
         trainer = build_trainer(launched, [*flags, *quiet])
         found = simulate_training(trainer, ledger, fakes, config, launched, with_evaluation)
     found.peaks, found.host_peaks = ledger.peaks(), ledger.peaks("host")
-    found.reserved, found.needed = allocator.replay(ledger.sizes(), "expandable_segments:True" in settings)
+    found.reserved, found.needed = replay(ledger.sizes(), "expandable_segments:True" in settings)
     found.hull, found.curve = ledger.hull(), ledger.curve()
     found.seconds = time.monotonic() - began
     found.own_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,6 +1,6 @@
 """A run on GPUs against its forecast: plan.json in the output directory, which the launcher makes while the run trains.
 
-What a run has measured is kept next to the caches, and `plan/calibration.py` reads it. Nothing is uploaded.
+What a run has measured is kept next to the caches, and `plan/cards.py` reads it. Nothing is uploaded.
 """
 
 import contextlib

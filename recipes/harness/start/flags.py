@@ -32,6 +32,7 @@ RENAMED = {
     "warmup_ratio": "warmup_steps: a value below 1 is a share of all steps",
 }
 NOT_FLAGS = ("dataset_formats",)  # arguments of `parse` itself
+COMMANDS = ("tiny", "plan", "preview", "prepare", "debug")  # of launch.sh, which come before the recipe
 
 
 def known_flags(recipe: Path) -> set[str]:
@@ -84,8 +85,8 @@ def check_flags(recipe: Path, words: list[str]) -> None:
         if not word.startswith("--"):
             continue
         name = word[2:].split("=")[0].replace("-", "_")
-        if name == "tiny":
-            raise UserError("--tiny comes first: ./launch.sh --tiny RECIPE CONFIG")
+        if name in COMMANDS and name not in names:
+            raise UserError(f"--{name} comes first: ./launch.sh --{name} RECIPE{' CONFIG' if name == 'tiny' else ''}")
         if name in RENAMED:
             raise UserError(f"--{name} is now --{RENAMED[name]}")
         if name not in names and name.removeprefix("no_") not in names:

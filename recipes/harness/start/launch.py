@@ -366,6 +366,4 @@ if __name__ == "__main__":
             code = main(sys.argv[1:])
     except SystemExit as end:
         code = end.code
-    except KeyboardInterrupt:
-        code = 130
     processes.exit_quickly(code or 0)

@@ -167,8 +167,6 @@ def _work(connection: Connection, launcher: int, stdin: int | None) -> None:
     try:
         with exit_on_user_error():
             connection.send(function(*args))
-    except KeyboardInterrupt:
-        sys.exit(130)
     finally:
         for number in (signal.SIGINT, *signals.SIGNALS):  # there is nothing left to stop
             signal.signal(number, signal.SIG_IGN)

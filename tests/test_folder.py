@@ -105,8 +105,8 @@ def test_earlier_rehearsal_with_another_config_is_moved(tmp_path, capsys):
     assert "run.old" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("key", ["recipe_digest", "data_digest", "dataset_weights"])
-def test_rehearsal_of_a_changed_recipe_or_dataset_starts_over(tmp_path, key):
+@pytest.mark.parametrize("key", ["recipe_digest", "data_digest", "dataset_weights", "use_peft", "model", "max_samples"])
+def test_rehearsal_of_another_recipe_dataset_or_kind_starts_over(tmp_path, key):
     run = tmp_path / "run"
     for digest in ("before", "after"):
         claim(run, IDENTITY_OF_REHEARSAL | {key: digest}, is_default=True)

@@ -141,12 +141,9 @@ def _read_run_file(folder: Path) -> dict:
 
 
 def _is_replaced_rehearsal(existing: dict, identity: dict, is_default: bool) -> bool:
-    """Whether a rehearsal in the default folder is moved away for one with another config, recipe or dataset."""
-    if not (is_default and identity["tiny"] and existing.get("tiny")):
-        return False
-    if existing.get("dataset_weights") != identity.get("dataset_weights"):
-        return True
-    return any(existing.get(key, identity[key]) != identity[key] for key in ("config", "recipe_digest", "data_digest"))
+    """Whether a rehearsal in the default folder is moved away, because it is not the one that `identity` describes."""
+    is_rehearsal = is_default and identity["tiny"] and existing.get("tiny")
+    return is_rehearsal and any(existing.get(key) != identity.get(key) for key in existing.keys() | identity.keys())
 
 
 def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bool) -> None:

@@ -226,7 +226,7 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> No
         generated = model.generate(
             input_ids=torch.tensor(ids, device=device),
             attention_mask=torch.tensor(mask, device=device),
-            max_new_tokens=24 if is_rehearsal else 48,
+            max_new_tokens=12 if is_rehearsal else 48,
             do_sample=True,
             top_p=0.9,
             pad_token_id=pad,

@@ -65,15 +65,17 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Quick tests first, rehearsals last. One worker has the machines, and one has what the tests of a module share.
 
-    The machines come early: their tests wait a lot, while the other worker has enough to compute.
+    The machines come early: their tests wait a lot, while other workers have enough to compute. Of tests in the same place of
+    ORDER, those that stay together come first, so that no worker has many of them left when the others are done.
     """
-    items.sort(key=lambda item: max(ORDER.get(name, 0) for name in ("", *item.fixturenames)))
+    places = {}
     for item in items:
         scopes = {definitions[-1].scope for definitions in item._fixtureinfo.name2fixturedefs.values()}
-        if "machines" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("machines"))
-        elif "module" in scopes:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        needs_machines = "machines" in item.fixturenames
+        if needs_machines or "module" in scopes:
+            item.add_marker(pytest.mark.xdist_group("machines" if needs_machines else item.path.stem))
+        places[item] = max(ORDER.get(name, 0) for name in ("", *item.fixturenames)), "module" not in scopes
+    items.sort(key=places.get)
 
 
 @pytest.fixture(scope="session")

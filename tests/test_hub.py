@@ -1,5 +1,6 @@
 """The Hub: what its errors mean, and how a run waits for it. The real libraries use a local Hub."""
 
+import json
 import re
 import time
 
@@ -16,6 +17,7 @@ from datasets import load_dataset
 from forked_launcher import ForkedLauncher
 from local_hub import serve
 from pyarrow import parquet
+from transformers import AutoTokenizer
 
 ROWS = [{"text": f"row {row} " + "of many words " * (row % 40)} for row in range(400)]
 
@@ -66,6 +68,20 @@ def test_unreachable_hub(hub, error_of):
     assert not is_reachable(1)
     message = error_of(check_model_exists, "no/network", "main")
     assert "the Hub cannot be reached" in message and "--prepare" in message
+
+
+def test_tokenizer_that_is_not_in_the_cache(hub, error_of):
+    """transformers would say that a package is missing."""
+    (hub.root / "models/open/model").mkdir(parents=True)
+    (hub.root / "models/open/model/config.json").write_text(json.dumps({"model_type": "llama"}))
+    check_model_exists("open/model", "main")
+    stop(hub)
+
+    def load():
+        with hub_errors("the tokenizer of", "open/model"):
+            AutoTokenizer.from_pretrained("open/model")
+
+    assert "the tokenizer of open/model: not on this machine, and the Hub cannot be reached" in error_of(load)
 
 
 def test_folder_that_is_not_a_model(hub, tmp_path, error_of):

@@ -1,6 +1,7 @@
 """Imports of the harness run downwards only, without circles, and recipes use its public names only."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,16 @@ def level(name: str) -> int | None:
     return next((number for number, parts in enumerate(LEVELS) if part in parts), None)
 
 
+@functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text("utf-8"))))
+
+
 def imports(path: Path, package: Path):
     """Line and full dotted name of whatever a file imports from the package, wherever in it the statement stands."""
     here = module_name(path, package).split(".")
     base = here if path.name == "__init__.py" else here[:-1]
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in nodes_of(path):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -60,7 +66,7 @@ def module_of(name: str, modules: dict[str, Path]) -> str | None:
     if name in modules:
         return name
     parent, _, member = name.rpartition(".")
-    nodes = list(ast.walk(ast.parse(modules[parent].read_text("utf-8")))) if parent in modules else []
+    nodes = nodes_of(modules[parent]) if parent in modules else []
     defined = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     defined |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return parent if member in defined else None

@@ -80,11 +80,13 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
 
         if is_caused_by(UserError):  # about a file, from the reader that `datasets` called
             raise next(cause for cause in causes if isinstance(cause, UserError)) from problem
+        # transformers only says that it cannot make a tokenizer, and names a package.
+        lacks_tokenizer = kind == "the tokenizer of" and not Path(name).is_dir() and not is_reachable()
         if is_caused_by(errors.GatedRepoError):
             reason = f"access is gated: accept its terms on its Hub page, then {LOGIN}"
         elif is_caused_by(errors.RepositoryNotFoundError, errors.HFValidationError):
             reason = f"not found on the Hub, or private: check the name; for a private one {LOGIN}"
-        elif is_caused_by(httpx.TransportError, ConnectionError, errors.OfflineModeIsEnabled):
+        elif lacks_tokenizer or is_caused_by(httpx.TransportError, ConnectionError, errors.OfflineModeIsEnabled):
             reason = (
                 "not on this machine, and the Hub cannot be reached: connect to the network (HF_ENDPOINT and HF_HUB_OFFLINE "
                 "apply), or run ./launch.sh --prepare where there is one, or give the path of a local folder"

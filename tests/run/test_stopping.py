@@ -21,11 +21,11 @@ def start(environment, workdir, tmp_path):
     """Starts launch.sh; returns its process and the file of its output. Kills it at the end of the test."""
     started = []
 
-    def call(*arguments):
+    def call(*arguments, **variables):
         log = tmp_path / f"{len(started)}.log"
         with log.open("w") as file:
             command = [ROOT / "launch.sh", *map(str, arguments)]
-            started.append(subprocess.Popen(command, cwd=workdir, env=environment, stdout=file, stderr=file))
+            started.append(subprocess.Popen(command, cwd=workdir, env=environment | variables, stdout=file, stderr=file))
         return started[-1], log
 
     yield call
@@ -40,7 +40,8 @@ def test_stop_writes_checkpoint(rehearse, start, workdir, config):
     rehearse(RECIPE, "1x3090")  # makes the tiny model and dataset
     run = workdir / "runs" / f"stopped-{config}"
     command = ["--tiny", RECIPE, config, "--output_dir", run, "--logging_steps", "1", "--eval_strategy", "no", "--bf16", "false"]
-    process, log = start(*command, "--max_steps", "2000", "--save_steps", "1000")
+    processes = {} if config == "1x3090" else {"NPROC_PER_NODE": "2"}
+    process, log = start(*command, "--max_steps", "2000", "--save_steps", "1000", **processes)
     wait_until(lambda: log.read_text().count("  loss ") > 2, 120, log.read_text)
     process.terminate()
     assert process.wait(timeout=60) == 143
@@ -67,18 +68,19 @@ def test_all_processes_stop_after_the_same_step(fork_launch, workdir):
 
 
 def test_stop_before_training_ends_all_processes(start, workdir):
-    process, log = start("--tiny", RECIPE, "4gpu_full_shard", "--output_dir", workdir / "runs/never-begun")
+    command = ["--tiny", RECIPE, "4gpu_full_shard", "--output_dir", workdir / "runs/never-begun"]
+    process, log = start(*command, NPROC_PER_NODE="2")
     workers, has_checked = [], False
 
     def only_workers_remain():
-        """The launcher has started five processes, and the one that checks the run has ended."""
+        """The launcher has started three processes, and the one that checks the run has ended."""
         nonlocal has_checked
         with contextlib.suppress(psutil.NoSuchProcess):  # programs that launch.sh calls exit at once
             children = psutil.Process(process.pid).children()
-            has_checked |= len(children) == 5
-            if has_checked and len(children) == 4:
+            has_checked |= len(children) == 3
+            if has_checked and len(children) == 2:
                 workers[:] = children
-        return len(workers) == 4
+        return len(workers) == 2
 
     wait_until(only_workers_remain, 120, log.read_text)
     process.terminate()

@@ -465,7 +465,7 @@ def check_model_and_dataset(arguments: Arguments, launched: Launched, config: Ac
         tiny.use_replacements(script_args, training_args, model_args)
     else:
         if HF_HUB_OFFLINE:
-            print_once("Offline (HF_HUB_OFFLINE): using the model and dataset that are on this machine.")
+            print_once("The Hub is not reachable, or HF_HUB_OFFLINE is set: using the files on this machine.")
         check_model(training_args, model_args, with_weights=launched.mode != "preview")
     check_module_names(model_args, config, display_name)
     check_experts(model_args)

@@ -82,7 +82,7 @@ def merge(adapter: Path, out: Path) -> None:
 def attention() -> None:
     """Times one layer of each model of MICRO_BATCHES with SDPA and with `varlen`."""
     from harness.model.loading import VARLEN, register_varlen
-    from harness.rehearsal import tiny_model
+    from harness.rehearsal import tiny
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -94,7 +94,7 @@ def attention() -> None:
     for name, (rows, length) in MICRO_BATCHES.items():
         rows = int(os.environ.get("ROWS", rows))
         sizes = inputs.SHAPES[name] | {"num_hidden_layers": 1, "vocab_size": VOCABULARY}
-        config = AutoConfig.for_model(**tiny_model.family_of(name)["config"] | sizes)
+        config = AutoConfig.for_model(**tiny.family_of(name)["config"] | sizes)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             ends = torch.arange(0, rows * length + 1, length // 2, dtype=torch.int32)

@@ -56,15 +56,15 @@ TOKENS_PER_LETTER = 0.2  # at least, in the training split; a rehearsal's tokeni
 
 def meta_model(name: str, tokenizer: "PreTrainedTokenizerFast", is_tiny: bool = False, **sizes: int) -> "PreTrainedModel":
     """The model `name` on the meta device, in its real shape except for `sizes`, or tiny; with the tokenizer's special tokens."""
-    from harness.rehearsal import tiny_model
+    from harness.rehearsal import tiny
 
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     token_ids = {f"{token}_token_id": getattr(tokenizer, f"{token}_token_id") for token in ("bos", "eos", "pad")}
-    config = AutoConfig.for_model(**tiny_model.family_of(name)["config"] | SHAPES[name] | token_ids | sizes)
+    config = AutoConfig.for_model(**tiny.family_of(name)["config"] | SHAPES[name] | token_ids | sizes)
     if is_tiny:
-        config = tiny_model.shrink(config, {"vocab_size": len(tokenizer), **token_ids})
+        config = tiny.shrink(config, {"vocab_size": len(tokenizer), **token_ids})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]
@@ -77,12 +77,12 @@ def make_model(name: str, folder: Path, is_tiny: bool = False, **sizes: int) -> 
     Returns the number of parameters that every token is multiplied with: all matrices except embeddings.
     """
     from harness.folder import write_json
-    from harness.rehearsal import tiny_model
+    from harness.rehearsal import tiny
 
     import torch
     from safetensors.torch import save_file
 
-    tokenizer = tiny_model.make_tokenizer(tiny_model.family_of(name))
+    tokenizer = tiny.make_tokenizer(tiny.family_of(name))
     model = meta_model(name, tokenizer, is_tiny, **sizes)
     for part in (model.config, tokenizer):
         part.save_pretrained(folder)
@@ -120,7 +120,7 @@ def make_dataset(name: str, config: str | None, folder: Path, tokens: int) -> No
     It is repeated until the training split has at least `tokens` tokens: a step at the end of an epoch could have fewer
     micro-batches than the others.
     """
-    from harness.rehearsal import tiny, tiny_model
+    from harness.rehearsal import tiny
 
     import datasets
 
@@ -128,18 +128,18 @@ def make_dataset(name: str, config: str | None, folder: Path, tokens: int) -> No
     columns = tiny.DATASETS[name]["columns"]
     prose = [column for column, kind in columns.items() if kind == "string" and column not in tiny.NOT_PROSE]
     longest = None if len(prose) == 1 or "messages" in columns else 200  # several columns share the first letters of a text
-    letters = sum(len(text[:longest]) for text in tiny_model.documents())
+    letters = sum(len(text[:longest]) for text in tiny.documents())
     repeats = math.ceil(tokens / (TOKENS_PER_LETTER * letters))
     tiny.make_dataset(SimpleNamespace(dataset_name=name, dataset_config=config), folder, repeats)
 
 
 def make_documents(folder: Path, tokenizer: "PreTrainedTokenizerFast", count: int, median: float, mean: float) -> None:
     """Writes a dataset with a column `text`: Python's documentation cut into `count` texts of log-normal lengths in tokens."""
-    from harness.rehearsal import tiny_model
+    from harness.rehearsal import tiny
 
     from datasets import Dataset
 
-    words = " ".join(tiny_model.documents()).split(" ")
+    words = " ".join(tiny.documents()).split(" ")
     tokens_per_word = len(tokenizer(" ".join(words[:5000]))["input_ids"]) / 5000
     location, scale = math.log(median / tokens_per_word), math.sqrt(2 * math.log(mean / median))
     generator, rows, start = random.Random(0), [], 0

@@ -26,12 +26,12 @@ FILES, SLOTS, ROWS, LENGTH = 14, 8, 2, 1024
 
 def make_dataset(folder: Path, documents_per_file: int) -> None:
     """FILES Parquet files of documents about as long as those of FineWeb-Edu: 600 tokens in the median, 1,000 on average."""
-    from harness.rehearsal import tiny_model
+    from harness.rehearsal import tiny
 
     import inputs
     from pyarrow import parquet
 
-    tokenizer = tiny_model.make_tokenizer(tiny_model.family_of("Qwen/Qwen2-0.5B"))
+    tokenizer = tiny.make_tokenizer(tiny.family_of("Qwen/Qwen2-0.5B"))
     with tempfile.TemporaryDirectory() as name:
         inputs.make_documents(Path(name, "all"), tokenizer, FILES * documents_per_file, 600, 1000)
         table = parquet.read_table(Path(name, "all/00000.parquet"))
@@ -97,13 +97,13 @@ def main(counts: tuple[int, ...] = (1, 4), rounds: int = 2, documents_per_file: 
 
     with tempfile.TemporaryDirectory() as name, serve(Path(name, "hub")) as hub:
         os.environ |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(Path(name, "home"))}
-        from harness.rehearsal import tiny_model
+        from harness.rehearsal import tiny
 
         import datasets
 
         datasets.disable_progress_bars()
         make_dataset(hub.root / "datasets/some/rows", documents_per_file)
-        tiny_model.make("Qwen/Qwen2-0.5B", "main", Path(name, "model"))
+        tiny.make_tiny_model("Qwen/Qwen2-0.5B", "main", Path(name, "model"))
         for processes in counts:
             for kind in ("divided", "large parts", "parts") * rounds:
                 with get_context("spawn").Pool(processes) as pool:

@@ -68,14 +68,14 @@ def recipe_settings() -> dict[str, Any]:
 
 def measure(context: BaseContext, rounds: int, changes: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
     """Useful tokens per second of each program, and the recipe's as a multiple of each (the median of all rounds)."""
-    from harness.rehearsal import tiny_model
+    from harness.rehearsal import tiny
 
     own = recipe_settings()
     settings = own | changes | {"eval_strategy": "no", "eval_on_start": False}
     with tempfile.TemporaryDirectory() as scratch:
         model, dataset = Path(scratch, "model"), Path(scratch, "data")
         inputs.make_model(settings["model_name_or_path"], model, **sizes)
-        tokenizer = tiny_model.make_tokenizer(tiny_model.family_of(settings["model_name_or_path"]))
+        tokenizer = tiny.make_tokenizer(tiny.family_of(settings["model_name_or_path"]))
         scale = settings["max_length"] / ROW_LENGTH
         inputs.make_documents(dataset, tokenizer, DOCUMENTS, MEDIAN_LENGTH * scale, MEAN_LENGTH * scale)
         settings |= {"model_name_or_path": str(model), "dataset_name": str(dataset), "output_dir": "run"}

@@ -31,7 +31,7 @@ MEDIAN_LENGTH, MEAN_LENGTH = 600, 1000  # in tokens, about those of FineWeb-Edu
 
 def run_recipe(connection: Connection, folder: Path, tokens_per_second: int, read_ahead: bool, step_count: int) -> None:
     """Trains in this process; sends the seconds of every step, and how many of them it waited for rows."""
-    from harness.run.stopping import BatchReader
+    from harness.run.steps import BatchReader
 
     import torch
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, trainer
@@ -95,12 +95,12 @@ def measure(folder: Path, tokens_per_second: int, read_ahead: bool, step_count: 
 
 
 def main(speeds: list[int], documents: int = DOCUMENTS, step_count: int = STEPS) -> None:
-    from harness.rehearsal import tiny_model
+    from harness.rehearsal import tiny
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inputs.make_model("Qwen/Qwen2-0.5B", folder / "model", is_tiny=True)
-        tokenizer = tiny_model.make_tokenizer(tiny_model.family_of("Qwen/Qwen2-0.5B"))
+        tokenizer = tiny.make_tokenizer(tiny.family_of("Qwen/Qwen2-0.5B"))
         inputs.make_documents(folder / "documents", tokenizer, documents, MEDIAN_LENGTH, MEAN_LENGTH)
         print("| tokens/s of the GPU | waits, read ahead | waits, read when needed |\n|---|---|---|")
         for speed in speeds:

@@ -6,7 +6,7 @@ import time
 
 from harness.compat.huggingface_hub import HubLost
 from harness.hub import check_model_exists, file_sizes, hub_errors, is_reachable, patience, wait_for_hub
-from harness.rehearsal import tiny_model
+from harness.rehearsal import tiny
 
 import datasets
 import huggingface_hub
@@ -189,7 +189,7 @@ def test_patience(monkeypatch, error_of):
 
 def test_run_resumes_after_the_hub_was_lost(hub, environment, tmp_path):
     """One of two processes loses the Hub. Both exit with a checkpoint, and the same command logs what it would have logged."""
-    tiny_model.make("Qwen/Qwen2-0.5B", "main", tmp_path / "model")
+    tiny.make_tiny_model("Qwen/Qwen2-0.5B", "main", tmp_path / "model")
     folder = hub.root / "datasets/many/rows"
     folder.mkdir(parents=True)
     for file in range(40):  # 1,000 rows are packed at a time and have few tokens, so many files are read

@@ -12,7 +12,7 @@ HARNESS = ROOT / "recipes/harness"
 LEVELS = [
     ["launched"],
     ["compat"],
-    ["configs", "folder", "hub", "signals"],
+    ["configs", "folder", "hub"],
     ["nodes"],
     ["data"],
     ["rehearsal"],
@@ -23,7 +23,7 @@ LEVELS = [
     ["plan"],
     ["harness"],  # __init__.py
 ]
-MAX_MODULES = 57
+MAX_MODULES = 50
 
 
 def module_name(path: Path, package: Path) -> str:

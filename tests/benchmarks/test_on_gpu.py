@@ -33,10 +33,10 @@ README = (ROOT / "README.md").read_text()
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_model_has_its_real_shape(recipe):
-    from harness.rehearsal import tiny_model
+    from harness.rehearsal import tiny
 
     (name,) = re.findall(r'model_name_or_path="(.*?)"', recipe.read_text())
-    tokenizer = tiny_model.make_tokenizer(tiny_model.family_of(name))
+    tokenizer = tiny.make_tokenizer(tiny.family_of(name))
     assert inputs.meta_model(name, tokenizer).num_parameters() == PARAMETERS[name]
 
 

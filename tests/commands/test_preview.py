@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from harness.commands import preview
 from harness.commands.preview import IGNORED, PreviewRows, find_problems, paint
-from harness.rehearsal import tiny_model
+from harness.rehearsal import tiny
 
 import pytest
 import torch
@@ -178,7 +178,7 @@ def test_take_full():
 
 @pytest.fixture
 def tokenizer():
-    return tiny_model.make_tokenizer(tiny_model.family_of("Qwen/Qwen2-0.5B-Instruct"))
+    return tiny.make_tokenizer(tiny.family_of("Qwen/Qwen2-0.5B-Instruct"))
 
 
 def warnings_of(tokenizer, document, batch_labels=None, is_conversational=False) -> str:

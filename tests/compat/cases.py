@@ -21,7 +21,7 @@ from typing import Any
 from harness.compat import accelerate as accelerate_changes
 from harness.compat import bitsandbytes as bitsandbytes_changes
 from harness.compat import datasets as datasets_changes
-from harness.compat import python as python_changes
+from harness.compat import guards
 from harness.compat import torch as torch_changes
 from harness.compat import transformers as transformers_changes
 from harness.compat import trl as trl_changes
@@ -198,7 +198,7 @@ def run_exit_handlers(changed: bool) -> str:
 
         atexit.register(os.write, writer, b"called")
         if changed:
-            python_changes.run_exit_handlers()
+            guards.run_exit_handlers()
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.compat import accelerate, bitsandbytes, datasets, guards, huggingface_hub, python, torch, transformers, trl
+from harness.compat import accelerate, bitsandbytes, datasets, guards, huggingface_hub, torch, transformers, trl
 from harness.compat.guards import Change, Target
 from harness.plan import fakes
 
@@ -226,7 +226,7 @@ def version_of(target: Target) -> str:
         (bitsandbytes.keep_4bit_layout, "has_avx512bf16"),
         (datasets.end_streams_at_once, "SLEEP_TIME_ON_THREADS_SHUTDOWN"),
         (huggingface_hub.install_read_retries, "HfApi._build_hf_headers"),
-        (python.run_exit_handlers, "_run_exitfuncs"),
+        (guards.run_exit_handlers, "_run_exitfuncs"),
         (torch.set_gloo_timeout, "_set_pg_timeout"),
         (transformers.read_no_weights, "_materialize_copy"),
         (trl.record_whole_rows, "SFTTrainer._prepare_dataset"),

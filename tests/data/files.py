@@ -16,7 +16,7 @@ from harness.data import chat_templates, reading  # noqa: E402
 from harness.data.loading import FIRST_ROWS, REHEARSED_ROWS, check_dataset, load  # noqa: E402
 from harness.data.script_arguments import ScriptArguments  # noqa: E402
 from harness.launched import UserError  # noqa: E402
-from harness.rehearsal import tiny_model  # noqa: E402
+from harness.rehearsal import tiny  # noqa: E402
 
 import datasets  # noqa: E402
 import trl  # noqa: E402
@@ -376,7 +376,7 @@ def make(folder: Path, name: str) -> None:
 
 
 def make_tokenizer(template: str) -> object:
-    tokenizer = tiny_model.make_tokenizer(tiny_model.family_of("Qwen/Qwen2-0.5B-Instruct"))
+    tokenizer = tiny.make_tokenizer(tiny.family_of("Qwen/Qwen2-0.5B-Instruct"))
     if template != "qwen2":
         tokenizer.chat_template = Path(trl.__file__).parent.joinpath(f"chat_templates/{template}.jinja").read_text()
     return tokenizer

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from harness.data import chat_templates
 from harness.data.chat_templates import check_conversations, training_template
-from harness.rehearsal import tiny_model
+from harness.rehearsal import tiny
 
 import pytest
 import trl
@@ -32,7 +32,7 @@ END_TOKENS = {
 @pytest.fixture(scope="module")
 def tokenizer():
     """A tokenizer with the end tokens of all these families."""
-    tokenizer = tiny_model.make_tokenizer(tiny_model.family_of("meta-llama/Llama-3.1-8B"))
+    tokenizer = tiny.make_tokenizer(tiny.family_of("meta-llama/Llama-3.1-8B"))
     tokenizer.add_special_tokens({"additional_special_tokens": list(END_TOKENS.values())})
     return tokenizer
 
@@ -109,7 +109,7 @@ def test_what_a_template_leaves_out_is_an_error(tokenizer, error_of, family, row
     if family == "headings":
         tokenizer.chat_template = (ROOT / "recipes/headings.jinja").read_text()
     elif family == "qwen2":
-        tokenizer.chat_template = tiny_model.family_of("Qwen/Qwen2-0.5B-Instruct")["tokenizer"]["chat_template"]
+        tokenizer.chat_template = tiny.family_of("Qwen/Qwen2-0.5B-Instruct")["tokenizer"]["chat_template"]
     else:
         tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
     if missing is None:

@@ -6,7 +6,7 @@ import shutil
 from types import SimpleNamespace
 
 from harness.compat.datasets import complete_stream_state
-from harness.data import splits
+from harness.data import script_arguments
 from harness.data.loading import check_dataset, digest_local_files, load
 from harness.data.script_arguments import ScriptArguments, change_each, each_dataset, labels_of, set_datasets
 from harness.data.streams import _taken
@@ -204,14 +204,14 @@ def test_reading_is_counted():
 
 def test_shares_of_few_rows():
     script_args = arguments_of(["a/a", "b/b"], [1, 1])
-    assert splits.share(script_args, [1, 100]) == [1, 1]
+    assert script_arguments.share(script_args, [1, 100]) == [1, 1]
     names = ["a/a", "b/b", "c/c", "d/d"]
     for count in (4, 10, 11, 17):  # exactly as many as asked for
-        assert sum(splits.share(arguments_of(names, [1, 1, 1, 1], max_samples=count), [50] * 4)) == count
-        assert sum(splits.share(arguments_of(names[:3], [5, 3, 3], max_samples=count), [50] * 3)) == count
+        assert sum(script_arguments.share(arguments_of(names, [1, 1, 1, 1], max_samples=count), [50] * 4)) == count
+        assert sum(script_arguments.share(arguments_of(names[:3], [5, 3, 3], max_samples=count), [50] * 3)) == count
     sizes = [27, 500, 90, 33]
     for weights in ([7, 3, 3, 1], [0.668, 0.2, 0.1, 0.032], [1, 1, 1, 1]):  # what is read first is read once
-        counts = splits.share(arguments_of(names, weights), sizes)
+        counts = script_arguments.share(arguments_of(names, weights), sizes)
         assert any(map(int.__eq__, counts, sizes)) and all(map(int.__le__, counts, sizes)), counts
 
 

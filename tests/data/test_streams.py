@@ -12,7 +12,7 @@ from harness.compat import datasets as compat_datasets
 from harness.compat.datasets import complete_stream_state
 from harness.data import streams
 from harness.data.streams import StreamPosition, fill_last_step, repeat_stream
-from harness.rehearsal import tiny_model
+from harness.rehearsal import tiny
 
 import pyarrow
 import pytest
@@ -49,7 +49,7 @@ def test_processes_with_files_of_different_length(environment, tmp_path):
 
     If the stream ended for one process, the processes would wait for each other without end.
     """
-    tiny_model.make("Qwen/Qwen2-0.5B", "main", tmp_path / "model")
+    tiny.make_tiny_model("Qwen/Qwen2-0.5B", "main", tmp_path / "model")
     (tmp_path / "data").mkdir()
     for file, rows in enumerate((40, 30, 20)):
         texts = [json.dumps({"text": f"file {file} row {row} " + "of many words " * 20}) for row in range(rows)]

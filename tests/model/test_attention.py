@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from harness.launched import Launched, UserError
 from harness.model import loading
-from harness.rehearsal import tiny_model
+from harness.rehearsal import tiny
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ FAMILIES = [
 
 def make_model(family: str) -> torch.nn.Module:
     loading.register_varlen()
-    config = tiny_model.shrink(AutoConfig.for_model(family), TOKENS)
+    config = tiny.shrink(AutoConfig.for_model(family), TOKENS)
     if getattr(config, "sliding_window", None):
         config.sliding_window = 5
     set_seed(0)

@@ -2,7 +2,7 @@
 
 import json
 
-from harness.rehearsal import tiny_model
+from harness.rehearsal import tiny
 
 from conftest import ROOT, read
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -10,7 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 def test_one_copy_of_the_weights_in_host_memory(fork_launch, tmp_path):
     """Four processes load a model of half a GB. Together they gain less than twice its size."""
-    tokenizer = tiny_model.make_tokenizer(tiny_model.family_of("Qwen/Qwen2-0.5B"))
+    tokenizer = tiny.make_tokenizer(tiny.family_of("Qwen/Qwen2-0.5B"))
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "num_attention_heads": 8}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=len(tokenizer)))
     gigabytes = model.num_parameters() * 4 / 1e9

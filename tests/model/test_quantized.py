@@ -5,7 +5,7 @@ import re
 from harness.model import quantized
 from harness.plan import fakes
 from harness.plan.simulation import quantized_bytes
-from harness.rehearsal import tiny_model
+from harness.rehearsal import tiny
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def model_args(tmp_path):
         bnb_4bit_quant_storage="float32",
         dtype="bfloat16",
     )
-    tiny_model.make(model_args.model_name_or_path, "main", tmp_path / "source")
+    tiny.make_tiny_model(model_args.model_name_or_path, "main", tmp_path / "source")
     model_args.model_name_or_path = str(tmp_path / "source")
     return model_args
 

@@ -2,7 +2,7 @@
 
 import os
 
-from harness.nodes import machines
+from harness import nodes
 
 import pytest
 from conftest import assert_one_error
@@ -21,7 +21,7 @@ def nodes_from(monkeypatch):
     def call(variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return machines.nodes_from_environment()
+        return nodes.nodes_from_environment()
 
     return call
 
@@ -29,13 +29,13 @@ def nodes_from(monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, machines.Nodes(head="")),
-        ({"NPROC_PER_NODE": "2"}, machines.Nodes(head="", processes=2)),
-        (PLAIN, machines.Nodes(2, 1, "127.0.0.1")),
-        (PLAIN | {"MASTER_PORT": "1234"}, machines.Nodes(2, 1, "127.0.0.1", 1234)),
-        (SKY, machines.Nodes(3, 2, "127.0.0.1", processes=1)),
-        (STEP | {"SLURM_GPUS_ON_NODE": "4"}, machines.Nodes(2, 1, "127.0.0.1", 10_007, 4)),
-        (STEP | {"SLURM_GPUS_ON_NODE": "4", "NPROC_PER_NODE": "2"}, machines.Nodes(2, 1, "127.0.0.1", 10_007, 2)),
+        ({}, nodes.Nodes(head="")),
+        ({"NPROC_PER_NODE": "2"}, nodes.Nodes(head="", processes=2)),
+        (PLAIN, nodes.Nodes(2, 1, "127.0.0.1")),
+        (PLAIN | {"MASTER_PORT": "1234"}, nodes.Nodes(2, 1, "127.0.0.1", 1234)),
+        (SKY, nodes.Nodes(3, 2, "127.0.0.1", processes=1)),
+        (STEP | {"SLURM_GPUS_ON_NODE": "4"}, nodes.Nodes(2, 1, "127.0.0.1", 10_007, 4)),
+        (STEP | {"SLURM_GPUS_ON_NODE": "4", "NPROC_PER_NODE": "2"}, nodes.Nodes(2, 1, "127.0.0.1", 10_007, 2)),
     ],
 )
 def test_nodes_from_variables(nodes_from, variables, expected):
@@ -63,7 +63,7 @@ def test_nodes_from_variables(nodes_from, variables, expected):
 )
 def test_wrong_variables_are_an_error(nodes_from, monkeypatch, error_of, variables, words):
     if "PATH" not in variables:
-        monkeypatch.setattr(machines.shutil, "which", lambda name: name)
+        monkeypatch.setattr(nodes.shutil, "which", lambda name: name)
     message = error_of(nodes_from, variables)
     for word in words:
         assert word in message

@@ -8,7 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from harness.nodes import machines
+from harness import nodes
 
 import pytest
 from conftest import free_port
@@ -65,10 +65,10 @@ def start_two(tmp_path):
 CHECK_ALL_REDUCE = """
 import os, sys, time
 import torch.distributed as dist
-from harness.nodes import machines
+from harness import nodes
 dist.init_process_group("gloo")
 {before}
-machines.check_all_reduce("cpu", 3)
+nodes.check_all_reduce("cpu", 3)
 print("checked")
 """
 
@@ -90,7 +90,7 @@ def test_all_reduce_works_or_causes_are_named(start_two, before, reason):
         assert (code, out) == (0, "checked\n") and second.wait()[0] == 0
         return
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert code == machines.LOST and not out and "Traceback" not in err
+    assert code == nodes.LOST and not out and "Traceback" not in err
     for word in (reason, "NCCL_P2P_DISABLE=1", "NCCL_SOCKET_IFNAME", "firewall"):
         assert word in line
 
@@ -99,8 +99,7 @@ CHECK_IN_TURN = """
 import os, sys
 from pathlib import Path
 from harness.launched import UserError, exit_on_user_error
-from harness.nodes.meeting import Meeting
-from harness.nodes.machines import Nodes
+from harness.nodes import Meeting, Nodes
 def fail():
     raise UserError("no GPU")
 rank, port, folder, command = int(sys.argv[1]), int(sys.argv[2]), {folders}[int(sys.argv[1])], {commands}[int(sys.argv[1])]
@@ -146,12 +145,11 @@ def test_launchers_check_in_turn_and_end_together(start_two, tmp_path, commands,
 
 LATE = """
 import sys, time
-from harness.nodes import meeting
-from harness.nodes.machines import Nodes
+from harness import nodes
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-meeting.MESSAGE_INTERVAL = 1
+nodes.MESSAGE_INTERVAL = 1
 time.sleep(9 * rank)
-with meeting.Meeting(Nodes(2, rank, "127.0.0.1", port), {}):
+with nodes.Meeting(nodes.Nodes(2, rank, "127.0.0.1", port), {}):
     print("all here")
 """
 
@@ -167,12 +165,11 @@ def test_late_node_is_waited_for(start_two):
 
 END_LATER = """
 import sys, time
-from harness.nodes import meeting
-from harness.nodes.machines import Nodes
+from harness import nodes
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-meeting.LEAVE_TIMEOUT = -4
-with meeting.Meeting(Nodes(3, rank, "127.0.0.1", port), {}) as nodes:
-    print(nodes.run(lambda: time.sleep(3 * rank) or 0))
+nodes.LEAVE_TIMEOUT = -4
+with nodes.Meeting(nodes.Nodes(3, rank, "127.0.0.1", port), {}) as meeting:
+    print(meeting.run(lambda: time.sleep(3 * rank) or 0))
 """
 
 
@@ -186,8 +183,7 @@ def test_store_of_head_outlives_the_other_nodes(start_two):
 
 SAME_RANK = """
 import sys, time
-from harness.nodes.meeting import Meeting
-from harness.nodes.machines import Nodes
+from harness.nodes import Meeting, Nodes
 rank, port, number = map(int, sys.argv[1:])
 time.sleep(4 * (number == {last}))
 Meeting(Nodes(3, rank, "127.0.0.1", port), {{}})

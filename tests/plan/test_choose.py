@@ -5,13 +5,12 @@ import json
 import random
 import shutil
 
-from harness import configs
-from harness.nodes import machines
+from harness import configs, nodes
 from harness.plan import cards, choose, command
 from harness.plan.choose import Machine, Option
 from harness.plan.ledger import Counts, Peak
 from harness.plan.simulation import Refused
-from harness.rehearsal import tiny_model
+from harness.rehearsal import tiny
 
 import pytest
 from conftest import ROOT, assert_one_error, slow
@@ -112,15 +111,15 @@ def test_gpus_of_this_machine(monkeypatch, tmp_path, name, mebibytes, version, c
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    machine = choose.this_machine(machines.find_gpus())
+    machine = choose.this_machine(nodes.find_gpus())
     assert (machine.gpus, machine.card.name, machine.card.half) == (2, card, cards.find_card(rates_of).half)
     assert machine.card.memory == pytest.approx(mebibytes * 2**20, rel=0.05)
     assert machine.card.links[1] <= 50e9, "PHB is PCIe"
     assert 0 < machine.host < 1e14 and machine.disk > 0
     monkeypatch.setenv("NPROC_PER_NODE", "1")
-    assert len(machines.find_gpus()) == 1
+    assert len(nodes.find_gpus()) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert machines.find_gpus() == []
+    assert nodes.find_gpus() == []
 
 
 def test_grid_of_one_and_of_several_gpus():
@@ -264,7 +263,7 @@ def test_times_are_read(text, hours):
 @pytest.fixture
 def small_model(tmp_path):
     """Flags of a model of two layers with Qwen2's widths."""
-    tiny_model.make_tokenizer(tiny_model.FAMILIES["Qwen/Qwen2-0.5B*"]).save_pretrained(tmp_path / "model")
+    tiny.make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-0.5B*"]).save_pretrained(tmp_path / "model")
     config = json.loads((ROOT / "tests/published/models/Qwen/Qwen2-0.5B/config.json").read_text())
     (tmp_path / "model/config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "max_window_layers": 2}))
     return ["--model_name_or_path", "./model", "--global_batch_size", "4"]

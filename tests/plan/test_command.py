@@ -6,7 +6,7 @@ import shutil
 import sys
 
 from harness.plan import cards, command
-from harness.rehearsal import tiny_model
+from harness.rehearsal import tiny
 
 import pytest
 from conftest import ROOT, assert_one_error, slow
@@ -49,7 +49,7 @@ def test_library_of_other_version_is_one_error(monkeypatch, error_of):
 @pytest.fixture
 def own_files(tmp_path):
     """A model's config and tokenizer without weights, and a dataset; returns their flags."""
-    tiny_model.make_tokenizer(tiny_model.FAMILIES["Qwen/Qwen2-0.5B*"]).save_pretrained(tmp_path / "model")
+    tiny.make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-0.5B*"]).save_pretrained(tmp_path / "model")
     shutil.copy(ROOT / "tests/published/models/Qwen/Qwen2-0.5B/config.json", tmp_path / "model")
     rows = ({"instruction": f"Count to {number}.", "input": "", "output": "One, two. " * 15} for number in range(1000))
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

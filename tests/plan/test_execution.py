@@ -1,7 +1,7 @@
 """With the CPU's own kernels, a simulated step needs the memory of a real step on the CPU, to within 2 %."""
 
 from harness.plan.cards import copy_that_reduces_each_batch
-from harness.rehearsal import tiny_model
+from harness.rehearsal import tiny
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def runs(tmp_path_factory):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **sizes), dtype=torch.float32)
         model.save_pretrained(folder / family)
-        tiny_model.make_tokenizer(tiny_model.FAMILIES["openai-community/gpt2*"]).save_pretrained(folder / family)
+        tiny.make_tokenizer(tiny.FAMILIES["openai-community/gpt2*"]).save_pretrained(folder / family)
     for case, (family, config, processes, flags) in CASES.items():
         settings = yaml.safe_load((ROOT / f"accelerate_configs/{config}.yaml").read_text()) | {"num_processes": processes}
         settings["fsdp_config"] = settings.get("fsdp_config", {}) | {"fsdp_cpu_ram_efficient_loading": False}

@@ -8,7 +8,7 @@ import sys
 import uuid
 
 from harness.data.script_arguments import ScriptArguments
-from harness.rehearsal import tiny_model
+from harness.rehearsal import tiny
 from harness.run import mirror
 
 import pytest
@@ -73,7 +73,7 @@ def folders(tmp_path_factory):
     """The parent folder of two models and two datasets; each dataset has two configs with three splits."""
     parent = tmp_path_factory.mktemp("folders")
     for name in ("model", "other_model"):
-        tiny_model.make("Qwen/Qwen2-0.5B-Instruct", "main", parent / name)
+        tiny.make_tiny_model("Qwen/Qwen2-0.5B-Instruct", "main", parent / name)
     for name, config, split in itertools.product(("data", "other_data"), "ab", ("train", "test", "other")):
         words = f"{name} {config} {split}, and more than fifty characters of the same words for every row, row"
         turns = [{"role": "user", "content": words}, {"role": "assistant", "content": "Yes."}] * 2

@@ -1,6 +1,6 @@
 """qwen2_fineweb_edu: packing without padding or truncation, documents that do not attend to each other, held-out rows."""
 
-from harness.rehearsal.tiny_model import documents
+from harness.rehearsal.tiny import documents
 
 import torch
 from transformers import AutoModelForCausalLM

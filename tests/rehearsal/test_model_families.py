@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 
-from harness.rehearsal import tiny_model
+from harness.rehearsal import tiny
 
 import pytest
 from conftest import ROOT, read
@@ -18,7 +18,7 @@ def test_copied_recipe_with_another_model(environment, launch, workdir, tmp_path
     """`cp RECIPE.py mine.py` and another Hub ID: the rehearsal gets config and tokenizer from the Hub, and no weights."""
     root = tmp_path / "hub"
     source = root / "models/some/unknown-llama"
-    tokenizer = tiny_model.make_tokenizer(tiny_model.FAMILIES["Qwen/Qwen2-0.5B*"])
+    tokenizer = tiny.make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-0.5B*"])
     tokenizer.save_pretrained(source)
     config = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256}
     (source / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))

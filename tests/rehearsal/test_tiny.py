@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.data import loading
 from harness.data.script_arguments import ScriptArguments
 from harness.launched import UserError
-from harness.rehearsal import tiny, tiny_model
+from harness.rehearsal import tiny
 
 import pytest
 import torch
@@ -91,15 +91,15 @@ def test_tiny_qwen2(make_tiny):
 
 
 def test_end_tokens_of_base_and_chat_models():
-    ends = [tiny_model.make_tokenizer(tiny_model.family_of(f"Qwen/Qwen2-0.5B{kind}")).eos_token for kind in ("", "-Instruct")]
-    assert ends == ["<|endoftext|>", "<|im_end|>"] and tiny_model.family_of("Qwen/Qwen3-0.6B") is None
+    ends = [tiny.make_tokenizer(tiny.family_of(f"Qwen/Qwen2-0.5B{kind}")).eos_token for kind in ("", "-Instruct")]
+    assert ends == ["<|endoftext|>", "<|im_end|>"] and tiny.family_of("Qwen/Qwen3-0.6B") is None
 
 
 def test_folder_depends_on_the_code(monkeypatch, tmp_path):
     """A tiny model is made again when the code or the YAML files that make it have changed."""
     package = shutil.copytree(Path(tiny.__file__).parent, tmp_path / "rehearsal")
     monkeypatch.setattr(tiny, "__file__", str(package / "tiny.py"))
-    for name in ("tiny_model.yaml", "tiny_data.yaml", "tiny_model.py"):
+    for name in ("tiny_model.yaml", "tiny_data.yaml", "tiny.py"):
         before = tiny.tiny_model_folder(QWEN)
         (package / name).write_text((package / name).read_text() + "\n# changed\n")
         assert tiny.tiny_model_folder(QWEN) != before
@@ -110,7 +110,7 @@ def make_original(tmp_path):
     """Makes a model folder without weights: the default config of a model type, and a tokenizer."""
 
     def call(model_type):
-        tiny_model.make_tokenizer(tiny_model.family_of("Qwen/Qwen2-0.5B")).save_pretrained(tmp_path / model_type)
+        tiny.make_tokenizer(tiny.family_of("Qwen/Qwen2-0.5B")).save_pretrained(tmp_path / model_type)
         AutoConfig.for_model(model_type, **CONFIGS.get(model_type, {})).save_pretrained(tmp_path / model_type)
         return model_arguments(str(tmp_path / model_type))
 
@@ -147,7 +147,7 @@ def test_one_layer_of_each_kind(make_tiny, make_original, model_type):
 
 
 def test_vision_part_is_small_too():
-    small = tiny_model.shrink(AutoConfig.for_model("qwen3_5"), {"vocab_size": 2048, "pad_token_id": 0})
+    small = tiny.shrink(AutoConfig.for_model("qwen3_5"), {"vocab_size": 2048, "pad_token_id": 0})
     assert AutoModelForImageTextToText.from_config(small).num_parameters() < 1e6
 
 
@@ -190,7 +190,7 @@ def test_dataset_streams_with_the_columns_of_the_original(make_tiny):
     assert list(row) == list(tiny.DATASETS["HuggingFaceFW/fineweb-edu"]["columns"])
     assert isinstance(row["score"], float) and isinstance(row["int_score"], int)
     assert stream.num_shards == tiny.SHARDS
-    assert sorted(row["text"] for row in stream) == sorted(tiny_model.documents())
+    assert sorted(row["text"] for row in stream) == sorted(tiny.documents())
 
 
 def test_files_are_read_as_in_a_run_and_shortened(make_tiny, tmp_path):
@@ -221,6 +221,6 @@ def test_cut_texts():
 
 
 def test_documents_are_real_text_of_many_lengths():
-    texts = tiny_model.documents()
-    assert texts == tiny_model.documents() and len(texts) > 400
+    texts = tiny.documents()
+    assert texts == tiny.documents() and len(texts) > 400
     assert min(map(len, texts)) < 200 and max(map(len, texts)) > 4000 and any("lambda" in text for text in texts)

@@ -11,8 +11,7 @@ from pathlib import Path
 import harness
 from harness.compat.huggingface_hub import HubLost
 from harness.data.streams import StreamPosition
-from harness.run.progress import Progress
-from harness.run.stopping import BatchReader, make_cpu_group
+from harness.run.steps import BatchReader, Progress, make_cpu_group
 
 
 def read_two_steps(trainer):

@@ -3,8 +3,7 @@
 import threading
 
 from harness.data.streams import POSITIONS, PartPosition, StreamPosition
-from harness.run.progress import Progress
-from harness.run.stopping import BatchReader
+from harness.run.steps import BatchReader, Progress
 
 import pytest
 import torch

@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
-from harness import folder, signals
-from harness.run import checkpoints, session
+from harness import folder
+from harness.run import checkpoints, session, steps
 from harness.run.sharding import prepare_gradient_scaler
 
 import pytest
@@ -158,7 +158,7 @@ def test_checkpoint_with_nan_is_not_complete(build_trainer, monkeypatch):
     """The weights became NaN in a run without logs: it stops before the checkpoint gets its completion marker."""
     flags = ["--max_steps", "2", "--save_steps", "1", "--logging_strategy", "no", "--logging_first_step", "false"]
     trainer = build_trainer("qwen2_chat", *flags, "--eval_strategy", "no")
-    monkeypatch.setattr(signals, "set_handler", lambda handler: None)
+    monkeypatch.setattr(steps, "set_signal_handler", lambda handler: None)
     next(trainer.model.parameters()).data[0] = float("nan")
     with pytest.raises(RuntimeError, match="NaN or infinite at step 1: try a lower --learning_rate"):
         session.train(trainer)
@@ -233,7 +233,7 @@ def test_nothing_is_changed_if_no_checkpoint_is_complete(copied_run, error_of):
 def test_old_checkpoints_are_deleted_by_step(build_trainer, monkeypatch):
     """Also if the clock is set back between two saves. There are never more than the limit, even during a save."""
     trainer = build_trainer("qwen2_chat", "--max_steps", "3", "--save_steps", "1", "--eval_strategy", "no")
-    monkeypatch.setattr(signals, "set_handler", lambda handler: None)
+    monkeypatch.setattr(steps, "set_signal_handler", lambda handler: None)
     run, seen = Path(trainer.args.output_dir), []
     write, call_callbacks = trainer._save_checkpoint, trainer.callback_handler.on_save
 

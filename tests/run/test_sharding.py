@@ -2,13 +2,12 @@
 
 import json
 
-from harness import signals
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
 from harness.data.streams import fill_last_step
 from harness.model.quantized import install_byte_check
-from harness.rehearsal import tiny_model
-from harness.run import session
+from harness.rehearsal import tiny
+from harness.run import session, steps
 from harness.run.sharding import compile_layers, prepare_sharding
 
 import pytest
@@ -22,7 +21,7 @@ RECIPE = "qwen2_fineweb_edu"
 
 def make_gpt2_without_dropout(folder):
     """With dropout, several processes would draw other random numbers than one process does."""
-    tiny_model.make("openai-community/gpt2-xl", "main", folder)
+    tiny.make_tiny_model("openai-community/gpt2-xl", "main", folder)
     AutoConfig.from_pretrained(folder, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0).save_pretrained(folder)
 
 
@@ -74,7 +73,7 @@ def test_run_that_is_not_sharded_as_its_config_says(build_trainer, monkeypatch):
     trainer = build_trainer(RECIPE, "--max_steps", "1")
     launched = {"recipe": RECIPE, "config": str(ROOT / "accelerate_configs/4gpu_full_shard.yaml"), "processes": 4, "tiny": True}
     monkeypatch.setenv("RECIPE_LAUNCH", json.dumps(launched))
-    monkeypatch.setattr(signals, "set_handler", lambda handler: None)
+    monkeypatch.setattr(steps, "set_signal_handler", lambda handler: None)
     with pytest.raises(RuntimeError, match="4gpu_full_shard is FSDP on 4 processes, but this run is unsharded on 1"):
         session.train(trainer)
     assert trainer.state.global_step == 0

@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 
 from harness import configs
-from harness.rehearsal import tiny_model
+from harness.rehearsal import tiny
 from harness.start import arguments
 
 import pytest
@@ -25,7 +25,7 @@ ACCELERATE = ["-m", "accelerate.commands.launch", "--num_processes", PROCESSES, 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    tiny_model.make("Qwen/Qwen2-0.5B", "main", folder)
+    tiny.make_tiny_model("Qwen/Qwen2-0.5B", "main", folder)
     return folder
 
 
@@ -35,7 +35,7 @@ def flags(tmp_path_factory, model):
     folder = tmp_path_factory.mktemp("local")
     (folder / "data").mkdir()
     for file in range(PROCESSES):
-        rows = [json.dumps({"text": text}) for text in tiny_model.documents()[file:60:PROCESSES]]
+        rows = [json.dumps({"text": text}) for text in tiny.documents()[file:60:PROCESSES]]
         (folder / f"data/{file}.jsonl").write_text("\n".join(rows))
     flags = ["--model_name_or_path", model, "--dataset_name", folder / "data", "--max_eval_samples", 4]
     flags += ["--max_steps", 3, "--save_steps", 3, "--logging_steps", 1, "--eval_strategy", "no", "--learning_rate", 1e-2]

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 
-from harness.nodes import machines
+from harness import nodes
 
 import psutil
 import pytest
@@ -211,7 +211,7 @@ def test_one_traceback_when_processes_fail(fork_launch, tmp_path, who):
     process = fork_launch("--tiny", recipe, "4gpu_ddp", cwd=tmp_path, NPROC_PER_NODE="2")
     assert process.stderr.count("Traceback") == process.stderr.count("AssertionError: mine") == 1, process.stderr
     # A process that loses the connection to the failed one can be the first to exit.
-    assert process.returncode in ((1, machines.LOST) if who != "True" else (1,))
+    assert process.returncode in ((1, nodes.LOST) if who != "True" else (1,))
 
 
 @slow
@@ -302,7 +302,7 @@ def test_killed_launcher_leaves_no_process(session, workdir):
 
 def test_exit_with_parent(python):
     """Also if the parent was killed before the call."""
-    script = "import os\nfrom harness import signals\nsignals.exit_with_parent({})\nprint('lives')"
+    script = "import os\nfrom harness.launched import exit_with_parent\nexit_with_parent({})\nprint('lives')"
     assert python(script.format("os.getppid()")).stdout == "lives\n"
     assert python(script.format("os.getpid()")).returncode == 137
 

@@ -52,11 +52,11 @@ def main(words: list[str]) -> int:
 def build(launched: Launched, arguments: list[str]) -> None:
     """Builds the recipe's trainer, so that its data is in the caches."""
     from harness.compat.transformers import load_small_models, load_tokenizers_as_offline
-    from harness.rehearsal import tiny_model
+    from harness.rehearsal import tiny
 
     warnings.filterwarnings("ignore")
     load_tokenizers_as_offline()
-    load_small_models(lambda config: tiny_model.shrink(config, {"vocab_size": config.get_text_config().vocab_size}))
+    load_small_models(lambda config: tiny.shrink(config, {"vocab_size": config.get_text_config().vocab_size}))
     build_trainer(launched, arguments)
 
 
@@ -160,7 +160,7 @@ def choose_stream_files(
     Raises UserError for files that do not say how many rows they have; Parquet files do.
     """
     from harness.data.loading import tokens_of_run
-    from harness.data.splits import evaluation_split
+    from harness.data.script_arguments import evaluation_split
 
     from huggingface_hub import HfFileSystem
     from pyarrow import parquet

@@ -115,7 +115,7 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
     from harness.compat.trl import record_whole_rows
     from harness.data.loading import FIRST_ROWS, count_training_rows
     from harness.folder import DATA, read_json
-    from harness.rehearsal import tiny_model
+    from harness.rehearsal import tiny
 
     from trl.data_utils import is_conversational
 
@@ -126,7 +126,7 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
         whole[split] = tokenized
 
     record_whole_rows(record)
-    load_small_models(lambda config: tiny_model.shrink(config, {"vocab_size": config.get_text_config().vocab_size}))
+    load_small_models(lambda config: tiny.shrink(config, {"vocab_size": config.get_text_config().vocab_size}))
     trainer = build_trainer(dataclasses.replace(launched, only_check=False), arguments)
 
     packed = list(itertools.islice(trainer.train_dataset, FIRST_ROWS))

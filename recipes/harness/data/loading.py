@@ -15,12 +15,13 @@ from typing import Any
 
 from harness.compat.datasets import end_streams_at_once
 from harness.data import formats, reading
-from harness.data.script_arguments import ScriptArguments, each_dataset
-from harness.data.splits import (
+from harness.data.script_arguments import (
+    ScriptArguments,
     add_summaries,
     check_slices,
     choose_splits,
     count_rows_of_epoch,
+    each_dataset,
     evaluation_split,
     hold_out,
     hold_out_of_stream,

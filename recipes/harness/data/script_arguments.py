@@ -1,17 +1,31 @@
-"""TRL's ScriptArguments with this project's own fields, and the arguments of every dataset of a mixture."""
+"""The arguments that choose datasets, splits and rows, and the rows that they choose.
+
+An epoch of a mixture in memory ends as soon as one of the datasets has been read once. The others give as many rows as their
+weights say, the same ones in every epoch. With --max_samples an epoch has that many rows, and the rows of a small dataset are
+repeated. Streams have no epoch: every dataset starts again when it ends. In both cases packing joins rows of different datasets
+only as documents that do not see each other.
+"""
 
 import copy
+import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from harness.compat.datasets import mix_streams
 from harness.data import reading
-from harness.launched import UserError
+from harness.launched import UserError, print_once
 
+import numpy as np
 import trl
+from datasets import Dataset, IterableDataset, ReadInstruction, concatenate_datasets
 
+EVALUATION_SPLITS = ("test", "validation", "valid", "dev", "val", "eval", "evaluation")  # in this order, without a flag
+Parts = list[tuple[str, int, int]]  # split, start and end
 # The arguments that every dataset of a mixture has its own of.
 OF_ONE_DATASET = (
     "dataset_name",
@@ -196,3 +210,211 @@ def change_each(script_args: ScriptArguments, change: Callable[[ScriptArguments]
     for one in copies:
         change(one)
     script_args.mixture = [{name: getattr(one, name) for name in OF_ONE_DATASET} for one in copies]
+
+
+def evaluation_split(script_args: ScriptArguments, splits: Any) -> str:
+    """The name of the split to evaluate on: that of the flag or recipe, else one that is usually called so."""
+    name = script_args.dataset_test_split
+    if name in splits or is_slice(name) or "dataset_test_split" in script_args.given:
+        return name
+    usual = [split for split in EVALUATION_SPLITS if split in splits and split != script_args.dataset_train_split]
+    return usual[0] if usual else name
+
+
+def choose_splits(script_args: ScriptArguments, splits: dict[str, Any]) -> tuple[Any, Any]:
+    """The rows to train on and to evaluate on, splits or slices of splits; None for the latter if there is no such split."""
+    script_args.dataset_test_split = evaluation_split(script_args, splits)
+    names = script_args.dataset_train_split, script_args.dataset_test_split
+    if names[0] in splits and not is_slice(names[1]):
+        return splits[names[0]], splits.get(names[1])
+    lengths = {str(split): len(rows) for split, rows in splits.items()}
+    chosen = [
+        concatenate_datasets([splits[split].select(range(start, end)) for split, start, end in parts]) if parts else None
+        for parts in parts_of_splits(script_args, lengths)
+    ]
+    return chosen[0], chosen[1]
+
+
+def is_slice(name: str) -> bool:
+    """Whether this is `train[:1%]`, `train+test` or the like, and not the name of one split."""
+    return "[" in name or "+" in name
+
+
+def splits_of(name: str) -> list[str]:
+    """The splits of `train[:1%]+test`: train and test."""
+    return [part.split("[")[0].strip() for part in name.split("+")]
+
+
+def parts_of_splits(script_args: ScriptArguments, lengths: dict[str, int]) -> tuple[Parts, Parts]:
+    """Which rows of which splits to train on and to evaluate on; [] for the latter if there is no such split.
+
+    Raises UserError for a slice that `datasets` does not understand, that has no rows, or that shares rows with the other.
+    """
+    found = []
+    for flag in ("dataset_train_split", "dataset_test_split"):
+        name = getattr(script_args, flag)
+        if not is_slice(name) and name not in lengths:
+            found.append([])
+            continue
+        try:
+            parts = [(part.splitname, part.from_, part.to) for part in ReadInstruction.from_spec(name).to_absolute(lengths)]
+        except ValueError as error:
+            raise UserError(f"--{flag} {name}: {error}") from error
+        if not any(start < end for _, start, end in parts):
+            sizes = ", ".join(f"{split} has {lengths[split]:,}" for split, _, _ in parts)
+            raise UserError(f"--{flag} {name} has no rows; {sizes}")
+        found.append(parts)
+    for split, start, end in found[0]:
+        for other, other_start, other_end in found[1]:
+            if split == other and max(start, other_start) < min(end, other_end):
+                raise UserError(
+                    f"--dataset_train_split {script_args.dataset_train_split} and --dataset_test_split "
+                    f"{script_args.dataset_test_split} share rows of {split}: pass slices that do not overlap"
+                )
+    return found[0], found[1]
+
+
+def check_slices(script_args: ScriptArguments, splits: dict[str, IterableDataset]) -> None:
+    """Raises UserError for slices that cannot be read. `load` checks those of splits of unknown length again."""
+    infos = {str(name): (rows.info.splits or {}).get(name) for name, rows in splits.items()}
+    parts_of_splits(script_args, {name: getattr(info, "num_examples", None) or 10**9 for name, info in infos.items()})
+
+
+def hold_out(usable: list[int], digests: list[str], count: int, name: str) -> list[int]:
+    """At most `count` rows to evaluate on, by index. `usable`: all rows that can be used.
+
+    Rows that equal a held-out one are not trained on either. With them, a tenth of the rows is held out at most.
+    """
+    equal: dict[str, list[int]] = {}
+    for index in usable:
+        equal.setdefault(digests[index], []).append(index)
+    if len(equal) < 2:
+        raise UserError(too_few_rows(name, len(usable), len(equal)))
+    groups = list(equal.values())
+    left, chosen = max(1, len(usable) // 10), []
+    for number in np.random.default_rng(0).permutation(len(groups)):
+        if len(chosen) < count and len(groups[number]) <= left:
+            chosen.append(groups[number])
+            left -= len(groups[number])
+    chosen = chosen or [min(groups, key=len)]
+    return [group[0] for group in chosen]
+
+
+def hold_out_of_stream(rows: IterableDataset, count: int, name: str, is_small: bool) -> list[dict]:
+    """The first rows of the last row group of the last file, which is far from what is trained on first.
+
+    A stream of one file without row groups gives a random tenth of its first `10 * count` rows. In no case they are more than a
+    tenth of the rows. All `rows` can be used; `name` is that of the dataset, `is_small` whether its rows may be counted.
+    """
+    last_file = rows.shard(rows.num_shards, rows.num_shards - 1).reshard()
+    last_group = last_file.shard(last_file.num_shards, last_file.num_shards - 1)
+    groups = rows.num_shards * last_file.num_shards
+    if groups > 1:
+        # Groups have one size, but for the last one, so a tenth of them is enough where counting rows means downloading them.
+        is_counted = is_small or groups < 10
+        known = sum(1 for _ in itertools.islice(rows, 10 * count)) if is_counted else 10 * count
+        chosen = list(last_group.take(at_most_a_tenth(known, count, name)))
+        if chosen:
+            return chosen
+    first = list(rows.take(10 * count))
+    order = np.random.default_rng(0).permutation(len(first))
+    return [first[index] for index in order[: at_most_a_tenth(len(first), count, name)]]
+
+
+def at_most_a_tenth(rows: int, count: int, name: str) -> int:
+    """How many of `rows` to hold out."""
+    if rows < 2:
+        raise UserError(too_few_rows(name, rows, rows))
+    return min(count, max(1, rows // 10))
+
+
+def too_few_rows(name: str, rows: int, distinct: int) -> str:
+    found = f"{rows} row{'s' if rows != 1 else ''} that can be used" + (", all of them equal" if rows > distinct else "")
+    return (
+        f"--dataset_name: {name} has {found}, so no row of it is left to train on: a run needs two different rows, one to "
+        "train on and one to evaluate on, or rows for evaluation in a split or file named test"
+    )
+
+
+def mix(script_args: ScriptArguments, datasets: list[Dataset] | list[IterableDataset]) -> Dataset | IterableDataset:
+    """The rows of all datasets by weight, in an order that depends on the seed only."""
+    if isinstance(datasets[0], IterableDataset):
+        return mix_streams(datasets, [one.weight for one in each_dataset(script_args)], script_args.seed)
+    sizes = [len(rows) for rows in datasets]
+    generator, start, chosen = np.random.default_rng(script_args.seed), 0, []
+    for size, count in zip(sizes, share(script_args, sizes), strict=True):
+        orders = [generator.permutation(size) for _ in range(-(-count // size))]
+        chosen.append(start + np.concatenate(orders)[:count])
+        start += size
+    return concatenate_datasets(datasets).select(generator.permutation(np.concatenate(chosen)))
+
+
+def share(script_args: ScriptArguments, sizes: list[int]) -> list[int]:
+    """How many rows of datasets of these sizes an epoch has. Raises UserError if it has none of one of them."""
+    datasets = each_dataset(script_args)
+    total = script_args.max_samples or min(size / one.weight for size, one in zip(sizes, datasets, strict=True))
+    shares = [total * one.weight for one in datasets]
+    counts = list(map(math.floor, shares))
+    by_rest = sorted(range(len(counts)), key=lambda index: counts[index] - shares[index])
+    for index in by_rest[: round(total) - sum(counts)]:  # the largest rests are rounded up
+        counts[index] += 1
+    for one, count in zip(datasets, counts, strict=True):
+        if count == 0:
+            raise UserError(
+                f"--dataset_weights: an epoch has {total:.0f} rows, of which {one.display_name} would have none: pass a larger "
+                "weight for it, or a larger --max_samples"
+            )
+    return counts
+
+
+def count_rows_of_epoch(
+    script_args: ScriptArguments, datasets: list[Dataset] | list[IterableDataset], summaries: list[dict[str, Any]]
+) -> None:
+    """Prints the shares of the datasets. Where it is known, adds to `summaries` the `epoch_rows` that an epoch has of each, and
+    how many of its rows these are, `used_rows`.
+
+    `summaries`: the content of data.json for each. A preview and a rehearsal load fewer rows than the run.
+    """
+    is_stream, sizes, counts = isinstance(datasets[0], IterableDataset), [], []
+    is_known = not is_stream and all(summary["is_complete"] for summary in summaries)
+    if is_known:
+        for one, rows, summary in zip(each_dataset(script_args), datasets, summaries, strict=True):
+            of_all = min(summary["trained_rows"], one.first_rows or summary["trained_rows"])
+            sizes.append(round(summary["trained_rows"] * len(rows) / of_all))  # more where conversations are split
+        counts = share(script_args, sizes)
+    elif is_stream and script_args.keeps_samples:
+        sizes = [summary["trained_rows"] if summary["is_complete"] else math.inf for summary in summaries]
+        counts = share(script_args, sizes)  # of max_samples
+    for summary, count, size in zip(summaries, counts, sizes, strict=False):
+        summary |= {"epoch_rows": count, "used_rows": min(count, size)}
+    for number, one in enumerate(each_dataset(script_args)):
+        text = f"{one.display_name}: {one.weight:.1%} of the rows"
+        if is_stream:
+            text += "; when it ends, it starts again"
+        elif is_known and counts[number] > sizes[number]:
+            text += f": in every epoch each of its {sizes[number]:,} rows {counts[number] / sizes[number]:.3g} times"
+        elif is_known and counts[number] == sizes[number]:
+            text += f": in every epoch each of its {sizes[number]:,} rows once"
+        elif is_known:
+            text += f": in every epoch the same {counts[number]:,} of its {sizes[number]:,} rows"
+        print_once(f"{text}.")
+
+
+def add_summaries(summaries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of data.json: the sums over the datasets, and `datasets` with what each has."""
+    names = ("rows", "skipped_rows", "held_out", "trained_rows", "with_tools")
+    total = {name: sum(summary[name] for summary in summaries) for name in names}
+    if all("epoch_rows" in summary for summary in summaries):
+        total["trained_rows"] = sum(summary["epoch_rows"] for summary in summaries)
+    skipped, turns = (sum((Counter(summary[name]) for summary in summaries), Counter()) for name in ("skipped", "turns"))
+    ignored = [f"{column} of {summary['name']}" for summary in summaries for column in summary["ignored_columns"]]
+    return {
+        "name": " + ".join(summary["name"] for summary in summaries),
+        "is_complete": all(summary["is_complete"] for summary in summaries),
+        "format": summaries[0]["format"],
+        "ignored_columns": ignored,
+        **total,
+        "skipped": dict(skipped.most_common()),
+        "turns": dict(turns.most_common()),
+        "datasets": summaries,
+    }

@@ -21,7 +21,7 @@ from harness.compat.trl import compute_loss_without_triton
 from harness.configs import LAYER_CLASSES, AccelerateConfig
 from harness.hub import check_model_exists, hub_errors
 from harness.launched import Launched, UserError, print_once
-from harness.rehearsal import tiny_model
+from harness.rehearsal import tiny
 
 import torch
 from peft import PeftModel, get_peft_model
@@ -155,7 +155,7 @@ def computes_in_16_bits(training_args: TrainingArguments, model_args: ModelConfi
 def config_and_class(model_args: ModelConfig, is_tiny: bool) -> tuple[PreTrainedConfig | None, type | None]:
     """Config and class of the model, (None, None) if the config cannot be read. For a rehearsal, those of the original."""
     name, revision = model_args.model_name_or_path, model_args.model_revision
-    known = tiny_model.family_of(name) if is_tiny else None
+    known = tiny.family_of(name) if is_tiny else None
     try:
         if not known:
             check_model_exists(name, revision)  # fails at once if the Hub is unreachable; `from_pretrained` tries for 20 seconds
@@ -433,7 +433,7 @@ def build_on_meta(model_args: ModelConfig) -> PreTrainedModel:
     """The model without its weights, on the meta device."""
     name, revision = model_args.model_name_or_path, model_args.model_revision
     with hub_errors("model", name), torch.device("meta"):
-        return tiny_model.make_model(AutoConfig.from_pretrained(name, revision=revision))
+        return tiny.make_model(AutoConfig.from_pretrained(name, revision=revision))
 
 
 def check_layer_classes(model: PreTrainedModel, config: AccelerateConfig, name: str) -> None:

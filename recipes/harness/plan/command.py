@@ -23,11 +23,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness import configs, signals
+from harness import configs
 from harness.configs import AccelerateConfig
 from harness.hub import file_sizes
-from harness.launched import Launched, UserError, exit_on_user_error
-from harness.nodes.machines import find_gpus, nodes_from_environment, physical_cores
+from harness.launched import Launched, UserError, exit_on_user_error, set_interrupt_handler
+from harness.nodes import find_gpus, nodes_from_environment, physical_cores
 from harness.start import flags, processes
 
 if TYPE_CHECKING:
@@ -423,7 +423,7 @@ if __name__ == "__main__":
     if "--start" not in sys.argv[1:2]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed on a GPU
     code = 0
-    signals.set_interrupt_handler(signal.default_int_handler)
+    set_interrupt_handler(signal.default_int_handler)
     try:
         with exit_on_user_error():
             main(*sys.argv[1:])

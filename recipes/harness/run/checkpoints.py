@@ -19,7 +19,7 @@ from harness import folder
 from harness.compat.transformers import install_before_checkpoint
 from harness.folder import COMPLETION_MARKER, read_json, sync, write_json
 from harness.launched import Launched, UserError, print_once
-from harness.run.progress import Progress
+from harness.run.steps import Progress
 
 import torch
 import xxhash

@@ -9,9 +9,9 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from harness import configs, folder, signals
-from harness.launched import Launched, UserError
-from harness.nodes.machines import exit_if_connection_lost
+from harness import configs, folder
+from harness.launched import Launched, UserError, last_signal
+from harness.nodes import exit_if_connection_lost
 
 OUT_OF_MEMORY = 12  # exit code (ENOMEM)
 HOST_ADVICE = "request more memory (SLURM: --mem), stop other programs, or use a config without fsdp_offload_params"
@@ -56,7 +56,7 @@ def exit_if_out_of_memory(error: Exception) -> None:
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(3)  # if all processes run out of memory, the first one prints the message
-    if not signals.last_signal():
+    if not last_signal():
         print(f"\nerror: {_memory_message(error)}", file=sys.stderr, flush=True)
     os._exit(OUT_OF_MEMORY)  # other processes may never reach the end of a collective
 

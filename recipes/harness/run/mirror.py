@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 from harness import folder
 from harness.folder import COMPLETION_MARKER, RESULTS, RUN, read_json
 from harness.launched import Launched, UserError, print_once
-from harness.nodes.meeting import seconds_of_silence
+from harness.nodes import seconds_of_silence
 from harness.run.checkpoints import begin_writing, belongs_to, checksum_of_content, checksum_of_file, delete, write_marker
 from harness.run.failures import DISK_ERRORS, readable
-from harness.run.stopping import maximum
+from harness.run.steps import maximum
 
 import fsspec
 from accelerate import PartialState

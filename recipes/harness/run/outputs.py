@@ -15,12 +15,11 @@ from collections import Counter
 from pathlib import Path
 
 from harness.compat.transformers import attention_of, generate_on
-from harness.data.files import changed_files, warning_of_change
-from harness.folder import DATA, RESULTS, RUN, read_json, sync, write_json
+from harness.folder import DATA, RESULTS, RUN, changed_files, read_json, sync, warning_of_change, write_json
 from harness.launched import print_once
 from harness.model.quantized import SOURCE
 from harness.run.forecast import describe_forecast, keep_measurement, read_forecast
-from harness.run.progress import Progress, evaluation_losses
+from harness.run.steps import Progress, evaluation_losses
 
 import pyarrow
 import pyarrow.parquet

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 from harness import configs, folder
-from harness.data.files import compute_checksums
 from harness.data.streams import StreamPosition, fill_last_step, repeat_stream
 from harness.launched import Launched, TrainerBuilt, UserError, print_once
 from harness.model.quantized import install_byte_check
@@ -23,9 +22,8 @@ from harness.run.outputs import (
     write_results,
 )
 from harness.run.profile import MeasuredTensors, Profile
-from harness.run.progress import Progress
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
-from harness.run.stopping import BatchReader, LastStepReached, StopAfterSignal, StopAtLastStep, StopOnNan, make_cpu_group
+from harness.run.steps import BatchReader, LastStepReached, Progress, StopAfterSignal, StopAtLastStep, StopOnNan, make_cpu_group
 
 from datasets import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -116,7 +114,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
         trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation
         print_once(f"Resuming from {checkpoint}; rows that were trained on are skipped.")
     if trainer.is_world_process_zero():
-        compute_checksums(output_dir)
+        folder.compute_checksums(output_dir)
     mirror.upload_missing(checkpoint)
     try:
         output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

@@ -31,7 +31,6 @@ from harness.compat.transformers import offload_activations_to_unpinned_memory
 from harness.compat.trl import install_training_template, pack_streams_in_batches, record_conversations
 from harness.configs import AccelerateConfig
 from harness.data import chat_templates, reading
-from harness.data.files import check_data_files, record_data_files
 from harness.data.loading import FIRST_ROWS, check_dataset, digest_local_files, use_prepared_files
 from harness.data.script_arguments import ScriptArguments, change_each, each_dataset, set_datasets
 from harness.data.streams import documents_per_batch
@@ -47,7 +46,7 @@ from harness.model.loading import (
     set_loading_options,
 )
 from harness.model.quantized import quantize_once, use_quantized_weights
-from harness.nodes.machines import check_all_reduce, exit_with_causes
+from harness.nodes import check_all_reduce, exit_with_causes
 from harness.rehearsal import tiny
 from harness.run import mirror
 from harness.start import checks
@@ -398,7 +397,8 @@ def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig
     identity = identity_of_run(arguments, launched, is_sharded) if is_training else {}
     if is_training:
         folder.check_output_dir(output_dir, identity, is_default)
-        check_data_files(output_dir, script_args)
+        files = [file for one in each_dataset(script_args) for file in reading.local_files(one.dataset_name)]
+        folder.check_data_files(output_dir, files)
     for one in each_dataset(script_args):
         reading.print_how_files_are_read(one.dataset_name, one.dataset_config, one.text_rows)
     uses_mirror = is_training and bool(script_args.mirror) and NODE_VARIABLE not in os.environ  # the first node's launcher
@@ -409,7 +409,7 @@ def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig
     if not is_training:
         return
     folder.claim_output_dir(output_dir, identity, is_default)
-    record_data_files(output_dir, script_args)
+    folder.record_data_files(output_dir, files)
     if uses_mirror:
         mirror.exit_if_finished(script_args.mirror, uploaded, training_args)
     folder.exit_if_finished(output_dir, training_args.max_steps, training_args.num_train_epochs)

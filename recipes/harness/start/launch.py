@@ -5,10 +5,10 @@
 
 import signal
 
-from harness import signals
+from harness.launched import set_interrupt_handler
 
 if __name__ == "__main__":
-    signals.set_interrupt_handler(signal.SIG_DFL)  # while modules are imported
+    set_interrupt_handler(signal.SIG_DFL)  # while modules are imported
 
 import contextlib
 import dataclasses
@@ -26,8 +26,18 @@ from typing import Any
 
 from harness import configs, folder, hub
 from harness.configs import AccelerateConfig
-from harness.launched import NODE_VARIABLE, Checked, Launched, TrainerBuilt, UserError, exit_on_user_error, print_once
-from harness.nodes.machines import Nodes, nodes_from_environment, physical_cores, run_with_srun
+from harness.launched import (
+    NODE_VARIABLE,
+    Checked,
+    Launched,
+    TrainerBuilt,
+    UserError,
+    exit_on_user_error,
+    last_signal,
+    print_once,
+    set_signal_handler,
+)
+from harness.nodes import Nodes, nodes_from_environment, physical_cores, run_with_srun
 from harness.run.forecast import PLAN
 from harness.start import flags, processes
 from harness.start.processes import Worker, idle_workers
@@ -153,11 +163,11 @@ def check_in_worker(
     """
     worker.start(run_checks, launched, arguments, config)
     code, _ = processes.wait_for([worker])
-    signals.set_handler(processes.exit_for_signal)
+    set_signal_handler(processes.exit_for_signal)
     if worker.result is None:
         sys.exit(processes.explain_exit(code))
-    if signals.last_signal():  # the check ended before the signal reached it
-        processes.exit_for_signal(signals.last_signal(), None)
+    if last_signal():  # the check ended before the signal reached it
+        processes.exit_for_signal(last_signal(), None)
     launched.on_cpu, *found = worker.result
     return tuple(found)
 
@@ -321,8 +331,7 @@ def train_on_several_nodes(
     checker: Worker,
 ) -> int:
     """Meets the launchers of the other nodes, checks in turn, and runs this node's processes."""
-    from harness.nodes.machines import interface_to
-    from harness.nodes.meeting import Meeting
+    from harness.nodes import Meeting, interface_to
 
     if nodes.rank:
         os.environ[NODE_VARIABLE] = str(nodes.rank)
@@ -359,8 +368,8 @@ def train_on_several_nodes(
 
 if __name__ == "__main__":
     code = 0
-    signals.set_handler(processes.exit_for_signal)
-    signals.set_interrupt_handler(signal.default_int_handler)
+    set_signal_handler(processes.exit_for_signal)
+    set_interrupt_handler(signal.default_int_handler)
     try:
         with exit_on_user_error():
             code = main(sys.argv[1:])

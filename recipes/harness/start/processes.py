@@ -23,19 +23,29 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from harness import signals
+from harness.compat.guards import run_exit_handlers
 from harness.compat.huggingface_hub import HubLost
-from harness.compat.python import run_exit_handlers
 from harness.configs import AccelerateConfig
 from harness.folder import NOT_WRITABLE
-from harness.launched import Launched, UserError, exit_on_user_error
-from harness.nodes.machines import LOST
+from harness.launched import (
+    OUT_OF_TIME,
+    SIGNALS,
+    Launched,
+    UserError,
+    exit_at_once,
+    exit_on_user_error,
+    exit_with_parent,
+    last_signal,
+    record_signal,
+    set_signal_handler,
+)
+from harness.nodes import LOST
 from harness.run.failures import HOST_ADVICE, OUT_OF_MEMORY, exit_for_known_failure
 
 LEAVE_TIMEOUT = 30  # seconds for the other processes to exit after one has failed
 # PyTorch's FlashAttention looks through all loaded modules when it is imported, which takes a second after the others.
 LIBRARIES = ("torch", "torch.nn.attention.varlen", "datasets", "transformers.trainer", "trl.trainer.sft_trainer")
-EXPLAINED = {0, 2, LOST, OUT_OF_MEMORY, NOT_WRITABLE, signals.OUT_OF_TIME, *(128 + number for number in signals.SIGNALS)}
+EXPLAINED = {0, 2, LOST, OUT_OF_MEMORY, NOT_WRITABLE, OUT_OF_TIME, *(128 + number for number in SIGNALS)}
 KILLED = f": it was killed, usually by the kernel because the host's memory was full (`dmesg` shows it): {HOST_ADVICE}"
 
 
@@ -75,7 +85,7 @@ def import_libraries() -> bool:
     gc.disable()  # modules make many objects and no garbage
     sys.meta_path.insert(0, DelayBitsandbytes)
     try:
-        with signals.exit_at_once():
+        with exit_at_once():
             for library in LIBRARIES:
                 importlib.import_module(library)
             prepare_loading()
@@ -109,10 +119,10 @@ class Worker:
             with contextlib.suppress(OSError):  # stdin is closed
                 stdin = os.dup(0)
         # Until the process has started its function, a signal to it waits.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self.process = context.Process(target=_work, args=(theirs, os.getpid(), stdin))
         self.process.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         theirs.close()
         if stdin is not None:
             os.close(stdin)
@@ -143,7 +153,7 @@ class Worker:
 
 def _work(connection: Connection, launcher: int, stdin: int | None) -> None:
     """What the process of a Worker does."""
-    signals.exit_with_parent(launcher)
+    exit_with_parent(launcher)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         message = connection.recv()
@@ -161,14 +171,14 @@ def _work(connection: Connection, launcher: int, stdin: int | None) -> None:
     if stdin is not None:  # multiprocessing has closed it; a debugger in a recipe needs it
         os.dup2(stdin, 0)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 (as long as the process lives)
-    signals.set_handler(signal.SIG_DFL)
+    set_signal_handler(signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         with exit_on_user_error():
             connection.send(function(*args))
     finally:
-        for number in (signal.SIGINT, *signals.SIGNALS):  # there is nothing left to stop
+        for number in (signal.SIGINT, *SIGNALS):  # there is nothing left to stop
             signal.signal(number, signal.SIG_IGN)
         run_exit_handlers()
 
@@ -180,12 +190,12 @@ def wait_for(workers: list[Worker]) -> tuple[int, int]:
     """
 
     def forward(number: int, frame: FrameType | None) -> None:
-        if number in signals.SIGNALS:
-            signals.record(number)
+        if number in SIGNALS:
+            record_signal(number)
         for worker in workers:
-            worker.send_signal(signals.last_signal())
+            worker.send_signal(last_signal())
 
-    signals.set_handler(forward)
+    set_signal_handler(forward)
     failure, deadline, was_killed = (0, 0), None, False
     # A worker that dies after this line is in `running`, so that `wait` returns at once; one that died before has an exit code.
     while running := [worker for worker in workers if worker.process.is_alive()]:
@@ -266,7 +276,7 @@ def train_in_processes(
         own = environment | {name: str(value) for name, value in ranks.items()}
         worker.start(run_recipe, launched.recipe, flags, environment=own)
     code, local_rank = wait_for(workers)
-    if code == LOST and local_rank and not signals.last_signal():
+    if code == LOST and local_rank and not last_signal():
         # The process that prints the message for its node is the one that was lost.
         print(
             f"\nerror: process {local_rank} lost the connection to the first one, which hangs or was killed. The same command "
@@ -279,10 +289,10 @@ def train_in_processes(
 def explain_exit(exit_code: int, rank: int | None = None) -> int:
     """The exit code for the shell, after a message if the process could not print one itself."""
     code = exit_code if exit_code >= 0 else 128 - exit_code
-    if signals.last_signal() and exit_code == LOST:  # another process was stopped before it could record the signal
-        print(f"Stopped by {signal.Signals(signals.last_signal()).name}.", file=sys.stderr)
-        return 128 + signals.last_signal()
-    if -exit_code in signals.SIGNALS:
+    if last_signal() and exit_code == LOST:  # another process was stopped before it could record the signal
+        print(f"Stopped by {signal.Signals(last_signal()).name}.", file=sys.stderr)
+        return 128 + last_signal()
+    if -exit_code in SIGNALS:
         print(f"Stopped by {signal.Signals(-exit_code).name} before the training began.", file=sys.stderr)
     elif code not in EXPLAINED and (rank is not None or exit_code < 0) and code != 130:
         reason = KILLED if code == 137 else "; see its output above"
@@ -318,12 +328,12 @@ def run_recipe(path: str, flags: list[str]) -> None:
         raise
     except HubLost as error:
         print(f"error: {error}. The same command resumes later", file=sys.stderr, flush=True)
-        sys.exit(signals.OUT_OF_TIME)
+        sys.exit(OUT_OF_TIME)
     except Exception as error:
         exit_for_known_failure(error)
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(3)  # if all processes fail alike, the first one prints its traceback, and the launcher stops the others
-            if signals.last_signal():
+            if last_signal():
                 sys.exit(1)
         trace = error.__traceback__
         while trace and trace.tb_frame.f_code.co_filename != path:  # from the recipe's own lines on

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+from harness.compat.transformers import generate_on
 from harness.run import outputs
 
 import pytest
@@ -47,6 +48,8 @@ def test_samples_of_a_processor(build_trainer, monkeypatch):
 def test_samples_of_an_adapter_with_offload(build_trainer, monkeypatch):
     """Its weights are in host memory. `generate` must not move the inputs there: FSDP would bring back only some of them."""
     trainer = build_trainer("qwen2_chat", "--use_peft")
+    with generate_on(torch.device("cpu")):
+        pass  # checks transformers' own function, which is replaced below
     monkeypatch.setattr("transformers.generation.utils.move_to_device", lambda value, device: pytest.fail(f"moved to {device}"))
     monkeypatch.setattr(PreTrainedModel, "device", torch.device("cpu", 0))  # not the device of the inputs, which is "cpu"
     outputs.generate_samples(trainer, True)

@@ -152,6 +152,11 @@ def test_error_names_the_key(tmp_path, error_of, text, words):
         assert word in message
 
 
+def test_config_that_does_not_exist(tmp_path, error_of):
+    for read_config in (configs.read, configs.translate):
+        assert error_of(read_config, str(tmp_path / "mine.yaml")) == f"file not found: {tmp_path}/mine.yaml"
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_accelerate_reads_the_config(path):
     ClusterConfig.from_yaml_file(yaml_file=str(path))

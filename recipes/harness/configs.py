@@ -185,6 +185,8 @@ def read(path: str) -> AccelerateConfig:
 def _load(path: str) -> dict:
     """The keys of a YAML. Raises UserError unless they are keys and values."""
     file = Path(path).name
+    if not Path(path).is_file():
+        raise UserError(f"file not found: {path}")
     try:
         keys = yaml.safe_load(Path(path).read_text("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

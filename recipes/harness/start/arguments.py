@@ -169,7 +169,7 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)  # how one library calls another
     warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # about accelerate's calls
     # `check_run` prints that a dataset comes from the cache where the Hub cannot be reached; a CPU has no TF32.
-    # A kernel from the Hub is used only if the user asked for it.
+    # Offline, `kernels` reports that it did not check the publisher of a kernel; it did when the kernel was downloaded.
     names = ("datasets.load", "datasets.packaged_modules.cache.cache", "transformers.training_args", "kernels.hf_hub")
     for name in names:
         logging.getLogger(name).addFilter(_is_useful)

@@ -50,6 +50,8 @@ from harness.start import processes
 print(processes.import_libraries())
 assert {"trl", "peft", "datasets", "transformers.trainer"} <= sys.modules.keys()
 names = sorted(Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task"))
+from transformers import conversion_mapping
+assert conversion_mapping._checkpoint_conversion_mapping_cache, "every process would make the table of renamed weights"
 print(threading.active_count(), [name for name in names if name != "jemalloc_bg_thd"], len(touches))
 import bitsandbytes
 try:

@@ -212,6 +212,13 @@ def test_what_does_not_fit_is_not_chosen():
     assert not choose.is_possible(Machine("", 4, CARD), Refused("", "", ""))
 
 
+def test_what_was_always_refused_is_one_error(error_of):
+    """The run cannot be simulated with any config: the first reason is the message."""
+    refused = {Option(path, 1, False): Refused("qwen2_fineweb_edu", path, f"--max_length: refused by {path}") for path in PATHS}
+    message = error_of(choose.propose, Machine("", 1, CARD), refused, None)
+    assert message == f"--max_length: refused by {PATHS[0]}"
+
+
 def test_command_has_only_flags_that_change_something():
     grid = choose.make_grid(RECIPE, choose.read_machines("2x3090")[0], PATHS, [])
     path = next(path for path, _ in grid.settings if path.endswith("4gpu_ddp.yaml"))

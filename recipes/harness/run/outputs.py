@@ -316,10 +316,46 @@ def write_results(
     `tokens_per_second` only the time of optimizer steps. `taken`: see `StreamPosition.rows_taken`; `more`: further results, of
     the mirror and of a rehearsal's tensors.
     """
-    args, state = trainer.args, trainer.state
-    host_unit = 1 if sys.platform == "darwin" else 1024
+    args, output_dir, has_gpu = trainer.args, Path(trainer.args.output_dir), torch.cuda.is_available()
+    processes = gather_object([measure_process(trainer, progress, taken)])
+    by_node = group_by_node(processes)
+    results = (
+        read_json(output_dir / RUN)
+        | describe_model(trainer, processes, parameters)
+        | measure_memory(processes, by_node)
+        | collect_losses(trainer, output, evaluation)
+        | measure_speed(progress)
+        | describe_data(trainer, processes)
+        | {"resumed_from_step": resumed_from}
+        | more
+        | {
+            "device": torch.cuda.get_device_name() if has_gpu else platform.processor() or platform.machine(),
+            "finished": datetime.datetime.now().isoformat(timespec="seconds"),
+            "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES},
+        }
+    )
+    of_every_node = {key: results[key] for key in ("fsdp_enabled", "world_size", "model_params_b", "final_loss")}
+    results["nodes"] = [
+        {"node": int(node), "peak_gpu_gb": round(max(process["gpu"] for process in of_node), 3), **of_every_node}
+        for node, of_node in by_node.items()
+    ]
+    is_compared = has_gpu or getattr(args, "forecast", False)
+    if is_compared and (forecast := read_forecast(output_dir, results["device"])):
+        results["forecast"] = forecast
+    if trainer.is_world_process_zero():
+        names = [name for name in (results.get("recipe"), results.get("config")) if name]
+        draw_losses(trainer.state.log_history, " × ".join(names), output_dir / "loss.png")
+        write_json(output_dir / RESULTS, results)
+        if not getattr(args, "profile", False) and not args.torch_compile:  # neither is what a forecast is about
+            keep_measurement(results)
+    return results
+
+
+def measure_process(trainer: Trainer, progress: Progress, taken: list[int] | None) -> dict:
+    """The numbers of this process. Memory in GB (1e9 bytes); "gpus": see `whole_run` in `steps.py`."""
+    host_unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
     has_gpu = torch.cuda.is_available()
-    own = {
+    return {
         "node": os.environ.get("GROUP_RANK", "0"),
         "gpu": torch.cuda.max_memory_allocated() / 1e9 if has_gpu else 0.0,
         "reserved": torch.cuda.max_memory_reserved() / 1e9 if has_gpu else 0.0,
@@ -328,73 +364,91 @@ def write_results(
         "gpus": progress.gpus.whole_run(),
         "taken": taken,
     }
-    processes = gather_object([own])
+
+
+def group_by_node(processes: list[dict]) -> dict[str, list[dict]]:
+    """What `measure_process` returned, by the number of the node."""
     nodes = sorted({process["node"] for process in processes}, key=int)
-    by_node = {node: [process for process in processes if process["node"] == node] for node in nodes}
-    counted = progress.so_far()
-    losses = [entry["loss"] for entry in state.log_history if "loss" in entry]
-    is_sharded, parallelism = all(process["fsdp"] for process in processes), trainer.accelerator.parallelism_config
-    replicas = trainer.accelerator.num_processes if not is_sharded else parallelism.dp_replicate_size if parallelism else 1
-    seconds = counted["seconds"] or 1  # 0 if the run had no step left
-    eval_losses, on_start = evaluation_losses(evaluation), {}
-    for entry in (entry for entry in state.log_history if entry["step"] == 0):
-        on_start |= evaluation_losses(entry)
-    data, is_stream = read_json(Path(args.output_dir, DATA)), isinstance(trainer.train_dataset, IterableDataset)
-    add_reading(data, [process["taken"] for process in processes], state.epoch or 0)
-    results = read_json(Path(args.output_dir, RUN)) | {
+    return {node: [process for process in processes if process["node"] == node] for node in nodes}
+
+
+def describe_model(trainer: Trainer, processes: list[dict], parameters: tuple[int, int]) -> dict:
+    """How the model was trained and divided. `parameters`: how many are trained, and how many there are."""
+    args, accelerator = trainer.args, trainer.accelerator
+    model = accelerator.unwrap_model(trainer.model)
+    is_sharded, parallelism = all(process["fsdp"] for process in processes), accelerator.parallelism_config
+    replicas = accelerator.num_processes
+    if is_sharded:
+        replicas = parallelism.dp_replicate_size if parallelism else 1
+    return {
         "fsdp_enabled": is_sharded,
-        "world_size": trainer.accelerator.num_processes,
-        "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * trainer.accelerator.num_processes,
-        "num_nodes": len(nodes),
+        "world_size": accelerator.num_processes,
+        "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes,
+        "num_nodes": len(group_by_node(processes)),
         "replicas": replicas,  # of the model, each sharded over world_size / replicas processes
-        "attention": attention_of(trainer.accelerator.unwrap_model(trainer.model).config),
-        **quantization_of(trainer.accelerator.unwrap_model(trainer.model)),
+        "attention": attention_of(model.config),
+        **quantization_of(model),
         "model_params_b": round(parameters[1] / 1e9, 6),
         "trainable_params_b": round(parameters[0] / 1e9, 6),
+    }
+
+
+def measure_memory(processes: list[dict], by_node: dict[str, list[dict]]) -> dict:
+    """The largest peaks: of a process on its GPU, and of a node in host memory."""
+    hosts = [sum(process["host"] for process in of_node) for of_node in by_node.values()]
+    return {
         "peak_gpu_gb": round(max(process["gpu"] for process in processes), 3),
         "peak_gpu_reserved_gb": round(max(process["reserved"] for process in processes), 3),
         "gpu_utilization": [percent for process in processes for percent, _ in process["gpus"]],
         "gpu_memory_gb": [used for process in processes for _, used in process["gpus"]],
-        "peak_host_gb": round(max(sum(process["host"] for process in of) for of in by_node.values()), 3),
-        "final_loss": losses[-1] if losses else (output.training_loss if output else None),
-        "train_loss": mean_loss(state.log_history),
+        "peak_host_gb": round(max(hosts), 3),
+    }
+
+
+def collect_losses(trainer: Trainer, output: TrainOutput | None, evaluation: dict[str, float]) -> dict:
+    """The losses of training, and those of evaluation (for each dataset, if there are several), at the start and at the end."""
+    log_history = trainer.state.log_history
+    logged = [entry["loss"] for entry in log_history if "loss" in entry]
+    on_start: dict[str, float] = {}
+    for entry in log_history:
+        if entry["step"] == 0:
+            on_start |= evaluation_losses(entry)
+    at_end = evaluation_losses(evaluation)
+    return {
+        "final_loss": logged[-1] if logged else (output.training_loss if output else None),
+        "train_loss": mean_loss(log_history),
         **{f"eval_{f'{label}_' if label else ''}loss_on_start": loss for label, loss in on_start.items()},
-        **{f"eval_{f'{label}_' if label else ''}loss": loss for label, loss in eval_losses.items()},
-        **({"perplexity": math.exp(min(eval_losses[""], 700))} if "" in eval_losses else {}),
+        **{f"eval_{f'{label}_' if label else ''}loss": loss for label, loss in at_end.items()},
+        **({"perplexity": math.exp(min(at_end[""], 700))} if "" in at_end else {}),
+    }
+
+
+def measure_speed(progress: Progress) -> dict:
+    """Tokens, seconds, and tokens per second of all processes together."""
+    counted = progress.so_far()
+    seconds = counted["seconds"] or 1  # 0 if the run had no step left
+    return {
         "tokens_per_second": round(counted["tokens"] / seconds, 1),
         "loss_tokens_per_second": round(counted["loss_tokens"] / seconds, 1),
         "train_runtime": counted["runtime"],
         "tokens": counted["tokens"],
         "loss_tokens": counted["loss_tokens"],
-        "global_step": state.global_step,
-        "epoch": state.epoch,
-        **({} if is_stream or "datasets" in data else {"times_seen": round(state.epoch or 0, 2)}),
-        **({"data": data} if data else {}),
-        **({"changed_files": changed} if (changed := changed_files(Path(args.output_dir))) else {}),
-        "resumed_from_step": resumed_from,
-        **more,
-        "device": torch.cuda.get_device_name() if has_gpu else platform.processor() or platform.machine(),
-        "finished": datetime.datetime.now().isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES},
     }
-    results["nodes"] = [
-        {
-            "node": int(node),
-            "peak_gpu_gb": round(max(process["gpu"] for process in of), 3),
-            **{key: results[key] for key in ("fsdp_enabled", "world_size", "model_params_b", "final_loss")},
-        }
-        for node, of in by_node.items()
-    ]
-    is_compared = has_gpu or getattr(args, "forecast", False)
-    if is_compared and (forecast := read_forecast(Path(args.output_dir), results["device"])):
-        results["forecast"] = forecast
-    if trainer.is_world_process_zero():
-        names = [name for name in (results.get("recipe"), results.get("config")) if name]
-        draw_losses(state.log_history, " × ".join(names), Path(args.output_dir, "loss.png"))
-        write_json(Path(args.output_dir, RESULTS), results)
-        if not getattr(args, "profile", False) and not args.torch_compile:  # neither is what a forecast is about
-            keep_measurement(results)
-    return results
+
+
+def describe_data(trainer: Trainer, processes: list[dict]) -> dict:
+    """How much of the data was read, and which local files changed during the run."""
+    output_dir, state = Path(trainer.args.output_dir), trainer.state
+    data = read_json(output_dir / DATA)
+    add_reading(data, [process["taken"] for process in processes], state.epoch or 0)
+    described = {"global_step": state.global_step, "epoch": state.epoch}
+    if not isinstance(trainer.train_dataset, IterableDataset) and "datasets" not in data:
+        described["times_seen"] = round(state.epoch or 0, 2)
+    if data:
+        described["data"] = data
+    if changed := changed_files(output_dir):
+        described["changed_files"] = changed
+    return described
 
 
 def add_reading(data: dict, taken: list[list[int] | None], epochs: float) -> None:

@@ -52,30 +52,21 @@ def train(trainer: Trainer) -> None:
 
 
 def _train(trainer: Trainer, launched: Launched) -> None:
+    """The run from its preparation to its report, in the order in which it happens."""
     output_dir = Path(trainer.args.output_dir)
     # launch.sh locks the folder itself.
     held = folder.lock(output_dir) if trainer.is_world_process_zero() and not launched.recipe else None
     config = configs.read(launched.config)
     show_buffers = prepare_sharding(trainer, config)
-    compile_layers(trainer)
-    install_byte_check(trainer.model)
-    repeat_stream(trainer)
-    fill_last_step(trainer)
-    # The default waits, for each tensor of a batch, until the GPU has computed everything that was queued before.
-    trainer.accelerator.dataloader_config.non_blocking = True
+    prepare_trainer(trainer)
     group = make_cpu_group(trainer.args.ddp_timeout)
     mirror = Mirror(trainer, group)
     mirror.pull()
     checkpoint = find_checkpoint(trainer.args)
-    if checkpoint:
-        print_changed_rows(checkpoint, trainer.args, isinstance(trainer.train_dataset, IterableDataset))
-        print_kept_learning_rate(checkpoint, trainer.args)
-    check_disk_space(trainer, checkpoint)
-    prepare_gradient_scaler(trainer, checkpoint)
+    prepare_resume(trainer, checkpoint)
     resumed_from = folder.step_of(checkpoint) if checkpoint else 0
     parameters = count_parameters(trainer.model)
     print_once(f"Training {describe_training(modules_with_adapter(trainer.model), parameters)}.")
-    hide_tied_weight_warning(trainer)
 
     before = folder.read_json(checkpoint / folder.COMPLETION_MARKER).get("progress", {}) if checkpoint else {}
     progress = Progress(trainer, before)
@@ -86,6 +77,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     del group
     for part in (progress, position, reader, checkpoints, stop):
         part.install()
+    tensors = MeasuredTensors()
     callbacks = [
         MeanEvaluation(trainer),
         AfterWrapping(trainer, config, launched.processes, show_buffers),
@@ -101,17 +93,12 @@ def _train(trainer: Trainer, launched: Launched) -> None:
         stop,
         # After StopAfterSignal, so that the time of a step that is saved or logged because of a signal is counted.
         progress,
+        *profilers(trainer.args, tensors),
     ]
-    if getattr(trainer.args, "profile", False):
-        callbacks.append(Profile(trainer.args))
-    tensors = MeasuredTensors()
-    if getattr(trainer.args, "forecast", False) and not getattr(trainer.args, "profile", False):  # two profilers at once
-        callbacks.append(tensors)
     for callback in callbacks:
         trainer.add_callback(callback)
 
     if checkpoint:
-        trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation
         print_once(f"Resuming from {checkpoint}; rows that were trained on are skipped.")
     if trainer.is_world_process_zero():
         folder.compute_checksums(output_dir)
@@ -143,6 +130,34 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     disconnect(trainer, stop, reader)
     if held:
         held.release()
+
+
+def prepare_trainer(trainer: Trainer) -> None:
+    """Changes of a trainer that do not depend on a checkpoint."""
+    compile_layers(trainer)
+    install_byte_check(trainer.model)
+    repeat_stream(trainer)
+    fill_last_step(trainer)
+    hide_tied_weight_warning(trainer)
+    # The default waits, for each tensor of a batch, until the GPU has computed everything that was queued before.
+    trainer.accelerator.dataloader_config.non_blocking = True
+
+
+def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
+    """Prints what is different from the run that wrote the checkpoint. Raises UserError if this run cannot continue it."""
+    if checkpoint:
+        print_changed_rows(checkpoint, trainer.args, isinstance(trainer.train_dataset, IterableDataset))
+        print_kept_learning_rate(checkpoint, trainer.args)
+        trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation
+    check_disk_space(trainer, checkpoint)
+    prepare_gradient_scaler(trainer, checkpoint)
+
+
+def profilers(args: TrainingArguments, tensors: MeasuredTensors) -> list[TrainerCallback]:
+    """The callback of --profile, or `tensors` with --forecast: there can be one profiler at a time."""
+    if getattr(args, "profile", False):
+        return [Profile(args)]
+    return [tensors] if getattr(args, "forecast", False) else []
 
 
 def hide_tied_weight_warning(trainer: Trainer) -> None:

@@ -196,24 +196,40 @@ class Parser(trl.TrlParser):
 def read_arguments(config_class: type, defaults: dict[str, Any], launched: Launched, config: AccelerateConfig) -> Arguments:
     """The three argument objects, with the precedence that is described at the top of this file."""
     classes = (ScriptArguments, config_class, trl.ModelConfig)
-    parser = Parser(classes, allow_abbrev=False)
-    hints = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
     names = {field.name for cls in classes for field in dataclasses.fields(cls)}
     for name in defaults:
         if name not in names:
             raise UserError(f"{Path(sys.argv[0]).name}: {unknown_flag(name, sorted(names))}")
-    values = DEFAULTS | {
-        "output_dir": folder.default_output_dir(launched, sys.argv[0]),
-        "disable_tqdm": not sys.stderr.isatty(),  # in a log file a progress bar is a thousand lines
-        "use_cpu": launched.on_cpu,
-        **values_of_config(config),
-        **defaults,
-        **(tiny.VALUES if launched.tiny else {}),
-    }
-    parser.set_defaults_with_config(**values)
-    parser.given = frozenset()
+    parser = Parser(classes, allow_abbrev=False)
+    parser.set_defaults_with_config(
+        **DEFAULTS
+        | {
+            "output_dir": folder.default_output_dir(launched, sys.argv[0]),
+            "disable_tqdm": not sys.stderr.isatty(),  # in a log file a progress bar is a thousand lines
+            "use_cpu": launched.on_cpu,
+        }
+        | values_of_config(config)
+        | defaults
+        | (tiny.VALUES if launched.tiny else {})
+    )
+    parser.given = frozenset()  # from here on, what the file of --config sets
+    *parsed, rest = _parse_command_line(parser)
+    if rest:
+        raise UserError(unknown_flag(rest[0], [f"--{name}" for name in names]))
+    _check_lists(classes, parsed, parser.given)
+    arguments = script_args, training_args, _ = tuple(parsed)
+    flags = (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--"))
+    script_args.given = parser.given | {flag[2:].replace("-", "_").removeprefix("no_") for flag in flags}
+    set_dependent_values(script_args, training_args, defaults, launched)
+    set_datasets(script_args)
+    copy_for_train(script_args, training_args, launched)
+    return arguments
+
+
+def _parse_command_line(parser: Parser) -> tuple:
+    """What the parser makes of the flags and the file of --config, and the flags that it does not know."""
     try:
-        *parsed, rest = parser.parse_args_and_config(return_remaining_strings=True)
+        return parser.parse_args_and_config(return_remaining_strings=True)
     except IndexError as error:
         raise UserError("--config needs the path of a YAML file with arguments") from error
     except DistError as error:  # TrainingArguments connects the processes
@@ -224,41 +240,48 @@ def read_arguments(config_class: type, defaults: dict[str, Any], launched: Launc
         raise UserError(f"--config: not a readable YAML file: {error}") from error
     except (ValueError, OSError) as error:
         raise UserError(str(error).split("\n")[0]) from error
-    script_args, training_args, model_args = parsed
-    for name in sorted(parser.given):
+
+
+def _check_lists(classes: tuple[type, ...], parsed: list[Any], given: frozenset[str]) -> None:
+    """Raises UserError if the file of --config gives a single value for an argument that is a list: TRL does not check it."""
+    hints = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
+    for name in sorted(given):
         value = next((getattr(part, name) for part in parsed if hasattr(part, name)), None)
         if value is not None and _is_list(hints.get(name)) and not isinstance(value, list | str):
             raise UserError(f"--config: {name} is {value!r}, expected a list")
-    if rest:
-        raise UserError(unknown_flag(rest[0], [f"--{name}" for name in names]))
 
-    flags = (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--"))
-    script_args.given = parser.given | {flag[2:].replace("-", "_").removeprefix("no_") for flag in flags}
+
+def set_dependent_values(
+    script_args: ScriptArguments, training_args: TrainingArguments, defaults: dict[str, Any], launched: Launched
+) -> None:
+    """Sets arguments that were not given and depend on others. `defaults`: the values of the recipe."""
+    given = script_args.given
     of_recipe = ScriptArguments(dataset_name=defaults.get("dataset_name"))
     if script_args.dataset_name != of_recipe.dataset_name:  # another dataset has its own config and splits
         own = {"dataset_config", "dataset_train_split", "dataset_test_split", "dataset_weights"}
-        for name in own - script_args.given:
+        for name in own - given:
             setattr(script_args, name, getattr(ScriptArguments, name))
-    if "per_device_eval_batch_size" not in script_args.given:
+    if "per_device_eval_batch_size" not in given:
         # transformers' own default of 8 would be the largest batch of the run.
         smaller = min(training_args.per_device_eval_batch_size, training_args.per_device_train_batch_size)
         training_args.per_device_eval_batch_size = smaller
-    if training_args.eval_strategy == "no" and "eval_on_start" not in script_args.given:
+    if training_args.eval_strategy == "no" and "eval_on_start" not in given:
         training_args.eval_on_start = False
     script_args.output_dir = training_args.output_dir
-    if launched.tiny and "max_eval_samples" not in script_args.given:
+    if launched.tiny and "max_eval_samples" not in given:
         script_args.eval_rows_of_run = defaults.get("max_eval_samples", ScriptArguments.max_eval_samples)
-    set_datasets(script_args)
     script_args.text_field, script_args.seed = getattr(training_args, "dataset_text_field", "text"), training_args.seed
-    # `train` has the training arguments only.
-    training_args.profile, training_args.mirror = script_args.profile, script_args.mirror
-    training_args.dataset_weights = {one.label: one.weight for one in each_dataset(script_args)} if script_args.mixture else None
-    if script_args.forecast and not (launched.tiny and launched.on_cpu):
-        raise UserError("--forecast is for a rehearsal on CPU (--tiny): every run on GPUs is compared with its forecast")
-    training_args.forecast = script_args.forecast
     if training_args.report_to and not training_args.run_name:  # trackio would start another run for the last evaluation
         training_args.run_name = f"{Path(training_args.output_dir).name} {datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
-    return script_args, training_args, model_args
+
+
+def copy_for_train(script_args: ScriptArguments, training_args: TrainingArguments, launched: Launched) -> None:
+    """Copies what `train` needs of the script arguments into the training arguments, which are all it has."""
+    if script_args.forecast and not (launched.tiny and launched.on_cpu):
+        raise UserError("--forecast is for a rehearsal on CPU (--tiny): every run on GPUs is compared with its forecast")
+    training_args.profile, training_args.mirror = script_args.profile, script_args.mirror
+    training_args.forecast = script_args.forecast
+    training_args.dataset_weights = {one.label: one.weight for one in each_dataset(script_args)} if script_args.mixture else None
 
 
 def _is_list(hint: Any) -> bool:

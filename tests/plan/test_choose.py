@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_not_chosen():
 def test_what_was_always_refused_is_one_error(error_of):
     """The run cannot be simulated with any config: the first reason is the message."""
     refused = {Option(path, 1, False): Refused("qwen2_fineweb_edu", path, f"--max_length: refused by {path}") for path in PATHS}
-    message = error_of(choose.propose, Machine("", 1, CARD), refused, None)
+    message = error_of(choose.option_with_least_memory, refused)
     assert message == f"--max_length: refused by {PATHS[0]}"
 
 
@@ -255,6 +255,7 @@ def test_in_time_and_cheapest(capsys):
         (["--plan", "qwen2_chat", "--for"], ["--for needs a machine"]),
         (["--plan", "qwen2_chat", "--within", "soon"], ["--within is 'soon'", "12h, 90m or 2d"]),
         (["--plan", "qwen2_chat", "--within", "12h"], ["--within", "--for"]),
+        (["--tiny", "qwen2_chat", "--for", "1x3090; 2x3090"], ["--for", "one machine", "--plan"]),
         (["--tiny", "qwen2_chat", "--json"], ["--json", "--plan"]),
     ],
 )

@@ -398,22 +398,23 @@ def on_machine(machine: Machine, found: Simulation, price: float, within: float)
     }
 
 
-def propose(
-    machine: Machine, found: dict[Option, Simulation | Refused], run: Callable[[str, list[str]], Simulation | Refused]
-) -> list[dict[str, Any]]:
-    """What would make a run fit that does not, from the option that needs least. `run(config, flags)` simulates.
-
-    Raises UserError if every option was refused.
-    """
+def option_with_least_memory(found: dict[Option, Simulation | Refused]) -> tuple[Option, Simulation]:
+    """The option that needs least GPU memory. Raises UserError, with the first reason, if every option was refused."""
     simulated = [(option, simulation) for option, simulation in found.items() if isinstance(simulation, Simulation)]
     if not simulated:
         raise UserError(next(refused.reason for refused in found.values() if isinstance(refused, Refused)))
-    option, least = min(simulated, key=lambda pair: pair[1].peak.bytes)
+    return min(simulated, key=lambda pair: pair[1].peak.bytes)
+
+
+def propose(
+    machine: Machine, option: Option, found: Simulation, run: Callable[[str, list[str]], Simulation | Refused]
+) -> list[dict[str, Any]]:
+    """Changes of `option`, which does not fit the machine, that would make it fit. `run(config, flags)` simulates one."""
 
     def run_on_top(config: str, more: list[str]) -> Simulation | Refused:
         return run(config, [*option.flags, *more])
 
-    return cards.try_proposals(cards.make_plan(least), least, option.config, run_on_top, with_margin(machine.card))
+    return cards.try_proposals(cards.make_plan(found), found, option.config, run_on_top, with_margin(machine.card))
 
 
 def cached_simulation(path: Path) -> Simulation | None:

@@ -32,7 +32,7 @@ from harness.start import flags, processes
 
 if TYPE_CHECKING:
     from harness.plan.cards import Card
-    from harness.plan.choose import Grid, Option
+    from harness.plan.choose import Candidate, Grid, Machine, Option
     from harness.plan.simulation import Refused, Simulation
 
 NOT_OFFLOADED = (
@@ -250,12 +250,11 @@ def simulate_quietly(
 
 def plan_choice(recipe: str, paths: list[str], own: OwnFlags, arguments: list[str], options: list[str]) -> None:
     """Chooses for the machines of --for, or for this one, and prints the choice; with "--start" among `options`, starts it."""
-    gpus = [] if own.machines else find_gpus()
-    if "--start" in options:
+    gpus, is_started = [] if own.machines else find_gpus(), "--start" in options
+    if is_started:
         check_start(Path(recipe).stem, own, gpus, is_tiny="--tiny" in options)
     can_fork = import_libraries()
     from harness.plan import cards, choose, pages
-    from harness.plan.simulation import Refused
 
     all_cards = known_cards(own)
     if gpus:
@@ -266,40 +265,26 @@ def plan_choice(recipe: str, paths: list[str], own: OwnFlags, arguments: list[st
     plans = []
     for machine, price in zip(machines, own.prices(len(machines)), strict=True):
         grid = choose.make_grid(Path(recipe), machine, paths, arguments)
-        words = [*arguments, *grid.common_flags]
-
-        def simulate(new: list["Option"], grid: "Grid" = grid, words: list[str] = words) -> list["Simulation | Refused"]:
-            return simulate_options(can_fork, recipe, grid, words, new, own.as_json)
-
-        candidates, found = choose.choose(machine, grid.settings, simulate)
+        candidates, found = simulate_grid(can_fork, recipe, machine, grid, arguments, own.as_json)
         if not candidates:
-            if all(isinstance(one, Refused) for one in found.values()):
-                raise UserError(next(iter(found.values())).reason)
-            pages.print_progress(f"No combination fits {machine.name} with its margin: trying what would make it fit …")
-
-            def run_again(path: str, more: list[str], grid: "Grid" = grid, words: list[str] = words) -> Any:
-                launched = grid.launched(recipe, path)
-                return run(can_fork, recipe, configs.read(path), [*words, *more], optional=True, launched=launched)
-
-            plans.append({"machine": machine.name, "config": None, "proposals": choose.propose(machine, found, run_again)})
+            proposals = propose_changes(can_fork, recipe, machine, grid, arguments, found)
+            plans.append({"machine": machine.name, "config": None, "proposals": proposals})
             continue
-        described = choose.describe(Path(recipe).stem, machine, grid, candidates, arguments)
-        best = candidates[0]
-        if "--start" not in options:
-            launched = grid.launched(recipe, best.option.config)
-            config, flags_of_best = configs.read(best.option.config), [*words, *best.option.flags]
-            simulated = with_steps(run(can_fork, recipe, config, flags_of_best, launched=launched), rows)
-        else:
-            simulated = best.found
-        plans.append(cards.make_plan(simulated, all_cards=all_cards) | choose.on_machine(machine, simulated, price, own.within))
-        plans[-1] |= {"flags": described[0]["flags"], "command": described[0]["command"], "choices": described}
+        best, described = candidates[0], choose.describe(Path(recipe).stem, machine, grid, candidates, arguments)
+        simulated = best.found
+        if not is_started:  # once more, with an evaluation and the length of the run
+            launched, config = grid.launched(recipe, best.option.config), configs.read(best.option.config)
+            words = [*arguments, *grid.common_flags, *best.option.flags]
+            simulated = with_steps(run(can_fork, recipe, config, words, launched=launched), rows)
+        plan = cards.make_plan(simulated, all_cards=all_cards) | choose.on_machine(machine, simulated, price, own.within)
+        plans.append(plan | {"flags": described[0]["flags"], "command": described[0]["command"], "choices": described})
     if own.as_json:
         print(json.dumps(plans[0] if len(plans) == 1 else plans, indent=2))
     elif len(plans) == 1:
         pages.print_choice(plans[0])
     else:
         pages.print_machines(plans, own.within)
-    if "--start" in options:
+    if is_started:
         if not candidates:
             raise UserError(
                 f"{Path(recipe).stem} fits no config of this machine with its margin: see above what would make it fit"
@@ -307,14 +292,48 @@ def plan_choice(recipe: str, paths: list[str], own: OwnFlags, arguments: list[st
         start(recipe, best.option.config, grid.processes, [*arguments, *described[0]["flags"]], is_tiny="--tiny" in options)
 
 
+def simulate_grid(
+    can_fork: bool, recipe: str, machine: "Machine", grid: "Grid", arguments: list[str], is_quiet: bool
+) -> tuple[list["Candidate"], dict["Option", "Simulation | Refused"]]:
+    """What `choose.choose` finds: the combinations that fit a machine, best first, and all that was simulated for it."""
+    from harness.plan import choose
+
+    def simulate(new: list["Option"]) -> list["Simulation | Refused"]:
+        return simulate_options(can_fork, recipe, grid, [*arguments, *grid.common_flags], new, is_quiet)
+
+    return choose.choose(machine, grid.settings, simulate)
+
+
+def propose_changes(
+    can_fork: bool,
+    recipe: str,
+    machine: "Machine",
+    grid: "Grid",
+    arguments: list[str],
+    found: dict["Option", "Simulation | Refused"],
+) -> list[dict[str, Any]]:
+    """What would make a run fit this machine, if nothing of `found` does. Raises UserError if every option was refused."""
+    from harness.plan import choose, pages
+
+    def run_again(path: str, more: list[str]) -> "Simulation | Refused":
+        words, launched = [*arguments, *grid.common_flags, *more], grid.launched(recipe, path)
+        return run(can_fork, recipe, configs.read(path), words, optional=True, launched=launched)
+
+    option, least = choose.option_with_least_memory(found)
+    pages.print_progress(f"No combination fits {machine.name} with its margin: trying what would make it fit …")
+    return choose.propose(machine, option, least, run_again)
+
+
 def check_start(name: str, own: OwnFlags, gpus: list, is_tiny: bool) -> None:
-    """Raises UserError unless there is a machine to choose for."""
+    """Raises UserError unless there is one machine to choose for."""
     nodes = nodes_from_environment()
     if nodes.count > 1:
         raise UserError(f"CONFIG is missing: a run on {nodes.count} machines needs its name: ./launch.sh {name} CONFIG")
     if own.as_json or own.within or own.price:
         raise UserError("--json, --within and --price_per_gpu_hour are for --plan")
     if is_tiny:
+        if ";" in own.machines:
+            raise UserError(f"--for is {own.machines!r}: a rehearsal is for one machine; to compare several, pass --plan")
         return
     if own.machines:
         raise UserError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from pathlib import Path
 
 from harness import configs
 from harness.plan import cards, pages
@@ -218,6 +219,23 @@ def test_proposals_add_up_until_one_fits():
     ]
     assert [(row["needs"], row["fits"]) for row in tried] == [(pytest.approx(43), "no"), (pytest.approx(11.5), "yes")]
     assert all(row["card"] == "RTX 3090" for row in tried) and "--load_in_4bit" in tried[-1]["change"]
+
+
+def test_proposals_fit_the_host_too():
+    """Offload makes room on the GPU, but the host has less memory than it needs: it does not fit and is not kept."""
+    config, found = str(CONFIGS / "1x3090.yaml"), needing(60)
+    offloaded = dataclasses.replace(needing(5), host_peaks={"forward": Peak(int(100e9), {})})
+    seen = []
+
+    def run(config: str, flags: list[str]) -> Simulation:
+        seen.append(Path(config).stem)
+        return needing(10) if "--use_peft" in flags else offloaded if "offload" in config else needing(60)
+
+    tried = cards.try_proposals(cards.make_plan(found), found, config, run, host=64e9)
+    fits = {row["change"].split()[0]: row["fits"] for row in tried if "--use_peft" not in row["change"]}
+    assert fits["1x3090_offload"] == "no" and tried[-1]["fits"] == "yes" and tried[-1]["needs_host"] < 64
+    assert "1x3090_offload" in seen and seen[-1] == "1x3090"
+    assert cards.try_proposals(cards.make_plan(offloaded), offloaded, config, run, host=64e9), "it fits the GPU only"
 
 
 def test_proposals_keep_global_batch_size_of_flag():

@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_not_chosen():
 def test_what_was_always_refused_is_one_error(error_of):
     """The run cannot be simulated with any config: the first reason is the message."""
     refused = {Option(path, 1, False): Refused("qwen2_fineweb_edu", path, f"--max_length: refused by {path}") for path in PATHS}
-    message = error_of(choose.option_with_least_memory, refused)
+    message = error_of(choose.option_with_least_memory, Machine("", 1, CARD), refused)
     assert message == f"--max_length: refused by {PATHS[0]}"
 
 

@@ -13,6 +13,7 @@ the same place between the slow and the fast end of their ranges, and links and 
 
 import dataclasses
 import importlib.metadata
+import math
 import re
 import statistics
 import tempfile
@@ -355,14 +356,20 @@ def try_proposals(
     config: str,
     run: Callable[[str, list[str]], Simulation | Refused],
     card: Card | None = None,
+    host: float = math.inf,
 ) -> list[dict[str, Any]]:
     """Simulates what could make the run fit, the cheapest change first, until one does; [] if it fits already.
 
-    The target is `card`, or the one that the config is for. `run(config, flags)` simulates. A change that saves memory is kept,
-    and the next one is tried on top of it. Returns `{"change", "needs", "fits", "card"}` of each.
+    The target is `card`, or the one that the config is for, on nodes with `host` bytes of memory. `run(config, flags)` simulates.
+    A change that saves memory is kept, and the next one is tried on top of it. Returns `{"change", "needs", "needs_host",
+    "fits", "card"}` of each.
     """
     card = card or card_of_config(config)
-    if fits(card, found, found.peak.bytes):
+
+    def is_enough(simulated: Simulation) -> bool:
+        return fits(card, simulated, simulated.peak.bytes) and host_memory(simulated) <= host
+
+    if is_enough(found):
         return []
     kept, rows, best = [], [], plan["peak_gpu_gb"] + plan["reserve_gb"]
     for other_config, flags in proposals(found, config):
@@ -370,12 +377,13 @@ def try_proposals(
         if isinstance(simulated, Refused):
             continue
         peak = simulated.peak.bytes
-        needs, is_enough = gb(peak) + gb(reserve(simulated, peak, card)), fits(card, simulated, peak)
-        words = [Path(other_config or config).stem, *kept, *flags]
-        rows.append({"change": " ".join(words), "needs": needs, "fits": "yes" if is_enough else "no", "card": card.name})
-        if is_enough:
+        needs, needs_host = gb(peak) + gb(reserve(simulated, peak, card)), host_memory(simulated)
+        change = " ".join([Path(other_config or config).stem, *kept, *flags])
+        row = {"change": change, "needs": needs, "needs_host": gb(needs_host), "card": card.name}
+        rows.append(row | {"fits": "yes" if is_enough(simulated) else "no"})
+        if is_enough(simulated):
             break
-        if needs < 0.98 * best:
+        if needs < 0.98 * best and (needs_host <= host or needs_host <= host_memory(found)):
             kept, best, config = [*kept, *flags], needs, other_config or config
     return rows
 

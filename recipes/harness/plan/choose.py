@@ -201,9 +201,14 @@ def is_possible(machine: Machine, found: Simulation | Refused | None) -> bool:
     """Whether a run fits GPU and host memory with their margins, in a dtype that the GPU computes in."""
     if found is None or isinstance(found, Refused):
         return False
-    if cards.host_memory(found) > (1 - HOST_MARGIN) * machine.host:
+    if cards.host_memory(found) > usable_host(machine):
         return False
     return cards.fits(with_margin(machine.card), found, found.peak.bytes)
+
+
+def usable_host(machine: Machine) -> float:
+    """Bytes of host memory of a node, without a margin."""
+    return (1 - HOST_MARGIN) * machine.host
 
 
 def with_margin(card: Card) -> Card:
@@ -398,12 +403,15 @@ def on_machine(machine: Machine, found: Simulation, price: float, within: float)
     }
 
 
-def option_with_least_memory(found: dict[Option, Simulation | Refused]) -> tuple[Option, Simulation]:
-    """The option that needs least GPU memory. Raises UserError, with the first reason, if every option was refused."""
+def option_with_least_memory(machine: Machine, found: dict[Option, Simulation | Refused]) -> tuple[Option, Simulation]:
+    """The option that needs least GPU memory, of those for which the host has enough, if there are any.
+
+    Raises UserError, with the first reason, if every option was refused.
+    """
     simulated = [(option, simulation) for option, simulation in found.items() if isinstance(simulation, Simulation)]
     if not simulated:
         raise UserError(next(refused.reason for refused in found.values() if isinstance(refused, Refused)))
-    return min(simulated, key=lambda pair: pair[1].peak.bytes)
+    return min(simulated, key=lambda pair: (cards.host_memory(pair[1]) > usable_host(machine), pair[1].peak.bytes))
 
 
 def propose(
@@ -414,7 +422,8 @@ def propose(
     def run_on_top(config: str, more: list[str]) -> Simulation | Refused:
         return run(config, [*option.flags, *more])
 
-    return cards.try_proposals(cards.make_plan(found), found, option.config, run_on_top, with_margin(machine.card))
+    card, host = with_margin(machine.card), usable_host(machine)
+    return cards.try_proposals(cards.make_plan(found), found, option.config, run_on_top, card, host)
 
 
 def cached_simulation(path: Path) -> Simulation | None:

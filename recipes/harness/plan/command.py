@@ -319,7 +319,7 @@ def propose_changes(
         words, launched = [*arguments, *grid.common_flags, *more], grid.launched(recipe, path)
         return run(can_fork, recipe, configs.read(path), words, optional=True, launched=launched)
 
-    option, least = choose.option_with_least_memory(found)
+    option, least = choose.option_with_least_memory(machine, found)
     pages.print_progress(f"No combination fits {machine.name} with its margin: trying what would make it fit …")
     return choose.propose(machine, option, least, run_again)
 

@@ -100,8 +100,8 @@ def print_proposals(tried: list[dict[str, Any]]) -> None:
     if not tried:
         return
     print(f"\nTo fit {tried[0]['card']}, each simulated:")
-    rows = [(change["change"], f"{change['needs']:.1f}", change["fits"]) for change in tried]
-    print_table([("change", "GB per GPU with margin", "fits"), *rows])
+    rows = [(change["change"], f"{change['needs']:.1f}", f"{change['needs_host']:.0f}", change["fits"]) for change in tried]
+    print_table([("change", "GB per GPU with margin", "GB host", "fits"), *rows])
 
 
 def print_choice(plan: dict[str, Any]) -> None:

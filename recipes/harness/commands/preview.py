@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,7 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
 
     from trl.data_utils import is_conversational
 
-    whole, conversational = {}, []
+    whole, conversational = {}, []  # tokenized rows of each split before truncation and packing; is each split conversational?
 
     def record(split: str, rows: Any, tokenized: Any) -> None:
         conversational.append(is_conversational(next(iter(rows))))
@@ -129,26 +129,17 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
     load_small_models(lambda config: tiny.shrink(config, {"vocab_size": config.get_text_config().vocab_size}))
     trainer = build_trainer(dataclasses.replace(launched, only_check=False), arguments)
 
-    packed = list(itertools.islice(trainer.train_dataset, FIRST_ROWS))
     evaluated = trainer.eval_dataset or []
-    splits = {"train": packed, **(evaluated if isinstance(evaluated, dict) else {"eval": evaluated})}
-    documents = {"train": [], "eval": []}
-    for split, rows in splits.items():
-        rows = itertools.islice(whole.get(split, rows), FIRST_ROWS)
-        found = [document for row in rows for document in documents_of(row)]
-        documents["train" if split == "train" else "eval"] += found
-    args = trainer.args
-    kept = documents["train"]
-    length = getattr(args, "max_length", None)
-    if "train" in whole and length and not (getattr(args, "packing", False) and args.packing_strategy != "bfd"):
-        kept = [(ids[:length], labels[:length]) for ids, labels in kept]  # the other strategies split long documents
+    evaluated = evaluated if isinstance(evaluated, dict) else {"eval": evaluated}
+    packed = list(itertools.islice(trainer.train_dataset, FIRST_ROWS))
+    train = first_documents(whole.get("train", packed))
     data = read_json(Path(trainer.args.output_dir, DATA))
     total = data["trained_rows"] if data.get("is_complete") else count_training_rows(script_args)
     rows = PreviewRows(
         packed=packed,
-        train=documents["train"],
-        eval=documents["eval"],
-        kept=kept,
+        train=train,
+        eval=[document for split, used in evaluated.items() for document in first_documents(whole.get(split, used))],
+        kept=truncate(train, trainer.args) if "train" in whole else train,
         is_whole_known="train" in whole,
         is_conversational=any(conversational),
         total=total or (script_args.keeps_samples and script_args.max_samples) or None,
@@ -156,6 +147,21 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
         data=data,
     )
     return trainer, rows, checked
+
+
+def first_documents(rows: Iterable[dict]) -> list[Document]:
+    """The documents of the first rows."""
+    from harness.data.loading import FIRST_ROWS
+
+    return [document for row in itertools.islice(rows, FIRST_ROWS) for document in documents_of(row)]
+
+
+def truncate(documents: list[Document], args: Any) -> list[Document]:
+    """What the trainer keeps of documents that are longer than --max_length: other strategies of packing than bfd split them."""
+    length = getattr(args, "max_length", None)
+    if not length or (getattr(args, "packing", False) and args.packing_strategy != "bfd"):
+        return documents
+    return [(ids[:length], labels[:length]) for ids, labels in documents]
 
 
 def what_is_trained(small_model: Any, model_args: Any) -> dict[str, Any]:

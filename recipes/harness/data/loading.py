@@ -562,26 +562,24 @@ def check_column_map(script_args: ScriptArguments) -> None:
 
 def find_conversion(script_args: ScriptArguments, rows: Dataset | IterableDataset) -> Conversion:
     """How rows are converted: to the first of `dataset_formats` that fits the first ones. Raises UserError if none does."""
-    name, accepted, text_field = script_args.display_name, script_args.dataset_formats, script_args.text_field
+    name, accepted = script_args.display_name, script_args.dataset_formats
     with hub_errors("dataset", name):
         first = list(rows.take(ROWS_TO_CHECK))
     if not first:
         raise UserError(f"dataset {name}: it is empty: no rows in {rows.split or script_args.dataset_train_split}")
-    columns, column_map = rows.column_names or list(first[0]), script_args.column_map
-    if column_map and script_args.label:  # each dataset of a mixture has some of these columns
-        column_map = {old: new for old, new in column_map.items() if old in columns} or None
-    for old in column_map or {}:
-        if old not in columns:
-            raise UserError(f"--column_map: {name} has no column {old}, it has {', '.join(columns)}")
+    columns = rows.column_names or list(first[0])
     settings = {
         "format": "",
-        "text_field": text_field,
-        "column_map": column_map,
+        "text_field": script_args.text_field,
+        "column_map": find_column_map(script_args, columns),
         "structs": tuple(column for column, kind in (rows.features or {}).items() if has_struct(kind)),
         "as_messages": False,
     }
+    if not accepted:
+        return Conversion(settings, columns, None, [], first, splits_answers=False, cuts_texts=False)
+    # If nothing can be used of the first rows, some of the following ones may be complete.
     for searched in (first, itertools.islice(rows, ROWS_TO_CHECK, ROWS_TO_SEARCH)):
-        candidates = list(searched) if accepted else []
+        candidates = list(searched)
         for format in accepted:
             settings["format"] = format
             usable = (new for row in candidates if (new := formats.convert(row, **settings)))
@@ -599,15 +597,29 @@ def find_conversion(script_args: ScriptArguments, rows: Dataset | IterableDatase
                 )
                 conversion.features = features_for(script_args, conversion)
                 return conversion
-    if accepted:
-        wanted = " or ".join(formats.DESCRIPTIONS[format] for format in accepted)
-        mismatch = formats.explain_mismatch(first, accepted, text_field, script_args.column_map)
-        advice = ""
-        if not script_args.column_map and (mapping := formats.suggest_column_map(first, accepted, text_field)):
-            advice = f", or the flag --column_map '{json.dumps(mapping)}'"
-        raise UserError(f"--dataset_name: {name} {mismatch}; this recipe needs {wanted}{advice}")
-    settings["format"] = ""
-    return Conversion(settings, columns, None, [], first, splits_answers=False, cuts_texts=False)
+    raise UserError(explain_no_format(script_args, first))
+
+
+def find_column_map(script_args: ScriptArguments, columns: list[str]) -> dict[str, str] | None:
+    """--column_map for a dataset with these columns. Raises UserError if the dataset lacks one of them."""
+    column_map = script_args.column_map
+    if column_map and script_args.label:  # each dataset of a mixture has some of these columns
+        return {old: new for old, new in column_map.items() if old in columns} or None
+    for old in column_map or {}:
+        if old not in columns:
+            raise UserError(f"--column_map: {script_args.display_name} has no column {old}, it has {', '.join(columns)}")
+    return column_map
+
+
+def explain_no_format(script_args: ScriptArguments, first: list[dict]) -> str:
+    """The error message for a dataset whose first rows have none of the formats of the recipe."""
+    accepted, text_field = script_args.dataset_formats, script_args.text_field
+    wanted = " or ".join(formats.DESCRIPTIONS[format] for format in accepted)
+    mismatch = formats.explain_mismatch(first, accepted, text_field, script_args.column_map)
+    advice = ""
+    if not script_args.column_map and (mapping := formats.suggest_column_map(first, accepted, text_field)):
+        advice = f", or the flag --column_map '{json.dumps(mapping)}'"
+    return f"--dataset_name: {script_args.display_name} {mismatch}; this recipe needs {wanted}{advice}"
 
 
 def features_for(script_args: ScriptArguments, conversion: Conversion) -> Features | None:

@@ -31,6 +31,8 @@ SAMPLE = 100  # rows
 PROCESSES = 8  # of a run whose config is not known yet, where the number matters
 GB = 1e9
 
+Wanted = dict[tuple[str, str], dict[str, Any]]  # ("model" or "dataset", its Hub ID): options of `snapshot_download`
+
 
 def main(words: list[str]) -> int:
     options = [word for word in words[:1] if word == "--tiny"]
@@ -62,57 +64,18 @@ def build(launched: Launched, arguments: list[str]) -> None:
 
 def download(script_args: Any, training_args: Any, model_args: Any, attention: list[str]) -> None:
     """Downloads the files of model and dataset that are not here. An interrupted download continues."""
-    from harness.data import reading
-    from harness.data.script_arguments import each_dataset
     from harness.model.loading import has_documents
-    from harness.model.quantized import WEIGHT_FILES, quantized_folder
 
-    from datasets.config import HF_DATASETS_CACHE
     from huggingface_hub import snapshot_download
-    from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     disable_progress_bars()
-    model, datasets = model_args.model_name_or_path, each_dataset(script_args)
-    quantizes = model_args.load_in_4bit and not quantized_folder(model_args).is_dir()
-    wanted, streams, arrow_bytes = {}, [], 0
-    if Path(model).is_dir():
-        weights = [file.stat().st_size for file in Path(model).glob("*.safetensors")]
-    else:
-        weights = []
-        has_weights = model_args.load_in_4bit and not quantizes
-        patterns = SETTINGS if has_weights else [*SETTINGS, *WEIGHT_FILES["allow_patterns"]]
-        wanted["model", model] = {**WEIGHT_FILES, "revision": model_args.model_revision, "allow_patterns": patterns}
-    for one in datasets:
-        if reading.is_local(one.dataset_name):
-            continue
-        with hub_errors("dataset", one.dataset_name):
-            files, record, size = files_of_dataset(one, training_args, model_args)
-        arrow_bytes += size
-        names = [glob.escape(path_in_repository(address)) for addresses in files.values() for address in addresses]
-        if names:
-            wanted.setdefault(("dataset", one.dataset_name), {"repo_type": "dataset", "allow_patterns": []})
-            wanted["dataset", one.dataset_name]["allow_patterns"] += names
-        if record:
-            streams.append((one, files, record))
-
-    missing = {}
-    for (kind, name), options in wanted.items():
-        sizes = file_sizes(kind, name, options)
-        missing[kind, name] = sum(size for size, is_here in sizes if not is_here)
-        if kind == "model":
-            weights = [size for size, _ in sizes]
-    parts = [f"{kind} {name} {readable(size)}" for (kind, name), size in missing.items() if size]
-    print_once(f"To download: {', '.join(parts) or 'nothing, model and dataset are on this machine'}.")
-    folders = [(HF_HUB_CACHE, sum(missing.values())), (HF_DATASETS_CACHE, arrow_bytes)]
-    if quantizes:
-        folders.append((quantized_folder(model_args), round(0.3 * sum(weights))))  # 4.5 bits of 16, and what stays in 16 bits
-        check_memory(model, max(weights, default=0))
-    check_disk(folders)
-
-    snapshots = {}
+    of_datasets, streams, converted_bytes = wanted_of_datasets(script_args, training_args, model_args)
+    wanted = wanted_of_model(model_args) | of_datasets
+    check_space(wanted, model_args, converted_bytes)
     if not training_args.disable_tqdm:
         enable_progress_bars()
+    snapshots = {}
     for (kind, name), options in wanted.items():
         with hub_errors(kind, name):
             snapshots[kind, name] = Path(snapshot_download(name, **options))
@@ -120,6 +83,67 @@ def download(script_args: Any, training_args: Any, model_args: Any, attention: l
         link_stream_files(one, files, record, snapshots["dataset", one.dataset_name])
     if not has_documents(training_args):  # for packed rows PyTorch has it
         print_once(about_flash_attention(attention))
+
+
+def will_quantize(model_args: Any) -> bool:
+    """Whether the 4-bit weights are still to be made."""
+    from harness.model.quantized import quantized_folder
+
+    return model_args.load_in_4bit and not quantized_folder(model_args).is_dir()
+
+
+def wanted_of_model(model_args: Any) -> Wanted:
+    """The files of a model on the Hub; without its weights if only its 4-bit ones are loaded, and they are here."""
+    from harness.model.quantized import WEIGHT_FILES
+
+    name = model_args.model_name_or_path
+    if Path(name).is_dir():
+        return {}
+    has_quantized = model_args.load_in_4bit and not will_quantize(model_args)
+    patterns = SETTINGS if has_quantized else [*SETTINGS, *WEIGHT_FILES["allow_patterns"]]
+    return {("model", name): {**WEIGHT_FILES, "revision": model_args.model_revision, "allow_patterns": patterns}}
+
+
+def wanted_of_datasets(script_args: Any, training_args: Any, model_args: Any) -> tuple[Wanted, list[tuple], int]:
+    """The files of the datasets on the Hub, what `link_stream_files` needs of each stream, and the others' bytes once converted."""
+    from harness.data import reading
+    from harness.data.script_arguments import each_dataset
+
+    wanted, streams, converted_bytes = {}, [], 0
+    for one in each_dataset(script_args):
+        if reading.is_local(one.dataset_name):
+            continue
+        with hub_errors("dataset", one.dataset_name):
+            files, record, size = files_of_dataset(one, training_args, model_args)
+        converted_bytes += size
+        names = [glob.escape(path_in_repository(address)) for addresses in files.values() for address in addresses]
+        if names:
+            wanted.setdefault(("dataset", one.dataset_name), {"repo_type": "dataset", "allow_patterns": []})
+            wanted["dataset", one.dataset_name]["allow_patterns"] += names
+        if record:
+            streams.append((one, files, record))
+    return wanted, streams, converted_bytes
+
+
+def check_space(wanted: Wanted, model_args: Any, converted_bytes: int) -> None:
+    """Prints how much there is to download. Raises UserError if disk or host memory is too small for what follows."""
+    from harness.model.quantized import quantized_folder
+
+    from datasets.config import HF_DATASETS_CACHE
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    model = model_args.model_name_or_path
+    sizes = {repository: file_sizes(*repository, options) for repository, options in wanted.items()}
+    missing = {repository: sum(size for size, is_here in files if not is_here) for repository, files in sizes.items()}
+    parts = [f"{kind} {name} {readable(size)}" for (kind, name), size in missing.items() if size]
+    print_once(f"To download: {', '.join(parts) or 'nothing, model and dataset are on this machine'}.")
+    folders = [(HF_HUB_CACHE, sum(missing.values())), (HF_DATASETS_CACHE, converted_bytes)]
+    if will_quantize(model_args):
+        weights = [size for size, _ in sizes.get(("model", model), ())]
+        weights = weights or [file.stat().st_size for file in Path(model).glob("*.safetensors")]
+        folders.append((quantized_folder(model_args), round(0.3 * sum(weights))))  # 4.5 bits of 16, and what stays in 16 bits
+        check_memory(model, max(weights, default=0))
+    check_disk(folders)
 
 
 def about_flash_attention(attention: list[str]) -> str:

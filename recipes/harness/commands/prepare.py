@@ -105,7 +105,7 @@ def wanted_of_model(model_args: Any) -> Wanted:
 
 
 def wanted_of_datasets(script_args: Any, training_args: Any, model_args: Any) -> tuple[Wanted, list[tuple], int]:
-    """The files of the datasets on the Hub, what `link_stream_files` needs of each stream, and the others' bytes once converted."""
+    """The files of the datasets on the Hub, what `link_stream_files` needs of each stream, and the bytes of the others."""
     from harness.data import reading
     from harness.data.script_arguments import each_dataset
 

@@ -38,6 +38,15 @@ def without_code(text: str) -> str:
     return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_tables_are_whole(path):
+    """An empty line in a table would end it: the lines after it would be printed with their bars."""
+    for table in re.findall(r"(?:^\|.*\n)+", without_code(PAGES[path]), re.MULTILINE):
+        lines = table.splitlines()
+        assert len(lines) > 2 and re.fullmatch(r"[|\-: ]+", lines[1]), table
+        assert len({len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line))) for line in lines}) == 1, table
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=shlex.join)
 def test_command_exists(command):
     while "=" in command[0]:  # variables before the program

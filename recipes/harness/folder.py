@@ -119,7 +119,7 @@ def check_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
         raise UserError(f"--output_dir: {folder} is a file, expected a folder")
     existing = _read_run_file(folder)
     if existing:
-        lock(folder).release()
+        lock(folder).release()  # raises UserError if another process holds it
     _check_same_run(folder, existing, identity, is_default)
 
 

@@ -393,6 +393,7 @@ class Meeting(contextlib.AbstractContextManager):
         return f"node {rank} ({self.known[rank]['host']})" if rank in self.known else f"node {rank}"
 
     def _open_store(self, host: str, port: int) -> Any:
+        """The store in which the nodes meet: node 0 opens it, the others wait for it. Exits if it is not the one of this run."""
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the messages here replace torch's
         from torch.distributed import TCPStore
 

@@ -23,6 +23,7 @@ WRAPPER = "model."  # accelerate saves the weights of a sharded model below this
 
 
 def main(run: str, out: str = "") -> int:
+    """Merges the adapter, or the sharded checkpoint, in `run` into `out`, by default `run`/merged; returns the exit code."""
     source = Path(run)
     if not source.is_dir():
         raise UserError(f"{run} is not a folder: pass the folder of a run or of a checkpoint")

@@ -35,6 +35,7 @@ Wanted = dict[tuple[str, str], dict[str, Any]]  # ("model" or "dataset", its Hub
 
 
 def main(words: list[str]) -> int:
+    """`words`: [--tiny] RECIPE, then its flags. Returns the exit code."""
     options = [word for word in words[:1] if word == "--tiny"]
     recipe, *arguments = words[len(options) :]
     flags.check_flags(Path(recipe), arguments)

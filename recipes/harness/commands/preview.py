@@ -62,6 +62,7 @@ class PreviewRows:
 
 
 def main(words: list[str]) -> int:
+    """`words`: [--tiny] RECIPE [--json] [--full [NUMBER]], then the flags of the recipe. Returns 1 if there are warnings."""
     options = [word for word in words[:1] if word == "--tiny"]
     recipe, *arguments = words[len(options) :]
     as_json = "--json" in arguments
@@ -188,6 +189,7 @@ def documents_of(row: dict) -> list[Document]:
 
 
 def print_rows(tokenizer: Any, rows: PreviewRows) -> None:
+    """Prints the first sequences; of a packed one, the first documents."""
     has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     key = "green tokens count in the loss, grey ones do not" if has_colour else "tokens in ⟦ ⟧ count in the loss"
     print_once(f"\nThe first sequences as the model sees them: {key}; special tokens are {'bold' if has_colour else 'marked ◆'}.")
@@ -213,7 +215,10 @@ def print_document(tokenizer: Any, rows: PreviewRows, number: int) -> None:
 
 
 def paint(tokenizer: Any, ids: list[int], labels: list[int], has_colour: bool, is_complete: bool = False) -> str:
-    """A document as text, without its middle if it is long, unless `is_complete`."""
+    """A document as text: tokens in the loss in ⟦ ⟧ and special ones with ◆, or both in colour. A long one without its middle.
+
+    `is_complete`: also the middle.
+    """
     if len(ids) > 2 * (SHOWN_START + SHOWN_END) and not is_complete:
         hidden = f"\n… {len(ids) - SHOWN_START - SHOWN_END:,} tokens …\n"
         start = paint(tokenizer, ids[:SHOWN_START], labels[:SHOWN_START], has_colour)
@@ -271,6 +276,8 @@ def summarize(args: Any, rows: PreviewRows, batches: list[dict], script_args: An
 
 
 def print_numbers(numbers: dict[str, Any]) -> None:
+    """Prints what `summarize` and `what_is_trained` have found, a line for each."""
+
     from harness.run.outputs import describe_training
 
     if numbers["parameters"]:

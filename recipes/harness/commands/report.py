@@ -41,6 +41,7 @@ COMPARED = ("recipe", "model", "dataset", "device", "tiny")
 
 
 def main(*words: str) -> None:
+    """`words`: folders of runs, files with plans, --json. Prints a table and draws a picture, or prints the runs as JSON."""
     as_json, plans = "--json" in words, [word for word in words if word.endswith(".json")]
     folders = [Path(word) for word in words if word != "--json" and word not in plans]
     if not folders:
@@ -104,6 +105,7 @@ def _identity(run: dict[str, Any]) -> tuple[str, str, int]:
 
 
 def table_row(run: dict[str, Any]) -> tuple[str, ...]:
+    """The cells of a run, in the order of COLUMNS."""
     forecast = run.get("forecast") or {}
     return (
         run["name"],

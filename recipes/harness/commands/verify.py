@@ -76,6 +76,7 @@ Losses = list[tuple[float, int]]  # of each row: the sum over its tokens in the 
 
 
 def main(run: str, *words: str) -> int:
+    """`run`: its output directory; `words`: see `read_words`. Returns 1 if a check failed, otherwise 0."""
     model, name, as_json = read_words(words)
     folder = Path(run)
     check_saved_model(folder)
@@ -542,7 +543,7 @@ def check_gguf(path: Path, loaded: Any, expected: dict, rows: list[Row]) -> list
 
 
 def check_gguf_prompts(path: Path, model: Any, expected: dict) -> list[Check]:
-    """Prompts by the file's own chat template and tokenizer, and where it stops."""
+    """Checks the tokens of the prompts, by the chat template and tokenizer in the file, and the tokens at which it stops."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     template = model.metadata.get("tokenizer.chat_template", "")

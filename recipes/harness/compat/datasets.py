@@ -191,6 +191,7 @@ class WeightedSources(_BaseExamplesIterable):
         return self._state_dict
 
     def __iter__(self) -> Iterator[tuple[str, dict]]:
+        """Rows of the sources in turn; how many were taken of each is in the state."""
         taken = list(self._state_dict["taken"]) if self._state_dict else [0] * len(self.ex_iterables)
         first = numpy.random.default_rng(self.seed).random(len(taken))  # parts begin with different sources
         iterators = [iter(source) for source in self.ex_iterables]

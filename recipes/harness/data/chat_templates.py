@@ -249,6 +249,7 @@ def _parts(turns: list[dict], tools: list[dict] | None) -> Iterator[tuple[str, s
 
 
 def _leaves(value: Any) -> Iterator[str]:
+    """All keys, strings and numbers in a value of JSON, as a template writes them."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield str(key)

@@ -127,6 +127,7 @@ def _to_instruction(row: dict, text_field: str) -> dict:
 
 
 def _to_messages(row: dict, text_field: str) -> dict:
+    """A row with messages, or with a prompt and a completion that are messages. Raises SkippedRow if it has no answer."""
     extra = _template_columns(row)
     for column in ("messages", "conversations"):
         if turns := _turns_of(row.get(column), is_conversation=True):

@@ -297,6 +297,7 @@ def cut_row(row: dict) -> dict:
 
 
 def cut_texts(value: Any, letters: int) -> Any:
+    """`value` with every string in it cut to `letters` letters; strings of JSON stay JSON, and <think> tags stay whole."""
     if isinstance(value, dict):
         return {name: cut_texts(part, letters) for name, part in value.items()}
     if isinstance(value, list):

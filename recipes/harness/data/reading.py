@@ -82,6 +82,7 @@ def local_files(name: str | None) -> list[Path]:
 
 
 def _local_paths(name: str | None) -> list[Path]:
+    """The paths that `--dataset_name` names: one, or several or globs, separated by commas or spaces; [] if one is missing."""
     path = Path(name or "").expanduser().absolute()
     if not name or path.exists():
         return [path] if name else []
@@ -201,6 +202,7 @@ def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
 
 
 def _open_files(name: str, config: str | None, streaming: bool, text_rows: str | None) -> dict[str, Split]:
+    """The rows of each split of local files. `text_rows`: see --text_rows; only Parquet and Arrow files have a config."""
     by_split, kind, _, _ = choose_files(name, config)
     if text_rows and kind != "text":
         raise UserError(f"--text_rows is for text files, but {name} is read as {kind}: leave out the flag")
@@ -490,7 +492,7 @@ def _separator_of(path: Path) -> str:
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, dict]]:
-    """Every value is a text, also NA, None and 007."""
+    """The rows of a CSV file, with the numbers of their lines. Every value is a text, also NA, None and 007."""
     reader = csv.reader((line for _, line in read_lines(path)), delimiter=_separator_of(path), strict=False)
     header: list[str] = []
     try:
@@ -511,6 +513,7 @@ def _read_csv(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def _read_text(path: Path, row_of: str) -> Iterator[tuple[int, dict]]:
+    """The rows of a text file, with the number of the line where each begins. `row_of`: line, paragraph or document."""
     lines = ((number, line.rstrip("\r\n")) for number, line in read_lines(path))
     if row_of == "line":
         yield from ((number, {"text": line}) for number, line in lines)

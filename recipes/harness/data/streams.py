@@ -118,6 +118,9 @@ class PartPosition:
 class MicroBatches(torch.utils.data.IterableDataset):
     """The micro-batches of one process, as `(rows, positions)`, without end.
 
+    The micro-batches of a step, on all processes together, are numbered: each number is a slot. Slot n has rows of the part
+    n mod (number of parts).
+
     `positions` is {} but for the last micro-batch of a step (in each process of a DataLoader): there it has the positions after
     the step of the parts that this process saves, those whose first slot it has.
 
@@ -140,21 +143,22 @@ class MicroBatches(torch.utils.data.IterableDataset):
         self.parts = {part: stream.shard(len(positions), part) for part in parts}
 
     def __iter__(self) -> Iterator[tuple[list[dict], dict[int, PartPosition]]]:
+        """Yields, for each slot of this process, its rows and, with the last slot of a step, the positions to store."""
         worker = torch.utils.data.get_worker_info()
         own = self.own[worker.id :: worker.num_workers] if worker else self.own
         of = len(self.positions)
         sources = {part: self._rows_of(part) for part in {slot % of for slot in own}}
         counts = {part: self.positions[part].rows for part in sources}
         for step in itertools.count():
-            next_slot = {part: part for part in sources}
+            next_slot = {part: part for part in sources}  # of each part, the first slot that was not read yet
             for slot in own:
                 part = slot % of
-                self._read(sources[part], (slot - next_slot[part]) // of)  # those of other processes
+                self._read(sources[part], (slot - next_slot[part]) // of)  # skips the slots of other processes
                 rows = self._read(sources[part], 1)
                 next_slot[part] = slot + of
                 positions = {}
                 if slot == own[-1]:
-                    for part, source in sources.items():
+                    for part, source in sources.items():  # the rest of the step is for other processes too
                         self._read(source, len(range(next_slot[part], self.slots, of)))
                         counts[part] += self.rows * len(range(part, self.slots, of))
                         if part in own:  # also the number of its first slot

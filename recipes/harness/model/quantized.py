@@ -191,6 +191,8 @@ def install_byte_check(model: torch.nn.Module) -> None:
         torch.compiler.set_stance("force_eager")  # compiled layers would call the hooks again after their removal
 
     def install(module: torch.nn.Module, loaded: str) -> None:
+        """Compares the bytes of a weight with what was loaded, before the first forward pass of its module."""
+
         def compare(module: torch.nn.Module, inputs: tuple) -> None:
             hook.remove()
             if _digest(module.weight) != loaded:

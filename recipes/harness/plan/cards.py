@@ -213,6 +213,7 @@ def seconds_at(parts: StepParts, product_rate: float, memory_rate: float, place:
 
 
 def step_parts(card: Card, found: Simulation) -> StepParts:
+    """The seconds of a step by what they are spent on; pairs are the slow and the fast end."""
     flops, moved = found.step.flops, found.step.moved
     single = flops.get("torch.float32", 0)
     half = sum(flops.values()) - single

@@ -227,6 +227,8 @@ def run(
 def simulate_quietly(
     launched: Launched, config: AccelerateConfig, arguments: list[str], optional: bool, with_evaluation: bool = True
 ) -> "Simulation | Refused":
+    """A simulation without the output of libraries; if the run is refused and that is `optional`, the reason."""
+
     from harness.plan.fakes import Fakes
     from harness.plan.simulation import Refused, simulate
 

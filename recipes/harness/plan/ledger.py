@@ -103,6 +103,7 @@ class Ledger(TorchDispatchMode):
         self._storages = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Runs an operator on fake tensors, and counts its outputs, its FLOPs, and the bytes that it moves or touches."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local tensor comes next
         result = func(*args, **kwargs or {})
@@ -430,6 +431,7 @@ class Pool:
         self.users: collections.Counter = collections.Counter()  # blocks in use, by the address of their page or segment
 
     def allocate(self, size: int) -> Block:
+        """A free block of at least `size` bytes, split if it is larger; its pages are counted as held."""
         block = self._take(size) or self._grow(size)
         rest = block.size - size
         if rest >= SMALLEST_BLOCK and (self.is_small or self.is_expandable or rest > SMALL):

@@ -86,6 +86,7 @@ def make_replacements(script_args: ScriptArguments, model_args: ModelConfig) -> 
 
 
 def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Makes a folder unless it exists. It appears when it is complete, so several rehearsals may make it at a time."""
     if folder.is_dir():
         return
     draft = folder.with_name(f"{folder.name}.{os.getpid()}")
@@ -369,6 +370,8 @@ def config_file(name: str, revision: str) -> Path:
 
 
 def _load_config_and_tokenizer(name: str, revision: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerFast]:
+    """The config of a model, and its tokenizer with a small vocabulary. Raises UserError if it has none that can be trained."""
+
     from transformers import AutoConfig, AutoTokenizer
 
     check_model_exists(name, revision)

@@ -74,6 +74,7 @@ class Checkpoints(TrainerCallback):
         model: torch.nn.Module | None = None,
         **kwargs: object,
     ) -> None:
+        """Waits until all files of a checkpoint are on the disk, then writes its completion marker."""
         process, checkpoint = PartialState(), self.output_dir / f"checkpoint-{state.global_step}"
         progress = self.progress.so_far()
         process.wait_for_everyone()

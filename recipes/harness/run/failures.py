@@ -62,6 +62,8 @@ def exit_if_out_of_memory(error: Exception) -> None:
 
 
 def _memory_message(error: Exception) -> str:
+    """When memory ran out, of which device, and the flags that save most of it then."""
+
     import torch
     from transformers import Trainer
 
@@ -174,6 +176,8 @@ def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
 
 
 def exit_if_disk_failed(error: Exception, trainer: Any) -> None:
+    """Exits with one message if the output directory is full, cannot be written or is gone; returns for other errors."""
+
     from harness.run.checkpoints import is_incomplete
 
     run = Path(trainer.args.output_dir)

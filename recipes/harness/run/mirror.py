@@ -473,6 +473,7 @@ class Mirror(TrainerCallback):
     # During the training
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Uploads the checkpoint in the background, after the upload of the one before."""
         if not self.storage:
             return
         began, running = time.monotonic(), self.upload or self.completion

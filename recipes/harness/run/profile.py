@@ -148,6 +148,7 @@ class MeasuredTensors(TrainerCallback):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: object,
     ) -> None:
+        """Adds up what the step has allocated and freed; its peak is the largest sum."""
         if self.profiler is None:
             return
         self.profiler.stop()

@@ -195,6 +195,7 @@ class MeanEvaluation(TrainerCallback):
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs: object
     ) -> None:
+        """Logs the mean once the last of the datasets was evaluated."""
         datasets = self.trainer.eval_dataset
         if not isinstance(datasets, dict):
             return

@@ -108,6 +108,7 @@ class AfterWrapping(TrainerCallback):
         model: torch.nn.Module | None = None,
         **kwargs: object,
     ) -> None:
+        """Checks the sharding, which accelerate has just done, and sets what can only be set on a sharded model."""
         if self.config.path:
             check_sharding(model, self.accelerator, self.config, self.processes)
         if not self.config.reshard_after_backward:

@@ -332,6 +332,7 @@ class BatchReader(TrainerCallback):
         return step
 
     def _read(self, iterator: Iterator, count: int) -> list[dict]:
+        """The micro-batches of the next step; [] on all processes, and the training stops, if one of them lost the Hub."""
         batches, after = [], None
         try:
             batches, after = self._next_step(iterator, count)
@@ -404,6 +405,7 @@ class StopOnNan(TrainerCallback):
         model: torch.nn.Module | None = None,
         **kwargs: object,
     ) -> None:
+        """Stops the run, on all processes, if a trained weight is NaN or infinite."""
         trained = [local_tensor(weight.detach()) for weight in model.parameters() if weight.requires_grad]
         is_finite = all(bool(weight.isfinite().all()) for weight in trained)
         if not all(gather_object([is_finite])):

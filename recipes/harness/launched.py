@@ -96,6 +96,11 @@ def print_once(message: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of the pipe has exited; the run continues without it
 
 
+def readable_size(size: float) -> str:
+    """Bytes in words, with MB of 1e6 and GB of 1e9 bytes."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
 def last_signal() -> int:
     """The number of the last signal that was recorded, 0 if there was none."""
     return _last_signal

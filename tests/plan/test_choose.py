@@ -207,7 +207,7 @@ def test_what_does_not_fit_is_not_chosen():
     assert choose.is_possible(Machine("", 4, CARD), fitting)
     assert cards.fits(CARD, dataclasses.replace(fitting, peaks={"forward": Peak(int(22.5e9), {})}), 22.5e9)
     assert not choose.is_possible(Machine("", 4, CARD), dataclasses.replace(fitting, peaks={"forward": Peak(int(22.5e9), {})}))
-    assert not choose.is_possible(Machine("", 4, CARD, host=cards.host_memory(fitting)), fitting)
+    assert not choose.is_possible(Machine("", 4, CARD, host=cards.needed_host_memory(fitting)), fitting)
     assert not choose.is_possible(Machine("", 4, dataclasses.replace(CARD, bf16=False)), fitting)
     assert not choose.is_possible(Machine("", 4, CARD), Refused("", "", ""))
 

@@ -22,7 +22,7 @@ LONGEST_PROMPT = 4096  # tokens; the earliest turns of a longer conversation are
 def main(run: str, *words: str) -> None:
     new_tokens, folder = read_flag(words), Path(run)
     check_saved_model(folder)
-    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    model, tokenizer = load_model(folder), load_saved_tokenizer(folder)
     print_once(describe(folder, model, tokenizer))
     chat(model, tokenizer, new_tokens)
 
@@ -93,7 +93,7 @@ def find_quantized_weights(run: Path, results: dict) -> str:
     )
 
 
-def load_tokenizer(run: Path) -> Any:
+def load_saved_tokenizer(run: Path) -> Any:
     from transformers import AutoTokenizer
 
     with hub_errors("the tokenizer of", str(run)):
@@ -131,16 +131,16 @@ def chat(model: Any, tokenizer: Any, new_tokens: int) -> None:
             turns = []
         elif tokenizer.chat_template:
             turns.append({"role": "user", "content": line})
-            inputs = encode(tokenizer, turns)
+            inputs = encode_prompt(tokenizer, turns)
             while inputs["input_ids"].shape[1] > LONGEST_PROMPT and len(turns) > 1:
                 del turns[:2]  # a question and its answer
-                inputs = encode(tokenizer, turns)
+                inputs = encode_prompt(tokenizer, turns)
             turns.append({"role": "assistant", "content": generate(model, tokenizer, inputs, new_tokens)})
         else:
             generate(model, tokenizer, tokenizer(line.replace("\\n", "\n"), return_tensors="pt"), new_tokens)
 
 
-def encode(tokenizer: Any, turns: list[dict[str, str]]) -> Any:
+def encode_prompt(tokenizer: Any, turns: list[dict[str, str]]) -> Any:
     return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.folder import write_json
 from harness.hub import hub_errors
-from harness.launched import Launched, UserError, exit_on_user_error, print_once
+from harness.launched import Launched, UserError, exit_on_user_error, print_once, readable_size
 from harness.start import flags
 from harness.start.launch import build_trainer, check_recipe, gpu_features, set_environment
 
@@ -29,7 +29,6 @@ SETTINGS = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]  # files of a
 MARGIN = 1.1  # rows differ in length, and the sample that measures it is small
 SAMPLE = 100  # rows
 PROCESSES = 8  # of a run whose config is not known yet, where the number matters
-GB = 1e9
 
 Wanted = dict[tuple[str, str], dict[str, Any]]  # ("model" or "dataset", its Hub ID): options of `snapshot_download`
 
@@ -134,9 +133,9 @@ def check_space(wanted: Wanted, model_args: Any, converted_bytes: int) -> None:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     model = model_args.model_name_or_path
-    sizes = {repository: file_sizes(*repository, options) for repository, options in wanted.items()}
+    sizes = {repository: sizes_to_download(*repository, options) for repository, options in wanted.items()}
     missing = {repository: sum(size for size, is_here in files if not is_here) for repository, files in sizes.items()}
-    parts = [f"{kind} {name} {readable(size)}" for (kind, name), size in missing.items() if size]
+    parts = [f"{kind} {name} {readable_size(size)}" for (kind, name), size in missing.items() if size]
     print_once(f"To download: {', '.join(parts) or 'nothing, model and dataset are on this machine'}.")
     folders = [(HF_HUB_CACHE, sum(missing.values())), (HF_DATASETS_CACHE, converted_bytes)]
     if will_quantize(model_args):
@@ -259,7 +258,7 @@ def link_stream_files(script_args: Any, files: dict[str, list[str]], record: dic
     write_json(folder / PREPARED, record)
 
 
-def file_sizes(kind: str, name: str, options: dict) -> list[tuple[int, bool]]:
+def sizes_to_download(kind: str, name: str, options: dict) -> list[tuple[int, bool]]:
     """Of every wanted file of a repository: its bytes, and whether it is on this machine."""
     from huggingface_hub import snapshot_download
 
@@ -282,8 +281,8 @@ def check_disk(folders: list[tuple[Path | str, int]]) -> None:
         available, folder = free[device]
         if size > available:
             raise UserError(
-                f"{readable(size)} are needed on the disk of {folder}, which has {readable(available)} free: free some space, or "
-                "set HF_HOME to a folder on a larger disk"
+                f"{readable_size(size)} are needed on the disk of {folder}, which has {readable_size(available)} free: free "
+                "some space, or set HF_HOME to a folder on a larger disk"
             )
 
 
@@ -294,13 +293,9 @@ def check_memory(name: str, largest_file: int) -> None:
     needed, available = 2 * largest_file + 3e9, psutil.virtual_memory().available
     if needed > available:
         raise UserError(
-            f"quantizing {name} needs {readable(needed)} of host memory, because its largest file has {readable(largest_file)}; "
-            f"{readable(available)} are free: run --prepare on a machine with more"
+            f"quantizing {name} needs {readable_size(needed)} of host memory, because its largest file has "
+            f"{readable_size(largest_file)}; {readable_size(available)} are free: run --prepare on a machine with more"
         )
-
-
-def readable(size: float) -> str:
-    return f"{size / GB:.1f} GB" if size >= GB / 10 else f"{size / 1e6:.1f} MB"
 
 
 if __name__ == "__main__":

@@ -133,13 +133,13 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
     evaluated = trainer.eval_dataset or []
     evaluated = evaluated if isinstance(evaluated, dict) else {"eval": evaluated}
     packed = list(itertools.islice(trainer.train_dataset, FIRST_ROWS))
-    train = first_documents(whole.get("train", packed))
+    train = documents_of_first_rows(whole.get("train", packed))
     data = read_json(Path(trainer.args.output_dir, DATA))
     total = data["trained_rows"] if data.get("is_complete") else count_training_rows(script_args)
     rows = PreviewRows(
         packed=packed,
         train=train,
-        eval=[document for split, used in evaluated.items() for document in first_documents(whole.get(split, used))],
+        eval=[document for split, used in evaluated.items() for document in documents_of_first_rows(whole.get(split, used))],
         kept=truncate(train, trainer.args) if "train" in whole else train,
         is_whole_known="train" in whole,
         is_conversational=any(conversational),
@@ -150,7 +150,7 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
     return trainer, rows, checked
 
 
-def first_documents(rows: Iterable[dict]) -> list[Document]:
+def documents_of_first_rows(rows: Iterable[dict]) -> list[Document]:
     """The documents of the first rows."""
     from harness.data.loading import FIRST_ROWS
 

@@ -156,7 +156,7 @@ def read_expectations(folder: Path) -> tuple[dict, list[Row]]:
 
 def compare(folder: Path, model: str, name: str, expected: dict, rows: list[Row]) -> list[Check]:
     """All checks of a run, and of `model` if it is not ""."""
-    loaded, tokenizer = chat.load_model(folder), chat.load_tokenizer(folder)
+    loaded, tokenizer = chat.load_model(folder), chat.load_saved_tokenizer(folder)
     checks = check_loss(str(folder), measure(loaded, rows, str(folder)), expected, rows, TOLERANCE)
     checks += check_files(str(folder), loaded, tokenizer, expected, (folder / "adapter_config.json").is_file())
     prompts = make_prompts(functools.partial(render, tokenizer), expected)
@@ -167,7 +167,7 @@ def compare(folder: Path, model: str, name: str, expected: dict, rows: list[Row]
     if not model or Path(model).resolve() == folder.resolve():
         return checks
     del loaded
-    loaded, tokenizer = chat.load_model(Path(model)), chat.load_tokenizer(Path(model))
+    loaded, tokenizer = chat.load_model(Path(model)), chat.load_saved_tokenizer(Path(model))
     tolerance = tolerance_of(folder, loaded)
     checks += check_loss(model, measure(loaded, rows, model), expected, rows, tolerance)
     return checks + check_files(model, loaded, tokenizer, expected, Path(model, "adapter_config.json").is_file())
@@ -256,7 +256,7 @@ def exact_check(model: str, what: str, expected: Any, found: Any) -> Check:
     return Check(model, what, str(expected), str(found), "equal", "ok" if found == expected else "FAILED")
 
 
-def first_documents(rows: list[Row]) -> list[tuple[list[int], list[int]]]:
+def documents_for_server(rows: list[Row]) -> list[tuple[list[int], list[int]]]:
     """Documents with tokens in the loss, to measure a server with."""
     documents = [(ids[:LONGEST], labels[:LONGEST]) for row in rows for ids, labels in row.documents]
     return [document for document in documents if any(label != IGNORED for label in document[1][1:])][:DOCUMENTS]
@@ -399,7 +399,7 @@ def check_server(
     address = address.removesuffix("/v1")
     model = find_served_model(address, name)
     checks = []
-    documents = first_documents(rows)
+    documents = documents_for_server(rows)
     what = f"loss of {len(documents)} evaluation documents"
     found, reason = served_loss(address, model, documents)
     if found is None:
@@ -521,7 +521,7 @@ def check_gguf(path: Path, loaded: Any, expected: dict, rows: list[Row]) -> list
     import numpy as np
     from llama_cpp import Llama
 
-    documents = first_documents(rows)
+    documents = documents_for_server(rows)
     conversations = expected["conversations"]
     longest = max(len(ids) for ids, _ in documents)
     model = Llama(str(path), n_ctx=longest, logits_all=True, verbose=False)
@@ -594,7 +594,7 @@ def compare_merged(run: Path, merged: Path) -> int:
     else:
         what = f"loss of {len(few)} of {len(rows)} evaluation rows"
         checks = [numeric_check(str(merged), what, per_token(adapter), per_token(found), tolerance, " (adapter)")]
-    checks += check_files(str(merged), model, chat.load_tokenizer(merged), expected, is_adapter=False)
+    checks += check_files(str(merged), model, chat.load_saved_tokenizer(merged), expected, is_adapter=False)
     print_checks(checks)
     return int(has_failed(checks))
 

@@ -371,7 +371,7 @@ def split_answers(row: dict) -> list[dict]:
     return rows
 
 
-def kind_of(row: dict) -> str:
+def kind_of_conversation(row: dict) -> str:
     """The roles of a converted row's turns, in words: "user assistant+calls tool assistant, tools"; "" without turns."""
     turns = [turn for name in ("messages", "prompt", "completion") for turn in row.get(name) or [] if isinstance(turn, dict)]
     words = []

@@ -373,7 +373,7 @@ def _facts_of(row: dict, settings: dict[str, Any], code: str) -> dict[str, str]:
     return {
         "reason": reason,
         "digest": digest_of(converted) if converted is not None else "",
-        "kind": formats.kind_of(converted) if converted is not None else "",
+        "kind": formats.kind_of_conversation(converted) if converted is not None else "",
         "shape": shape_of(converted) if converted is not None else "",
     }
 
@@ -425,7 +425,7 @@ def print_summary(script_args: ScriptArguments, summary: dict[str, Any], splits:
         )
 
 
-def open_splits(script_args: ScriptArguments, streaming: bool) -> dict[str, Dataset | IterableDataset]:
+def open_dataset(script_args: ScriptArguments, streaming: bool) -> dict[str, Dataset | IterableDataset]:
     """All splits of the dataset. Raises UserError if it cannot be opened."""
     return reading.open_splits(script_args.dataset_name, script_args.dataset_config, streaming, script_args.text_rows)
 
@@ -434,12 +434,12 @@ def open_for_load(script_args: ScriptArguments) -> tuple[dict[str, Dataset | Ite
     """The splits for `load`, and whether they have all rows. A preview and a rehearsal read small files completely, and of other
     data that is not streamed the first rows, without downloading the rest."""
     if not script_args.first_rows or reading.is_small(script_args.dataset_name):
-        return open_splits(script_args, script_args.dataset_streaming), True
+        return open_dataset(script_args, script_args.dataset_streaming), True
     used = (script_args.dataset_train_split, script_args.dataset_test_split)
     if any(map(is_slice, used)):  # a stream cannot be sliced
-        chosen = choose_splits(script_args, open_splits(script_args, streaming=False))
+        chosen = choose_splits(script_args, open_dataset(script_args, streaming=False))
         return {name: rows.take(script_args.first_rows) for name, rows in zip(used, chosen, strict=True) if rows}, False
-    splits = open_splits(script_args, streaming=True)
+    splits = open_dataset(script_args, streaming=True)
     used = (script_args.dataset_train_split, evaluation_split(script_args, splits))
     splits = {name: rows for name, rows in splits.items() if name in used}
     if script_args.dataset_streaming:
@@ -455,8 +455,8 @@ def count_training_rows(script_args: ScriptArguments) -> int | None:
         return sum(share(script_args, sizes)) if all(sizes) and not script_args.dataset_streaming else None
     is_in_memory = reading.is_local(script_args.dataset_name) and not script_args.dataset_streaming
     if is_in_memory or is_slice(script_args.dataset_train_split):
-        return len(choose_splits(script_args, open_splits(script_args, streaming=False))[0])
-    rows = open_splits(script_args, streaming=True)[script_args.dataset_train_split]
+        return len(choose_splits(script_args, open_dataset(script_args, streaming=False))[0])
+    rows = open_dataset(script_args, streaming=True)[script_args.dataset_train_split]
     return getattr((rows.info.splits or {}).get(script_args.dataset_train_split), "num_examples", None)
 
 
@@ -510,7 +510,7 @@ def check_splits(script_args: ScriptArguments) -> tuple[list[Conversion], list[d
         return [], []  # only `datasets` can tell what its cache holds
     # Streaming downloads no more than it reads. Offline, only a dataset that is cached as a whole opens.
     is_small = reading.is_small(script_args.dataset_name)
-    splits = open_splits(script_args, streaming=not is_small and (is_local or not HF_HUB_OFFLINE))
+    splits = open_dataset(script_args, streaming=not is_small and (is_local or not HF_HUB_OFFLINE))
     train, test = script_args.dataset_train_split, evaluation_split(script_args, splits)
     found = f"{script_args.display_name} has the split{'s' if len(splits) > 1 else ''} {', '.join(splits)}"
     for name in splits_of(train):

@@ -233,15 +233,15 @@ def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[P
     paths = _local_paths(name)
     folder = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
     if folder and (configured := _configured_files(folder, config)):
-        return configured, kind_of(next(iter(configured.values()))[0]), [], []
+        return configured, kind_of_file(next(iter(configured.values()))[0]), [], []
     named = [path for path in paths if path.is_file()]
     kinds = {}
     for path in local_files(name):
         if path in named:
-            kinds[path] = kind_of(path)
+            kinds[path] = kind_of_file(path)
         elif not NOT_DATA.match(path.name):
             with contextlib.suppress(UserError):
-                kinds[path] = kind_of(path)
+                kinds[path] = kind_of_file(path)
     counts = Counter(kinds.values())
     if not counts:
         found = ", ".join(sorted({path.suffix or path.name for path in local_files(name)})) or "nothing"
@@ -358,7 +358,7 @@ def _columns_of(versions: tuple[tuple[str, int, int], ...], kind: str, row_of: s
     return columns
 
 
-def kind_of(path: Path) -> str:
+def kind_of_file(path: Path) -> str:
     """json, csv, text, parquet or arrow, by the suffix or the content. Raises UserError for a file that is none of these."""
     with _open(path) as file:
         head = file.read(HEAD)

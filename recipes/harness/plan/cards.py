@@ -269,7 +269,7 @@ def make_plan(found: Simulation, price: float = 0.0, all_cards: tuple[Card, ...]
         "reserved_gb": gb(found.reserved),
         "moments": {moment: gb(of.bytes) for moment, of in found.peaks.items() if moment != "first step"},
         "holders": {holder: gb(size) for holder, size in found.peak.by_holder.items() if gb(size)},
-        "peak_host_gb": gb(host_memory(found)),
+        "peak_host_gb": gb(needed_host_memory(found)),
         "disk_gb": gb(disk_space(found)),
         "download_gb": gb(found.download),
         "moved_gb": {kind: gb(size) for kind, size in moved_bytes(found).items() if gb(size)},
@@ -316,7 +316,7 @@ def forecast_of_rehearsal(found: Simulation) -> dict[str, Any]:
         "weights_mb": round(found.expected["weights"] / 1e6, 4),
         "optimizer_mb": round(found.optimizer / 1e6, 4),
         "peak_mb": round(max(held) / 1e6, 4),
-        "peak_host_gb": gb(host_memory(found)),
+        "peak_host_gb": gb(needed_host_memory(found)),
     }
 
 
@@ -331,7 +331,7 @@ def moved_bytes(found: Simulation) -> dict[str, float]:
     return moved | {"across_nodes": (moved.get("gathered", 0) + moved.get("reduced", 0)) * elsewhere}
 
 
-def host_memory(found: Simulation) -> float:
+def needed_host_memory(found: Simulation) -> float:
     """Bytes of host memory on a node: the model while it loads, what offload keeps there, the whole model to be saved."""
     per_node = found.processes // found.nodes
     loading = found.host_peaks["load"].bytes * found.copies if "load" in found.host_peaks else 0
@@ -368,7 +368,7 @@ def try_proposals(
     card = card or card_of_config(config)
 
     def is_enough(simulated: Simulation) -> bool:
-        return fits(card, simulated, simulated.peak.bytes) and host_memory(simulated) <= host
+        return fits(card, simulated, simulated.peak.bytes) and needed_host_memory(simulated) <= host
 
     if is_enough(found):
         return []
@@ -378,13 +378,13 @@ def try_proposals(
         if isinstance(simulated, Refused):
             continue
         peak = simulated.peak.bytes
-        needs, needs_host = gb(peak) + gb(reserve(simulated, peak, card)), host_memory(simulated)
+        needs, needs_host = gb(peak) + gb(reserve(simulated, peak, card)), needed_host_memory(simulated)
         change = " ".join([Path(other_config or config).stem, *kept, *flags])
         row = {"change": change, "needs": needs, "needs_host": gb(needs_host), "card": card.name}
         rows.append(row | {"fits": "yes" if is_enough(simulated) else "no"})
         if is_enough(simulated):
             break
-        if needs < 0.98 * best and (needs_host <= host or needs_host <= host_memory(found)):
+        if needs < 0.98 * best and (needs_host <= host or needs_host <= needed_host_memory(found)):
             kept, best, config = [*kept, *flags], needs, other_config or config
     return rows
 

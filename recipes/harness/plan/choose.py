@@ -201,7 +201,7 @@ def is_possible(machine: Machine, found: Simulation | Refused | None) -> bool:
     """Whether a run fits GPU and host memory with their margins, in a dtype that the GPU computes in."""
     if found is None or isinstance(found, Refused):
         return False
-    if cards.host_memory(found) > usable_host(machine):
+    if cards.needed_host_memory(found) > usable_host(machine):
         return False
     return cards.fits(with_margin(machine.card), found, found.peak.bytes)
 
@@ -378,7 +378,7 @@ def describe(
                 "step_seconds": [round(seconds, 3) for seconds in cards.step_seconds(machine.card, found)],
                 "slower": round(candidate.seconds / candidates[0].seconds - 1, 3),
                 "gpu_gb": cards.gb(peak + cards.reserve(found, peak, machine.card)),
-                "host_gb": cards.gb(cards.host_memory(found)),
+                "host_gb": cards.gb(cards.needed_host_memory(found)),
             }
         )
     return rows
@@ -411,7 +411,7 @@ def option_with_least_memory(machine: Machine, found: dict[Option, Simulation | 
     simulated = [(option, simulation) for option, simulation in found.items() if isinstance(simulation, Simulation)]
     if not simulated:
         raise UserError(next(refused.reason for refused in found.values() if isinstance(refused, Refused)))
-    return min(simulated, key=lambda pair: (cards.host_memory(pair[1]) > usable_host(machine), pair[1].peak.bytes))
+    return min(simulated, key=lambda pair: (cards.needed_host_memory(pair[1]) > usable_host(machine), pair[1].peak.bytes))
 
 
 def propose(

@@ -116,6 +116,7 @@ def known_cards(own: "OwnFlags") -> tuple["Card", ...]:
 
 
 def import_libraries() -> bool:
+    """Imports what a simulation needs; returns whether this process can be forked afterwards."""
     can_fork = processes.import_libraries()
     warnings.filterwarnings("ignore")
     return can_fork

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.data import reading
-from harness.data.loading import REHEARSED_ROWS, open_splits
+from harness.data.loading import REHEARSED_ROWS, open_dataset
 from harness.data.script_arguments import ScriptArguments, change_each, each_dataset, splits_of
 from harness.folder import write_json
 from harness.hub import check_model_exists, hub_errors
@@ -234,7 +234,7 @@ def _first_rows(script_args: ScriptArguments) -> dict[str, Any]:
 
     splits = {}
     with hub_errors("dataset", script_args.dataset_name):
-        for name, rows in open_splits(script_args, streaming=True).items():
+        for name, rows in open_dataset(script_args, streaming=True).items():
             if first := list(rows.take(REHEARSED_ROWS)):
                 splits[name] = Dataset.from_list(first, features=rows.features)
             elif name in splits_of(script_args.dataset_test_split):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from harness import configs, folder
-from harness.launched import Launched, UserError, last_signal
+from harness.launched import Launched, UserError, last_signal, readable_size
 from harness.nodes import exit_if_connection_lost
 
 OUT_OF_MEMORY = 12  # exit code (ENOMEM)
@@ -169,9 +169,9 @@ def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
     needed, free = missing * checkpoint_size + model_size, shutil.disk_usage(run).free
     if free < needed:
         raise UserError(
-            f"--output_dir: {run} has {readable(free)} free, this run needs {readable(needed)}: {missing} "
-            f"checkpoint{'' if missing == 1 else 's'} of {readable(checkpoint_size)} and a model of {readable(model_size)}. Free "
-            "some space, or pass a folder on another disk"
+            f"--output_dir: {run} has {readable_size(free)} free, this run needs {readable_size(needed)}: {missing} "
+            f"checkpoint{'' if missing == 1 else 's'} of {readable_size(checkpoint_size)} and a model of "
+            f"{readable_size(model_size)}. Free some space, or pass a folder on another disk"
         )
 
 
@@ -197,7 +197,7 @@ def exit_if_disk_failed(error: Exception, trainer: Any) -> None:
         free = shutil.disk_usage(run).free + incomplete
         reason = text.split("\n")[-1][:200]
         if free < needed:
-            reason = f"the disk is full: a checkpoint needs {readable(needed)}, {readable(needed - free)} are missing"
+            reason = f"the disk is full: a checkpoint needs {readable_size(needed)}, {readable_size(needed - free)} are missing"
     _exit(
         f"{run} cannot be written at step {trainer.state.global_step}: {reason}. {folder.resume_hint(run)}", folder.NOT_WRITABLE
     )
@@ -225,7 +225,3 @@ def estimated_sizes(trainer: Any) -> tuple[int, int]:
 def folder_size(path: Path) -> int:
     """Bytes of all files below a folder."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-def readable(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

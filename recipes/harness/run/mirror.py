@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 
 from harness import folder
 from harness.folder import COMPLETION_MARKER, RESULTS, RUN, read_json
-from harness.launched import Launched, UserError, print_once
+from harness.launched import Launched, UserError, print_once, readable_size
 from harness.nodes import seconds_of_silence
 from harness.run.checkpoints import begin_writing, belongs_to, checksum_of_content, checksum_of_file, delete, write_marker
-from harness.run.failures import DISK_ERRORS, readable
+from harness.run.failures import DISK_ERRORS
 from harness.run.steps import maximum
 
 import fsspec
@@ -446,7 +446,7 @@ class Mirror(TrainerCallback):
         lacking = damaged_files(checkpoint, files)
         if not lacking and _read_marker(checkpoint) == marker:
             return ""
-        size = readable(sum(files[file][0] for file in lacking))
+        size = readable_size(sum(files[file][0] for file in lacking))
         print_once(f"Downloading {name} from {self.storage.url}: {len(lacking)} of {len(files)} files, {size}.")
         begin_writing(checkpoint)
 
@@ -536,7 +536,7 @@ class Mirror(TrainerCallback):
             retry(lambda: self.storage.write(marker, upload.marker), math.inf, upload.give_up)
             self.complete.insert(0, upload.name)
             self.uploaded += 1
-            size = readable(sum(size for size, _ in upload.marker["files"].values()))
+            size = readable_size(sum(size for size, _ in upload.marker["files"].values()))
             print(f"{upload.name} ({size}) is in {self.storage.url} after {time.monotonic() - upload.began:.0f} s.", flush=True)
         except Exception as error:  # an upload never ends a run
             self._record_failure(upload.name, describe(error))

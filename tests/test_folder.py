@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, read
 
 IDENTITY = dict.fromkeys(("recipe", "model", "dataset", "dataset_config", "dataset_train_split"), "a")
-IDENTITY |= dict.fromkeys(("recipe_digest", "data_digest"), "a") | {"max_samples": None, "max_eval_samples": 16}
+IDENTITY |= dict.fromkeys(("recipe_digest", "data_digest"), "a") | dict.fromkeys(folder.CHOICE_OF_ROWS) | {"max_eval_samples": 16}
 IDENTITY |= {"tiny": False, "config": "c", "sharded": True, "use_peft": False, "load_in_4bit": False}
 IDENTITY_OF_REHEARSAL = IDENTITY | {"tiny": True}
 
@@ -139,8 +139,8 @@ def test_changed_dataset_is_refused(tmp_path, error_of):
     claim(run, changed, is_default=True)
 
 
-@pytest.mark.parametrize("key", ["max_samples", "max_eval_samples"])
-def test_another_number_of_rows_is_refused(tmp_path, error_of, key):
+@pytest.mark.parametrize("key", folder.CHOICE_OF_ROWS)
+def test_another_choice_of_rows_is_refused(tmp_path, error_of, key):
     """Rows that were held out would be trained on."""
     run = tmp_path / "run"
     claim(run, IDENTITY, is_default=True)
@@ -159,7 +159,7 @@ def test_changed_recipe_is_printed(tmp_path, capsys):
 
 def test_run_of_an_earlier_version_resumes(tmp_path, capsys):
     """Its run.json has fewer keys."""
-    later_keys = ("recipe_digest", "data_digest", "max_samples", "max_eval_samples")
+    later_keys = ("recipe_digest", "data_digest", *folder.CHOICE_OF_ROWS)
     folder.write_json(tmp_path / "run.json", {key: value for key, value in IDENTITY.items() if key not in later_keys})
     begin_training(tmp_path)
     claim(tmp_path, IDENTITY, is_default=True)

@@ -31,8 +31,10 @@ DATA_FILES = "data_files.json"
 LOCK = ".lock"
 COMPLETION_MARKER = "complete.json"  # in a checkpoint: every process has written its part
 NOT_WRITABLE = 74  # exit code of a run that could not write into its output directory (EX_IOERR)
+# The arguments that decide which rows a run trains on, and which it evaluates on.
+CHOICE_OF_ROWS = ("max_samples", "max_eval_samples", "dataset_streaming", "column_map", "split_conversations", "text_rows")
 # The keys of run.json that may differ between two starts of a run, under the conditions of `_check_same_run`.
-MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_digest", "max_samples", "max_eval_samples")
+MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_digest", *CHOICE_OF_ROWS)
 WRITE_INTERVAL = 60.0  # seconds between two writes of data_files.json while the checksums are computed
 Entry = list  # of data_files.json: [bytes, modification time in ns, checksum or ""]
 
@@ -176,10 +178,10 @@ def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bo
     has_begun = (folder / RESULTS).exists() or bool(list(folder.glob("checkpoint-*")))
     if not has_begun:
         return
-    for key in ("max_samples", "max_eval_samples"):
+    for key in CHOICE_OF_ROWS:
         if existing.get(key, identity[key]) != identity[key]:
             raise UserError(
-                f"--{key}: {folder} holds a run with {existing[key]}, this run has {identity[key]}. Evaluation rows would be "
+                f"--{key}: {folder} holds a run with {existing[key]}, this run has {identity[key]}. Evaluation rows might be "
                 "trained on: pass the same value, or choose another --output_dir"
             )
     if existing.get("data_digest", identity["data_digest"]) != identity["data_digest"]:

@@ -470,8 +470,7 @@ def identity_of_run(arguments: Arguments, launched: Launched, is_sharded: bool) 
         "load_in_4bit": model_args.load_in_4bit,
         "recipe_digest": digest_of_recipe(recipe),
         "data_digest": digest_local_files(script_args),
-        "max_samples": script_args.max_samples,
-        "max_eval_samples": script_args.max_eval_samples,
+        **{name: getattr(script_args, name) for name in folder.CHOICE_OF_ROWS},
     }
 
 

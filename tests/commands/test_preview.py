@@ -162,7 +162,10 @@ def test_data_of_a_preview_and_a_run(preview_tiny, rehearse, tmp_path):
     assert data["skipped"] == {"without an answer": 3, "with a turn that is empty": 2} and data["is_complete"]
     assert (data["rows"], data["held_out"], data["trained_rows"], data["ignored_columns"]) == (65, 6, 54, ["id"])
     assert data["turns"] == {"user": 120, "assistant": 60} and numbers["times_seen"] > 1
-    assert "5 of 65 rows skipped: 3 without an answer, 2 with a turn that is empty." in process.stderr
+    assert (
+        "rows skipped: 3 without an answer (the first is row 61), 2 with a turn that is empty (the first is row 64)."
+        in process.stderr
+    )
     shown = preview_tiny("qwen2_chat", "--dataset_name", str(path), "--full", "2").stdout
     assert "--- document 2 of 54" in shown and "tokens …" not in shown
     assert "rows         65, 3 skipped without an answer" in shown and "turns        120 user, 60 assistant" in shown

@@ -392,6 +392,10 @@ def summarize(source: Source) -> dict[str, Any]:
     turns = Counter(word for kind in facts["kind"] for word in kind.split(",")[0].split())
     skipped = {reason: number for reason, number in reasons.most_common() if number}
     rows = len(facts["reason"])
+    first_skipped: dict[str, int] = {}
+    for number, reason in enumerate(facts["reason"], 1):
+        if reason in skipped and reason != DUPLICATE:  # the first of those may be the held-out row itself
+            first_skipped.setdefault(reason, number)
     return {
         "name": source.script_args.display_name,
         "label": source.script_args.label,
@@ -399,6 +403,7 @@ def summarize(source: Source) -> dict[str, Any]:
         "is_complete": source.is_complete and facts["complete"],  # False: these are the first rows only
         "skipped_rows": sum(skipped.values()),
         "skipped": skipped,
+        "first_skipped": first_skipped,  # by reason, the number of the row in the training split, from 1
         "held_out": held_out,
         "trained_rows": rows - sum(skipped.values()) - held_out,
         "format": source.conversion.format,
@@ -412,7 +417,8 @@ def print_summary(script_args: ScriptArguments, summary: dict[str, Any], splits:
     """Prints the skipped rows with the reasons, and how many are held out of the training split."""
     name = script_args.display_name
     if summary["skipped"]:
-        reasons = ", ".join(f"{number:,} {reason}" for reason, number in summary["skipped"].items())
+        first = {reason: f" (the first is row {number:,})" for reason, number in summary["first_skipped"].items()}
+        reasons = ", ".join(f"{number:,} {reason}{first.get(reason, '')}" for reason, number in summary["skipped"].items())
         of = f"{summary['rows']:,} rows" if summary["is_complete"] else f"the first {summary['rows']:,} rows"
         print_once(f"{name}: {summary['skipped_rows']:,} of {of} skipped: {reasons}.")
     if summary["held_out"]:

@@ -83,22 +83,20 @@ def local_files(name: str | None) -> list[Path]:
 
 def _local_paths(name: str | None) -> list[Path]:
     """The paths that `--dataset_name` names: one, or several or globs, separated by commas or spaces; [] if one is missing."""
-    path = Path(name or "").expanduser().absolute()
-    if not name or path.exists():
-        return [path] if name else []
-    paths = []
-    for separator in (",", None):
-        for part in filter(None, (word.strip() for word in name.split(separator))):
-            path = Path(part).expanduser().absolute()
-            root = Path(path.anchor)
-            found = [path] if path.exists() else sorted(root.glob(str(path.relative_to(root))))
-            if not found:
-                paths = []
-                break
-            paths += found
-        if paths:
-            return list(dict.fromkeys(paths))
+    if not name:
+        return []
+    for words in ([name], name.split(","), name.split()):  # a path can have commas and spaces in it
+        found = [_matches(word.strip()) for word in words if word.strip()]
+        if found and all(found):
+            return list(dict.fromkeys(path for paths in found for path in paths))
     return []
+
+
+def _matches(word: str) -> list[Path]:
+    """The path that `word` is, or those that it matches as a glob."""
+    path = Path(word).expanduser().absolute()
+    root = Path(path.anchor)
+    return [path] if path.exists() else sorted(root.glob(str(path.relative_to(root))))
 
 
 def is_local(name: str | None) -> bool:

@@ -87,7 +87,7 @@ def largest() -> list[list[str]]:
     machines = ((1, 24), (2, 24), (4, 24), (1, 80), (4, 80), (8, 80))  # GPUs, GB of each
     # Bytes per parameter: sharded over all GPUs, and on each of them. The scales of 4-bit weights are not sharded: a byte for 64
     # weights, and a float32 for 256 of these.
-    methods = {"full fine-tune": (16, 0), "LoRA on bf16 weights": (2, 0), "QLoRA, 4-bit weights": (0.5, 1 / 64 + 4 / 64 / 256)}
+    methods = {"full fine-tuning": (16, 0), "LoRA on bf16 weights": (2, 0), "QLoRA, 4-bit weights": (0.5, 1 / 64 + 4 / 64 / 256)}
     rows = [["method", "bytes per parameter", *(f"{gpus} × {size} GB" for gpus, size in machines)]]
     for name, (sharded, on_each) in methods.items():
         sizes = [0.8 * size / (sharded / gpus + on_each) for gpus, size in machines]

@@ -387,29 +387,20 @@ def _load_config_and_tokenizer(name: str, revision: str) -> tuple[PreTrainedConf
 
 
 def shrink(config: PreTrainedConfig, replaced: dict[str, Any]) -> PreTrainedConfig:
-    """A config of the same class with two small layers, of two kinds if the model has several, and the values of `replaced`.
-
-    A size that the class derives from others, such as the size of a head from the hidden size, is left out, so that the
-    class derives it again.
-    """
-    values, standard_to_own = config.to_dict(), config.attribute_map
-    fields = {standard_to_own.get(field.name, field.name): field for field in dataclasses.fields(config)}
-    kept = {name: values[name] for name in fields if name in values}
-    optional = [name for name, value in kept.items() if type(value) is int and fields[name].default is None]
-    derived = type(config)(**{name: value for name, value in kept.items() if name not in optional}).to_dict()
-    kept = {name: value for name, value in kept.items() if name not in optional or derived.get(name) != value}
-    if "per_layer_config" in values:
-        kept["per_layer_config"] = {int(layer): sizes for layer, sizes in values["per_layer_config"].items()}
+    """A config of the same class with two small layers, of two kinds if the model has several, and the values of `replaced`."""
+    own_of, values = config.attribute_map, config.to_dict()  # own_of: the config's own name of a standard name
+    standard_of = {own: standard for standard, own in own_of.items()}
+    kept = _values_not_derived(config)
     layers = getattr(config, "num_hidden_layers", 0)
     if layers > 2:
         kept |= _values_of_two_layers(kept, layers)
 
-    own_to_standard = {own: standard for standard, own in standard_to_own.items()}
-    heads = values.get(standard_to_own.get("num_attention_heads", "num_attention_heads"))
+    heads = values.get(own_of.get("num_attention_heads", "num_attention_heads"))
     head_dim = values.get("head_dim") or getattr(config, "hidden_size", 16) // (heads or 1)
     new_head_dim = _limit("head_dim", head_dim, replaced)
 
     def resize(name: str, value: Any) -> Any:
+        """`value` with its numbers, and those of its lists and dictionaries, limited as `_limit` limits `name`."""
         if isinstance(value, dict):
             return {key: resize(str(key), part) for key, part in value.items()}
         if name == "mrope_section":  # the frequencies of a head, in parts
@@ -425,12 +416,28 @@ def shrink(config: PreTrainedConfig, replaced: dict[str, Any]) -> PreTrainedConf
             name = "num_attention_heads"  # a model without grouped-query attention keeps as many key as query heads
         return _limit(name, value, replaced)
 
-    small = {name: resize(own_to_standard.get(name, name), value) for name, value in kept.items()}
+    small = {name: resize(standard_of.get(name, name), value) for name, value in kept.items()}
     small |= {name: value for name, value in replaced.items() if name in kept}
     if "initializer_range" in small:
         small["initializer_range"] = 0.25  # large enough for an adapter on frozen random weights to lower the loss
-    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}  # such as the text part of an image model
     return type(config)(**small | {name: shrink(part, replaced) for name, part in parts.items() if part is not None})
+
+
+def _values_not_derived(config: PreTrainedConfig) -> dict[str, Any]:
+    """The values of a config without the sizes that its class derives from others, so that the class derives them again.
+
+    For example, a class can derive the size of a head from the hidden size.
+    """
+    values = config.to_dict()
+    fields = {config.attribute_map.get(field.name, field.name): field for field in dataclasses.fields(config)}
+    kept = {name: values[name] for name in fields if name in values}
+    optional = [name for name, value in kept.items() if type(value) is int and fields[name].default is None]
+    derived = type(config)(**{name: value for name, value in kept.items() if name not in optional}).to_dict()
+    kept = {name: value for name, value in kept.items() if name not in optional or derived.get(name) != value}
+    if "per_layer_config" in values:
+        kept["per_layer_config"] = {int(layer): sizes for layer, sizes in values["per_layer_config"].items()}
+    return kept
 
 
 def _limit(name: str, value: int, replaced: dict[str, Any]) -> int:

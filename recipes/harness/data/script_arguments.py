@@ -131,7 +131,7 @@ def set_datasets(script_args: ScriptArguments) -> None:
     """
     names, configs, weights = script_args.dataset_name, script_args.dataset_config, script_args.dataset_weights
     if isinstance(names, list) and not weights and all(map(reading.is_local, names)):
-        names = script_args.dataset_name = ",".join(names)
+        names = script_args.dataset_name = ",".join(names)  # files of one dataset
     if not isinstance(names, list):
         if weights:
             raise UserError("--dataset_weights is for several datasets: pass a --dataset_name for each weight, or leave it out")
@@ -139,22 +139,7 @@ def set_datasets(script_args: ScriptArguments) -> None:
             raise UserError(f"--dataset_config has {len(configs)} values, and --dataset_name names one dataset: pass one")
         script_args.display_name = names
         return
-    if not weights:
-        example = " ".join(["1"] * len(names))
-        raise UserError(
-            f"--dataset_name names {len(names)} datasets: pass the share that each has of the rows, for equal ones "
-            f"--dataset_weights {example}"
-        )
-    if len(weights) != len(names):
-        raise UserError(f"--dataset_weights has {len(weights)} values for {len(names)} datasets: pass one for each")
-    if not all(isinstance(weight, int | float) and math.isfinite(weight) and weight > 0 for weight in weights):
-        raise UserError(f"--dataset_weights is {' '.join(map(str, weights))}, expected numbers above 0")
-    if configs is not None and (not isinstance(configs, list) or len(configs) != len(names)):
-        raise UserError(
-            f"--dataset_config: pass one config for each of the {len(names)} datasets, and `default` for those without"
-        )
-    if len(set(zip(names, configs or names, strict=True))) < len(names):
-        raise UserError("--dataset_name names a dataset twice: pass each once, with a larger weight")
+    _check_mixture(names, configs, weights)
     script_args.dataset_config = None
     shared = {name: getattr(script_args, name) for name in OF_ONE_DATASET}
     script_args.mixture = [
@@ -171,6 +156,26 @@ def set_datasets(script_args: ScriptArguments) -> None:
             raise UserError("--text_rows is for text files on this machine, and no dataset is one: leave out the flag")
     parts = [f"{values['weight']:.3g} {values['display_name']}" for values in script_args.mixture]
     script_args.dataset_name = script_args.display_name = " + ".join(parts)
+
+
+def _check_mixture(names: list[str], configs: str | list[str] | None, weights: list[float] | None) -> None:
+    """Raises UserError unless there is a weight, and if any a config, for each of several different datasets."""
+    if not weights:
+        example = " ".join(["1"] * len(names))
+        raise UserError(
+            f"--dataset_name names {len(names)} datasets: pass the share that each has of the rows, for equal ones "
+            f"--dataset_weights {example}"
+        )
+    if len(weights) != len(names):
+        raise UserError(f"--dataset_weights has {len(weights)} values for {len(names)} datasets: pass one for each")
+    if not all(isinstance(weight, int | float) and math.isfinite(weight) and weight > 0 for weight in weights):
+        raise UserError(f"--dataset_weights is {' '.join(map(str, weights))}, expected numbers above 0")
+    if configs is not None and (not isinstance(configs, list) or len(configs) != len(names)):
+        raise UserError(
+            f"--dataset_config: pass one config for each of the {len(names)} datasets, and `default` for those without"
+        )
+    if len(set(zip(names, configs or names, strict=True))) < len(names):
+        raise UserError("--dataset_name names a dataset twice: pass each once, with a larger weight")
 
 
 def labels_of(names: list[str]) -> list[str]:

@@ -91,7 +91,7 @@ def largest() -> list[list[str]]:
     rows = [["method", "bytes per parameter", *(f"{gpus} × {size} GB" for gpus, size in machines)]]
     for name, (sharded, on_each) in methods.items():
         sizes = [0.8 * size / (sharded / gpus + on_each) for gpus, size in machines]
-        cost = f"{sharded:g}" + (f", and {on_each:.3f} on every GPU" if on_each else "")
+        cost = f"{sharded:g} sharded, {on_each:.3f} not sharded" if on_each else f"{sharded:g}"
         rows.append([name, cost, *(f"{billions:.1f}B" if billions < 10 else f"{billions:.0f}B" for billions in sizes)])
     return rows
 

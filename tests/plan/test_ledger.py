@@ -58,8 +58,8 @@ def test_cast_weights_are_gathered_and_logits_belong_to_the_loss():
         logits = torch.zeros(8, 64, dtype=torch.bfloat16) @ cast
     by_holder = ledger.peaks()["forward"].by_holder
     assert (by_holder["gathered"], by_holder["loss"]) == (64 * 1000 * 2, rounded(8 * 1000 * 2))
-    assert ledger.count().flops == {"torch.bfloat16": 2 * 8 * 64 * 1000}
-    assert not ledger.count().flops
+    assert ledger.take_counts().flops == {"torch.bfloat16": 2 * 8 * 64 * 1000}
+    assert not ledger.take_counts().flops
     del logits
 
 
@@ -88,9 +88,9 @@ def test_flops_of_attention_are_those_of_each_document(window):
     key, value = torch.randn(18, 2, 8), torch.randn(18, 2, 8)
     with Ledger() as ledger:
         output = varlen_attn(query, key, value, ends, ends, 12, 12, window_size=window, enable_gqa=True)
-        assert ledger.count().flops == {"torch.float32": 4 * pairs * 4 * 8}
+        assert ledger.take_counts().flops == {"torch.float32": 4 * pairs * 4 * 8}
         output.backward(torch.ones_like(output))
-    assert ledger.count().flops == {"torch.float32": 10 * pairs * 4 * 8}
+    assert ledger.take_counts().flops == {"torch.float32": 10 * pairs * 4 * 8}
 
 
 def window_mask(length: int, before: int, after: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_memory_of_attention_on_fake_tensors():
         before = ledger.peaks()["forward"].bytes
         output = varlen_attn(query, key, key, ends, ends, 1024, 1024, window_size=(-1, 0), enable_gqa=True)
         assert ledger.peaks()["forward"].bytes - before == query.nbytes + tokens * heads * 4 + 512  # of a random state
-        assert ledger.count().flops == {"torch.bfloat16": 4 * 4 * (1024 * 1025 // 2) * heads * size}
+        assert ledger.take_counts().flops == {"torch.bfloat16": 4 * 4 * (1024 * 1025 // 2) * heads * size}
         gradient, before = torch.empty_like(output), ledger.peaks()["forward"].bytes
         ledger.workspaces[VARLEN_BACKWARD] = lambda gradient, query, key, *rest: flash_workspace(query, key, documents=4)
         with ledger.within(moment="backward"):

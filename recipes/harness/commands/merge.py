@@ -164,16 +164,22 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
             save_readable(merged, target / file.name)
     if changes:
         raise UserError(f"{base} has no weight {next(iter(changes))}: is it the model that this adapter was trained on?")
-    copy_other_files(base, folder, target, "model.safetensors.index.json")
+    copy_other_files(base, folder, target, with_index=True)
 
 
-def copy_other_files(base: Path, folder: Path, target: Path, *index: str) -> None:
-    """Copies configs and tokenizer of the base model that are not in `target`, and the run's tokenizer over them."""
+def copy_other_files(base: Path, run: Path, target: Path, with_index: bool = False) -> None:
+    """Copies configs and tokenizer of the base model that are not in `target`, and the run's tokenizer over them.
+
+    `with_index`: the merged weights are in files of the same names as those of the base, so its index is copied too.
+    """
     for file in base.iterdir():
-        is_wanted = file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.endswith(".index.json")
-        if (is_wanted or file.name in index) and not (target / file.name).exists():
+        is_index = file.name.endswith(".index.json")
+        is_wanted = file.suffix in (".json", ".jinja", ".model", ".txt") and not is_index
+        if with_index and file.name == "model.safetensors.index.json":
+            is_wanted = True
+        if is_wanted and not (target / file.name).exists():
             shutil.copyfile(file, target / file.name)
-    for file in (*folder.glob("*token*"), folder / "chat_template.jinja"):  # the run's own tokenizer and chat template
+    for file in (*run.glob("*token*"), run / "chat_template.jinja"):
         if file.is_file():
             shutil.copyfile(file, target / file.name)
 

@@ -237,12 +237,14 @@ def remove_held_out(source: Source, held_out: set[str]) -> None:
 
 
 def training_rows(source: Source) -> Dataset | IterableDataset:
-    """The converted rows to train on; those of a stream shuffled."""
+    """The converted rows to train on; those of a stream shuffled. `load` limits the rows of a stream."""
     script_args, rows = source.script_args, source.train
     if isinstance(rows, Dataset):
-        limits = (None if script_args.label else script_args.max_samples, script_args.first_rows)  # a mixture limits itself
-        for limit in filter(None, limits):
-            rows = rows.take(limit)
+        is_of_mixture = bool(script_args.label)
+        if script_args.max_samples and not is_of_mixture:  # `mix` limits the rows of all datasets together
+            rows = rows.take(script_args.max_samples)
+        if script_args.first_rows:
+            rows = rows.take(script_args.first_rows)
     rows = convert_all(rows, source.conversion)
     if isinstance(rows, IterableDataset):
         buffer = max(SMALLEST_BUFFER, SHUFFLE_BUFFER // rows.num_shards)

@@ -125,9 +125,10 @@ class ScriptArguments(trl.ScriptArguments):
 
 
 def set_datasets(script_args: ScriptArguments) -> None:
-    """Sets `display_name`, and of several datasets `mixture`; `dataset_name` is one text afterwards.
+    """Sets `display_name` and, of several datasets, `mixture`: the arguments of each.
 
-    Raises UserError for names, configs and weights that do not belong together.
+    `dataset_name` of several datasets is only a description afterwards, such as "0.7 a + 0.3 b". Raises UserError for names,
+    configs and weights that do not belong together.
     """
     names, configs, weights = script_args.dataset_name, script_args.dataset_config, script_args.dataset_weights
     if isinstance(names, list) and not weights and all(map(reading.is_local, names)):
@@ -140,7 +141,7 @@ def set_datasets(script_args: ScriptArguments) -> None:
         script_args.display_name = names
         return
     _check_mixture(names, configs, weights)
-    script_args.dataset_config = None
+    script_args.dataset_config = None  # each dataset gets its own below
     shared = {name: getattr(script_args, name) for name in OF_ONE_DATASET}
     script_args.mixture = [
         shared | {"dataset_name": name, "display_name": name, "label": label, "weight": weight / sum(weights)}
@@ -406,7 +407,10 @@ def count_rows_of_epoch(
 
 
 def add_summaries(summaries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The content of data.json: the sums over the datasets, and `datasets` with what each has."""
+    """The content of data.json: the sums over the datasets, and `datasets` with what each has.
+
+    `trained_rows` is of an epoch where that is known: by its weight a dataset has more or fewer of its rows in it.
+    """
     names = ("rows", "skipped_rows", "held_out", "trained_rows", "with_tools")
     total = {name: sum(summary[name] for summary in summaries) for name in names}
     if all("epoch_rows" in summary for summary in summaries):

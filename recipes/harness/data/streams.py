@@ -106,7 +106,7 @@ class PartPosition:
     of: int
     rows: int = 0  # read by all steps so far, packed ones if rows are packed
     place: dict | None = None  # the state of the stream after `place_rows` rows; None: its beginning
-    place_rows: int = 0
+    place_rows: int = 0  # 0 without a place
 
     def after(self, newer: "PartPosition | None") -> "PartPosition":
         """`newer`, with the place of this one if `newer` has none."""
@@ -138,34 +138,40 @@ class MicroBatches(torch.utils.data.IterableDataset):
     ) -> None:
         """`rows` per micro-batch; `positions`: where to start, one per part; `stream` has no end."""
         self.rows, self.slots, self.positions = rows, slots, positions
-        self.own = list(range(process, slots, processes))
-        parts = sorted({slot % len(positions) for slot in self.own})
+        self.own_slots = list(range(process, slots, processes))
+        parts = sorted({slot % len(positions) for slot in self.own_slots})
         self.parts = {part: stream.shard(len(positions), part) for part in parts}
 
     def __iter__(self) -> Iterator[tuple[list[dict], dict[int, PartPosition]]]:
         """Yields, for each slot of this process, its rows and, with the last slot of a step, the positions to store."""
         worker = torch.utils.data.get_worker_info()
-        own = self.own[worker.id :: worker.num_workers] if worker else self.own
-        of = len(self.positions)
-        sources = {part: self._rows_of(part) for part in {slot % of for slot in own}}
-        counts = {part: self.positions[part].rows for part in sources}
+        own_slots = self.own_slots[worker.id :: worker.num_workers] if worker else self.own_slots
+        parts = len(self.positions)
+        sources = {part: self._rows_of(part) for part in {slot % parts for slot in own_slots}}
+        # The first slot of a part has the part's number. The process that has this slot stores the position of the part.
+        stored = [part for part in sources if part in own_slots]
         for step in itertools.count():
+            has_place = worker is None or step % PLACE_INTERVAL == 0
             next_slot = {part: part for part in sources}  # of each part, the first slot that was not read yet
-            for slot in own:
-                part = slot % of
-                self._read(sources[part], (slot - next_slot[part]) // of)  # skips the slots of other processes
+            for slot in own_slots:
+                part = slot % parts
+                self._read(sources[part], (slot - next_slot[part]) // parts)  # skips the slots of other processes
                 rows = self._read(sources[part], 1)
-                next_slot[part] = slot + of
+                next_slot[part] = slot + parts
                 positions = {}
-                if slot == own[-1]:
-                    for part, source in sources.items():  # the rest of the step is for other processes too
-                        self._read(source, len(range(next_slot[part], self.slots, of)))
-                        counts[part] += self.rows * len(range(part, self.slots, of))
-                        if part in own:  # also the number of its first slot
-                            has_place = worker is None or step % PLACE_INTERVAL == 0
-                            place = self.parts[part].state_dict() if has_place else None
-                            positions[part] = PartPosition(of, counts[part], place, counts[part])
+                if slot == own_slots[-1]:
+                    for skipped, source in sources.items():  # the rest of the step is for other processes too
+                        self._read(source, len(range(next_slot[skipped], self.slots, parts)))
+                    positions = {part: self._position_after(step + 1, part, has_place) for part in stored}
                 yield rows, positions
+
+    def _position_after(self, steps: int, part: int, has_place: bool) -> PartPosition:
+        """The position of a part after `steps` steps, which were read just now."""
+        parts = len(self.positions)
+        rows = self.positions[part].rows + steps * self.rows * len(range(part, self.slots, parts))
+        if not has_place:  # a resumed run reads on to it from an older place, see `PartPosition.after`
+            return PartPosition(parts, rows)
+        return PartPosition(parts, rows, self.parts[part].state_dict(), rows)
 
     def _rows_of(self, part: int) -> Iterator[dict]:
         """The rows of a part from its position on."""
@@ -174,7 +180,7 @@ class MicroBatches(torch.utils.data.IterableDataset):
             stream.load_state_dict(start.place)
         # `iter(stream)` would divide the part's files among the processes of a DataLoader.
         rows = ({name: values[0] for name, values in batch.items()} for batch in stream.iter(batch_size=1))
-        return itertools.islice(rows, start.rows - (start.place_rows if start.place is not None else 0), None)
+        return itertools.islice(rows, start.rows - start.place_rows, None)
 
     def _read(self, source: Iterator[dict], micro_batches: int) -> list[dict]:
         rows = list(itertools.islice(source, micro_batches * self.rows))
@@ -216,7 +222,7 @@ class StreamPosition(TrainerCallback):
         slots, rows = slots_of_step(args), args.train_batch_size
         positions = self._find_positions(stream, slots, rows)
         dataset = MicroBatches(stream, rows, slots, positions, args.world_size, args.process_index)
-        self.newest = {part: positions[part] for part in dataset.parts if part in dataset.own}
+        self.newest = {part: positions[part] for part in dataset.parts if part in dataset.own_slots}
         workers = largest_divisor(args.gradient_accumulation_steps, loader.num_workers) if loader.num_workers else 0
         if workers < loader.num_workers:
             print_once(

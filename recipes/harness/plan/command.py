@@ -46,73 +46,79 @@ def main(*words: str) -> None:
     options, words = [word for word in words[:2] if word in ("--start", "--tiny", "--forecast")], list(words)
     recipe, *words = words[len(options) :]
     count = next((number for number, word in enumerate(words) if not word.endswith((".yaml", ".yml"))), len(words))
-    paths, (own, arguments) = words[:count], read_own_flags(list(words[count:]))
+    paths, (plan_flags, arguments) = words[:count], read_plan_flags(list(words[count:]))
     flags.check_flags(Path(recipe), arguments)
-    if (own.within or ";" in own.price) and not own.machines:
+    if (plan_flags.within or ";" in plan_flags.price) and not plan_flags.machines:
         raise UserError('--within and several prices are for the machines of --for: --for "1x4090; 2x3090"')
     if flags.is_true("activation_offloading", arguments, Path(recipe)):
         print(NOT_OFFLOADED, file=sys.stderr, flush=True)
     if "--forecast" in options and "--tiny" in options:
         print(json.dumps(forecast_rehearsal(recipe, paths[0], arguments), indent=2))
     elif options == ["--forecast"]:
-        plan_configs(recipe, paths, own, arguments, is_forecast=True)
-    elif options or own.machines:
-        plan_choice(recipe, paths, own, arguments, options)
+        plan_configs(recipe, paths, plan_flags, arguments, is_forecast=True)
+    elif options or plan_flags.machines:
+        plan_choice(recipe, paths, plan_flags, arguments, options)
     else:
-        plan_configs(recipe, paths, own, arguments)
+        plan_configs(recipe, paths, plan_flags, arguments)
 
 
-def plan_configs(recipe: str, paths: list[str], own: "OwnFlags", arguments: list[str], is_forecast: bool = False) -> None:
+def plan_configs(recipe: str, paths: list[str], plan_flags: "PlanFlags", arguments: list[str], is_forecast: bool = False) -> None:
     """Prints the plan of one config, or of several side by side. `is_forecast`: for a run, which compares itself with it."""
-    read = {path: configs.read(path) for path in paths}
+    read = [configs.read(path) for path in paths]
     can_fork = import_libraries()
     from harness.plan import cards, pages  # they import torch, which a misspelt flag need not wait for
     from harness.plan.simulation import Refused
 
-    all_cards = known_cards(own)
-    # Neither a config nor a proposal changes how many rows an epoch has, so they are counted once.
-    rows = functools.cache(lambda: processes.call(can_fork, rows_of_epoch, recipe, arguments)[1])
-    plans, found = [], None
-    for config in read.values():
-        if not own.as_json:
+    all_cards, price = known_cards(plan_flags), plan_flags.prices(1)[0]
+    simulations = []
+    for config in read:
+        if not plan_flags.as_json:
             pages.print_progress(f"Simulating {Path(recipe).stem} with {config.name} …")
-        found = run(can_fork, recipe, config, arguments, optional=len(read) > 1)
-        price = own.prices(1)[0]
-        plans.append(found if isinstance(found, Refused) else cards.make_plan(with_steps(found, rows), price, all_cards))
-    if own.as_json:
+        simulations.append(simulate_in_process(can_fork, recipe, config, arguments, optional=len(read) > 1))
+
+    count_rows = row_counter(can_fork, recipe, arguments)
+    plans = [
+        found if isinstance(found, Refused) else cards.make_plan(with_steps(found, count_rows), price, all_cards)
+        for found in simulations
+    ]
+    if plan_flags.as_json:
         shown = [{"config": p.config, "refused": p.reason} if isinstance(p, Refused) else p for p in plans]
         if is_forecast:
-            shown[0]["step_parts"] = {card.name: cards.step_parts(card, found)._asdict() for card in all_cards}
+            parts = {card.name: cards.step_parts(card, simulations[0])._asdict() for card in all_cards}
+            shown[0]["step_parts"] = parts
         print(json.dumps(shown[0] if len(read) == 1 else shown, indent=2))
     elif len(read) > 1:
         pages.print_side_by_side(plans)
     else:
         pages.print_plan(plans[0])
-        print(f"\nPicture: {pages.draw(plans[0], found.curve)}", flush=True)
+        print(f"\nPicture: {pages.draw(plans[0], simulations[0].curve)}", flush=True)
 
-        def run_again(path: str, more: list[str]) -> "Simulation | Refused":
-            pages.print_progress(f"Trying {' '.join([Path(path).stem, *more])} …")
-            return run(can_fork, recipe, configs.read(path), [*arguments, *more], optional=True)
+        def simulate_change(path: str, flags_of_change: list[str]) -> "Simulation | Refused":
+            pages.print_progress(f"Trying {' '.join([Path(path).stem, *flags_of_change])} …")
+            return simulate_in_process(can_fork, recipe, configs.read(path), [*arguments, *flags_of_change], optional=True)
 
         card = cards.card_of_config(paths[0], all_cards)
-        pages.print_proposals(cards.try_proposals(plans[0], found, paths[0], run_again, card))
+        pages.print_proposals(cards.try_proposals(plans[0], simulations[0], paths[0], simulate_change, card))
 
 
 def forecast_rehearsal(recipe: str, path: str, arguments: list[str]) -> dict[str, Any]:
-    """The simulation of a rehearsal, as it runs on CPU: tiny model and data, all processes on this machine, the CPU's kernels."""
+    """The forecast of a rehearsal on CPU, with which the rehearsal compares its own memory.
+
+    It simulates what runs there: tiny model and data, all processes on this machine, kernels for CPU.
+    """
     config, nodes = configs.read(path), nodes_from_environment()
     can_fork = import_libraries()
     from harness.plan import cards
 
     launched = Launched(recipe, path, nodes.processes or config.num_processes, tiny=True, on_cpu=True, mode="plan")
-    return cards.forecast_of_rehearsal(run(can_fork, recipe, config, arguments, launched=launched))
+    return cards.forecast_of_rehearsal(simulate_in_process(can_fork, recipe, config, arguments, launched=launched))
 
 
-def known_cards(own: "OwnFlags") -> tuple["Card", ...]:
+def known_cards(plan_flags: "PlanFlags") -> tuple["Card", ...]:
     """The cards of --card, then all others, calibrated by the runs of this machine."""
     from harness.plan import cards
 
-    return cards.calibrate((*(cards.card_of_user(*numbers) for numbers in own.cards), *cards.CARDS))
+    return cards.calibrate((*(cards.card_of_user(*numbers) for numbers in plan_flags.cards), *cards.CARDS))
 
 
 def import_libraries() -> bool:
@@ -128,7 +134,7 @@ UNITS = {"m": 1 / 60, "h": 1, "d": 24}  # hours
 
 
 @dataclasses.dataclass
-class OwnFlags:
+class PlanFlags:
     """The flags of --plan itself."""
 
     price: str = ""  # per GPU and hour; several for several machines
@@ -145,33 +151,33 @@ class OwnFlags:
         return [float(word) for word in words] * (count if len(words) == 1 else 1)
 
 
-def read_own_flags(words: list[str]) -> tuple[OwnFlags, list[str]]:
+def read_plan_flags(words: list[str]) -> tuple[PlanFlags, list[str]]:
     """The flags of --plan among `words`, and the remaining words."""
-    own, rest = OwnFlags(), []
+    plan_flags, rest = PlanFlags(), []
     with_value = ("--price_per_gpu_hour", "--card", "--for", "--within")
     prefixes = tuple(f"{name}=" for name in with_value)
     words = [part for word in words for part in (word.split("=", 1) if word.startswith(prefixes) else [word])]
     while words:
         word = words.pop(0)
         if word == "--json":
-            own.as_json = True
+            plan_flags.as_json = True
             continue
         if word not in with_value:
             rest.append(word)
             continue
         value = words.pop(0) if words else ""
         if word == "--card":
-            own.cards.append(read_card(value))
+            plan_flags.cards.append(read_card(value))
         elif word == "--for":
-            own.machines = value
+            plan_flags.machines = value
             if not value:
                 raise UserError('--for needs a machine, for example --for "2x3090,64GB"')
         elif word == "--within":
-            own.within = read_hours(value)
+            plan_flags.within = read_hours(value)
         else:
-            own.price = value
+            plan_flags.price = value
             check_prices(value)
-    return own, rest
+    return plan_flags, rest
 
 
 def check_prices(text: str) -> None:
@@ -204,7 +210,7 @@ def read_card(text: str) -> CardNumbers:
     return name.strip(), *numbers
 
 
-def run(
+def simulate_in_process(
     can_fork: bool,
     recipe: str,
     config: AccelerateConfig,
@@ -251,24 +257,24 @@ def simulate_quietly(
     return Refused(Path(launched.recipe).stem, config.name, reason)
 
 
-def plan_choice(recipe: str, paths: list[str], own: OwnFlags, arguments: list[str], options: list[str]) -> None:
+def plan_choice(recipe: str, paths: list[str], plan_flags: PlanFlags, arguments: list[str], options: list[str]) -> None:
     """Chooses for the machines of --for, or for this one, and prints the choice; with "--start" among `options`, starts it."""
-    gpus, is_started = [] if own.machines else find_gpus(), "--start" in options
+    gpus, is_started = [] if plan_flags.machines else find_gpus(), "--start" in options
     if is_started:
-        check_start(Path(recipe).stem, own, gpus, is_tiny="--tiny" in options)
+        check_start(Path(recipe).stem, plan_flags, gpus, is_tiny="--tiny" in options)
     can_fork = import_libraries()
     from harness.plan import cards, choose, pages
 
-    all_cards = known_cards(own)
+    all_cards = known_cards(plan_flags)
     if gpus:
         machines = [choose.this_machine(gpus, all_cards)]
     else:
-        machines = choose.read_machines(own.machines or DEFAULT_MACHINE, all_cards)
-    rows = functools.cache(lambda: processes.call(can_fork, rows_of_epoch, recipe, arguments)[1])
+        machines = choose.read_machines(plan_flags.machines or DEFAULT_MACHINE, all_cards)
+    count_rows = row_counter(can_fork, recipe, arguments)
     plans = []
-    for machine, price in zip(machines, own.prices(len(machines)), strict=True):
+    for machine, price in zip(machines, plan_flags.prices(len(machines)), strict=True):
         grid = choose.make_grid(Path(recipe), machine, paths, arguments)
-        candidates, found = simulate_grid(can_fork, recipe, machine, grid, arguments, own.as_json)
+        candidates, found = simulate_grid(can_fork, recipe, machine, grid, arguments, plan_flags.as_json)
         if not candidates:
             proposals = propose_changes(can_fork, recipe, machine, grid, arguments, found)
             plans.append({"machine": machine.name, "config": None, "proposals": proposals})
@@ -278,15 +284,15 @@ def plan_choice(recipe: str, paths: list[str], own: OwnFlags, arguments: list[st
         if not is_started:  # once more, with an evaluation and the length of the run
             launched, config = grid.launched(recipe, best.option.config), configs.read(best.option.config)
             words = [*arguments, *grid.common_flags, *best.option.flags]
-            simulated = with_steps(run(can_fork, recipe, config, words, launched=launched), rows)
-        plan = cards.make_plan(simulated, all_cards=all_cards) | choose.on_machine(machine, simulated, price, own.within)
+            simulated = with_steps(simulate_in_process(can_fork, recipe, config, words, launched=launched), count_rows)
+        plan = cards.make_plan(simulated, all_cards=all_cards) | choose.on_machine(machine, simulated, price, plan_flags.within)
         plans.append(plan | {"flags": described[0]["flags"], "command": described[0]["command"], "choices": described})
-    if own.as_json:
+    if plan_flags.as_json:
         print(json.dumps(plans[0] if len(plans) == 1 else plans, indent=2))
     elif len(plans) == 1:
         pages.print_choice(plans[0])
     else:
-        pages.print_machines(plans, own.within)
+        pages.print_machines(plans, plan_flags.within)
     if is_started:
         if not candidates:
             raise UserError(
@@ -320,25 +326,25 @@ def propose_changes(
 
     def run_again(path: str, more: list[str]) -> "Simulation | Refused":
         words, launched = [*arguments, *grid.common_flags, *more], grid.launched(recipe, path)
-        return run(can_fork, recipe, configs.read(path), words, optional=True, launched=launched)
+        return simulate_in_process(can_fork, recipe, configs.read(path), words, optional=True, launched=launched)
 
     option, least = choose.option_with_least_memory(machine, found)
     pages.print_progress(f"No combination fits {machine.name} with its margin: trying what would make it fit …")
     return choose.propose(machine, option, least, run_again)
 
 
-def check_start(name: str, own: OwnFlags, gpus: list, is_tiny: bool) -> None:
+def check_start(name: str, plan_flags: PlanFlags, gpus: list, is_tiny: bool) -> None:
     """Raises UserError unless there is one machine to choose for."""
     nodes = nodes_from_environment()
     if nodes.count > 1:
         raise UserError(f"CONFIG is missing: a run on {nodes.count} machines needs its name: ./launch.sh {name} CONFIG")
-    if own.as_json or own.within or own.price:
+    if plan_flags.as_json or plan_flags.within or plan_flags.price:
         raise UserError("--json, --within and --price_per_gpu_hour are for --plan")
     if is_tiny:
-        if ";" in own.machines:
-            raise UserError(f"--for is {own.machines!r}: a rehearsal is for one machine; to compare several, pass --plan")
+        if ";" in plan_flags.machines:
+            raise UserError(f"--for is {plan_flags.machines!r}: a rehearsal is for one machine; to compare several, pass --plan")
         return
-    if own.machines:
+    if plan_flags.machines:
         raise UserError(
             f"--for is for other machines: ./launch.sh --plan {name} --for …, or rehearse: ./launch.sh --tiny {name} --for …"
         )
@@ -422,6 +428,17 @@ def with_steps(found: "Simulation", count_rows: Callable[[], float | None]) -> "
     rows_per_step = found.micro_batch * found.accumulation * found.processes
     steps = math.ceil(found.epochs * rows / rows_per_step)
     return dataclasses.replace(found, max_steps=steps, steps_are_estimated=True)
+
+
+def row_counter(can_fork: bool, recipe: str, arguments: list[str]) -> Callable[[], float | None]:
+    """Calls `rows_of_epoch` once: neither a config nor a proposal changes how many rows an epoch has."""
+
+    @functools.cache
+    def count_rows() -> float | None:
+        _, rows = processes.call(can_fork, rows_of_epoch, recipe, arguments)
+        return rows
+
+    return count_rows
 
 
 def rows_of_epoch(recipe: str, arguments: list[str]) -> float | None:

@@ -186,8 +186,8 @@ class Ledger(TorchDispatchMode):
         self._record(entry, size)
         self._record(entry, 0)
 
-    def count(self) -> Counts:
-        """What was computed and moved since the last call."""
+    def take_counts(self) -> Counts:
+        """What was computed and moved since the last call, and begins to count from zero."""
         counts = Counts(dict(self.flops), dict(self.moved), self.touched)
         self.flops.clear()
         self.moved.clear()

@@ -302,7 +302,7 @@ class SimulatedStep(TrainerCallback):
         self.found.optimizer = sum(state.nbytes for state in self.optimizer_states())
         if args.optim in ("adamw_torch", "adamw_torch_fused"):
             check_bytes("optimizer states", self.optimizer_states(), self.found.expected["optimizer"])
-        ledger.count()
+        ledger.take_counts()
         install_steps(self.trainer, self.run_backward, self.run_optimizer)
         self.forward_labels = self.fakes.here(moment="forward", holder="activations")
         self.forward_labels.__enter__()
@@ -315,7 +315,7 @@ class SimulatedStep(TrainerCallback):
     def run_backward(self, backward: Callable, *args: Any, **kwargs: Any) -> Any:
         with self.ledger.within(moment="backward", holder="activations"):
             result = backward(*args, **kwargs)
-        self.parts.append(self.ledger.count())
+        self.parts.append(self.ledger.take_counts())
         return result
 
     def run_optimizer(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -336,28 +336,40 @@ class SimulatedStep(TrainerCallback):
         model: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Counts the step, then simulates an evaluation, a sample and the final save."""
-        ledger, trainer, found = self.ledger, self.trainer, self.found
-        after_last_batch = ledger.count()  # clipping and the optimizer
+        """Stores the counts of the step, simulates an evaluation, a sample and the final save, and ends the simulation."""
+        found = self.found
         found.trained_here = sum(local_tensor(weight).numel() for weight in self.optimized)
         found.step = counts_of_step(self.parts, found.accumulation)
-        found.step.touched += after_last_batch.touched
-        wrapped = trainer.model_wrapped
-        wrapped.eval()
+        # Clipping and the optimizer have no matrix multiplication, and exchange only the norm of the gradients.
+        found.step.touched += self.ledger.take_counts().touched
+        self.trainer.model_wrapped.eval()
         if self.with_evaluation:
-            if trainer.eval_dataset is not None:
-                batch = full_batch(self.batch, args, args.per_device_eval_batch_size)
-                with ledger.within(moment="evaluation"):
-                    trainer.prediction_step(wrapped, self.fake_batch(batch), True)
-            with ledger.within(moment="sample"), torch.no_grad():
-                prompt = torch.ones(1, getattr(args, "max_length", None) or 512, dtype=torch.long)
-                trainer.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
-        with ledger.within(moment="save", holder="gathered"), torch.no_grad():
-            ledger.spike(1, "rest")  # an unsharded model needs no more than what is there
+            self.simulate_evaluation(args)
+            self.simulate_sample(args)
+        self.simulate_save(model)
+        raise Finished
+
+    def simulate_evaluation(self, args: TrainingArguments) -> None:
+        """The first batch of an evaluation."""
+        if self.trainer.eval_dataset is None:
+            return
+        batch = full_batch(self.batch, args, args.per_device_eval_batch_size)
+        with self.ledger.within(moment="evaluation"):
+            self.trainer.prediction_step(self.trainer.model_wrapped, self.fake_batch(batch), True)
+
+    def simulate_sample(self, args: TrainingArguments) -> None:
+        """The forward pass over a prompt of the maximum length, which makes the key-value cache."""
+        prompt = torch.ones(1, getattr(args, "max_length", None) or 512, dtype=torch.long)
+        with self.ledger.within(moment="sample"), torch.no_grad():
+            self.trainer.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+
+    def simulate_save(self, model: torch.nn.Module) -> None:
+        """The final save: the weights are all-gathered one after the other, to the host."""
+        with self.ledger.within(moment="save", holder="gathered"), torch.no_grad():
+            self.ledger.spike(1, "rest")  # so that saving has a peak too where nothing is gathered: what is allocated already
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()
             for weight in model.parameters():
-                if hasattr(weight, "full_tensor") and (weight.requires_grad or not found.is_adapter):
-                    weight.full_tensor()  # one after the other, to the host
-        raise Finished
+                if hasattr(weight, "full_tensor") and (weight.requires_grad or not self.found.is_adapter):
+                    weight.full_tensor()

@@ -58,11 +58,11 @@ class Progress(TrainerCallback):
     def __init__(self, trainer: Trainer, before: dict) -> None:
         """`before`: what `so_far` returned when the checkpoint was written, {} for a new run."""
         self.trainer, self.before = trainer, before
-        self.tokens, self.loss_tokens, self.seconds = 0, 0, 0.0
+        self.tokens, self.loss_tokens, self.seconds = 0, 0, 0.0  # of this start; `before` has those of earlier ones
         self.running_since: float | None = None  # None during evaluations and checkpoints
-        self.first_step, self.began, self.ended = 0, time.monotonic(), None
-        self.steps_began: float | None = None  # after the evaluation before the first step
-        self.logged_tokens, self.logged_seconds = 0, 0.0
+        self.first_step, self.began, self.ended = 0, time.monotonic(), None  # set by `on_train_begin` and `on_train_end`
+        self.steps_began: float | None = None  # when the first step began; `began` is before an evaluation that precedes it
+        self.logged_tokens, self.logged_seconds = 0, 0.0  # `tokens` and `seconds` at the last log
         self.seconds_left: float | None = None
         self.gpus = GpuMonitor()
 
@@ -299,7 +299,7 @@ class BatchReader(TrainerCallback):
         self.steps: queue.Queue | None = None  # what `_read_step` returned for the next steps, or an error
 
     def install(self) -> None:
-        install_batch_reader(self.trainer, self._read, self._counted)
+        install_batch_reader(self.trainer, self._read, self._count_step)
 
     def _read_step(self, iterator: Iterator, count: int) -> tuple[list[dict], dict | None]:
         """The micro-batches of a step, and the position of the stream after them."""
@@ -347,7 +347,7 @@ class BatchReader(TrainerCallback):
         self.position.position = after
         return batches
 
-    def _counted(self, batches: list[dict], loss_tokens: torch.Tensor | int | None) -> None:
+    def _count_step(self, batches: list[dict], loss_tokens: torch.Tensor | int | None) -> None:
         """Counts the step. Raises UserError, on all processes, if no token of the first step counts in the loss."""
         if self.is_first_step and batches and loss_tokens is not None and not int(loss_tokens):
             raise UserError(

@@ -66,7 +66,7 @@ def main(words: list[str]) -> int:
         if nodes.count > 1:
             return train_on_several_nodes(nodes, config, launched, options, arguments, workers, checker)
         output_dir, _, _ = check_in_worker(checker, launched, arguments, config)
-        held = folder.lock(Path(output_dir))  # until this process ends
+        held = folder.lock(Path(output_dir))  # until the run ends; after an error, until this process does
         store, address, port = (None, "", 0) if config.distributed_type == "NO" else open_store()
         with forecast_in_background(launched, arguments, Path(output_dir)):
             code = train(workers, launched, arguments, config, store, address, port)

@@ -152,16 +152,27 @@ class Worker:
 
 
 def _work(connection: Connection, launcher: int, stdin: int | None) -> None:
-    """What the process of a Worker does."""
+    """The process of a Worker: waits for a function, its arguments and environment variables, runs it, and sends its result."""
     exit_with_parent(launcher)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    message = None
+    with contextlib.suppress(EOFError):  # the launcher has exited
         message = connection.recv()
-    except EOFError:  # the launcher has exited
-        message = None
-    if message is None:
+    if message is None:  # this process is not needed
         os._exit(0)
     function, args, environment = message
+    _restore_defaults(environment, stdin)
+    try:
+        with exit_on_user_error():
+            connection.send(function(*args))
+    finally:
+        for number in (signal.SIGINT, *SIGNALS):  # the function has ended: a signal would only interrupt the exit handlers
+            signal.signal(number, signal.SIG_IGN)
+        run_exit_handlers()
+
+
+def _restore_defaults(environment: dict[str, str], stdin: int | None) -> None:
+    """Makes this process what a newly started Python would be: its environment, threads, standard input and signals."""
     multiprocessing.set_start_method(None, force=True)  # processes that the recipe starts use Python's default again
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
@@ -173,14 +184,7 @@ def _work(connection: Connection, launcher: int, stdin: int | None) -> None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 (as long as the process lives)
     set_signal_handler(signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    try:
-        with exit_on_user_error():
-            connection.send(function(*args))
-    finally:
-        for number in (signal.SIGINT, *SIGNALS):  # there is nothing left to stop
-            signal.signal(number, signal.SIG_IGN)
-        run_exit_handlers()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked since Worker started this process
 
 
 def wait_for(workers: list[Worker]) -> tuple[int, int]:

@@ -59,7 +59,7 @@ def main(numbers: list[int]) -> None:
         else:
             best = candidates[0]
             fitting.pop(best.option)
-            low, high = cards.step_seconds(machine.card, best.found)
+            low, high = cards.step_seconds(machine.card, best.simulation)
             other = min(fitting, key=fitting.get, default=None)
             cells += [words_of(best.option), f"{low:.2f}–{high:.2f}", f"{len(found)} of {len(every)}", str(len(fitting) + 1)]
             cells += ["", ""] if other is None else [words_of(other), percent(fitting[other] / best.seconds - 1)]

@@ -82,8 +82,8 @@ def test_reserve_holds_what_the_allocator_needs():
 
 def test_reserved_memory_is_at_most_what_the_card_has():
     """On an RTX 3090 25.4 GB without CUDA's context and NCCL's buffers; but never less than is needed."""
-    found = found_with(needed=22 * 10**9, reserved=27 * 10**9)
-    on_cards = cards.make_plan(found)["reserved_on_gb"]
+    simulation = found_with(needed=22 * 10**9, reserved=27 * 10**9)
+    on_cards = cards.make_plan(simulation)["reserved_on_gb"]
     assert (on_cards["RTX 3090"], on_cards["A100 80 GB"], on_cards["T4"]) == (24.4, 27.0, 22.0)
 
 
@@ -99,12 +99,12 @@ def test_reserved_memory_is_at_most_what_the_card_has():
     ],
 )
 def test_nccl_buffers_of_each_communicator(card, processes, shards, replicas, expected):
-    found = found_with(processes=processes, shards=shards, replicas=replicas)
-    assert cards.nccl_buffers(found, CARDS[card]) == pytest.approx(expected * cards.GB)
+    simulation = found_with(processes=processes, shards=shards, replicas=replicas)
+    assert cards.nccl_buffers(simulation, CARDS[card]) == pytest.approx(expected * cards.GB)
     rest = cards.CUDA_CONTEXT + cards.FRAGMENTATION * 20e9
-    assert cards.reserve(found, 20e9, CARDS[card]) == pytest.approx(expected * cards.GB + rest)
+    assert cards.reserve(simulation, 20e9, CARDS[card]) == pytest.approx(expected * cards.GB + rest)
     with_pcie = cards.with_links(CARDS[card], False)
-    assert cards.nccl_buffers(found, with_pcie) <= cards.nccl_buffers(found, CARDS[card])
+    assert cards.nccl_buffers(simulation, with_pcie) <= cards.nccl_buffers(simulation, CARDS[card])
 
 
 def test_cards_have_the_numbers_of_data_sheets():
@@ -209,8 +209,8 @@ def test_proposals_add_up_until_one_fits():
             return needing(10)
         return Refused("any", "any", "a reason") if "--use_peft" in flags else needing(40)
 
-    found = needing(60)
-    tried = cards.try_proposals(cards.make_plan(found), found, config, run)
+    simulation = needing(60)
+    tried = cards.try_proposals(cards.make_plan(simulation), simulation, config, run)
     smaller = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4"]
     assert tried_flags == [
         smaller,
@@ -223,7 +223,7 @@ def test_proposals_add_up_until_one_fits():
 
 def test_proposals_fit_the_host_too():
     """Offload makes room on the GPU, but the host has less memory than it needs: it does not fit and is not kept."""
-    config, found = str(CONFIGS / "1x3090.yaml"), needing(60)
+    config, simulation = str(CONFIGS / "1x3090.yaml"), needing(60)
     offloaded = dataclasses.replace(needing(5), host_peaks={"forward": Peak(int(100e9), {})})
     seen = []
 
@@ -231,7 +231,7 @@ def test_proposals_fit_the_host_too():
         seen.append(Path(config).stem)
         return needing(10) if "--use_peft" in flags else offloaded if "offload" in config else needing(60)
 
-    tried = cards.try_proposals(cards.make_plan(found), found, config, run, host=64e9)
+    tried = cards.try_proposals(cards.make_plan(simulation), simulation, config, run, host=64e9)
     fits = {row["change"].split()[0]: row["fits"] for row in tried if "--use_peft" not in row["change"]}
     assert fits["1x3090_offload"] == "no" and tried[-1]["fits"] == "yes" and tried[-1]["needs_host"] < 64
     assert "1x3090_offload" in seen and seen[-1] == "1x3090"
@@ -259,6 +259,6 @@ def test_proposals_reduce_each_batch():
 @pytest.mark.parametrize(("config", "card"), [("3xt4_full_shard", "T4"), ("4gpu_full_shard", None)])
 def test_proposals_are_for_the_card_of_the_config(config, card):
     """A run that fits 24 GB but not a T4 gets proposals with a config for T4s, none with one for an RTX 3090."""
-    path, found = str(CONFIGS / f"{config}.yaml"), needing(20, needs_bf16=False)
-    tried = cards.try_proposals(cards.make_plan(found), found, path, lambda *change: needing(8, needs_bf16=False))
+    path, simulation = str(CONFIGS / f"{config}.yaml"), needing(20, needs_bf16=False)
+    tried = cards.try_proposals(cards.make_plan(simulation), simulation, path, lambda *change: needing(8, needs_bf16=False))
     assert [row["card"] for row in tried] == ([card] if card else [])

@@ -148,37 +148,37 @@ def with_links(card: Card, has_nvlink: bool) -> Card:
     return dataclasses.replace(card, links=(slow / 2, slow)) if is_nvlink else card
 
 
-def reserve(found: Simulation, peak: float, card: Card | None = None) -> float:
+def reserve(simulation: Simulation, peak: float, card: Card | None = None) -> float:
     """Bytes that must stay free on top of the peak, on `card` with what runs on it needed more than their forecasts."""
-    fragmentation = max(FRAGMENTATION, found.needed / found.peak.bytes - 1) + (card.more_reserve if card else 0)
-    return CUDA_CONTEXT + nccl_buffers(found, card) + fragmentation * peak
+    fragmentation = max(FRAGMENTATION, simulation.needed / simulation.peak.bytes - 1) + (card.more_reserve if card else 0)
+    return CUDA_CONTEXT + nccl_buffers(simulation, card) + fragmentation * peak
 
 
-def nccl_buffers(found: Simulation, card: Card | None) -> float:
+def nccl_buffers(simulation: Simulation, card: Card | None) -> float:
     """Bytes on each GPU. All processes have a communicator; with hybrid sharding, so have the shards and the replicas."""
-    groups = [found.processes]
-    if found.replicas > 1 and found.shards > 1:
-        groups += [found.shards, found.replicas]
+    groups = [simulation.processes]
+    if simulation.replicas > 1 and simulation.shards > 1:
+        groups += [simulation.shards, simulation.replicas]
     has_nvlink = card is not None and has_nvlink_rate(card)
     return sum(NVLINK_BUFFERS[size > 2] if has_nvlink else NCCL_BUFFERS for size in groups if size > 1)
 
 
-def reserved_on(card: Card, found: Simulation) -> float:
+def reserved_on(card: Card, simulation: Simulation) -> float:
     """Bytes that PyTorch's allocator reserves at most. Where a card has no memory for more, it gives back what is free."""
-    limit = card.memory - CUDA_CONTEXT - nccl_buffers(found, card)
-    return min(found.reserved, max(found.needed, limit))
+    limit = card.memory - CUDA_CONTEXT - nccl_buffers(simulation, card)
+    return min(simulation.reserved, max(simulation.needed, limit))
 
 
-def fits(card: Card, found: Simulation, peak: float) -> bool:
-    return peak + reserve(found, peak, card) <= card.memory and (card.bf16 or not found.needs_bf16)
+def fits(card: Card, simulation: Simulation, peak: float) -> bool:
+    return peak + reserve(simulation, peak, card) <= card.memory and (card.bf16 or not simulation.needs_bf16)
 
 
-def largest_micro_batch(card: Card, found: Simulation) -> int:
+def largest_micro_batch(card: Card, simulation: Simulation) -> int:
     """The largest micro-batch that fits, 0 if none does. Activations and loss are assumed to grow with it."""
     rows = 0
     while rows < 4096:
-        peak = max(fixed + growing * (rows + 1) / found.micro_batch for fixed, growing in found.hull)
-        if not fits(card, found, peak):
+        peak = max(fixed + growing * (rows + 1) / simulation.micro_batch for fixed, growing in simulation.hull)
+        if not fits(card, simulation, peak):
             break
         rows += 1
     return rows
@@ -194,9 +194,9 @@ class StepParts(NamedTuple):
     waiting: tuple[float, float]  # of the GPU for the host
 
 
-def step_seconds(card: Card, found: Simulation) -> tuple[float, float]:
+def step_seconds(card: Card, simulation: Simulation) -> tuple[float, float]:
     """Seconds of one optimizer step, at best and at worst."""
-    parts = step_parts(card, found)
+    parts = step_parts(card, simulation)
     worst, best = (seconds_at(parts, card.product_rate[end], card.memory_rate[end], end) for end in (0, 1))
     return best, worst
 
@@ -212,139 +212,139 @@ def seconds_at(parts: StepParts, product_rate: float, memory_rate: float, place:
     return max(compute + (1 - place) * transfers, transfers) + between(parts.waiting)
 
 
-def step_parts(card: Card, found: Simulation) -> StepParts:
+def step_parts(card: Card, simulation: Simulation) -> StepParts:
     """The seconds of a step by what they are spent on; pairs are the slow and the fast end."""
-    flops, moved = found.step.flops, found.step.moved
+    flops, moved = simulation.step.flops, simulation.step.moved
     single = flops.get("torch.float32", 0)
     half = sum(flops.values()) - single
     copies = moved.get("activations", 0)
-    (slow_transfers, slow_waiting), (fast_transfers, fast_waiting) = (_transfers(card, found, end) for end in (0, 1))
+    (slow_transfers, slow_waiting), (fast_transfers, fast_waiting) = (_transfers(card, simulation, end) for end in (0, 1))
     return StepParts(
         products=half / card.half + single / card.single,
-        others=found.step.touched / card.bandwidth,
+        others=simulation.step.touched / card.bandwidth,
         copies=(copies / PCIE[0], copies / PCIE[1]),
         transfers=(slow_transfers, fast_transfers),
         waiting=(slow_waiting, fast_waiting),
     )
 
 
-def _transfers(card: Card, found: Simulation, end: int) -> tuple[float, float]:
+def _transfers(card: Card, simulation: Simulation, end: int) -> tuple[float, float]:
     """Seconds of transfers, and of waiting for the host. `end`: 0 for the worse end of the assumptions, 1 for the better one."""
-    moved = found.step.moved
-    is_hybrid = found.replicas > 1 and found.shards > 1
-    group = found.shards if is_hybrid else found.processes
-    near = card.links[end] if is_hybrid or found.nodes == 1 else NETWORK[end]
-    far = NETWORK[end] if found.nodes > 1 else card.links[end]
+    moved = simulation.step.moved
+    is_hybrid = simulation.replicas > 1 and simulation.shards > 1
+    group = simulation.shards if is_hybrid else simulation.processes
+    near = card.links[end] if is_hybrid or simulation.nodes == 1 else NETWORK[end]
+    far = NETWORK[end] if simulation.nodes > 1 else card.links[end]
     transfer = (moved.get("gathered", 0) + moved.get("reduced", 0)) * (group - 1) / group / near
-    transfer += 2 * moved.get("all_reduced", 0) * (found.replicas - 1) / found.replicas / far
+    transfer += 2 * moved.get("all_reduced", 0) * (simulation.replicas - 1) / simulation.replicas / far
     to_gpu, to_host, added = (moved.get(kind, 0) for kind in ("to_gpu", "to_host", "added_on_host"))
     waiting = 0.0
-    if found.is_offloaded:
-        parameters = found.trained_here
+    if simulation.is_offloaded:
+        parameters = simulation.trained_here
         waiting = parameters * (ADAM_ON_HOST[end] + CLIP_ON_HOST[end]) + (to_host - added) / PINNING[end]
         # The GPU waits while gradients are copied and added to those of earlier micro-batches.
         waiting += added / PCIE[end] + added / 4 * ADD_ON_HOST[end]
         to_host -= added
-        if found.shards == 1:  # with one process, FSDP2 copies weights on the stream of the compute
+        if simulation.shards == 1:  # with one process, FSDP2 copies weights on the stream of the compute
             waiting += to_gpu / PCIE[end]
             to_gpu = 0
     return transfer + (to_gpu + to_host) / PCIE[end], waiting
 
 
-def make_plan(found: Simulation, price: float = 0.0, all_cards: tuple[Card, ...] = CARDS) -> dict[str, Any]:
+def make_plan(simulation: Simulation, price: float = 0.0, all_cards: tuple[Card, ...] = CARDS) -> dict[str, Any]:
     """The plan as `--json` prints it; memory in GB (1e9 bytes), time in seconds, `price` per GPU and hour."""
-    peak = found.peak.bytes
-    tokens = found.tokens * found.accumulation * found.processes
-    steps = found.max_steps if found.max_steps > 0 else None
+    peak = simulation.peak.bytes
+    tokens = simulation.tokens * simulation.accumulation * simulation.processes
+    steps = simulation.max_steps if simulation.max_steps > 0 else None
     plan = {
-        "recipe": found.recipe,
-        "config": found.config,
-        "processes": found.processes,
-        "nodes": found.nodes,
-        "parameters": found.parameters,
-        "trained": found.trained,
-        "micro_batch": found.micro_batch,
+        "recipe": simulation.recipe,
+        "config": simulation.config,
+        "processes": simulation.processes,
+        "nodes": simulation.nodes,
+        "parameters": simulation.parameters,
+        "trained": simulation.trained,
+        "micro_batch": simulation.micro_batch,
         "peak_gpu_gb": gb(peak),
-        "reserve_gb": gb(reserve(found, peak)),
-        "reserved_gb": gb(found.reserved),
-        "moments": {moment: gb(of.bytes) for moment, of in found.peaks.items() if moment != "first step"},
-        "holders": {holder: gb(size) for holder, size in found.peak.by_holder.items() if gb(size)},
-        "peak_host_gb": gb(needed_host_memory(found)),
-        "disk_gb": gb(disk_space(found)),
-        "download_gb": gb(found.download),
-        "moved_gb": {kind: gb(size) for kind, size in moved_bytes(found).items() if gb(size)},
-        "tflops": round(sum(found.step.flops.values()) / 1e12, 1),
+        "reserve_gb": gb(reserve(simulation, peak)),
+        "reserved_gb": gb(simulation.reserved),
+        "moments": {moment: gb(of.bytes) for moment, of in simulation.peaks.items() if moment != "first step"},
+        "holders": {holder: gb(size) for holder, size in simulation.peak.by_holder.items() if gb(size)},
+        "peak_host_gb": gb(needed_host_memory(simulation)),
+        "disk_gb": gb(disk_space(simulation)),
+        "download_gb": gb(simulation.download),
+        "moved_gb": {kind: gb(size) for kind, size in moved_bytes(simulation).items() if gb(size)},
+        "tflops": round(sum(simulation.step.flops.values()) / 1e12, 1),
         "tokens_per_step": tokens,
         "steps": steps,
-        "steps_are_estimated": found.steps_are_estimated,
-        "fits": {card.name: fits(card, found, peak) for card in all_cards},
-        "reserved_on_gb": {card.name: gb(reserved_on(card, found)) for card in all_cards},
-        "free_gb": {card.name: gb(card.memory - (peak + reserve(found, peak, card))) for card in all_cards},
-        "largest_micro_batch": {card.name: largest_micro_batch(card, found) for card in all_cards},
+        "steps_are_estimated": simulation.steps_are_estimated,
+        "fits": {card.name: fits(card, simulation, peak) for card in all_cards},
+        "reserved_on_gb": {card.name: gb(reserved_on(card, simulation)) for card in all_cards},
+        "free_gb": {card.name: gb(card.memory - (peak + reserve(simulation, peak, card))) for card in all_cards},
+        "largest_micro_batch": {card.name: largest_micro_batch(card, simulation) for card in all_cards},
         "step_seconds": {},
         "tokens_per_second": {},
         "hours": {},
         "price": {},
     }
     for card in all_cards:
-        if found.needs_bf16 and not card.bf16:
+        if simulation.needs_bf16 and not card.bf16:
             continue
-        best, worst = step_seconds(card, found)
+        best, worst = step_seconds(card, simulation)
         plan["step_seconds"][card.name] = [round(best, 3), round(worst, 3)]
         plan["tokens_per_second"][card.name] = [round(tokens / worst), round(tokens / best)]
         if steps:
             hours = [round(steps * seconds / 3600, 4) for seconds in (best, worst)]
             plan["hours"][card.name] = hours
             if price:
-                plan["price"][card.name] = [round(number * price * found.processes, 2) for number in hours]
+                plan["price"][card.name] = [round(number * price * simulation.processes, 2) for number in hours]
     names = ("runs", "product_rate", "memory_rate", "more_reserve")
     if calibrated := {card.name: {name: getattr(card, name) for name in names} for card in all_cards if card.runs}:
         plan["calibrated"] = calibrated
     return plan
 
 
-def forecast_of_rehearsal(found: Simulation) -> dict[str, Any]:
+def forecast_of_rehearsal(simulation: Simulation) -> dict[str, Any]:
     """What a rehearsal on CPU can be compared with, of the process with rank 0; memory in MB (1e6 bytes), of the host in GB."""
     moments = ("forward", "backward", "optimizer step")  # a CPU has one memory for what a GPU and its host hold
-    both = (found.peaks, found.host_peaks)
+    both = (simulation.peaks, simulation.host_peaks)
     held = [sum(peaks[moment].bytes for peaks in both if moment in peaks) for moment in moments]
     return {
-        "recipe": found.recipe,
-        "config": found.config,
-        "processes": found.processes,
-        "tokens_per_step": found.tokens * found.accumulation * found.processes,
-        "weights_mb": round(found.expected["weights"] / 1e6, 4),
-        "optimizer_mb": round(found.optimizer / 1e6, 4),
+        "recipe": simulation.recipe,
+        "config": simulation.config,
+        "processes": simulation.processes,
+        "tokens_per_step": simulation.tokens * simulation.accumulation * simulation.processes,
+        "weights_mb": round(simulation.expected["weights"] / 1e6, 4),
+        "optimizer_mb": round(simulation.optimizer / 1e6, 4),
         "peak_mb": round(max(held) / 1e6, 4),
-        "peak_host_gb": gb(needed_host_memory(found)),
+        "peak_host_gb": gb(needed_host_memory(simulation)),
     }
 
 
-def moved_bytes(found: Simulation) -> dict[str, float]:
+def moved_bytes(simulation: Simulation) -> dict[str, float]:
     """Bytes of a step by kind, on one GPU; "across_nodes" is what it exchanges with other nodes."""
-    moved, per_node = found.step.moved, found.processes // found.nodes
-    if found.nodes == 1:
+    moved, per_node = simulation.step.moved, simulation.processes // simulation.nodes
+    if simulation.nodes == 1:
         return moved
-    if found.shards <= per_node:  # sharded within a node, or not at all
-        return moved | {"across_nodes": 2 * moved.get("all_reduced", 0) * (found.nodes - 1) / found.nodes}
-    elsewhere = (found.shards - per_node) / found.shards
+    if simulation.shards <= per_node:  # sharded within a node, or not at all
+        return moved | {"across_nodes": 2 * moved.get("all_reduced", 0) * (simulation.nodes - 1) / simulation.nodes}
+    elsewhere = (simulation.shards - per_node) / simulation.shards
     return moved | {"across_nodes": (moved.get("gathered", 0) + moved.get("reduced", 0)) * elsewhere}
 
 
-def needed_host_memory(found: Simulation) -> float:
+def needed_host_memory(simulation: Simulation) -> float:
     """Bytes of host memory on a node: the model while it loads, what offload keeps there, the whole model to be saved."""
-    per_node = found.processes // found.nodes
-    loading = found.host_peaks["load"].bytes * found.copies if "load" in found.host_peaks else 0
-    training = max((peak.bytes for moment, peak in found.host_peaks.items() if moment != "load"), default=0)
-    saving = 0 if found.is_adapter else 4 * found.parameters  # gathered on the first process, in float32
+    per_node = simulation.processes // simulation.nodes
+    loading = simulation.host_peaks["load"].bytes * simulation.copies if "load" in simulation.host_peaks else 0
+    training = max((peak.bytes for moment, peak in simulation.host_peaks.items() if moment != "load"), default=0)
+    saving = 0 if simulation.is_adapter else 4 * simulation.parameters  # gathered on the first process, in float32
     return per_node * PROCESS_BYTES + max(loading, per_node * training, saving)
 
 
-def disk_space(found: Simulation) -> float:
+def disk_space(simulation: Simulation) -> float:
     """Bytes: the download, the 4-bit copy made of it, two checkpoints with weights in float32, and the model."""
-    checkpoint = 4 * found.trained + found.optimizer * found.shards
-    model = 4 * found.trained if found.is_adapter else found.parameters * found.hub_bytes
-    return found.download + found.quantized + 2 * checkpoint + model
+    checkpoint = 4 * simulation.trained + simulation.optimizer * simulation.shards
+    model = 4 * simulation.trained if simulation.is_adapter else simulation.parameters * simulation.hub_bytes
+    return simulation.download + simulation.quantized + 2 * checkpoint + model
 
 
 def gb(size: float) -> float:
@@ -353,7 +353,7 @@ def gb(size: float) -> float:
 
 def try_proposals(
     plan: dict[str, Any],
-    found: Simulation,
+    simulation: Simulation,
     config: str,
     run: Callable[[str, list[str]], Simulation | Refused],
     card: Card | None = None,
@@ -370,10 +370,10 @@ def try_proposals(
     def is_enough(simulated: Simulation) -> bool:
         return fits(card, simulated, simulated.peak.bytes) and needed_host_memory(simulated) <= host
 
-    if is_enough(found):
+    if is_enough(simulation):
         return []
     kept, rows, best = [], [], plan["peak_gpu_gb"] + plan["reserve_gb"]
-    for other_config, flags in proposals(found, config):
+    for other_config, flags in proposals(simulation, config):
         simulated = run(other_config or config, [*kept, *flags])
         if isinstance(simulated, Refused):
             continue
@@ -384,7 +384,7 @@ def try_proposals(
         rows.append(row | {"fits": "yes" if is_enough(simulated) else "no"})
         if is_enough(simulated):
             break
-        if needs < 0.98 * best and (needs_host <= host or needs_host <= needed_host_memory(found)):
+        if needs < 0.98 * best and (needs_host <= host or needs_host <= needed_host_memory(simulation)):
             kept, best, config = [*kept, *flags], needs, other_config or config
     return rows
 
@@ -394,26 +394,26 @@ def card_of_config(config: str, all_cards: tuple[Card, ...] = CARDS) -> Card:
     return find_card("T4" if configs.read(config).mixed_precision == "fp16" else "3090", all_cards)
 
 
-def proposals(found: Simulation, config: str) -> list[tuple[str, list[str]]]:
+def proposals(simulation: Simulation, config: str) -> list[tuple[str, list[str]]]:
     """(config, flags) of each change, "" for the same config. First what costs time, last what changes what is learnt."""
     changes = []
-    if not found.has_checkpointing:
+    if not simulation.has_checkpointing:
         changes.append(("", ["--activation_checkpointing", "true"]))
-    if found.micro_batch > 1:
+    if simulation.micro_batch > 1:
         flags = ["--per_device_train_batch_size", "1"]
-        if not found.has_global_batch_flag:  # as many rows per step as before
-            flags += ["--gradient_accumulation_steps", str(found.micro_batch * found.accumulation)]
+        if not simulation.has_global_batch_flag:  # as many rows per step as before
+            flags += ["--gradient_accumulation_steps", str(simulation.micro_batch * simulation.accumulation)]
         changes.append(("", flags))
     changes += [(other, []) for other in configs_that_save_more(config)]
-    if found.accumulation > 1 and configs.read(config).could_reduce_each_batch:
+    if simulation.accumulation > 1 and configs.read(config).could_reduce_each_batch:
         changes.append((copy_that_reduces_each_batch(config), []))
-    use_peft = [] if found.is_adapter else ["--use_peft", "true"]
+    use_peft = [] if simulation.is_adapter else ["--use_peft", "true"]
     if use_peft:
         changes.append(("", use_peft))
-    if not found.packed:
+    if not simulation.packed:
         changes.append(("", [*use_peft, "--load_in_4bit", "true"]))
-    if found.max_length and found.max_length >= 2048:
-        changes.append(("", ["--max_length", str(found.max_length // 2)]))
+    if simulation.max_length and simulation.max_length >= 2048:
+        changes.append(("", ["--max_length", str(simulation.max_length // 2)]))
     return changes
 
 

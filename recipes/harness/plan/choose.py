@@ -77,7 +77,7 @@ class Candidate(NamedTuple):
     """An option that fits, with its simulation."""
 
     option: Option
-    found: Simulation
+    simulation: Simulation
     seconds: float  # of a step, the middle of the range
 
 
@@ -197,13 +197,13 @@ def shown_flags(option: Option, grid: Grid) -> list[str]:
     return [*option.flags, *grid.common_flags]
 
 
-def is_possible(machine: Machine, found: Simulation | Refused | None) -> bool:
+def is_possible(machine: Machine, simulation: Simulation | Refused | None) -> bool:
     """Whether a run fits GPU and host memory with their margins, in a dtype that the GPU computes in."""
-    if found is None or isinstance(found, Refused):
+    if simulation is None or isinstance(simulation, Refused):
         return False
-    if cards.needed_host_memory(found) > usable_host(machine):
+    if cards.needed_host_memory(simulation) > usable_host(machine):
         return False
-    return cards.fits(with_margin(machine.card), found, found.peak.bytes)
+    return cards.fits(with_margin(machine.card), simulation, simulation.peak.bytes)
 
 
 def usable_host(machine: Machine) -> float:
@@ -215,9 +215,9 @@ def with_margin(card: Card) -> Card:
     return dataclasses.replace(card, memory=(1 - GPU_MARGIN) * card.memory)
 
 
-def seconds_of(card: Card, found: Simulation) -> float:
+def seconds_of(card: Card, simulation: Simulation) -> float:
     """Seconds of a step, the middle of the plan's range."""
-    return sum(cards.step_seconds(card, found)) / 2
+    return sum(cards.step_seconds(card, simulation)) / 2
 
 
 def choose(
@@ -231,29 +231,29 @@ def choose(
     `simulate` simulates options side by side. Settings that can only be much slower are not simulated further, so a smaller or
     larger micro-batch of such a runner-up may be faster. No candidate: nothing fits.
     """
-    found: dict[Option, Simulation | Refused] = {}
+    simulations: dict[Option, Simulation | Refused] = {}
 
     def look(options: list[Option]) -> None:
-        new = [option for option in options if option not in found]
-        found.update(zip(new, simulate(new), strict=True))
+        new = [option for option in options if option not in simulations]
+        simulations.update(zip(new, simulate(new), strict=True))
 
     look([options[0] for options in settings.values()])
-    share = repeated_share(machine.card, settings, found, look)
-    simulated = {setting: options for setting, options in settings.items() if isinstance(found[options[0]], Simulation)}
+    share = repeated_share(machine.card, settings, simulations, look)
+    simulated = {setting: options for setting, options in settings.items() if isinstance(simulations[options[0]], Simulation)}
 
     def candidates(setting: tuple[str, bool | None]) -> list[Candidate]:
-        fitting = [option for option in simulated[setting] if is_possible(machine, found.get(option))]
-        return [Candidate(option, found[option], seconds_of(machine.card, found[option])) for option in fitting]
+        fitting = [option for option in simulated[setting] if is_possible(machine, simulations.get(option))]
+        return [Candidate(option, simulations[option], seconds_of(machine.card, simulations[option])) for option in fitting]
 
     def following(setting: tuple[str, bool | None]) -> Option | None:
-        return next_option(machine, simulated[setting], found)
+        return next_option(machine, simulated[setting], simulations)
 
     def least_seconds(setting: tuple[str, bool | None]) -> float:
         known = min((candidate.seconds for candidate in candidates(setting)), default=math.inf)
         if following(setting) is None:
             return known
         options = simulated[setting]
-        return min(known, bound(machine.card, found[options[0]], options[-1].micro_batch, share))
+        return min(known, bound(machine.card, simulations[options[0]], options[-1].micro_batch, share))
 
     while True:
         fastest = sorted(simulated, key=least_seconds)[:count]
@@ -267,7 +267,7 @@ def choose(
     close = [candidate for candidate in best_of_settings.values() if candidate.seconds <= CLOSE * every[0].seconds]
     best = sorted(close, key=by_seconds)[:count]
     best += [candidate for candidate in every if candidate not in best][: count - len(best)]
-    return sorted(best, key=by_seconds), found
+    return sorted(best, key=by_seconds), simulations
 
 
 def by_seconds(candidate: Candidate) -> float:
@@ -277,59 +277,63 @@ def by_seconds(candidate: Candidate) -> float:
 def repeated_share(
     card: Card,
     settings: dict[tuple[str, bool | None], list[Option]],
-    found: dict[Option, Simulation | Refused],
+    simulations: dict[Option, Simulation | Refused],
     look: Callable[[list[Option]], None],
 ) -> float:
     """The share of memory traffic that remains in a step with the largest micro-batch instead of the smallest.
 
     It is that of the fastest setting, whether it fits or not; in slower ones more of the traffic belongs to the tokens.
     """
-    simulated = [options for options in settings.values() if isinstance(found[options[0]], Simulation)]
+    simulated = [options for options in settings.values() if isinstance(simulations[options[0]], Simulation)]
     if not simulated:
         return 0.0
-    options = min(simulated, key=lambda options: seconds_of(card, found[options[0]]))
+    options = min(simulated, key=lambda options: seconds_of(card, simulations[options[0]]))
     look([options[-1]])
-    smallest, largest = found[options[0]], found[options[-1]]
+    smallest, largest = simulations[options[0]], simulations[options[-1]]
     if isinstance(largest, Refused) or not smallest.step.touched:
         return 0.0
     return min(1.0, largest.step.touched / smallest.step.touched)
 
 
-def bound(card: Card, found: Simulation, largest: int | None, share: float) -> float:
+def bound(card: Card, simulation: Simulation, largest: int | None, share: float) -> float:
     """Seconds that a step with no micro-batch up to `largest` is below, from the simulation of the smallest one."""
-    times = (largest or found.micro_batch) / found.micro_batch
-    moved = {kind: size / times for kind, size in found.step.moved.items()}
-    step = dataclasses.replace(found.step, moved=moved, touched=share * found.step.touched)
-    return seconds_of(card, dataclasses.replace(found, step=step))
+    times = (largest or simulation.micro_batch) / simulation.micro_batch
+    moved = {kind: size / times for kind, size in simulation.step.moved.items()}
+    step = dataclasses.replace(simulation.step, moved=moved, touched=share * simulation.step.touched)
+    return seconds_of(card, dataclasses.replace(simulation, step=step))
 
 
-def next_option(machine: Machine, options: list[Option], found: dict[Option, Simulation | Refused]) -> Option | None:
+def next_option(machine: Machine, options: list[Option], simulations: dict[Option, Simulation | Refused]) -> Option | None:
     """The option of a setting to simulate next, None if the best one is known. The first of `options` is simulated."""
     card, last = with_margin(machine.card), options[-1]
-    fitting = [option for option in options if is_possible(machine, found.get(option))]
+    fitting = [option for option in options if is_possible(machine, simulations.get(option))]
     top = fitting[-1] if fitting else options[0]
     # If a step is one micro-batch, there are no gradients of earlier ones, so the largest micro-batch can need less memory.
-    if last not in found and cards.fits(card, found[top], peak_of(last, top, None, found, is_alone=True)):
+    if last not in simulations and cards.fits(card, simulations[top], peak_of(last, top, None, simulations, is_alone=True)):
         return last
     if not fitting:
         return None
-    too_large = [option for option in options if option in found and option > top]
+    too_large = [option for option in options if option in simulations and option > top]
     limit = too_large[0] if too_large else None
     between = [option for option in options[:-1] if option > top and (limit is None or option < limit)]
-    likely = [option for option in between if cards.fits(card, found[top], peak_of(option, top, limit, found))]
+    likely = [option for option in between if cards.fits(card, simulations[top], peak_of(option, top, limit, simulations))]
     if likely:
         return likely[-1]
     # Attention over packed rows with a mask computes more the longer the rows are, so a smaller micro-batch can be faster.
-    flops = [sum(found[option].step.flops.values()) for option in (options[0], top)]
+    flops = [sum(simulations[option].step.flops.values()) for option in (options[0], top)]
     if flops[1] > 1.01 * flops[0]:
-        place = options.index(min(fitting, key=lambda option: seconds_of(machine.card, found[option])))
-        neighbours = [option for option in options[max(0, place - 1) : place + 2] if option < top and option not in found]
+        place = options.index(min(fitting, key=lambda option: seconds_of(machine.card, simulations[option])))
+        neighbours = [option for option in options[max(0, place - 1) : place + 2] if option < top and option not in simulations]
         return neighbours[0] if neighbours else None
     return None
 
 
 def peak_of(
-    option: Option, known: Option, too_large: Option | None, found: dict[Option, Simulation | Refused], is_alone: bool = False
+    option: Option,
+    known: Option,
+    too_large: Option | None,
+    simulations: dict[Option, Simulation | Refused],
+    is_alone: bool = False,
 ) -> float:
     """The least that the peak of an option can be, in bytes, estimated from simulations of smaller and larger micro-batches.
 
@@ -337,13 +341,13 @@ def peak_of(
     """
     estimates = []
     for other in (known, too_large):
-        if other and isinstance(found[other], Simulation):
-            of = found[other]
+        if other and isinstance(simulations[other], Simulation):
+            of = simulations[other]
             estimates.append(max(fixed + growing * option.micro_batch / of.micro_batch for fixed, growing in of.hull))
-    smaller = max((other for other in found if other.setting == option.setting and other < known), default=None)
-    larger = found[known]
-    if smaller and isinstance(found[smaller], Simulation):  # the line through the two largest that fit
-        slope = (larger.peak.bytes - found[smaller].peak.bytes) / (known.micro_batch - smaller.micro_batch)
+    smaller = max((other for other in simulations if other.setting == option.setting and other < known), default=None)
+    larger = simulations[known]
+    if smaller and isinstance(simulations[smaller], Simulation):  # the line through the two largest that fit
+        slope = (larger.peak.bytes - simulations[smaller].peak.bytes) / (known.micro_batch - smaller.micro_batch)
         estimates.append(larger.peak.bytes + slope * (option.micro_batch - known.micro_batch))
     earlier_gradients = 2 * larger.peak.by_holder.get("gradients", 0) if is_alone else 0
     return min(estimates) - earlier_gradients
@@ -366,29 +370,29 @@ def describe(
     """The choice and the runners-up as `--json` prints them: time in seconds, memory in GB (1e9 bytes)."""
     rows = []
     for candidate in candidates:
-        option, found = candidate.option, candidate.found
-        peak = found.peak.bytes
+        option, simulation = candidate.option, candidate.simulation
+        peak = simulation.peak.bytes
         rows.append(
             {
                 "command": command_line(recipe, candidate, arguments, grid),
                 "config": Path(option.config).stem,
                 "processes": grid.processes,
-                "micro_batch": found.micro_batch,
+                "micro_batch": simulation.micro_batch,
                 "flags": shown_flags(option, grid),
-                "step_seconds": [round(seconds, 3) for seconds in cards.step_seconds(machine.card, found)],
+                "step_seconds": [round(seconds, 3) for seconds in cards.step_seconds(machine.card, simulation)],
                 "slower": round(candidate.seconds / candidates[0].seconds - 1, 3),
-                "gpu_gb": cards.gb(peak + cards.reserve(found, peak, machine.card)),
-                "host_gb": cards.gb(cards.needed_host_memory(found)),
+                "gpu_gb": cards.gb(peak + cards.reserve(simulation, peak, machine.card)),
+                "host_gb": cards.gb(cards.needed_host_memory(simulation)),
             }
         )
     return rows
 
 
-def on_machine(machine: Machine, found: Simulation, price: float, within: float) -> dict[str, Any]:
+def on_machine(machine: Machine, simulation: Simulation, price: float, within: float) -> dict[str, Any]:
     """Time and price on the machine itself; "in_time" is about the slow end of the range, and None without a time or steps."""
-    best, worst = cards.step_seconds(machine.card, found)
-    tokens = found.tokens * found.accumulation * found.processes
-    hours = [round(found.max_steps * seconds / 3600, 4) for seconds in (best, worst)] if found.max_steps > 0 else None
+    best, worst = cards.step_seconds(machine.card, simulation)
+    tokens = simulation.tokens * simulation.accumulation * simulation.processes
+    hours = [round(simulation.max_steps * seconds / 3600, 4) for seconds in (best, worst)] if simulation.max_steps > 0 else None
     return {
         "machine": machine.name,
         "gpu": machine.card.name,
@@ -398,24 +402,24 @@ def on_machine(machine: Machine, found: Simulation, price: float, within: float)
             "hours": hours,
             "price": [round(number * price * machine.gpus * machine.nodes, 2) for number in hours] if hours and price else None,
             "in_time": hours[1] <= within if hours and within else None,
-            "has_disk": cards.disk_space(found) <= machine.disk,
+            "has_disk": cards.disk_space(simulation) <= machine.disk,
         },
     }
 
 
-def option_with_least_memory(machine: Machine, found: dict[Option, Simulation | Refused]) -> tuple[Option, Simulation]:
+def option_with_least_memory(machine: Machine, simulations: dict[Option, Simulation | Refused]) -> tuple[Option, Simulation]:
     """The option that needs least GPU memory, of those for which the host has enough, if there are any.
 
     Raises UserError, with the first reason, if every option was refused.
     """
-    simulated = [(option, simulation) for option, simulation in found.items() if isinstance(simulation, Simulation)]
+    simulated = [(option, simulation) for option, simulation in simulations.items() if isinstance(simulation, Simulation)]
     if not simulated:
-        raise UserError(next(refused.reason for refused in found.values() if isinstance(refused, Refused)))
+        raise UserError(next(refused.reason for refused in simulations.values() if isinstance(refused, Refused)))
     return min(simulated, key=lambda pair: (cards.needed_host_memory(pair[1]) > usable_host(machine), pair[1].peak.bytes))
 
 
 def propose(
-    machine: Machine, option: Option, found: Simulation, run: Callable[[str, list[str]], Simulation | Refused]
+    machine: Machine, option: Option, simulation: Simulation, run: Callable[[str, list[str]], Simulation | Refused]
 ) -> list[dict[str, Any]]:
     """Changes of `option`, which does not fit the machine, that would make it fit. `run(config, flags)` simulates one."""
 
@@ -423,7 +427,7 @@ def propose(
         return run(config, [*option.flags, *more])
 
     card, host = with_margin(machine.card), usable_host(machine)
-    return cards.try_proposals(cards.make_plan(found), found, option.config, run_on_top, card, host)
+    return cards.try_proposals(cards.make_plan(simulation), simulation, option.config, run_on_top, card, host)
 
 
 def cached_simulation(path: Path) -> Simulation | None:
@@ -435,11 +439,11 @@ def cached_simulation(path: Path) -> Simulation | None:
     return Simulation(**fields | peaks | {"step": Counts(**fields["step"])})
 
 
-def keep_simulation(path: Path, found: Simulation) -> None:
+def keep_simulation(path: Path, simulation: Simulation) -> None:
     """Writes a simulation without its curve. A cache that cannot be written is no error."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, dataclasses.asdict(found) | {"curve": []})
+        write_json(path, dataclasses.asdict(simulation) | {"curve": []})
 
 
 def cache_path(launched: Launched, words: list[str]) -> Path:

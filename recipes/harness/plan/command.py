@@ -78,8 +78,8 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: "PlanFlags", argumen
 
     count_rows = row_counter(can_fork, recipe, arguments)
     plans = [
-        found if isinstance(found, Refused) else cards.make_plan(with_steps(found, count_rows), price, all_cards)
-        for found in simulations
+        simulation if isinstance(simulation, Refused) else cards.make_plan(with_steps(simulation, count_rows), price, all_cards)
+        for simulation in simulations
     ]
     if plan_flags.as_json:
         shown = [{"config": p.config, "refused": p.reason} if isinstance(p, Refused) else p for p in plans]
@@ -220,15 +220,17 @@ def simulate_in_process(
 ) -> "Simulation | Refused":
     """One simulation in a process of its own. If it is refused, this process exits, or with `optional` returns the reason."""
     launched = launched or fit_processes(recipe, config)
-    code, found = processes.call(can_fork, simulate_quietly, launched, config, arguments, optional)
-    if found is None:
+    code, simulation = processes.call(can_fork, simulate_quietly, launched, config, arguments, optional)
+    if simulation is None:
         sys.exit(processes.explain_exit(code))
     from harness.plan.simulation import Refused
 
-    if isinstance(found, Refused):
-        return found
+    if isinstance(simulation, Refused):
+        return simulation
     names = {word.split("=")[0].replace("-", "_") for word in arguments}
-    return dataclasses.replace(found, download=download_bytes(found), has_global_batch_flag="__global_batch_size" in names)
+    return dataclasses.replace(
+        simulation, download=download_bytes(simulation), has_global_batch_flag="__global_batch_size" in names
+    )
 
 
 def simulate_quietly(
@@ -274,18 +276,18 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanFlags, arguments:
     plans = []
     for machine, price in zip(machines, plan_flags.prices(len(machines)), strict=True):
         grid = choose.make_grid(Path(recipe), machine, paths, arguments)
-        candidates, found = simulate_grid(can_fork, recipe, machine, grid, arguments, plan_flags.as_json)
+        candidates, simulations = simulate_grid(can_fork, recipe, machine, grid, arguments, plan_flags.as_json)
         if not candidates:
-            proposals = propose_changes(can_fork, recipe, machine, grid, arguments, found)
+            proposals = propose_changes(can_fork, recipe, machine, grid, arguments, simulations)
             plans.append({"machine": machine.name, "config": None, "proposals": proposals})
             continue
         best, described = candidates[0], choose.describe(Path(recipe).stem, machine, grid, candidates, arguments)
-        simulated = best.found
+        simulation = best.simulation
         if not is_started:  # once more, with an evaluation and the length of the run
             launched, config = grid.launched(recipe, best.option.config), configs.read(best.option.config)
             words = [*arguments, *grid.common_flags, *best.option.flags]
-            simulated = with_steps(simulate_in_process(can_fork, recipe, config, words, launched=launched), count_rows)
-        plan = cards.make_plan(simulated, all_cards=all_cards) | choose.on_machine(machine, simulated, price, plan_flags.within)
+            simulation = with_steps(simulate_in_process(can_fork, recipe, config, words, launched=launched), count_rows)
+        plan = cards.make_plan(simulation, all_cards=all_cards) | choose.on_machine(machine, simulation, price, plan_flags.within)
         plans.append(plan | {"flags": described[0]["flags"], "command": described[0]["command"], "choices": described})
     if plan_flags.as_json:
         print(json.dumps(plans[0] if len(plans) == 1 else plans, indent=2))
@@ -319,16 +321,16 @@ def propose_changes(
     machine: "Machine",
     grid: "Grid",
     arguments: list[str],
-    found: dict["Option", "Simulation | Refused"],
+    simulations: dict["Option", "Simulation | Refused"],
 ) -> list[dict[str, Any]]:
-    """What would make a run fit this machine, if nothing of `found` does. Raises UserError if every option was refused."""
+    """What would make a run fit this machine, if nothing of `simulations` does. Raises UserError if every option was refused."""
     from harness.plan import choose, pages
 
     def run_again(path: str, more: list[str]) -> "Simulation | Refused":
         words, launched = [*arguments, *grid.common_flags, *more], grid.launched(recipe, path)
         return simulate_in_process(can_fork, recipe, configs.read(path), words, optional=True, launched=launched)
 
-    option, least = choose.option_with_least_memory(machine, found)
+    option, least = choose.option_with_least_memory(machine, simulations)
     pages.print_progress(f"No combination fits {machine.name} with its margin: trying what would make it fit …")
     return choose.propose(machine, option, least, run_again)
 
@@ -372,8 +374,8 @@ def simulate_options(
     from harness.plan.simulation import Refused
 
     files = {option: choose.cache_path(grid.launched(recipe, option.config), [*arguments, *option.flags]) for option in options}
-    found = {option: choose.cached_simulation(file) for option, file in files.items()}
-    new = [option for option in options if found[option] is None]
+    simulations = {option: choose.cached_simulation(file) for option, file in files.items()}
+    new = [option for option in options if simulations[option] is None]
     if new and not is_quiet:
         names = sorted({Path(option.config).stem for option in new})
         pages.print_progress(f"Simulating {len(new)} combination{'s' if len(new) > 1 else ''}: {', '.join(names)} …")
@@ -389,10 +391,10 @@ def simulate_options(
         for worker, option in zip(workers, batch, strict=True):
             if worker.result is None:
                 sys.exit(processes.explain_exit(code))
-            found[option] = worker.result
+            simulations[option] = worker.result
             if not isinstance(worker.result, Refused):
                 choose.keep_simulation(files[option], worker.result)
-    return [found[option] for option in options]
+    return [simulations[option] for option in options]
 
 
 def fit_processes(recipe: str, config: AccelerateConfig) -> Launched:
@@ -407,27 +409,27 @@ def fit_processes(recipe: str, config: AccelerateConfig) -> Launched:
     return Launched(recipe=recipe, config=config.path, processes=count * gpus, nodes=count, on_cpu=True, mode="plan")
 
 
-def download_bytes(found: "Simulation") -> int:
+def download_bytes(simulation: "Simulation") -> int:
     """Bytes to download, from the Hub; if it does not answer, those of the parameters. A stream downloads no files."""
-    weights = 0 if Path(found.model).is_dir() else file_sizes("model", found.model, (".safetensors",))
+    weights = 0 if Path(simulation.model).is_dir() else file_sizes("model", simulation.model, (".safetensors",))
     if weights is None:
-        weights = found.parameters * found.hub_bytes
-    if found.is_streamed:
+        weights = simulation.parameters * simulation.hub_bytes
+    if simulation.is_streamed:
         return weights
-    names = [name for name in found.datasets if not Path(name).exists()]
+    names = [name for name in simulation.datasets if not Path(name).exists()]
     return weights + sum(file_sizes("dataset", name, (".parquet", ".jsonl", ".json", ".csv")) or 0 for name in names)
 
 
-def with_steps(found: "Simulation", count_rows: Callable[[], float | None]) -> "Simulation":
-    """`found` with the steps of its epochs, if neither a flag nor the recipe sets them and the number of rows is known."""
-    if found.max_steps > 0:
-        return found
+def with_steps(simulation: "Simulation", count_rows: Callable[[], float | None]) -> "Simulation":
+    """`simulation` with the steps of its epochs, if neither a flag nor the recipe sets them and the number of rows is known."""
+    if simulation.max_steps > 0:
+        return simulation
     rows = count_rows()  # packed rows, estimated; only counted if needed
     if not rows:
-        return found
-    rows_per_step = found.micro_batch * found.accumulation * found.processes
-    steps = math.ceil(found.epochs * rows / rows_per_step)
-    return dataclasses.replace(found, max_steps=steps, steps_are_estimated=True)
+        return simulation
+    rows_per_step = simulation.micro_batch * simulation.accumulation * simulation.processes
+    steps = math.ceil(simulation.epochs * rows / rows_per_step)
+    return dataclasses.replace(simulation, max_steps=steps, steps_are_estimated=True)
 
 
 def row_counter(can_fork: bool, recipe: str, arguments: list[str]) -> Callable[[], float | None]:

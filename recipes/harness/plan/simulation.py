@@ -139,13 +139,13 @@ def simulate(
     ):
         quiet = ["--output_dir", output_dir, "--report_to", "none", "--disable_tqdm", "true"]
         trainer = build_trainer(launched, [*flags, *quiet])
-        found = simulate_training(trainer, ledger, fakes, config, launched, with_evaluation)
-    found.peaks, found.host_peaks = ledger.peaks(), ledger.peaks("host")
-    found.reserved, found.needed = replay(ledger.sizes(), "expandable_segments:True" in settings)
-    found.hull, found.curve = ledger.hull(), ledger.curve()
-    found.seconds = time.monotonic() - began
-    found.own_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return found
+        simulation = simulate_training(trainer, ledger, fakes, config, launched, with_evaluation)
+    simulation.peaks, simulation.host_peaks = ledger.peaks(), ledger.peaks("host")
+    simulation.reserved, simulation.needed = replay(ledger.sizes(), "expandable_segments:True" in settings)
+    simulation.hull, simulation.curve = ledger.hull(), ledger.curve()
+    simulation.seconds = time.monotonic() - began
+    simulation.own_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return simulation
 
 
 def simulate_training(
@@ -158,18 +158,18 @@ def simulate_training(
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
             ledger.mark(tensor, "weights", "gpu")
     show_buffers = prepare_sharding(trainer, config)
-    found = describe_run(trainer, batch, config, launched)
+    simulation = describe_run(trainer, batch, config, launched)
     if trainer.is_fsdp_enabled:
         # It would take the weights of this process from the meta device.
         trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
     trainer.args.eval_on_start = False  # an evaluation is simulated after the step
     trainer.add_callback(AfterWrapping(trainer, config, launched.processes, show_buffers))
-    trainer.add_callback(SimulatedStep(trainer, config, ledger, fakes, batch, found, with_evaluation))
+    trainer.add_callback(SimulatedStep(trainer, config, ledger, fakes, batch, simulation, with_evaluation))
     wrap_counted(trainer, ledger, fakes)
     trainer.remove_callback(transformers.PrinterCallback)
     with contextlib.suppress(Finished):
         trainer.train()
-    return found
+    return simulation
 
 
 def full_batch(batch: dict, args: TrainingArguments, rows: int) -> dict:
@@ -249,14 +249,14 @@ class SimulatedStep(TrainerCallback):
         ledger: Ledger,
         fakes: Any,
         batch: dict,
-        found: Simulation,
+        simulation: Simulation,
         with_evaluation: bool,
     ) -> None:
-        self.trainer, self.ledger, self.fakes, self.batch, self.found = trainer, ledger, fakes, batch, found
+        self.trainer, self.ledger, self.fakes, self.batch, self.simulation = trainer, ledger, fakes, batch, simulation
         self.with_evaluation = with_evaluation
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-        found.is_offloaded = isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy)
-        self.place = "host" if found.is_offloaded else "gpu"
+        simulation.is_offloaded = isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy)
+        self.place = "host" if simulation.is_offloaded else "gpu"
         # One micro-batch that is added to existing gradients stands for the last of many. If FSDP keeps unsharded gradients
         # until the last micro-batch, only a first micro-batch can put them there, so there are two.
         self.has_earlier_batches = trainer.args.gradient_accumulation_steps > 1
@@ -298,10 +298,10 @@ class SimulatedStep(TrainerCallback):
             for weight in self.optimized:
                 if weight.grad is not None:
                     ledger.mark(local_tensor(weight.grad), "gradients")
-        check_bytes("weights", [local_tensor(weight) for weight in model.parameters()], self.found.expected["weights"])
-        self.found.optimizer = sum(state.nbytes for state in self.optimizer_states())
+        check_bytes("weights", [local_tensor(weight) for weight in model.parameters()], self.simulation.expected["weights"])
+        self.simulation.optimizer = sum(state.nbytes for state in self.optimizer_states())
         if args.optim in ("adamw_torch", "adamw_torch_fused"):
-            check_bytes("optimizer states", self.optimizer_states(), self.found.expected["optimizer"])
+            check_bytes("optimizer states", self.optimizer_states(), self.simulation.expected["optimizer"])
         ledger.take_counts()
         install_steps(self.trainer, self.run_backward, self.run_optimizer)
         self.forward_labels = self.fakes.here(moment="forward", holder="activations")
@@ -325,7 +325,7 @@ class SimulatedStep(TrainerCallback):
                 gradients = [local_tensor(weight.grad) for weight in self.optimized]
                 for gradient in gradients:
                     self.ledger.mark(gradient, "gradients")
-                check_bytes("gradients", gradients, self.found.expected["gradients"])
+                check_bytes("gradients", gradients, self.simulation.expected["gradients"])
             return function(*args, **kwargs)
 
     def on_step_end(
@@ -337,11 +337,11 @@ class SimulatedStep(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Stores the counts of the step, simulates an evaluation, a sample and the final save, and ends the simulation."""
-        found = self.found
-        found.trained_here = sum(local_tensor(weight).numel() for weight in self.optimized)
-        found.step = counts_of_step(self.parts, found.accumulation)
+        simulation = self.simulation
+        simulation.trained_here = sum(local_tensor(weight).numel() for weight in self.optimized)
+        simulation.step = counts_of_step(self.parts, simulation.accumulation)
         # Clipping and the optimizer have no matrix multiplication, and exchange only the norm of the gradients.
-        found.step.touched += self.ledger.take_counts().touched
+        simulation.step.touched += self.ledger.take_counts().touched
         self.trainer.model_wrapped.eval()
         if self.with_evaluation:
             self.simulate_evaluation(args)
@@ -371,5 +371,5 @@ class SimulatedStep(TrainerCallback):
                 if isinstance(module, FSDPModule):
                     module.reshard()
             for weight in model.parameters():
-                if hasattr(weight, "full_tensor") and (weight.requires_grad or not self.found.is_adapter):
+                if hasattr(weight, "full_tensor") and (weight.requires_grad or not self.simulation.is_adapter):
                     weight.full_tensor()

@@ -288,13 +288,14 @@ def compute_checksums(output_dir: Path) -> threading.Thread:
         return [status.st_size, status.st_mtime_ns] == files[name][:2]  # else the next start compares it
 
     def compute() -> None:
+        """First all missing checksums, saved now and then; then those of the files that had one, to compare."""
         written = time.monotonic()
         missing = [name for name, entry in files.items() if not entry[2]]
         known = [name for name, entry in files.items() if entry[2]]
         for name in missing:
-            found = checksum(Path(name))
+            new = checksum(Path(name))
             if is_same_version(name):
-                files[name][2] = found
+                files[name][2] = new
             if name == missing[-1] or time.monotonic() - written > WRITE_INTERVAL:
                 _write_data_files(output_dir, files, changed_files(output_dir))
                 written = time.monotonic()

@@ -46,6 +46,8 @@ def sharded_adamw() -> type:
 
     class ShardedAdamW(AdamW):
         def init_state(self, group: dict, p: DTensor, gindex: int, pindex: int) -> None:
+            """Makes both moments of a weight: in 8 bits with a scale per block, or in float32."""
+
             def zeros(columns: int, dtype: torch.dtype) -> DTensor:
                 local = torch.zeros(p.to_local().shape[0], columns, dtype=dtype, device=p.device)
                 options = {"run_check": False, "shape": torch.Size([p.shape[0], columns]), "stride": (columns, 1)}
@@ -62,6 +64,7 @@ def sharded_adamw() -> type:
                     state[f"absmax{number}"] = zeros(blocks, torch.float32)
 
         def update_step(self, group: dict, p: DTensor, gindex: int, pindex: int) -> None:
+            """Updates the rows of a weight that this process has, with bitsandbytes' kernel for its states."""
             config, state = self.get_config(gindex, pindex, group), self.state[p]
             state["step"] += 1
             local = {name: value.to_local() for name, value in state.items() if isinstance(value, DTensor)}
@@ -83,6 +86,7 @@ def sharded_adamw() -> type:
                 return
             for name in ("dynamic", "udynamic"):
                 self.name2qmap[name] = self.name2qmap[name].to(weight.device)
+            # The kernel divides what it gets into blocks of 256 values: rows are padded to whole blocks, as the states are.
             rows, columns = weight.shape[0], math.prod(weight.shape[1:])
             padded = [
                 torch.nn.functional.pad(value.view(rows, columns), (0, local["state1"].shape[1] - columns))

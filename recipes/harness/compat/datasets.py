@@ -72,6 +72,7 @@ class _Rows(tuple):
 
 
 def _init_shuffle_state(self: BufferShuffledExamplesIterable) -> dict:
+    """The state of a shuffled stream at its beginning. `_iterate_shuffled` keeps it up to date."""
     self._state_dict = {
         "examples_iterable": self.ex_iterable._init_state_dict(),
         "rows": None,  # the buffer; None while it must be filled

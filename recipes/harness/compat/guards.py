@@ -88,6 +88,7 @@ def changes(*targets: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declares what a function changes or uses of a library. The first call checks it and raises UserError if it is different."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        """Adds the function to CHANGES; returns it with the check before its first call."""
         change = Change(function.__name__, function.__module__, function.__doc__ or "", tuple(map(Target.read, targets)))
         CHANGES.append(change)
         checked = False

@@ -35,6 +35,7 @@ def install_read_retries(retry: Callable[..., Any]) -> None:
         return
 
     def fetch_once(file: HfFileSystemFile, start: int, end: int) -> bytes:
+        """A part of a file, in one request. Raises HubLost if the file has another version than at the first request."""
         headers = {"range": f"bytes={start}-{end - 1}", **file.fs._api._build_hf_headers()}
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         response = http_backoff("GET", file.url(), headers=headers, timeout=timeout, max_retries=0)

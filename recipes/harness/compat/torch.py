@@ -162,6 +162,7 @@ def _attend_on_cpu(
     window_size: list[int] | None = None,
     *unused: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The forward pass of varlen attention: SDPA for one document after the other. Query: (tokens, heads, head size)."""
     _check_as_on_cuda(query, key, value, cu_seq_q, max_q)
     attend = torch.nn.functional.scaled_dot_product_attention
     parts = []
@@ -192,6 +193,7 @@ def _attend_backward_on_cpu(
     scale: float | None = None,
     window_size: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key and value: the softmax is computed again, one document after the other."""
     scale = scale or 1 / math.sqrt(query.shape[-1])
     gradients: tuple[list, list, list] = ([], [], [])
     for mask, *document in _documents(cu_seq_q, window_size or [-1, -1], grad_out, out, query, key, value):

@@ -85,6 +85,7 @@ def _hide_false_warning(tokenizer: PreTrainedTokenizerBase, template: str) -> No
 def _renders_the_same(
     tokenizer: PreTrainedTokenizerBase, template: str, conversation: list[dict], options: dict | None = None
 ) -> bool:
+    """Whether `template` writes a conversation as the tokenizer's own template does."""
     try:
         own = tokenizer.apply_chat_template(conversation, tokenize=False, **(options or {}))
         return own == tokenizer.apply_chat_template(conversation, tokenize=False, chat_template=template, **(options or {}))

@@ -371,6 +371,7 @@ def find_facts(
 
 
 def _facts_of(row: dict, settings: dict[str, Any], code: str) -> dict[str, str]:
+    """The FACTS of a row: why it is skipped ("" if it is not), its checksum, and what kind of conversation it is."""
     converted, reason = formats.examine(row, **settings)
     return {
         "reason": reason,
@@ -421,8 +422,8 @@ def print_summary(script_args: ScriptArguments, summary: dict[str, Any], splits:
     if summary["skipped"]:
         first = {reason: f" (the first is row {number:,})" for reason, number in summary["first_skipped"].items()}
         reasons = ", ".join(f"{number:,} {reason}{first.get(reason, '')}" for reason, number in summary["skipped"].items())
-        of = f"{summary['rows']:,} rows" if summary["is_complete"] else f"the first {summary['rows']:,} rows"
-        print_once(f"{name}: {summary['skipped_rows']:,} of {of} skipped: {reasons}.")
+        read = f"{summary['rows']:,} rows" if summary["is_complete"] else f"the first {summary['rows']:,} rows"
+        print_once(f"{name}: {summary['skipped_rows']:,} of {read} skipped: {reasons}.")
     if summary["held_out"]:
         split = script_args.dataset_train_split
         others = [] if is_slice(split) else [other for other in splits if other != split]

@@ -287,6 +287,7 @@ def print_how_files_are_read(name: str, config: str | None, text_rows: str | Non
 
 
 def _split_of(path: Path) -> str:
+    """The split that a file or its folder is named after, for example of my_test.jsonl and validation/1.csv; "" without one."""
     if sharded := re.match(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}", path.name):
         return sharded[1]
     for part in reversed(path.parts):
@@ -472,6 +473,7 @@ def _parse(path: Path, text: str, line: int = 1, position: int = 0) -> tuple[Any
 
 
 def _row_of_json(value: Any, path: Path, line: int) -> dict:
+    """A row, from a JSON object or a string, which is its text. Raises UserError for anything else."""
     if isinstance(value, str):
         value = {"text": value}
     if not isinstance(value, dict):

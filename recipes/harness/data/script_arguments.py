@@ -112,6 +112,7 @@ class ScriptArguments(trl.ScriptArguments):
     keeps_samples = False  # of a stream: its max_samples rows are read once, for all epochs
 
     def __post_init__(self) -> None:
+        """A list of one dataset becomes the dataset, and the JSON of `--column_map` a dict."""
         for name in ("dataset_name", "dataset_config"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) == 1:

@@ -255,22 +255,22 @@ class StreamPosition(TrainerCallback):
 
         Without a shared disk a process sees the files of its own parts only, which are enough.
         """
-        args, of = self.trainer.args, largest_divisor(slots, min(stream.num_shards, MOST_PARTS))
+        args, parts = self.trainer.args, largest_divisor(slots, min(stream.num_shards, MOST_PARTS))
         if not self.checkpoint:
-            return [PartPosition(of)] * of
+            return [PartPosition(parts)] * parts
         files = {int(path.stem.split("_")[1]): path for path in self.checkpoint.glob("stream_*.json")}
-        saved_of = read_json(files[min(files)]).get("of", 0) if files else 0
-        needed = {slot % saved_of for slot in range(args.process_index, slots, args.world_size)} if saved_of else set()
-        is_found = 0 < saved_of <= min(stream.num_shards, slots) and needed <= files.keys()
+        saved_parts = read_json(files[min(files)]).get("of", 0) if files else 0
+        needed = {slot % saved_parts for slot in range(args.process_index, slots, args.world_size)} if saved_parts else set()
+        is_found = 0 < saved_parts <= min(stream.num_shards, slots) and needed <= files.keys()
         if all(gather_object([is_found])):
             saved = {part: PartPosition(**read_json(files[part])) for part in needed}
-            return [self._position_of(saved.get(part, PartPosition(saved_of)), stream) for part in range(saved_of)]
+            return [self._position_of(saved.get(part, PartPosition(saved_parts)), stream) for part in range(saved_parts)]
         steps = step_of(self.checkpoint)
         print_once(
             f"warning: {self.checkpoint} does not have the position in this stream, so the stream is read from its beginning, "
             f"and {steps * slots * rows:,} rows are skipped, but not always those that were trained on"
         )
-        return [PartPosition(of, steps * rows * len(range(part, slots, of))) for part in range(of)]
+        return [PartPosition(parts, steps * rows * len(range(part, slots, parts))) for part in range(parts)]
 
     def _position_of(self, saved: PartPosition, stream: IterableDataset) -> PartPosition:
         """A saved position, without its place if the stream now has other operations: then the rows are read again."""

@@ -449,8 +449,8 @@ def check_layer_classes(model: PreTrainedModel, config: AccelerateConfig, name: 
 
 def check_adapter_names(model: PreTrainedModel, model_args: ModelConfig, name: str) -> None:
     """Raises UserError for a name that the model does not have. PEFT refuses names only if it knows none of them."""
-    modules = [of for of, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None]
-    weights = [of for of, _ in model.named_parameters()]
+    modules = [path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None]
+    weights = [path for path, _ in model.named_parameters()]
     named = {
         "lora_target_modules": (modules, f"{', '.join(linear_modules(model))}, or all-linear for all of these"),
         "lora_target_parameters": (weights, ", ".join(_last_parts(weights, 2))),
@@ -460,7 +460,7 @@ def check_adapter_names(model: PreTrainedModel, model_args: ModelConfig, name: s
         given = getattr(model_args, flag) or []
         if isinstance(given, str):  # all-linear, or a regular expression for whole names
             continue
-        unknown = [word for word in given if not any(f".{of}".endswith(f".{word}") for of in existing)]
+        unknown = [word for word in given if not any(f".{path}".endswith(f".{word}") for path in existing)]
         if unknown and not (flag == "lora_target_modules" and _are_renamed(unknown, model, model_args)):
             raise UserError(f"--{flag}: {name} has no {', '.join(unknown)}: pass some of {choice}")
 
@@ -494,7 +494,7 @@ def linear_modules(model: PreTrainedModel) -> list[str]:
     """The last parts of the names of all linear modules but the output head, each once."""
     head = model.get_output_embeddings()
     return _last_parts(
-        [of for of, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D) and module is not head]
+        [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D) and module is not head]
     )
 
 

@@ -429,8 +429,9 @@ def copy_that_reduces_each_batch(config: str) -> str:
 def configs_that_save_more(config: str) -> list[str]:
     """Configs for the same machines and precision that keep less on a GPU: sharded instead of whole, offloaded."""
 
-    def saving(of: configs.AccelerateConfig) -> int:
-        return 1 + of.reshard_after_forward + 2 * of.offload_params if of.is_fsdp else 0
+    def saving(config: configs.AccelerateConfig) -> int:
+        """A larger number for a config that keeps less on a GPU: DDP 0, FSDP 1 to 4."""
+        return 1 + config.reshard_after_forward + 2 * config.offload_params if config.is_fsdp else 0
 
     own, others = configs.read(config), []
     folders = {Path(config).resolve().parent, Path(__file__).resolve().parents[3] / "accelerate_configs"}

@@ -342,8 +342,8 @@ def peak_of(
     estimates = []
     for other in (known, too_large):
         if other and isinstance(simulations[other], Simulation):
-            of = simulations[other]
-            estimates.append(max(fixed + growing * option.micro_batch / of.micro_batch for fixed, growing in of.hull))
+            times = option.micro_batch / other.micro_batch
+            estimates.append(max(fixed + growing * times for fixed, growing in simulations[other].hull))
     smaller = max((other for other in simulations if other.setting == option.setting and other < known), default=None)
     larger = simulations[known]
     if smaller and isinstance(simulations[smaller], Simulation):  # the line through the two largest that fit

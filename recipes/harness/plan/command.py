@@ -181,6 +181,7 @@ def read_plan_flags(words: list[str]) -> tuple[PlanFlags, list[str]]:
 
 
 def check_prices(text: str) -> None:
+    """Raises UserError unless `text` is a positive number, or several with ";" between them."""
     if not text:
         raise UserError("--price_per_gpu_hour needs a number")
     for word in text.split(";"):

@@ -230,6 +230,7 @@ def load_models_from_config(fakes: Fakes) -> None:
         quantization_config: Any = None,
         **kwargs: Any,
     ) -> Any:
+        """A model of fake weights, as large as what `from_pretrained` would load, in host memory."""
         config = config or transformers.AutoConfig.from_pretrained(name, revision=kwargs.get("revision") or "main")
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype, config.dtype)  # "auto" is no attribute of torch
@@ -273,17 +274,20 @@ def count_offload(ledger: Ledger) -> None:
     reduce = _fsdp_param_group.foreach_reduce
 
     def move_to_gpu(params: Any, buffers: Any, device: Any) -> None:
+        """Weights that are not offloaded, and buffers: copied to the GPU once."""
         for tensor in (*params, *buffers):
             with torch.no_grad(), ledger.within(place="gpu"):
                 tensor.data = tensor.data.clone()
 
     def init_sharded_param(param: Any, *args: Any) -> None:
+        """The shard that a process keeps: in pinned host memory if it is offloaded."""
         with ledger.within(place="host" if param.offload_to_cpu else "gpu"):
             init(param, *args)
         if param.offload_to_cpu:
             ledger.pin(param._sharded_param_data)
 
     def all_gather_inputs(param: Any) -> Any:
+        """An offloaded shard is copied to the GPU before each all-gather."""
         shard = param._sharded_param_data
         if param.offload_to_cpu:
             param._sharded_param_data = shard.clone()
@@ -295,6 +299,7 @@ def count_offload(ledger: Ledger) -> None:
             param._sharded_param_data = shard
 
     def reduce_to_host(params: Any, *args: Any, **kwargs: Any) -> Any:
+        """A reduced gradient is copied to the host, and added there if an earlier micro-batch left one."""
         had_gradient = [param.sharded_param.grad is not None for param in params]
         result = reduce(params, *args, **kwargs)
         for param, had in zip(params, had_gradient, strict=True):
@@ -557,6 +562,7 @@ class Linear4bit(bitsandbytes.nn.Linear4bit):
 
     @classmethod
     def of_size(cls, rows: int, columns: int, bias: torch.Tensor | None, settings: BitsAndBytesConfig) -> "Linear4bit":
+        """A layer of this size, with tensors as large as bitsandbytes' packed weight and its scales (of 64 weights each)."""
         layer = cls.__new__(cls)
         torch.nn.Module.__init__(layer)
         layer.in_features, layer.out_features, layer.bias = columns, rows, bias

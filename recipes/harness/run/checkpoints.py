@@ -49,6 +49,7 @@ class Checkpoints(TrainerCallback):
         install_before_checkpoint(self.trainer, self._before_save)
 
     def _before_save(self, checkpoint: Path) -> None:
+        """Deletes old checkpoints on every disk, and marks the new one as incomplete. Collective."""
         process = PartialState()
         if not (self.output_dir / folder.RUN).is_file():  # transformers would make the folder again
             raise FileNotFoundError(self.output_dir)

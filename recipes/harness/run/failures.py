@@ -51,6 +51,7 @@ def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
 
 
 def exit_if_out_of_memory(error: Exception) -> None:
+    """Exits with a message about memory if `error` is about the memory of the GPU or the host; otherwise returns."""
     text = str(error)
     if "out of memory" not in text and "can't allocate memory" not in text and not isinstance(error, MemoryError):
         return

@@ -271,6 +271,7 @@ class Ownership:
         self._thread.start()
 
     def _rewrite(self) -> None:
+        """Writes the owner's file again and again until the run ends, so that others see that it is alive. In a thread."""
         while not self._has_ended.wait(seconds_of_silence() / 4):
             with contextlib.suppress(Exception):  # the mirror cannot be reached now; uploads say so
                 owner = self.storage.read(OWNER)

@@ -43,6 +43,7 @@ class Profile(TrainerCallback):
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise every process logs when it starts and stops
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Chooses the steps to record and starts the profiler, which waits for them; or says why there is no profile."""
         count = max(1, min(3, 12 // args.gradient_accumulation_steps))  # steps with many micro-batches make large traces
         left = state.max_steps - state.global_step
         if broadcast_object_list([self.table.is_file()])[0]:
@@ -132,6 +133,7 @@ class MeasuredTensors(TrainerCallback):
         self.sizes["weights_mb"] = megabytes(local_tensor(weight).nbytes for weight in model.parameters())
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Before the second step: the first one makes the optimizer's states."""
         if state.global_step != 1:
             return
         gc.collect()
@@ -214,6 +216,7 @@ def group_events(events: list[Event]) -> dict[str, list[Interval]]:
 
 
 def _category_on_gpu(name: str, kind: str) -> str:
+    """The row of the table that a kernel or a copy on the GPU belongs to."""
     if "nccl" in name.lower():
         return _collective(name)
     if kind == "gpu_memcpy":

@@ -133,7 +133,7 @@ def check_sharding(model: torch.nn.Module, accelerator: object, config: Accelera
     layers = transformer_layers(model)
     unsharded = [name for name, layer in layers.items() if not isinstance(layer, FSDPModule)]
     for name, layer in layers.items():
-        unsharded += [f"{name}.{of}" for of, weight in layer.named_parameters() if not isinstance(weight, DTensor)]
+        unsharded += [f"{name}.{path}" for path, weight in layer.named_parameters() if not isinstance(weight, DTensor)]
     if unsharded or not layers:
         raise RuntimeError(
             f"FSDP left {', '.join(unsharded[:3]) or 'every layer'} unsharded: "

@@ -206,8 +206,8 @@ def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -
     if "eval_loss" in logs and "eval_runtime" not in logs:
         return f"{start}  evaluation loss {logs['eval_loss']:.4f}, mean of all datasets"
     for label, loss in evaluation_losses(logs).items():
-        of, prefix = (f" of {label}", f"{label}_") if label else ("", "")
-        return f"{start}  evaluation loss{of} {loss:.4f}  in {logs.get(f'eval_{prefix}runtime', 0):.0f} s"
+        dataset, prefix = (f" of {label}", f"{label}_") if label else ("", "")
+        return f"{start}  evaluation loss{dataset} {loss:.4f}  in {logs.get(f'eval_{prefix}runtime', 0):.0f} s"
     if "loss" not in logs:
         return ""
     parts = [start, f"loss {logs['loss']:7.4f}", f"lr {logs.get('learning_rate', 0):.2e}"]
@@ -321,6 +321,7 @@ class BatchReader(TrainerCallback):
         return read_steps
 
     def _next_step(self, iterator: Iterator, count: int) -> tuple[list[dict], dict | None]:
+        """What `_read_step` returns for the next step. A thread reads the steps of a stream ahead; its errors are raised here."""
         if not self.is_stream:
             return self._read_step(iterator, count)
         if self.steps is None:

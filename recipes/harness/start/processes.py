@@ -53,6 +53,7 @@ class LoaderWithoutCompiler(importlib.machinery.SourceFileLoader):
     """Imports a module in which `torch.compile` does nothing."""
 
     def exec_module(self, module: ModuleType) -> None:
+        """Executes the module while TORCHDYNAMO_DISABLE is set, which `torch.compile` looks at when it is called."""
         before = os.environ.get("TORCHDYNAMO_DISABLE")
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         try:

@@ -64,6 +64,11 @@ def test_large_differences_are_explained(forecast, measured, line, reason):
     assert sum(";" in text for text in lines) == (2 if "tokens" in measured and "peak_gpu_gb" in measured else 1)
 
 
+def test_unknown_utilization_explains_nothing(forecast):
+    lines = describe_forecast(RESULTS | {"forecast": forecast, "tokens_per_second": 4_000.0, "gpu_utilization": []})
+    assert lines[-1] == "seconds per step: 4.10 measured, 1.36–2.73 forecast on RTX 3090"
+
+
 def test_card_that_is_not_known(tmp_path, forecast):
     unknown = read_forecast(tmp_path, "NVIDIA RTX A6000")
     assert unknown["card"] is None and len(describe_forecast(RESULTS | {"forecast": unknown})) == 3

@@ -93,15 +93,15 @@ def will_quantize(model_args: Any) -> bool:
 
 
 def wanted_of_model(model_args: Any) -> Wanted:
-    """The files of a model on the Hub; without its weights if only its 4-bit ones are loaded, and they are here."""
-    from harness.model.quantized import WEIGHT_FILES
+    """The files of a model on the Hub; without its weights if only its 4-bit ones are loaded, and these are on this machine."""
+    from harness.model.quantized import DOWNLOAD_OF_WEIGHTS
 
     name = model_args.model_name_or_path
     if Path(name).is_dir():
         return {}
     has_quantized = model_args.load_in_4bit and not will_quantize(model_args)
-    patterns = SETTINGS if has_quantized else [*SETTINGS, *WEIGHT_FILES["allow_patterns"]]
-    return {("model", name): {**WEIGHT_FILES, "revision": model_args.model_revision, "allow_patterns": patterns}}
+    patterns = SETTINGS if has_quantized else [*SETTINGS, *DOWNLOAD_OF_WEIGHTS["allow_patterns"]]
+    return {("model", name): {**DOWNLOAD_OF_WEIGHTS, "revision": model_args.model_revision, "allow_patterns": patterns}}
 
 
 def wanted_of_datasets(script_args: Any, training_args: Any, model_args: Any) -> tuple[Wanted, list[tuple], int]:

@@ -355,18 +355,21 @@ def find_problems(tokenizer: Any, rows: PreviewRows, batches: list[dict], traine
     if shared:
         yield f"{shared} of {len(rows.eval)} documents for evaluation are also trained on: the evaluation loss will be too low"
     if rows.is_conversational:
-        after_answer = tokens_after_an_answer(tokenizer)
-        if after_answer is not None and not end_tokens & set(after_answer):
+        end_of_turn = tokens_that_end_a_turn(tokenizer)
+        if end_of_turn is not None and not end_tokens & set(end_of_turn):
             yield (
                 f"the chat template does not end the assistant's turn with {tokenizer.convert_ids_to_tokens(sorted(end_tokens))} "
-                f"but with {tokenizer.decode(after_answer)!r}: a server will not know where an answer stops"
+                f"but with {tokenizer.decode(end_of_turn)!r}: a server will not know where an answer stops"
             )
     if tokenizer.pad_token_id == tokenizer.eos_token_id and is_never_in_the_loss(batches, tokenizer.eos_token_id):
         yield f"{tokenizer.eos_token} is both padding and the end token, and never counts in the loss: pass another --pad_token"
 
 
-def tokens_after_an_answer(tokenizer: Any) -> list[int] | None:
-    """The tokens that the chat template writes after an answer, None if it cannot render a conversation."""
+def tokens_that_end_a_turn(tokenizer: Any) -> list[int] | None:
+    """The tokens with which the chat template ends an answer, None if it cannot render a conversation.
+
+    One of them should be an end token, at which generation stops.
+    """
     from jinja2 import TemplateError
 
     answer = "An answer."

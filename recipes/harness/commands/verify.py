@@ -76,8 +76,8 @@ Losses = list[tuple[float, int]]  # of each row: the sum over its tokens in the 
 
 
 def main(run: str, *words: str) -> int:
-    """`run`: its output directory; `words`: see `read_words`. Returns 1 if a check failed, otherwise 0."""
-    model, name, as_json = read_words(words)
+    """`run`: its output directory; `words`: [MODEL] [--served_model_name NAME] [--json]. Returns 1 if a check failed, else 0."""
+    model, served_name, as_json = read_words(words)
     folder = Path(run)
     check_saved_model(folder)
     expected, rows = read_expectations(folder)
@@ -86,7 +86,7 @@ def main(run: str, *words: str) -> int:
     if model and not is_address(model):
         check_model_path(Path(model))
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        checks = compare(folder, model, name, expected, rows)
+        checks = compare(folder, model, served_name, expected, rows)
     if as_json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
     else:
@@ -96,7 +96,7 @@ def main(run: str, *words: str) -> int:
 
 def read_words(words: tuple[str, ...]) -> tuple[str, str, bool]:
     """MODEL, the name of the served model and whether to print JSON."""
-    model, name, as_json = "", "", False
+    model, served_name, as_json = "", "", False
     rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     while rest:
         word = rest.pop(0)
@@ -105,14 +105,14 @@ def read_words(words: tuple[str, ...]) -> tuple[str, str, bool]:
         elif word.replace("-", "_") == "__served_model_name":
             if not rest:
                 raise UserError("--served_model_name is missing its value: the name of the model on the server")
-            name = rest.pop(0)
+            served_name = rest.pop(0)
         elif word.startswith("-"):
             raise UserError(f"unknown flag {word}: --verify has only --served_model_name and --json")
         elif model:
             raise UserError(f"--verify compares one model, not {model} and {word}: ./launch.sh --verify RUN [MODEL]")
         else:
             model = word
-    return model, name, as_json
+    return model, served_name, as_json
 
 
 def is_address(model: str) -> bool:
@@ -154,14 +154,14 @@ def read_expectations(folder: Path) -> tuple[dict, list[Row]]:
     return expected, rows
 
 
-def compare(folder: Path, model: str, name: str, expected: dict, rows: list[Row]) -> list[Check]:
+def compare(folder: Path, model: str, served_name: str, expected: dict, rows: list[Row]) -> list[Check]:
     """All checks of a run, and of `model` if it is not ""."""
     loaded, tokenizer = chat.load_model(folder), chat.load_saved_tokenizer(folder)
     checks = check_loss(str(folder), measure(loaded, rows, str(folder)), expected, rows, TOLERANCE)
     checks += check_files(str(folder), loaded, tokenizer, expected, (folder / "adapter_config.json").is_file())
     prompts = make_prompts(functools.partial(render, tokenizer), expected)
     if is_address(model):
-        return checks + check_server(model.rstrip("/"), name, loaded, tokenizer, prompts, expected, rows)
+        return checks + check_server(model.rstrip("/"), served_name, loaded, tokenizer, prompts, expected, rows)
     if model.endswith(".gguf"):
         return checks + check_gguf(Path(model), loaded, expected, rows)
     if not model or Path(model).resolve() == folder.resolve():

@@ -121,15 +121,16 @@ def load_tokenizers_as_offline() -> None:
     "transformers:Trainer._get_num_items_in_batch(self, batch_samples, device)",
 )
 def install_batch_reader(
-    trainer: Any, read: Callable[[Iterator, int], list[dict]], counted: Callable[[list[dict], Any], None]
+    trainer: Any, read: Callable[[Iterator, int], list[dict]], on_count: Callable[[list[dict], Any], None]
 ) -> None:
     """Replaces how a trainer reads the micro-batches of an optimizer step.
 
-    `read(iterator, count)` returns the batches. It must return none on all processes or on no process, because the trainer
-    then gathers the number of tokens in the loss, and `counted(batches, number)` gets that number.
+    `read(iterator, count)` returns the batches. If it returns an empty list on one process, it must do so on all, because the
+    trainer then gathers the number of tokens in the loss from all of them. `on_count(batches, number)` is called with this
+    number. It is the same on all processes, so `on_count` may raise an error.
 
     transformers lets an exception of the data loader end one process while the others wait in that gather; on NCCL all later
-    collectives are off by one.
+    collectives are off by one. So `read` catches what can happen to one process only, and tells the others.
     Upstream: no issue found.
     Checked with: transformers 5.23.0.
     Remove when: the trainer has a hook between reading the batches and the gather.
@@ -138,7 +139,7 @@ def install_batch_reader(
     def get_batch_samples(epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list[dict], Any]:
         batches = read(epoch_iterator, num_batches)
         number = trainer._get_num_items_in_batch(batches, device)
-        counted(batches, number)
+        on_count(batches, number)
         return batches, number
 
     trainer.get_batch_samples = get_batch_samples

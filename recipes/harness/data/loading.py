@@ -243,10 +243,11 @@ def training_rows(source: Source) -> Dataset | IterableDataset:
         is_of_mixture = bool(script_args.label)
         if script_args.max_samples and not is_of_mixture:  # `mix` limits the rows of all datasets together
             rows = rows.take(script_args.max_samples)
-        if script_args.first_rows:
+        if script_args.first_rows:  # of a preview, a rehearsal or a plan
             rows = rows.take(script_args.first_rows)
     rows = convert_all(rows, source.conversion)
     if isinstance(rows, IterableDataset):
+        # A stream is read in parts, each with a buffer of its own; together they hold about SHUFFLE_BUFFER rows.
         buffer = max(SMALLEST_BUFFER, SHUFFLE_BUFFER // rows.num_shards)
         rows = rows.shuffle(script_args.seed, buffer_size=buffer, max_buffer_input_shards=FILES_AT_ONCE)
     return rows

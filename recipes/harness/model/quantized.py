@@ -21,7 +21,7 @@ from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
 from trl import ModelConfig
 
 # Which files of a model are downloaded: not its weights a second time in another format.
-WEIGHT_FILES = {"allow_patterns": ["*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]}
+DOWNLOAD_OF_WEIGHTS = {"allow_patterns": ["*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]}
 SOURCE = "source.json"  # in the folder of a quantized model: the model it was made from
 FREE_BYTES = 2**26  # that may be in use on a GPU before the model is sharded: the first all-reduce, workspaces
 
@@ -93,7 +93,7 @@ def _quantize(model_args: ModelConfig, folder: Path) -> None:
     head = model.get_output_embeddings()
     linear = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head}
 
-    source = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, revision=revision, **WEIGHT_FILES))
+    source = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, revision=revision, **DOWNLOAD_OF_WEIGHTS))
     files = [file for file in sorted(source.glob("*.safetensors")) if not file.name.startswith("consolidated")]
     folder.mkdir(parents=True, exist_ok=True)
     weight_map = {}
@@ -178,7 +178,7 @@ def prepare_quantized_model(trainer: Trainer) -> None:
 
 
 def install_byte_check(model: torch.nn.Module) -> None:
-    """Stops the run, on any process, if 4-bit weights do not leave FSDP as they entered it.
+    """Stops the run, on any process, if 4-bit weights do not leave FSDP as they entered it. Call it before FSDP wraps the model.
 
     The packed bytes of every 4-bit weight in the first and the last layer are compared with those in the first forward pass,
     where they are all-gathered and on the device.
@@ -188,7 +188,9 @@ def install_byte_check(model: torch.nn.Module) -> None:
     quantized = {id(m.weight): m for m in modules if type(getattr(m, "weight", None)).__name__ == "Params4bit"}
     unchanged = []
     if quantized:
-        torch.compiler.set_stance("force_eager")  # compiled layers would call the hooks again after their removal
+        torch.compiler.set_stance(
+            "force_eager"
+        )  # compiled layers contain the hooks, and would call them again after their removal
 
     def install(module: torch.nn.Module, loaded: str) -> None:
         """Compares the bytes of a weight with what was loaded, before the first forward pass of its module."""

@@ -434,7 +434,11 @@ def with_steps(simulation: "Simulation", count_rows: Callable[[], float | None])
 
 
 def row_counter(can_fork: bool, recipe: str, arguments: list[str]) -> Callable[[], float | None]:
-    """Calls `rows_of_epoch` once: neither a config nor a proposal changes how many rows an epoch has."""
+    """A function that returns the rows of an epoch, None if they are not known.
+
+    It counts them, in a process of its own, when it is first called. Configs and the changes that `--plan` proposes do not alter
+    their number.
+    """
 
     @functools.cache
     def count_rows() -> float | None:

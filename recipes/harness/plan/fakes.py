@@ -78,7 +78,7 @@ class Fakes:
 
 
 @changes("transformers:Trainer._prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint)")
-def wrap_counted(trainer: Any, ledger: Ledger, fakes: Any) -> None:
+def count_wrapping(trainer: Any, ledger: Ledger, fakes: Any) -> None:
     """Counts what is allocated while accelerate wraps the model: the shards of FSDP, or the buckets of DDP.
 
     Upstream: no issue: it is not a fault of transformers.

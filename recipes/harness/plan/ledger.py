@@ -85,21 +85,22 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self, vocabulary: int = 0) -> None:
         super().__init__()
-        self.moment, self.place, self.holder = "load", "gpu", "rest"
-        self.paused = False
+        self.moment, self.place, self.holder = "load", "gpu", "rest"  # the labels of new allocations, see `within`
+        self.paused = False  # if True, nothing is recorded
         self.pinned_limit: int | None = None  # bytes; larger pinned allocations are not rounded up
         self.vocabulary = vocabulary  # a tensor whose last dimension has this size belongs to the loss
         self.events: list[tuple[str, Storage, str, int]] = []  # moment, storage, place, bytes
-        self.flops: collections.Counter = collections.Counter()
+        self.flops: collections.Counter = collections.Counter()  # this one and the next two: see `Counts`
         self.moved: collections.Counter = collections.Counter()
         self.touched = 0
-        # By operator, what counts the FLOPs of a call, and the bytes that its CUDA kernel allocates and releases itself.
+        # For some operators, a function that counts the FLOPs of a call.
         self.flop_counters: dict[Any, Callable[..., int]] = flop_registry | {
             VARLEN: flops_of_varlen,
             VARLEN_BACKWARD: flops_of_varlen_backward,
         }
+        # For some operators, a function that counts the bytes which the CUDA kernel allocates, and releases at its end.
         self.workspaces: dict[Any, Callable[..., int]] = {}
-        self.restore_resize: Callable[[], None] | None = None
+        self.restore_resize: Callable[[], None] | None = None  # while the ledger is entered: undoes `watch_resize`
         self._storages = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

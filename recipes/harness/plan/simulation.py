@@ -21,7 +21,7 @@ from harness.compat.transformers import install_batch_reader
 from harness.configs import AccelerateConfig
 from harness.folder import read_json
 from harness.launched import Launched
-from harness.plan.fakes import Fakes, install_steps, wrap_counted
+from harness.plan.fakes import Fakes, count_wrapping, install_steps
 from harness.plan.ledger import Counts, Ledger, Peak, check_bytes, counts_of_step, expected_bytes, replay, shapes_of
 from harness.rehearsal.tiny import PLANNED
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
@@ -151,21 +151,24 @@ def simulate(
 def simulate_training(
     trainer: Trainer, ledger: Ledger, fakes: Any, config: AccelerateConfig, launched: Launched, with_evaluation: bool
 ) -> Simulation:
-    """Trains one step on a batch of full length."""
+    """Runs the trainer for one step on fake tensors, with a batch of full length, while `ledger` records what it does.
+
+    Returns what is known of the run; `SimulatedStep` adds the counts of the step.
+    """
     batch = full_batch(next(iter(trainer.get_train_dataloader())), trainer.args, trainer.args.per_device_train_batch_size)
     ledger.vocabulary = trainer.model.config.get_text_config().vocab_size
-    if not config.is_fsdp:
+    if not config.is_fsdp:  # which moves the weights to the GPU only when it wraps the model, see `count_wrapping`
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
             ledger.mark(tensor, "weights", "gpu")
-    show_buffers = prepare_sharding(trainer, config)
+    show_buffers = prepare_sharding(trainer, config)  # called by `AfterWrapping`
     simulation = describe_run(trainer, batch, config, launched)
     if trainer.is_fsdp_enabled:
-        # It would take the weights of this process from the meta device.
+        # With it, accelerate moves the model to the meta device and waits for the weights of the first process.
         trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
     trainer.args.eval_on_start = False  # an evaluation is simulated after the step
     trainer.add_callback(AfterWrapping(trainer, config, launched.processes, show_buffers))
     trainer.add_callback(SimulatedStep(trainer, config, ledger, fakes, batch, simulation, with_evaluation))
-    wrap_counted(trainer, ledger, fakes)
+    count_wrapping(trainer, ledger, fakes)
     trainer.remove_callback(transformers.PrinterCallback)
     with contextlib.suppress(Finished):
         trainer.train()

@@ -4,6 +4,7 @@ What a run has measured is kept next to the caches, and `plan/cards.py` reads it
 """
 
 import contextlib
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def describe_forecast(results: dict[str, Any]) -> list[str]:
     """Lines that compare the results of a run with `results["forecast"]`, and explain differences above 10 %."""
     forecast, lines = results["forecast"], []
     step_tokens = results["tokens"] / max(1, results["global_step"])
-    if "peak_mb" in forecast:
+    if "peak_mb" in forecast:  # of a rehearsal on CPU
         return describe_rehearsal(results, step_tokens)
     step_seconds = step_tokens / results["tokens_per_second"] if results["tokens_per_second"] else 0.0
     is_short = bool(forecast["tokens_per_step"]) and step_tokens < (1 - TOLERANCE) * forecast["tokens_per_step"]
@@ -99,7 +100,8 @@ def describe_forecast(results: dict[str, Any]) -> list[str]:
         if not measured or not planned:
             continue
         line = f"{name}: {measured:.1f} measured, {planned:.1f} forecast ({measured / planned - 1:+.0%})"
-        if abs(measured / planned - 1) > TOLERANCE and name != "GB host":
+        is_explained = name != "GB host"  # which has much that libraries allocate, and is not simulated
+        if abs(measured / planned - 1) > TOLERANCE and is_explained:
             if measured > planned:
                 line += "; the simulation lacks something that this run allocates: please open an issue with plan.json"
             elif is_short:
@@ -108,11 +110,11 @@ def describe_forecast(results: dict[str, Any]) -> list[str]:
     if forecast["step_seconds"] and step_seconds:
         fast, slow = forecast["step_seconds"]
         line = f"seconds per step: {step_seconds:.2f} measured, {fast:.2f}–{slow:.2f} forecast on {forecast['card']}"
-        utilization = results.get("gpu_utilization") or [100]
+        utilization = min(results.get("gpu_utilization") or [math.nan])  # of the GPU that waited most, if it is known
         if step_seconds > (1 + TOLERANCE) * slow:
-            if min(utilization) < 90:
-                line += f"; a GPU was busy for {min(utilization):.0f} % of the time only: --profile shows what it waited for"
-            else:
+            if utilization < 90:
+                line += f"; a GPU was busy for {utilization:.0f} % of the time only: --profile shows what it waited for"
+            elif utilization >= 90:
                 line += "; the GPUs were busy: their clock, power limit or connections may be slower than assumed"
         elif step_seconds < (1 - TOLERANCE) * fast and is_short:
             line += f"; the steps had {step_tokens:,.0f} tokens, and the forecast assumes {forecast['tokens_per_step']:,}"

@@ -531,5 +531,5 @@ def print_summary(results: dict, output_dir: str) -> None:
         f"{results['tokens_per_second']:,.0f} tokens/s, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n{forecast}"
         f"The model, train_results.json and loss.png are in {output_dir}"
     )
-    for name in results.get("changed_files", []):
+    for name in results.get("changed_files", []):  # of the dataset, changed while the run trained
         print_once(warning_of_change(name, output_dir))

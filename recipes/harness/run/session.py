@@ -57,7 +57,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     # launch.sh locks the folder itself.
     held = folder.lock(output_dir) if trainer.is_world_process_zero() and not launched.recipe else None
     config = configs.read(launched.config)
-    show_buffers = prepare_sharding(trainer, config)
+    show_buffers = prepare_sharding(trainer, config)  # called by `AfterWrapping`
     prepare_trainer(trainer)
     group = make_cpu_group(trainer.args.ddp_timeout)
     mirror = Mirror(trainer, group)

@@ -230,7 +230,8 @@ def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -
 def make_cpu_group(timeout: float) -> ProcessGroup | None:
     """A gloo group of all processes, in which they agree without waiting for a GPU; None for one process.
 
-    `timeout` is the seconds that a process waits for the others.
+    `timeout` is the seconds that a process waits for the others. If the default group is a gloo group, it gets this timeout too:
+    transformers passes `ddp_timeout` to NCCL only.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

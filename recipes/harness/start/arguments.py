@@ -324,25 +324,11 @@ def set_steps(
 ) -> None:
     """Sets gradient_accumulation_steps from global_batch_size, and max_steps from max_tokens or the flag num_train_epochs.
 
-    `recipe`: the values of the recipe. A rehearsal has its own micro-batch, but the batch of the run must be possible.
-    `before`: the settings of the checkpoint that the run continues.
+    `recipe`: the values of the recipe. `before`: the settings of the checkpoint that the run continues.
     """
     script_args, training_args, _ = arguments
-    given = script_args.given & {"global_batch_size", "gradient_accumulation_steps"}
-    if len(given) > 1:
-        raise UserError("--global_batch_size and --gradient_accumulation_steps set the same: pass one of them")
-    if "gradient_accumulation_steps" not in given:
-        rows, micro_batch = script_args.global_batch_size, training_args.per_device_train_batch_size
-        if is_tiny:
-            of_run = recipe.get("per_device_train_batch_size", type(training_args).per_device_train_batch_size)
-            if "per_device_train_batch_size" in script_args.given:
-                of_run = micro_batch
-            accumulation_steps(rows or recipe.get("global_batch_size"), of_run, processes)
-            if rows and rows % (micro_batch * processes):
-                training_args.per_device_train_batch_size = micro_batch = 1
-        if rows:
-            training_args.gradient_accumulation_steps = accumulation_steps(rows, micro_batch, processes)
-    if "gradient_accumulation_steps" in given or not script_args.global_batch_size:
+    set_accumulation_steps(arguments, recipe, processes, is_tiny)
+    if "gradient_accumulation_steps" in script_args.given or not script_args.global_batch_size:
         keep_rows_of_step(training_args, processes, before or {})
     if trains_one_epoch(script_args, is_tiny):
         script_args.dataset_streaming = False
@@ -354,6 +340,30 @@ def set_steps(
     elif "num_train_epochs" in script_args.given and "max_steps" not in script_args.given:
         training_args.max_steps = -1
     script_args.keeps_samples = bool(script_args.max_samples) and training_args.max_steps <= 0
+
+
+def set_accumulation_steps(arguments: Arguments, recipe: dict[str, Any], processes: int, is_tiny: bool) -> None:
+    """Sets gradient_accumulation_steps from global_batch_size; the flag gradient_accumulation_steps wins.
+
+    A rehearsal has its own micro-batch. It checks that the batch of the run is possible, and takes micro-batches of one row
+    if its own micro-batch cannot make up the global batch.
+    """
+    script_args, training_args, _ = arguments
+    given = script_args.given
+    if {"global_batch_size", "gradient_accumulation_steps"} <= given:
+        raise UserError("--global_batch_size and --gradient_accumulation_steps set the same: pass one of them")
+    if "gradient_accumulation_steps" in given:
+        return
+    rows, micro_batch = script_args.global_batch_size, training_args.per_device_train_batch_size
+    if is_tiny:
+        of_run = recipe.get("per_device_train_batch_size", type(training_args).per_device_train_batch_size)
+        if "per_device_train_batch_size" in given:
+            of_run = micro_batch
+        accumulation_steps(rows or recipe.get("global_batch_size"), of_run, processes)
+        if rows and rows % (micro_batch * processes):
+            training_args.per_device_train_batch_size = micro_batch = 1
+    if rows:
+        training_args.gradient_accumulation_steps = accumulation_steps(rows, micro_batch, processes)
 
 
 def trains_one_epoch(script_args: ScriptArguments, is_tiny: bool) -> bool:

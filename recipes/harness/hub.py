@@ -151,7 +151,10 @@ def retry(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def temporary_failure(failure: Exception) -> tuple[str, float]:
-    """Why the Hub did not answer and how many seconds it asks to wait; ("", 0) for an error that waiting does not mend."""
+    """Why the Hub did not answer and how many seconds it asks to wait; ("", 0) for an error that waiting does not mend.
+
+    A `Retry-After` that is a date counts as 0.
+    """
     from huggingface_hub.utils import httpx
 
     response = getattr(failure, "response", None)

@@ -60,7 +60,7 @@ def test_long_conversation_loses_its_earliest_turns(rehearse, monkeypatch):
     prompts = []
     monkeypatch.setattr(chat, "LONGEST_PROMPT", 50)
     monkeypatch.setattr(chat, "load_model", lambda run: None)
-    monkeypatch.setattr(chat, "describe", lambda *arguments: "")
+    monkeypatch.setattr(chat, "loaded_message", lambda *arguments: "")
     monkeypatch.setattr(chat, "generate", lambda model, tokenizer, inputs, count: prompts.append(inputs["input_ids"]) or "Yes")
     answer_lines("One?\n" * 6, monkeypatch, rehearse(*QLORA))
     assert [prompt.shape[1] for prompt in prompts] == [20, 44, 44, 44, 44, 44], "one earlier turn is left"

@@ -101,6 +101,14 @@ def test_allocator_settings(config, words, expected):
     assert launch.allocator_settings(configs.read(str(path)), recipe, words) == expected
 
 
+def test_allocator_settings_of_a_recipe_that_offloads_activations(tmp_path):
+    recipe, config = tmp_path / "mine.py", configs.read(str(ROOT / "accelerate_configs/1x3090_offload.yaml"))
+    recipe.write_text("parse(use_peft=True, activation_checkpointing_kwargs={'offload': True})\n")
+    assert launch.allocator_settings(config, recipe, []) == "expandable_segments:True"
+    words = ["--activation_checkpointing_kwargs", '{"offload": false}']
+    assert launch.allocator_settings(config, recipe, words) == f"expandable_segments:True{PINNED}"
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "a"}, "a"), ({"PYTORCH_CUDA_ALLOC_CONF": "a"}, None)],

@@ -23,16 +23,16 @@ def main(run: str, *words: str) -> None:
     new_tokens, folder = read_flag(words), Path(run)
     check_saved_model(folder)
     model, tokenizer = load_model(folder), load_saved_tokenizer(folder)
-    print_once(describe(folder, model, tokenizer))
+    print_once(loaded_message(folder, model, tokenizer))
     chat(model, tokenizer, new_tokens)
 
 
 def read_flag(words: tuple[str, ...]) -> int:
-    """The value of --max_new_tokens, the only flag."""
+    """The value of --max_new_tokens, the only flag; 512 without it."""
     parts = [part for word in words for part in word.split("=", 1)]
     if not parts:
         return 512
-    if parts[0].replace("-", "_") != "__max_new_tokens":
+    if parts[0].replace("_", "-") != "--max-new-tokens":
         raise UserError(f"unknown flag {parts[0]}: --chat has only --max_new_tokens")
     if len(parts) != 2 or not parts[1].isdecimal() or int(parts[1]) < 1:
         raise UserError(f"--max_new_tokens is {' '.join(parts[1:]) or 'missing'}, expected one whole number above 0")
@@ -100,7 +100,7 @@ def load_saved_tokenizer(run: Path) -> Any:
         return AutoTokenizer.from_pretrained(run)
 
 
-def describe(run: Path, model: Any, tokenizer: Any) -> str:
+def loaded_message(run: Path, model: Any, tokenizer: Any) -> str:
     """What was loaded, where it is, and how to use it."""
     import torch
 

@@ -50,12 +50,12 @@ class PreviewRows:
         """Tokens of a packed row."""
         return statistics.mean(len(row["input_ids"]) for row in self.packed)
 
-    def epoch(self) -> tuple[float, float] | None:
-        """Sequences and tokens of an epoch, estimated from the first rows; None if the number of rows is not known."""
+    def epoch(self) -> tuple[float, float] | tuple[None, None]:
+        """Packed rows and tokens of an epoch, estimated from the first rows; None if the number of rows is not known."""
         from harness.data.loading import FIRST_ROWS
 
         if not self.total:
-            return None
+            return None, None
         documents = min(self.total * len(self.train) / min(self.total, FIRST_ROWS), self.max_samples or math.inf)
         tokens = documents * statistics.mean(len(ids) for ids, _ in self.kept)
         return tokens / self.mean_length, tokens
@@ -241,14 +241,18 @@ def paint(tokenizer: Any, ids: list[int], labels: list[int], has_colour: bool, i
 
 
 def summarize(args: Any, rows: PreviewRows, batches: list[dict], script_args: Any) -> dict[str, Any]:
-    """The numbers of a preview."""
+    """The numbers of a preview. A number that is not known is None.
+
+    Lengths are in tokens. What is truncated, padding or in the loss is a share from 0 to 1.
+    """
     lengths = sorted(len(ids) for ids, _ in rows.train)
     cut = [len(ids) - len(kept) for (ids, _), (kept, _) in zip(rows.train, rows.kept, strict=True)]
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     masks = [batch["attention_mask"] for batch in batches if batch.get("attention_mask") is not None]
     rows_per_step = script_args.global_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps
-    epoch, is_mixture = rows.epoch(), "datasets" in rows.data  # which reads the rows of its datasets unequally often
-    steps_per_epoch = max(1, epoch[0] / rows_per_step) if epoch else None
+    rows_per_epoch, tokens_per_epoch = rows.epoch()
+    is_mixture = "datasets" in rows.data
+    steps_per_epoch = max(1, rows_per_epoch / rows_per_step) if rows_per_epoch else None
     steps = args.max_steps if args.max_steps > 0 else steps_per_epoch and steps_per_epoch * args.num_train_epochs
     return {
         "documents": len(lengths),
@@ -268,10 +272,11 @@ def summarize(args: Any, rows: PreviewRows, batches: list[dict], script_args: An
         "is_rows_per_step_for_one_gpu": not script_args.global_batch_size,
         "tokens_per_step": round(rows_per_step * rows.mean_length),
         "steps_per_epoch": steps_per_epoch and round(steps_per_epoch),
-        "tokens_per_epoch": epoch and round(epoch[1]),
+        "tokens_per_epoch": tokens_per_epoch and round(tokens_per_epoch),
         "steps": steps and round(steps),
         "tokens": steps and round(steps * rows_per_step * rows.mean_length),
-        "times_seen": round(steps * rows_per_step / epoch[0], 2) if steps and epoch and not is_mixture else None,
+        # A mixture reads the rows of one dataset more often than those of another.
+        "times_seen": round(steps * rows_per_step / rows_per_epoch, 2) if rows_per_epoch and not is_mixture else None,
     }
 
 

@@ -431,18 +431,20 @@ def read_rows(path: Path, kind: str, row_of: str = "line") -> Iterator[tuple[int
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, dict]]:
-    """Objects one after the other, usually one a line, or a list of objects."""
+    """The rows of a JSON file, each with the number of its line.
+
+    The file has one object per line, objects over several lines, a list of objects, or an object with such a list.
+    """
     lines = ((number, line.strip()) for number, line in read_lines(path) if line.strip())
     first = next(lines, None)
     if first is None:
         return
     try:
-        has_lines = isinstance(DECODER.raw_decode(first[1])[0], dict | str)
+        is_one_per_line = isinstance(DECODER.raw_decode(first[1])[0], dict | str)
     except json.JSONDecodeError:
-        has_lines = False
-    if not has_lines:  # a list, or objects over several lines
-        lines, first = iter(()), (1, "".join(line for _, line in read_lines(path)))
-    for line, text in itertools.chain([first], lines):
+        is_one_per_line = False
+    texts = itertools.chain([first], lines) if is_one_per_line else [(1, "".join(line for _, line in read_lines(path)))]
+    for line, text in texts:
         position = 0
         while (position := BLANKS.match(text, position).end()) < len(text):
             number = line + text.count("\n", 0, position)

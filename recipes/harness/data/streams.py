@@ -121,7 +121,7 @@ class MicroBatches(torch.utils.data.IterableDataset):
     The micro-batches of a step, on all processes together, are numbered: each number is a slot. Slot n has rows of the part
     n mod (number of parts).
 
-    `positions` is {} but for the last micro-batch of a step (in each process of a DataLoader): there it has the positions after
+    `positions` is {} but for the last micro-batch of a step (in each worker of a DataLoader): there it has the positions after
     the step of the parts that this process saves, those whose first slot it has.
 
     A part that several processes need (where there are fewer parts than processes) is read by each of them.
@@ -174,11 +174,14 @@ class MicroBatches(torch.utils.data.IterableDataset):
         return PartPosition(parts, rows, self.parts[part].state_dict(), rows)
 
     def _rows_of(self, part: int) -> Iterator[dict]:
-        """The rows of a part from its position on."""
+        """The rows of a part from its position on.
+
+        The stream's saved state (`place`) can be older than the position: the rows between the two are read and dropped.
+        """
         stream, start = self.parts[part], self.positions[part]
         if start.place is not None:
             stream.load_state_dict(start.place)
-        # `iter(stream)` would divide the part's files among the processes of a DataLoader.
+        # `iter(stream)` would divide the part's files among the workers of a DataLoader.
         rows = ({name: values[0] for name, values in batch.items()} for batch in stream.iter(batch_size=1))
         return itertools.islice(rows, start.rows - start.place_rows, None)
 

@@ -461,8 +461,7 @@ def rows_of_epoch(recipe: str, arguments: list[str]) -> float | None:
                 _, rows, _ = build_preview(launched, words)
             except SystemExit:
                 return None
-    epoch = rows.epoch()
-    return epoch[0] if epoch else None
+    return rows.epoch()[0]
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def give_fake_tensors_values(mode: Mode) -> None:
 
 @changes("torch.nn:Module._apply(self, fn, recurse)")
 def convert_modules_in_place() -> None:
-    """Makes `module.to(…)` set the data of a fake weight.
+    """Makes `module.to(…)` set `weight.data` in this process. Gradients stay as they are.
 
     torch swaps a weight that is a tensor subclass with its converted version, which fails if anything refers to it.
     Upstream: pytorch/pytorch#148977 with the open pull request #184976.

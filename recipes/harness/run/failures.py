@@ -178,16 +178,18 @@ def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
 
 def exit_if_disk_failed(error: Exception, trainer: Any) -> None:
     """Exits with one message if the output directory is full, cannot be written or is gone; returns for other errors."""
-
     from harness.run.checkpoints import is_incomplete
 
     run = Path(trainer.args.output_dir)
-    has_disappeared, text = not (run / folder.RUN).is_file(), str(error).strip()
-    is_here = isinstance(error, OSError) and (error.errno in DISK_ERRORS or str(error.filename).startswith(str(run)))
-    if not has_disappeared and not is_here and not any(message in text for message in DISK_MESSAGES):
+    text = str(error).strip()
+    has_disappeared = not (run / folder.RUN).is_file()
+    is_disk_error = isinstance(error, OSError) and (error.errno in DISK_ERRORS or Path(str(error.filename)).is_relative_to(run))
+    is_disk_message = any(message in text for message in DISK_MESSAGES)
+    if not (has_disappeared or is_disk_error or is_disk_message):
         return
-    if os.environ.get("LOCAL_RANK", "0") != "0" and not is_here:
-        time.sleep(3)  # a sharded checkpoint fails on every process, and the first one prints the message
+    if os.environ.get("LOCAL_RANK", "0") != "0" and not is_disk_error:
+        # A sharded checkpoint fails on every process: the first one prints the message. An OSError can be that of one process.
+        time.sleep(3)
     if has_disappeared:
         reason = "it has disappeared"
     else:

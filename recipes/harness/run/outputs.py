@@ -187,7 +187,7 @@ def original_config(trainer: Trainer) -> PreTrainedConfig:
 
 
 def model_card(run: dict, is_adapter: bool) -> str:
-    """A model card with what the Hub reads: base model, dataset, library."""
+    """A model card with what the Hub reads: base model, dataset, library. `run`: the contents of run.json."""
     links = {"base_model": [run["model"]], "datasets": run.get("datasets", [run["dataset"]])}
     # Hub IDs only: a rehearsal's model and dataset are tiny ones, and a local path means nothing to others.
     links = {key: [name for name in names if not run["tiny"] and not Path(name).exists()] for key, names in links.items()}

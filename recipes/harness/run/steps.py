@@ -290,7 +290,7 @@ class BatchReader(TrainerCallback):
         progress: Progress,
         resumed_from: int,
     ) -> None:
-        self.trainer, self.position, self.progress = trainer, position, progress
+        self.trainer, self.stream_position, self.progress = trainer, position, progress
         self.saved_step = resumed_from  # of the last checkpoint
         self.is_stream = isinstance(trainer.train_dataset, IterableDataset)
         self.group = group if self.is_stream else None
@@ -300,12 +300,12 @@ class BatchReader(TrainerCallback):
         self.steps: queue.Queue | None = None  # what `_read_step` returned for the next steps, or an error
 
     def install(self) -> None:
-        install_batch_reader(self.trainer, self._read, self._count_step)
+        install_batch_reader(self.trainer, self._read_on_all_processes, self._count_step)
 
     def _read_step(self, iterator: Iterator, count: int) -> tuple[list[dict], dict | None]:
         """The micro-batches of a step, and the position of the stream after them."""
         batches = list(itertools.islice(iterator, count))
-        return batches, self.position.take_from(batches)
+        return batches, self.stream_position.take_from(batches)
 
     def _read_ahead(self, iterator: Iterator, count: int, steps: int) -> queue.Queue:
         """Calls `_read_step` for all steps in a thread, which does not keep the process from exiting."""
@@ -333,11 +333,14 @@ class BatchReader(TrainerCallback):
             raise step
         return step
 
-    def _read(self, iterator: Iterator, count: int) -> list[dict]:
-        """The micro-batches of the next step; [] on all processes, and the training stops, if one of them lost the Hub."""
-        batches, after = [], None
+    def _read_on_all_processes(self, iterator: Iterator, count: int) -> list[dict]:
+        """The micro-batches of the next step. Collective, see `install_batch_reader`.
+
+        If one process lost the Hub, all of them get [] and stop training, with a checkpoint if there is progress to save.
+        """
+        batches, position_after = [], None
         try:
-            batches, after = self._next_step(iterator, count)
+            batches, position_after = self._next_step(iterator, count)
         except HubLost as lost:
             self.error = str(lost)
         self.is_hub_lost = bool(maximum(int(bool(self.error)), self.group))
@@ -346,11 +349,11 @@ class BatchReader(TrainerCallback):
             control.should_training_stop = control.should_log = True
             control.should_save = args.save_strategy != "no" and state.global_step > self.saved_step
             return []
-        self.position.position = after
+        self.stream_position.position = position_after
         return batches
 
     def _count_step(self, batches: list[dict], loss_tokens: torch.Tensor | int | None) -> None:
-        """Counts the step. Raises UserError, on all processes, if no token of the first step counts in the loss."""
+        """Adds the step to the progress. Raises UserError, on all processes, if no token of the first step counts in the loss."""
         if self.is_first_step and batches and loss_tokens is not None and not int(loss_tokens):
             raise UserError(
                 "no token of the first step counts in the loss: either the answers begin after --max_length tokens, or nothing "

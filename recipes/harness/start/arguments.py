@@ -230,7 +230,7 @@ def _parse_command_line(parser: Parser) -> tuple:
     """What the parser makes of the flags and the file of --config, and the flags that it does not know."""
     try:
         return parser.parse_args_and_config(return_remaining_strings=True)
-    except IndexError as error:
+    except IndexError as error:  # TRL takes the word after --config
         raise UserError("--config needs the path of a YAML file with arguments") from error
     except DistError as error:  # TrainingArguments connects the processes
         exit_with_causes(error)

@@ -10,6 +10,7 @@ from harness.launched import set_interrupt_handler
 if __name__ == "__main__":
     set_interrupt_handler(signal.SIG_DFL)  # while modules are imported
 
+import ast
 import contextlib
 import dataclasses
 import hashlib
@@ -44,7 +45,10 @@ from harness.start.processes import Worker, idle_workers
 
 
 def main(words: list[str]) -> int:
-    """Checks a run and trains; returns the exit code. `words`: [--tiny] RECIPE CONFIG, then the flags of the recipe."""
+    """Checks a run, then trains on this node; in a SLURM allocation, srun calls this on every node. Returns the exit code.
+
+    `words`: [--tiny] RECIPE CONFIG, then the flags of the recipe.
+    """
     options = [word for word in words[:1] if word == "--tiny"]
     recipe, config_path, *arguments = words[len(options) :]
     if "--help" in arguments or "-h" in arguments:
@@ -61,15 +65,16 @@ def main(words: list[str]) -> int:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", allocator_settings(config, Path(recipe), arguments))
     can_fork = processes.import_libraries()
     find_gpu_features(launched, can_fork)
+    # All workers are forked here, while this process has no threads and has not used a GPU. They wait until they are started.
     with idle_workers(launched.processes // launched.nodes, can_fork) as workers, idle_workers(1, can_fork) as (checker,):
         warnings.filterwarnings("ignore")  # in the launcher only; the processes that train are forked already
         if nodes.count > 1:
             return train_on_several_nodes(nodes, config, launched, options, arguments, workers, checker)
         output_dir, _, _ = check_in_worker(checker, launched, arguments, config)
-        held = folder.lock(Path(output_dir))  # until the run ends; after an error, until this process does
-        store, address, port = (None, "", 0) if config.distributed_type == "NO" else open_store()
+        held = folder.lock(Path(output_dir))  # not in a `with`: after an error it stays locked until this process exits
+        store = None if config.distributed_type == "NO" else open_store()
         with forecast_in_background(launched, arguments, Path(output_dir)):
-            code = train(workers, launched, arguments, config, store, address, port)
+            code = train(workers, launched, arguments, config, store and (store.host, store.port))
         held.release()
         return code
 
@@ -124,18 +129,23 @@ def set_environment(launched: Launched) -> None:
 
 
 def allocator_settings(config: AccelerateConfig, recipe: Path, arguments: list[str]) -> str:
-    """PYTORCH_ALLOC_CONF of a run: how PyTorch allocates GPU memory and pinned host memory."""
+    """PYTORCH_ALLOC_CONF of a run: how PyTorch allocates GPU memory and pinned host memory.
+
+    Large pinned blocks are neither rounded up nor cached if parameters are offloaded and only an adapter is trained.
+    """
     settings = "expandable_segments:True"  # less fragmentation of GPU memory
     is_adapter = flags.is_true("use_peft", arguments, recipe)
+    of_recipe = [ast.unparse(value) for value in flags.recipe_values(recipe, "activation_checkpointing_kwargs")]
+    checkpointing = flags.value_of("activation_checkpointing_kwargs", arguments) or "".join(of_recipe[-1:])
     offloads_activations = (
         config.activation_checkpointing_offload
         or flags.is_true("activation_offloading", arguments, recipe)
-        or re.search(r'"offload":\s*true', " ".join(arguments)) is not None  # in --activation_checkpointing_kwargs
+        or re.search("""["']offload["']:\\s*true""", checkpointing, re.IGNORECASE) is not None
     )
     if config.offload_params and is_adapter and not offloads_activations:
-        # Pinned memory is rounded up to powers of two, 19.2 GB of weights to 21.3: not above 1 MB. What is not rounded must not
-        # be cached either: PyTorch 2.13 can reuse a cached block that is too small (pytorch/pytorch#192722). Gradients of a full
-        # fine-tune and offloaded activations need the cache, because they are allocated in every step.
+        # PyTorch rounds pinned blocks up to powers of two: 19.2 GB of weights take 21.3 GB. So blocks above 1 MB are not rounded.
+        # Such blocks must not be cached either: PyTorch 2.13 can reuse a cached block that is too small (pytorch/pytorch#192722).
+        # All other runs keep the cache: gradients of offloaded weights and offloaded activations are allocated in every step.
         settings += ",pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
     return settings
 
@@ -242,12 +252,11 @@ def set_device(launched: Launched, config: AccelerateConfig, use_cpu: bool, rows
     launched.on_cpu = True
 
 
-def open_store() -> tuple[Any, str, int]:
-    """A TCPStore for the processes of one machine; returns it with its address. Call it after the processes were forked."""
+def open_store() -> Any:
+    """The TCPStore at which the processes of one machine meet. It has threads: call this after the processes were forked."""
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store, "127.0.0.1", store.port
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def set_training_environment(launched: Launched, config: AccelerateConfig) -> None:
@@ -268,19 +277,20 @@ def train(
     launched: Launched,
     arguments: list[str],
     config: AccelerateConfig,
-    store: Any,
-    address: str,
-    port: int,
+    meeting_point: tuple[str, int] | None,
     node: int = 0,
 ) -> int:
-    """Runs the recipe in the processes of this node; returns the exit code."""
+    """Runs the recipe in the processes of this node; returns the exit code.
+
+    `meeting_point`: address and port of the TCPStore of all processes, None for a config without torch.distributed.
+    """
     set_training_environment(launched, config)
-    if config.distributed_type == "NO":
+    if meeting_point is None:
         return processes.train_in_one_process(workers[0], launched, arguments)
     from harness.compat.torch import use_store_of_launcher
 
     environment = processes.launch_environment(launched, config) | use_store_of_launcher()
-    environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    environment |= {"MASTER_ADDR": meeting_point[0], "MASTER_PORT": str(meeting_point[1])}
     return processes.train_in_processes(workers, launched, arguments, environment, node)
 
 
@@ -360,7 +370,7 @@ def train_on_several_nodes(
         head = nodes.head if nodes.rank else "127.0.0.1"
         is_first = nodes.rank == 0
         with forecast_in_background(launched, arguments, Path(output_dir)) if is_first else contextlib.nullcontext():
-            code = meeting.run(lambda: train(workers, launched, arguments, config, None, head, nodes.port, nodes.rank))
+            code = meeting.run(lambda: train(workers, launched, arguments, config, (head, nodes.port), nodes.rank))
         if held:
             held.release()
         return code

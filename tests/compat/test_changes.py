@@ -47,6 +47,7 @@ TESTED_ELSEWHERE = {
     "install_read_retries": "test_hub.py::test_failure_that_ends",
     "install_train_dataloader": "data/test_streams.py::test_stream_is_repeated",
     "launch_environment": "start/test_plain_launchers.py::test_accelerate_launch",
+    "load_best_model": "run/test_checkpoints.py::test_run_killed_after_last_step_saves_the_best_model",
     "load_small_models": "commands/test_preview.py::test_every_recipe",
     "mix_streams": "data/test_mixture.py::test_stream_in_parts",
     "multiply_fp16_in_float32": "rehearsal/test_fp16_products.py::test_fp16_products_are_float32_products_rounded_once",

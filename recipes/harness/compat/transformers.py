@@ -164,6 +164,19 @@ def install_before_checkpoint(trainer: Any, before: Callable[[Path], None]) -> N
     trainer._save_checkpoint = save_checkpoint
 
 
+@changes("transformers:Trainer._load_best_model(self)")
+def load_best_model(trainer: Any) -> None:
+    """Loads the weights of the best checkpoint with `load_best_model_at_end`, as at the end of `Trainer.train`.
+
+    `train` does so only after it has trained a step, which a run that was killed after its last step does not.
+    Upstream: no issue found.
+    Checked with: transformers 5.23.0.
+    Remove when: `Trainer.train` trains no step if the checkpoint is the last step.
+    """
+    if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
+        trainer._load_best_model()
+
+
 @changes("transformers:Trainer.log(self, logs, start_time)")
 def install_log_fields(trainer: Any, fields: Callable[[dict], dict]) -> None:
     """Adds `fields(logs)` to everything a trainer logs, before the state and the trackers get it.

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from harness import configs, folder
+from harness.compat.transformers import load_best_model
 from harness.data.streams import StreamPosition, fill_last_step, repeat_stream
 from harness.launched import Launched, TrainerBuilt, UserError, print_once
 from harness.model.quantized import install_byte_check
@@ -107,6 +108,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
         output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except LastStepReached:
         output, trainer.is_in_train = None, False
+        load_best_model(trainer)
     except KeyboardInterrupt:
         print_once(f"\nStopped at step {trainer.state.global_step}. {folder.resume_hint(output_dir)}")
         os._exit(130)  # other processes may never reach the end of a collective

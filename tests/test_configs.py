@@ -1,11 +1,14 @@
 """Accelerate configs: those of the project explain every key; keys that accelerate would ignore are refused."""
 
+import contextlib
 import dataclasses
 import os
 import shlex
 
 from harness import configs
+from harness.launched import Launched, UserError
 from harness.plan.cards import configs_that_save_more
+from harness.start import launch
 
 import pytest
 import yaml
@@ -139,8 +142,18 @@ def test_no_config():
         ("distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: 2\n", ["num_processes (3)", "multiple"]),
         ("distributed_type: MULTI_GPU\nmixed_precision: fp8\n", ["fp8", "bf16"]),
         ("distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n", ["fsdp_config", "FSDP"]),
+        (FSDP + WRAP + "  fsdp_state_dict_type: SHARDED_STATEDICT\n", ["fsdp_state_dict_type", "SHARDED_STATE_DICT"]),
+        (
+            FSDP + WRAP + "parallelism_config:\n  parallelism_config_dp_replicate_size: x\n",
+            ["parallelism_config_dp_replicate_size is 'x'"],
+        ),
+        (FSDP + WRAP + "parallelism_config:\n  parallelism_config_dp_shard_size: 0\n", ["dp_shard_size is 0"]),
+        ('distributed_type: "NO"\ndebug: true\n', ["debug has no effect with distributed_type NO"]),
+        ("distributed_type: MULTI_GPU\ngpu_ids: first\n", ["gpu_ids is 'first'", "0,2"]),
         ("- a\n- b\n", ["key: value"]),
         ("a: [\n", ["not a readable YAML"]),
+        ("a: 2026-99-99\n", ["not a readable YAML"]),
+        ("[" * 5000, ["not a readable YAML"]),
     ],
 )
 def test_error_names_the_key(tmp_path, error_of, text, words):
@@ -150,6 +163,23 @@ def test_error_names_the_key(tmp_path, error_of, text, words):
     assert "bad.yaml" in message
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(("value", "expected"), [("all", ""), ("", ""), ("0, 2", "0,2"), ("1", "1")])
+def test_gpu_ids(tmp_path, monkeypatch, value, expected):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"distributed_type: MULTI_GPU\ngpu_ids: {value}\n")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    launch.set_environment(Launched(tiny=True), configs.read(str(path)).gpu_ids)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == (expected or "7")
+
+
+@pytest.mark.parametrize("line", ["zero_stage: []", "zero_stage: 2\n  offload_optimizer_device: []"])
+def test_lists_in_a_deepspeed_config(tmp_path, line):
+    path = tmp_path / "bad.yaml"
+    path.write_text(f"distributed_type: DEEPSPEED\ndeepspeed_config:\n  {line}\n")
+    with pytest.raises(UserError) if line.endswith("stage: []") else contextlib.nullcontext():
+        configs.translate(str(path))
 
 
 def test_config_that_does_not_exist(tmp_path, error_of):

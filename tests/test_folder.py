@@ -103,6 +103,29 @@ def test_earlier_rehearsal_with_another_config_is_moved(tmp_path, capsys):
     assert (tmp_path / "run.old/model.safetensors").read_text() == "weights"
     assert read(run, "run.json")["config"] == "new" and not (run / "model.safetensors").exists()
     assert "run.old" in capsys.readouterr().out
+    claim(run, IDENTITY_OF_REHEARSAL | {"config": "old"}, is_default=True)
+    claim(run, IDENTITY_OF_REHEARSAL | {"config": "new"}, is_default=True)
+    assert "run.old, in place of an older one" in capsys.readouterr().out
+
+
+def test_rehearsal_that_has_started_is_not_moved(tmp_path, error_of):
+    """Two rehearsals start in the default folder and have passed their checks; the first one trains when the second claims it."""
+    run, other = tmp_path / "run", IDENTITY_OF_REHEARSAL | {"config": "other"}
+    claim(run, IDENTITY_OF_REHEARSAL, is_default=True)
+    held = folder.lock_run(run, IDENTITY_OF_REHEARSAL)
+    assert "another run is writing" in error_of(folder.claim_output_dir, run, other, True)
+    held.release()
+    assert read(run, "run.json") == IDENTITY_OF_REHEARSAL
+    folder.claim_output_dir(run, other, True)
+    assert "another run has started" in error_of(folder.lock_run, run, IDENTITY_OF_REHEARSAL)
+    folder.lock_run(run, other).release()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "[" * 100_000, "\udcff"])
+def test_damaged_json_is_a_user_error(tmp_path, error_of, content):
+    (tmp_path / "a.json").write_bytes(content.encode(errors="surrogateescape"))
+    message = error_of(folder.read_json, tmp_path / "a.json")
+    assert "a.json is damaged" in message and "restore it from a copy" in message
 
 
 @pytest.mark.parametrize("key", ["recipe_digest", "data_digest", "dataset_weights", "use_peft", "model", "max_samples"])

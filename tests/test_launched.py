@@ -29,18 +29,30 @@ def fail():
     [
         ({}, "error: a message of two lines\n"),
         ({"RANK": "0"}, "error: a message of two lines\n"),
-        ({"RANK": "1"}, ""),
+        ({"RANK": "1"}, "error: process 1: a message of two lines\n"),
         ({launched.NODE_VARIABLE: "2"}, "error: node 2: a message of two lines\n"),
     ],
     ids=["one process", "first process", "another process", "another node"],
 )
 def test_user_error(monkeypatch, capsys, variables, expected):
-    """The first process prints it in one line; all exit with code 2."""
+    """It is printed in one line; all exit with code 2. Others than the first wait: if that fails too, the launcher stops them."""
+    waited = []
+    monkeypatch.setattr(launched.time, "sleep", waited.append)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as end:
         fail()
     assert end.value.code == 2 and capsys.readouterr().err == expected
+    assert waited == [3] * ("RANK" in variables and variables["RANK"] != "0")
+
+
+def test_user_error_of_all_processes_is_printed_once(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(launched.time, "sleep", lambda seconds: launched.record_signal(15))
+    monkeypatch.setattr(launched, "_last_signal", 0)
+    with pytest.raises(SystemExit):
+        fail()
+    assert not capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(monkeypatch, capsys):

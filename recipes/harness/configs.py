@@ -6,6 +6,7 @@ The second half translates the YAMLs that `accelerate config` writes for FSDP1 a
 """
 
 import difflib
+import re
 import shlex
 import sys
 from collections.abc import Iterable
@@ -70,6 +71,7 @@ TOP_KEYS = {
     "tpu_use_sudo",
     "use_cpu",
 }
+STATE_DICT_TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "NO")
 PARALLELISM_KEYS = {"parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"}
 OTHER_PARALLELISM = {
@@ -134,6 +136,7 @@ class AccelerateConfig:
     activation_checkpointing_offload: bool = False
     cpu_ram_efficient_loading: bool = False
     layer_classes: tuple[str, ...] = ()  # to wrap; () leaves the choice to accelerate
+    gpu_ids: str = ""  # numbers of the GPUs to use, such as "0,2"; "" for all that are visible
 
     @property
     def name(self) -> str:
@@ -179,6 +182,7 @@ def read(path: str) -> AccelerateConfig:
         activation_checkpointing_offload=fsdp.get("fsdp_activation_checkpointing_offload", False),
         cpu_ram_efficient_loading=fsdp.get("fsdp_cpu_ram_efficient_loading", False),
         layer_classes=tuple(fsdp[LAYER_CLASSES].split(",")) if fsdp.get(LAYER_CLASSES) else (),
+        gpu_ids=_gpu_ids(keys),
     )
 
 
@@ -189,7 +193,7 @@ def _load(path: str) -> dict:
         raise UserError(f"file not found: {path}")
     try:
         keys = yaml.safe_load(Path(path).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{file}: not a readable YAML file: {error}") from error
     if not isinstance(keys, dict):
         raise UserError(f"{file}: no keys found: an Accelerate config is a list of `key: value` lines")
@@ -197,6 +201,11 @@ def _load(path: str) -> dict:
         if not isinstance(keys.get(key) or {}, dict):
             raise UserError(f"{file}: {key} is {keys[key]!r}, expected lines of `key: value` below it")
     return keys
+
+
+def _gpu_ids(keys: dict) -> str:
+    ids = str(keys.get("gpu_ids") if keys.get("gpu_ids") is not None else "all").replace(" ", "")
+    return "" if ids == "all" else ids
 
 
 def _is_deepspeed(keys: dict) -> bool:
@@ -245,6 +254,11 @@ def _problems(keys: dict, path: str) -> list[str]:
     for key in ("use_cpu", "tpu_use_cluster", "tpu_use_sudo", "tpu_env"):
         if keys.get(key):
             problems.append(f"{key} is not read: delete the line" + ("; pass --use_cpu" if key == "use_cpu" else ""))
+    if not re.fullmatch(r"(\d+(,\d+)*)?", _gpu_ids(keys)):
+        problems.append(f"gpu_ids is {keys['gpu_ids']!r}, expected all, or numbers of GPUs such as 0,2")
+    for key, size in parallelism.items():
+        if key in PARALLELISM_KEYS and (type(size) is not int or size < 1):
+            problems.append(f"{key} is {size!r}, expected a number of GPUs or replicas")
     if problems:
         return problems
 
@@ -255,6 +269,9 @@ def _problems(keys: dict, path: str) -> list[str]:
     problems += _problems_of_counts(keys)
     if not problems and kind == "NO" and keys.get("num_processes", 1) > 1:
         problems.append(f"distributed_type NO is one process: use FSDP or MULTI_GPU for {keys['num_processes']}")
+    if kind == "NO":
+        unread = [key for key in ("debug", "enable_cpu_affinity") if keys.get(key)]
+        problems += [f"{key} has no effect with distributed_type NO: delete the line" for key in unread]
     return problems
 
 
@@ -295,6 +312,8 @@ def _fsdp2_problems(fsdp: dict) -> list[str]:
         problems.append(f"{LAYER_CLASSES} is {fsdp[LAYER_CLASSES]!r}, expected a name, or several like A,B")
     if fsdp.get("fsdp_activation_checkpointing_offload") and not fsdp.get("fsdp_activation_checkpointing"):
         problems.append("fsdp_activation_checkpointing_offload: true needs fsdp_activation_checkpointing: true")
+    if fsdp.get("fsdp_state_dict_type", STATE_DICT_TYPES[0]) not in STATE_DICT_TYPES:
+        problems.append(f"fsdp_state_dict_type is {fsdp['fsdp_state_dict_type']!r}, expected {' or '.join(STATE_DICT_TYPES)}")
     if fsdp.get("fsdp_reduce_dtype", "float32") not in ("float32", "bfloat16", "float16"):
         problems.append(f"fsdp_reduce_dtype is {fsdp['fsdp_reduce_dtype']!r}, expected float32, bfloat16 or float16")
     return problems
@@ -385,9 +404,9 @@ def _fsdp1_of_deepspeed(deepspeed: dict, file: str, notes: list[str]) -> dict:
     if "deepspeed_config_file" in deepspeed:
         raise UserError(f"{file}: {deepspeed['deepspeed_config_file']} is not read: use the config for its stage: {stages}")
     stage = deepspeed.get("zero_stage")
-    if stage not in ZERO_STAGES:
+    if stage not in [*ZERO_STAGES]:
         raise UserError(f"{file}: zero_stage is {stage!r}, expected 0, 1, 2 or 3: {stages}")
-    devices = {deepspeed.get(f"offload_{what}_device", "none") for what in ("optimizer", "param")}
+    devices = [deepspeed.get(f"offload_{what}_device", "none") for what in ("optimizer", "param")]
     if "nvme" in devices:
         raise UserError(f"{file}: FSDP2 cannot offload to a disk: write cpu instead of nvme, or none")
     notes.append(f"DeepSpeed is not used here: FSDP2 does the same as ZeRO stage {stage}.")

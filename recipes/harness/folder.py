@@ -39,6 +39,10 @@ WRITE_INTERVAL = 60.0  # seconds between two writes of data_files.json while the
 Entry = list  # of data_files.json: [bytes, modification time in ns, checksum or ""]
 
 
+class DamagedFile(UserError, ValueError):
+    """A JSON file of a run that cannot be read."""
+
+
 def write_json(path: Path, content: dict) -> None:
     """Writes a file so that it is complete or missing, also after a power failure."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
@@ -49,8 +53,16 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """The content of a file of `write_json`, {} if there is none."""
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    """The content of a file of `write_json`, {} if there is none. Raises DamagedFile if it is something else."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFile(f"{path} is damaged ({error}): restore it from a copy, or delete it") from error
+    if not isinstance(content, dict):
+        raise DamagedFile(f"{path} is damaged (it holds no JSON object): restore it from a copy, or delete it")
+    return content
 
 
 def sync(path: Path) -> None:
@@ -112,6 +124,18 @@ def lock(folder: Path) -> FileLock:
     return held
 
 
+def lock_run(folder: Path, identity: dict) -> FileLock:
+    """Locks the output directory of the run that `claim_output_dir` has written `identity` for.
+
+    Raises UserError if another run is writing into the folder, or has replaced that rehearsal since.
+    """
+    held = lock(folder)
+    if read_json(folder / RUN) != identity:
+        held.release()
+        raise UserError(f"--output_dir: another run has started in {folder}: wait for it, stop it, or choose another folder")
+    return held
+
+
 def check_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
     """Raises UserError if the folder belongs to another run, or if another process is writing into it. Writes nothing.
 
@@ -130,11 +154,14 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
     existing = _read_run_file(folder)
     try:
         if _is_replaced_rehearsal(existing, identity, is_default):
-            moved = folder.with_name(f"{folder.name}.{existing['config']}")
+            held = lock(folder)  # raises UserError if it has started since `check_output_dir`
+            moved, replaced = folder.with_name(f"{folder.name}.{existing['config']}"), ""
             if read_json(moved / RUN).get("tiny"):
                 shutil.rmtree(moved)
+                replaced = ", in place of an older one"
             folder.rename(moved)
-            print_once(f"The earlier rehearsal with {existing['config']} was moved from {folder} to {moved}.")
+            held.release()
+            print_once(f"The earlier rehearsal with {existing['config']} was moved from {folder} to {moved}{replaced}.")
             existing = {}
         folder.mkdir(parents=True, exist_ok=True)
         held = lock(folder)

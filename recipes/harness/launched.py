@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -64,18 +65,21 @@ class Launched:
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Ends the process with one message and exit code 2 when a `UserError` is raised. Only the first process prints it.
+    """Ends the process with one message and exit code 2 when a `UserError` is raised.
 
-    Ctrl-C ends it with exit code 130 and without a traceback.
+    If all processes fail alike, only the first one prints it. Ctrl-C ends the process with exit code 130 and without a traceback.
     """
     try:
         yield
     except UserError as error:
-        if is_first_process():
+        place = f"node {os.environ[NODE_VARIABLE]}: " if os.environ.get(NODE_VARIABLE) else ""
+        if not is_first_process():
+            time.sleep(3)  # if the first process fails too, it prints the message, and the launcher stops this one
+            place = f"process {os.environ['RANK']}: "
+        if is_first_process() or not last_signal():
             if os.environ.get(DEBUG_VARIABLE):
                 traceback.print_exc()
-            node = os.environ.get(NODE_VARIABLE)
-            print(f"error: {f'node {node}: ' if node else ''}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            print(f"error: {place}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

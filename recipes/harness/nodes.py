@@ -215,9 +215,22 @@ def host_memory() -> float:
     """Bytes of host memory, or those that a container or a SLURM job may use."""
     import psutil
 
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text("utf-8").strip() if limit.is_file() else ""
-    return min(psutil.virtual_memory().total, int(text) if text.isdecimal() else math.inf)
+    return min(psutil.virtual_memory().total, memory_limit())
+
+
+def memory_limit(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """The smallest memory limit of this process's control groups, in bytes; infinity without one. Source: cgroups(7)."""
+    limits = [math.inf]
+    for line in process.read_text("utf-8").splitlines() if process.is_file() else []:
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory"):  # "": version 2, with all controllers
+            continue
+        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        own = top / group.lstrip("/")
+        for folder in (own, *own.parents):
+            text = (folder / name).read_text("utf-8").strip() if (folder / name).is_file() else ""
+            limits.append(int(text) if text.isdecimal() else math.inf)
+    return min(limits)
 
 
 def check_all_reduce(device: Any, seconds: float = 120) -> None:
@@ -429,6 +442,8 @@ class Meeting(contextlib.AbstractContextManager):
                 for fact, value in facts.items():
                     if node["facts"].get(fact) != value:
                         theirs = node["facts"].get(fact)
+                        if rank == 0:
+                            time.sleep(2)  # until the others have seen it too: the store ends with this process
                         exit_with(f"{self.name(other)} was started with another {fact} than this node: {theirs}, here {value}")
             if missing := ", ".join(str(other) for other in range(nodes.count) if other not in self.known):
                 self._wait_or_exit(f"NODE_RANK {missing} (of {nodes.count} nodes, counted from 0)")

@@ -10,6 +10,7 @@ import functools
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import tempfile
 import time
@@ -224,6 +225,16 @@ def set_gloo_timeout(changed: bool) -> float:
     return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
+def keep_data_workers_after_sigterm(changed: bool) -> int:
+    """How many batches a process gets from a DataLoader whose worker receives SIGTERM."""
+    if changed:
+        torch_changes.keep_data_workers_after_sigterm()
+    loader = iter(torch.utils.data.DataLoader(range(40), num_workers=1, prefetch_factor=1))
+    next(loader)
+    os.kill(loader._workers[0].pid, signal.SIGTERM)
+    return 1 + sum(1 for _ in loader)
+
+
 def use_store_of_launcher(changed: bool) -> str:
     """Whether the first process can join while its launcher has the store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -324,6 +335,7 @@ CASES = [
     run_exit_handlers,
     offload_to_unpinned_memory,
     set_gloo_timeout,
+    keep_data_workers_after_sigterm,
     use_store_of_launcher,
     load_4bit_models_on_cpu,
     offload_activations_to_unpinned_memory,

@@ -81,3 +81,23 @@ def test_wrong_variables_are_an_error(nodes_from, monkeypatch, error_of, variabl
 def test_machines_must_fit_the_config(launch, tmp_path, config, variables, words):
     assert_one_error(launch("qwen2_fineweb_edu", config, cwd=tmp_path, **variables), *words)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "expected"),
+    [
+        ("0::/job/step", {"memory.max": "max", "job/memory.max": "64000", "job/step/memory.max": "max"}, 64000),
+        ("0::/", {"memory.max": "5000"}, 5000),
+        ("0::/", {}, float("inf")),
+        ("11:cpu,cpuacct:/job\n5:memory:/job", {"memory/memory.limit_in_bytes": "9", "memory/job/memory.limit_in_bytes": "8"}, 8),
+        ("", {"memory.max": "5000"}, float("inf")),
+    ],
+    ids=["a job's limit", "a container's", "no limit", "version 1", "no group"],
+)
+def test_memory_limit_of_control_groups(tmp_path, line, files, expected):
+    process, root = tmp_path / "cgroup", tmp_path / "root"
+    process.write_text(line)
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content + "\n")
+    assert nodes.memory_limit(process, root) == expected

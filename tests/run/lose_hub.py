@@ -1,16 +1,20 @@
-"""A recipe for test_batches.py: the second of two processes loses the Hub while it reads the batches of a step.
+"""A recipe for test_batches.py: the second of two processes cannot read the batches of a step.
+
+It loses the Hub or, if the variable BAD_ROW is set, meets a row that cannot be read.
 
 Reads two steps without training, the first one with the Hub, and writes what each process got into batches_RANK.json.
 """
 
 import itertools
 import json
+import os
 import runpy
 from pathlib import Path
 
 import harness
 from harness.compat.huggingface_hub import HubLost
 from harness.data.streams import StreamPosition
+from harness.launched import UserError
 from harness.run.steps import BatchReader, Progress, make_cpu_group
 
 
@@ -30,7 +34,7 @@ def read_two_steps(trainer):
     def lose_hub():
         yield from itertools.islice(loader, 3)
         if rank == 1:
-            raise HubLost("the Hub has not answered")
+            raise UserError("line 7: not JSON") if "BAD_ROW" in os.environ else HubLost("the Hub has not answered")
         yield next(loader)
 
     batches, steps = lose_hub(), []
@@ -38,7 +42,7 @@ def read_two_steps(trainer):
         read, loss_tokens = trainer.get_batch_samples(batches, 2, trainer.args.device)
         own = sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in read)
         steps.append([len(read), own, None if loss_tokens is None else int(loss_tokens), control.should_training_stop])
-    code = reader.report_lost_hub()
+    code = reader.report_stop()
     Path(trainer.args.output_dir, f"batches_{rank}.json").write_text(json.dumps({"steps": steps, "exit code": code}))
     reader.group = None
     trainer.end()

@@ -25,6 +25,7 @@ class SignalItself(TrainerCallback):
         self.on_event("step begins", *args, **kwargs)
 
     def on_save(self, *args, **kwargs):
+        print("A checkpoint is written.")
         self.on_event("checkpoint is written", *args, **kwargs)
 
 

@@ -17,16 +17,17 @@ def test_no_token_in_the_loss(fork_launch):
     assert "no token of the first step counts in the loss" in process.stderr and "Traceback" not in process.stderr
 
 
-def test_hub_lost_to_one_of_two_processes(rehearse):
+@pytest.mark.parametrize(("variables", "code"), [({}, 75), ({"BAD_ROW": "1"}, 2)], ids=["hub lost", "bad row"])
+def test_one_of_two_processes_cannot_read(rehearse, variables, code):
     """No process gets batches. They agree on it before they gather the number of tokens: otherwise one would wait there."""
     script, flags = ROOT / "tests/run/lose_hub.py", ["--max_steps", "2", "--ddp_timeout", "20"]
-    run = rehearse(script, "4gpu_ddp", *flags, NPROC_PER_NODE="2")
+    run = rehearse(script, "4gpu_ddp", *flags, NPROC_PER_NODE="2", **variables)
     steps_of_first, steps_of_second = (read(run, f"batches_{rank}.json")["steps"] for rank in (0, 1))
     (count, tokens, total, stops), (other_count, other_tokens, other_total, other_stops) = steps_of_first[0], steps_of_second[0]
     assert count == other_count == 2 and not stops and not other_stops
     assert total == other_total == tokens + other_tokens
     assert steps_of_first[1] == steps_of_second[1] == [0, 0, None, True]
-    assert read(run, "batches_0.json")["exit code"] == read(run, "batches_1.json")["exit code"] == 75
+    assert read(run, "batches_0.json")["exit code"] == read(run, "batches_1.json")["exit code"] == code
 
 
 def batch_of(number):

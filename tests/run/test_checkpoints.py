@@ -273,6 +273,17 @@ def test_old_checkpoints_are_deleted_by_step(build_trainer, monkeypatch):
     assert folder.newest_complete_checkpoint(run) == run / "checkpoint-3"
 
 
+@pytest.mark.parametrize(("limit", "kept"), [(2, 1), (3, 2), (0, 4), (-1, 4), (None, 4)])
+def test_save_total_limit(tmp_path, limit, kept):
+    """Before a checkpoint is written, older ones are deleted, but not the best one. 0, negative or None: all are kept."""
+    args = SimpleNamespace(output_dir=str(tmp_path), save_total_limit=limit)
+    for step in (0, 1, 2, 3, 4):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    trainer = SimpleNamespace(args=args, state=SimpleNamespace(best_model_checkpoint="somewhere/checkpoint-0"))
+    checkpoints.Checkpoints(trainer, None)._delete_old(tmp_path / "checkpoint-5")
+    assert [folder.step_of(path) for path in folder.checkpoints(tmp_path)] == [*[4, 3, 2, 1][:kept], 0]
+
+
 def test_nodes_agree_if_one_sees_damage(fork_launch, tmp_path):
     """The second of two nodes sees a damaged checkpoint: in a file that the first one writes, and in its own."""
     files = ("scheduler.pt", "rng_state_1.pth")

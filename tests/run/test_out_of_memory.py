@@ -9,6 +9,7 @@ from harness.start import processes
 
 import pytest
 import torch
+import transformers
 from conftest import ROOT
 
 ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
@@ -36,6 +37,19 @@ PLACES = {
         ["saving a checkpoint after step 1.", "the config 1x3090_offload or --load_in_4bit"],
     ),
 }
+
+
+def test_memory_runs_out_while_the_trainer_is_built():
+    """Its `__init__` has not set the state yet."""
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        Unfinished()
+    message = failures._memory_message(raised.value)
+    assert "ran out of memory loading the model. What saves most here: another config" in message
+
+
+class Unfinished(transformers.Trainer):
+    def __init__(self):
+        run_out(self)
 
 
 @pytest.mark.parametrize("place", PLACES)

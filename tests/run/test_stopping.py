@@ -67,6 +67,17 @@ def test_all_processes_stop_after_the_same_step(fork_launch, workdir):
         assert (run / f"checkpoint-{step}/complete.json").is_file()
 
 
+def test_stop_evaluates_and_saves_no_second_time(fork_launch, workdir):
+    """transformers ends the epoch when a run stops, where the strategy "epoch" evaluates and saves."""
+    run, signals = workdir / "runs/stopped-in-an-epoch", [[0, "step begins", 2, "SIGTERM"]]
+    command = ["--tiny", ROOT / "tests/run/signal_itself.py", "1x3090", "--output_dir", run, "--max_steps", "9"]
+    command += ["--eval_on_start", "false", "--save_strategy", "epoch", "--eval_strategy", "epoch"]
+    process = fork_launch(*command, SIGNALS=json.dumps(signals))
+    assert process.returncode == 143 and "Stopped by SIGTERM at step 3;" in process.stdout, process.stdout + process.stderr
+    assert "evaluation loss" not in process.stdout and process.stdout.count("A checkpoint is written.") == 1
+    assert (run / "checkpoint-3/complete.json").is_file()
+
+
 def test_stop_before_training_ends_all_processes(start, workdir):
     command = ["--tiny", RECIPE, "4gpu_full_shard", "--output_dir", workdir / "runs/never-begun"]
     process, log = start(*command, NPROC_PER_NODE="2")

@@ -21,6 +21,7 @@ from harness.compat.trl import compute_loss_without_triton
 from harness.configs import LAYER_CLASSES, AccelerateConfig
 from harness.hub import check_model_exists, hub_errors
 from harness.launched import Launched, UserError, print_once
+from harness.nodes import memory_limit
 from harness.rehearsal import tiny
 
 import torch
@@ -410,7 +411,7 @@ def check_host_memory(model_args: ModelConfig, config: AccelerateConfig, launche
         if not model_args.use_peft:  # weights, gradients and two moments in float32
             training = 16 * parameters * processes // launched.processes
     needed = processes * PROCESS_BYTES + max(loading, training)
-    free, swap = psutil.virtual_memory().available, psutil.swap_memory().free
+    free, swap = min(psutil.virtual_memory().available, memory_limit()), psutil.swap_memory().free
     numbers = f"about {needed / 1e9:.0f} GB of host memory, {free / 1e9:.0f} GB are free"
     if needed > free + swap:
         raise UserError(

@@ -37,7 +37,7 @@ class Checkpoints(TrainerCallback):
     """Writes the completion marker of a checkpoint once every process has written its part, and deletes old checkpoints.
 
     transformers deletes old ones by the time of their files, which is wrong when a clock jumps, and after it has written the
-    next one. Here there are never more than `save_total_limit` on the disk.
+    next one. Here there are never more than `save_total_limit` on the disk, and the best one with `metric_for_best_model`.
     """
 
     def __init__(self, trainer: Trainer, progress: Progress) -> None:
@@ -60,7 +60,7 @@ class Checkpoints(TrainerCallback):
         process.wait_for_everyone()
 
     def _delete_old(self, next_one: Path) -> None:
-        if not self.limit:
+        if not self.limit or self.limit < 0:
             return
         best = Path(self.trainer.state.best_model_checkpoint or "").name
         old = [path for path in folder.checkpoints(self.output_dir) if path != next_one and path.name != best]

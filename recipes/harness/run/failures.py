@@ -72,6 +72,8 @@ def _memory_message(error: Exception) -> str:
     functions = {frame.f_code.co_name for frame in frames}
     moment = next((words for name, words in MOMENTS.items() if name in functions), "loading the model")
     trainer = find_local(error, Trainer)
+    if trainer is not None and not hasattr(trainer, "state"):  # its `__init__` has not got that far
+        trainer = None
     done = trainer.state.global_step if trainer else 0
     step = ""
     if trainer and moment in MOMENTS_OF_A_STEP:
@@ -160,12 +162,12 @@ def find_local(error: Exception, kind: type[T]) -> T | None:
 
 
 def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
-    """Raises UserError unless the disk has space for two checkpoints and the model."""
+    """Raises UserError unless the disk has space for the checkpoints (two, and the best one if it is kept) and the model."""
     run = Path(trainer.args.output_dir)
     checkpoint_size, model_size = estimated_sizes(trainer)
     if checkpoint:
         checkpoint_size = folder_size(checkpoint)
-    wanted = 0 if trainer.args.save_strategy == "no" else 2
+    wanted = 0 if trainer.args.save_strategy == "no" else 3 if trainer.args.metric_for_best_model else 2
     missing = max(0, wanted - len(folder.checkpoints(run)))
     needed, free = missing * checkpoint_size + model_size, shutil.disk_usage(run).free
     if free < needed:

@@ -112,7 +112,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     except KeyboardInterrupt:
         print_once(f"\nStopped at step {trainer.state.global_step}. {folder.resume_hint(output_dir)}")
         os._exit(130)  # other processes may never reach the end of a collective
-    if code := reader.report_lost_hub() or stop.report_stop(trainer):
+    if code := reader.report_stop() or stop.report_stop(trainer):
         mirror.close()
         disconnect(trainer, stop, reader)
         raise SystemExit(code)

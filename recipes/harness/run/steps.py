@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 
 from harness.compat.huggingface_hub import HubLost
-from harness.compat.torch import set_gloo_timeout
+from harness.compat.torch import keep_data_workers_after_sigterm, set_gloo_timeout
 from harness.compat.transformers import install_batch_reader, install_log_fields
 from harness.data.streams import StreamPosition
 from harness.launched import OUT_OF_TIME, UserError, last_signal, print_once, record_signal, set_signal_handler
@@ -258,6 +258,7 @@ class StopAfterSignal(TrainerCallback):
 
     def install(self) -> None:
         set_signal_handler(record_signal)  # until now a signal ends the process: there is nothing to save
+        keep_data_workers_after_sigterm()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self.signal = maximum(last_signal(), self.group)
@@ -265,6 +266,11 @@ class StopAfterSignal(TrainerCallback):
             control.should_training_stop = control.should_log = True
             control.should_save = args.save_strategy != "no"
             control.should_evaluate = False  # there may be little time
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """transformers ends the epoch when the run stops, and a strategy "epoch" would evaluate, and save again."""
+        if self.signal and state.global_step < state.max_steps:
+            control.should_save = control.should_evaluate = False
 
     def report_stop(self, trainer: Trainer) -> int:
         """The exit code, after a message, if a signal stopped the run before its last step; else 0."""
@@ -277,7 +283,7 @@ class StopAfterSignal(TrainerCallback):
 
 
 class BatchReader(TrainerCallback):
-    """Reads the micro-batches of every step: on all processes, or on none if the Hub is lost to one of them.
+    """Reads the micro-batches of every step: on all processes, or on none if one of them cannot read a stream any further.
 
     A stream is read ahead, in a thread, so that no GPU waits for the tokenizer: packing takes many documents at once.
     """
@@ -295,7 +301,7 @@ class BatchReader(TrainerCallback):
         self.is_stream = isinstance(trainer.train_dataset, IterableDataset)
         self.group = group if self.is_stream else None
         self.error = ""  # why this process cannot read
-        self.is_hub_lost = False  # to any process
+        self.exit_code = 0  # of the run, if one of the processes cannot read
         self.is_first_step = True
         self.steps: queue.Queue | None = None  # what `_read_step` returned for the next steps, or an error
 
@@ -336,18 +342,20 @@ class BatchReader(TrainerCallback):
     def _read_on_all_processes(self, iterator: Iterator, count: int) -> list[dict]:
         """The micro-batches of the next step. Collective, see `install_batch_reader`.
 
-        If one process lost the Hub, all of them get [] and stop training, with a checkpoint if there is progress to save.
+        If one process lost the Hub or met a row of a stream that it cannot read, all of them get [] and stop training, with a
+        checkpoint if there is progress to save.
         """
-        batches, position_after = [], None
+        batches, position_after, code = [], None, 0
         try:
             batches, position_after = self._next_step(iterator, count)
-        except HubLost as lost:
-            self.error = str(lost)
-        self.is_hub_lost = bool(maximum(int(bool(self.error)), self.group))
-        if self.is_hub_lost:
-            args, state, control = self.trainer.args, self.trainer.state, self.trainer.control
-            control.should_training_stop = control.should_log = True
-            control.should_save = args.save_strategy != "no" and state.global_step > self.saved_step
+        except (HubLost, UserError) as error:
+            if not self.is_stream:
+                raise
+            self.error, code = str(error), OUT_OF_TIME if isinstance(error, HubLost) else 2
+        self.exit_code = maximum(code, self.group)
+        if self.exit_code:
+            self.trainer.control.should_training_stop = self.trainer.control.should_log = True
+            self.on_epoch_end(self.trainer.args, self.trainer.state, self.trainer.control)
             return []
         self.stream_position.position = position_after
         return batches
@@ -365,14 +373,24 @@ class BatchReader(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self.saved_step = state.global_step
 
-    def report_lost_hub(self) -> int:
-        """The exit code, after one message from all processes, if the Hub was lost; else 0. Collective."""
-        if not self.is_hub_lost:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """transformers ends the epoch when the run stops. Then nothing is evaluated, and saved only what is not saved yet."""
+        if self.exit_code:
+            control.should_evaluate = False
+            control.should_save = args.save_strategy != "no" and state.global_step > self.saved_step
+
+    def report_stop(self) -> int:
+        """The exit code, after one message from all processes, if one of them could not read; else 0. Collective."""
+        if not self.exit_code:
             return 0
         reason = max(gather_object([self.error]), key=len)
-        hint = f"The same command resumes from step {self.saved_step}." if self.saved_step else "There is no checkpoint yet."
-        print_once(f"\nStopped at step {self.trainer.state.global_step}: {reason}. {hint}")
-        return OUT_OF_TIME
+        hint = "There is no checkpoint yet"
+        if self.saved_step:  # a file that was mended has changed, so the same command would be refused
+            resumes = self.exit_code == OUT_OF_TIME
+            hint = f"The same command resumes from step {self.saved_step}" if resumes else f"Step {self.saved_step} is saved"
+        kind = "" if self.exit_code == OUT_OF_TIME else "error: "
+        print_once(f"\n{kind}Stopped at step {self.trainer.state.global_step}: {reason}. {hint}.")
+        return self.exit_code
 
 
 class LastStepReached(Exception):

@@ -60,7 +60,7 @@ def main(words: list[str]) -> int:
     set_processes(launched, config, nodes)
     if nodes.is_allocation:
         return run_with_srun(nodes, words)
-    set_environment(launched)
+    set_environment(launched, config.gpu_ids)
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the variable
         os.environ.setdefault("PYTORCH_ALLOC_CONF", allocator_settings(config, Path(recipe), arguments))
     can_fork = processes.import_libraries()
@@ -70,8 +70,9 @@ def main(words: list[str]) -> int:
         warnings.filterwarnings("ignore")  # in the launcher only; the processes that train are forked already
         if nodes.count > 1:
             return train_on_several_nodes(nodes, config, launched, options, arguments, workers, checker)
-        output_dir, _, _ = check_in_worker(checker, launched, arguments, config)
-        held = folder.lock(Path(output_dir))  # not in a `with`: after an error it stays locked until this process exits
+        output_dir, identity, _, _ = check_in_worker(checker, launched, arguments, config)
+        # Not in a `with`: after an error it stays locked until this process exits.
+        held = folder.lock_run(Path(output_dir), identity)
         store = None if config.distributed_type == "NO" else open_store()
         with forecast_in_background(launched, arguments, Path(output_dir)):
             code = train(workers, launched, arguments, config, store and (store.host, store.port))
@@ -116,8 +117,10 @@ def rehearsal_hint(launched: Launched) -> str:
     return f"Rehearse it here with a tiny model and dataset: ./launch.sh --tiny {names}"
 
 
-def set_environment(launched: Launched) -> None:
-    """Sets what the libraries read when they are imported, and what every process needs."""
+def set_environment(launched: Launched, gpu_ids: str = "") -> None:
+    """Sets what the libraries read when they are imported, and what every process needs. `gpu_ids`: of the config."""
+    if gpu_ids:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_ids  # as accelerate does for the processes, and here for the checks too
     os.environ.pop("PYTHONSAFEPATH", None)  # a recipe may import files next to it
     os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file at once
     # datasets would tell a server about every file that a process opens, and without a network wait for it.
@@ -166,10 +169,11 @@ def gpu_features() -> tuple[list[str], str, str]:
 
 def check_in_worker(
     worker: Worker, launched: Launched, arguments: list[str], config: AccelerateConfig | None
-) -> tuple[str, bool, bool]:
+) -> tuple[str, dict, bool, bool]:
     """Checks the run in a process of its own, which may use a GPU. Exits if something is wrong.
 
-    Sets `launched.on_cpu`. Returns the output directory, whether the run saves checkpoints there, and whether it has a mirror.
+    Sets `launched.on_cpu`. Returns the output directory, its run.json, whether the run saves checkpoints there, and whether it
+    has a mirror.
     """
     worker.start(run_checks, launched, arguments, config)
     code, _ = processes.wait_for([worker])
@@ -182,11 +186,11 @@ def check_in_worker(
     return tuple(found)
 
 
-def run_checks(launched: Launched, arguments: list[str], config: AccelerateConfig) -> tuple[bool, str, bool, bool]:
+def run_checks(launched: Launched, arguments: list[str], config: AccelerateConfig) -> tuple[bool, str, dict, bool, bool]:
     """Checks the machine, then runs the recipe up to the end of `parse`.
 
-    Returns what the launcher needs from the process that runs this: whether the run is on CPU, its output directory, whether
-    it saves checkpoints, and whether it has a mirror.
+    Returns what the launcher needs from the process that runs this: whether the run is on CPU, its output directory and
+    run.json, whether it saves checkpoints, and whether it has a mirror.
     """
     from harness.start import checks
 
@@ -194,7 +198,9 @@ def run_checks(launched: Launched, arguments: list[str], config: AccelerateConfi
     checks.check_shared_memory(launched)
     checks.print_few_cores(launched)
     script_args, training_args, _ = check_recipe(launched, arguments)
-    return launched.on_cpu, training_args.output_dir, training_args.save_strategy != "no", bool(script_args.mirror)
+    output_dir = training_args.output_dir
+    identity = folder.read_json(Path(output_dir, folder.RUN))
+    return launched.on_cpu, output_dir, identity, training_args.save_strategy != "no", bool(script_args.mirror)
 
 
 def check_recipe(launched: Launched, arguments: list[str]) -> tuple[Any, Any, Any]:
@@ -305,13 +311,16 @@ def forecast_in_background(launched: Launched, arguments: list[str], output_dir:
     if (launched.on_cpu or launched.tiny) and not is_rehearsal:
         yield
         return
-    draft, plan = output_dir / ".plan.draft", output_dir / PLAN
+    draft, plan = output_dir / f".plan.{os.getpid()}.draft", output_dir / PLAN
     plan.unlink(missing_ok=True)  # of an earlier start, perhaps with other flags
     options = ["--forecast", "--tiny"] if is_rehearsal else ["--forecast"]
     command = [sys.executable, "-m", "harness.plan.command", *options, launched.recipe, launched.config, "--json"]
     command += flags.without("mirror", arguments)  # which a plan refuses
     counts = {"NNODES": str(launched.nodes), "NPROC_PER_NODE": str(launched.processes // launched.nodes)}
-    script = 'draft=$1 plan=$2; shift 2; nice -n 19 "$@" >"$draft" && mv -- "$draft" "$plan" || rm -f -- "$draft"'
+    # Not if the launcher was killed meanwhile: the plan might be of another run then.
+    script = (
+        'draft=$1 plan=$2; shift 2; nice -n 19 "$@" >"$draft" && kill -0 "$PPID" && mv -- "$draft" "$plan" || rm -f -- "$draft"'
+    )
     process = subprocess.Popen(
         ["sh", "-c", script, "forecast", draft, plan, *command],
         env=os.environ | counts,
@@ -353,7 +362,8 @@ def train_on_several_nodes(
     for path in (launched.recipe, launched.config):
         facts[f"digest of {Path(path).name}"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
     with Meeting(nodes, facts) as meeting:
-        output_dir, saves, has_mirror = meeting.check_in_turn(lambda: check_in_worker(checker, launched, arguments, config))
+        found = meeting.check_in_turn(lambda: check_in_worker(checker, launched, arguments, config))
+        output_dir, identity, saves, has_mirror = found
         launched.separate_disks = saves and not meeting.all_see(Path(output_dir))
         if launched.separate_disks and not has_mirror:
             raise UserError(
@@ -362,7 +372,7 @@ def train_on_several_nodes(
                 "every node uploads its part, or --save_strategy no"
             )
         # Not before all nodes have checked.
-        held = folder.lock(Path(output_dir)) if nodes.rank == 0 or launched.separate_disks else None
+        held = folder.lock_run(Path(output_dir), identity) if nodes.rank == 0 or launched.separate_disks else None
         if interface := interface_to(meeting.another_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo takes the one that the machine's name resolves to
         if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set for the meeting only

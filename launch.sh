@@ -23,7 +23,8 @@
 #   ./launch.sh --test RECIPE [CONFIG]             the smoke test of one recipe
 #   ./launch.sh --test [pytest arguments]          all tests
 #
-# --plan RECIPE --for "2x3090,64GB" chooses the config and the micro-batch for a machine.
+# --plan RECIPE --for "2x3090,64GB" chooses the config and the micro-batch for a machine. More flags of --plan: --price_per_gpu_hour N,
+# --within 2h (only with --for), --card NAME=GB,TFLOPS,GB/s, --json.
 # RECIPE and CONFIG are names, or paths of files anywhere. --json makes --plan, --preview, --report and --verify print JSON.
 # ./launch.sh --debug … shows the traceback of an error. PYTHON=/path/to/python uses that environment instead of .venv and installs
 # nothing. TORCH_INDEX=https://download.pytorch.org/whl/cu126 installs PyTorch for another version of CUDA.
@@ -190,6 +191,8 @@ call() {
   PYTHONSAFEPATH=1 exec "$python" -m "harness.$1" "${@:2}"
 }
 
+show_help() { sed -n '/^# Fine/,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+
 # run [--tiny] [--prepare | --preview | --plan] RECIPE [CONFIG] [--flag …]
 run() {
   local -a tiny=() files
@@ -204,6 +207,10 @@ run() {
     shift
   done
   (($#)) || fail "${command:-${tiny[*]}} needs a RECIPE; ./launch.sh lists them"
+  if [[ -n $command && " $* " == *" --help "* || ${1:-} == --help ]]; then
+    show_help
+    return
+  fi
   files=("$(resolve recipes py "$1" recipe)")
   if [[ -z $command ]]; then
     case ${2:---} in
@@ -263,7 +270,7 @@ case ${1:-} in
     printf '\nCONFIG, from accelerate_configs/\n'
     list accelerate_configs
     ;;
-  --help | -h) sed -n '/^# Fine/,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" ;;
+  --help | -h) show_help ;;
   --install) prepare_python ;;
   --test) run_tests "${@:2}" ;;
   --tiny | --prepare | --preview | --plan) run "$@" ;;

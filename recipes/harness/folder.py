@@ -141,6 +141,10 @@ def check_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
 
     `identity` is the content of run.json for the run that is about to start. `is_default`: no --output_dir was given.
     """
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError as error:  # a model card with this name could not be saved
+        raise UserError(f"--output_dir: {str(folder)!r} is not UTF-8: choose another name") from error
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir: {folder} is a file, expected a folder")
     existing = _read_run_file(folder)

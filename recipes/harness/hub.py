@@ -67,10 +67,12 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
     from huggingface_hub import errors
     from huggingface_hub.utils import httpx
     from pyarrow import ArrowException
+    from safetensors import SafetensorError
 
+    damaged = (EOFError, ArrowException, SafetensorError)
     try:
         yield
-    except (OSError, ValueError, EOFError, StopIteration, DatasetsError, ArrowException, httpx.HTTPError) as problem:
+    except (OSError, ValueError, StopIteration, DatasetsError, httpx.HTTPError, *damaged) as problem:
         causes = [problem]
         while cause := causes[-1].__cause__ or causes[-1].__context__:
             causes.append(cause)

@@ -47,6 +47,13 @@ def test_merged_logits_equal_adapter_logits(launch, adapter, tmp_path, error_of)
     assert "exists already" in error_of(merge.main, str(adapter), str(tmp_path / "plain"))
 
 
+def test_damaged_adapter(adapter, tmp_path, error_of):
+    broken = tmp_path / "broken"
+    shutil.copytree(adapter, broken)
+    (broken / "adapter_model.safetensors").write_bytes(b"7" * 100)
+    assert f"adapter {broken}: " in error_of(merge.main, str(broken), str(tmp_path / "plain"))
+
+
 def test_interrupted_merge_writes_nothing(adapter, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(adapter, broken)

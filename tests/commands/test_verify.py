@@ -83,6 +83,22 @@ def failed(rows: dict) -> list[str]:
     return sorted(what for (_, what), result in rows.items() if result == "FAILED")
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model.safetensors", "model"),
+        ("held_out.parquet", "file"),
+        ("expected.json", "expected.json is damaged"),
+        ("train_results.json", "train_results.json is damaged"),
+    ],
+)
+def test_damaged_run(rehearse, tmp_path, error_of, name, words):
+    run = tmp_path / "run"
+    shutil.copytree(rehearse(*CHAT), run, ignore=shutil.ignore_patterns("checkpoint-*"))
+    (run / name).write_bytes((run / name).read_bytes()[:100])
+    assert words in error_of(verify.main, str(run))
+
+
 def test_full_run_on_four_processes(rehearse, table):
     """The loss is the one that the processes logged together, to the rounding of weights to bf16."""
     run = rehearse(*CHAT)

@@ -3,7 +3,7 @@
 import json
 
 from harness.compat.datasets import complete_stream_state
-from harness.data import loading
+from harness.data import loading, reading
 from harness.data.loading import check_dataset, load
 from harness.data.reading import print_how_files_are_read
 from harness.data.script_arguments import ScriptArguments
@@ -310,3 +310,13 @@ def test_folder_with_configs(tmp_path, error_of):
         train, test = load(arguments_for(folder, ("text",), dataset_config="de"))
         assert set(train["text"]) == {f"{place} {row}" for row in range(20)} and test["text"] == ["held"]
     assert "has the configs de, en" in error_of(check_dataset, arguments_for(folder, ("text",)))
+
+
+@pytest.mark.parametrize(
+    "configs",
+    ["[a, b]", "foo", "[{data_files: [{path: a.jsonl}]}]", "[{data_files: /etc/*}]", "[{data_files: 5}]", "[{data_dir: 5}]"],
+)
+def test_configs_of_a_readme_that_are_not_as_on_the_hub(tmp_path, error_of, configs):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
+    assert "README.md are not as on the Hub" in error_of(reading.open_splits, str(tmp_path), None, False)

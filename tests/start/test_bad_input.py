@@ -49,6 +49,7 @@ KINDS = {
     "/dev/shm is full": (TINY, "/dev/shm has 0 MB free", {}, "-t tmpfs -o size=4k,mode=1777 tmpfs /dev/shm"),
     # recipes
     "recipe with a syntax error": ("--tiny ./syntax.py 1x3090", "syntax.py, line 2: invalid syntax"),
+    "help of a recipe with a syntax error": ("launch.sh ./syntax.py --help", "syntax.py, line 2: invalid syntax"),
     "recipe that is not text": ("--tiny ./bytes.py 1x3090", "bytes.py is not a Python file"),
     "recipe with a relative import": ("--tiny ./relative.py 1x3090", "relative.py, line 2: from . import own: a recipe is not"),
     "recipe without parse": ("--tiny ./empty.py 1x3090", "ended without calling parse()"),
@@ -96,6 +97,12 @@ KINDS = {
     "no accumulation steps": (f"{TINY} --gradient_accumulation_steps 0", "--gradient_accumulation_steps is 0, expected 1"),
     "length of 0": (f"{TINY} --max_length 0", "--max_length is 0, expected 1 or more"),
     "seed below 0": (f"{TINY} --seed -1", "--seed is -1, expected 0 or more"),
+    "seed that is too large": (
+        f"{TINY} --seed 99999999999999",
+        "--seed is 99999999999999, expected 0 or more, at most 4294967295",
+    ),
+    "fewer than no steps": (f"{TINY} --max_steps -5", "--max_steps is -5, expected -1 or more"),
+    "momentum above 1": (f"{TINY} --adam_beta1 2", "--adam_beta1 is 2.0, expected 0 or more, at most 0.999999"),
     "adapter of rank 0": (f"{TINY} --use_peft --lora_r 0", "--lora_r is 0, expected 1 or more"),
     "no tokens": (f"{TINY} --max_tokens 0", "--max_tokens is 0, expected 1 or more"),
     "no epochs": (f"{TINY} --max_samples 9 --num_train_epochs 0", "--num_train_epochs is 0.0, expected a number above 0"),
@@ -111,6 +118,8 @@ KINDS = {
     ),
     "two sizes of a batch": (f"{TINY} --global_batch_size 8 --gradient_accumulation_steps 2", "pass one of them"),
     "no evaluation rows": (f"{TINY} --max_eval_samples 0", "--max_eval_samples is 0, expected 1 or more"),
+    "fp16 with a config for bf16": (f"{TINY} --fp16", "pass --bf16 false or --fp16 false too"),
+    "unknown attention": (f"{TINY} --attn_implementation foo", "--attn_implementation foo is unknown: pass eager, varlen,"),
     "unknown choice": (f"{TINY} --eval_strategy sometimes", "invalid choice: 'sometimes'"),
     "invalid JSON": (f"{TINY} --model_init_kwargs {{bad", "{bad is not JSON"),
     # arguments that contradict each other
@@ -165,6 +174,7 @@ KINDS = {
     "--config with a list instead of a number": (f"{TINY} --config rates.yaml", "--learning_rate is [1, 2], expected a number"),
     "--config with a number instead of a list": (f"{TINY} --config modules.yaml", "--config: lora_target_modules is 5, expected"),
     # folders
+    "output folder that is not UTF-8": (f"{TINY} --output_dir l\udcff", "is not UTF-8: choose another name"),
     "output folder is a file": (f"{TINY} --output_dir empty.py", "empty.py is a file"),
     "output folder in a file": (f"{TINY} --output_dir empty.py/run", "cannot be written (Not a directory)"),
     "read-only file system": (f"{TINY} --output_dir data/run", "(Read-only file system)", {}, "-t tmpfs -o ro tmpfs data"),
@@ -191,7 +201,11 @@ KINDS = {
     # data
     "config of one file": (f"{TINY} --dataset_name broken.jsonl --dataset_config x", "broken.jsonl is one file"),
     "missing file of rows": (f"{REAL} ./complete --dataset_name no.jsonl", "file or folder not found: no.jsonl"),
-    "missing column": (f"{REAL} ./complete --dataset_text_field body", "has the columns text; this recipe needs texts"),
+    "missing column": (
+        f"{REAL} ./complete --dataset_text_field body",
+        "has no column body (--dataset_text_field), it has the columns text;",
+    ),
+    "path with spaces that is not quoted": (f"{TINY} --dataset_name my rows.jsonl", "2 datasets (my, rows.jsonl): quote a path"),
     "missing split": (f"{REAL} ./complete --dataset_train_split trian", "none called trian"),
     "empty dataset name": (f"{TINY} --dataset_name=", "--dataset_name is empty"),
     "empty file of rows": (f"{REAL} ./complete --dataset_name empty.jsonl", "empty.jsonl: it is empty"),

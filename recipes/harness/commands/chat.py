@@ -71,7 +71,8 @@ def load_model(run: Path) -> Any:
         free = ", ".join(f"{torch.cuda.mem_get_info(index)[0] / 1e9:.1f}" for index in range(torch.cuda.device_count()))
         raise UserError(f"the 4-bit weights of {base} do not fit the free GPU memory ({free} GB): stop other programs") from error
     if base != str(run):
-        model = PeftModel.from_pretrained(model, run)
+        with hub_errors("adapter", str(run)):
+            model = PeftModel.from_pretrained(model, run)
     return model.eval()
 
 

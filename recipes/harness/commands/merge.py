@@ -14,6 +14,7 @@ from typing import Any
 
 from harness.commands.verify import compare_merged
 from harness.folder import COMPLETION_MARKER, checkpoints, read_json, write_json
+from harness.hub import hub_errors
 from harness.launched import UserError, exit_on_user_error, print_once
 
 FILE_BYTES = 4_000_000_000  # weights in a file of a model that is put together
@@ -50,7 +51,9 @@ def merge(source: Path, target: Path) -> None:
     if (source / "adapter_model.safetensors").is_file():
         from safetensors.torch import load_file
 
-        add_adapter(source, load_file(source / "adapter_model.safetensors"), target)
+        with hub_errors("adapter", str(source)):
+            weights = load_file(source / "adapter_model.safetensors")
+        add_adapter(source, weights, target)
         return
     if (source / "config.json").is_file():
         raise UserError(f"{source} is a plain model already")

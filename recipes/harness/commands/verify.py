@@ -23,6 +23,7 @@ from typing import Any
 from harness.commands import chat
 from harness.commands.report import print_table
 from harness.folder import RESULTS, check_saved_model, read_json
+from harness.hub import hub_errors
 from harness.launched import UserError, exit_on_user_error, print_once
 
 # How far a loss may be from the one it is compared with, in nats per token.
@@ -144,7 +145,9 @@ def read_expectations(folder: Path) -> tuple[dict, list[Row]]:
             "with tokens"
         )
     rows = []
-    for row in pyarrow.parquet.read_table(folder / HELD_OUT).to_pylist():
+    with hub_errors("file", str(folder / HELD_OUT)):
+        table = pyarrow.parquet.read_table(folder / HELD_OUT)
+    for row in table.to_pylist():
         documents, start = [], 0
         for length in row["seq_lengths"]:
             part = slice(start, start + length)

@@ -106,7 +106,8 @@ def _of_preference(row: dict) -> dict:
 
 def _to_text(row: dict, text_field: str) -> dict:
     if not _has_text(row, text_field):
-        raise SkippedRow("without a text")
+        is_other = row.get(text_field) not in (None, "") and not isinstance(row[text_field], str)
+        raise SkippedRow(f"whose {text_field} is not a string" if is_other else "without a text")
     return {text_field: row[text_field]}
 
 

@@ -18,6 +18,7 @@ import json
 import lzma
 import re
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from logging import ERROR, getLogger
@@ -151,10 +152,35 @@ def _configs_of(folder: Path) -> list[dict]:
     if not folder.is_dir() or not readme.is_file():
         return []
     header = re.match(r"---\n(.*?)\n---", readme.read_text("utf-8", errors="replace"), re.DOTALL)
-    with contextlib.suppress(yaml.YAMLError):
+    try:
         settings = yaml.safe_load(header[1]) if header else None
-        return settings.get("configs") or [] if isinstance(settings, dict) else []
-    return []
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return []
+    configs = settings.get("configs") or [] if isinstance(settings, dict) else []
+    if not isinstance(configs, list) or not all(map(_is_config, configs)):
+        raise UserError(
+            f"--dataset_name: the configs in the header of {readme} are not as on the Hub: a list with config_name and "
+            "data_files, which are paths, or a list with split and path: correct or delete them"
+        )
+    return configs
+
+
+def _is_config(entry: Any) -> bool:
+    """Whether an entry of `configs` in a README.md has the shape that the Hub documents."""
+
+    def is_path(value: Any) -> bool:
+        return isinstance(value, str) and not value.startswith("/")
+
+    def are_paths(value: Any) -> bool:
+        return is_path(value) or (isinstance(value, list) and bool(value) and all(map(is_path, value)))
+
+    def is_split(value: Any) -> bool:
+        return isinstance(value, dict) and isinstance(value.get("split"), str) and are_paths(value.get("path"))
+
+    if not isinstance(entry, dict) or not is_path(entry.get("data_dir") or ""):
+        return False
+    files = entry.get("data_files") or "**/*"
+    return are_paths(files) or (isinstance(files, list) and all(map(is_split, files)))
 
 
 def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]:
@@ -384,7 +410,7 @@ def kind_of_file(path: Path) -> str:
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
-    """A file's bytes, decompressed. Raises UserError for a compression whose package is missing."""
+    """A file's bytes, decompressed. Raises UserError for a damaged file, or a compression whose package is missing."""
     with path.open("rb") as file:
         start = file.read(6)
     suffix = next((suffix for suffix, magic in COMPRESSED.items() if start.startswith(magic)), "")
@@ -393,12 +419,20 @@ def _open(path: Path) -> Iterator[BinaryIO]:
     if suffix == ".zst":
         import zstandard
 
-        with zstandard.open(path, "rb") as file:
-            yield io.BufferedReader(file)  # its own reader has no lines
+        try:
+            with zstandard.open(path, "rb") as file:
+                yield io.BufferedReader(file)  # its own reader has no lines
+        except zstandard.ZstdError as error:
+            raise UserError(f"--dataset_name: {path} is damaged or incomplete: {error}") from error
         return
     opened = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(suffix, open)
-    with opened(path, "rb") as file:
-        yield file
+    try:
+        with opened(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        if not suffix:
+            raise
+        raise UserError(f"--dataset_name: {path} is damaged or incomplete: {error}") from error
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -441,7 +475,7 @@ def _read_json(path: Path) -> Iterator[tuple[int, dict]]:
         return
     try:
         is_one_per_line = isinstance(DECODER.raw_decode(first[1])[0], dict | str)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         is_one_per_line = False
     texts = itertools.chain([first], lines) if is_one_per_line else [(1, "".join(line for _, line in read_lines(path)))]
     for line, text in texts:
@@ -472,6 +506,8 @@ def _parse(path: Path, text: str, line: int = 1, position: int = 0) -> tuple[Any
         raise UserError(
             f"{path}, line {line + error.lineno - 1}: JSON parse error: {error.msg} at character {error.colno}: {shown}"
         ) from error
+    except RecursionError as error:
+        raise UserError(f"{path}, line {line}: the brackets are nested too deeply for a row") from error
 
 
 def _row_of_json(value: Any, path: Path, line: int) -> dict:
@@ -503,6 +539,8 @@ def _read_csv(path: Path) -> Iterator[tuple[int, dict]]:
                 continue
             if not header:
                 header = [name.strip() for name in values]
+                if twice := next((name for name in header if name and header.count(name) > 1), ""):
+                    raise UserError(f"{path}, line {reader.line_num}: two columns are called {twice}: rename one of them")
                 continue
             if len(values) > len(header):
                 raise UserError(

@@ -165,8 +165,8 @@ def _check_mixture(names: list[str], configs: str | list[str] | None, weights: l
     if not weights:
         example = " ".join(["1"] * len(names))
         raise UserError(
-            f"--dataset_name names {len(names)} datasets: pass the share that each has of the rows, for equal ones "
-            f"--dataset_weights {example}"
+            f"--dataset_name names {len(names)} datasets ({', '.join(names)}): quote a path that has spaces, or pass the share "
+            f"that each has of the rows, for equal ones --dataset_weights {example}"
         )
     if len(weights) != len(names):
         raise UserError(f"--dataset_weights has {len(weights)} values for {len(names)} datasets: pass one for each")

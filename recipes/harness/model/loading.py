@@ -37,6 +37,7 @@ from transformers import (
     PreTrainedModel,
     TrainingArguments,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from trl import ModelConfig, get_peft_config
 
@@ -80,6 +81,8 @@ def set_attention(training_args: TrainingArguments, model_args: ModelConfig, lau
     given = model_args.attn_implementation
     if given is None or (launched.mode == "plan" and "flash" in given):  # a plan simulates any FlashAttention as PyTorch's
         model_args.attn_implementation, _ = choose_attention(training_args, model_args, launched)
+    elif "/" not in given and given not in (known := ["eager", VARLEN, *ALL_ATTENTION_FUNCTIONS.valid_keys()]):
+        raise UserError(f"--attn_implementation {given} is unknown: pass {', '.join(known)} or a kernel of the Hub")
     elif given == VARLEN and (reason := why_not_varlen(training_args, model_args, launched)):
         raise UserError(f"--attn_implementation {VARLEN}: {reason}: leave out the flag")
     elif given == FLASH and (problem := problem_of_flash_attn()):

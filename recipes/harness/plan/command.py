@@ -39,6 +39,7 @@ NOT_OFFLOADED = (
     "--activation_offloading is not simulated: the run needs less GPU memory, more host memory and more time than the plan says. "
     """--activation_checkpointing_kwargs '{"offload": true}' is simulated."""
 )
+WITH_VALUE = ("--price_per_gpu_hour", "--card", "--for", "--within")  # the flags of --plan that have a value
 DEFAULT_MACHINE = "1x3090"  # of a rehearsal on a machine without a GPU
 
 
@@ -47,7 +48,9 @@ def main(*words: str) -> None:
     recipe, *words = words[len(options) :]
     count = next((number for number, word in enumerate(words) if not word.endswith((".yaml", ".yml"))), len(words))
     paths, (plan_flags, arguments) = words[:count], read_plan_flags(list(words[count:]))
-    flags.check_flags(Path(recipe), arguments)
+    if "--tiny" in arguments:
+        raise UserError("--plan is about the full size: leave out --tiny")
+    flags.check_flags(Path(recipe), arguments, more=[name[2:] for name in WITH_VALUE])
     if (plan_flags.within or ";" in plan_flags.price) and not plan_flags.machines:
         raise UserError('--within and several prices are for the machines of --for: --for "1x4090; 2x3090"')
     if flags.is_true("activation_offloading", arguments, Path(recipe)):
@@ -81,6 +84,9 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: "PlanFlags", argumen
         simulation if isinstance(simulation, Refused) else cards.make_plan(with_steps(simulation, count_rows), price, all_cards)
         for simulation in simulations
     ]
+    refused = [simulation.reason for simulation in simulations if isinstance(simulation, Refused)]
+    if len(refused) == len(read):
+        raise UserError(f"{Path(recipe).stem} cannot be simulated with any config: {max(refused, key=refused.count)}")
     if plan_flags.as_json:
         shown = [{"config": p.config, "refused": p.reason} if isinstance(p, Refused) else p for p in plans]
         if is_forecast:
@@ -154,15 +160,14 @@ class PlanFlags:
 def read_plan_flags(words: list[str]) -> tuple[PlanFlags, list[str]]:
     """The flags of --plan among `words`, and the remaining words."""
     plan_flags, rest = PlanFlags(), []
-    with_value = ("--price_per_gpu_hour", "--card", "--for", "--within")
-    prefixes = tuple(f"{name}=" for name in with_value)
+    prefixes = tuple(f"{name}=" for name in WITH_VALUE)
     words = [part for word in words for part in (word.split("=", 1) if word.startswith(prefixes) else [word])]
     while words:
         word = words.pop(0)
         if word == "--json":
             plan_flags.as_json = True
             continue
-        if word not in with_value:
+        if word not in WITH_VALUE:
             rest.append(word)
             continue
         value = words.pop(0) if words else ""

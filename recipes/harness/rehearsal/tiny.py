@@ -96,6 +96,8 @@ def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
             draft.rename(folder)
     except NotADirectoryError as error:
         raise UserError(f"{FOLDER} cannot be made: {error.filename} is in the way") from error
+    except OSError as error:
+        raise UserError(f"{FOLDER} cannot be made here ({error.strerror or error}): start from another folder") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

@@ -161,6 +161,28 @@ def find_local(error: Exception, kind: type[T]) -> T | None:
     return None
 
 
+def check_best_metric(trainer: Any) -> None:
+    """Raises UserError if no evaluation computes `metric_for_best_model`: transformers would only notice when it saves."""
+    name = (trainer.args.metric_for_best_model or "").removeprefix("eval_")
+    if not name or trainer.compute_metrics or trainer.args.eval_strategy == "no":
+        return
+    labels = [f"{label}_" for label in trainer.eval_dataset] if isinstance(trainer.eval_dataset, dict) else []
+    metrics = (
+        "loss",
+        "entropy",
+        "mean_token_accuracy",
+        "runtime",
+        "samples_per_second",
+        "steps_per_second",
+        "num_tokens",
+        "aux_loss",
+    )
+    known = [f"{label}{metric}" for label in ("", *labels) for metric in metrics]
+    if name not in known:
+        losses = ", ".join(f"eval_{label}loss" for label in ("", *labels))
+        raise UserError(f"--metric_for_best_model {trainer.args.metric_for_best_model} is not computed: pass {losses}")
+
+
 def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
     """Raises UserError unless the disk has space for the checkpoints (two, and the best one if it is kept) and the model."""
     run = Path(trainer.args.output_dir)

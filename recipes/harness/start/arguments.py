@@ -239,7 +239,12 @@ def _parse_command_line(parser: Parser) -> tuple:
     except yaml.YAMLError as error:
         raise UserError(f"--config: not a readable YAML file: {error}") from error
     except (ValueError, OSError) as error:
-        raise UserError(str(error).split("\n")[0]) from error
+        reason = str(error).split("\n")[0]
+        if "one of fp16 and bf16" in reason:
+            reason = (
+                "fp16 and bf16 are both set, one by a flag and one by the recipe or config: pass --bf16 false or --fp16 false too"
+            )
+        raise UserError(reason) from error
 
 
 def _check_lists(classes: tuple[type, ...], parsed: list[Any], given: frozenset[str]) -> None:

@@ -120,6 +120,9 @@ def check_shared_memory(launched: Launched) -> None:
 
 def check_numbers(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
     """Raises UserError for a number that no run can have. NaN fails every comparison, so it is found too."""
+    whole = 2**31 - 1  # more do not fit into the libraries' numbers
+    largest = {"max_length": whole, "max_steps": whole, "seed": 2**32 - 1, "data_seed": 2**32 - 1, "label_smoothing_factor": 1}
+    largest |= {"adam_beta1": 0.999999, "adam_beta2": 0.999999}
     smallest = {
         "per_device_train_batch_size": 1,
         "per_device_eval_batch_size": 1,
@@ -133,7 +136,17 @@ def check_numbers(script_args: ScriptArguments, training_args: TrainingArguments
         "warmup_steps": 0,
         "max_grad_norm": 0,
         "seed": 0,
+        "data_seed": 0,
         "dataloader_num_workers": 0,
+        "dataloader_prefetch_factor": 1,
+        "dataset_num_proc": 1,
+        "ddp_timeout": 1,
+        "max_steps": -1,
+        "label_smoothing_factor": 0,
+        "neftune_noise_alpha": 0,
+        "adam_beta1": 0,
+        "adam_beta2": 0,
+        "adam_epsilon": sys.float_info.min,
     }
     for kind in ("logging", "eval", "save"):
         if getattr(training_args, f"{kind}_strategy") == "steps":
@@ -150,8 +163,10 @@ def check_numbers(script_args: ScriptArguments, training_args: TrainingArguments
             continue
         if not isinstance(value, int | float):
             raise UserError(f"--{name} is {value!r}, expected a number")
-        if not least <= value < math.inf:
-            raise UserError(f"--{name} is {value}, expected {'a number above 0' if 0 < least < 1 else f'{least} or more'}")
+        most = largest.get(name, math.inf)
+        if not least <= value <= most or value == math.inf:
+            least = "a number above 0" if 0 < least < 1 else f"{least} or more"
+            raise UserError(f"--{name} is {value}, expected {least}{f', at most {most}' if name in largest else ''}")
 
 
 def check_arguments(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:

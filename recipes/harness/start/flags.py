@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from harness.launched import UserError, exit_on_user_error, print_once
@@ -77,9 +78,9 @@ def _check_source(recipe: Path) -> None:
         raise UserError(f"{recipe.name} calls parse() but never train(): its last line must pass the trainer to train(trainer)")
 
 
-def check_flags(recipe: Path, words: list[str]) -> None:
-    """Raises UserError, with the nearest known flag, if one of `words` is a flag that does not exist."""
-    names = known_flags(recipe)
+def check_flags(recipe: Path, words: list[str], more: Iterable[str] = ()) -> None:
+    """Raises UserError, with the nearest known flag, if one of `words` is a flag that does not exist. `more`: known names."""
+    names = known_flags(recipe) | set(more)
     check_passwords(words)
     for word in words:
         if not word.startswith("--"):
@@ -148,6 +149,7 @@ def recipe_values(recipe: Path, name: str) -> list[ast.expr]:
 
 def help_text(recipe: Path) -> str:
     """The docstring of a recipe, and what it sets, as flags that can be pasted, with the comments of the source."""
+    _check_source(recipe)
     source = recipe.read_text("utf-8")
     tree = ast.parse(source)
     lines = []

@@ -76,7 +76,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     except ValueError:
         results = {}
     if missing := [name for name in NEEDED if not isinstance(results.get(name), int | float)]:
-        raise UserError(f"{folder} is not the folder of a finished run: its {RESULTS} is missing, or has no {missing[0]}")
+        reason = f"its {RESULTS} has no {missing[0]}" if results else f"it has no {RESULTS}, which a run writes at its end"
+        raise UserError(f"{folder} is not the folder of a finished run: {reason}")
     if not results["tokens_per_second"]:
         raise UserError(f"{folder} has no speed: its run trained no step")
     history = read_json(folder / "trainer_state.json").get("log_history", [])

@@ -6,6 +6,7 @@ import os
 import shlex
 
 from harness import configs
+from harness.compat.accelerate import launch_environment
 from harness.launched import Launched, UserError
 from harness.plan.cards import configs_that_save_more
 from harness.start import launch
@@ -172,6 +173,7 @@ def test_gpu_ids(tmp_path, monkeypatch, value, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     launch.set_environment(Launched(tiny=True), configs.read(str(path)).gpu_ids)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == (expected or "7")
+    assert "CUDA_VISIBLE_DEVICES" not in launch_environment(str(path), 2, 1, "recipe.py")  # a rehearsal on CPU hides the GPUs
 
 
 @pytest.mark.parametrize("line", ["zero_stage: []", "zero_stage: 2\n  offload_optimizer_device: []"])

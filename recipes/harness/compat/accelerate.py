@@ -26,7 +26,8 @@ def launch_environment(config: str, processes: int, nodes: int, script: str) -> 
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     words = ["--config_file", config, "--num_processes", str(processes), "--num_machines", str(nodes)]
-    words += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "0", "--same_network", script]
+    words += ["--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "0", "--same_network"]
+    words += ["--gpu_ids", "all", script]  # of the visible ones: the launcher has read the config's gpu_ids
     args, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(words))
     return prepare_multi_gpu_env(args)
 

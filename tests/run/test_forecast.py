@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 
 from harness.launched import Launched
@@ -94,13 +95,36 @@ def test_plan_is_written_when_it_is_complete(tmp_path, monkeypatch, script, expe
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     launched = Launched(recipe="r.py", config="c.yaml", processes=8, nodes=2)
-    draft, plan = tmp_path / ".plan.draft", tmp_path / "plan.json"
+    draft, plan = tmp_path / f".plan.{os.getpid()}.draft", tmp_path / "plan.json"
     plan.write_text("of an earlier start")
     with launch.forecast_in_background(launched, ["--mirror", "file:///mirror", "--max_steps", "3"], tmp_path):
         wait_until(lambda: draft.exists() or plan.exists(), 20, lambda: "no draft")
         if "sleep 60" not in script:
             wait_until(lambda: not draft.exists(), 20, lambda: "an incomplete draft")
     assert (plan.read_text() if plan.exists() else None) == expected and not draft.exists()
+
+
+START_FORECAST = """
+import os, signal, sys
+from pathlib import Path
+from harness.launched import Launched
+from harness.start import launch
+sys.executable = sys.argv[1]
+with launch.forecast_in_background(Launched(recipe="r.py", config="c.yaml", processes=1), [], Path(sys.argv[2])):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_killed_run_leaves_no_plan(tmp_path):
+    """The plan of a killed run could be moved into place after the next start, which may have other flags."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\nsleep 1; echo '{{}}'; touch {tmp_path}/simulated\n")
+    program.chmod(0o755)
+    variables = os.environ | {"PYTHONPATH": str(ROOT / "recipes")}
+    subprocess.run([sys.executable, "-c", START_FORECAST, program, tmp_path], env=variables, timeout=60)
+    wait_until((tmp_path / "simulated").exists, 20, lambda: "no simulation")
+    wait_until(lambda: not list(tmp_path.glob(".plan*")), 20, lambda: str(list(tmp_path.iterdir())))
+    assert not (tmp_path / "plan.json").exists()
 
 
 def test_rehearsal_and_run_on_cpu_have_no_forecast(tmp_path, monkeypatch):

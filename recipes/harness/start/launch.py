@@ -321,10 +321,11 @@ def forecast_in_background(launched: Launched, arguments: list[str], output_dir:
     counts = {"NNODES": str(launched.nodes), "NPROC_PER_NODE": str(launched.processes // launched.nodes)}
     # Not if the launcher was killed meanwhile: the plan might be of another run then.
     script = (
-        'draft=$1 plan=$2; shift 2; nice -n 19 "$@" >"$draft" && kill -0 "$PPID" && mv -- "$draft" "$plan" || rm -f -- "$draft"'
+        'draft=$1 plan=$2 launcher=$3; shift 3; nice -n 19 "$@" >"$draft" && kill -0 "$launcher" && mv -- "$draft" "$plan" '
+        '|| rm -f -- "$draft"'
     )
     process = subprocess.Popen(
-        ["sh", "-c", script, "forecast", draft, plan, *command],
+        ["sh", "-c", script, "forecast", draft, plan, str(os.getpid()), *command],
         env=os.environ | counts,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -116,6 +116,12 @@ FILES: dict[str, tuple] = {
         "a.csv",
         (27, 0, 3),
     ),
+    "CSV with an open quote": (
+        TASK,
+        {"a.csv": CSV + '\n"an open quote,x\n' + "\n".join(f"Q{n},A{n}" for n in range(9))},
+        "a.csv",
+        "not readable as CSV: unexpected end of data (is a quotation mark not closed",
+    ),
     "CSV with two columns of one name": (TEXT, {"a.csv": "text,text\na,b"}, "a.csv", "line 1: two columns are called text"),
     "CSV with too many values": (TASK, {"a.csv": CSV + "\na,b,c"}, "a.csv", "line 32: 3 values, but the header names 2 columns"),
     "Parquet": (TEXT, lambda folder: make_parquet(folder, "a.parquet", [text(n) for n in range(ROWS)]), "a.parquet", (27, 0, 3)),

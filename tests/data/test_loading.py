@@ -77,6 +77,26 @@ def test_one_file(tmp_path, capsys, suffix, streaming):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_held_out_rows_of_a_recipe_without_formats(tmp_path, kind, streaming):
+    """Its rows stay as they are. `Dataset.map` passes rows that are no dicts."""
+    rows = datasets.Dataset.from_list([{"question": f"text {index}", "number": index} for index in range(50)])
+    rows.to_json(str(tmp_path / "rows.jsonl")) if kind == "jsonl" else rows.to_parquet(str(tmp_path / "rows.parquet"))
+    train, test = load(arguments_for(tmp_path / f"rows.{kind}", (), dataset_streaming=streaming, max_eval_samples=4))
+    assert len(test) == 4 and len(list(train)) == 46
+    assert not {row["question"] for row in train} & set(test["question"])
+
+
+def test_held_out_rows_that_are_not_found_end_the_run(tmp_path, monkeypatch):
+    """For example because checksums of another version came from a cache."""
+    path = write(tmp_path / "rows.jsonl", texts(50))
+    digest_of, calls = loading.digest_of, []
+    monkeypatch.setattr(loading, "digest_of", lambda row: calls.append(row) or digest_of(row) + str(len(calls)))
+    with pytest.raises(RuntimeError, match="held-out rows were not found"):
+        load(arguments_for(path, ("text",)))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
 def test_held_out_rows_are_never_trained_on(tmp_path, streaming):
     """Nor are equal rows. At most a tenth is held out, and every process holds out the same rows."""
     write(tmp_path / "d/train.jsonl", [*texts(50), *texts(50)])

@@ -133,6 +133,28 @@ def test_stream_in_parts(names, tmp_path):
     assert len({"".join(source[0] for source in sources_of(part[:6])) for part in parts}) > 1
 
 
+def test_parts_of_one_process_resume_at_any_row(names, tmp_path):
+    """A process that reads several parts in turn, of a folder and of one file, of which every part reads some rows."""
+    complete_stream_state()
+    for file in range(4):
+        (tmp_path / "many").mkdir(exist_ok=True)
+        write(tmp_path / f"many/{file}.jsonl", texts(f"many{file}", 20))
+
+    def open_parts():
+        stream, _ = load(arguments_of([str(tmp_path / "many"), names[1]], [2, 1], dataset_streaming=True))
+        return [stream.shard(2, part) for part in range(2)]
+
+    parts, rows, positions = open_parts(), [], []
+    for pair in itertools.islice(zip(*parts, strict=True), 40):
+        rows.append(pair)
+        positions.append([json.dumps(part.state_dict()) for part in parts])
+    for number in range(0, 30, 7):
+        again = open_parts()
+        for part, position in zip(again, positions[number], strict=True):
+            part.load_state_dict(json.loads(position))
+        assert list(itertools.islice(zip(*again, strict=True), 9)) == rows[number + 1 : number + 10], number
+
+
 def test_stream_resumes_at_any_row(names):
     stream, rows, positions = open_stream(names), [], []
     for row in itertools.islice(stream, 60):

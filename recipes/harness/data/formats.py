@@ -56,7 +56,7 @@ def examine(
         structs: columns that are Arrow structs, whose rows have null for every key that another row has.
         as_messages: also `prompt` and `completion` become `messages`, in which the prompt's answers do not count in the loss.
     """
-    row = rename(row, column_map)
+    row = rename(dict(row), column_map)  # `Dataset.map` passes a mapping that is no dict
     if not format:
         return row, ""
     row = row | {name: _without_nulls(row[name]) for name in structs if name in row}

@@ -59,7 +59,8 @@ DIGEST_BYTES = 2**20  # at each end of a local file
 # Next to the files of a stream that --prepare has downloaded: for how many tokens, and samples, they are enough.
 PREPARED = "stream.json"
 COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "instruction", "input", "output", "system", "history")
-CODE = hashlib.sha256(Path(formats.__file__).read_bytes()).hexdigest()  # `datasets` does not see that a function has changed
+# `datasets` takes rows from its cache although the functions that made them have changed.
+CODE = hashlib.sha256(b"".join(Path(file).read_bytes() for file in (formats.__file__, reading.__file__, __file__))).hexdigest()
 
 
 @dataclass
@@ -229,6 +230,8 @@ def remove_held_out(source: Source, held_out: set[str]) -> None:
         for reason, digest in zip(source.facts["reason"], source.facts["digest"], strict=True)
     ]
     source.facts["reason"] = reasons
+    if isinstance(source.train, Dataset) and reasons.count(DUPLICATE) < source.held_out:
+        raise RuntimeError(f"{source.script_args.display_name}: the held-out rows were not found among the rows to train on")
     if isinstance(source.train, Dataset):
         source.train = source.train.select([index for index, reason in enumerate(reasons) if not reason])
     elif held_out:

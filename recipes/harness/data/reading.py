@@ -11,6 +11,7 @@ import csv
 import functools
 import glob
 import gzip
+import hashlib
 import importlib.util
 import io
 import itertools
@@ -350,11 +351,13 @@ def _open_texts(files: list[Path], kind: str, row_of: str, streaming: bool) -> S
     if streaming:
         return IterableDataset.from_generator(generate, features=features, gen_kwargs=settings)
     getLogger("datasets.builder").setLevel(ERROR)
+    # `datasets` takes the rows from its cache unless the arguments are new.
+    versions += (hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),)
     return Dataset.from_generator(generate, features=features, gen_kwargs=settings | {"versions": repr(versions)})
 
 
 def generate(files: list[str], kind: str, row_of: str, columns: dict[str, bool], versions: str = "") -> Iterator[dict]:
-    """The rows of files, with all columns. Values of columns that are not texts are JSON."""
+    """The rows of files, with all columns. Values of columns that are not texts are JSON. `versions`: of files and code."""
     for file in files:
         for line, row in read_rows(Path(file), kind, row_of):
             for name, value in row.items():
@@ -531,7 +534,7 @@ def _separator_of(path: Path) -> str:
 
 def _read_csv(path: Path) -> Iterator[tuple[int, dict]]:
     """The rows of a CSV file, with the numbers of their lines. Every value is a text, also NA, None and 007."""
-    reader = csv.reader((line for _, line in read_lines(path)), delimiter=_separator_of(path), strict=False)
+    reader = csv.reader((line for _, line in read_lines(path)), delimiter=_separator_of(path), strict=True)
     header: list[str] = []
     try:
         for values in reader:
@@ -549,7 +552,9 @@ def _read_csv(path: Path) -> Iterator[tuple[int, dict]]:
                 )
             yield reader.line_num, dict(zip(header, values, strict=False))
     except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: not readable as CSV: {error}") from error
+        raise UserError(
+            f"{path}, line {reader.line_num}: not readable as CSV: {error} (is a quotation mark not closed, or not doubled?)"
+        ) from error
 
 
 def _read_text(path: Path, row_of: str) -> Iterator[tuple[int, dict]]:

@@ -11,8 +11,8 @@ from accelerate.commands.merge import merge_command, merge_command_parser
 from conftest import read
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3MoeConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, Qwen2Config, Qwen3MoeConfig
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +100,7 @@ def test_accelerate_merges_a_sharded_checkpoint(rehearse, tmp_path):
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
 EXPERTS |= {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
 TIED = {"tie_word_embeddings": True}
+GPT2 = {"target_modules": "all-linear"}
 
 
 @pytest.mark.parametrize(
@@ -108,11 +109,12 @@ TIED = {"tie_word_embeddings": True}
         {"use_rslora": True},
         {"use_dora": True},
         EXPERTS,
+        GPT2,
         TIED | {"target_modules": ["embed_tokens", "q_proj"]},
         TIED | {"modules_to_save": ["embed_tokens"]},
         TIED | {"modules_to_save": ["lm_head"]},
     ],
-    ids=["rslora", "dora", "experts", "embeddings", "saved embeddings", "saved output layer"],
+    ids=["rslora", "dora", "experts", "GPT-2", "embeddings", "saved embeddings", "saved output layer"],
 )
 def test_merge_of_other_adapters(tmp_path, options):
     """The merged model computes what the adapter does, also if embeddings are trained that were tied to the output layer."""
@@ -122,7 +124,13 @@ def test_merge_of_other_adapters(tmp_path, options):
     sizes |= {"num_key_value_heads": 2} | {name: options[name] for name in options.keys() - names}
     torch.manual_seed(0)
     config = Qwen3MoeConfig(**sizes) if options is EXPERTS else Qwen2Config(**sizes)
+    if options is GPT2:
+        config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    if options is GPT2:  # as on the Hub
+        weights = load_file(tmp_path / "base/model.safetensors")
+        weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+        save_file(weights, tmp_path / "base/model.safetensors", {"format": "pt"})
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(r=4, **lora))
     for weight in model.parameters():
         weight.data += 0.1 * torch.randn_like(weight) * weight.requires_grad

@@ -145,6 +145,15 @@ def test_adapter_and_its_merge(copied, table, capsys):
     code, rows, _ = table(run, read(run, "adapter_config.json")["base_model_name_or_path"])
     (what,) = (what for what in failed(rows) if what.startswith("loss"))
     assert code == 1 and rows["run", what] == "ok"
+    # A run with label smoothing logs another loss: other models are compared with the saved one.
+    (run / "expected.json").write_text(json.dumps(read(run, "expected.json") | {"eval_losses": {}}))
+    code, rows, _ = table(run, read(run, "adapter_config.json")["base_model_name_or_path"])
+    assert code == 1 and what in failed(rows) and rows["run", what].startswith("not checked")
+
+
+def test_nothing_to_measure_a_server_with(error_of):
+    row = verify.Row("", [([1, 2, 3], [verify.IGNORED] * 3)])
+    assert "nothing can be compared" in error_of(verify.documents_for_server, [row])
 
 
 def test_tolerance(rehearse):

@@ -188,9 +188,12 @@ def copy_other_files(base: Path, run: Path, target: Path, with_index: bool = Fal
 
 
 def needs_peft(adapter: dict[str, Any], settings: Any) -> bool:
-    """Whether an adapter changes more than the weights of linear layers by a product: DoRA, biases, embeddings, fused experts."""
+    """Whether an adapter changes more than the weights of linear layers by a product: DoRA, biases, embeddings, fused experts.
+
+    Also for GPT-2, whose weights are transposed (`fan_in_fan_out`), and have other names on the Hub.
+    """
     is_other = any(".lora_" in name and not name.endswith((".lora_A.weight", ".lora_B.weight")) for name in adapter)
-    return bool(settings.use_dora or settings.target_parameters or is_other)
+    return bool(settings.use_dora or settings.target_parameters or settings.fan_in_fan_out or is_other)
 
 
 def merge_in_memory(base: Path, settings: Any, adapter: dict[str, Any], unties: bool, target: Path) -> None:
@@ -248,16 +251,12 @@ def _adding(a: Any, b: Any, scaling: float) -> Callable[[Any], Any]:
 
 
 def add_low_rank(weight: Any, a: Any, b: Any, scaling: float, rows: int = 1024) -> Any:
-    """weight + scaling * b @ a, computed in float32 for `rows` rows at a time; weight (out, in), a (rank, in), b (out, rank).
-
-    GPT-2's weights have the shape (in, out).
-    """
-    is_transposed = tuple(weight.shape) != (b.shape[0], a.shape[1])
-    merged = weight.T.clone() if is_transposed else weight.clone()
+    """weight + scaling * b @ a, computed in float32 for `rows` rows at a time; weight (out, in), a (rank, in), b (out, rank)."""
+    merged = weight.clone()
     for start in range(0, len(merged), rows):
         part = slice(start, start + rows)
         merged[part] = (merged[part].float() + scaling * (b[part].float() @ a.float())).to(weight.dtype)
-    return merged.T.contiguous() if is_transposed else merged
+    return merged
 
 
 if __name__ == "__main__":

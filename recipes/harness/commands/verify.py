@@ -160,7 +160,8 @@ def read_expectations(folder: Path) -> tuple[dict, list[Row]]:
 def compare(folder: Path, model: str, served_name: str, expected: dict, rows: list[Row]) -> list[Check]:
     """All checks of a run, and of `model` if it is not ""."""
     loaded, tokenizer = chat.load_model(folder), chat.load_saved_tokenizer(folder)
-    checks = check_loss(str(folder), measure(loaded, rows, str(folder)), expected, rows, TOLERANCE)
+    saved = measure(loaded, rows, str(folder))
+    checks = check_loss(str(folder), saved, expected, rows, TOLERANCE)
     checks += check_files(str(folder), loaded, tokenizer, expected, (folder / "adapter_config.json").is_file())
     prompts = make_prompts(functools.partial(render, tokenizer), expected)
     if is_address(model):
@@ -172,7 +173,7 @@ def compare(folder: Path, model: str, served_name: str, expected: dict, rows: li
     del loaded
     loaded, tokenizer = chat.load_model(Path(model)), chat.load_saved_tokenizer(Path(model))
     tolerance = tolerance_of(folder, loaded)
-    checks += check_loss(model, measure(loaded, rows, model), expected, rows, tolerance)
+    checks += check_loss(model, measure(loaded, rows, model), expected, rows, tolerance, saved)
     return checks + check_files(model, loaded, tokenizer, expected, Path(model, "adapter_config.json").is_file())
 
 
@@ -235,11 +236,18 @@ def per_token(losses: Losses) -> float:
     return sum(loss for loss, _ in losses) / max(1, sum(count for _, count in losses))
 
 
-def check_loss(model: str, losses: Losses, expected: dict, rows: list[Row], tolerance: float) -> list[Check]:
-    """Compares the loss of all evaluation rows with what the run has logged, for every dataset."""
+def check_loss(
+    model: str, losses: Losses, expected: dict, rows: list[Row], tolerance: float, saved: Losses | None = None
+) -> list[Check]:
+    """Compares the loss of all evaluation rows with what the run has logged, for every dataset.
+
+    If the run has logged another loss or none, the comparison is with `saved`, the losses of the saved model.
+    """
+    what, found = f"loss of {len(rows)} evaluation rows", per_token(losses)
+    if not expected["eval_losses"] and saved is not None:
+        return [numeric_check(model, what, per_token(saved), found, tolerance, " (saved model)")]
     if not expected["eval_losses"]:
-        result = "not checked: the run logged another loss, or none"
-        return [Check(model, f"loss of {len(rows)} evaluation rows", "", f"{per_token(losses):.4f}", "", result)]
+        return [Check(model, what, "", f"{found:.4f}", "", "not checked: the run logged another loss, or none")]
     checks = []
     for dataset, logged in expected["eval_losses"].items():
         of_dataset = [loss for loss, row in zip(losses, rows, strict=True) if row.dataset == dataset]
@@ -260,9 +268,14 @@ def exact_check(model: str, what: str, expected: Any, found: Any) -> Check:
 
 
 def documents_for_server(rows: list[Row]) -> list[tuple[list[int], list[int]]]:
-    """Documents with tokens in the loss, to measure a server with."""
+    """Documents with tokens in the loss, to measure a server with. Raises UserError if there is none."""
     documents = [(ids[:LONGEST], labels[:LONGEST]) for row in rows for ids, labels in row.documents]
-    return [document for document in documents if any(label != IGNORED for label in document[1][1:])][:DOCUMENTS]
+    documents = [document for document in documents if any(label != IGNORED for label in document[1][1:])][:DOCUMENTS]
+    if not documents:
+        raise UserError(
+            f"no evaluation row has a token in the loss among its first {LONGEST:,} tokens, so nothing can be compared"
+        )
+    return documents
 
 
 # Tokenizer, chat template and configs
@@ -593,7 +606,7 @@ def compare_merged(run: Path, merged: Path) -> int:
     tolerance, found = tolerance_of(run, model), measure(model, few, str(merged))
     if len(few) == len(rows):
         checks = check_loss(str(run), adapter, expected, rows, TOLERANCE)
-        checks += check_loss(str(merged), found, expected, rows, tolerance)
+        checks += check_loss(str(merged), found, expected, rows, tolerance, adapter)
     else:
         what = f"loss of {len(few)} of {len(rows)} evaluation rows"
         checks = [numeric_check(str(merged), what, per_token(adapter), per_token(found), tolerance, " (adapter)")]

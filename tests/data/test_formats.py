@@ -183,7 +183,9 @@ def test_convert(row, format, expected):
         ({"messages": [CHAT[0], as_assistant("")]}, "messages", "with a turn that is empty"),
         ({"messages": [*CHAT, {"role": "critic", "content": "No."}]}, "messages", "with the unknown role critic"),
         ({"messages": [CHAT[0], CHAT[1] | {"weight": 0.5}]}, "messages", "neither true nor false"),
+        ({"messages": [CHAT[1], CHAT[0]]}, "messages", "whose only answer is its first message"),
         ({"text": ""}, "text", "without a text"),
+        ({"text": 5}, "text", "whose text is not a string"),
         ({"prompt": "Why?", "completion": 5}, "prompt_completion", "without an answer"),
     ],
 )

@@ -54,3 +54,16 @@ def test_samples_of_an_adapter_with_offload(build_trainer, monkeypatch):
     monkeypatch.setattr(PreTrainedModel, "device", torch.device("cpu", 0))  # not the device of the inputs, which is "cpu"
     outputs.generate_samples(trainer, True)
     assert PreTrainedModel.device == torch.device("cpu", 0)
+
+
+def test_adapter_names_the_revision_of_its_base_model(build_trainer, tmp_path):
+    """That of the flag or, for an adapter on 4-bit weights, of the model that was quantized."""
+    trainer = build_trainer("qwen2_chat", "--use_peft")
+    settings = trainer.model.peft_config["default"]
+    trainer.args.model_init_kwargs = {"revision": "v2"}
+    outputs.set_base_revision(trainer)
+    assert settings.revision == "v2"
+    (tmp_path / outputs.SOURCE).write_text('{"model": "a/b", "revision": "v3"}')
+    settings.base_model_name_or_path = str(tmp_path)
+    outputs.set_base_revision(trainer)
+    assert settings.revision == "v3"

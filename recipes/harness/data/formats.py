@@ -132,7 +132,10 @@ def _to_messages(row: dict, text_field: str) -> dict:
     extra = _template_columns(row)
     for column in ("messages", "conversations"):
         if turns := _turns_of(row.get(column), is_conversation=True):
-            return {"messages": _clean_conversation(turns, row.get("system"))} | extra
+            messages = _clean_conversation(turns, row.get("system"))
+            if not any(turn["role"] == "assistant" and turn.get("train", True) for turn in messages[1:]):
+                raise SkippedRow("whose only answer is its first message")
+            return {"messages": messages} | extra
     prompt, completion = _turns_of(row.get("prompt")), _turns_of(row.get("completion"))
     if prompt and completion:
         context = _clean_conversation(prompt, row.get("system"), is_complete=False)
@@ -362,7 +365,7 @@ def complete(row: dict, features: Features | None, encodes: bool = True) -> dict
 def split_answers(row: dict) -> list[dict]:
     """One row for every answer of a conversation that counts in the loss; the turns before it are its context."""
     turns = row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
-    first = 0 if "messages" in row else len(row["prompt"])
+    first = 1 if "messages" in row else len(row["prompt"])  # a first message never counts
     extra = {name: value for name, value in row.items() if name not in ("messages", "prompt", "completion")}
     rows = []
     for index, turn in enumerate(turns):

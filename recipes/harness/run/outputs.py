@@ -38,6 +38,14 @@ EXPECTED = "expected.json"  # what --verify compares a model with
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes", "datasets")
 
 
+def set_base_revision(trainer: Trainer) -> None:
+    """Records, in the settings of an adapter, the revision of the model that it was trained on. PEFT does not know it."""
+    for settings in getattr(trainer.model, "peft_config", {}).values():
+        source = read_json(Path(settings.base_model_name_or_path, SOURCE))
+        options = getattr(trainer.args, "model_init_kwargs", None) or {}
+        settings.revision = source.get("revision") or options.get("revision") or settings.revision
+
+
 def save_model(trainer: Trainer) -> None:
     """Writes the model (or adapter) and the tokenizer, in the dtype of the original. Collective; the first process writes.
 

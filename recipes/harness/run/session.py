@@ -20,6 +20,7 @@ from harness.run.outputs import (
     print_summary,
     save_expectations,
     save_model,
+    set_base_revision,
     write_results,
 )
 from harness.run.profile import MeasuredTensors, Profile
@@ -136,6 +137,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
 
 def prepare_trainer(trainer: Trainer) -> None:
     """Changes of a trainer that do not depend on a checkpoint."""
+    set_base_revision(trainer)
     compile_layers(trainer)
     install_byte_check(trainer.model)
     repeat_stream(trainer)

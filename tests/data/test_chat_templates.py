@@ -138,9 +138,11 @@ def test_marks_that_a_template_cannot_follow(tokenizer, monkeypatch, error_of):
     tokenizer.chat_template = (TEMPLATES / "llama3_1.jinja").read_text()
     check_conversations(training_args, SimpleNamespace(), frozenset(), rows, "a model")
     training_args.assistant_only_loss = False
-    assert "pass --assistant_only_loss true" in error_of(
-        check_conversations, training_args, SimpleNamespace(), frozenset(), rows, "a model"
-    )
+    two_shapes = [{"messages": ONE_ANSWER}, {"prompt": ONE_ANSWER[:1], "completion": ONE_ANSWER[1:]}]
+    for wrong, words in ((rows, "are marked not to count in the loss"), (two_shapes, "the prompts would count in the loss")):
+        message = error_of(check_conversations, training_args, SimpleNamespace(), frozenset(), wrong, "a model")
+        assert words in message and "pass --assistant_only_loss true" in message
+    check_conversations(training_args, SimpleNamespace(), frozenset(), two_shapes[:1], "a model")
 
 
 def test_template_with_markers_is_used_as_it_is(tokenizer):

@@ -146,6 +146,11 @@ def check_conversations(
                 "--assistant_only_loss: some turns are marked not to count in the loss (weight 0 or train false), but without "
                 "this flag every turn counts: pass --assistant_only_loss true"
             )
+        if len({"messages" in row for row in rows}) > 1:
+            raise UserError(
+                "--assistant_only_loss: some rows are messages, some are a prompt and a completion. They become messages, and "
+                "without this flag the prompts would count in the loss: pass --assistant_only_loss true"
+            )
         return
     try:
         template = training_template(tokenizer)

@@ -173,7 +173,8 @@ def test_gpu_ids(tmp_path, monkeypatch, value, expected):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     launch.set_environment(Launched(tiny=True), configs.read(str(path)).gpu_ids)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == (expected or "7")
-    assert "CUDA_VISIBLE_DEVICES" not in launch_environment(str(path), 2, 1, "recipe.py")  # a rehearsal on CPU hides the GPUs
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as for a rehearsal on CPU
+    assert launch_environment(str(path), 2, 1, "recipe.py")["CUDA_VISIBLE_DEVICES"] == ""
 
 
 @pytest.mark.parametrize("line", ["zero_stage: []", "zero_stage: 2\n  offload_optimizer_device: []"])

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import subprocess
 import sys
 
 from harness.plan import cards, command
@@ -23,7 +24,6 @@ from transformers import AutoTokenizer
         (["qwen2_chat", "1x3090", "--max_lenght", "5"], ["unknown flag --max_lenght", "--max_length"]),
         (["qwen2_chat", "--fo", "2x3090"], ["unknown flag --fo", "did you mean --for?"]),
         (["qwen2_chat", "1x3090", "--tiny"], ["--plan is about the full size: leave out --tiny"]),
-        (["qwen2_chat", "--json", "--model_name_or_path", "./nowhere"], ["cannot be simulated with any config: ", "./nowhere"]),
         (["qwen2_chat", "1x3090", "--price_per_gpu_hour", "cheap"], ["--price_per_gpu_hour is cheap, expected a number"]),
         (["qwen2_chat", "1x3090", "--price_per_gpu_hour", "0"], ["--price_per_gpu_hour is 0, expected a number"]),
         (["qwen2_chat", "1x3090", "--price_per_gpu_hour"], ["--price_per_gpu_hour needs a number"]),
@@ -37,6 +37,14 @@ from transformers import AutoTokenizer
 )
 def test_mistake_is_one_error(launch, arguments, words):
     assert_one_error(launch("--plan", *arguments), *words)
+
+
+def test_what_no_config_can_simulate_is_one_error(environment):
+    paths = [ROOT / "recipes/qwen2_chat.py", *(ROOT / f"accelerate_configs/{name}.yaml" for name in ("1x3090", "4gpu_ddp"))]
+    command = [sys.executable, "-m", "harness.plan.command", *paths, "--json", "--model_name_or_path", "./nowhere"]
+    variables = environment | {"PYTHONPATH": str(ROOT / "recipes")}
+    process = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert_one_error(process, "qwen2_chat cannot be simulated with any config: ", "./nowhere")
 
 
 def test_library_of_other_version_is_one_error(monkeypatch, error_of):

@@ -204,8 +204,8 @@ def _load(path: str) -> dict:
 
 
 def _gpu_ids(keys: dict) -> str:
-    ids = str(keys.get("gpu_ids") if keys.get("gpu_ids") is not None else "all").replace(" ", "")
-    return "" if ids == "all" else ids
+    ids = keys.get("gpu_ids")
+    return "" if ids in (None, "all") else str(ids).replace(" ", "")
 
 
 def _is_deepspeed(keys: dict) -> bool:
@@ -404,7 +404,7 @@ def _fsdp1_of_deepspeed(deepspeed: dict, file: str, notes: list[str]) -> dict:
     if "deepspeed_config_file" in deepspeed:
         raise UserError(f"{file}: {deepspeed['deepspeed_config_file']} is not read: use the config for its stage: {stages}")
     stage = deepspeed.get("zero_stage")
-    if stage not in [*ZERO_STAGES]:
+    if stage not in list(ZERO_STAGES):  # a list, because what a YAML holds may have no hash
         raise UserError(f"{file}: zero_stage is {stage!r}, expected 0, 1, 2 or 3: {stages}")
     devices = [deepspeed.get(f"offload_{what}_device", "none") for what in ("optimizer", "param")]
     if "nvme" in devices:

@@ -127,6 +127,9 @@ def test_host_memory_is_checked(monkeypatch, capsys, error_of, model, config, pr
     memory.free = 200e9
     loading.check_host_memory(*run)
     assert "2 GB are free. The rest is swap: slow." in capsys.readouterr().out
+    memory.available, memory.free = 1e12, 0
+    monkeypatch.setattr(loading, "memory_limit", lambda: 3e9)  # of a container or a SLURM job
+    assert "3 GB are free, and 0 GB of swap" in error_of(loading.check_host_memory, *run)
 
 
 def test_attention_and_its_cost_are_printed(capsys, rehearse, workdir):

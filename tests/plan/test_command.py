@@ -39,6 +39,12 @@ def test_mistake_is_one_error(launch, arguments, words):
     assert_one_error(launch("--plan", *arguments), *words)
 
 
+@pytest.mark.parametrize("words", [["--plan", "--help"], ["--plan", "qwen2_chat", "--help"], ["--preview", "--help"]])
+def test_help_after_a_command(launch, words):
+    process = launch(*words)
+    assert process.returncode == 0 and process.stdout == launch("--help").stdout and "--within 2h" in process.stdout
+
+
 def test_what_no_config_can_simulate_is_one_error(environment):
     paths = [ROOT / "recipes/qwen2_chat.py", *(ROOT / f"accelerate_configs/{name}.yaml" for name in ("1x3090", "4gpu_ddp"))]
     command = [sys.executable, "-m", "harness.plan.command", *paths, "--json", "--model_name_or_path", "./nowhere"]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 from harness import folder
 from harness.run import checkpoints, session, steps
+from harness.run.failures import check_metric_is_computed
 from harness.run.sharding import prepare_gradient_scaler
 
 import pytest
@@ -304,3 +305,13 @@ def test_nodes_agree_if_one_sees_damage(fork_launch, tmp_path):
         assert [(tmp_path / file / rank / "found.txt").read_text() for rank in "01"] == ["run/checkpoint-4"] * 2
         assert f"checkpoint-8 is damaged: {file} was changed. It was renamed" in process.stdout
         assert (tmp_path / file / "0/run/damaged-checkpoint-8").is_dir()
+
+
+def test_best_metric_that_no_evaluation_computes(build_trainer, error_of):
+    trainer = build_trainer("qwen2_chat")
+    trainer.args.metric_for_best_model = "eval_loss"
+    check_metric_is_computed(trainer)
+    trainer.args.metric_for_best_model = "foo"
+    assert "--metric_for_best_model foo is not computed: pass eval_loss" in error_of(check_metric_is_computed, trainer)
+    trainer.compute_metrics = dict  # a recipe with its own metrics
+    check_metric_is_computed(trainer)

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from harness.run.failures import check_best_metric, check_disk_space
+from harness.run.failures import check_disk_space
 
 import pytest
 from conftest import ROOT, losses, read, wait_until
@@ -83,13 +83,3 @@ def test_output_directory_disappears(fail_after_checkpoint, tmp_path):
     message = fail_after_checkpoint(run, lambda: run.rename(tmp_path / "moved"))
     assert "it has disappeared" in message
     assert not run.exists() and (tmp_path / "moved/checkpoint-10/complete.json").is_file()
-
-
-def test_best_metric_that_no_evaluation_computes(build_trainer, error_of):
-    trainer = build_trainer("qwen2_chat")
-    trainer.args.metric_for_best_model = "eval_loss"
-    check_best_metric(trainer)
-    trainer.args.metric_for_best_model = "foo"
-    assert "--metric_for_best_model foo is not computed: pass eval_loss" in error_of(check_best_metric, trainer)
-    trainer.compute_metrics = dict  # a recipe with its own metrics
-    check_best_metric(trainer)

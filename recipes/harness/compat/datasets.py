@@ -221,7 +221,7 @@ class WeightedSources(_BaseExamplesIterable):
         parts = [
             source.shard_data_sources(num_shards, index, contiguous=contiguous)
             if source.num_shards >= num_shards
-            else StepExamplesIterable(copy.deepcopy(source), step=num_shards, offset=index)  # it has the state of its rows
+            else StepExamplesIterable(copy.deepcopy(source), step=num_shards, offset=index)  # each has a position of its own
             for source in self.ex_iterables
         ]
         return self._with(parts, [*self.seed, index])

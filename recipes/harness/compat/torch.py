@@ -84,11 +84,11 @@ def keep_data_workers_after_sigterm() -> None:
 
     set_handlers = signal_handling._set_worker_signal_handlers
 
-    def set_handlers_but_that_of_sigterm() -> None:
+    def set_handlers_and_ignore_sigterm() -> None:
         set_handlers()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    signal_handling._set_worker_signal_handlers = set_handlers_but_that_of_sigterm
+    signal_handling._set_worker_signal_handlers = set_handlers_and_ignore_sigterm
 
 
 @changes("torch.cuda:_is_in_bad_fork")

@@ -428,7 +428,8 @@ def explain_mismatch(
     columns = ", ".join(rows[0])
     fitting = [format for format in accepted if any(names <= rows[0].keys() for names in columns_of[format])]
     if not fitting:
-        return f"has the columns {columns}"
+        names_column = text_field != "text" and "text" in accepted
+        return f"{f'has no column {text_field} (--dataset_text_field), it ' if names_column else ''}has the columns {columns}"
     reasons = {examine(row, fitting[0], text_field)[1]: None for row in rows}
     accepted_roles = f" (accepted roles: {', '.join(ROLES)})" if any("unknown role" in reason for reason in reasons) else ""
     return (

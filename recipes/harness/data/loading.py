@@ -630,10 +630,6 @@ def explain_no_format(script_args: ScriptArguments, first: list[dict]) -> str:
     accepted, text_field = script_args.dataset_formats, script_args.text_field
     wanted = " or ".join(formats.DESCRIPTIONS[format] for format in accepted)
     mismatch = formats.explain_mismatch(first, accepted, text_field, script_args.column_map)
-    if text_field != "text" and text_field not in first[0]:
-        mismatch = mismatch.replace(
-            "has the columns", f"has no column {text_field} (--dataset_text_field), it has the columns", 1
-        )
     advice = ""
     if not script_args.column_map and (mapping := formats.suggest_column_map(first, accepted, text_field)):
         advice = f", or the flag --column_map '{json.dumps(mapping)}'"

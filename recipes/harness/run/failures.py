@@ -161,7 +161,7 @@ def find_local(error: Exception, kind: type[T]) -> T | None:
     return None
 
 
-def check_best_metric(trainer: Any) -> None:
+def check_metric_is_computed(trainer: Any) -> None:
     """Raises UserError if no evaluation computes `metric_for_best_model`: transformers would only notice when it saves."""
     name = (trainer.args.metric_for_best_model or "").removeprefix("eval_")
     if not name or trainer.compute_metrics or trainer.args.eval_strategy == "no":

@@ -10,7 +10,7 @@ from harness.data.streams import StreamPosition, fill_last_step, repeat_stream
 from harness.launched import Launched, TrainerBuilt, UserError, print_once
 from harness.model.quantized import install_byte_check
 from harness.run.checkpoints import Checkpoints, find_checkpoint, print_changed_rows, print_kept_learning_rate
-from harness.run.failures import check_best_metric, check_disk_space, exit_for_known_failure
+from harness.run.failures import check_disk_space, check_metric_is_computed, exit_for_known_failure
 from harness.run.mirror import Mirror
 from harness.run.outputs import (
     count_parameters,
@@ -153,7 +153,7 @@ def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
         print_changed_rows(checkpoint, trainer.args, isinstance(trainer.train_dataset, IterableDataset))
         print_kept_learning_rate(checkpoint, trainer.args)
         trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation
-    check_best_metric(trainer)
+    check_metric_is_computed(trainer)
     check_disk_space(trainer, checkpoint)
     prepare_gradient_scaler(trainer, checkpoint)
 

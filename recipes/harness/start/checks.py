@@ -165,8 +165,8 @@ def check_numbers(script_args: ScriptArguments, training_args: TrainingArguments
             raise UserError(f"--{name} is {value!r}, expected a number")
         most = largest.get(name, math.inf)
         if not least <= value <= most or value == math.inf:
-            least = "a number above 0" if 0 < least < 1 else f"{least} or more"
-            raise UserError(f"--{name} is {value}, expected {least}{f', at most {most}' if name in largest else ''}")
+            expected = "a number above 0" if 0 < least < 1 else f"{least} or more"
+            raise UserError(f"--{name} is {value}, expected {expected}{f', at most {most}' if name in largest else ''}")
 
 
 def check_arguments(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 from harness import nodes
 
@@ -193,6 +194,32 @@ def test_others_are_stopped_when_one_fails(python, functions, expected, pause):
     """
     process = python(WORKERS, f"{FUNCTIONS}\nFUNCTIONS = [{functions}]\n", [str(pause)])
     assert process.stdout.splitlines() == expected and not process.stderr, process.stdout + process.stderr
+
+
+SIGNAL_BEFORE_WAIT = """
+import os, signal, sys
+from harness.launched import record_signal
+from harness.start import processes
+import work
+worker, not_started = processes.Worker(True), processes.Worker(True)
+print(worker.process.pid, not_started.process.pid, flush=True)
+worker.start(work.wait)
+if sys.argv[1] == "recorded":
+    record_signal(signal.SIGTERM)
+    print(*processes.wait_for([worker]), flush=True)
+processes.exit_quickly(143)
+"""
+
+
+@pytest.mark.parametrize(("signal_is", "printed"), [("recorded", ["-15 0"]), ("raised", [])])
+def test_signal_before_the_launcher_waits_for_its_workers(python, signal_is, printed):
+    """A signal that came before is passed on; a launcher that exits before it waits ends its workers, also one that is idle."""
+    started = time.monotonic()
+    process = python(SIGNAL_BEFORE_WAIT, FUNCTIONS, [signal_is])
+    pids, *lines = process.stdout.splitlines()
+    assert process.returncode == 143 and lines == printed and not process.stderr, process.stdout + process.stderr
+    assert time.monotonic() - started < 50  # `work.wait` takes 60 s
+    assert not any(psutil.pid_exists(int(pid)) for pid in pids.split())
 
 
 def test_every_process_can_exit_before_training(launch, tmp_path):

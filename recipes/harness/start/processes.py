@@ -45,7 +45,8 @@ from harness.run.failures import HOST_ADVICE, OUT_OF_MEMORY, exit_for_known_fail
 LEAVE_TIMEOUT = 30  # seconds for the other processes to exit after one has failed
 # PyTorch's FlashAttention looks through all loaded modules when it is imported, which takes a second after the others.
 LIBRARIES = ("torch", "torch.nn.attention.varlen", "datasets", "transformers.trainer", "trl.trainer.sft_trainer")
-EXPLAINED = {0, 2, LOST, OUT_OF_MEMORY, NOT_WRITABLE, OUT_OF_TIME, *(128 + number for number in SIGNALS)}
+# Exit codes of a process that has printed why it ends; 130 is Ctrl-C.
+EXPLAINED = {0, 2, 130, LOST, OUT_OF_MEMORY, NOT_WRITABLE, OUT_OF_TIME, *(128 + number for number in SIGNALS)}
 KILLED = f": it was killed, usually by the kernel because the host's memory was full (`dmesg` shows it): {HOST_ADVICE}"
 
 
@@ -191,7 +192,8 @@ def _restore_defaults(environment: dict[str, str], stdin: int | None) -> None:
 def wait_for(workers: list[Worker]) -> tuple[int, int]:
     """Waits until all have exited; returns the exit code and the index of the first one that failed, (0, 0) if none has.
 
-    Signals are passed on to the workers. When one fails, the others get SIGTERM, and after LEAVE_TIMEOUT SIGKILL.
+    Signals are passed on to the workers, also one that was recorded before. When a worker fails, the others get SIGTERM, and
+    after LEAVE_TIMEOUT SIGKILL.
     """
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -201,6 +203,8 @@ def wait_for(workers: list[Worker]) -> tuple[int, int]:
             worker.send_signal(last_signal())
 
     set_signal_handler(forward)
+    if last_signal():
+        forward(last_signal(), None)
     failure, deadline, was_killed = (0, 0), None, False
     # A worker that dies after this line is in `running`, so that `wait` returns at once; one that died before has an exit code.
     while running := [worker for worker in workers if worker.process.is_alive()]:
@@ -217,11 +221,11 @@ def wait_for(workers: list[Worker]) -> tuple[int, int]:
         timeout = None if deadline is None or was_killed else max(0.0, deadline - time.monotonic())
         try:
             wait([end for worker in running for end in (worker.connection, worker.process.sentinel)], timeout)
+            for worker in running:
+                worker.receive()
         except KeyboardInterrupt:
             # Ctrl-C reaches the processes too, and the first of them prints where it stopped; `kill -INT` does not.
             _interrupt(workers)
-        for worker in running:
-            worker.receive()
     for index, worker in enumerate(workers):
         worker.process.join()
         worker.receive()
@@ -292,14 +296,17 @@ def train_in_processes(
 
 
 def explain_exit(exit_code: int, rank: int | None = None) -> int:
-    """The exit code for the shell, after a message if the process could not print one itself."""
+    """The exit code for the shell, after a message if the process could not print one itself.
+
+    `exit_code`: that of multiprocessing, -N for signal N. `rank`: of a process that trains, None for another one.
+    """
     code = exit_code if exit_code >= 0 else 128 - exit_code
     if last_signal() and exit_code == LOST:  # another process was stopped before it could record the signal
         print(f"Stopped by {signal.Signals(last_signal()).name}.", file=sys.stderr)
         return 128 + last_signal()
-    if -exit_code in SIGNALS:
+    if -exit_code in SIGNALS:  # training has a handler, with which the process exits by itself
         print(f"Stopped by {signal.Signals(-exit_code).name} before the training began.", file=sys.stderr)
-    elif code not in EXPLAINED and (rank is not None or exit_code < 0) and code != 130:
+    elif code not in EXPLAINED and (rank is not None or exit_code < 0):
         reason = KILLED if code == 137 else "; see its output above"
         print(f"error: process {rank or 0} failed first (exit code {code}){reason}", file=sys.stderr)
     return code
@@ -349,7 +356,11 @@ def run_recipe(path: str, flags: list[str]) -> None:
 
 def exit_quickly(code: int) -> None:
     """Ends a launcher: Python would need more than a second to take down all that was imported."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, *SIGNALS):
+        signal.signal(number, signal.SIG_IGN)
+    # A signal can end the launcher before it watches its workers. The exit handler of multiprocessing would wait for them.
+    for process in multiprocessing.active_children():
+        process.kill()
     run_exit_handlers()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # it is closed, or its reader has exited

@@ -16,6 +16,7 @@ from harness.launched import UserError
 
 FIRST_MESSAGE, NEXT_MESSAGE = 5, 30  # seconds of waiting before the first message, and between two messages
 TEMPORARY = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which the Hub may answer again
+TOKENIZER = "the tokenizer of"  # with the name of a model: what `hub_errors` is about
 LOGIN = "`.venv/bin/hf auth login` (or set HF_TOKEN)"
 
 
@@ -61,6 +62,7 @@ def file_sizes(kind: str, name: str, suffixes: tuple[str, ...]) -> int | None:
 def hub_errors(kind: str, name: str) -> Iterator[None]:
     """Turns the exceptions of loading a model or dataset into a UserError that says which one failed and what to do.
 
+    `kind` and `name` are the first words of its message: "dataset" and the dataset's name, TOKENIZER and the model's name.
     Other exceptions (TypeError, AttributeError, KeyError …) are bugs and pass through.
     """
     from datasets.exceptions import DatasetsError
@@ -74,7 +76,7 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, StopIteration, DatasetsError, httpx.HTTPError, *damaged) as problem:
         causes = [problem]
-        while cause := causes[-1].__cause__ or causes[-1].__context__:
+        while cause := causes[-1].__cause__ or (None if causes[-1].__suppress_context__ else causes[-1].__context__):
             causes.append(cause)
 
         def is_caused_by(*kinds: type) -> bool:
@@ -83,7 +85,7 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
         if is_caused_by(UserError):  # about a file, from the reader that `datasets` called
             raise next(cause for cause in causes if isinstance(cause, UserError)) from problem
         # transformers only says that it cannot make a tokenizer, and names a package.
-        lacks_tokenizer = kind == "the tokenizer of" and not Path(name).is_dir() and not is_reachable()
+        lacks_tokenizer = kind == TOKENIZER and not Path(name).is_dir() and not is_reachable()
         if is_caused_by(errors.GatedRepoError):
             reason = f"access is gated: accept its terms on its Hub page, then {LOGIN}"
         elif is_caused_by(errors.RepositoryNotFoundError, errors.HFValidationError):
@@ -91,7 +93,7 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
         elif lacks_tokenizer or is_caused_by(httpx.TransportError, ConnectionError, errors.OfflineModeIsEnabled):
             reason = (
                 "not on this machine, and the Hub cannot be reached: connect to the network (HF_ENDPOINT and HF_HUB_OFFLINE "
-                "apply), or run ./launch.sh --prepare where there is one, or give the path of a local folder"
+                "apply), or run ./launch.sh --prepare on a machine with a network, or give the path of a local folder"
             )
         elif is_caused_by(StopIteration):
             reason = "it is empty"

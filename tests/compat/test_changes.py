@@ -54,7 +54,7 @@ TESTED_ELSEWHERE = {
     "multiply_fp16_in_float32": "rehearsal/test_fp16_products.py::test_fp16_products_are_float32_products_rounded_once",
     "record_conversations": "commands/test_verify.py::test_full_run_on_four_processes",
     "record_whole_rows": "commands/test_preview.py::test_json",
-    "supports_flash_attention": "model/test_attention.py::test_choice",
+    "supports_flash_attention_2": "model/test_attention.py::test_choice",
     "takes_other_attention": "model/test_attention.py::test_choice",
     "transformer_layers": "run/test_sharding.py::test_run_that_is_not_sharded_as_its_config_says",
 }

@@ -131,9 +131,11 @@ PACKED = {"packing": True, "packing_strategy": "bfd_split", "bf16": True}
         ("gpt2", {}, {}, CPU, None, "attn_pdrop of gpt2 is 0.1"),
         ("gemma2", {}, {}, GPU, "flash_attention_2", "attn_logit_softcapping of gemma2 is 50"),
         ("gpt_oss", {}, {}, CPU, None, "sinks, position biases"),
+        ("gpt_oss", {}, {}, GPU, None, "sinks, position biases"),  # its FlashAttention is another one
         ("bloom", {}, {}, GPU, None, "sinks, position biases"),
         ("llama4_text", {}, {}, GPU, None, "masks"),
         ("gemma4_text", {}, {}, CPU, None, "a head of gemma4_text has 512"),
+        ("gemma4_text", {}, {}, GPU, None, "a head of gemma4_text has 512"),
         ("llama", {"hidden_size": 4096, "num_attention_heads": 8}, {}, PLAN, None, "a head of llama has 512"),
         ("llama", {"head_dim": 68}, {}, CPU, None, "a head of llama has 68"),
         ("deepseek_v3", {}, {}, GPU, "varlen", ""),
@@ -168,6 +170,13 @@ def test_a_plan_simulates_other_flash_attention_as_varlen(tmp_path):
     model_args = ModelConfig(str(tmp_path), attn_implementation="flash_attention_2")
     loading.set_attention(SFTConfig(use_cpu=True, **PACKED), model_args, PLAN)
     assert model_args.attn_implementation == "varlen"
+
+
+def test_flash_attention_2_for_large_heads_is_refused(tmp_path):
+    AutoConfig.for_model("gemma4_text").save_pretrained(tmp_path)
+    model_args = ModelConfig(str(tmp_path), attn_implementation="flash_attention_2")
+    with pytest.raises(UserError, match="it takes head sizes up to 256, and this model has 512"):
+        loading.set_attention(SFTConfig(use_cpu=True, **PACKED), model_args, GPU)
 
 
 def test_flash_attn_that_cannot_be_imported(monkeypatch, tmp_path, capsys):

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.folder import RESULTS, check_saved_model, read_json
-from harness.hub import hub_errors
+from harness.hub import TOKENIZER, hub_errors
 from harness.launched import UserError, exit_on_user_error, print_once
 
 LONGEST_PROMPT = 4096  # tokens; the earliest turns of a longer conversation are left out
@@ -40,7 +40,10 @@ def read_flag(words: tuple[str, ...]) -> int:
 
 
 def load_model(run: Path) -> Any:
-    """The model of a finished run, with its adapter if it has one, on the GPUs of this machine or on its CPU."""
+    """The model in a folder, with its adapter if it has one, on the GPUs of this machine or on its CPU.
+
+    `run`: the folder of a finished run, or of a model that --merge or someone else has made from it.
+    """
     import torch
     import transformers
     from peft import PeftConfig, PeftModel
@@ -55,8 +58,9 @@ def load_model(run: Path) -> Any:
     base = str(run)
     if (run / "adapter_config.json").is_file():
         settings = PeftConfig.from_pretrained(run)
-        base = find_quantized_weights(run, results) or settings.base_model_name_or_path
-        if base == settings.base_model_name_or_path:
+        quantized = find_quantized_weights(run, results)
+        base = quantized or settings.base_model_name_or_path
+        if not quantized:
             options |= {"revision": settings.revision or "main"}
             if results.get("quantization"):
                 options["quantization_config"] = BitsAndBytesConfig.from_dict(results["quantization"])
@@ -66,7 +70,7 @@ def load_model(run: Path) -> Any:
         with hub_errors("model", base):
             model = AutoModelForCausalLM.from_pretrained(base, **options)
     except UserError as error:
-        if "dispatched on the CPU" not in str(error):
+        if "dispatched on the CPU" not in str(error):  # transformers does not split 4-bit weights between GPU and CPU
             raise
         free = ", ".join(f"{torch.cuda.mem_get_info(index)[0] / 1e9:.1f}" for index in range(torch.cuda.device_count()))
         raise UserError(f"the 4-bit weights of {base} do not fit the free GPU memory ({free} GB): stop other programs") from error
@@ -97,7 +101,7 @@ def find_quantized_weights(run: Path, results: dict) -> str:
 def load_saved_tokenizer(run: Path) -> Any:
     from transformers import AutoTokenizer
 
-    with hub_errors("the tokenizer of", str(run)):
+    with hub_errors(TOKENIZER, str(run)):
         return AutoTokenizer.from_pretrained(run)
 
 
@@ -109,9 +113,9 @@ def loaded_message(run: Path, model: Any, tokenizer: Any) -> str:
     where = "the CPU"
     if count:
         used = ", ".join(f"{torch.cuda.memory_allocated(index) / 1e9:.1f} GB" for index in range(count))
-        where = f"{count} GPU{'s' if count > 1 else ''}: {used}"
+        where = f"{count} GPU{'s' if count > 1 else ''} and takes {used}"
     lines = [f"{run} is loaded on {where}."]
-    if count and {weight.device.type for weight in model.parameters()} != {"cuda"}:
+    if count and any(weight.device.type != "cuda" for weight in model.parameters()):
         lines.append("The GPUs have too little memory for the model. A part of it is in host memory, which is slow.")
     if tokenizer.chat_template:
         lines.append("Write a line and wait for the answer. An empty line starts a new conversation, Ctrl-D ends.")

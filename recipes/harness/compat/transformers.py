@@ -241,15 +241,22 @@ def transformer_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {name: module for name, module in model.named_modules() if names & {cls.__name__ for cls in type(module).__mro__}}
 
 
-@changes("transformers:PreTrainedModel._supports_flash_attn", "transformers:PreTrainedConfig._attn_implementation")
-def supports_flash_attention(model_class: type | None) -> bool:
-    """Whether a model's class has FlashAttention. transformers raises an error in `from_pretrained` for one that has not.
+@changes(
+    "transformers:PreTrainedModel._supports_flash_attn",
+    "transformers:PreTrainedModel._compatible_flash_implementations",
+    "transformers:PreTrainedConfig._attn_implementation",
+)
+def supports_flash_attention_2(model_class: type | None) -> bool:
+    """Whether a model's class can use FlashAttention-2.
 
+    For a class without FlashAttention, `from_pretrained` raises an error. For one that has a list of its own, such as gpt_oss,
+    it downloads another kernel, which may not run on this GPU.
     Upstream: no issue: there is no public name.
     Checked with: transformers 5.23.0.
     Remove when: there is one.
     """
-    return getattr(model_class, "_supports_flash_attn", False)
+    listed = getattr(model_class, "_compatible_flash_implementations", None)
+    return getattr(model_class, "_supports_flash_attn", False) and (listed is None or "flash_attention_2" in listed)
 
 
 @changes(

@@ -13,13 +13,13 @@ from harness.compat.torch import compute_varlen_attention_on_cpu
 from harness.compat.transformers import (
     load_4bit_models_on_cpu,
     read_no_weights,
-    supports_flash_attention,
+    supports_flash_attention_2,
     takes_other_attention,
     transformer_layers,
 )
 from harness.compat.trl import compute_loss_without_triton
 from harness.configs import LAYER_CLASSES, AccelerateConfig
-from harness.hub import check_model_exists, hub_errors
+from harness.hub import TOKENIZER, check_model_exists, hub_errors
 from harness.launched import Launched, UserError, print_once
 from harness.nodes import memory_limit
 from harness.rehearsal import tiny
@@ -43,6 +43,7 @@ from trl import ModelConfig, get_peft_config
 
 WEIGHTS = "model.safetensors"
 VARLEN, FLASH = "varlen", "flash_attention_2"  # values of --attn_implementation
+MAX_HEAD_SIZE = 256  # of FlashAttention-2, also of the one in PyTorch (Dao-AILab/flash-attention#2427)
 REFUSED = ("softcap", "s_aux", "position_bias")  # arguments of attention functions that `varlen_attn` does not have
 PROCESS_BYTES = 2_500_000_000  # of host memory: Python, torch, CUDA's libraries; assumed
 
@@ -87,6 +88,11 @@ def set_attention(training_args: TrainingArguments, model_args: ModelConfig, lau
         raise UserError(f"--attn_implementation {VARLEN}: {reason}: leave out the flag")
     elif given == FLASH and (problem := problem_of_flash_attn()):
         raise UserError(f"--attn_implementation {FLASH}: {problem}: install flash-attn again, or leave out the flag")
+    elif given == FLASH and (size := largest_head(model_args, launched)) > MAX_HEAD_SIZE:
+        raise UserError(
+            f"--attn_implementation {FLASH}: it takes head sizes up to {MAX_HEAD_SIZE}, and this model has {size}: leave out "
+            "the flag"
+        )
     if model_args.attn_implementation == VARLEN:
         register_varlen()
 
@@ -103,9 +109,11 @@ def choose_attention(training_args: TrainingArguments, model_args: ModelConfig, 
     reason = why_not_varlen(training_args, model_args, launched)
     if not reason:
         return VARLEN, ""
+    if FLASH not in launched.attention or launched.on_cpu or not computes_in_16_bits(training_args, model_args):
+        return None, reason
     _, model_class = config_and_class(model_args, launched.tiny)
-    can_use_flash = FLASH in launched.attention and not launched.on_cpu and supports_flash_attention(model_class)
-    return FLASH if can_use_flash and computes_in_16_bits(training_args, model_args) else None, reason
+    can_use_flash = supports_flash_attention_2(model_class) and largest_head(model_args, launched) <= MAX_HEAD_SIZE
+    return FLASH if can_use_flash else None, reason
 
 
 def why_not_varlen(training_args: TrainingArguments, model_args: ModelConfig, launched: Launched) -> str:
@@ -127,16 +135,27 @@ def why_not_varlen(training_args: TrainingArguments, model_args: ModelConfig, la
         return f"it has no softcap, and attn_logit_softcapping of {kind} is {values['attn_logit_softcapping']}"
     if not takes_other_attention(model_class):
         return f"the class of {kind} does not support it (attention sinks, position biases, or masks of its own)"
-    sizes = [int(size) for size in re.findall(r'head_dim": (\d+)', text.to_json_string(use_diff=False))]
-    if not sizes:
-        sizes = [values.get("hidden_size", 64) // values.get("num_attention_heads", 1)]
-    for size in sizes:
-        if size > 256 or size % 8 or 192 < size <= 224:  # on consumer GPUs it has no backward pass for sizes up to 224
+    for size in head_sizes(config):
+        if size > MAX_HEAD_SIZE or size % 8 or 192 < size <= 224:  # on consumer GPUs it has no backward pass for sizes up to 224
             return f"it takes head sizes that are multiples of 8, up to 192 or from 232 to 256, and a head of {kind} has {size}"
     for name, value in values.items():
         if re.match("att.*(dropout|pdrop)", name) and value:
             return f"it has no dropout, and {name} of {kind} is {value}"
     return ""
+
+
+def head_sizes(config: PreTrainedConfig) -> list[int]:
+    """The sizes of the attention heads of a model. Layers can have different ones, as in Gemma 4."""
+    text = config.get_text_config()
+    sizes = [int(size) for size in re.findall(r'head_dim": (\d+)', text.to_json_string(use_diff=False))]
+    values = text.to_dict()
+    return sizes or [values.get("hidden_size", 64) // values.get("num_attention_heads", 1)]
+
+
+def largest_head(model_args: ModelConfig, launched: Launched) -> int:
+    """The largest head size of the model, 0 if its config cannot be read."""
+    config, _ = config_and_class(model_args, launched.tiny)
+    return max(head_sizes(config)) if config else 0
 
 
 def gpu_supports_varlen(training_args: TrainingArguments, launched: Launched) -> bool:
@@ -364,7 +383,7 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, with_
         config = AutoConfig.from_pretrained(name, revision=revision).get_text_config()
     if Path(name).is_dir() and with_weights:
         check_weight_files(Path(name))
-    with hub_errors("the tokenizer of", name):
+    with hub_errors(TOKENIZER, name):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
         largest_token = max(tokenizer.get_vocab().values())
     files = tokenizer.vocab_files_names.values()

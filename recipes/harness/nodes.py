@@ -406,21 +406,26 @@ class Meeting(contextlib.AbstractContextManager):
         return f"node {rank} ({self.known[rank]['host']})" if rank in self.known else f"node {rank}"
 
     def _open_store(self, host: str, port: int) -> Any:
-        """The store in which the nodes meet: node 0 opens it, the others wait for it. Exits if it is not the one of this run."""
+        """The store in which the nodes meet: node 0 opens it, the others wait for it. Exits if something else answers there.
+
+        Whether it is the store of this run is found out by `_find_nodes`.
+        """
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the messages here replace torch's
         from torch.distributed import TCPStore
 
         if self.nodes.rank == 0:
-            wrong = f"port {port} of this machine is in use, perhaps by another NODE_RANK 0: set another MASTER_PORT on all nodes"
+            problem = (
+                f"port {port} of this machine is in use, perhaps by another NODE_RANK 0: set another MASTER_PORT on all nodes"
+            )
         else:
-            wrong = f"the process that answers at {host}:{port} is not node 0 of this run"
+            problem = f"the process that answers at {host}:{port} is not node 0 of this run"
             while not _accepts_connections(host, port):
                 self._wait_or_exit(f"node 0: nothing answers at {host}:{port} (MASTER_ADDR, MASTER_PORT; a firewall?)")
         try:
-            with time_limit(self.silence, exit_with, wrong):
+            with time_limit(self.silence, exit_with, problem):
                 return TCPStore(host, port, is_master=self.nodes.rank == 0, wait_for_workers=False, multi_tenant=True)
         except RuntimeError as error:
-            exit_with(f"{wrong} ({first_line(error)})")
+            exit_with(f"{problem} ({first_line(error)})")
 
     def _find_nodes(self, facts: dict[str, Any]) -> None:
         """Registers this node, waits for all others, and exits if a rank is taken or a node was started with other facts."""

@@ -203,15 +203,15 @@ def warnings_of(tokenizer, document, batch_labels=None, is_conversational=False)
     return "\n".join(find_problems(tokenizer, rows, [batch], trainer))
 
 
-def test_warning_about_a_document_without_an_end_token(tokenizer):
+def test_warning_about_a_document_without_an_eos_token(tokenizer):
     ids = tokenizer("Some words.")["input_ids"]
     end = [tokenizer.eos_token_id]
     assert not warnings_of(tokenizer, (ids + end, ids + end))
-    assert "1 of 1 documents have no end token" in warnings_of(tokenizer, (ids, ids))
+    assert "1 of 1 documents have no EOS token" in warnings_of(tokenizer, (ids, ids))
     behind = tokenizer(" Thanks")["input_ids"]  # a turn behind the last answer
     assert not warnings_of(tokenizer, (ids + end + behind, ids + end + [IGNORED] * len(behind)), ids + end)
     masked = [*ids, IGNORED]
-    assert "1 of 1 documents have no end token" in warnings_of(tokenizer, (ids + end, masked), ids + end)
+    assert "1 of 1 documents have no EOS token" in warnings_of(tokenizer, (ids + end, masked), ids + end)
 
 
 def test_warning_about_a_chat_template_without_an_end_token(tokenizer):

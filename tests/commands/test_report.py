@@ -142,6 +142,11 @@ def test_plan_of_another_run_is_an_error(planned_runs, error_of):
     assert "not only plans" in error_of(report.main, "plan.json")
 
 
+def test_damaged_results(tmp_path, error_of):
+    (tmp_path / "train_results.json").write_text('{"world_size": 1')
+    assert "train_results.json is damaged" in error_of(report.read_run, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [(["nowhere"], ["nowhere is not a folder"]), ([], ["RUN"]), (["--json"], ["RUN"])],

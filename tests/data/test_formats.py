@@ -15,6 +15,7 @@ CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}
 TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 TEXT_PART = {"type": "text", "text": "Why?"}
 TOOL = {"name": "look", "parameters": {"properties": {"at": {"type": "integer"}}}}
+BUILT_IN = {"type": "web_search"}  # a tool without a function
 TASK = {"instruction": "Add.", "input": "1 2", "output": "3"}
 PREFERENCE = {"prompt": "Why?", "chosen": "So.", "rejected": "No.", "score": 5.0}
 TASK_AS_CHAT = [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]
@@ -50,9 +51,9 @@ def as_assistant(content):
             id="prompt and completion as texts, next to an empty column",
         ),
         pytest.param(
-            {"prompt": "Why?", "messages": CHAT, "tools": [1]},
+            {"prompt": "Why?", "messages": CHAT, "tools": [BUILT_IN]},
             "messages",
-            {"messages": CHAT, "tools": [1]},
+            {"messages": CHAT, "tools": [BUILT_IN]},
             id="messages with tools, next to a prompt",
         ),
         pytest.param({"prompt": "Why?"}, "messages", None, id="prompt without completion"),
@@ -98,9 +99,9 @@ def as_assistant(content):
             id="chosen is the answer, as messages",
         ),
         pytest.param(
-            PREFERENCE | {"prompt": [SYSTEM, CHAT[0]], "tools": [1]},
+            PREFERENCE | {"prompt": [SYSTEM, CHAT[0]], "tools": [BUILT_IN]},
             "messages",
-            {"prompt": [SYSTEM, CHAT[0]], "completion": CHAT[1:], "tools": [1]},
+            {"prompt": [SYSTEM, CHAT[0]], "completion": CHAT[1:], "tools": [BUILT_IN]},
             id="messages as prompt, chosen is a text",
         ),
         pytest.param(PREFERENCE, "messages", {"messages": CHAT}, id="prompt and chosen as texts"),
@@ -118,6 +119,27 @@ def as_assistant(content):
             "messages",
             {"messages": CHAT, "tools": [{"type": "function", "function": TOOL}]},
             id="messages and tools as JSON",
+        ),
+        pytest.param(
+            {"messages": CHAT, "tools": [json.dumps(TOOL)]},
+            "messages",
+            {"messages": CHAT, "tools": [{"type": "function", "function": TOOL}]},
+            id="every tool as JSON",
+        ),
+        pytest.param({"messages": CHAT, "tools": ["look"]}, "messages", None, id="a tool that is a word"),
+        pytest.param({"messages": CHAT, "tools": [{"function": "look"}]}, "messages", None, id="a function that is a word"),
+        pytest.param({"messages": CHAT, "tools": [TOOL | {"parameters": ["at"]}]}, "messages", None, id="parameters as a list"),
+        pytest.param(
+            {"messages": CHAT, "tools": [TOOL | {"parameters": {"properties": ["at"]}}]},
+            "messages",
+            None,
+            id="properties as a list",
+        ),
+        pytest.param(
+            {"messages": [CHAT[0], {"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}]},
+            "messages",
+            None,
+            id="call of 5",
         ),
         pytest.param({"messages": [SYSTEM | {"content": None}, *CHAT]}, "messages", {"messages": CHAT}, id="null system turn"),
         pytest.param(

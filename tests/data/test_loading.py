@@ -156,6 +156,27 @@ def test_slices_of_splits(tmp_path):
     assert len(load(script_args)[0]) == 10
 
 
+@pytest.mark.parametrize(
+    ("train_split", "test_split", "first_train", "first_test"),
+    [
+        ("train[100:]", "test", 100, 1000),
+        ("train", "test[25%:50%]", 0, 1005),
+        ("train[:50%]", "train[50%:]", 0, 100),
+        ("train[100:]", "missing", 100, 1000),  # `test` is evaluated on instead
+    ],
+)
+def test_first_rows_of_slices(tmp_path, monkeypatch, train_split, test_split, first_train, first_test):
+    """Of files that are not small."""
+    write(tmp_path / "d/train.jsonl", texts(200))
+    write(tmp_path / "d/validation.jsonl" if test_split == "missing" else tmp_path / "d/test.jsonl", texts(20, start=1000))
+    monkeypatch.setattr(reading, "is_small", lambda name: False)
+    script_args = arguments_for(tmp_path / "d", ("text",), dataset_train_split=train_split, dataset_test_split=test_split)
+    script_args.first_rows = 10
+    train, test = load(script_args)
+    assert train["text"] == [f"text {index}" for index in range(first_train, first_train + 10)]
+    assert test["text"][0] == f"text {first_test}"
+
+
 def test_preference_data(tmp_path, capsys):
     rows = [{"prompt": f"Why {row}?", "chosen": "So.", "rejected": "No."} for row in range(20)]
     train, _ = load(arguments_for(write(tmp_path / "rows.jsonl", rows), ("messages",)))

@@ -48,11 +48,12 @@ def test_global_batch_size_sets_accumulation_steps(build_trainer, flags, steps):
 
 
 def test_own_files_are_trained_on_for_one_epoch(tmp_path):
-    """By a recipe that streams, whose number of steps is for its own dataset. A flag for the steps counts."""
+    """By a recipe that streams, whose number of steps is for its own dataset; a flag for epochs or steps counts."""
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n')
     for name, given, expected in (
         (str(path), {"dataset_name"}, (False, -1, 1)),
+        (str(path), {"dataset_name", "num_train_epochs"}, (False, -1, 3)),
         (str(path), {"dataset_name", "max_steps"}, (True, 1000, 3)),
         (str(path), {"dataset_name", "dataset_streaming"}, (True, 1000, 3)),
         ("someone/rows", {"dataset_name"}, (True, 1000, 3)),

@@ -270,19 +270,21 @@ def sizes_to_download(kind: str, name: str, options: dict) -> list[tuple[int, bo
 
 
 def check_disk(folders: list[tuple[Path | str, int]]) -> None:
-    """Raises UserError if a disk has less space than all that is written to it. `folders`: where, and how many bytes."""
-    needed, free = {}, {}
+    """Raises UserError if a disk has less free space than will be written to it. `folders`: where, and how many bytes."""
+    needed: dict[int, int] = {}  # bytes by disk
+    largest: dict[int, tuple[int, Path | str]] = {}  # by disk: the most bytes that go into one folder, and the folder
+    free: dict[int, int] = {}  # bytes by disk
     for folder, size in folders:
         existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-        device = existing.stat().st_dev
-        needed[device] = needed.get(device, 0) + size
-        free[device] = shutil.disk_usage(existing).free, folder
-    for device, size in needed.items():
-        available, folder = free[device]
-        if size > available:
+        disk = existing.stat().st_dev
+        needed[disk] = needed.get(disk, 0) + size
+        largest[disk] = max(largest.get(disk, (0, "")), (size, folder), key=lambda pair: pair[0])
+        free[disk] = shutil.disk_usage(existing).free
+    for disk, size in needed.items():
+        if size > free[disk]:
             raise UserError(
-                f"{readable_size(size)} are needed on the disk of {folder}, which has {readable_size(available)} free: free "
-                "some space, or set HF_HOME to a folder on a larger disk"
+                f"{readable_size(size)} are needed on the disk of {largest[disk][1]}, which has {readable_size(free[disk])} "
+                "free: free some space, or set HF_HOME to a folder on a larger disk"
             )
 
 

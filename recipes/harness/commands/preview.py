@@ -337,18 +337,18 @@ def print_data(data: dict[str, Any]) -> None:
 def find_problems(tokenizer: Any, rows: PreviewRows, batches: list[dict], trainer: Any) -> Iterator[str]:
     """One message for each thing that would train without an error and teach something else."""
     eos = trainer.model.generation_config.eos_token_id
-    end_tokens = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    eos_tokens = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
     max_length = getattr(trainer.args, "max_length", None) or sys.maxsize
     endless = 0
     for ids, labels in rows.train:
         # Behind the last answer there can be line breaks, or turns of others.
         last = max((index for index, label in enumerate(labels) if label != IGNORED), default=len(ids) - 1) + 1
         ending = slice(max(0, last - 3), last)
-        has_end = any(token in end_tokens and label != IGNORED for token, label in zip(ids[ending], labels[ending], strict=True))
+        has_end = any(token in eos_tokens and label != IGNORED for token, label in zip(ids[ending], labels[ending], strict=True))
         is_complete = rows.is_whole_known or len(ids) < max_length
         endless += not has_end and is_complete
     if endless:
-        yield f"{endless} of {len(rows.train)} documents have no end token in the loss: the model does not learn to stop there"
+        yield f"{endless} of {len(rows.train)} documents have no EOS token in the loss: the model does not learn to stop there"
     without_loss = sum(all(label == IGNORED for label in labels) for _, labels in rows.kept)
     if without_loss:
         yield (
@@ -361,19 +361,19 @@ def find_problems(tokenizer: Any, rows: PreviewRows, batches: list[dict], traine
         yield f"{shared} of {len(rows.eval)} documents for evaluation are also trained on: the evaluation loss will be too low"
     if rows.is_conversational:
         end_of_turn = tokens_that_end_a_turn(tokenizer)
-        if end_of_turn is not None and not end_tokens & set(end_of_turn):
+        if end_of_turn is not None and not eos_tokens & set(end_of_turn):
             yield (
-                f"the chat template does not end the assistant's turn with {tokenizer.convert_ids_to_tokens(sorted(end_tokens))} "
+                f"the chat template does not end the assistant's turn with {tokenizer.convert_ids_to_tokens(sorted(eos_tokens))} "
                 f"but with {tokenizer.decode(end_of_turn)!r}: a server will not know where an answer stops"
             )
     if tokenizer.pad_token_id == tokenizer.eos_token_id and is_never_in_the_loss(batches, tokenizer.eos_token_id):
-        yield f"{tokenizer.eos_token} is both padding and the end token, and never counts in the loss: pass another --pad_token"
+        yield f"{tokenizer.eos_token} is also the padding token, so it never counts in the loss: pass another --pad_token"
 
 
 def tokens_that_end_a_turn(tokenizer: Any) -> list[int] | None:
     """The tokens with which the chat template ends an answer, None if it cannot render a conversation.
 
-    One of them should be an end token, at which generation stops.
+    One of them should be an EOS token, at which generation stops.
     """
     from jinja2 import TemplateError
 

@@ -71,17 +71,15 @@ def read_run(folder: Path) -> dict[str, Any]:
     """The results of a run, with its name and its training and evaluation losses as (step, loss)."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: pass the output directories of finished runs")
-    try:
-        results = read_json(folder / RESULTS)
-    except ValueError:
-        results = {}
+    results = read_json(folder / RESULTS)
     if missing := [name for name in NEEDED if not isinstance(results.get(name), int | float)]:
         reason = f"its {RESULTS} has no {missing[0]}" if results else f"it has no {RESULTS}, which a run writes at its end"
         raise UserError(f"{folder} is not the folder of a finished run: {reason}")
     if not results["tokens_per_second"]:
         raise UserError(f"{folder} has no speed: its run trained no step")
     history = read_json(folder / "trainer_state.json").get("log_history", [])
-    losses, eval_losses = ([(entry["step"], entry[name]) for entry in history if name in entry] for name in ("loss", "eval_loss"))
+    losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
+    eval_losses = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
     return results | {"name": str(folder), "losses": losses, "eval_losses": eval_losses}
 
 

@@ -162,7 +162,7 @@ def compare(folder: Path, model: str, served_name: str, expected: dict, rows: li
     loaded, tokenizer = chat.load_model(folder), chat.load_saved_tokenizer(folder)
     saved = measure(loaded, rows, str(folder))
     checks = check_loss(str(folder), saved, expected, rows, TOLERANCE)
-    checks += check_files(str(folder), loaded, tokenizer, expected, (folder / "adapter_config.json").is_file())
+    checks += check_tokenizer_and_configs(str(folder), loaded, tokenizer, expected, (folder / "adapter_config.json").is_file())
     prompts = make_prompts(functools.partial(render, tokenizer), expected)
     if is_address(model):
         return checks + check_server(model.rstrip("/"), served_name, loaded, tokenizer, prompts, expected, rows)
@@ -174,7 +174,7 @@ def compare(folder: Path, model: str, served_name: str, expected: dict, rows: li
     loaded, tokenizer = chat.load_model(Path(model)), chat.load_saved_tokenizer(Path(model))
     tolerance = tolerance_of(folder, loaded)
     checks += check_loss(model, measure(loaded, rows, model), expected, rows, tolerance, saved)
-    return checks + check_files(model, loaded, tokenizer, expected, Path(model, "adapter_config.json").is_file())
+    return checks + check_tokenizer_and_configs(model, loaded, tokenizer, expected, Path(model, "adapter_config.json").is_file())
 
 
 def tolerance_of(folder: Path, model: Any) -> float:
@@ -281,28 +281,30 @@ def documents_for_server(rows: list[Row]) -> list[tuple[list[int], list[int]]]:
 # Tokenizer, chat template and configs
 
 
-def check_files(model: str, loaded: Any, tokenizer: Any, expected: dict, is_adapter: bool) -> list[Check]:
-    """Compares what is saved next to the weights with the run and with its original model."""
+def check_tokenizer_and_configs(label: str, model: Any, tokenizer: Any, expected: dict, is_adapter: bool) -> list[Check]:
+    """Compares what is saved next to the weights with what the run recorded (`expected`). `label`: the model in the table."""
     from harness.run.outputs import describe_tokenizer
 
-    config = loaded.generation_config
-    # An adapter has no generation config of its own; --chat and vLLM also stop at the tokenizer's end token.
-    ends = {tokenizer.eos_token_id} if is_adapter else set()
+    generation_config = model.generation_config
+    eos_tokens = as_set(generation_config.eos_token_id)
+    if is_adapter:  # it has no generation config of its own; --chat and vLLM also stop at the tokenizer's EOS token
+        eos_tokens |= as_set(tokenizer.eos_token_id)
     checks = [
-        *check_prompts(model, make_prompts(functools.partial(render, tokenizer), expected)),
-        *check_ends(model, ends | as_set(config.eos_token_id), expected),
+        *check_prompts(label, make_prompts(functools.partial(render, tokenizer), expected)),
+        *check_ends(label, eos_tokens, expected),
     ]
     wanted, found = expected["tokenizer"], describe_tokenizer(tokenizer)
-    checks.append(exact_check(model, "special tokens", in_words(wanted["special_tokens"]), in_words(found["special_tokens"])))
-    checks += [exact_check(model, f"{name} (checksum)", wanted[key], found[key]) for key, name in CHECKSUMS.items()]
+    checks.append(exact_check(label, "special tokens", in_words(wanted["special_tokens"]), in_words(found["special_tokens"])))
+    checks += [exact_check(label, f"{name} (checksum)", wanted[key], found[key]) for key, name in CHECKSUMS.items()]
     if is_adapter:
         return checks
     if expected["generation"]:
-        checks.append(exact_check(model, "generation config", sampling(expected["generation"]), sampling(config.to_diff_dict())))
-    head, embeddings = loaded.get_output_embeddings(), loaded.get_input_embeddings()
+        wanted, found = sampling(expected["generation"]), sampling(generation_config.to_diff_dict())
+        checks.append(exact_check(label, "generation config", wanted, found))
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     is_tied = head is not None and head.weight.data_ptr() == embeddings.weight.data_ptr()
-    words = {True: "tied to the embeddings", False: "not tied"}
-    return [*checks, exact_check(model, "output layer", words[expected["tie_word_embeddings"]], words[is_tied])]
+    wanted, found = ("tied to the embeddings" if tied else "not tied" for tied in (expected["tie_word_embeddings"], is_tied))
+    return [*checks, exact_check(label, "output layer", wanted, found)]
 
 
 def in_words(special_tokens: dict[str, list]) -> str:
@@ -610,7 +612,7 @@ def compare_merged(run: Path, merged: Path) -> int:
     else:
         what = f"loss of {len(few)} of {len(rows)} evaluation rows"
         checks = [numeric_check(str(merged), what, per_token(adapter), per_token(found), tolerance, " (adapter)")]
-    checks += check_files(str(merged), model, chat.load_saved_tokenizer(merged), expected, is_adapter=False)
+    checks += check_tokenizer_and_configs(str(merged), model, chat.load_saved_tokenizer(merged), expected, is_adapter=False)
     print_checks(checks)
     return int(has_failed(checks))
 

@@ -81,7 +81,9 @@ def give_meta_weights_addresses(model: Any) -> None:
 
 @changes("accelerate.utils.fsdp_utils:fsdp2_load_full_state_dict(accelerator, model, full_sd, cpu_offload)")
 def hide_saved_buffers(trainer: Any) -> Callable[[], None]:
-    """Hides saved buffers, such as the bias that balances experts, while accelerate shards; returns what shows them again.
+    """Makes saved buffers, such as the bias that balances experts, non-persistent while accelerate shards.
+
+    Returns a function that makes them persistent again. Collective.
 
     accelerate broadcasts the state dict as if it held sharded parameters only, and fails at a buffer. What is not in the
     state dict it leaves on every process as it is, so the buffers are broadcast here.
@@ -101,7 +103,7 @@ def hide_saved_buffers(trainer: Any) -> Callable[[], None]:
                     torch.empty_like(value, device=trainer.args.device) if value.is_meta else value.to(trainer.args.device)
                 )
                 torch.distributed.broadcast(on_device, 0)  # only the first process has read the model
-                module.register_buffer(name, on_device.cpu(), persistent=False)
+                module.register_buffer(name, on_device.cpu(), persistent=False)  # the weights are on the CPU as well
                 hidden.append((module, name))
 
     def show() -> None:

@@ -94,14 +94,17 @@ def _renders_the_same(
 
 
 def template_file(training_args: TrainingArguments, tokenizer: PreTrainedTokenizerBase, given: frozenset[str]) -> str | None:
-    """The file of --chat_template_path. A recipe's own template is only for a model that has none.
+    """The file of --chat_template_path, None to use the tokenizer's own template.
 
-    A path that does not exist here can be relative to the project's folder.
+    A template that only the recipe sets is for models without one. `given`: names of the arguments that the user has passed.
+    A path that does not exist in the current folder can be relative to the project's folder.
     """
     path = getattr(training_args, "chat_template_path", None)
     if not path or ("chat_template_path" not in given and tokenizer.chat_template):
         return None
-    return str(PROJECT / path) if not Path(path).exists() and (PROJECT / path).is_file() else path
+    if not Path(path).exists() and (PROJECT / path).is_file():
+        return str(PROJECT / path)
+    return path
 
 
 def set_template_file(training_args: TrainingArguments, model_args: ModelConfig, given: frozenset[str]) -> None:
@@ -225,23 +228,24 @@ def find_missing(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[str, st
     ):
         text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
         words = " ".join(text.split())
-        for where, part, value in _parts(turns, options["tools"]):
+        for where, part, value in _expected_texts(turns, options["tools"]):
             escaped = (json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])
             if not any(" ".join(form.split()) in words for form in (value, *escaped)):
                 return where, part
     return None
 
 
-def _parts(turns: list[dict], tools: list[dict] | None) -> Iterator[tuple[str, str, str]]:
+def _expected_texts(turns: list[dict], tools: list[dict] | None) -> Iterator[tuple[str, str, str]]:
     """Every text that a rendered conversation must have: where it is, what it is, and the text."""
     for number, turn in enumerate(turns, 1):
         where = f"turn {number} ({turn['role']})"
-        counts = turn.get("train", True)  # of earlier answers a template may drop the thoughts, as it does for a server
-        thoughts = [*THOUGHT.findall(turn["content"]), *([turn[REASONING[0]]] if REASONING[0] in turn else [])]
-        for thought in thoughts if counts else []:
-            yield where, "reasoning", thought.strip()
-        for piece in THOUGHT.split(turn["content"])[::2]:
-            yield where, "content", piece.strip()
+        if turn.get("train", True):  # a template may drop the thoughts of an answer that does not count in the loss
+            for thought in THOUGHT.findall(turn["content"]):
+                yield where, "reasoning", thought.strip()
+            if REASONING[0] in turn:
+                yield where, "reasoning", turn[REASONING[0]].strip()
+        for text_outside_thoughts in THOUGHT.split(turn["content"])[::2]:
+            yield where, "content", text_outside_thoughts.strip()
         for call in turn.get("tool_calls") or []:
             yield where, "tool calls", call["function"]["name"]
             for leaf in _leaves(call["function"]["arguments"]):

@@ -248,7 +248,7 @@ def _counts_in_loss(turn: dict, role: str) -> bool:
 def _clean_call(call: Any) -> dict:
     """A call as chat templates expect it: OpenAI's form, with its arguments as an object and not as JSON."""
     function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not function.get("name"):
+    if not isinstance(function, dict) or not function.get("name") or not isinstance(function["name"], str):
         raise SkippedRow("with a tool call without a name")
     others = {key: value for key, value in call.items() if key not in ("function", "name", "arguments", "parameters")}
     arguments = _from_json(function.get("arguments", function.get("parameters")))
@@ -275,14 +275,23 @@ def _template_columns(row: dict) -> dict:
     arguments = _from_json(row.get(TEMPLATE_ARGUMENTS))
     columns = {}
     if isinstance(tools, list):
-        is_bare = [isinstance(tool, dict) and "function" not in tool and "name" in tool for tool in tools]
-        wrapped = zip(tools, is_bare, strict=True)
-        columns["tools"] = [{"type": "function", "function": tool} if bare else tool for tool, bare in wrapped]
+        columns["tools"] = [_clean_tool(_from_json(tool)) for tool in tools]
     elif tools is not None:
         raise SkippedRow("with tools that are not a list")
     if arguments and isinstance(arguments, dict):
         columns[TEMPLATE_ARGUMENTS] = arguments
     return columns
+
+
+def _clean_tool(tool: Any) -> dict:
+    """A tool in OpenAI's form. Chat templates expect its function, parameters and properties to be objects."""
+    if isinstance(tool, dict) and "function" not in tool and "name" in tool:
+        tool = {"type": "function", "function": tool}
+    function = tool.get("function", {}) if isinstance(tool, dict) else None
+    parameters = (function.get("parameters") or {}) if isinstance(function, dict) else None
+    if not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
+        raise SkippedRow("with a tool whose function, parameters or properties are not an object")
+    return tool
 
 
 def _from_json(value: Any) -> Any:

@@ -149,22 +149,29 @@ def load(
 
 
 def open_source(script_args: ScriptArguments, keep: Callable[[dict], bool] | None) -> Source:
-    """Opens a dataset, finds out how its rows are converted, and looks at its rows."""
+    """Opens a dataset, and finds out how its rows are converted and which of them are skipped.
+
+    Also reads the evaluation rows, if there is a split for them. `keep`: see `load`.
+    """
     name = script_args.display_name
     splits, is_complete = open_for_load(script_args)
     train, test = choose_splits(script_args, splits)
     conversion = find_conversion(script_args, train)
-    if conversion.format in formats.PREFERENCE_FORMATS and formats.is_preference(dict.fromkeys(conversion.columns, True)):
+    complete_row = formats.rename(dict.fromkeys(conversion.columns, True), conversion.settings["column_map"])
+    if conversion.format in formats.PREFERENCE_FORMATS and formats.is_preference(complete_row):
         print_once(f"{name} is preference data: `chosen` is trained on, `rejected` is ignored.")
         conversion.ignored = [column for column in conversion.ignored if column != "rejected"]
     if conversion.ignored:
         print_once(f"{name}: ignored columns: {', '.join(conversion.ignored)}.")
-    limit = None if reading.is_small(script_args.dataset_name) else FIRST_ROWS
-    facts = find_facts(train, conversion, keep, limit)
-    source = Source(script_args, splits, is_complete, train, test, conversion, facts, [])
-    read_evaluation_split(source, keep)
+    rows_of_stream = None if reading.is_small(script_args.dataset_name) else FIRST_ROWS
+    facts = find_facts(train, conversion, keep, rows_of_stream)
+    source = Source(script_args, splits, is_complete, train, test, conversion, facts, eval_rows=[])
+    set_eval_rows(source, keep)
     if test is not None and not source.eval_rows:
-        raise UserError(f"--dataset_test_split: no row of {name} in this split has a text or answer: pass another split")
+        condition = " and is kept by the recipe (`keep`)" if keep else ""
+        raise UserError(
+            f"--dataset_test_split: no row of {name} in this split has a text or answer{condition}: pass another split"
+        )
     return source
 
 
@@ -173,7 +180,8 @@ def most_eval_rows(script_args: ScriptArguments) -> int:
     return script_args.eval_rows_of_run or script_args.max_eval_samples
 
 
-def read_evaluation_split(source: Source, keep: Callable[[dict], bool] | None) -> None:
+def set_eval_rows(source: Source, keep: Callable[[dict], bool] | None) -> None:
+    """Sets `source.eval_rows` if the dataset has a split for evaluation."""
     if source.test is not None:
         count = most_eval_rows(source.script_args)
         source.eval_rows = usable_rows(source.test, source.conversion.settings, keep, count)
@@ -190,7 +198,7 @@ def use_one_shape(sources: list[Source], keep: Callable[[dict], bool] | None) ->
         for source in sources:
             source.conversion.settings["as_messages"] = True
             source.conversion.features = features_for(source.script_args, source.conversion)
-            read_evaluation_split(source, keep)
+            set_eval_rows(source, keep)
     if not sources[0].conversion.format:  # rows stay as they are
         for source in sources:
             if source.train.features != sources[0].train.features:
@@ -444,21 +452,26 @@ def open_dataset(script_args: ScriptArguments, streaming: bool) -> dict[str, Dat
 
 
 def open_for_load(script_args: ScriptArguments) -> tuple[dict[str, Dataset | IterableDataset], bool]:
-    """The splits for `load`, and whether they have all rows. A preview and a rehearsal read small files completely, and of other
-    data that is not streamed the first rows, without downloading the rest."""
+    """The splits or slices for `load` by name, and whether they have all their rows.
+
+    A run, and whoever reads small files or a stream, opens all rows. Of other data a preview, a rehearsal and a plan read only
+    the first rows of the two splits that they use. Without slices they download no more than these rows.
+    """
     if not script_args.first_rows or reading.is_small(script_args.dataset_name):
         return open_dataset(script_args, script_args.dataset_streaming), True
-    used = (script_args.dataset_train_split, script_args.dataset_test_split)
-    if any(map(is_slice, used)):  # a stream cannot be sliced
+    if is_slice(script_args.dataset_train_split) or is_slice(script_args.dataset_test_split):  # a stream cannot be sliced
         chosen = choose_splits(script_args, open_dataset(script_args, streaming=False))
-        return {name: rows.take(script_args.first_rows) for name, rows in zip(used, chosen, strict=True) if rows}, False
+        names = (script_args.dataset_train_split, script_args.dataset_test_split)
+        return {name: rows.take(script_args.first_rows) for name, rows in zip(names, chosen, strict=True) if rows}, False
     splits = open_dataset(script_args, streaming=True)
-    used = (script_args.dataset_train_split, evaluation_split(script_args, splits))
-    splits = {name: rows for name, rows in splits.items() if name in used}
+    names = (script_args.dataset_train_split, evaluation_split(script_args, splits))
+    streams = {name: rows for name, rows in splits.items() if name in names}
     if script_args.dataset_streaming:
-        return splits, True
-    first = {name: list(rows.take(script_args.first_rows)) for name, rows in splits.items()}
-    return {name: Dataset.from_list(first[name], features=rows.features) for name, rows in splits.items()}, False
+        return streams, True
+    first = {}
+    for name, rows in streams.items():
+        first[name] = Dataset.from_list(list(rows.take(script_args.first_rows)), features=rows.features)
+    return first, False
 
 
 def count_training_rows(script_args: ScriptArguments) -> int | None:

@@ -229,10 +229,13 @@ def evaluation_split(script_args: ScriptArguments, splits: Any) -> str:
 
 
 def choose_splits(script_args: ScriptArguments, splits: dict[str, Any]) -> tuple[Any, Any]:
-    """The rows to train on and to evaluate on, splits or slices of splits; None for the latter if there is no such split."""
+    """The rows to train on and to evaluate on, splits or slices of splits; None for the latter if there is no such split.
+
+    `splits` can have slices too, under their names. Sets `dataset_test_split` to the split that is found.
+    """
     script_args.dataset_test_split = evaluation_split(script_args, splits)
     names = script_args.dataset_train_split, script_args.dataset_test_split
-    if names[0] in splits and not is_slice(names[1]):
+    if names[0] in splits and (names[1] in splits or not is_slice(names[1])):
         return splits[names[0]], splits.get(names[1])
     lengths = {str(split): len(rows) for split, rows in splits.items()}
     chosen = [

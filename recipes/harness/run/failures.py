@@ -63,8 +63,7 @@ def exit_if_out_of_memory(error: Exception) -> None:
 
 
 def _memory_message(error: Exception) -> str:
-    """When memory ran out, of which device, and the flags that save most of it then."""
-
+    """The message: which device ran out of memory, what the run was doing, and which flags save most."""
     import torch
     from transformers import Trainer
 

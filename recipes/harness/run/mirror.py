@@ -86,11 +86,11 @@ class Storage:
     def write(self, name: str, content: dict) -> None:
         """Writes a JSON file, which others see complete or not at all."""
         path, text = self.path(name), (json.dumps(content, indent=2) + "\n").encode()
-        if isinstance(self.fs, LocalFileSystem):  # buckets do so by themselves
+        if isinstance(self.fs, LocalFileSystem):
             self.fs.pipe_file(f"{path}.draft", text)
             Path(f"{path}.draft").replace(path)
         else:
-            self.fs.pipe_file(path, text)
+            self.fs.pipe_file(path, text)  # a bucket shows an object when it is complete
 
     def upload(self, file: Path, name: str) -> None:
         self.fs.put_file(str(file), self.path(name))
@@ -474,7 +474,10 @@ class Mirror(TrainerCallback):
     # During the training
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Uploads the checkpoint in the background, after the upload of the one before."""
+        """Starts to upload the checkpoint in the background.
+
+        First waits for the upload of the one before; if it fails now, it is not tried again. Collective.
+        """
         if not self.storage:
             return
         began, running = time.monotonic(), self.upload or self.completion
@@ -486,12 +489,14 @@ class Mirror(TrainerCallback):
         name = f"checkpoint-{state.global_step}"
         self.best = Path(state.best_model_checkpoint or "").name
         is_lost = self.owner is not None and self.owner.is_lost
-        # Of the first process, whose disk has the marker.
+        # All processes use the values of the first one, whose disk has the marker.
         marker, is_lost = broadcast_object_list([_read_marker(self.output_dir / name), is_lost])
-        if self.storage and not is_lost:
-            self._begin_upload(name, marker)
-        elif self.storage:
+        if not self.storage:  # the mirror was stopped in `_wait`
+            return
+        if is_lost:
             self._stop(name)
+        else:
+            self._begin_upload(name, marker)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         self._advance()

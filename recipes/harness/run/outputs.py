@@ -177,7 +177,7 @@ def generation_of(model: str) -> dict:
 
 
 def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict:
-    """What two tokenizers must share: special tokens with their ids, vocabulary and chat template, both as a checksum."""
+    """What equal tokenizers share: special tokens with their ids, and checksums of the vocabulary and the chat template."""
     names = ("bos", "eos", "pad", "unk")
     special = {name: [getattr(tokenizer, f"{name}_token"), getattr(tokenizer, f"{name}_token_id")] for name in names}
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0]))

@@ -23,8 +23,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 COMPUTE, WAITING, COMMUNICATION = "compute", "waiting", "all communication"
 # A name comes before those that are a part of it.
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast", "send", "recv", "reduce", "gather")
-COPIES = {"HtoD": "host to GPU", "DtoH": "GPU to host"}
-CATEGORIES = (COMPUTE, *COLLECTIVES, "other collectives", "GPU to GPU", *COPIES.values())
+# Copies by a part of their names. One from GPU to GPU is communication.
+HOST_COPIES = {"HtoD": "host to GPU", "DtoH": "GPU to host"}
+COPIES = HOST_COPIES | {"PtoP": "GPU to GPU"}
+CATEGORIES = (COMPUTE, *COLLECTIVES, "other collectives", "GPU to GPU", *HOST_COPIES.values())
 # CPU operators that compute nothing: calls of collectives, and autograd's wrappers around what a hook does.
 NOT_COMPUTE = re.compile(r"_?c10d|autograd::|torch::autograd")
 HEADER = ("", "ms per step", "share", "hidden behind compute")
@@ -216,11 +218,11 @@ def group_events(events: list[Event]) -> dict[str, list[Interval]]:
 
 
 def _category_on_gpu(name: str, kind: str) -> str:
-    """The row of the table that a kernel or a copy on the GPU belongs to."""
+    """The row of the table that a kernel, copy or memset on the GPU belongs to; copies within a GPU are compute."""
     if "nccl" in name.lower():
         return _collective(name)
     if kind == "gpu_memcpy":
-        for word, category in (COPIES | {"PtoP": "GPU to GPU"}).items():
+        for word, category in COPIES.items():
             if word in name:
                 return category
     return COMPUTE
@@ -253,7 +255,7 @@ def measure(by_category: dict[str, list[Interval]], begin: int, end: int) -> dic
             clipped[category] = parts
     everything = [interval for parts in clipped.values() for interval in parts]
     compute = clipped.pop(COMPUTE, [])
-    transfers = [part for category, parts in clipped.items() if category not in COPIES.values() for part in parts]
+    transfers = [part for category, parts in clipped.items() if category not in HOST_COPIES.values() for part in parts]
     if transfers:
         clipped[COMMUNICATION] = transfers
     times = {COMPUTE: (covered(compute), 0)}

@@ -335,9 +335,9 @@ def set_steps(
     set_accumulation_steps(arguments, recipe, processes, is_tiny)
     if "gradient_accumulation_steps" in script_args.given or not script_args.global_batch_size:
         keep_rows_of_step(training_args, processes, before or {})
-    if trains_one_epoch(script_args, is_tiny):
+    if trains_for_epochs(script_args):
         script_args.dataset_streaming = False
-        if not is_tiny:
+        if not is_tiny and "num_train_epochs" not in script_args.given:
             training_args.max_steps, training_args.num_train_epochs = -1, 1
     if script_args.max_tokens:
         rows = training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * processes
@@ -371,12 +371,12 @@ def set_accumulation_steps(arguments: Arguments, recipe: dict[str, Any], process
         training_args.gradient_accumulation_steps = accumulation_steps(rows, micro_batch, processes)
 
 
-def trains_one_epoch(script_args: ScriptArguments, is_tiny: bool) -> bool:
-    """Whether a recipe that streams reads files of the user's own, without a flag for the steps: then it trains for one epoch.
+def trains_for_epochs(script_args: ScriptArguments) -> bool:
+    """Whether a recipe that streams reads files of the user's own, without a flag for the number of steps or rows.
 
-    The recipe's number of steps is for its own dataset.
+    The recipe's number of steps is for its own dataset. So it trains for one epoch, or for --num_train_epochs.
     """
-    flags = {"dataset_streaming", "max_steps", "max_tokens", "max_samples", "num_train_epochs"}
+    flags = {"dataset_streaming", "max_steps", "max_tokens", "max_samples"}
     are_local = all(reading.is_local(one.dataset_name) for one in each_dataset(script_args))
     has_own_data = "dataset_name" in script_args.given and are_local
     return script_args.dataset_streaming and has_own_data and not flags & script_args.given

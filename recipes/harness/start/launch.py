@@ -45,9 +45,9 @@ from harness.start.processes import Worker, idle_workers
 
 
 def main(words: list[str]) -> int:
-    """Checks a run, then trains on this node; in a SLURM allocation, srun calls this on every node. Returns the exit code.
+    """Checks a run, then trains on this node. In a SLURM allocation, it starts itself on every node with srun instead.
 
-    `words`: [--tiny] RECIPE CONFIG, then the flags of the recipe.
+    `words`: [--tiny] RECIPE CONFIG, then the flags of the recipe. Returns the exit code.
     """
     options = [word for word in words[:1] if word == "--tiny"]
     recipe, config_path, *arguments = words[len(options) :]
@@ -61,8 +61,8 @@ def main(words: list[str]) -> int:
     if nodes.is_allocation:
         return run_with_srun(nodes, words)
     set_environment(launched, config.gpu_ids)
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the variable
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", allocator_settings(config, Path(recipe), arguments))
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():  # the latter is its older name
+        os.environ["PYTORCH_ALLOC_CONF"] = allocator_settings(config, Path(recipe), arguments)
     can_fork = processes.import_libraries()
     find_gpu_features(launched, can_fork)
     # All workers are forked here, while this process has no threads and has not used a GPU. They wait until they are started.
@@ -74,8 +74,9 @@ def main(words: list[str]) -> int:
         # Not in a `with`: after an error it stays locked until this process exits.
         held = folder.lock_run(Path(output_dir), identity)
         store = None if config.distributed_type == "NO" else open_store()
+        meeting_point = (store.host, store.port) if store else None
         with forecast_in_background(launched, arguments, Path(output_dir)):
-            code = train(workers, launched, arguments, config, store and (store.host, store.port))
+            code = train(workers, launched, arguments, config, meeting_point)
         held.release()
         return code
 
@@ -221,7 +222,10 @@ def check_recipe(launched: Launched, arguments: list[str]) -> tuple[Any, Any, An
 
 
 def build_trainer(launched: Launched, arguments: list[str]) -> Any:
-    """Runs a recipe up to `train`, in this process and without checks; returns its trainer. The mode is not "train"."""
+    """Runs a recipe up to `train`, in this process; returns its trainer. `launched.mode` must not be "train": it would train.
+
+    The checks of `check_recipe`, which need the machine or the dataset, are left out.
+    """
     os.environ.update(launched.to_environment())
     try:
         processes.run_recipe(launched.recipe, arguments)

@@ -93,8 +93,10 @@ def test_check_disk(error_of, tmp_path):
 
 
 def test_check_memory(error_of):
-    prepare.check_memory("some/model", 1000)
-    assert "quantizing some/model needs 2,003.0 GB of host memory" in error_of(prepare.check_memory, "some/model", 10**12)
+    prepare.check_memory_to_quantize("some/model", 1000)
+    assert "quantizing some/model needs 2,003.0 GB of host memory" in error_of(
+        prepare.check_memory_to_quantize, "some/model", 10**12
+    )
 
 
 def test_stream_whose_files_do_not_say_their_number_of_rows(error_of):

@@ -311,6 +311,7 @@ def test_last_batch_of_several_processes():
         (["RUN", "nowhere"], "nowhere is no model: pass a folder"),
         (["RUN", "--jsno"], "unknown flag --jsno"),
         (["RUN", "--served_model_name"], "--served_model_name is missing its value"),
+        (["RUN", "--served_model_name", "mine"], "--served_model_name is for a server: pass its address too"),
         (["RUN", "a", "b"], "--verify compares one model, not a and b"),
         (["RUN", "http://127.0.0.1:9"], "http://127.0.0.1:9 does not answer"),
         (["UNFINISHED"], "has no expected.json and held_out.parquet to compare with"),

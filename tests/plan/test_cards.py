@@ -28,7 +28,7 @@ FOUND = Simulation(
     trained=10**9,
     trained_here=25 * 10**7,
     optimizer=2 * 10**9,
-    packed=0,
+    bytes_in_4bit=0,
     quantized=0,
     is_adapter=False,
     hub_bytes=2,
@@ -183,7 +183,7 @@ def test_host_memory_and_disk_space():
     adapter = cards.make_plan(found_with(is_adapter=True, trained=10**7, optimizer=2 * 10**7))
     assert adapter["disk_gb"] == pytest.approx(2 + 2 * 0.12 + 0.04)
     in_4_bits = cards.make_plan(
-        found_with(is_adapter=True, trained=10**7, optimizer=2 * 10**7, packed=5 * 10**8, quantized=6 * 10**8)
+        found_with(is_adapter=True, trained=10**7, optimizer=2 * 10**7, bytes_in_4bit=5 * 10**8, quantized=6 * 10**8)
     )
     assert in_4_bits["disk_gb"] == pytest.approx(2 + 0.6 + 2 * 0.12 + 0.04)
 
@@ -240,20 +240,41 @@ def test_proposals_fit_the_host_too():
 
 def test_proposals_keep_global_batch_size_of_flag():
     changes = cards.proposals(found_with(has_global_batch_flag=True), str(CONFIGS / "4gpu_full_shard.yaml"))
-    (flags,) = (flags for _, flags in changes if "--per_device_train_batch_size" in flags)
-    assert flags == ["--per_device_train_batch_size", "1"]
+    (flags,) = (change.flags for change in changes if "--per_device_train_batch_size" in change.flags)
+    assert flags == ("--per_device_train_batch_size", "1")
 
 
-def test_proposals_reduce_each_batch():
+def test_proposals_reduce_each_batch(tmp_path):
     """For a config that accumulates gradients on the GPU, in a copy of it."""
     config = str(CONFIGS / "1x3090_offload.yaml")
     tried = cards.try_proposals(
         cards.make_plan(needing(60)), needing(60), config, lambda path, flags: needing(40 - 30 * (path != config))
     )
     assert tried[-1]["change"].startswith("1x3090_offload with fsdp_reduce_each_batch: true --per") and tried[-1]["fits"] == "yes"
-    (path,) = (path for path, _ in cards.proposals(found_with(), config) if path)
+    path = cards.copy_that_reduces_each_batch(config, str(tmp_path))
     assert configs.read(path) == dataclasses.replace(configs.read(config), path=path, reduce_each_batch=True)
-    assert not any(path for path, _ in cards.proposals(found_with(accumulation=1), config))
+    assert any(change.reduces_each_batch for change in cards.proposals(found_with(), config))
+    assert not any(change.reduces_each_batch for change in cards.proposals(found_with(accumulation=1), config))
+
+
+def test_proposals_build_on_what_is_kept():
+    """One GPU without FSDP has no gradients to reduce for each batch; the config with offload that replaces it has.
+
+    No flag is proposed twice.
+    """
+    config, seen = str(CONFIGS / "1x3090.yaml"), []
+
+    def run(config: str, flags: list[str]) -> Simulation:
+        seen.append((Path(config).stem, flags))
+        size = 90 - 10 * len(flags) - (20 if "offload" in config else 0) - (5 if "reduce_each_batch" in config else 0)
+        return dataclasses.replace(needing(size), is_adapter="--use_peft" in flags, has_checkpointing=True, micro_batch=1)
+
+    simulation = dataclasses.replace(needing(100), is_adapter=False, has_checkpointing=True, micro_batch=1)
+    cards.try_proposals(cards.make_plan(simulation), simulation, config, run)
+    names = [name for name, _ in seen]
+    assert names.index("1x3090_offload") < names.index("1x3090_offload with fsdp_reduce_each_batch: true")
+    assert names[-1] == "1x3090_offload with fsdp_reduce_each_batch: true"
+    assert all(flags.count("--use_peft") <= 1 for _, flags in seen) and any("--load_in_4bit" in flags for _, flags in seen)
 
 
 @pytest.mark.parametrize(("config", "card"), [("3xt4_full_shard", "T4"), ("4gpu_full_shard", None)])

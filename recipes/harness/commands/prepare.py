@@ -142,7 +142,7 @@ def check_space(wanted: Wanted, model_args: Any, converted_bytes: int) -> None:
         weights = [size for size, _ in sizes.get(("model", model), ())]
         weights = weights or [file.stat().st_size for file in Path(model).glob("*.safetensors")]
         folders.append((quantized_folder(model_args), round(0.3 * sum(weights))))  # 4.5 bits of 16, and what stays in 16 bits
-        check_memory(model, max(weights, default=0))
+        check_memory_to_quantize(model, max(weights, default=0))
     check_disk(folders)
 
 
@@ -163,14 +163,18 @@ def about_flash_attention(attention: list[str]) -> str:
 
 
 def files_of_dataset(script_args: Any, training_args: Any, model_args: Any) -> tuple[dict[str, list[str]], dict | None, int]:
-    """The addresses of the files to download by split, the record of a stream, and the bytes of other data once converted."""
+    """What --prepare downloads of a dataset: addresses of files by split, the record of a stream, and the bytes of the cache.
+
+    For a stream: enough files for the run, and for how many tokens they are enough. For other data: all files, or none if the
+    dataset is in the cache of `datasets`, and the bytes that it will have there.
+    """
     from datasets import load_dataset_builder
 
     builder = load_dataset_builder(script_args.dataset_name, script_args.dataset_config)
     files = {str(split): list(names) for split, names in builder.config.data_files.items()}
     if script_args.dataset_streaming:
         return *choose_stream_files(script_args, training_args, model_args, files), 0
-    if Path(builder.cache_dir).is_dir():  # it is complete if it exists
+    if Path(builder.cache_dir).is_dir():  # `datasets` gives it this name when it is complete
         return {}, None, 0
     return files, None, builder.info.dataset_size or 0
 
@@ -288,10 +292,11 @@ def check_disk(folders: list[tuple[Path | str, int]]) -> None:
             )
 
 
-def check_memory(name: str, largest_file: int) -> None:
-    """Raises UserError if quantizing needs more host memory than is free: one file of the original, and its 4-bit version."""
+def check_memory_to_quantize(name: str, largest_file: int) -> None:
+    """Raises UserError if quantizing, which goes file by file, needs more host memory than is free."""
     import psutil
 
+    # A file, what is made of it (as much for an embedding, which stays in 16 bits), and the libraries.
     needed, available = 2 * largest_file + 3e9, psutil.virtual_memory().available
     if needed > available:
         raise UserError(

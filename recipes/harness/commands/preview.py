@@ -25,6 +25,7 @@ from harness.start import flags
 from harness.start.launch import build_trainer, check_recipe, set_environment
 
 BATCHES = 100
+BOLD, GREEN, GREY = "1;", "32", "90"  # codes of a terminal
 SHOWN_ROWS, SHOWN_DOCUMENTS, SHOWN_START, SHOWN_END = 2, 3, 160, 40  # rows; documents of a row; tokens of a long document
 IGNORED = -100  # the label of a token that does not count in the loss
 
@@ -225,18 +226,18 @@ def paint(tokenizer: Any, ids: list[int], labels: list[int], has_colour: bool, i
         return start + hidden + paint(tokenizer, ids[-SHOWN_END:], labels[-SHOWN_END:], has_colour)
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special} | set(tokenizer.all_special_ids)
     text = ""
-    for counts, run in itertools.groupby(zip(ids, labels, strict=True), lambda pair: pair[1] != IGNORED):
+    for is_in_loss, stretch in itertools.groupby(zip(ids, labels, strict=True), lambda pair: pair[1] != IGNORED):
         part = ""
-        for is_special, pairs in itertools.groupby(run, lambda pair: pair[0] in special):
+        for is_special, pairs in itertools.groupby(stretch, lambda pair: pair[0] in special):
             tokens = [token for token, _ in pairs]
             if has_colour:
-                style = ("1;" if is_special else "") + ("32" if counts else "90")
+                style = (BOLD if is_special else "") + (GREEN if is_in_loss else GREY)
                 part += f"\033[{style}m{tokenizer.decode(tokens)}\033[0m"
             elif is_special:
                 part += "".join(f"◆{tokenizer.decode(token)}" for token in tokens)
             else:
                 part += tokenizer.decode(tokens)
-        text += f"⟦{part}⟧" if counts and not has_colour else part
+        text += f"⟦{part}⟧" if is_in_loss and not has_colour else part
     return text
 
 

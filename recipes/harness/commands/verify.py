@@ -77,17 +77,26 @@ Losses = list[tuple[float, int]]  # of each row: the sum over its tokens in the 
 
 
 def main(run: str, *words: str) -> int:
-    """`run`: its output directory; `words`: [MODEL] [--served_model_name NAME] [--json]. Returns 1 if a check failed, else 0."""
+    """Checks whether the saved model of a run, and MODEL if there is one, give the results that the run has recorded.
+
+    `run`: its output directory; `words`: [MODEL] [--served_model_name NAME] [--json]. Compares the losses on the held-out rows,
+    the tokens of prompts, tokenizer and configs. Returns 1 if a check failed, else 0.
+    """
     model, served_name, as_json = read_words(words)
+    if served_name and not is_address(model):
+        raise UserError(
+            "--served_model_name is for a server: pass its address too, ./launch.sh --verify RUN http://localhost:8000"
+        )
     folder = Path(run)
     check_saved_model(folder)
-    expected, rows = read_expectations(folder)
+    expected, held_out_rows = read_expectations(folder)
     if not model and (folder / "merged").is_dir():
         model = str(folder / "merged")
     if model and not is_address(model):
         check_model_path(Path(model))
+    # Only the JSON goes to standard output.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        checks = compare(folder, model, served_name, expected, rows)
+        checks = compare(folder, model, served_name, expected, held_out_rows)
     if as_json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
     else:

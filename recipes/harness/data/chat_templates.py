@@ -64,15 +64,15 @@ def training_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> st
     for template, conversations in candidates:
         if template and all(_renders_the_same(tokenizer, template, conversation) for conversation in conversations):
             if template == marked:
-                _hide_false_warning(tokenizer, template)
+                _hide_end_of_turn_warning(tokenizer, template)
             return template
     raise ValueError(REASON)
 
 
-def _hide_false_warning(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Hides TRL's warning that the end of a turn does not count in the loss, if the end token is among the marked ones.
+def _hide_end_of_turn_warning(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """Hides TRL's warning that the end-of-turn token does not count in the loss, if the template marks the EOS token.
 
-    TRL looks for it among the added tokens only.
+    TRL looks for it among the added tokens only, so it warns wrongly where the EOS token is an ordinary one.
     """
     options = {"return_dict": True, "return_assistant_tokens_mask": True}
     encoded = tokenizer.apply_chat_template(ONE_ANSWER, chat_template=template, **options)

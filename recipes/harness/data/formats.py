@@ -330,10 +330,10 @@ DESCRIPTIONS = {
 }
 
 
-def encode(row: dict) -> dict:
-    """A converted row with turns, tools and arguments of the template as JSON, for the features of `stored_features`.
+def to_json_columns(row: dict) -> dict:
+    """A converted row whose turns, tools and arguments of the chat template are JSON, for the features of `stored_features`.
 
-    `datasets` would write numbers with ten decimals only.
+    `datasets` would make this JSON itself, but with ten decimals of each number only.
     """
     encoded = {}
     for name, value in row.items():
@@ -368,7 +368,7 @@ def complete(row: dict, features: Features | None, encodes: bool = True) -> dict
         return row
     defaults = {name: {} if name == TEMPLATE_ARGUMENTS else None for name in features}
     completed = {name: row.get(name, default) for name, default in defaults.items()}
-    return encode(completed) if encodes else completed
+    return to_json_columns(completed) if encodes else completed
 
 
 def split_answers(row: dict) -> list[dict]:

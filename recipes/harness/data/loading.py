@@ -588,7 +588,10 @@ def check_column_map(script_args: ScriptArguments) -> None:
 
 
 def find_conversion(script_args: ScriptArguments, rows: Dataset | IterableDataset) -> Conversion:
-    """How rows are converted: to the first of `dataset_formats` that fits the first ones. Raises UserError if none does."""
+    """How rows are converted: to the first of `dataset_formats` into which one of the first rows can be converted.
+
+    Raises UserError if no row can be converted.
+    """
     name, accepted = script_args.display_name, script_args.dataset_formats
     with hub_errors("dataset", name):
         first = list(rows.take(ROWS_TO_CHECK))
@@ -603,14 +606,18 @@ def find_conversion(script_args: ScriptArguments, rows: Dataset | IterableDatase
         "as_messages": False,
     }
     if not accepted:
-        return Conversion(settings, columns, None, [], first, splits_answers=False, cuts_texts=False)
+        return Conversion(
+            settings=settings, columns=columns, features=None, ignored=[], first=first, splits_answers=False, cuts_texts=False
+        )
     # If nothing can be used of the first rows, some of the following ones may be complete.
-    for searched in (first, itertools.islice(rows, ROWS_TO_CHECK, ROWS_TO_SEARCH)):
-        candidates = list(searched)
+    for start, end in ((0, ROWS_TO_CHECK), (ROWS_TO_CHECK, ROWS_TO_SEARCH)):
+        with hub_errors("dataset", name):
+            candidates = first if start == 0 else list(itertools.islice(rows, start, end))
         for format in accepted:
             settings["format"] = format
             usable = (new for row in candidates if (new := formats.convert(row, **settings)))
-            if converted := list(itertools.islice(usable, ROWS_TO_CHECK)):
+            converted = list(itertools.islice(usable, ROWS_TO_CHECK))
+            if converted:
                 if script_args.split_conversations and format != "messages":
                     raise UserError(f"--split_conversations is for conversations, but {name} has none: leave out the flag")
                 conversion = Conversion(

@@ -31,6 +31,7 @@ from harness.run.forecast import measurements_folder
 import yaml
 
 GB = 1e9
+MOST_ROWS = 4096  # of a micro-batch
 PRODUCT_RATE = (0.40, 0.80)  # shares of the card's FLOP/s; assumed
 MEMORY_RATE = (0.50, 1.00)  # shares of the card's memory bandwidth, for all other operators; assumed
 
@@ -101,20 +102,20 @@ def card_of_user(name: str, gigabytes: float, teraflops: float, gigabytes_per_se
 
 
 def find_card(name: str, all_cards: tuple[Card, ...] = CARDS) -> Card:
-    """The card of a name like 3090, a100-80gb or "RTX 4090". If a name has several, it is the one with the least memory.
+    """The card of a name like 3090, a100-80gb or "RTX 4090", or of the beginning of one.
 
-    Raises UserError if there is none.
+    If several names begin so, it is the card with the least memory. Raises UserError if there is none.
     """
     wanted = plain_name(name)
     known = sorted(all_cards, key=lambda card: card.memory)
-    same = [card for card in known if plain_name(card.name) == wanted]
-    near = [card for card in known if wanted and plain_name(card.name).startswith(wanted)]
-    if not same and not near:
+    exact = [card for card in known if plain_name(card.name) == wanted]
+    beginning = [card for card in known if wanted and plain_name(card.name).startswith(wanted)]
+    if not exact and not beginning:
         raise UserError(
             f"{name} is not a known GPU, expected one of {', '.join(card.name for card in known)}, or describe it: "
             f"--card {name.strip().replace(' ', '')}=48,155,768 (GB, TFLOPS, GB/s)"
         )
-    return (same or near)[0]
+    return (exact or beginning)[0]
 
 
 def plain_name(name: str) -> str:
@@ -174,14 +175,12 @@ def fits(card: Card, simulation: Simulation, peak: float) -> bool:
 
 
 def largest_micro_batch(card: Card, simulation: Simulation) -> int:
-    """The largest micro-batch that fits, 0 if none does. Activations and loss are assumed to grow with it."""
-    rows = 0
-    while rows < 4096:
-        peak = max(fixed + growing * (rows + 1) / simulation.micro_batch for fixed, growing in simulation.hull)
+    """The largest micro-batch that fits, up to MOST_ROWS; 0 if none does. Activations and loss are assumed proportional to it."""
+    for rows in range(1, MOST_ROWS + 1):
+        peak = max(fixed + growing * rows / simulation.micro_batch for fixed, growing in simulation.hull)
         if not fits(card, simulation, peak):
-            break
-        rows += 1
-    return rows
+            return rows - 1
+    return MOST_ROWS
 
 
 class StepParts(NamedTuple):
@@ -372,20 +371,25 @@ def try_proposals(
 
     if is_enough(simulation):
         return []
-    kept, rows, best = [], [], plan["peak_gpu_gb"] + plan["reserve_gb"]
-    for other_config, flags in proposals(simulation, config):
-        simulated = run(other_config or config, [*kept, *flags])
-        if isinstance(simulated, Refused):
-            continue
-        peak = simulated.peak.bytes
-        needs, needs_host = gb(peak) + gb(reserve(simulated, peak, card)), needed_host_memory(simulated)
-        change = " ".join([Path(other_config or config).stem, *kept, *flags])
-        row = {"change": change, "needs": needs, "needs_host": gb(needs_host), "card": card.name}
-        rows.append(row | {"fits": "yes" if is_enough(simulated) else "no"})
-        if is_enough(simulated):
-            break
-        if needs < 0.98 * best and (needs_host <= host or needs_host <= needed_host_memory(simulation)):
-            kept, best, config = [*kept, *flags], needs, other_config or config
+    kept, tried, rows, best = [], [], [], plan["peak_gpu_gb"] + plan["reserve_gb"]
+    with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+        # After a change that is kept, the next ones depend on it.
+        while change := next((change for change in proposals(simulation, config) if change not in tried), None):
+            tried.append(change)
+            other_config = copy_that_reduces_each_batch(config, folder) if change.reduces_each_batch else change.config or config
+            flags = [*kept, *change.flags]
+            simulated = run(other_config, flags)
+            if isinstance(simulated, Refused):
+                continue
+            peak = simulated.peak.bytes
+            needs, needs_host = gb(peak) + gb(reserve(simulated, peak, card)), needed_host_memory(simulated)
+            words = " ".join([Path(other_config).stem, *flags])
+            row = {"change": words, "needs": needs, "needs_host": gb(needs_host), "card": card.name}
+            rows.append(row | {"fits": "yes" if is_enough(simulated) else "no"})
+            if is_enough(simulated):
+                break
+            if needs < 0.98 * best and (needs_host <= host or needs_host <= needed_host_memory(simulation)):
+                kept, best, config, simulation = flags, needs, other_config, simulated
     return rows
 
 
@@ -394,34 +398,42 @@ def card_of_config(config: str, all_cards: tuple[Card, ...] = CARDS) -> Card:
     return find_card("T4" if configs.read(config).mixed_precision == "fp16" else "3090", all_cards)
 
 
-def proposals(simulation: Simulation, config: str) -> list[tuple[str, list[str]]]:
-    """(config, flags) of each change, "" for the same config. First what costs time, last what changes what is learnt."""
+class Change(NamedTuple):
+    """Something that could make a run need less memory."""
+
+    flags: tuple[str, ...] = ()
+    config: str = ""  # "" for the same one
+    reduces_each_batch: bool = False  # in a copy of the config
+
+
+def proposals(simulation: Simulation, config: str) -> list[Change]:
+    """What could make a run need less memory: first what costs time, last what changes what is learnt."""
     changes = []
     if not simulation.has_checkpointing:
-        changes.append(("", ["--activation_checkpointing", "true"]))
+        changes.append(Change(("--activation_checkpointing", "true")))
     if simulation.micro_batch > 1:
-        flags = ["--per_device_train_batch_size", "1"]
+        flags = ("--per_device_train_batch_size", "1")
         if not simulation.has_global_batch_flag:  # as many rows per step as before
-            flags += ["--gradient_accumulation_steps", str(simulation.micro_batch * simulation.accumulation)]
-        changes.append(("", flags))
-    changes += [(other, []) for other in configs_that_save_more(config)]
+            flags += ("--gradient_accumulation_steps", str(simulation.micro_batch * simulation.accumulation))
+        changes.append(Change(flags))
+    changes += [Change(config=other) for other in configs_that_save_more(config)]
     if simulation.accumulation > 1 and configs.read(config).could_reduce_each_batch:
-        changes.append((copy_that_reduces_each_batch(config), []))
-    use_peft = [] if simulation.is_adapter else ["--use_peft", "true"]
+        changes.append(Change(reduces_each_batch=True))
+    use_peft = () if simulation.is_adapter else ("--use_peft", "true")
     if use_peft:
-        changes.append(("", use_peft))
-    if not simulation.packed:
-        changes.append(("", [*use_peft, "--load_in_4bit", "true"]))
+        changes.append(Change(use_peft))
+    if not simulation.bytes_in_4bit:
+        changes.append(Change((*use_peft, "--load_in_4bit", "true")))
     if simulation.max_length and simulation.max_length >= 2048:
-        changes.append(("", ["--max_length", str(simulation.max_length // 2)]))
+        changes.append(Change(("--max_length", str(simulation.max_length // 2))))
     return changes
 
 
-def copy_that_reduces_each_batch(config: str) -> str:
-    """The path of a copy of a config with `fsdp_reduce_each_batch: true`."""
+def copy_that_reduces_each_batch(config: str, folder: str) -> str:
+    """The path of a copy of a config in `folder`, with `fsdp_reduce_each_batch: true`."""
     keys = yaml.safe_load(Path(config).read_text("utf-8"))
     keys["fsdp_config"]["fsdp_reduce_each_batch"] = True
-    copy = Path(tempfile.mkdtemp(prefix="plan-"), f"{Path(config).stem} with fsdp_reduce_each_batch: true.yaml")
+    copy = Path(folder, f"{Path(config).stem} with fsdp_reduce_each_batch: true.yaml")
     copy.write_text(yaml.safe_dump(keys), "utf-8")
     return str(copy)
 

@@ -190,10 +190,12 @@ def check_prices(text: str) -> None:
     if not text:
         raise UserError("--price_per_gpu_hour needs a number")
     for word in text.split(";"):
-        with contextlib.suppress(ValueError):
-            if 0 < float(word) < math.inf:
-                continue
-        raise UserError(f"--price_per_gpu_hour is {word.strip()}, expected a number above 0")
+        try:
+            price = float(word)
+        except ValueError:
+            price = 0.0
+        if not 0 < price < math.inf:
+            raise UserError(f"--price_per_gpu_hour is {word.strip()!r}, expected a number above 0")
 
 
 def read_hours(text: str) -> float:
@@ -233,10 +235,7 @@ def simulate_in_process(
 
     if isinstance(simulation, Refused):
         return simulation
-    names = {word.split("=")[0].replace("-", "_") for word in arguments}
-    return dataclasses.replace(
-        simulation, download=download_bytes(simulation), has_global_batch_flag="__global_batch_size" in names
-    )
+    return dataclasses.replace(simulation, download=download_bytes(simulation))
 
 
 def simulate_quietly(
@@ -427,10 +426,10 @@ def download_bytes(simulation: "Simulation") -> int:
 
 
 def with_steps(simulation: "Simulation", count_rows: Callable[[], float | None]) -> "Simulation":
-    """`simulation` with the steps of its epochs, if neither a flag nor the recipe sets them and the number of rows is known."""
+    """`simulation` with max_steps from its epochs, if max_steps is not set and the number of rows is known."""
     if simulation.max_steps > 0:
         return simulation
-    rows = count_rows()  # packed rows, estimated; only counted if needed
+    rows = count_rows()  # after packing, estimated
     if not rows:
         return simulation
     rows_per_step = simulation.micro_batch * simulation.accumulation * simulation.processes

@@ -61,7 +61,7 @@ class Fakes:
         count_data_parallel(ledger)
         ignore_shape_propagation(ledger)
         if cuda:
-            self.library = use_cuda_kernels(ledger)  # it must be kept: its destructor removes the kernels
+            self.library = use_operators_of_cuda(ledger)  # it must be kept: its destructor removes the kernels
             use_triton_loss(ledger)
 
     @contextlib.contextmanager
@@ -408,15 +408,17 @@ def ignore_shape_propagation(ledger: Ledger) -> None:
     "torch:ops.aten._scaled_dot_product_flash_attention_backward",
     "torch.nn.attention.varlen:_varlen_attn_backward",
 )
-def use_cuda_kernels(ledger: Ledger) -> torch.library.Library:
-    """Runs the operators that CUDA would run where the CPU's keep more or less for backward; keep what it returns.
+def use_operators_of_cuda(ledger: Ledger) -> torch.library.Library:
+    """Makes the CPU run the operators that CUDA would run, where its own keep other tensors for the backward pass.
 
+    The caller must hold on to the library that this returns: its destructor removes the operators.
     Upstream: no issue: it is not a fault of torch.
     Checked with: torch 2.13.0.
     Remove when: fake CUDA tensors run a backward pass on a machine without a GPU.
     """
     functional, aten = torch.nn.functional, torch.ops.aten
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        # Optimizers take the path for lists of tensors (foreach), as they do on CUDA.
         importlib.import_module(module)._get_foreach_kernels_supported_devices = lambda: ["cpu", "cuda"]
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -435,13 +437,13 @@ def use_cuda_kernels(ledger: Ledger) -> torch.library.Library:
         return flash_workspace(query, key, documents=len(query))
 
     def workspace_of_varlen(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any) -> int:
-        _, _, _, ends, *_ = rest
+        ends = rest[3]  # after the values, the output and the logarithms of the sums
         return flash_workspace(query, key, documents=len(ends) - 1)
 
     ledger.workspaces[aten._scaled_dot_product_flash_attention_backward] = workspace_of_sdpa
     ledger.workspaces[VARLEN_BACKWARD] = workspace_of_varlen
     library = torch.library.Library("aten", "IMPL")
-    for name in FLOAT32_OPERATORS:
+    for name in FLOAT32_OPERATORS:  # "softmax.int" is an overload, "layer_norm" an operator, of which the default one is meant
         operator = functools.reduce(getattr, name.split("."), aten)
         operator = operator.default if isinstance(operator, torch._ops.OpOverloadPacket) else operator
         library.impl(name, functools.partial(_run_in_float32, operator), "AutocastCPU")

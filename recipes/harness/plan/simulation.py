@@ -26,7 +26,7 @@ from harness.plan.ledger import Counts, Ledger, Peak, check_bytes, counts_of_ste
 from harness.rehearsal.tiny import PLANNED
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
 from harness.start import processes
-from harness.start.flags import is_true
+from harness.start.flags import is_true, value_of
 from harness.start.launch import allocator_settings, build_trainer, set_training_environment
 
 import datasets
@@ -51,7 +51,7 @@ class Simulation:
     replicas: int
     parameters: int  # of the model, without its adapter
     trained: int  # parameters
-    packed: int  # bytes of 4-bit weights
+    bytes_in_4bit: int  # of weights
     quantized: int  # bytes of the 4-bit copy of the model on the disk, 0 without one
     is_adapter: bool
     hub_bytes: int  # per parameter, on the Hub
@@ -73,7 +73,7 @@ class Simulation:
     host_peaks: dict[str, Peak] = field(default_factory=dict)
     reserved: int = 0  # bytes that PyTorch's allocator takes from the GPU if there is room
     needed: int = 0  # bytes that it takes if there is not
-    hull: list[tuple[int, int]] = field(default_factory=list)
+    hull: list[tuple[int, int]] = field(default_factory=list)  # (fixed, growing) bytes of possible peaks, see `Ledger.hull`
     curve: list[tuple[str, dict[str, int]]] = field(default_factory=list)
     seconds: float = 0.0  # that the simulation took
     own_memory: int = 0  # that the simulation needed
@@ -143,6 +143,7 @@ def simulate(
     simulation.peaks, simulation.host_peaks = ledger.peaks(), ledger.peaks("host")
     simulation.reserved, simulation.needed = replay(ledger.sizes(), "expandable_segments:True" in settings)
     simulation.hull, simulation.curve = ledger.hull(), ledger.curve()
+    simulation.has_global_batch_flag = bool(value_of("global_batch_size", flags))
     simulation.seconds = time.monotonic() - began
     simulation.own_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return simulation
@@ -195,14 +196,14 @@ def describe_run(trainer: Trainer, batch: dict, config: AccelerateConfig, launch
     """What is known before anything runs."""
     model, args = trainer.model, trainer.args
     weights = list(model.parameters())
-    packed = sum(weight.numel() * weight.element_size() for weight in weights if hasattr(weight, "quant_type"))
+    bytes_in_4bit = sum(weight.numel() * weight.element_size() for weight in weights if hasattr(weight, "quant_type"))
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    parameters = sum(weight.numel() for weight in weights if not hasattr(weight, "quant_type")) + 2 * packed
+    parameters = sum(weight.numel() for weight in weights if not hasattr(weight, "quant_type")) + 2 * bytes_in_4bit
     is_adapter = hasattr(model, "peft_config")
     folder = Path((model.get_base_model() if hasattr(model, "get_base_model") else model).config.name_or_path)
     published, planned = json.loads((folder / "config.json").read_text("utf-8")), read_json(folder / PLANNED)
     dtype = published.get("dtype") or published.get("torch_dtype") or "float32"
-    reads_once = config.cpu_ram_efficient_loading and not packed
+    reads_once = config.cpu_ram_efficient_loading and not bytes_in_4bit
     shards = 1
     if trainer.is_fsdp_enabled:
         shards = config.shards if config.is_hybrid else launched.processes
@@ -218,8 +219,8 @@ def describe_run(trainer: Trainer, batch: dict, config: AccelerateConfig, launch
         replicas=launched.processes // shards,
         parameters=parameters - (trained if is_adapter else 0),
         trained=trained,
-        packed=packed,
-        quantized=quantized_bytes(model) if packed and trainer.is_fsdp_enabled else 0,
+        bytes_in_4bit=bytes_in_4bit,
+        quantized=quantized_bytes(model) if bytes_in_4bit and trainer.is_fsdp_enabled else 0,
         is_adapter=is_adapter,
         hub_bytes=getattr(torch, dtype).itemsize,
         needs_bf16=not args.fp16 and (bool(args.bf16) or any(weight.dtype is torch.bfloat16 for weight in weights)),

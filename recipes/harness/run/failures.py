@@ -1,6 +1,7 @@
 """Known failures of a run, each with one message and an exit code: no memory, no disk space, a lost connection."""
 
 import errno
+import math
 import os
 import shutil
 import sys
@@ -183,13 +184,15 @@ def check_metric_is_computed(trainer: Any) -> None:
 
 
 def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
-    """Raises UserError unless the disk has space for the checkpoints (two, and the best one if it is kept) and the model."""
+    """Raises UserError unless the disk has space for the checkpoints that the run keeps, and for the model.
+
+    `checkpoint`: the one that the run resumes from; its size is exact.
+    """
     run = Path(trainer.args.output_dir)
     checkpoint_size, model_size = estimated_sizes(trainer)
     if checkpoint:
         checkpoint_size = folder_size(checkpoint)
-    wanted = 0 if trainer.args.save_strategy == "no" else 3 if trainer.args.metric_for_best_model else 2
-    missing = max(0, wanted - len(folder.checkpoints(run)))
+    missing = max(0, kept_checkpoints(trainer.args) - len(folder.checkpoints(run)))
     needed, free = missing * checkpoint_size + model_size, shutil.disk_usage(run).free
     if free < needed:
         raise UserError(
@@ -197,6 +200,22 @@ def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
             f"checkpoint{'' if missing == 1 else 's'} of {readable_size(checkpoint_size)} and a model of "
             f"{readable_size(model_size)}. Free some space, or pass a folder on another disk"
         )
+
+
+def kept_checkpoints(args: Any) -> int:
+    """How many checkpoints a run has on the disk at the same time, at most."""
+    if args.save_strategy == "no":
+        return 0
+    best = 1 if args.metric_for_best_model else 0  # it is kept besides the newest ones
+    written = math.inf
+    if args.save_strategy == "epoch" and args.max_steps <= 0:
+        written = math.ceil(args.num_train_epochs)
+    elif args.save_strategy == "steps" and args.save_steps < 1:  # a share of the run
+        written = math.ceil(1 / args.save_steps)
+    elif args.save_strategy == "steps" and args.max_steps > 0:
+        written = math.ceil(args.max_steps / args.save_steps)
+    # Without a limit, space for two is enough to start: how many the disk must hold depends on when the user stops the run.
+    return min((args.save_total_limit or 2) + best, written)
 
 
 def exit_if_disk_failed(error: Exception, trainer: Any) -> None:

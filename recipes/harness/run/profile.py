@@ -218,14 +218,14 @@ def group_events(events: list[Event]) -> dict[str, list[Interval]]:
 
 
 def _category_on_gpu(name: str, kind: str) -> str:
-    """The row of the table that a kernel, copy or memset on the GPU belongs to; copies within a GPU are compute."""
+    """The row of the table that a kernel, copy or memset on the GPU belongs to. `kind` is that of the trace's event."""
     if "nccl" in name.lower():
         return _collective(name)
     if kind == "gpu_memcpy":
         for word, category in COPIES.items():
             if word in name:
                 return category
-    return COMPUTE
+    return COMPUTE  # kernels, memsets, and copies within a GPU
 
 
 def _collective(name: str) -> str:

@@ -11,6 +11,7 @@ from harness.launched import UserError
 from harness.model.quantized import prepare_quantized_model
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import SCALER_NAME, DynamoBackend
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -119,8 +120,8 @@ class AfterWrapping(TrainerCallback):
         self.show_buffers()
 
 
-def check_sharding(model: torch.nn.Module, accelerator: object, config: AccelerateConfig, processes: int) -> None:
-    """Raises RuntimeError unless kind, number of processes and every transformer layer are as the config says."""
+def check_sharding(model: torch.nn.Module, accelerator: Accelerator, config: AccelerateConfig, processes: int) -> None:
+    """Raises RuntimeError unless FSDP is used if the config has it, on as many processes, and has sharded every layer."""
     expected = "FSDP" if config.is_fsdp else "unsharded"
     actual = "FSDP" if accelerator.distributed_type == "FSDP" else "unsharded"
     if (actual, accelerator.num_processes) != (expected, processes):

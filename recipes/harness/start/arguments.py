@@ -110,7 +110,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
     if is_checking and launched.mode == "train" and not training_args.use_cpu:
         checks.check_gpus(training_args, model_args, is_sharded, launched)
     if is_checking and launched.mode != "plan":
-        check_run(arguments, launched, config, is_sharded)
+        check_and_claim_run(arguments, launched, config, is_sharded)
     elif is_checking and launched.tiny:
         tiny.make_replacements(script_args, model_args)
     if launched.mode == "prepare" and launched.only_check:  # `commands/prepare.py` downloads the files next
@@ -168,7 +168,7 @@ def quiet_libraries() -> None:
     for module in ("transformers", "trl", "peft", "accelerate"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)  # how one library calls another
     warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # about accelerate's calls
-    # `check_run` prints that a dataset comes from the cache where the Hub cannot be reached; a CPU has no TF32.
+    # `check_and_claim_run` prints that a dataset comes from the cache where the Hub cannot be reached; a CPU has no TF32.
     # Offline, `kernels` reports that it did not check the publisher of a kernel; it did when the kernel was downloaded.
     names = ("datasets.load", "datasets.packaged_modules.cache.cache", "transformers.training_args", "kernels.hf_hub")
     for name in names:
@@ -407,27 +407,30 @@ def or_processes(rows: int, micro_batch: int) -> str:
 
 
 def keep_rows_of_step(training_args: TrainingArguments, processes: int, before: dict[str, Any]) -> None:
-    """Where a run continues on another number of processes, keeps the rows of its steps, by other gradient_accumulation_steps.
+    """Sets gradient_accumulation_steps so that a run has as many rows per step as before, on more or fewer processes.
 
-    A global_batch_size does so anyway. `before`: the settings of the checkpoint. Raises UserError if this number of processes
-    cannot have these steps. Does nothing if gradient_accumulation_steps or the micro-batch were changed since the checkpoint.
+    For runs without a global_batch_size. `before`: the settings of the checkpoint, {} without one. Raises UserError if this
+    number of processes cannot have these steps. Does nothing if gradient_accumulation_steps or the micro-batch were changed.
     """
     asked, micro_batch = training_args.gradient_accumulation_steps, training_args.per_device_train_batch_size
-    training_args.asked_accumulation_steps = asked  # for the next start: a checkpoint holds both
+    training_args.asked_accumulation_steps = asked  # a checkpoint has what was asked for, and what was used
     if before.get("asked_accumulation_steps") != asked or before["per_device_train_batch_size"] != micro_batch:
         return
-    slots = before["gradient_accumulation_steps"] * before["world_size"]
-    if slots % processes:
+    micro_batches = before["gradient_accumulation_steps"] * before["world_size"]
+    if micro_batches % processes:
         raise UserError(
-            f"--output_dir: the steps of the run in {training_args.output_dir} have {slots * micro_batch} rows, which "
+            f"--output_dir: the steps of the run in {training_args.output_dir} have {micro_batches * micro_batch} rows, which "
             f"{processes} processes cannot divide: pass another --gradient_accumulation_steps"
-            f"{or_processes(slots * micro_batch, micro_batch)}"
+            f"{or_processes(micro_batches * micro_batch, micro_batch)}"
         )
-    training_args.gradient_accumulation_steps = slots // processes
+    training_args.gradient_accumulation_steps = micro_batches // processes
 
 
-def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig, is_sharded: bool) -> None:
-    """Checks output directory, model and dataset. Claims the output directory, or exits if the run is finished."""
+def check_and_claim_run(arguments: Arguments, launched: Launched, config: AccelerateConfig, is_sharded: bool) -> None:
+    """Checks output directory, mirror, model and dataset. For training it then claims directory and mirror for this run.
+
+    Exits if the run in one of them is finished. Prints what differs from what was asked for.
+    """
     script_args, training_args, model_args = arguments
     is_training = launched.mode == "train"
     output_dir = Path(training_args.output_dir)
@@ -440,7 +443,7 @@ def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig
     for one in each_dataset(script_args):
         reading.print_how_files_are_read(one.dataset_name, one.dataset_config, one.text_rows)
     uses_mirror = is_training and bool(script_args.mirror) and NODE_VARIABLE not in os.environ  # the first node's launcher
-    uploaded = mirror.check(script_args.mirror, identity, output_dir) if uses_mirror else {}
+    results_in_mirror = mirror.check(script_args.mirror, identity, output_dir) if uses_mirror else {}
     if launched.tiny:
         tiny.make_replacements(script_args, model_args)
     check_model_and_dataset(arguments, launched, config)
@@ -449,7 +452,7 @@ def check_run(arguments: Arguments, launched: Launched, config: AccelerateConfig
     folder.claim_output_dir(output_dir, identity, is_default)
     folder.record_data_files(output_dir, files)
     if uses_mirror:
-        mirror.exit_if_finished(script_args.mirror, uploaded, training_args)
+        mirror.exit_if_finished(script_args.mirror, results_in_mirror, training_args)
     folder.exit_if_finished(output_dir, training_args.max_steps, training_args.num_train_epochs)
     if uses_mirror:
         mirror.claim(script_args.mirror, identity, output_dir)

@@ -170,7 +170,7 @@ def check_numbers(script_args: ScriptArguments, training_args: TrainingArguments
 
 
 def check_arguments(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
-    """Raises UserError for arguments that contradict each other or would lose something."""
+    """Raises UserError for arguments that contradict each other, show a token, or cost checkpoints. Call it after `set_steps`."""
     if training_args.hub_token:
         raise UserError(
             "--hub_token would be saved with the run and shown in the process list: use `.venv/bin/hf auth login` or HF_TOKEN"
@@ -188,6 +188,7 @@ def check_arguments(script_args: ScriptArguments, training_args: TrainingArgumen
     if training_args.save_total_limit == 1:
         raise UserError("--save_total_limit 1 deletes the last checkpoint before the next one is complete: pass 2 or more")
     check_trackers(training_args.report_to)
+    # `set_steps` has turned --max_tokens into max_steps.
     if script_args.dataset_streaming and training_args.max_steps <= 0 and not script_args.keeps_samples:
         raise UserError(
             "--max_steps: a stream has no length: pass --max_steps, --max_tokens for a number of tokens, or --max_samples for a "

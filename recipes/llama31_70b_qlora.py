@@ -8,7 +8,7 @@
 Rows: conversations (`messages` with role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
 `instruction`, `input` and `output`; preference data (`prompt`, `chosen`, `rejected`), of which `chosen` is trained on; or
 texts: a column `text`, or the one of --dataset_text_field.
-Needs two 24 GB GPUs, 121 GB of host memory and 186 GB of disk; or one with 80 GB of host memory. Forecast, not measured: 12.2 GB
+Needs two 24 GB GPUs, 47 GB of host memory and 186 GB of disk; or one with 44 GB of host memory. Forecast, not measured: 12.2 GB
 per GPU, 69 to 158 s per step of 16,384 tokens, on one GPU 150 to 305 s. If memory runs out: --per_device_train_batch_size 2.
 """
 

@@ -101,8 +101,8 @@ def test_model_of_one_gpu_is_not_split_onto_the_cpu(monkeypatch, quantized):
     ("model", "config", "processes", "flags", "needed"),
     [
         ("Qwen/Qwen2-0.5B", "1x3090_offload", 1, {}, 10),  # as `--plan` simulates it
-        ("meta-llama/Llama-3.1-70B", "2x3090_qlora", 2, {"load_in_4bit": True, "use_peft": True, "dtype": "bfloat16"}, 120),
-        ("meta-llama/Llama-3.1-70B", "1x3090_qlora", 1, {"load_in_4bit": True, "use_peft": True, "dtype": "bfloat16"}, 79),
+        ("meta-llama/Llama-3.1-70B", "2x3090_qlora", 2, {"load_in_4bit": True, "use_peft": True, "dtype": "bfloat16"}, 43),
+        ("meta-llama/Llama-3.1-70B", "1x3090_qlora", 1, {"load_in_4bit": True, "use_peft": True, "dtype": "bfloat16"}, 41),
         ("Qwen/Qwen2-0.5B", "1x3090", 1, {}, None),
     ],
 )

@@ -178,6 +178,8 @@ def test_host_memory_and_disk_space():
     plan = cards.make_plan(FOUND)
     assert plan["peak_host_gb"] == pytest.approx(4 * 2.5 + 4 * 4), "every process reads the whole model"
     assert cards.make_plan(found_with(copies=1))["peak_host_gb"] == pytest.approx(4 * 2.5 + 4)
+    mapped = cards.make_plan(found_with(quantized=3 * 10**9))
+    assert mapped["peak_host_gb"] == pytest.approx(4 * 2.5 + 4 * 1), "the mapped file can be dropped"
     assert plan["disk_gb"] == pytest.approx(2 + 2 * 12 + 2)
     assert cards.make_plan(found_with(optimizer=5 * 10**8))["disk_gb"] == pytest.approx(2 + 2 * 6 + 2), "8-bit states"
     adapter = cards.make_plan(found_with(is_adapter=True, trained=10**7, optimizer=2 * 10**7))

@@ -331,9 +331,14 @@ def moved_bytes(simulation: Simulation) -> dict[str, float]:
 
 
 def needed_host_memory(simulation: Simulation) -> float:
-    """Bytes of host memory on a node: the model while it loads, what offload keeps there, the whole model to be saved."""
+    """Bytes of host memory on a node: the model while it loads, what offload keeps there, the whole model to be saved.
+
+    The file of the 4-bit weights is not counted: it is memory-mapped, so the kernel can drop its pages.
+    """
     per_node = simulation.processes // simulation.nodes
-    loading = simulation.host_peaks["load"].bytes * simulation.copies if "load" in simulation.host_peaks else 0
+    loading = 0
+    if "load" in simulation.host_peaks:
+        loading = simulation.copies * max(0, simulation.host_peaks["load"].bytes - simulation.quantized)
     training = max((peak.bytes for moment, peak in simulation.host_peaks.items() if moment != "load"), default=0)
     saving = 0 if simulation.is_adapter else 4 * simulation.parameters  # gathered on the first process, in float32
     return per_node * PROCESS_BYTES + max(loading, per_node * training, saving)

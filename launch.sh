@@ -32,6 +32,7 @@
 # Several machines:
 #   sbatch --nodes 2 --gpus-per-node 4 launch.sh RECIPE CONFIG            SLURM; or `srun ./launch.sh …` in an allocation
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 ./launch.sh RECIPE CONFIG      on each machine, with its own NODE_RANK
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # as in `sh launch.sh`
 set -euo pipefail
 
 unset CDPATH
@@ -96,11 +97,11 @@ resolve() {
   local near all
   near=$(nearest "$3" "${known[@]}")
   all=$(printf ', %s' "${known[@]}")
-  fail "unknown $4: $3. Did you mean $near? There are: ${all:2}"
+  fail "unknown $4: $3.${near:+ Did you mean $near?} There are: ${all:2}"
 }
 
 nearest() {
-  python3 -c 'import difflib, sys; print(difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1, 0)[0])' "$@"
+  python3 -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1, 0.4))' "$@"
 }
 
 is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
@@ -131,6 +132,9 @@ prepare_python() {
     python=$(command -v -- "$PYTHON") || fail "PYTHON: program not found: $PYTHON. Give the path of a python"
     [[ $python == /* ]] || python=$PWD/$python
     is_new_enough "$python" || fail "PYTHON: $python is $("$python" --version 2>&1 | tail -n 1), but Python 3.11 or newer is needed"
+    local missing
+    missing=$(missing_packages)
+    [[ -z $missing ]] || fail "PYTHON: $python lacks $missing: run $python -m pip install -r $here/requirements.txt, or leave out PYTHON"
     return
   fi
   python="$here/.venv/bin/python"
@@ -145,6 +149,15 @@ prepare_python() {
   fi
   install_requirements
   exec 9>&-
+}
+
+# Prints the packages that a run needs and $python does not have.
+missing_packages() {
+  "$python" -c '
+import importlib.metadata
+names = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes", "datasets", "matplotlib")
+installed = {str(found.metadata["Name"]).lower() for found in importlib.metadata.distributions()}
+print(*[name for name in names if name not in installed], sep=", ")'
 }
 
 # The index of PyTorch: TORCH_INDEX, or the one that .venv was made with. "" is PyPI.
@@ -207,7 +220,7 @@ run() {
     shift
   done
   (($#)) || fail "${command:-${tiny[*]}} needs a RECIPE; ./launch.sh lists them"
-  if [[ -n $command && " $* " == *" --help "* || ${1:-} == --help ]]; then
+  if [[ -n $command && " $* " =~ " "(--help|-h)" " || ${1:-} =~ ^(--help|-h)$ ]]; then
     show_help
     return
   fi

@@ -37,9 +37,23 @@ KEYS_OF_ANOTHER_RUN = ["recipe", "model", "dataset", "dataset_config", "dataset_
 @pytest.mark.parametrize("key", KEYS_OF_ANOTHER_RUN)
 def test_folder_of_another_run_is_refused(tmp_path, error_of, key):
     claim(tmp_path / "run", IDENTITY)
-    message = error_of(claim, tmp_path / "run", IDENTITY | {key: True})
+    message = error_of(claim, tmp_path / "run", IDENTITY | {"data_digest": "b", key: True})
     assert key in message and "--output_dir" in message
     assert read(tmp_path / "run", "run.json") == IDENTITY
+
+
+@pytest.mark.parametrize("identity", [IDENTITY, IDENTITY_OF_REHEARSAL])
+def test_local_files_can_be_named_in_another_way(tmp_path, identity):
+    """By an absolute instead of a relative path, if they are the same files. A dataset of the Hub has no checksum."""
+    claim(tmp_path / "run", identity, is_default=True)
+    begin_training(tmp_path / "run")
+    claim(tmp_path / "run", identity | {"dataset": "/b/a"}, is_default=True)
+    assert read(tmp_path / "run", "run.json")["dataset"] == "/b/a" and not (tmp_path / "run.c").exists()
+
+
+def test_folder_of_another_dataset_of_the_hub_is_refused(tmp_path, error_of):
+    claim(tmp_path / "run", IDENTITY | {"data_digest": ""})
+    assert "dataset a" in error_of(claim, tmp_path / "run", IDENTITY | {"data_digest": "", "dataset": "b"})
 
 
 def test_folder_with_other_files_is_refused(tmp_path, error_of):

@@ -145,6 +145,15 @@ def test_documents_that_are_trained_on_and_evaluated(preview_tiny, tmp_path):
     assert process.returncode == 1 and "1 of 4 documents for evaluation are also trained on" in process.stderr
 
 
+def test_epochs_of_less_than_a_step(preview_tiny, tmp_path):
+    """The last step of an epoch is filled with rows without loss, which do not count."""
+    rows = [{"messages": [{"role": role, "content": f"{role} {row}"} for role in ("user", "assistant")]} for row in range(30)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--max_length", "2048", "--global_batch_size", "8", "--max_steps", "-1", "--num_train_epochs", "1"]
+    numbers = json.loads(preview_tiny("qwen2_chat", "--dataset_name", str(tmp_path / "rows.jsonl"), *flags, "--json").stdout)
+    assert (numbers["steps"], numbers["times_seen"]) == (1, 1) and numbers["tokens"] == numbers["tokens_per_epoch"]
+
+
 def test_data_of_a_preview_and_a_run(preview_tiny, rehearse, tmp_path):
     """Skipped rows with reasons, ignored columns and turns: the same in both. A document is shown complete with --full."""
     thanks = [{"role": "user", "content": "Thanks"}]

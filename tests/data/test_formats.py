@@ -126,6 +126,12 @@ def as_assistant(content):
             {"messages": CHAT, "tools": [{"type": "function", "function": TOOL}]},
             id="every tool as JSON",
         ),
+        pytest.param(
+            {"messages": CHAT, "tools": [{"function": TOOL | {"parameters": json.dumps(TOOL["parameters"])}}]},
+            "messages",
+            {"messages": CHAT, "tools": [{"function": TOOL}]},
+            id="parameters as JSON",
+        ),
         pytest.param({"messages": CHAT, "tools": ["look"]}, "messages", None, id="a tool that is a word"),
         pytest.param({"messages": CHAT, "tools": [{"function": "look"}]}, "messages", None, id="a function that is a word"),
         pytest.param({"messages": CHAT, "tools": [TOOL | {"parameters": ["at"]}]}, "messages", None, id="parameters as a list"),

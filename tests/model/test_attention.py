@@ -139,6 +139,7 @@ PACKED = {"packing": True, "packing_strategy": "bfd_split", "bf16": True}
         ("llama", {"hidden_size": 4096, "num_attention_heads": 8}, {}, PLAN, None, "a head of llama has 512"),
         ("llama", {"head_dim": 68}, {}, CPU, None, "a head of llama has 68"),
         ("deepseek_v3", {}, {}, GPU, "varlen", ""),
+        ("gpt_neo", {}, {"packing": False}, GPU, "flash_attention_2", "--packing_strategy bfd"),
         ("unknown", None, {}, GPU, "varlen", ""),  # `check_model` says that it cannot be read
     ],
 )

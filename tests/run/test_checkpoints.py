@@ -313,5 +313,10 @@ def test_best_metric_that_no_evaluation_computes(build_trainer, error_of):
     check_metric_is_computed(trainer)
     trainer.args.metric_for_best_model = "foo"
     assert "--metric_for_best_model foo is not computed: pass eval_loss" in error_of(check_metric_is_computed, trainer)
+    trainer.args.metric_for_best_model = "mean_token_accuracy"  # is logged, but transformers cannot choose a checkpoint by it
+    assert "is not computed: pass eval_loss" in error_of(check_metric_is_computed, trainer)
     trainer.compute_metrics = dict  # a recipe with its own metrics
+    check_metric_is_computed(trainer)
+    trainer.compute_metrics = None
+    trainer.__class__ = type("OwnTrainer", (type(trainer),), {})  # a recipe with a trainer of its own
     check_metric_is_computed(trainer)

@@ -222,6 +222,34 @@ def test_signal_before_the_launcher_waits_for_its_workers(python, signal_is, pri
     assert not any(psutil.pid_exists(int(pid)) for pid in pids.split())
 
 
+BLOCKED = """
+import multiprocessing, signal, time
+def block():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+def finish():
+    multiprocessing.get_context("fork").Process(target=block, daemon=True).start()
+    time.sleep(0.5)
+    return "finished"
+"""
+CALLS = """
+import signal
+from harness.start import processes
+import work
+signal.signal(signal.SIGTERM, lambda *of: print("as before", flush=True))
+print(*processes.call(True, work.finish), flush=True)
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+def test_process_does_not_wait_for_a_daemon(python):
+    """For a DataLoader's worker that reads: it ignores SIGTERM. Afterwards signals have the effect that they had before."""
+    started = time.monotonic()
+    process = python(CALLS, BLOCKED)
+    assert process.stdout == "0 finished\nas before\n" and not process.stderr, process.stderr
+    assert time.monotonic() - started < 50  # `block` takes 60 s
+
+
 def test_every_process_can_exit_before_training(launch, tmp_path):
     """By `sys.exit` or `os._exit`."""
     recipe = tmp_path / "exits.py"

@@ -253,8 +253,14 @@ def summarize(args: Any, rows: PreviewRows, batches: list[dict], script_args: An
     rows_per_step = script_args.global_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps
     rows_per_epoch, tokens_per_epoch = rows.epoch()
     is_mixture = "datasets" in rows.data
-    steps_per_epoch = max(1, rows_per_epoch / rows_per_step) if rows_per_epoch else None
-    steps = args.max_steps if args.max_steps > 0 else steps_per_epoch and steps_per_epoch * args.num_train_epochs
+    steps_per_epoch, epochs = None, None
+    if rows_per_epoch:
+        steps_per_epoch = rows_per_epoch / rows_per_step
+        if not script_args.dataset_streaming:  # the last step of an epoch is filled with rows without loss
+            steps_per_epoch = max(1, steps_per_epoch)
+        epochs = args.max_steps / steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
+    steps = args.max_steps if args.max_steps > 0 else steps_per_epoch and steps_per_epoch * epochs
+    tokens_of_run = epochs * tokens_per_epoch if epochs else steps and steps * rows_per_step * rows.mean_length
     return {
         "documents": len(lengths),
         "lengths": {
@@ -272,12 +278,12 @@ def summarize(args: Any, rows: PreviewRows, batches: list[dict], script_args: An
         "rows_per_step": rows_per_step,
         "is_rows_per_step_for_one_gpu": not script_args.global_batch_size,
         "tokens_per_step": round(rows_per_step * rows.mean_length),
-        "steps_per_epoch": steps_per_epoch and round(steps_per_epoch),
+        "steps_per_epoch": steps_per_epoch and max(1, round(steps_per_epoch)),
         "tokens_per_epoch": tokens_per_epoch and round(tokens_per_epoch),
-        "steps": steps and round(steps),
-        "tokens": steps and round(steps * rows_per_step * rows.mean_length),
+        "steps": steps and max(1, round(steps)),
+        "tokens": tokens_of_run and round(tokens_of_run),
         # A mixture reads the rows of one dataset more often than those of another.
-        "times_seen": round(steps * rows_per_step / rows_per_epoch, 2) if rows_per_epoch and not is_mixture else None,
+        "times_seen": round(epochs, 2) if epochs and not is_mixture else None,
     }
 
 

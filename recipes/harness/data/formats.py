@@ -144,6 +144,8 @@ def _to_messages(row: dict, text_field: str) -> dict:
         question, answer = row["prompt"], row["completion"]
     elif _has_text(row, "instruction") and _has_text(row, "output"):
         question, answer = f"{row['instruction']}\n\n{row.get('input') or ''}".strip(), row["output"]
+    elif isinstance(row.get("messages", row.get("conversations")), str):
+        raise SkippedRow("whose messages are a text, not a list with role and content")
     else:
         raise SkippedRow(NO_ANSWER)
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -284,14 +286,27 @@ def _template_columns(row: dict) -> dict:
 
 
 def _clean_tool(tool: Any) -> dict:
-    """A tool in OpenAI's form. Chat templates expect its function, parameters and properties to be objects."""
-    if isinstance(tool, dict) and "function" not in tool and "name" in tool:
+    """A tool in OpenAI's form, whose function, parameters and properties are objects, as chat templates expect them."""
+    problem = SkippedRow("with a tool whose function, parameters or properties are not an object")
+    if not isinstance(tool, dict):
+        raise problem
+    if "function" not in tool:
+        if "name" not in tool:
+            return tool  # one of a server's own, such as web_search
         tool = {"type": "function", "function": tool}
-    function = tool.get("function", {}) if isinstance(tool, dict) else None
-    parameters = (function.get("parameters") or {}) if isinstance(function, dict) else None
-    if not isinstance(parameters, dict) or not isinstance(parameters.get("properties") or {}, dict):
-        raise SkippedRow("with a tool whose function, parameters or properties are not an object")
-    return tool
+    function = _from_json(tool["function"])
+    if not isinstance(function, dict):
+        raise problem
+    if function.get("parameters"):
+        parameters = _from_json(function["parameters"])
+        if not isinstance(parameters, dict):
+            raise problem
+        if parameters.get("properties"):
+            parameters = parameters | {"properties": _from_json(parameters["properties"])}
+            if not isinstance(parameters["properties"], dict):
+                raise problem
+        function = function | {"parameters": parameters}
+    return tool | {"function": function}
 
 
 def _from_json(value: Any) -> Any:

@@ -158,12 +158,16 @@ def _configs_of(folder: Path) -> list[dict]:
     except (yaml.YAMLError, ValueError, RecursionError):
         return []
     configs = settings.get("configs") or [] if isinstance(settings, dict) else []
-    if not isinstance(configs, list) or not all(map(_is_config, configs)):
-        raise UserError(
-            f"--dataset_name: the configs in the header of {readme} are not as on the Hub: a list with config_name and "
-            "data_files, which are paths, or a list with split and path: correct or delete them"
-        )
+    if not isinstance(configs, list) or not all(isinstance(entry, dict) for entry in configs):
+        raise UserError(bad_configs(folder))
     return configs
+
+
+def bad_configs(folder: Path) -> str:
+    return (
+        f"--dataset_name: the configs in the header of {folder / 'README.md'} are not as on the Hub: a list with config_name and "
+        "data_files, which are paths, or a list with split and path: correct or delete them"
+    )
 
 
 def _is_config(entry: Any) -> bool:
@@ -200,6 +204,8 @@ def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]
         problem = f"none called {name}" if name else "so one must be chosen"
         raise UserError(f"--dataset_config: {folder} has the configs {', '.join(configs)}, {problem}: pass one of these")
     entry = configs[name]
+    if not _is_config(entry):
+        raise UserError(bad_configs(folder))
     base = folder / (entry.get("data_dir") or "")
     splits = entry.get("data_files") or "**/*"
     if not (isinstance(splits, list) and all(isinstance(part, dict) for part in splits)):
@@ -534,10 +540,24 @@ def _separator_of(path: Path) -> str:
 
 def _read_csv(path: Path) -> Iterator[tuple[int, dict]]:
     """The rows of a CSV file, with the numbers of their lines. Every value is a text, also NA, None and 007."""
-    reader = csv.reader((line for _, line in read_lines(path)), delimiter=_separator_of(path), strict=True)
+    separator = _separator_of(path)
+    row: list[str] = []  # the lines of the current row; at the end of the file ""
+
+    def lines() -> Iterator[str]:
+        for _, line in read_lines(path):
+            row.append(line)
+            yield line
+        row.append("")
+
+    reader = csv.reader(lines(), delimiter=separator)
     header: list[str] = []
+    began = 1
     try:
         for values in reader:
+            if '"' in "".join(row):
+                values = _quoted_values(path, row, began, separator)
+            row.clear()
+            began = reader.line_num + 1
             if not values:
                 continue
             if not header:
@@ -552,8 +572,23 @@ def _read_csv(path: Path) -> Iterator[tuple[int, dict]]:
                 )
             yield reader.line_num, dict(zip(header, values, strict=False))
     except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: not readable as CSV: {error}") from error
+
+
+def _quoted_values(path: Path, lines: list[str], number: int, separator: str) -> list[str]:
+    """The values of a row of CSV that has quotation marks. Raises UserError if one of them is not closed or not doubled.
+
+    Python's lenient reader would drop some of the marks, and let a value that is not closed swallow rows.
+    `number`: of the row's first line.
+    """
+    text = re.sub(rf'" +(?={re.escape(separator)}|$)', '"', "".join(lines))  # spaces behind a quoted value
+    try:
+        return next(csv.reader(text.splitlines(keepends=True), delimiter=separator, strict=True))
+    except csv.Error as error:
+        if separator == "\t" and len(lines) == 1:  # many TSV files quote nothing
+            return lines[0].rstrip("\r\n").split(separator)
         raise UserError(
-            f"{path}, line {reader.line_num}: not readable as CSV: {error} (is a quotation mark not closed, or not doubled?)"
+            f"{path}, line {number}: not readable as CSV: {error} (is a quotation mark of this row not closed, or not doubled?)"
         ) from error
 
 

@@ -148,8 +148,8 @@ def head_sizes(config: PreTrainedConfig) -> list[int]:
     """The sizes of the attention heads of a model. Layers can have different ones, as in Gemma 4."""
     text = config.get_text_config()
     sizes = [int(size) for size in re.findall(r'head_dim": (\d+)', text.to_json_string(use_diff=False))]
-    values = text.to_dict()
-    return sizes or [values.get("hidden_size", 64) // values.get("num_attention_heads", 1)]
+    # By their usual names, which every config maps to its own: GPT-2's n_embd, GPT-Neo's num_heads.
+    return sizes or [getattr(text, "hidden_size", 64) // (getattr(text, "num_attention_heads", None) or 1)]
 
 
 def largest_head(model_args: ModelConfig, launched: Launched) -> int:

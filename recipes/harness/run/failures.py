@@ -164,19 +164,11 @@ def find_local(error: Exception, kind: type[T]) -> T | None:
 def check_metric_is_computed(trainer: Any) -> None:
     """Raises UserError if no evaluation computes `metric_for_best_model`: transformers would only notice when it saves."""
     name = (trainer.args.metric_for_best_model or "").removeprefix("eval_")
-    if not name or trainer.compute_metrics or trainer.args.eval_strategy == "no":
+    is_own_class = type(trainer).__module__.split(".")[0] not in ("transformers", "trl")  # which may compute other metrics
+    if not name or trainer.compute_metrics or is_own_class or trainer.args.eval_strategy == "no":
         return
     labels = [f"{label}_" for label in trainer.eval_dataset] if isinstance(trainer.eval_dataset, dict) else []
-    metrics = (
-        "loss",
-        "entropy",
-        "mean_token_accuracy",
-        "runtime",
-        "samples_per_second",
-        "steps_per_second",
-        "num_tokens",
-        "aux_loss",
-    )
+    metrics = ("loss", "runtime", "samples_per_second", "steps_per_second")  # SFTTrainer only logs its others
     known = [f"{label}{metric}" for label in ("", *labels) for metric in metrics]
     if name not in known:
         losses = ", ".join(f"eval_{label}loss" for label in ("", *labels))

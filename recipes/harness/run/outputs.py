@@ -41,6 +41,8 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes"
 def set_base_revision(trainer: Trainer) -> None:
     """Records, in the settings of an adapter, the revision of the model that it was trained on. PEFT does not know it."""
     for settings in getattr(trainer.model, "peft_config", {}).values():
+        if not settings.base_model_name_or_path:  # the recipe has made the model itself
+            continue
         source = read_json(Path(settings.base_model_name_or_path, SOURCE))
         options = getattr(trainer.args, "model_init_kwargs", None) or {}
         settings.revision = source.get("revision") or options.get("revision") or settings.revision

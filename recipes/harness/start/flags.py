@@ -164,8 +164,10 @@ def help_text(recipe: Path) -> str:
             elif line.strip().startswith("# "):
                 lines += ["", f"    {line.strip()}"]
     settings = "\n".join(lines).strip("\n")
+    # The docstring of a copied recipe still names the original in its commands.
+    docstring = re.sub(r"(\./launch\.sh (?:--\w+ )?)\w+", rf"\g<1>{recipe.stem}", ast.get_docstring(tree) or "")
     return (
-        f"{ast.get_docstring(tree)}\n\nWhat the recipe sets, as flags with which you can change it:\n\n{settings}\n\n"
+        f"{docstring}\n\nWhat the recipe sets, as flags with which you can change it:\n\n{settings}\n\n"
         "Every other field of SFTConfig (or TrainingArguments), of TRL's ModelConfig and ScriptArguments is a flag too:\n"
         "    https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig\n"
         "    https://huggingface.co/docs/trl/script_utils\n"

@@ -170,6 +170,10 @@ def _work(connection: Connection, launcher: int, stdin: int | None) -> None:
     finally:
         for number in (signal.SIGINT, *SIGNALS):  # the function has ended: a signal would only interrupt the exit handlers
             signal.signal(number, signal.SIG_IGN)
+        # The exit handler of multiprocessing waits for daemons, such as a DataLoader's worker that reads and ignores SIGTERM.
+        for child in multiprocessing.active_children():
+            if child.daemon:
+                child.kill()
         run_exit_handlers()
 
 
@@ -253,10 +257,18 @@ def idle_workers(count: int, can_fork: bool) -> Iterator[list[Worker]]:
 
 
 def call(can_fork: bool, function: Callable, *args: Any) -> tuple[int, Any]:
-    """Runs `function` in a process of its own; returns the exit code (-N for signal N) and the function's result."""
+    """Runs `function` in a process of its own; returns the exit code (-N for signal N) and the function's result.
+
+    A signal that comes meanwhile ends the process, and then has the effect that it had before the call.
+    """
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     worker = Worker(can_fork)
     worker.start(function, *args)
     code, _ = wait_for([worker])
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if last_signal():
+        os.kill(os.getpid(), last_signal())
     return code, worker.result
 
 

@@ -40,6 +40,8 @@ def test_space_for_two_checkpoints_and_the_model(build_trainer, small_disk, erro
     assert "5 checkpoints of " in error_of(check_disk_space, trainer, None)
     trainer.args.save_steps = 10
     assert "3 checkpoints of " in error_of(check_disk_space, trainer, None)  # the run writes no more
+    trainer.args.save_total_limit = -1  # keeps all
+    assert "3 checkpoints of " in error_of(check_disk_space, trainer, None)
     trainer.args.save_total_limit = 2
     trainer.args.output_dir, trainer.args.metric_for_best_model = str(small_disk("9M")), None
     check_disk_space(trainer, None)

@@ -206,8 +206,9 @@ def kept_checkpoints(args: Any) -> int:
         written = math.ceil(1 / args.save_steps)
     elif args.save_strategy == "steps" and args.max_steps > 0:
         written = math.ceil(args.max_steps / args.save_steps)
-    # Without a limit, space for two is enough to start: how many the disk must hold depends on when the user stops the run.
-    return min((args.save_total_limit or 2) + best, written)
+    # Without a limit (None or -1), space for two is enough to start.
+    limit = args.save_total_limit if (args.save_total_limit or 0) > 0 else 2
+    return min(limit + best, written)
 
 
 def exit_if_disk_failed(error: Exception, trainer: Any) -> None:

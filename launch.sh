@@ -155,7 +155,7 @@ prepare_python() {
 missing_packages() {
   "$python" -c '
 import importlib.metadata
-names = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes", "datasets", "matplotlib")
+names = ("torch", "transformers", "trl", "accelerate", "peft", "datasets")
 installed = {str(found.metadata["Name"]).lower() for found in importlib.metadata.distributions()}
 print(*[name for name in names if name not in installed], sep=", ")'
 }

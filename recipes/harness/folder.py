@@ -191,10 +191,10 @@ def _is_replaced_rehearsal(existing: dict, identity: dict, is_default: bool) -> 
     if not (is_default and identity["tiny"] and existing.get("tiny")):
         return False
     different = [key for key in existing.keys() | identity.keys() if existing.get(key) != identity.get(key)]
-    return any(not _names_same_files(key, existing, identity) for key in different)
+    return any(not names_same_files(key, existing, identity) for key in different)
 
 
-def _names_same_files(key: str, existing: dict, identity: dict) -> bool:
+def names_same_files(key: str, existing: dict, identity: dict) -> bool:
     """Whether `key` is the name of the dataset, and both runs have the same local files: relative and absolute paths differ."""
     return key == "dataset" and "datasets" not in identity and existing.get("data_digest") == identity["data_digest"] != ""
 
@@ -209,7 +209,7 @@ def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bo
         return
     choose = "choose another --output_dir, or move that folder away"
     for key in identity:
-        if key not in MAY_DIFFER and existing.get(key) != identity[key] and not _names_same_files(key, existing, identity):
+        if key not in MAY_DIFFER and existing.get(key) != identity[key] and not names_same_files(key, existing, identity):
             raise UserError(
                 f"--output_dir: {folder} holds a run with {key} {existing.get(key)}, this run has {key} {identity[key]}: {choose}"
             )

@@ -16,7 +16,7 @@ from harness.launched import UserError
 
 FIRST_MESSAGE, NEXT_MESSAGE = 5, 30  # seconds of waiting before the first message, and between two messages
 TEMPORARY = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which the Hub may answer again
-TOKENIZER = "the tokenizer of"  # with the name of a model: what `hub_errors` is about
+TOKENIZER = "the tokenizer of"  # a `kind` of `hub_errors`; the name of a model follows
 LOGIN = "`.venv/bin/hf auth login` (or set HF_TOKEN)"
 
 

@@ -307,7 +307,7 @@ def own_address(host: str) -> str:
 
 
 def interface_to(host: str) -> str | None:
-    """The name of the network interface on the route to `host`, None if `host` is this machine."""
+    """The name of the network interface on the route to `host`, None if that is the loopback interface or not known."""
     import psutil
 
     own = own_address(host)

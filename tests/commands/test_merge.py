@@ -4,6 +4,7 @@ import json
 import shutil
 
 from harness.commands import merge
+from harness.run.checkpoints import begin_writing, sync_files, write_marker
 
 import pytest
 import torch
@@ -149,3 +150,12 @@ def test_adapter_that_peft_cannot_merge(tmp_path, error_of):
     get_peft_model(model, LoraConfig(target_modules=["o_proj"], lora_bias=True)).save_pretrained(tmp_path / "adapter")
     message = error_of(merge.main, str(tmp_path / "adapter"), str(tmp_path / "merged"))
     assert "PEFT cannot merge this adapter" in message and not (tmp_path / "merged").exists()
+
+
+def test_unsharded_checkpoint_of_an_adapter_is_named(tmp_path, error_of):
+    checkpoint = tmp_path / "checkpoint-5"
+    checkpoint.mkdir()
+    (checkpoint / "adapter_model.safetensors").touch()
+    begin_writing(checkpoint)
+    write_marker(checkpoint, {"files": sync_files(checkpoint, lambda name: True)})
+    assert f"./launch.sh --merge {checkpoint}" in error_of(merge.find_sharded_checkpoint, tmp_path)

@@ -129,6 +129,12 @@ FILES: dict[str, tuple] = {
         "line 32: not readable as CSV",
     ),
     "CSV with spaces and line breaks": (TASK, {"a.csv": CSV + '\n"x" ,y\n"x\nx","y\ny" '}, "a.csv", (29, 0, 3)),
+    "CSV with CRLF, other line separators and spaces within quotes": (
+        TASK,
+        {"a.csv": (CSV + '\n"x ""y"" , z",a\u2028b\n"x" ,y \n').replace("\n", "\r\n")},
+        "a.csv",
+        (29, 0, 3),
+    ),
     "TSV without quoting": (TASK, {"a.tsv": CSV.replace(",", "\t") + '\n"x" x\ty'}, "a.tsv", (28, 0, 3)),
     "CSV with two columns of one name": (TEXT, {"a.csv": "text,text\na,b"}, "a.csv", "line 1: two columns are called text"),
     "CSV with too many values": (TASK, {"a.csv": CSV + "\na,b,c"}, "a.csv", "line 32: 3 values, but the header names 2 columns"),

@@ -268,15 +268,19 @@ def test_proposals_build_on_what_is_kept():
 
     def run(config: str, flags: list[str]) -> Simulation:
         seen.append((Path(config).stem, flags))
-        size = 90 - 10 * len(flags) - (20 if "offload" in config else 0) - (5 if "reduce_each_batch" in config else 0)
-        return dataclasses.replace(needing(size), is_adapter="--use_peft" in flags, has_checkpointing=True, micro_batch=1)
+        size = 400 - 10 * len(flags) - (50 if "offload" in config else 0) - (50 if "reduce_each_batch" in config else 0)
+        length = int(flags[flags.index("--max_length") + 1]) if "--max_length" in flags else 8192
+        fields = {"is_adapter": "--use_peft" in flags, "max_length": length}
+        return dataclasses.replace(needing(size - 100 + length / 100), has_checkpointing=True, micro_batch=1, **fields)
 
-    simulation = dataclasses.replace(needing(100), is_adapter=False, has_checkpointing=True, micro_batch=1)
+    simulation = dataclasses.replace(run(config, []), is_adapter=False)
     cards.try_proposals(cards.make_plan(simulation), simulation, config, run)
+    del seen[0]
     names = [name for name, _ in seen]
     assert names.index("1x3090_offload") < names.index("1x3090_offload with fsdp_reduce_each_batch: true")
     assert names[-1] == "1x3090_offload with fsdp_reduce_each_batch: true"
-    assert all(flags.count("--use_peft") <= 1 for _, flags in seen) and any("--load_in_4bit" in flags for _, flags in seen)
+    assert all(flags.count(flag) == 1 for _, flags in seen for flag in flags if flag.startswith("--"))
+    assert any("--load_in_4bit" in flags for _, flags in seen) and any("1024" in flags for _, flags in seen)
 
 
 @pytest.mark.parametrize(("config", "card"), [("3xt4_full_shard", "T4"), ("4gpu_full_shard", None)])

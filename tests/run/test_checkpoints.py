@@ -313,10 +313,17 @@ def test_best_metric_that_no_evaluation_computes(build_trainer, error_of):
     check_metric_is_computed(trainer)
     trainer.args.metric_for_best_model = "foo"
     assert "--metric_for_best_model foo is not computed: pass eval_loss" in error_of(check_metric_is_computed, trainer)
-    trainer.args.metric_for_best_model = "mean_token_accuracy"  # is logged, but transformers cannot choose a checkpoint by it
-    assert "is not computed: pass eval_loss" in error_of(check_metric_is_computed, trainer)
     trainer.compute_metrics = dict  # a recipe with its own metrics
     check_metric_is_computed(trainer)
     trainer.compute_metrics = None
     trainer.__class__ = type("OwnTrainer", (type(trainer),), {})  # a recipe with a trainer of its own
     check_metric_is_computed(trainer)
+
+
+def test_best_metric_of_sft_trainer(rehearse):
+    """SFTTrainer adds it to the metrics of an evaluation while it logs them."""
+    run = rehearse(
+        "qwen2_chat", "1x3090", "--metric_for_best_model", "mean_token_accuracy", "--max_steps", "4", "--eval_steps", "2"
+    )
+    state = read(run, "trainer_state.json")
+    assert 0 <= state["best_metric"] < 1 and state["best_global_step"]

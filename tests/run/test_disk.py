@@ -34,15 +34,8 @@ def test_space_for_two_checkpoints_and_the_model(build_trainer, small_disk, erro
     message = error_of(check_disk_space, trainer, None)
     for words in ("--output_dir", "3.1 MB free", "2 checkpoints of ", "a model of ", "another disk"):
         assert words in message
-    trainer.args.metric_for_best_model, trainer.args.max_steps, trainer.args.save_steps = "loss", 30, 3
+    trainer.args.metric_for_best_model = "loss"
     assert "3 checkpoints of " in error_of(check_disk_space, trainer, None)  # the best one too
-    trainer.args.save_total_limit = 4
-    assert "5 checkpoints of " in error_of(check_disk_space, trainer, None)
-    trainer.args.save_steps = 10
-    assert "3 checkpoints of " in error_of(check_disk_space, trainer, None)  # the run writes no more
-    trainer.args.save_total_limit = -1  # keeps all
-    assert "3 checkpoints of " in error_of(check_disk_space, trainer, None)
-    trainer.args.save_total_limit = 2
     trainer.args.output_dir, trainer.args.metric_for_best_model = str(small_disk("9M")), None
     check_disk_space(trainer, None)
     trainer.args.output_dir, trainer.args.save_strategy = str(small_disk("2M")), "no"

@@ -68,7 +68,10 @@ def merge(source: Path, target: Path) -> None:
 
 
 def find_sharded_checkpoint(source: Path) -> Path:
-    """The folder itself if it is a sharded checkpoint, else its newest complete one."""
+    """The folder itself if it is a sharded checkpoint, else its newest complete one. Damaged ones are reported and skipped.
+
+    Raises UserError if there is none, or if it is not sharded.
+    """
     from harness.run.checkpoints import find_damage
 
     for path in (source, *checkpoints(source)):
@@ -77,6 +80,8 @@ def find_sharded_checkpoint(source: Path) -> Path:
         if damage := find_damage(path):
             print_once(f"{path} is damaged: {damage}.")
             continue
+        if (path / "adapter_model.safetensors").is_file():
+            raise UserError(f"the run in {source} is not finished: merge its newest checkpoint, ./launch.sh --merge {path}")
         if not (path / SHARDED).is_dir():
             raise UserError(f"{path} is not sharded: it has the model in model.safetensors already")
         return path

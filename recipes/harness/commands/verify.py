@@ -10,6 +10,7 @@ Exit code 1 if a check fails.
 import contextlib
 import dataclasses
 import functools
+import http.client
 import json
 import os
 import sys
@@ -79,8 +80,8 @@ Losses = list[tuple[float, int]]  # of each row: the sum over its tokens in the 
 def main(run: str, *words: str) -> int:
     """Checks whether the saved model of a run, and MODEL if there is one, give the results that the run has recorded.
 
-    `run`: its output directory; `words`: [MODEL] [--served_model_name NAME] [--json]. Compares the losses on the held-out rows,
-    the tokens of prompts, tokenizer and configs. Returns 1 if a check failed, else 0.
+    `run`: its output directory; `words`: [MODEL] [--served_model_name NAME] [--json], MODEL is by default `run`/merged, if it
+    exists. Compares the losses on the evaluation rows, the tokens of prompts, tokenizer and configs. Returns 1 if a check failed.
     """
     model, served_name, as_json = read_words(words)
     if served_name and not is_address(model):
@@ -389,7 +390,10 @@ def check_ends(model: str, stops: set[int], expected: dict) -> list[Check]:
 
 
 def ask(address: str, path: str, body: dict | None = None) -> tuple[int, Any]:
-    """The status and the answer of a server. Raises UserError if nothing answers."""
+    """GETs a path of a server, or POSTs `body` as JSON. Returns the status, and the parsed JSON or the first letters of an error.
+
+    Raises UserError if nothing answers in HTTP and JSON.
+    """
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("OPENAI_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
@@ -399,7 +403,7 @@ def ask(address: str, path: str, body: dict | None = None) -> tuple[int, Any]:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode(errors="replace")[:300]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise UserError(
             f"{address} does not answer ({error}): start the server first, and pass its address without /v1"
         ) from error

@@ -189,7 +189,8 @@ def install_log_fields(trainer: Any, fields: Callable[[dict], dict]) -> None:
     log = trainer.log
 
     def log_with_fields(logs: dict, *args: Any, **kwargs: Any) -> None:
-        log(logs | fields(logs), *args, **kwargs)
+        logs.update(fields(logs))  # not a copy: SFTTrainer adds metrics too, by one of which the best checkpoint may be chosen
+        log(logs, *args, **kwargs)
 
     trainer.log = log_with_fields
 

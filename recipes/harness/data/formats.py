@@ -144,8 +144,8 @@ def _to_messages(row: dict, text_field: str) -> dict:
         question, answer = row["prompt"], row["completion"]
     elif _has_text(row, "instruction") and _has_text(row, "output"):
         question, answer = f"{row['instruction']}\n\n{row.get('input') or ''}".strip(), row["output"]
-    elif isinstance(row.get("messages", row.get("conversations")), str):
-        raise SkippedRow("whose messages are a text, not a list with role and content")
+    elif _has_text(row, "messages") or _has_text(row, "conversations"):
+        raise SkippedRow("whose messages are a string, not a list of messages")
     else:
         raise SkippedRow(NO_ANSWER)
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -287,7 +287,7 @@ def _template_columns(row: dict) -> dict:
 
 def _clean_tool(tool: Any) -> dict:
     """A tool in OpenAI's form, whose function, parameters and properties are objects, as chat templates expect them."""
-    problem = SkippedRow("with a tool whose function, parameters or properties are not an object")
+    problem = SkippedRow("with a tool that is not an object, or whose parameters are not")
     if not isinstance(tool, dict):
         raise problem
     if "function" not in tool:

@@ -168,9 +168,9 @@ def open_source(script_args: ScriptArguments, keep: Callable[[dict], bool] | Non
     source = Source(script_args, splits, is_complete, train, test, conversion, facts, eval_rows=[])
     set_eval_rows(source, keep)
     if test is not None and not source.eval_rows:
-        condition = " and is kept by the recipe (`keep`)" if keep else ""
+        condition = " that the recipe keeps (`keep`)" if keep else ""
         raise UserError(
-            f"--dataset_test_split: no row of {name} in this split has a text or answer{condition}: pass another split"
+            f"--dataset_test_split: no row of {name} in this split{condition} has a text or answer: pass another split"
         )
     return source
 
@@ -454,8 +454,8 @@ def open_dataset(script_args: ScriptArguments, streaming: bool) -> dict[str, Dat
 def open_for_load(script_args: ScriptArguments) -> tuple[dict[str, Dataset | IterableDataset], bool]:
     """The splits or slices for `load` by name, and whether they have all their rows.
 
-    A run, and whoever reads small files or a stream, opens all rows. Of other data a preview, a rehearsal and a plan read only
-    the first rows of the two splits that they use. Without slices they download no more than these rows.
+    All rows are opened for a run, of small files, and of a stream. Of other data a preview, a rehearsal and a plan read only the
+    first rows of the two splits that they use. Without slices they download no more than these rows.
     """
     if not script_args.first_rows or reading.is_small(script_args.dataset_name):
         return open_dataset(script_args, script_args.dataset_streaming), True

@@ -581,15 +581,19 @@ def _quoted_values(path: Path, lines: list[str], number: int, separator: str) ->
     Python's lenient reader would drop some of the marks, and let a value that is not closed swallow rows.
     `number`: of the row's first line.
     """
-    text = re.sub(rf'" +(?={re.escape(separator)}|$)', '"', "".join(lines))  # spaces behind a quoted value
     try:
-        return next(csv.reader(text.splitlines(keepends=True), delimiter=separator, strict=True))
+        return next(csv.reader(lines, delimiter=separator, strict=True))
     except csv.Error as error:
-        if separator == "\t" and len(lines) == 1:  # many TSV files quote nothing
-            return lines[0].rstrip("\r\n").split(separator)
+        problem = error
+    if separator == "\t" and len(lines) == 1:  # many TSV files quote nothing
+        return lines[0].rstrip("\r\n").split(separator)
+    without_spaces = re.sub(rf'" +(?={re.escape(separator)}|\r?$)', '"', "".join(lines))  # behind a quoted value
+    try:
+        return next(csv.reader(io.StringIO(without_spaces, newline="\n"), delimiter=separator, strict=True))
+    except csv.Error:
         raise UserError(
-            f"{path}, line {number}: not readable as CSV: {error} (is a quotation mark of this row not closed, or not doubled?)"
-        ) from error
+            f"{path}, line {number}: not readable as CSV: {problem} (is a quotation mark of this row not closed, or not doubled?)"
+        ) from problem
 
 
 def _read_text(path: Path, row_of: str) -> Iterator[tuple[int, dict]]:

@@ -428,7 +428,8 @@ def check_host_memory(model_args: ModelConfig, config: AccelerateConfig, launche
     processes = launched.processes // launched.nodes
     copies = 1 if config.cpu_ram_efficient_loading else processes
     # The file of the 4-bit weights is memory-mapped, so the kernel can drop its pages.
-    loading, training = 0 if is_4bit else copies * weights, 0
+    loading = 0 if is_4bit else copies * weights
+    training = 0
     if config.offload_params:
         loading += weights * processes // launched.processes  # the shards are made while the loaded weights are still there
         if not model_args.use_peft:  # weights, gradients and two moments in float32

@@ -27,6 +27,7 @@ from harness.launched import UserError
 from harness.model.loading import PROCESS_BYTES
 from harness.plan.simulation import Refused, Simulation
 from harness.run.forecast import measurements_folder
+from harness.start.flags import without
 
 import yaml
 
@@ -382,7 +383,7 @@ def try_proposals(
         while change := next((change for change in proposals(simulation, config) if change not in tried), None):
             tried.append(change)
             other_config = copy_that_reduces_each_batch(config, folder) if change.reduces_each_batch else change.config or config
-            flags = [*kept, *change.flags]
+            flags = [*without("max_length", kept), *change.flags] if "--max_length" in change.flags else [*kept, *change.flags]
             simulated = run(other_config, flags)
             if isinstance(simulated, Refused):
                 continue

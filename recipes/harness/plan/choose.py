@@ -233,12 +233,12 @@ def choose(
     """
     simulations: dict[Option, Simulation | Refused] = {}
 
-    def look(options: list[Option]) -> None:
+    def simulate_missing(options: list[Option]) -> None:
         new = [option for option in options if option not in simulations]
         simulations.update(zip(new, simulate(new), strict=True))
 
-    look([options[0] for options in settings.values()])
-    share = repeated_share(machine.card, settings, simulations, look)
+    simulate_missing([options[0] for options in settings.values()])
+    share = remaining_share(machine.card, settings, simulations, simulate_missing)
     simulated = {setting: options for setting, options in settings.items() if isinstance(simulations[options[0]], Simulation)}
 
     def candidates(setting: tuple[str, bool | None]) -> list[Candidate]:
@@ -261,7 +261,7 @@ def choose(
         unknown = [option for option in map(following, close) if option]
         if not unknown:
             break
-        look(unknown)
+        simulate_missing(unknown)
     every = sorted((candidate for setting in simulated for candidate in candidates(setting)), key=by_seconds)
     best_of_settings = {candidate.option.setting: candidate for candidate in reversed(every)}
     close = [candidate for candidate in best_of_settings.values() if candidate.seconds <= CLOSE * every[0].seconds]
@@ -274,21 +274,22 @@ def by_seconds(candidate: Candidate) -> float:
     return candidate.seconds
 
 
-def repeated_share(
+def remaining_share(
     card: Card,
     settings: dict[tuple[str, bool | None], list[Option]],
     simulations: dict[Option, Simulation | Refused],
-    look: Callable[[list[Option]], None],
+    simulate_missing: Callable[[list[Option]], None],
 ) -> float:
-    """The share of memory traffic that remains in a step with the largest micro-batch instead of the smallest.
+    """The share of the memory traffic of a step that remains if its micro-batch is the largest instead of the smallest.
 
-    It is that of the fastest setting, whether it fits or not; in slower ones more of the traffic belongs to the tokens.
+    Measured on the fastest setting, whether it fits or not: slower ones keep more, so `bound` holds for them too. 0.0, with which
+    it always holds, if the share is not known.
     """
     simulated = [options for options in settings.values() if isinstance(simulations[options[0]], Simulation)]
     if not simulated:
         return 0.0
     options = min(simulated, key=lambda options: seconds_of(card, simulations[options[0]]))
-    look([options[-1]])
+    simulate_missing([options[-1]])
     smallest, largest = simulations[options[0]], simulations[options[-1]]
     if isinstance(largest, Refused) or not smallest.step.touched:
         return 0.0

@@ -392,7 +392,8 @@ def simulate_options(
                 launched = grid.launched(recipe, option.config)
                 config, words = configs.read(option.config), [*arguments, *option.flags]
                 worker.start(simulate_quietly, launched, config, words, True, False, environment={"CUDA_VISIBLE_DEVICES": ""})
-            code, _ = processes.wait_for(workers)
+            with processes.restored_signal_handlers():
+                code, _ = processes.wait_for(workers)
         for worker, option in zip(workers, batch, strict=True):
             if worker.result is None:
                 sys.exit(processes.explain_exit(code))

@@ -443,7 +443,7 @@ def use_operators_of_cuda(ledger: Ledger) -> torch.library.Library:
     ledger.workspaces[aten._scaled_dot_product_flash_attention_backward] = workspace_of_sdpa
     ledger.workspaces[VARLEN_BACKWARD] = workspace_of_varlen
     library = torch.library.Library("aten", "IMPL")
-    for name in FLOAT32_OPERATORS:  # "softmax.int" is an overload, "layer_norm" an operator, of which the default one is meant
+    for name in FLOAT32_OPERATORS:  # "softmax.int" names an overload; of "layer_norm" the default one is meant
         operator = functools.reduce(getattr, name.split("."), aten)
         operator = operator.default if isinstance(operator, torch._ops.OpOverloadPacket) else operator
         library.impl(name, functools.partial(_run_in_float32, operator), "AutocastCPU")
@@ -511,9 +511,9 @@ def attention_as_on_cuda(
     "trl.trainer.utils:_use_triton(device)",
 )
 def use_triton_loss(ledger: Ledger) -> None:
-    """Simulates TRL's Triton kernels, which write into their arguments and keep nothing; there is no Triton on the CPU.
+    """Makes TRL take its path for Triton on fake tensors, with kernels that do nothing: the real ones allocate nothing.
 
-    After `compute_loss_without_triton`, TRL's PyTorch code runs on the fake tensors instead.
+    `compute_loss_without_triton`, if it is called later, switches to TRL's PyTorch code.
 
     Upstream: no issue: it is not a fault of TRL.
     Checked with: trl 1.16.0.
@@ -526,7 +526,7 @@ def use_triton_loss(ledger: Ledger) -> None:
         def __getitem__(self, grid: Any) -> Callable:
             return lambda *args, **kwargs: None
 
-    def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    def count_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         # On the CPU, TRL would make float32 copies of the factors.
         ledger.flops[str(a.dtype)] += 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
@@ -539,9 +539,10 @@ def use_triton_loss(ledger: Ledger) -> None:
 
     function = chunked_logprob.ChunkedLogProbFunction
     chunked_logprob._TRITON_AVAILABLE = True
+    # Read at each call: `compute_loss_without_triton` sets it to False.
     chunked_logprob._use_triton = utils._use_triton = lambda device: chunked_logprob._TRITON_AVAILABLE
     chunked_logprob._forward_kernel = chunked_logprob._backward_kernel = Kernel()
-    chunked_logprob._addmm_fp32 = add_product
+    chunked_logprob._addmm_fp32 = count_product
     chunked_logprob.triton = types.SimpleNamespace(cdiv=lambda a, b: -(-a // b))
     function.forward = staticmethod(within_loss(function.forward))
     function.backward = staticmethod(within_loss(function.backward))

@@ -103,8 +103,8 @@ def data_settings(args: TrainingArguments) -> dict:
 def find_checkpoint(args: TrainingArguments) -> Path | None:
     """The newest complete checkpoint in the output directory, the same on all processes. Collective.
 
-    Damaged ones are renamed, incomplete ones are deleted. Raises UserError, and changes nothing, if there are checkpoints
-    and none is complete.
+    None if there is no checkpoint, or only the first one of the run, if that is incomplete. Damaged ones are renamed, incomplete
+    ones are deleted. Raises UserError, and changes nothing, if there are others and none is complete.
     """
     output_dir, process = Path(args.output_dir), PartialState()
     process.wait_for_everyone()

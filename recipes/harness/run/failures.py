@@ -1,7 +1,6 @@
 """Known failures of a run, each with one message and an exit code: no memory, no disk space, a lost connection."""
 
 import errno
-import math
 import os
 import shutil
 import sys
@@ -168,15 +167,17 @@ def check_metric_is_computed(trainer: Any) -> None:
     if not name or trainer.compute_metrics or is_own_class or trainer.args.eval_strategy == "no":
         return
     labels = [f"{label}_" for label in trainer.eval_dataset] if isinstance(trainer.eval_dataset, dict) else []
-    metrics = ("loss", "runtime", "samples_per_second", "steps_per_second")  # SFTTrainer only logs its others
+    metrics = ("loss", "runtime", "samples_per_second", "steps_per_second")
     known = [f"{label}{metric}" for label in ("", *labels) for metric in metrics]
+    if type(trainer).__module__.startswith("trl."):  # SFTTrainer adds metrics without a label
+        known += ["mean_token_accuracy", "entropy", "num_tokens", "aux_loss"]
     if name not in known:
         losses = ", ".join(f"eval_{label}loss" for label in ("", *labels))
         raise UserError(f"--metric_for_best_model {trainer.args.metric_for_best_model} is not computed: pass {losses}")
 
 
 def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
-    """Raises UserError unless the disk has space for the checkpoints that the run keeps, and for the model.
+    """Raises UserError unless the disk has space for two checkpoints, for the best one if it is kept besides, and for the model.
 
     `checkpoint`: the one that the run resumes from; its size is exact.
     """
@@ -184,7 +185,10 @@ def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
     checkpoint_size, model_size = estimated_sizes(trainer)
     if checkpoint:
         checkpoint_size = folder_size(checkpoint)
-    missing = max(0, kept_checkpoints(trainer.args) - len(folder.checkpoints(run)))
+    wanted = 0
+    if trainer.args.save_strategy != "no":
+        wanted = 3 if trainer.args.metric_for_best_model else 2
+    missing = max(0, wanted - len(folder.checkpoints(run)))
     needed, free = missing * checkpoint_size + model_size, shutil.disk_usage(run).free
     if free < needed:
         raise UserError(
@@ -192,23 +196,6 @@ def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
             f"checkpoint{'' if missing == 1 else 's'} of {readable_size(checkpoint_size)} and a model of "
             f"{readable_size(model_size)}. Free some space, or pass a folder on another disk"
         )
-
-
-def kept_checkpoints(args: Any) -> int:
-    """How many checkpoints a run has on the disk at the same time, at most."""
-    if args.save_strategy == "no":
-        return 0
-    best = 1 if args.metric_for_best_model else 0  # it is kept besides the newest ones
-    written = math.inf
-    if args.save_strategy == "epoch" and args.max_steps <= 0:
-        written = math.ceil(args.num_train_epochs)
-    elif args.save_strategy == "steps" and args.save_steps < 1:  # a share of the run
-        written = math.ceil(1 / args.save_steps)
-    elif args.save_strategy == "steps" and args.max_steps > 0:
-        written = math.ceil(args.max_steps / args.save_steps)
-    # Without a limit (None or -1), space for two is enough to start.
-    limit = args.save_total_limit if (args.save_total_limit or 0) > 0 else 2
-    return min(limit + best, written)
 
 
 def exit_if_disk_failed(error: Exception, trainer: Any) -> None:

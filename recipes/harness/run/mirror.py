@@ -174,7 +174,7 @@ def check(url: str, identity: dict, output_dir: Path) -> dict:
         raise UserError(f"--mirror: {url} is in the output directory, so both would be lost together: pass another URL")
     existing = at_start(storage, lambda: storage.read(RUN), patience=10) or {}
     for key in identity.keys() - {"config", "recipe_digest"} if existing else ():
-        if existing.get(key, identity[key]) != identity[key]:
+        if existing.get(key, identity[key]) != identity[key] and not folder.names_same_files(key, existing, identity):
             raise UserError(
                 f"--mirror: {url} has a run with {key} {existing[key]}, this run has {key} {identity[key]}: pass another URL"
             )

@@ -277,7 +277,10 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def quantization_of(model: torch.nn.Module) -> dict:
-    """How the 4-bit weights of a model were made, and the folder they were loaded from, "" if it has others; for --chat."""
+    """For --chat: the quantization settings of a model, {} if it is not quantized, and the folder of its 4-bit weights.
+
+    The folder is "" if the weights were quantized while they were loaded.
+    """
     settings = getattr(model.config, "quantization_config", None)
     if settings is None:
         return {}

@@ -173,12 +173,16 @@ def megabytes(sizes: Iterable[int]) -> float:
 
 
 def _choose_first_step(state: TrainerState, count: int, left: int) -> int:
-    """A step in the middle of the run, if possible without an evaluation or checkpoint among the recorded steps."""
+    """A step half-way, but at most 20 steps ahead; if possible one with no evaluation or checkpoint in the recorded time.
+
+    `left`: steps until the end, at least `count` + 2.
+    """
     candidates = range(state.global_step + max(3, min(left // 2, 20)), state.max_steps - count + 2)
     intervals = [interval for interval in (state.eval_steps, state.save_steps) if interval]
     for first in candidates:
-        recorded = range(first - 1, first - 1 + count)
-        if not any(step % interval == 0 for interval in intervals for step in recorded):
+        # The recording begins before the evaluation and the checkpoint that follow step first - 1.
+        saved_within = range(first - 1, first - 1 + count)
+        if not any(step % interval == 0 for interval in intervals for step in saved_within):
             return first
     return candidates[0]
 

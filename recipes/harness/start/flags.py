@@ -165,7 +165,8 @@ def help_text(recipe: Path) -> str:
                 lines += ["", f"    {line.strip()}"]
     settings = "\n".join(lines).strip("\n")
     # The docstring of a copied recipe still names the original in its commands.
-    docstring = re.sub(r"(\./launch\.sh (?:--\w+ )?)\w+", rf"\g<1>{recipe.stem}", ast.get_docstring(tree) or "")
+    command = r"(launch\.sh (?:--(?:tiny|plan|preview|prepare|test) )?)\w+(?![\w./])"
+    docstring = re.sub(command, rf"\g<1>{recipe.stem}", ast.get_docstring(tree) or "")
     return (
         f"{docstring}\n\nWhat the recipe sets, as flags with which you can change it:\n\n{settings}\n\n"
         "Every other field of SFTConfig (or TrainingArguments), of TRL's ModelConfig and ScriptArguments is a flag too:\n"

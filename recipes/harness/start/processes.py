@@ -42,6 +42,7 @@ from harness.launched import (
 from harness.nodes import LOST
 from harness.run.failures import HOST_ADVICE, OUT_OF_MEMORY, exit_for_known_failure
 
+DAEMON_TIMEOUT = 2  # seconds for the daemons of a process to exit when it exits
 LEAVE_TIMEOUT = 30  # seconds for the other processes to exit after one has failed
 # PyTorch's FlashAttention looks through all loaded modules when it is imported, which takes a second after the others.
 LIBRARIES = ("torch", "torch.nn.attention.varlen", "datasets", "transformers.trainer", "trl.trainer.sft_trainer")
@@ -170,11 +171,19 @@ def _work(connection: Connection, launcher: int, stdin: int | None) -> None:
     finally:
         for number in (signal.SIGINT, *SIGNALS):  # the function has ended: a signal would only interrupt the exit handlers
             signal.signal(number, signal.SIG_IGN)
-        # The exit handler of multiprocessing waits for daemons, such as a DataLoader's worker that reads and ignores SIGTERM.
-        for child in multiprocessing.active_children():
-            if child.daemon:
-                child.kill()
+        # The exit handler of multiprocessing waits for daemons, such as a DataLoader's worker that reads and ignores SIGTERM. It
+        # has some time, because a Pool ends its workers itself. torch's handler of SIGCHLD would raise when a worker is killed.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        timer = threading.Timer(DAEMON_TIMEOUT, _kill_daemons)
+        timer.daemon = True
+        timer.start()
         run_exit_handlers()
+
+
+def _kill_daemons() -> None:
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 def _restore_defaults(environment: dict[str, str], stdin: int | None) -> None:
@@ -259,17 +268,24 @@ def idle_workers(count: int, can_fork: bool) -> Iterator[list[Worker]]:
 def call(can_fork: bool, function: Callable, *args: Any) -> tuple[int, Any]:
     """Runs `function` in a process of its own; returns the exit code (-N for signal N) and the function's result.
 
-    A signal that comes meanwhile ends the process, and then has the effect that it had before the call.
+    A signal meanwhile goes to that process, and then to the handler that was set before the call.
     """
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     worker = Worker(can_fork)
     worker.start(function, *args)
-    code, _ = wait_for([worker])
+    with restored_signal_handlers():
+        code, _ = wait_for([worker])
+    return code, worker.result
+
+
+@contextlib.contextmanager
+def restored_signal_handlers() -> Iterator[None]:
+    """Restores the handlers after the block, in which `wait_for` sets its own, and gives them a signal that came in the block."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
     if last_signal():
         os.kill(os.getpid(), last_signal())
-    return code, worker.result
 
 
 def train_in_one_process(worker: Worker, launched: Launched, flags: list[str]) -> int:

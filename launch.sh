@@ -153,11 +153,10 @@ prepare_python() {
 
 # Prints the packages that a run needs and $python does not have.
 missing_packages() {
-  "$python" -c '
-import importlib.metadata
+  "$python" -P -c '
+from importlib.util import find_spec
 names = ("torch", "transformers", "trl", "accelerate", "peft", "datasets")
-installed = {str(found.metadata["Name"]).lower() for found in importlib.metadata.distributions()}
-print(*[name for name in names if name not in installed], sep=", ")'
+print(*[name for name in names if not find_spec(name)], sep=", ")'
 }
 
 # The index of PyTorch: TORCH_INDEX, or the one that .venv was made with. "" is PyPI.

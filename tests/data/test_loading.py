@@ -361,3 +361,20 @@ def test_configs_of_a_readme_that_are_not_as_on_the_hub(tmp_path, error_of, conf
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
     assert "README.md are not as on the Hub" in error_of(reading.open_splits, str(tmp_path), None, False)
+
+
+@pytest.mark.parametrize(
+    ("line", "values"),
+    [
+        ('"x, y",a\u2028b', ["x, y", "a\u2028b"]),  # other line separators are text
+        ('"x" ,a\u2028b', ["x", "a\u2028b"]),
+        ('"He said ""no"" , then left",b', ['He said "no" , then left', "b"]),
+        ('"x" ,"y" \r', ["x", "y"]),
+        ('"x\ny",b', ["x\ny", "b"]),
+    ],
+)
+def test_quoted_values_of_csv(tmp_path, line, values):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(f"prompt,completion\n{line}\n1,2\n".encode())
+    rows = [list(row.values()) for _, row in reading.read_rows(path, "csv")]
+    assert rows == [values, ["1", "2"]]

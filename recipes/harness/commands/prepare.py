@@ -275,20 +275,17 @@ def sizes_to_download(kind: str, name: str, options: dict) -> list[tuple[int, bo
 
 def check_disk(folders: list[tuple[Path | str, int]]) -> None:
     """Raises UserError if a disk has less free space than will be written to it. `folders`: where, and how many bytes."""
-    needed: dict[int, int] = {}  # bytes by disk
-    largest: dict[int, tuple[int, Path | str]] = {}  # by disk: the most bytes that go into one folder, and the folder
-    free: dict[int, int] = {}  # bytes by disk
+    by_disk: dict[int, list[tuple[int, Path]]] = {}  # bytes, and the folder that they go into
     for folder, size in folders:
         existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-        disk = existing.stat().st_dev
-        needed[disk] = needed.get(disk, 0) + size
-        largest[disk] = max(largest.get(disk, (0, "")), (size, folder), key=lambda pair: pair[0])
-        free[disk] = shutil.disk_usage(existing).free
-    for disk, size in needed.items():
-        if size > free[disk]:
+        by_disk.setdefault(existing.stat().st_dev, []).append((size, existing))
+    for written in by_disk.values():
+        needed, (_, largest) = sum(size for size, _ in written), max(written)
+        free = shutil.disk_usage(largest).free
+        if needed > free:
             raise UserError(
-                f"{readable_size(size)} are needed on the disk of {largest[disk][1]}, which has {readable_size(free[disk])} "
-                "free: free some space, or set HF_HOME to a folder on a larger disk"
+                f"{readable_size(needed)} are needed on the disk of {largest}, which has {readable_size(free)} free: free "
+                "some space, or set HF_HOME to a folder on a larger disk"
             )
 
 

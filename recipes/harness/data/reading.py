@@ -159,11 +159,11 @@ def _configs_of(folder: Path) -> list[dict]:
         return []
     configs = settings.get("configs") or [] if isinstance(settings, dict) else []
     if not isinstance(configs, list) or not all(isinstance(entry, dict) for entry in configs):
-        raise UserError(bad_configs(folder))
+        raise UserError(_bad_configs_message(folder))
     return configs
 
 
-def bad_configs(folder: Path) -> str:
+def _bad_configs_message(folder: Path) -> str:
     return (
         f"--dataset_name: the configs in the header of {folder / 'README.md'} are not as on the Hub: a list with config_name and "
         "data_files, which are paths, or a list with split and path: correct or delete them"
@@ -205,7 +205,7 @@ def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]
         raise UserError(f"--dataset_config: {folder} has the configs {', '.join(configs)}, {problem}: pass one of these")
     entry = configs[name]
     if not _is_config(entry):
-        raise UserError(bad_configs(folder))
+        raise UserError(_bad_configs_message(folder))
     base = folder / (entry.get("data_dir") or "")
     splits = entry.get("data_files") or "**/*"
     if not (isinstance(splits, list) and all(isinstance(part, dict) for part in splits)):

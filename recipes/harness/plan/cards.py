@@ -382,8 +382,11 @@ def try_proposals(
         # After a change that is kept, the next ones depend on it.
         while change := next((change for change in proposals(simulation, config) if change not in tried), None):
             tried.append(change)
-            other_config = copy_that_reduces_each_batch(config, folder) if change.reduces_each_batch else change.config or config
-            flags = [*without("max_length", kept), *change.flags] if "--max_length" in change.flags else [*kept, *change.flags]
+            other_config = change.config or config
+            if change.reduces_each_batch:
+                other_config = copy_that_reduces_each_batch(config, folder)
+            others = without("max_length", kept) if "--max_length" in change.flags else kept
+            flags = [*others, *change.flags]
             simulated = run(other_config, flags)
             if isinstance(simulated, Refused):
                 continue

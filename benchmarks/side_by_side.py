@@ -1,4 +1,4 @@
-"""Compares useful tokens per second of a recipe, a bare PyTorch loop, `trl sft` and the source guide's loop, in turns.
+"""Compares useful tokens per second of a recipe, a bare PyTorch loop, `trl sft` and the usual loop of guides, in turns.
 
     .venv/bin/python benchmarks/side_by_side.py                  # on a CPU a small model, some minutes; on a GPU the real one
     .venv/bin/python benchmarks/side_by_side.py --rounds 50
@@ -29,7 +29,7 @@ TITLES = {
     "bare_loop": "a bare PyTorch loop over the same packed rows",
     "bare_loop_with_trl_loss": "the same loop with TRL's loss",
     "trl_sft": "TRL's `trl sft` with the same settings",
-    "guide": "the source guide's way: truncate, pad to the full length",
+    "guide": "the usual way in guides: truncate, pad to the full length",
 }
 GOALS = {"bare_loop": 0.95, "guide": 1.5}  # how many times as many useful tokens per second the recipe should train
 CPU_SETTINGS = {

@@ -134,9 +134,9 @@ def bare_loop_with_trl_loss(turn: Turn, settings: dict[str, Any]) -> None:
 
 
 def guide(turn: Turn, settings: dict[str, Any]) -> None:
-    """The source guide's loop: each document truncated or padded to the full length, with the padding in the loss.
+    """The usual loop of guides: each document truncated or padded to the full length, with the padding in the loss.
 
-    Without the guide's activation checkpointing and offload.
+    Without their activation checkpointing and offload.
     """
     import torch
     from accelerate import Accelerator

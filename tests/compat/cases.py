@@ -234,7 +234,7 @@ def keep_data_workers_after_sigterm(changed: bool) -> int:
     os.kill(loader._workers[0].pid, signal.SIGTERM)
     try:
         return 1 + sum(1 for _ in loader)
-    except (RuntimeError, ConnectionError):  # torch notices the worker's exit, or first the closed connection
+    except (RuntimeError, OSError, EOFError):  # torch notices that the worker exited, or reads from its closed connection
         return 0
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from harness import configs, folder
 from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.bitsandbytes import keep_4bit_layout
-from harness.compat.torch import multiply_fp16_in_float32, offload_to_unpinned_memory
+from harness.compat.torch import multiply_in_float32, offload_to_unpinned_memory
 from harness.compat.transformers import offload_activations_to_unpinned_memory
 from harness.compat.trl import install_training_template, pack_streams_in_batches, record_conversations
 from harness.configs import AccelerateConfig
@@ -531,8 +531,8 @@ def replace_model_and_dataset(arguments: Arguments, launched: Launched) -> None:
 def prepare_process(arguments: Arguments, launched: Launched) -> None:
     """Patches what this process needs, and checks that it can communicate with the others."""
     script_args, training_args, model_args = arguments
-    if launched.on_cpu and training_args.fp16 and launched.mode != "plan":
-        multiply_fp16_in_float32()
+    if launched.on_cpu and launched.mode != "plan":
+        multiply_in_float32()
     if training_args.use_cpu and getattr(training_args, "activation_offloading", False):
         training_args.activation_offloading = False  # a plan says so itself
         if launched.mode != "plan":

@@ -35,7 +35,7 @@ def main(numbers: list[int]) -> None:
     from harness.plan import cards, choose
 
     paths = [str(path) for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
-    print("| recipe | machine | chosen | s per step | simulated | combinations that fit | the fastest other | |")
+    print("| recipe | machine | chosen | s per step | tried | fit | the fastest other | |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for name, text in (PAIRS[number] for number in numbers):
         recipe, (machine,) = str(ROOT / f"recipes/{name}.py"), choose.read_machines(text)

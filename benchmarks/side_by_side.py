@@ -125,7 +125,7 @@ def train_in_turns(
 
 def table(record: dict[str, Any]) -> list[list[str]]:
     """The table of docs/measurements.md."""
-    rows = [["", "useful tokens of a batch", "useful tokens/s", "the recipe's speed ÷ this", "goal"]]
+    rows = [["", "useful tokens of a batch", "useful tokens/s", "the recipe's speed ÷ this row's speed", "goal, at least"]]
     for name, title in TITLES.items():
         share, speed, ratio = (record[key][name] for key in ("share_that_trains", "tokens_per_second", "recipe_over"))
         goal = f"{GOALS[name]:.2f} ×" if name in GOALS else ""

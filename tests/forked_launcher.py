@@ -1,9 +1,11 @@
 """launch.sh without its imports: one process imports the libraries, and forks for every launch.
 
-As a program it reads one JSON object per line and answers each with `{"code", "out", "err"}`; `ForkedLauncher` talks to it.
+As a program it reads one JSON object per line and answers each with one; `ForkedLauncher` talks to it. A launch is answered
+with its process ID, `{"poll": pid}` with its exit code, null while it runs.
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -16,6 +18,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 COMMANDS = {"--preview": "harness.commands.preview", "--prepare": "harness.commands.prepare"}
 
 
@@ -29,7 +32,18 @@ class ForkedLauncher:
     def __init__(self, environment, folder):
         self.environment, self.folder, self.process = environment, folder, None
 
-    def __call__(self, *arguments, cwd=None, timeout=300, trains=True, mounts=(), **variables) -> subprocess.CompletedProcess:
+    def __call__(self, *arguments, timeout=300, **options) -> subprocess.CompletedProcess:
+        with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
+            process = self.start(*arguments, out=out.name, err=err.name, **options)
+            try:
+                process.wait(timeout)
+            finally:
+                process.kill()
+            printed = [Path(file.name).read_text() for file in (out, err)]
+        return subprocess.CompletedProcess(arguments, process.returncode, *printed)
+
+    def start(self, *arguments, out, err, cwd=None, trains=True, mounts=(), new_session=False, **variables) -> "Started":
+        """Does not wait for the end. `out` and `err` are the files for what it prints."""
         words = [str(argument) for argument in arguments]
         module = next((COMMANDS[word] for word in words if word in COMMANDS), "harness.start.launch")
         words = [word for word in words if word not in COMMANDS]
@@ -38,21 +52,56 @@ class ForkedLauncher:
         for place, (folder, ending) in zip(named, folders, strict=False):
             if "/" not in words[place]:
                 words[place] = str(ROOT / folder / f"{words[place]}.{ending}")
-        call = {"module": module, "words": words, "folder": str(cwd or self.folder), "variables": variables}
-        call |= {"mounts": mounts, "trains": trains, "timeout": timeout}
+        call = {"module": module, "words": words, "folder": str(cwd or self.folder), "variables": variables, "mounts": mounts}
+        call |= {"trains": trains, "new_session": new_session, "out": str(out), "err": str(err)}
+        for file in (out, err):
+            Path(file).touch()
+        return Started(self, self.ask(call))
+
+    def ask(self, question: dict):
+        """Sends a line to the process that imports the libraries; returns its answer."""
         if self.process is None:
             environment = self.environment | {"PYTHONPATH": str(ROOT / "recipes"), "PYTHONSAFEPATH": "1"}
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
             self.process = subprocess.Popen([sys.executable, Path(__file__)], env=environment, **pipes)
-        self.process.stdin.write(json.dumps(call) + "\n")
+        self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
-        answer = json.loads(self.process.stdout.readline())
-        return subprocess.CompletedProcess(arguments, answer["code"], answer["out"], answer["err"])
+        return json.loads(self.process.stdout.readline())
 
     def close(self):
         if self.process:
             self.process.stdin.close()
             self.process.wait(timeout=30)
+
+
+class Started:
+    """A launch that was started, with the methods of `subprocess.Popen` that tests use."""
+
+    def __init__(self, launcher: ForkedLauncher, pid: int):
+        self.launcher, self.pid, self.returncode = launcher, pid, None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self.launcher.ask({"poll": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float = 60) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            time.sleep(0.02)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:  # until then the process exists, as a zombie if it has ended
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def main():
@@ -62,33 +111,36 @@ def main():
         sys.exit("this process cannot be forked")
     for module in ("matplotlib.figure", "bitsandbytes.nn", "harness.run.session", "harness.start.arguments"):
         importlib.import_module(module)
+    gc.freeze()  # as `import_libraries` does
     for line in sys.stdin:
-        call = json.loads(line)
-        deadline = time.monotonic() + call.pop("timeout")
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            pid = os.fork()
-            if pid == 0:
-                os.dup2(out.fileno(), 1)
-                os.dup2(err.fileno(), 2)
-                launch(**call)
-            while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                if time.monotonic() > deadline:
-                    os.kill(pid, signal.SIGKILL)
-                time.sleep(0.02)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            printed = {name: os.pread(file.fileno(), 1 << 20, 0).decode() for name, file in (("out", out), ("err", err))}
-        print(json.dumps({"code": code, **printed}), flush=True)
+        question = json.loads(line)
+        if "poll" in question:
+            pid, status = os.waitpid(question["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if answer == 0:
+                launch(**question)
+        print(json.dumps(answer), flush=True)
 
 
-def launch(module: str, words: list[str], folder: str, variables: dict, mounts: list[list[str]], trains: bool):
+def launch(
+    module: str, words: list[str], folder: str, variables: dict, mounts: list, trains: bool, new_session: bool, out: str, err: str
+):
     """Does what `python -m MODULE` does; never returns."""
     from harness.start import processes
 
     code = 1
     try:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for descriptor, file, flags in ((0, os.devnull, os.O_RDONLY), (1, out, APPEND), (2, err, APPEND)):
+            opened = os.open(file, flags)
+            os.dup2(opened, descriptor)
+            os.close(opened)
         os.chdir(folder)
         os.environ.update(variables)
+        if new_session:
+            os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, a shell makes programs ignore it
         if mounts:
             assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS
             for options in (["--make-rprivate", "/"], *mounts):

@@ -23,7 +23,7 @@ class Rehearsals:
         failure = run.with_suffix(".txt")  # empty after a success
         with FileLock(run.with_suffix(".lock")):
             if not failure.exists():
-                launch = self.fork_launch if variables.keys() <= {"NPROC_PER_NODE"} else self.launch
+                launch = self.launch if {"PYTHON", "PYTHONPATH"} & variables.keys() else self.fork_launch
                 process = launch("--tiny", recipe, config, "--output_dir", run, *flags, **variables)
                 failure.write_text("" if process.returncode == 0 else process.stdout + process.stderr)
         assert not failure.read_text(), failure.read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.run.failures import check_disk_space
 
 import pytest
-from conftest import ROOT, losses, read, wait_until
+from conftest import losses, read, wait_until
 
 RECIPE = "qwen2_fineweb_edu"
 FLAGS = ["--max_steps", "20", "--save_steps", "10", "--logging_steps", "10", "--eval_strategy", "no"]
@@ -43,14 +43,12 @@ def test_space_for_two_checkpoints_and_the_model(build_trainer, small_disk, erro
 
 
 @pytest.fixture
-def fail_after_checkpoint(environment, workdir, tmp_path_factory):
+def fail_after_checkpoint(fork_launch, tmp_path_factory):
     """Starts a rehearsal, calls `break_disk()` after its first checkpoint, and returns the error message."""
 
     def call(run, break_disk):
         log = tmp_path_factory.mktemp("log") / "log"
-        command = [ROOT / "launch.sh", "--tiny", RECIPE, "1x3090", "--output_dir", run, *FLAGS]
-        with log.open("w") as file:
-            process = subprocess.Popen(list(map(str, command)), cwd=workdir, env=environment, stdout=file, stderr=file)
+        process = fork_launch.start("--tiny", RECIPE, "1x3090", "--output_dir", run, *FLAGS, out=log, err=log)
         wait_until(lambda: (run / "checkpoint-10/complete.json").is_file() or process.poll() is not None, 120, log.read_text)
         break_disk()
         code, text = process.wait(timeout=120), log.read_text()

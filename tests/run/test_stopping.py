@@ -1,10 +1,8 @@
 """Runs that are stopped or killed from outside: no process remains, and the same command resumes from the newest checkpoint."""
 
-import contextlib
 import json
 import re
 import shutil
-import subprocess
 
 import psutil
 import pytest
@@ -17,21 +15,18 @@ RECIPE = "qwen2_fineweb_edu"
 
 
 @pytest.fixture
-def start(environment, workdir, tmp_path):
-    """Starts launch.sh; returns its process and the file of its output. Kills it at the end of the test."""
+def start(fork_launch, tmp_path):
+    """Starts a rehearsal; returns its process and the file of its output. Kills it at the end of the test."""
     started = []
 
     def call(*arguments, **variables):
         log = tmp_path / f"{len(started)}.log"
-        with log.open("w") as file:
-            command = [ROOT / "launch.sh", *map(str, arguments)]
-            started.append(subprocess.Popen(command, cwd=workdir, env=environment | variables, stdout=file, stderr=file))
+        started.append(fork_launch.start(*arguments, out=log, err=log, **variables))
         return started[-1], log
 
     yield call
     for process in started:
         process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize("config", ["1x3090", "4gpu_shard_grad_op"])
@@ -86,11 +81,10 @@ def test_stop_before_training_ends_all_processes(start, workdir):
     def only_workers_remain():
         """The launcher has started three processes, and the one that checks the run has ended."""
         nonlocal has_checked
-        with contextlib.suppress(psutil.NoSuchProcess):  # programs that launch.sh calls exit at once
-            children = psutil.Process(process.pid).children()
-            has_checked |= len(children) == 3
-            if has_checked and len(children) == 2:
-                workers[:] = children
+        children = psutil.Process(process.pid).children()
+        has_checked |= len(children) == 3
+        if has_checked and len(children) == 2:
+            workers[:] = children
         return len(workers) == 2
 
     wait_until(only_workers_remain, 120, log.read_text)

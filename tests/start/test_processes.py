@@ -257,13 +257,13 @@ def test_process_does_not_wait_for_a_daemon(python):
     assert time.monotonic() - started < 50  # `block` takes 60 s
 
 
-def test_every_process_can_exit_before_training(launch, tmp_path):
+def test_every_process_can_exit_before_training(fork_launch, tmp_path):
     """By `sys.exit` or `os._exit`."""
     recipe = tmp_path / "exits.py"
     text = (ROOT / f"recipes/{RECIPE}.py").read_text()
     exits = "__import__('os')._exit(0) if training_args.process_index else exit()"
     recipe.write_text(text.replace("    train(", f"    {exits}\n    train("))
-    process = launch("--tiny", recipe, "4gpu_shard_grad_op", cwd=tmp_path, NPROC_PER_NODE="2", timeout=120)
+    process = fork_launch("--tiny", recipe, "4gpu_shard_grad_op", cwd=tmp_path, NPROC_PER_NODE="2", timeout=120)
     assert process.returncode == 0 and not process.stderr, process.stderr
 
 
@@ -289,21 +289,18 @@ def test_spawned_processes_log_the_same_losses(rehearse, tmp_path):
 
 
 @pytest.fixture
-def session(environment, workdir, tmp_path):
+def session(fork_launch, workdir, tmp_path):
     """Starts a rehearsal on two processes in a session of its own; returns it, its log, and a function that lists the session."""
-    started = []
+    started, log = [], tmp_path / "log"
 
     def alive():
         return [p for p in psutil.process_iter(["status"]) if _session(p.pid) == started[0].pid and p.info["status"] != "zombie"]
 
-    def call(run, *more, **variables):
-        flags = ["--output_dir", str(run), "--max_steps", "2000", "--save_steps", "1000", "--logging_steps", "1"]
-        command = [str(ROOT / "launch.sh"), "--tiny", RECIPE, "4gpu_full_shard", *flags, "--eval_strategy", "no", *more]
-        with (tmp_path / "log").open("w") as log:
-            env = environment | {"NPROC_PER_NODE": "2"} | variables
-            options = {"start_new_session": True, "preexec_fn": _hear_ctrl_c}
-            started.append(subprocess.Popen(command, cwd=workdir, env=env, stdout=log, stderr=log, **options))
-        return started[0], tmp_path / "log", alive
+    def call(run, *more):
+        flags = ["--output_dir", run, "--max_steps", "2000", "--save_steps", "1000", "--logging_steps", "1"]
+        command = ["--tiny", RECIPE, "4gpu_full_shard", *flags, "--eval_strategy", "no", *more]
+        started.append(fork_launch.start(*command, out=log, err=log, new_session=True, NPROC_PER_NODE="2"))
+        return started[0], log, alive
 
     yield call
     for process in alive():

@@ -4,9 +4,9 @@
 
 Streams 14 files of documents, tokenizes and packs them as `qwen2_fineweb_edu` does, and trains nothing: 8 micro-batches of two
 rows per step, on one and on four processes. "divided": the files are divided among the processes, as accelerate does it. "parts":
-as `harness/data/streams.py` does it. "large buffers": with a shuffle buffer of 1,000 documents and packed batches of 1,000 for each
-part. Prints the seconds to the first step; of these, the seconds that a core computed (which other work on the machine does not
-change), and how many per 1,000 rows from the start to the last step; the share of the rows that is not padding; and the host
+as `harness/data/streams.py` does it. "large buffers": with a shuffle buffer of 1,000 documents and packed batches of 1,000 for
+each part. Prints the seconds to the first step; of these, the seconds that a core computed (which other work on the machine does
+not change), and how many per 1,000 rows from the start to the last step; the share of the rows that is not padding; and the host
 memory of all processes after the last step, without the imported libraries.
 """
 

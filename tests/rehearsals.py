@@ -6,7 +6,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-SHORT = ["--max_steps", "8", "--save_steps", "4", "--eval_steps", "8"]  # a checkpoint in the middle and one at the end
+# A checkpoint in the middle and one at the end.
+SHORT = ["--max_steps", "6", "--save_steps", "4", "--eval_steps", "6"]
 
 
 class Rehearsals:

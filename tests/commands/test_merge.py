@@ -69,7 +69,7 @@ def test_interrupted_merge_writes_nothing(adapter, tmp_path):
 
 def test_adapter_checkpoint_of_unfinished_run(rehearse, tmp_path):
     run = rehearse("llama31_8b_lora", "4gpu_full_shard")
-    shutil.copytree(run / "checkpoint-8", tmp_path / "unfinished/checkpoint-8")
+    shutil.copytree(run / "checkpoint-6", tmp_path / "unfinished/checkpoint-6")
     for source, out in ((run, "finished"), (tmp_path / "unfinished", "plain")):
         merge.main(str(source), str(tmp_path / out))
     ours, theirs = (load_file(tmp_path / out / "model.safetensors") for out in ("plain", "finished"))
@@ -78,7 +78,7 @@ def test_adapter_checkpoint_of_unfinished_run(rehearse, tmp_path):
 
 def test_sharded_checkpoint_becomes_plain_model(launch, rehearse, tmp_path, error_of):
     run = rehearse("qwen2_fineweb_edu", "4gpu_full_shard")
-    process = launch("--merge", run / "checkpoint-8", tmp_path / "plain")
+    process = launch("--merge", run / "checkpoint-6", tmp_path / "plain")
     assert process.returncode == 0 and "Warning" not in process.stderr, process.stderr
     assert all(file.stat().st_mode & 0o044 for file in (tmp_path / "plain").iterdir())  # anyone who may read the folder
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
@@ -91,7 +91,7 @@ def test_sharded_checkpoint_becomes_plain_model(launch, rehearse, tmp_path, erro
 def test_accelerate_merges_a_sharded_checkpoint(rehearse, tmp_path):
     """`accelerate merge-weights` gives the same weights."""
     run = rehearse("qwen2_fineweb_edu", "4gpu_full_shard")
-    arguments = [str(run / "checkpoint-8/pytorch_model_fsdp_0"), str(tmp_path)]
+    arguments = [str(run / "checkpoint-6/pytorch_model_fsdp_0"), str(tmp_path)]
     merge_command(merge_command_parser().parse_args(arguments))
     merged, saved = load_file(tmp_path / "model.safetensors"), load_file(run / "model.safetensors")
     assert saved.keys() <= merged.keys()

@@ -69,7 +69,6 @@ def test_pair_trains_and_saves_a_model(rehearse, workdir, build_trainer, trainer
     assert results["train_loss"] == pytest.approx(of_transformers, rel=1e-5)  # the mean of all steps
     if results.get("eval_loss_on_start"):
         assert next(entry["step"] for entry in history if "eval_loss" in entry) == 0
-        assert results["eval_loss_on_start"] > results["eval_loss"]
     on_a_gpu = ("peak_gpu_gb", "peak_gpu_reserved_gb", "gpu_utilization", "gpu_memory_gb")
     assert [results[name] for name in on_a_gpu] == [0, 0, [], []]
     assert results["versions"]["torch"] == torch.__version__
@@ -80,7 +79,7 @@ def test_pair_trains_and_saves_a_model(rehearse, workdir, build_trainer, trainer
     trainer = trainers[recipe]
     model = reload(run, workdir)
     if results.get("eval_loss"):
-        assert logged[0] > results["eval_loss"]
+        assert results.get("eval_loss_on_start", logged[0]) > results["eval_loss"]
         assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
         if "seq_lengths" in trainer.eval_dataset.column_names:
             assert held_out_loss(model, trainer.eval_dataset) == pytest.approx(results["eval_loss"], rel=0.01)
@@ -105,7 +104,7 @@ def check_recipe_of_readme(run, results, logged, processes, sharded):
     assert results["replicas"] == (2 if results["config"] == "hybrid_2x2" else 1 if sharded else processes)
     assert results["eval_loss_on_start"] == pytest.approx(logged[0], abs=0.8)  # the first step's loss, on other rows
     # An adapter learns less in the same steps.
-    assert results["eval_loss_on_start"] - results["eval_loss"] > (0.02 if results["use_peft"] else 0.3)
+    assert results["eval_loss_on_start"] - results["eval_loss"] > (0.01 if results["use_peft"] else 0.3)
     assert results["peak_host_gb"] > 0.3 * processes
     assert (run / "samples.txt").read_text().count("> ") >= 3
     # Packed rows are nearly full (short conversations leave gaps); only a part of a conversation counts in the loss.

@@ -27,7 +27,7 @@ def test_finished_run_is_not_changed(rehearse, fork_launch):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.json"}
     process = fork_launch("--tiny", RECIPE, "1x3090", "--output_dir", run, *SHORT)
     assert process.returncode == 0
-    for word in ("is finished", "8 steps", "--max_steps", "--output_dir", "rm -r"):
+    for word in ("is finished", "6 steps", "--max_steps", "--output_dir", "rm -r"):
         assert word in process.stdout
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.json"}
 
@@ -40,7 +40,7 @@ def test_run_killed_after_last_step_trains_no_other_step(rehearse, fork_launch, 
     process = fork_launch("--tiny", RECIPE, "1x3090", "--output_dir", run, *SHORT)
     assert process.returncode == 0, process.stderr
     results = read(run)
-    assert (results["global_step"], results["resumed_from_step"]) == (8, 8) and losses(run) == before
+    assert (results["global_step"], results["resumed_from_step"]) == (6, 6) and losses(run) == before
     assert results["tokens"] > 0 and results["train_runtime"] > 0  # from before the kill
 
 
@@ -81,7 +81,7 @@ def test_resumed_equals_uninterrupted(rehearse, fork_launch, workdir, recipe, co
     assert losses(run) == losses(uninterrupted)
     for name in ("train_loss", "eval_loss_on_start", "eval_loss"):  # of the whole run
         assert read(run)[name] == read(uninterrupted)[name]
-    assert [log["step"] for log in read(run, "trainer_state.json")["log_history"] if "eval_loss" in log] == [0, 8]
+    assert [log["step"] for log in read(run, "trainer_state.json")["log_history"] if "eval_loss" in log] == [0, 6]
 
 
 def test_resumed_fp16_run_equals_uninterrupted(rehearse, fork_launch, workdir):
@@ -219,21 +219,21 @@ def test_damaged_checkpoint_is_renamed(copied_run, capsys, kind):
     """The run resumes from the checkpoint before it."""
     run, _ = copied_run
     file, damage, words = DAMAGE[kind]
-    damage(run / "checkpoint-8" / file)
+    damage(run / "checkpoint-6" / file)
     assert checkpoints.find_checkpoint(SimpleNamespace(output_dir=str(run))) == run / "checkpoint-4"
     (message,) = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
-    assert message.startswith(f"{run / 'checkpoint-8'} is damaged: {file} {words}") and " damaged-checkpoint-8." in message
-    assert (run / "damaged-checkpoint-8").is_dir() and not (run / "checkpoint-8").exists()
+    assert message.startswith(f"{run / 'checkpoint-6'} is damaged: {file} {words}") and " damaged-checkpoint-6." in message
+    assert (run / "damaged-checkpoint-6").is_dir() and not (run / "checkpoint-6").exists()
 
 
 def test_losses_after_damage_are_those_of_uninterrupted_run(copied_run, fork_launch):
     run, uninterrupted = copied_run
-    _flip_bit(run / "checkpoint-8/optimizer.pt")
-    (run / "damaged-checkpoint-8").mkdir()  # an earlier one
+    _flip_bit(run / "checkpoint-6/optimizer.pt")
+    (run / "damaged-checkpoint-6").mkdir()  # an earlier one
     process = fork_launch("--tiny", "qwen2_chat", "1x3090", "--output_dir", run, *SHORT)
     assert process.returncode == 0 and "damaged: optimizer.pt was changed" in process.stdout, process.stderr
     assert read(run)["resumed_from_step"] == 4 and losses(run) == losses(uninterrupted)
-    assert (run / "damaged-checkpoint-8.2/optimizer.pt").is_file()
+    assert (run / "damaged-checkpoint-6.2/optimizer.pt").is_file()
     model = (run / "model.safetensors").read_bytes()
     assert model == (uninterrupted / "model.safetensors").read_bytes()
 
@@ -244,7 +244,7 @@ def test_nothing_is_changed_if_no_checkpoint_is_complete(copied_run, error_of):
         (path / "scheduler.pt").unlink()
     before = sorted(run.rglob("*"))
     message = error_of(checkpoints.find_checkpoint, SimpleNamespace(output_dir=str(run)))
-    for words in ("checkpoint-4: scheduler.pt is missing", "checkpoint-8: ", "Nothing was deleted", "another --output_dir"):
+    for words in ("checkpoint-4: scheduler.pt is missing", "checkpoint-6: ", "Nothing was deleted", "another --output_dir"):
         assert words in message
     assert sorted(run.rglob("*")) == before
 

@@ -32,10 +32,10 @@ FIVE_STEPS += ["--learning_rate", "3e-3", "--bf16", "false", "--fp16", "false"]
 @pytest.mark.parametrize(
     ("recipe", "config", "processes", "flags"),
     [
-        (RECIPE, "4gpu_full_shard", 4, ["--dataset_streaming", "false"]),
+        (RECIPE, "4gpu_full_shard", 2, ["--dataset_streaming", "false"]),
         ("llama31_8b_lora", "hybrid", 4, ["--lora_dropout", "0", "--dtype", "float32"]),
         ("gpt2_xl_wikitext", "3xt4_shard_grad_op", 3, []),
-        ("qwen2_chat", "4gpu_shard_grad_op", 4, []),
+        ("qwen2_chat", "4gpu_shard_grad_op", 2, []),
         ("llama31_70b_qlora", "2x3090_qlora", 2, ["--lora_dropout", "0", "--dataset_streaming", "false"]),
     ],
 )
@@ -46,7 +46,8 @@ def test_sharded_equals_unsharded(rehearse, build_trainer, tmp_path, hybrid_2x2,
         flags = [*flags, "--model_name_or_path", str(tmp_path / "gpt2")]
     config = hybrid_2x2 if config == "hybrid" else config
     flags = [*flags, "--global_batch_size", str(processes)]
-    run = rehearse(recipe, config, *FIVE_STEPS, *flags, "--per_device_train_batch_size", "1")
+    flags_of_run = [*FIVE_STEPS, *flags, "--per_device_train_batch_size", "1"]
+    run = rehearse(recipe, config, *flags_of_run, NPROC_PER_NODE=str(processes))
     assert read(run)["world_size"] == processes and read(run)["fsdp_enabled"]
     one = build_trainer(recipe, *FIVE_STEPS, *flags, "--per_device_train_batch_size", str(processes), "--save_strategy", "no")
     fill_last_step(one)  # as in a run, so that the rows have the same order

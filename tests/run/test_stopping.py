@@ -105,13 +105,13 @@ def test_killed_run_resumes_with_the_same_losses(rehearse, start, fork_launch, w
     process.kill()  # the launcher only: its processes must exit with it
     process.wait()
     # A kill during a later save leaves an incomplete checkpoint.
-    (run / "checkpoint-7").mkdir()
-    (run / "checkpoint-7/writing").touch()
-    shutil.copy(run / "checkpoint-4/trainer_state.json", run / "checkpoint-7")
+    (run / "checkpoint-5").mkdir()
+    (run / "checkpoint-5/writing").touch()
+    shutil.copy(run / "checkpoint-4/trainer_state.json", run / "checkpoint-5")
 
     again = fork_launch(*command)
     assert again.returncode == 0, again.stderr
-    assert f"Resuming from {run / 'checkpoint-4'}" in again.stdout and "checkpoint-7 is incomplete" in again.stdout
+    assert f"Resuming from {run / 'checkpoint-4'}" in again.stdout and "checkpoint-5 is incomplete" in again.stdout
     assert read(run)["resumed_from_step"] == 4
     assert losses(run) == losses(uninterrupted)  # bit for bit
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (run, uninterrupted))

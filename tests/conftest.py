@@ -24,7 +24,7 @@ from local_hub import serve
 from rehearsals import Rehearsals
 
 ROOT = Path(__file__).resolve().parents[1]
-# Tests of what others test too or a job of the workflow does, and simulations beside real steps: four minutes in all.
+# Tests of what others test too or a job of the workflow does, and simulations beside real steps.
 slow = pytest.mark.skipif("TEST_ALL" not in os.environ, reason="runs with TEST_ALL=1 only, as on GitHub")
 sys.path.insert(0, str(ROOT / "recipes"))
 # Before torch is imported, here and in what the tests start: with several test processes per core, threads would only wait.

@@ -195,29 +195,10 @@ def test_run_resumes_after_the_hub_was_lost(hub, environment, tmp_path):
     for file in range(40):  # 1,000 rows are packed at a time and have few tokens, so many files are read
         rows = [{"text": f"{file} {row}"} for row in range(200)]
         parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{file:02}.parquet")
-    flags = [
-        "--model_name_or_path",
-        tmp_path / "model",
-        "--dataset_name",
-        "many/rows",
-        "--dataset_config",
-        "default",
-        "--bf16",
-        "false",
-    ]
-    flags += ["--max_steps", "12", "--save_steps", "4", "--logging_steps", "1", "--eval_strategy", "no"]
-    flags += [
-        "--max_length",
-        "512",
-        "--global_batch_size",
-        "4",
-        "--max_eval_samples",
-        "4",
-        "--learning_rate",
-        "1e-2",
-        "--report_to",
-        "none",
-    ]
+    flags = ["--model_name_or_path", tmp_path / "model", "--dataset_name", "many/rows", "--dataset_config", "default"]
+    flags += ["--max_steps", "8", "--save_steps", "4", "--logging_steps", "1", "--eval_strategy", "no", "--bf16", "false"]
+    flags += ["--max_length", "512", "--global_batch_size", "4", "--max_eval_samples", "4", "--learning_rate", "1e-2"]
+    flags += ["--report_to", "none"]
     variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "NPROC_PER_NODE": "2", "HUB_PATIENCE": "2"}
     launcher = ForkedLauncher(environment | variables, tmp_path)
 

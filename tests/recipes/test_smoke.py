@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALL_CONFIGS, ALL_RECIPES, README_PAIRS, ROOT, losses, read
+from conftest import ALL_CONFIGS, ALL_RECIPES, README_PAIRS, ROOT, losses, read, slow
 from safetensors.torch import load_file
 from trained import held_out_loss, reload
 from transformers import AutoConfig, AutoTokenizer
@@ -136,7 +136,7 @@ def test_pairs_of_other_recipes_and_configs(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("quantized", [[], ["--load_in_4bit"]], ids=["lora", "qlora"])
+@pytest.mark.parametrize("quantized", [pytest.param([], marks=slow), ["--load_in_4bit"]], ids=["lora", "qlora"])
 def test_adapters(rehearse, workdir, build_trainer, trainers, quantized):
     """LoRA, and LoRA on 4-bit weights of the real bitsandbytes, sharded with offload: the adapter has the logged loss."""
     flags = ["--use_peft", *quantized, "--max_steps", "10"]

@@ -7,7 +7,7 @@ from harness.run.failures import estimated_sizes, folder_size
 
 import pytest
 import torch
-from conftest import losses, read
+from conftest import losses, read, slow
 from torch.distributed.checkpoint import FileSystemReader
 
 RECIPE = "qwen2_fineweb_edu"
@@ -24,6 +24,7 @@ def resume(run, copy, fork_launch, config, **variables):
     assert process.returncode == 0 and read(copy)["resumed_from_step"] == 3, process.stdout + process.stderr
 
 
+@slow
 def test_one_gpu(rehearse, fork_launch, build_trainer, tmp_path):
     """A resumed run is the same, and its checkpoint has the size that the check of the disk expects."""
     run = rehearse(RECIPE, "1x3090", *FLAGS)

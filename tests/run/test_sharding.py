@@ -13,7 +13,7 @@ from harness.run.sharding import compile_layers, prepare_sharding
 import pytest
 import torch
 import yaml
-from conftest import ROOT, losses, read
+from conftest import ROOT, losses, read, slow
 from transformers import AutoConfig
 
 RECIPE = "qwen2_fineweb_edu"
@@ -35,7 +35,7 @@ FIVE_STEPS += ["--learning_rate", "3e-3", "--bf16", "false", "--fp16", "false"]
         (RECIPE, "4gpu_full_shard", 2, ["--dataset_streaming", "false"]),
         ("llama31_8b_lora", "hybrid", 4, ["--lora_dropout", "0", "--dtype", "float32"]),
         ("gpt2_xl_wikitext", "3xt4_shard_grad_op", 3, []),
-        ("qwen2_chat", "4gpu_shard_grad_op", 2, []),
+        pytest.param("qwen2_chat", "4gpu_shard_grad_op", 2, [], marks=slow),
         ("llama31_70b_qlora", "2x3090_qlora", 2, ["--lora_dropout", "0", "--dataset_streaming", "false"]),
     ],
 )
@@ -88,6 +88,7 @@ def test_offloaded_activations_change_no_loss(rehearse, tmp_path):
     assert losses(rehearse(RECIPE, config)) == losses(rehearse(RECIPE, "1x3090_offload"))
 
 
+@slow
 def test_compiled_layers(rehearse, build_trainer):
     """--torch_compile compiles the layers, which share one graph, and not the model: it is saved, and its loss is the same."""
     run = rehearse(RECIPE, "1x3090_offload", "--torch_compile", "true", "--torch_compile_backend", "eager")

@@ -64,6 +64,7 @@ def assert_trained(process, run, model, processes, is_sharded):
     assert after.keys() <= before.keys() and not any(torch.equal(before[name], weight) for name, weight in after.items())
 
 
+@slow
 def test_python(start, model, tmp_path):
     """Into the default output directory."""
     run = tmp_path / "outputs/qwen2_fineweb_edu"
@@ -98,6 +99,7 @@ def test_accelerate_launch(start, fork_launch, flags, model, tmp_path):
         assert reduced == pytest.approx(MICRO_BATCHES * collectives["parameters"], rel=0.01)
 
 
+@slow
 def test_accelerate_launch_that_overrides_the_config(start, tmp_path):
     """An option of `accelerate launch` leaves the layers unsharded, which the config does not: the run stops at once."""
     options = ["--num_processes", 1, "--config_file", CONFIG, "--fsdp_auto_wrap_policy", "NO_WRAP"]

@@ -420,7 +420,7 @@ runpy.run_module("harness.start.launch", run_name="__main__", alter_sys=True)
     ("module", "number"),
     [
         ("harness.start.checks", signal.SIGTERM),
-        ("accelerate.commands.launch", signal.SIGUSR1),
+        pytest.param("accelerate.commands.launch", signal.SIGUSR1, marks=slow),
         ("harness.run.session", signal.SIGTERM),
         ("harness.run.session", signal.SIGINT),
     ],

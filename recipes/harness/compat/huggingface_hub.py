@@ -47,8 +47,8 @@ def install_read_retries(retry: Callable[..., Any]) -> None:
             raise HubLost(f"{file.path} was replaced on the Hub while this run was reading it")
         return response.content
 
-    def fetch_range(file: HfFileSystemFile, start: int, end: int) -> bytes:
-        return retry(fetch_once, file, start, end)
+    def fetch_range(self: HfFileSystemFile, start: int, end: int) -> bytes:
+        return retry(fetch_once, self, start, end)
 
     open_once = HfFileSystem.open
 

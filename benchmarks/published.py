@@ -151,7 +151,10 @@ def row(setting: Setting, planned: dict[str, Any]) -> list[str]:
 
 
 def main(numbers: list[int]) -> None:
-    print("| by | what | GPUs | micro-batch | GiB measured | planned | | tokens/s measured | planned | |")
+    print(
+        "| by | what | GPUs | micro-batch | GiB measured | planned | error | tokens/s measured | planned "
+        "| measured speed and range |"
+    )
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     for setting in (SETTINGS[number] for number in numbers):
         print(f"| {' | '.join(row(setting, plan(setting)))} |", flush=True)

@@ -51,7 +51,7 @@ TESTED_ELSEWHERE = {
     "load_best_model": "run/test_checkpoints.py::test_run_killed_after_last_step_saves_the_best_model",
     "load_small_models": "commands/test_preview.py::test_every_recipe",
     "mix_streams": "data/test_mixture.py::test_stream_in_parts",
-    "multiply_in_float32": "rehearsal/test_products.py::test_products_are_float32_products_rounded_once",
+    "multiply_in_float32": "rehearsal/test_products.py::test_factors_are_copied_to_float32",
     "record_conversations": "commands/test_verify.py::test_full_run_on_four_processes",
     "record_whole_rows": "commands/test_preview.py::test_json",
     "supports_flash_attention_2": "model/test_attention.py::test_choice",

@@ -1,6 +1,7 @@
 """A rehearsal multiplies bf16 and fp16 matrices in float32, because many CPUs have no fast arithmetic for these dtypes."""
 
 from harness.compat.torch import multiply_in_float32
+from harness.start import arguments
 
 import pytest
 import torch
@@ -21,6 +22,31 @@ def test_products_are_float32_products_rounded_once(batch, dtype):
     assert product.dtype == dtype and torch.equal(product, expected.to(dtype))
     assert torch.equal(a.grad, a32.grad.to(dtype)) and torch.equal(b.grad, b32.grad.to(dtype))
     assert torch.equal(a32 @ b32, expected)
+
+
+PRODUCTS = {
+    "mm": lambda a, b: a @ b,
+    "mm.out": lambda a, b: torch.mm(a, b, out=torch.empty_like(a)),
+    "addmm": lambda a, b: torch.addmm(a, a, b),
+    "bmm": lambda a, b: a[None] @ b[None],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+def test_factors_are_copied_to_float32(product, dtype):
+    """Some CPUs round the product itself to the same values, only slowly."""
+    multiply_in_float32()
+    a, b = (torch.randn(8, 8).to(dtype) for _ in range(2))
+    with torch.profiler.profile() as profile:
+        product(a, b)
+    assert sum(event.name == "aten::_to_copy" for event in profile.events()) >= 2
+
+
+def test_rehearsal_of_a_bf16_recipe_multiplies_in_float32(build_trainer, monkeypatch):
+    calls = []
+    monkeypatch.setattr(arguments, "multiply_in_float32", lambda: calls.append("called"))
+    assert build_trainer("qwen2_chat").args.bf16 and calls
 
 
 def test_product_is_added_or_written_to_another_matrix():

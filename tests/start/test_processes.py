@@ -289,7 +289,7 @@ def test_spawned_processes_log_the_same_losses(rehearse, tmp_path):
 
 
 @pytest.fixture
-def session(fork_launch, workdir, tmp_path):
+def session(fork_launch, tmp_path):
     """Starts a rehearsal on two processes in a session of its own; returns it, its log, and a function that lists the session."""
     started, log = [], tmp_path / "log"
 

@@ -15,7 +15,7 @@ from harness.compat.guards import changes
 import torch
 
 # Kernels that replace PyTorch's as long as this object lives.
-PRODUCTS = torch.library.Library("aten", "IMPL")
+FLOAT32_PRODUCTS = torch.library.Library("aten", "IMPL")
 
 
 @functools.cache  # once per process
@@ -32,7 +32,7 @@ def multiply_in_float32() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*overridden", category=UserWarning)
         for name in ("mm", "mm.out", "addmm", "bmm"):
-            PRODUCTS.impl(name, _product_in_float32(f"aten::{name}"), "CPU", with_keyset=True)
+            FLOAT32_PRODUCTS.impl(name, _product_in_float32(f"aten::{name}"), "CPU", with_keyset=True)
 
 
 def _product_in_float32(name: str) -> Callable[..., torch.Tensor]:

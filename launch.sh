@@ -266,8 +266,8 @@ run_tests() {
   prepare_python
   cd -- "$here"
   unset PYTHONDONTWRITEBYTECODE # containers often set it, and hundreds of processes would compile the same modules
-  # Four workers, for two cores or more: while a test waits, for a time limit or for a lost node, others compute.
-  exec "$python" -m pytest "${selection[@]}" -n 4 --dist loadgroup --no-loadscope-reorder "$@"
+  # Three workers, for two cores or more: while a test waits, for a time limit or for a lost node, others compute.
+  exec "$python" -m pytest "${selection[@]}" -n 3 --dist loadgroup --no-loadscope-reorder "$@"
 }
 
 if [[ ${1:-} == --debug ]]; then

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-COMMANDS = {"--preview": "harness.commands.preview", "--prepare": "harness.commands.prepare"}
+COMMANDS = {f"--{name}": f"harness.commands.{name}" for name in ("preview", "prepare", "merge")}
 
 
 class ForkedLauncher:

@@ -76,9 +76,9 @@ def test_adapter_checkpoint_of_unfinished_run(rehearse, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs) and ours.keys() == theirs.keys()
 
 
-def test_sharded_checkpoint_becomes_plain_model(launch, rehearse, tmp_path, error_of):
+def test_sharded_checkpoint_becomes_plain_model(fork_launch, rehearse, tmp_path, error_of):
     run = rehearse("qwen2_fineweb_edu", "4gpu_full_shard")
-    process = launch("--merge", run / "checkpoint-6", tmp_path / "plain")
+    process = fork_launch("--merge", run / "checkpoint-6", tmp_path / "plain")
     assert process.returncode == 0 and "Warning" not in process.stderr, process.stderr
     assert all(file.stat().st_mode & 0o044 for file in (tmp_path / "plain").iterdir())  # anyone who may read the folder
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")

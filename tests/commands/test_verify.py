@@ -99,7 +99,7 @@ def test_damaged_run(rehearse, tmp_path, error_of, name, words):
     assert words in error_of(verify.main, str(run))
 
 
-def test_full_run_on_four_processes(rehearse, table):
+def test_full_run_on_two_processes(rehearse, table):
     """The loss is the one that the processes logged together, to the rounding of weights to bf16."""
     run = rehearse(*CHAT)
     code, rows, last = table(run)

@@ -274,7 +274,7 @@ def test_rows_of_split_conversations(tmp_path):
         assert found == [(18, 18), (18, 18)], first_rows
 
 
-FLAGS = ["--max_steps", "8", "--save_steps", "4", "--logging_steps", "1", "--eval_steps", "4", "--max_length", "64"]
+FLAGS = ["--max_steps", "6", "--save_steps", "4", "--logging_steps", "1", "--eval_steps", "6", "--max_length", "64"]
 
 
 @pytest.mark.parametrize("processes", ["1", "2"])

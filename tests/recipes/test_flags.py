@@ -14,7 +14,7 @@ from harness.run import mirror
 import pytest
 import transformers
 import trl
-from conftest import RECIPES
+from conftest import RECIPES, slow
 from datasets.fingerprint import Hasher
 
 ADAPTER, IN_4BIT = ["--use_peft", "true"], ["--use_peft", "true", "--load_in_4bit", "true"]
@@ -143,7 +143,12 @@ def test_all_flags_are_listed():
     assert fields == {*VALUES, *SWITCHES, *NAMES}
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+ALIKE = ("qwen2_chat", "llama31_8b_lora")  # full and LoRA fine-tuning with SFTTrainer, as two of the others
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(path, marks=slow if path.stem in ALIKE else (), id=path.stem) for path in RECIPES]
+)
 def test_every_flag_has_an_effect_or_is_refused(recipe, folders, arguments_of_trainer):
     common = ["--model_name_or_path", f"{folders}/model", "--dataset_name", f"{folders}/data", "--dataset_config", "a"]
     common += ["--use_cpu", "--bf16", "false", "--max_steps", "5"]

@@ -14,7 +14,7 @@ SHORT = ["--max_steps", "6", "--save_steps", "4", "--eval_steps", "6"]
 
 
 def fewer_processes(config: str) -> dict:
-    """The variable for two processes, if a config of the project has more: two show what more do, unless shards are replicated."""
+    """The variable for two processes, if a config of the project has more. They show as much, unless shards are replicated."""
     file = CONFIGS / f"{config}.yaml"
     settings = yaml.safe_load(file.read_text()) if "/" not in str(config) else {}
     has_more = settings.get("num_processes", 1) > 2 and "parallelism_config" not in settings

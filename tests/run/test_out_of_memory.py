@@ -75,7 +75,9 @@ def test_message_names_moment_and_flags(build_trainer, monkeypatch, place):
 
 
 def test_advice_for_a_config_that_accumulates_unsharded_gradients(build_trainer, monkeypatch):
-    trainer = build_trainer(RECIPE, "--gradient_accumulation_steps", "2", "--activation_checkpointing", "--max_length", "64", "--eval_strategy", "no")
+    trainer = build_trainer(
+        RECIPE, "--gradient_accumulation_steps", "2", "--activation_checkpointing", "--max_length", "64", "--eval_strategy", "no"
+    )
     config = str(ROOT / "accelerate_configs/1x3090_offload.yaml")
     monkeypatch.setattr(os, "environ", os.environ | Launched(config=config).to_environment() | {"ACCELERATE_USE_FSDP": "true"})
     monkeypatch.setattr(torch.optim.AdamW, "step", run_out)

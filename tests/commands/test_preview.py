@@ -10,7 +10,7 @@ from harness.rehearsal import tiny
 
 import pytest
 import torch
-from conftest import RECIPES, ROOT, read
+from conftest import RECIPES, ROOT, assert_one_error, read
 from trl import ModelConfig
 
 
@@ -87,9 +87,14 @@ KEYS = {
 LENGTHS = ("shortest", "percentile_10", "median", "percentile_90", "longest")
 
 
-def test_json(launch):
-    """With `--tiny` after `--preview`, from launch.sh on."""
-    process = launch("--preview", "--tiny", "qwen2_chat", "--json")
+def test_tiny_after_preview(launch):
+    """launch.sh takes both in either order."""
+    for options in (["--preview", "--tiny"], ["--tiny", "--preview"]):
+        assert_one_error(launch(*options, "qwen2_caht"), "unknown recipe: qwen2_caht. Did you mean qwen2_chat?")
+
+
+def test_json(preview_tiny):
+    process = preview_tiny("qwen2_chat", "--json")
     assert process.returncode == 0, process.stderr
     numbers = json.loads(process.stdout)
     assert {key: type(value) for key, value in numbers.items()} == KEYS

@@ -52,7 +52,7 @@ TESTED_ELSEWHERE = {
     "load_small_models": "commands/test_preview.py::test_every_recipe",
     "mix_streams": "data/test_mixture.py::test_stream_in_parts",
     "multiply_in_float32": "rehearsal/test_products.py::test_factors_are_copied_to_float32",
-    "record_conversations": "commands/test_verify.py::test_full_run_on_four_processes",
+    "record_conversations": "commands/test_verify.py::test_full_run_on_two_processes",
     "record_whole_rows": "commands/test_preview.py::test_json",
     "supports_flash_attention_2": "model/test_attention.py::test_choice",
     "takes_other_attention": "model/test_attention.py::test_choice",

@@ -135,7 +135,8 @@ def test_pairs_of_other_recipes_and_configs(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("quantized", [pytest.param([], marks=slow), ["--load_in_4bit"]], ids=["lora", "qlora"])
+@slow
+@pytest.mark.parametrize("quantized", [[], ["--load_in_4bit"]], ids=["lora", "qlora"])
 def test_adapters(rehearse, workdir, build_trainer, trainers, quantized):
     """LoRA, and LoRA on 4-bit weights of the real bitsandbytes, sharded with offload: the adapter has the logged loss."""
     flags = ["--use_peft", *quantized, "--max_steps", "10"]

@@ -15,7 +15,7 @@ from harness.run.sharding import prepare_gradient_scaler
 import pytest
 import torch
 import transformers
-from conftest import ROOT, losses, read
+from conftest import ROOT, losses, read, slow
 from rehearsals import SHORT, fewer_processes
 from safetensors.torch import load_file
 
@@ -114,14 +114,18 @@ def test_fp16_checkpoint_without_fp16_is_an_error(build_trainer, tmp_path, error
     assert "was written with fp16: pass --fp16 true" in error_of(prepare_gradient_scaler, trainer, tmp_path)
 
 
-@pytest.mark.parametrize(("before", "processes", "streaming"), [(1, 2, "true"), (2, 1, "false")], ids=["stream", "memory"])
+@pytest.mark.parametrize(
+    ("before", "processes", "streaming"),
+    [(1, 2, "true"), (2, 1, "false"), pytest.param(4, 2, "true", marks=slow)],
+    ids=["stream", "memory", "stream of four"],
+)
 def test_resume_on_other_number_of_processes(rehearse, fork_launch, workdir, before, processes, streaming):
-    """One process resumes as two, two as one: the same global batches in float32 give the same losses."""
+    """One process resumes as two, two as one, four as two: the same global batches in float32 give the same losses."""
     flags = ["--max_steps", "5", "--save_steps", "3", "--logging_steps", "1", "--eval_strategy", "no", "--max_length", "64"]
     flags += ["--per_device_train_batch_size", "1", "--global_batch_size", "8", "--dataset_streaming", streaming]
     flags += ["--bf16", "false", "--learning_rate", "3e-3"]
     uninterrupted = rehearse(RECIPE, "4gpu_full_shard", *flags, NPROC_PER_NODE=str(before))
-    run = workdir / f"runs/on-{processes}"
+    run = workdir / f"runs/{before}-on-{processes}"
     shutil.copytree(uninterrupted / "checkpoint-3", run / "checkpoint-3")
     shutil.copy(uninterrupted / "run.json", run)
     process = fork_launch("--tiny", RECIPE, "4gpu_full_shard", "--output_dir", run, *flags, NPROC_PER_NODE=str(processes))

@@ -14,10 +14,13 @@ SHORT = ["--max_steps", "6", "--save_steps", "4", "--eval_steps", "6"]
 
 
 def fewer_processes(config: str) -> dict:
-    """The variable for two processes, if a config of the project has more. They show as much, unless shards are replicated."""
+    """NPROC_PER_NODE=2 for a config of the project with four or more processes: two show as much, unless shards are replicated.
+
+    Three stay three, because their shards have different sizes.
+    """
     file = CONFIGS / f"{config}.yaml"
     settings = yaml.safe_load(file.read_text()) if "/" not in str(config) else {}
-    has_more = settings.get("num_processes", 1) > 2 and "parallelism_config" not in settings
+    has_more = settings.get("num_processes", 1) > 3 and "parallelism_config" not in settings
     return {"NPROC_PER_NODE": "2"} if has_more else {}
 
 

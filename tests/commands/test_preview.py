@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from types import SimpleNamespace
 
 from harness.commands import preview
@@ -10,7 +11,7 @@ from harness.rehearsal import tiny
 
 import pytest
 import torch
-from conftest import RECIPES, ROOT, assert_one_error, read
+from conftest import RECIPES, ROOT, read
 from trl import ModelConfig
 
 
@@ -87,10 +88,13 @@ KEYS = {
 LENGTHS = ("shortest", "percentile_10", "median", "percentile_90", "longest")
 
 
-def test_tiny_after_preview(launch):
-    """launch.sh takes both in either order."""
-    for options in (["--preview", "--tiny"], ["--tiny", "--preview"]):
-        assert_one_error(launch(*options, "qwen2_caht"), "unknown recipe: qwen2_caht. Did you mean qwen2_chat?")
+@pytest.mark.parametrize("options", [["--preview", "--tiny"], ["--tiny", "--preview"]], ids=" ".join)
+def test_launcher_passes_tiny_on(launch, tmp_path, options):
+    program = tmp_path / "python"  # prints how a module is called
+    program.write_text(f'#!/bin/sh\n[ "$1" != -m ] || {{ echo "$@"; exit; }}\nexec {sys.executable} "$@"\n')
+    program.chmod(0o755)
+    called = launch(*options, "qwen2_chat", "--json", PYTHON=str(program)).stdout
+    assert called == f"-m harness.commands.preview --tiny {ROOT}/recipes/qwen2_chat.py --json\n"
 
 
 def test_json(preview_tiny):

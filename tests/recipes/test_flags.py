@@ -143,11 +143,11 @@ def test_all_flags_are_listed():
     assert fields == {*VALUES, *SWITCHES, *NAMES}
 
 
-ALIKE = ("qwen2_chat", "llama31_8b_lora")  # full and LoRA fine-tuning with SFTTrainer, as two of the others
+SIMILAR = ("qwen2_chat", "llama31_8b_lora")  # to qwen2_fineweb_edu and llama31_70b_qlora: full fine-tuning and adapters
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(path, marks=slow if path.stem in ALIKE else (), id=path.stem) for path in RECIPES]
+    "recipe", [pytest.param(path, marks=slow if path.stem in SIMILAR else (), id=path.stem) for path in RECIPES]
 )
 def test_every_flag_has_an_effect_or_is_refused(recipe, folders, arguments_of_trainer):
     common = ["--model_name_or_path", f"{folders}/model", "--dataset_name", f"{folders}/data", "--dataset_config", "a"]

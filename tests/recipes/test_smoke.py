@@ -2,6 +2,7 @@
 
 A recipe of README's table is rehearsed with the configs of its rows, any other with the configs that its docstring names (CONFIG
 if it names none), and a config that no recipe names with RECIPE. `--recipe PATH` and `--config PATH` select one of each.
+A config of the project for four or more GPUs is rehearsed with two processes, or four if it replicates shards.
 """
 
 import ast
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ALL_CONFIGS, ALL_RECIPES, README_PAIRS, ROOT, losses, read, slow
+from rehearsals import fewer_processes
 from safetensors.torch import load_file
 from trained import held_out_loss, reload
 from transformers import AutoConfig, AutoTokenizer
@@ -98,7 +100,10 @@ def test_pair_trains_and_saves_a_model(rehearse, workdir, build_trainer, trainer
 
 def check_recipe_of_readme(run, results, logged, processes, sharded):
     """What is known of the project's own recipes."""
-    processes = 4 if results["config"] == "hybrid_2x2" else min(processes, 2)  # see tests/rehearsals.py
+    if results["config"] == "hybrid_2x2":
+        processes = 4
+    else:
+        processes = int(fewer_processes(results["config"]).get("NPROC_PER_NODE", processes))
     assert (results["fsdp_enabled"], results["world_size"], results["num_nodes"]) == (sharded, processes, 1)
     assert results["replicas"] == (2 if results["config"] == "hybrid_2x2" else 1 if sharded else processes)
     assert results["eval_loss_on_start"] == pytest.approx(logged[0], abs=0.8)  # the first step's loss, on other rows

@@ -34,7 +34,7 @@ FIVE_STEPS += ["--learning_rate", "3e-3", "--bf16", "false", "--fp16", "false"]
     [
         (RECIPE, "4gpu_full_shard", 2, ["--dataset_streaming", "false"]),
         ("llama31_8b_lora", "hybrid", 4, ["--lora_dropout", "0", "--dtype", "float32"]),
-        ("gpt2_xl_wikitext", "3xt4_shard_grad_op", 2, []),
+        ("gpt2_xl_wikitext", "3xt4_shard_grad_op", 3, []),
         pytest.param("qwen2_chat", "4gpu_shard_grad_op", 2, [], marks=slow),
         ("llama31_70b_qlora", "2x3090_qlora", 2, ["--lora_dropout", "0", "--dataset_streaming", "false"]),
     ],
@@ -184,13 +184,15 @@ def count(rehearse, hybrid_2x2, tmp_path):
 
 
 def test_collectives_per_step(count):
-    """What two configs all-gather and reduce. Only gradients cross the replicas, once per step."""
+    """What each option of the config all-gathers and reduces. Only gradients cross the replicas, once per step."""
     each_batch, each_batch_run = count("reduce-each-batch")
+    last_batch, last_batch_run = count("reduce-last-batch", fsdp_reduce_each_batch=False)
     gather_once, gather_once_run = count(
         "gather-once", fsdp_reduce_each_batch=False, fsdp_reshard_after_forward=False, fsdp_reshard_after_backward=False
     )
+    assert losses(gather_once_run) == losses(last_batch_run)
     for step, (loss, grad_norm) in losses(each_batch_run).items():  # summed in another order
-        assert (loss, grad_norm) == pytest.approx(losses(gather_once_run)[step], rel=1e-3)
+        assert (loss, grad_norm) == pytest.approx(losses(last_batch_run)[step], rel=1e-3)
     model = gather_once["parameters"]
 
     def total(step, kind):
@@ -200,10 +202,10 @@ def test_collectives_per_step(count):
     for step in gather_once["steps"]:
         gathers = [size for name, _, size in step if name == "all_gather_single"]
         assert len(gathers) == units and sum(gathers) == pytest.approx(model, rel=0.01)
-    for step in each_batch["steps"]:
+    for step in last_batch["steps"] + each_batch["steps"]:
         # Each of two micro-batches all-gathers every layer for the forward pass and again for the backward pass.
         assert total(step, "all_gather_single") > 2 * model
-    for run, reductions in ((each_batch, 2), (gather_once, 1)):
+    for run, reductions in ((each_batch, 2), (last_batch, 1), (gather_once, 1)):
         for step in run["steps"]:
             assert total(step, "reduce_scatter_single") == pytest.approx(reductions * model, rel=0.01)
             for name, ranks, _ in step:

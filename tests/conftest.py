@@ -135,7 +135,16 @@ def _installed(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory):
+def hub_port():
+    """The port of this worker's Hub. Nothing answers there, unless a test serves a local Hub on it."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that it can be served
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory, hub_port):
     """The tests' own Python, no network, own caches."""
     home = tmp_path_factory.mktemp("home")
     foreign = ("SLURM_", "SKYPILOT_", "MASTER_", "ACCELERATE_", "FSDP_")
@@ -143,7 +152,7 @@ def environment(tmp_path_factory):
     return own | {
         "PYTHON": sys.executable,
         "HF_HOME": str(home / "huggingface"),
-        "HF_ENDPOINT": "http://127.0.0.1:9",  # nothing answers there
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub_port}",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "NO_COLOR": "1",
     }

@@ -130,9 +130,9 @@ def _object_id(file: Path) -> str:
 
 
 @contextlib.contextmanager
-def serve(root: Path):
-    """Serves `root` on a free port of 127.0.0.1; yields the server, with its `url` and the `requests` it has received."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+def serve(root: Path, port: int = 0):
+    """Serves `root` on a port of 127.0.0.1, 0 for a free one; yields the server, with its `url` and the `requests` it has received."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.root, server.requests = root, []
     server.failure, server.silent_seconds = lambda method, path: None, 2
     server.url = f"http://127.0.0.1:{server.server_address[1]}"

@@ -14,7 +14,6 @@ import pyarrow
 import pytest
 from conftest import losses, read
 from datasets import load_dataset
-from forked_launcher import ForkedLauncher
 from local_hub import serve
 from pyarrow import parquet
 from transformers import AutoTokenizer
@@ -187,10 +186,17 @@ def test_patience(monkeypatch, error_of):
     assert "HUB_PATIENCE is 'long'" in error_of(patience)
 
 
-def test_run_resumes_after_the_hub_was_lost(hub, environment, tmp_path):
+@pytest.fixture
+def session_hub(tmp_path, hub_port):
+    """The Hub of the runs that `fork_launch` starts."""
+    with serve(tmp_path / "hub", hub_port) as server:
+        yield server
+
+
+def test_run_resumes_after_the_hub_was_lost(session_hub, fork_launch, tmp_path):
     """One of two processes loses the Hub. Both exit with a checkpoint, and the same command logs what it would have logged."""
     tiny.make_tiny_model("Qwen/Qwen2-0.5B", "main", tmp_path / "model")
-    folder = hub.root / "datasets/many/rows"
+    folder = session_hub.root / "datasets/many/rows"
     folder.mkdir(parents=True)
     for file in range(40):  # 1,000 rows are packed at a time and have few tokens, so many files are read
         rows = [{"text": f"{file} {row}"} for row in range(200)]
@@ -199,18 +205,17 @@ def test_run_resumes_after_the_hub_was_lost(hub, environment, tmp_path):
     flags += ["--max_steps", "8", "--save_steps", "4", "--logging_steps", "1", "--eval_strategy", "no", "--bf16", "false"]
     flags += ["--max_length", "512", "--global_batch_size", "4", "--max_eval_samples", "4", "--learning_rate", "1e-2"]
     flags += ["--report_to", "none"]
-    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "NPROC_PER_NODE": "2", "HUB_PATIENCE": "2"}
-    launcher = ForkedLauncher(environment | variables, tmp_path)
+    variables = {"NPROC_PER_NODE": "2", "HUB_PATIENCE": "2"}
 
     def train(run):
-        return launcher("qwen2_fineweb_edu", "4gpu_ddp", "--use_cpu", *flags, "--output_dir", run)
+        return fork_launch("qwen2_fineweb_edu", "4gpu_ddp", "--use_cpu", *flags, "--output_dir", run, **variables)
 
     asked, of_second_process = set(), re.compile(r"/[23]\d\.parquet$")
 
     def count(method, path):
         asked.update(of_second_process.findall(path))
 
-    hub.failure = count
+    session_hub.failure = count
     process = train(tmp_path / "uninterrupted")
     assert process.returncode == 0, process.stderr
     run, needed = tmp_path / "run", len(asked)
@@ -222,14 +227,13 @@ def test_run_resumes_after_the_hub_was_lost(hub, environment, tmp_path):
         count(method, path)
         return "503" if of_second_process.search(path) and len(asked) > 0.9 * needed else None
 
-    hub.failure = fail_before_the_end
+    session_hub.failure = fail_before_the_end
     process = train(run)
     assert process.returncode == 75 and "Traceback" not in process.stderr, process.stdout + process.stderr
     message = r"Stopped at step (\d+): the Hub has not answered .*: HTTP status 503. The same command resumes from step \1\."
     step = re.search(message, process.stdout)[1]
-    hub.failure = lambda method, path: None
+    session_hub.failure = lambda method, path: None
     process = train(run)
     assert process.returncode == 0, process.stderr
     assert f"Resuming from {run}/checkpoint-{step}" in process.stdout
     assert losses(run) == losses(tmp_path / "uninterrupted") and read(run)["resumed_from_step"] == int(step)
-    launcher.close()

@@ -1,6 +1,7 @@
 """`--prepare` downloads everything that a run needs: afterwards the recipe trains without the Hub."""
 
 import shutil
+from pathlib import Path
 
 from harness.commands import prepare
 from harness.data.script_arguments import ScriptArguments
@@ -15,13 +16,8 @@ STREAM = ["--max_tokens", "2_000", *SHORT]
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="module")
-def hub(home):
-    with serve(home / "hub") as server:
+def hub(tmp_path_factory, hub_port):
+    with serve(tmp_path_factory.mktemp("hub"), hub_port) as server:
         yield server
 
 
@@ -39,31 +35,24 @@ def publish_tiny(fork_launch, workdir, hub):
 
 
 @pytest.fixture(scope="module")
-def online(environment, hub, home):
-    launcher = ForkedLauncher(environment | {"HF_ENDPOINT": hub.url, "HF_HOME": str(home / "cache")}, home)
-    yield launcher
-    launcher.close()
-
-
-@pytest.fixture(scope="module")
-def offline(environment, home):
+def offline(environment, workdir):
     """With the variable that the launcher sets when the Hub is not reachable."""
-    launcher = ForkedLauncher(environment | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(home / "cache")}, home)
+    launcher = ForkedLauncher(environment | {"HF_HUB_OFFLINE": "1"}, workdir)
     yield launcher
     launcher.close()
 
 
-def test_stream(publish_tiny, hub, online, offline, tmp_path):
+def test_stream(publish_tiny, hub, fork_launch, offline, tmp_path):
     """As many files as the number of tokens needs are downloaded. A run that needs more exits with an error."""
     publish_tiny("qwen2_fineweb_edu", "Qwen/Qwen2-0.5B", "HuggingFaceFW/fineweb-edu")
-    process = online("--preview", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
+    process = fork_launch("--preview", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
     assert process.returncode == 0 and "--- a sequence of" in process.stdout, process.stderr
     assert not any("model.safetensors" in request for request in hub.requests)
-    process = online("--prepare", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
+    process = fork_launch("--prepare", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert "To download: model Qwen/Qwen2-0.5B" in process.stdout and "1 of its 8 files" in process.stdout
     assert not (tmp_path / "outputs").exists()
-    again = online("--prepare", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
+    again = fork_launch("--prepare", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
     assert "To download: nothing" in again.stdout
     process = offline("qwen2_fineweb_edu", "1x3090", "--use_cpu", *STREAM, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
@@ -72,17 +61,18 @@ def test_stream(publish_tiny, hub, online, offline, tmp_path):
     assert longer.returncode == 2 and "too few of its files" in longer.stderr and "--prepare" in longer.stderr
 
 
-def test_dataset_is_tokenized_once(publish_tiny, home, online, offline, tmp_path):
+def test_dataset_is_tokenized_once(publish_tiny, environment, fork_launch, offline, tmp_path):
     """The run without the Hub reads the tokens that `--prepare` has written."""
     flags = ["--max_steps", "2", *SHORT, "--max_length", "256"]
     publish_tiny("qwen2_chat", "Qwen/Qwen2-0.5B-Instruct", "trl-lib/Capybara")
-    process = online("--prepare", "qwen2_chat", *flags, cwd=tmp_path)
+    process = fork_launch("--prepare", "qwen2_chat", *flags, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
-    tokenized = sorted((home / "cache/datasets").rglob("cache-*.arrow"))
+    cache = Path(environment["HF_HOME"], "datasets/trl-lib___capybara")
+    tokenized = sorted(cache.rglob("cache-*.arrow"))
     process = offline("qwen2_chat", "1x3090", "--use_cpu", *flags, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert read(tmp_path / "outputs/qwen2_chat")["global_step"] == 2
-    assert tokenized and sorted((home / "cache/datasets").rglob("cache-*.arrow")) == tokenized
+    assert tokenized and sorted(cache.rglob("cache-*.arrow")) == tokenized
 
 
 def test_check_disk(error_of, tmp_path):

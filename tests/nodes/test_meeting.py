@@ -5,7 +5,6 @@ import os
 import re
 import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from harness import nodes
@@ -198,23 +197,22 @@ def test_same_node_rank_twice_is_an_error(start_two, ranks, words):
     assert all(script.process.is_alive() for script in others)
 
 
-def test_missing_node_is_an_error(launch, tmp_path):
+def test_missing_node_is_an_error(fork_launch, tmp_path):
     """Each node names the one that is missing, and exits after NODE_WAIT seconds."""
     port = str(free_port())
     alone = [{"NODE_RANK": "0", "MASTER_PORT": str(free_port())}, {"NODE_RANK": "1", "MASTER_PORT": port}]
-    with ThreadPoolExecutor() as both:
-        processes = both.map(lambda own: launch("--tiny", RECIPE, CONFIG, cwd=tmp_path, **PLAIN, NODE_WAIT="3", **own), alone)
+    processes = [fork_launch("--tiny", RECIPE, CONFIG, cwd=tmp_path, **PLAIN, NODE_WAIT="3", **own) for own in alone]
     expected = (r"NODE_RANK 1 \(of 2 nodes", f"node 0: nothing answers at 127.0.0.1:{port}")
     for process, missing in zip(processes, expected, strict=True):
         assert process.returncode == 1 and not process.stdout
         assert re.fullmatch(rf"\nerror: waited [3-9] of 3 s \(NODE_WAIT\) for {missing}.*\n", process.stderr), process.stderr
 
 
-def test_port_of_head_in_use_is_an_error(launch, tmp_path):
+def test_port_of_head_in_use_is_an_error(fork_launch, tmp_path):
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        process = launch("--tiny", RECIPE, CONFIG, cwd=tmp_path, **PLAIN | {"NODE_RANK": "0", "MASTER_PORT": port})
+        process = fork_launch("--tiny", RECIPE, CONFIG, cwd=tmp_path, **PLAIN | {"NODE_RANK": "0", "MASTER_PORT": port})
     assert process.returncode == 1
     assert process.stderr.startswith(f"\nerror: port {port} of this machine is in use") and process.stderr.count("\n") == 2

@@ -11,8 +11,8 @@ import pytest
 from conftest import README_PAIRS, ROOT
 
 README = (ROOT / "README.md").read_text()
-# One of each kind. SIMULATE_ALL=1 simulates all pairs, which takes minutes, as the workflow on GitHub does.
-QUICK = [("qwen2_fineweb_edu", "1x3090"), ("qwen2_fineweb_edu", "1x3090_offload"), ("gpt2_xl_wikitext", "3xt4_shard_grad_op")]
+# SIMULATE_ALL=1 simulates all pairs, which takes minutes, as the workflow on GitHub does.
+QUICK = [("qwen2_fineweb_edu", "1x3090_offload")]
 ALL = "SIMULATE_ALL" in os.environ
 CARDS = {card.name: card for card in cards.CARDS}
 PAIRS = [pair[:2] for pair in README_PAIRS if ALL or pair[:2] in QUICK]
@@ -87,22 +87,28 @@ def test_no_gpu_holds_the_whole_70b(found):
 def test_peaks_of_earlier_simulations(found):
     """Two peaks that were computed independently of this code. docs/measurements.md compares others.
 
-    The first one had SDPA with a mask, which saves keys and values for each of 14 query heads instead of 2.
+    The one without FSDP had SDPA with a mask, which saves keys and values for each of 14 query heads instead of 2.
     """
-    saved_more = 24 * 2 * (14 - 2) * 64 * 2 * 2048  # layers, keys and values, heads, head size, bytes, tokens
-    assert found["qwen2_fineweb_edu", "1x3090"].peak.bytes == pytest.approx(13.07e9 - saved_more, rel=0.02)
     assert found["qwen2_fineweb_edu", "1x3090_offload"].peak.bytes == pytest.approx(3.32e9, rel=0.05)
+    if ALL:
+        saved_more = 24 * 2 * (14 - 2) * 64 * 2 * 2048  # layers, keys and values, heads, head size, bytes, tokens
+        assert found["qwen2_fineweb_edu", "1x3090"].peak.bytes == pytest.approx(13.07e9 - saved_more, rel=0.02)
 
 
 def test_flops_of_packed_documents(found):
-    """6 per weight and token, the head once more, and attention within documents of 1,024 tokens instead of all 2,048."""
-    run = found["qwen2_fineweb_edu", "1x3090"]
-    weights, head, layers, hidden, length = 357_897_600, 151_936 * 896, 24, 896, 1024
-    of_a_token = 6 * weights + 8 * head + 14 * layers * hidden * (length + 1) / 2
+    """6 per weight and token, the head once more, and attention within documents of 1,024 tokens instead of all 2,048.
+
+    The backward pass computes the layers again, up to their last product.
+    """
+    run = found["qwen2_fineweb_edu", "1x3090_offload"]
+    weights, head, layers, hidden, intermediate, length = 357_897_600, 151_936 * 896, 24, 896, 4864, 1024
+    attention = layers * hidden * (length + 1) / 2
+    computed_again = 2 * (weights - layers * hidden * intermediate) + 4 * attention
+    of_a_token = 6 * weights + 8 * head + 14 * attention + computed_again
     assert run.tokens == 2 * length
     flops = sum(run.step.flops.values()) / run.tokens / run.accumulation
     assert flops == pytest.approx(of_a_token, rel=0.01)
-    assert flops < 0.9 * (6 * weights + 8 * head + 14 * layers * hidden * 2 * length)
+    assert flops < 0.9 * (flops - 14 * attention + 14 * layers * hidden * 2 * length)
 
 
 def test_moved_bytes_follow_from_the_config(found):
@@ -110,9 +116,10 @@ def test_moved_bytes_follow_from_the_config(found):
     # 8 micro-batches copy the model to the GPU twice, the tied head once.
     assert offload["to_gpu"] == pytest.approx(27.3e9, rel=0.01)
     assert offload["to_host"] == pytest.approx(4 * 494_032_768, rel=0.001) and "added_on_host" not in offload
-    gathered_once = found["gpt2_xl_wikitext", "3xt4_shard_grad_op"].step.moved
-    assert gathered_once["gathered"] == pytest.approx(2 * 1_557_611_200, rel=0.01)
-    assert gathered_once["reduced"] == pytest.approx(2 * 1_557_611_200, rel=0.01)
+    if ALL:
+        gathered_once = found["gpt2_xl_wikitext", "3xt4_shard_grad_op"].step.moved
+        assert gathered_once["gathered"] == pytest.approx(2 * 1_557_611_200, rel=0.01)
+        assert gathered_once["reduced"] == pytest.approx(2 * 1_557_611_200, rel=0.01)
 
 
 @slow

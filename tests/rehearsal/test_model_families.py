@@ -14,7 +14,7 @@ from local_hub import serve
 RECIPE = "qwen2_fineweb_edu"
 
 
-def test_copied_recipe_with_another_model(environment, launch, workdir, tmp_path):
+def test_copied_recipe_with_another_model(fork_launch, hub_port, tmp_path):
     """`cp RECIPE.py mine.py` and another Hub ID: the rehearsal gets config and tokenizer from the Hub, and no weights."""
     root = tmp_path / "hub"
     source = root / "models/some/unknown-llama"
@@ -26,8 +26,8 @@ def test_copied_recipe_with_another_model(environment, launch, workdir, tmp_path
     mine = mine.replace("    train(", "    warnings.warn('a warning of the recipe')\n    train(")
     (tmp_path / "mine.py").write_text(mine.replace("from harness", "import warnings\n\nfrom harness"))
     flags = ["--model_name_or_path", "some/unknown-llama", "--learning_rate", "1e-3"]
-    with serve(root) as server:
-        process = launch("--tiny", tmp_path / "mine.py", "1x3090", *flags, HF_ENDPOINT=server.url, cwd=tmp_path)
+    with serve(root, hub_port) as server:
+        process = fork_launch("--tiny", tmp_path / "mine.py", "1x3090", *flags, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert process.stderr.count("UserWarning: a warning of the recipe") == 1
     run = tmp_path / "outputs/tiny/mine"

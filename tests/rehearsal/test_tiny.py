@@ -174,7 +174,7 @@ def test_architecture_that_cannot_be_rehearsed(make_tiny, make_original, model_t
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen3_moe", "bloom", pytest.param("gpt_oss", marks=slow), pytest.param("deepseek_v3", marks=slow)]
+    "model_type", ["qwen3_moe", *(pytest.param(name, marks=slow) for name in ("bloom", "gpt_oss", "deepseek_v3"))]
 )
 def test_other_architectures_train_sharded(rehearse, make_original, model_type):
     flags = ["--model_name_or_path", make_original(model_type).model_name_or_path, "--max_steps", "10", "--eval_strategy", "no"]

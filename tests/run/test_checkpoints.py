@@ -46,7 +46,7 @@ def test_run_killed_after_last_step_trains_no_other_step(rehearse, fork_launch, 
 
 def test_run_killed_after_last_step_saves_the_best_model(rehearse, fork_launch, workdir):
     """Here the best one is that of the first checkpoint, with the largest loss."""
-    flags = ["--max_steps", "8", "--save_steps", "4", "--eval_steps", "4", "--eval_on_start", "false"]
+    flags = ["--max_steps", "4", "--save_steps", "2", "--eval_steps", "2", "--eval_on_start", "false"]
     flags += ["--load_best_model_at_end", "true", "--metric_for_best_model", "eval_loss", "--greater_is_better", "true"]
     uninterrupted = rehearse(RECIPE, "1x3090_offload", *flags)
     run = workdir / "runs/killed-before-the-best"

@@ -11,7 +11,7 @@ import pytest
 from conftest import losses, read, wait_until
 
 RECIPE = "qwen2_fineweb_edu"
-FLAGS = ["--max_steps", "20", "--save_steps", "10", "--logging_steps", "10", "--eval_strategy", "no"]
+FLAGS = ["--max_steps", "12", "--save_steps", "6", "--logging_steps", "6", "--eval_strategy", "no"]
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def fail_after_checkpoint(fork_launch, tmp_path_factory):
     def call(run, break_disk):
         log = tmp_path_factory.mktemp("log") / "log"
         process = fork_launch.start("--tiny", RECIPE, "1x3090", "--output_dir", run, *FLAGS, out=log, err=log)
-        wait_until(lambda: (run / "checkpoint-10/complete.json").is_file() or process.poll() is not None, 120, log.read_text)
+        wait_until(lambda: (run / "checkpoint-6/complete.json").is_file() or process.poll() is not None, 120, log.read_text)
         break_disk()
         code, text = process.wait(timeout=120), log.read_text()
         (message,) = [line for line in text.splitlines() if line.startswith("error: ")]
@@ -68,16 +68,16 @@ def test_disk_fills_during_a_save(small_disk, fail_after_checkpoint, fork_launch
             os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(folder).free - 1_500_000)
 
     message = fail_after_checkpoint(run, fill)
-    assert "at step 20: the disk is full: a checkpoint needs " in message and " MB are missing" in message
-    assert f"resumes from {run / 'checkpoint-10'}" in message
+    assert "at step 12: the disk is full: a checkpoint needs " in message and " MB are missing" in message
+    assert f"resumes from {run / 'checkpoint-6'}" in message
     other_file.unlink()
     process = fork_launch("--tiny", RECIPE, "1x3090", "--output_dir", run, *FLAGS)
     assert process.returncode == 0, process.stderr
-    assert read(run)["resumed_from_step"] == 10 and losses(run) == losses(rehearse(RECIPE, "1x3090", *FLAGS))
+    assert read(run)["resumed_from_step"] == 6 and losses(run) == losses(rehearse(RECIPE, "1x3090", *FLAGS))
 
 
 def test_output_directory_disappears(fail_after_checkpoint, tmp_path):
     run = Path(tmp_path, "run")
     message = fail_after_checkpoint(run, lambda: run.rename(tmp_path / "moved"))
     assert "it has disappeared" in message
-    assert not run.exists() and (tmp_path / "moved/checkpoint-10/complete.json").is_file()
+    assert not run.exists() and (tmp_path / "moved/checkpoint-6/complete.json").is_file()

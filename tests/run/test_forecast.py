@@ -170,10 +170,10 @@ def test_rehearsal_is_simulated_before_it_trains(tmp_path, monkeypatch):
     assert made == "1 8 -m harness.plan.command --forecast --tiny r.py c.yaml --json --forecast --max_steps 3\n"
 
 
-def test_simulated_peak_is_that_of_the_rehearsal(launch, tmp_path):
+def test_simulated_peak_is_that_of_the_rehearsal(fork_launch, launch, tmp_path):
     """The tiny model and optimizer to the byte, the largest memory of a step to a percent; also in --report."""
     folder = str(tmp_path / "run")
-    process = launch(
+    process = fork_launch(
         "--tiny", RECIPE, "1x3090", "--forecast", "--max_steps", "2", "--eval_strategy", "no", "--output_dir", folder
     )
     results = json.loads((tmp_path / "run/train_results.json").read_text())

@@ -73,6 +73,7 @@ import os
 from harness.start import processes
 import work
 os.environ["DELETED"] = "before the fork"
+processes.LIBRARIES = ("torch", "accelerate")  # some of them take less time
 can_fork = processes.import_libraries()
 worker = processes.Worker(can_fork)
 os.environ["SET"] = "after the fork"
@@ -85,7 +86,7 @@ print(can_fork, code, small, len(large))
 WORK = """
 import os, sys
 def run():
-    has_imported = "trl" in sys.modules
+    has_imported = "accelerate" in sys.modules
     import torch
     variables = [os.environ.get(name) for name in ("SET", "DELETED", "RANK")]
     return has_imported, *variables, sys.stdin.readline(), torch.get_num_threads(), "x" * 1_000_000
@@ -296,9 +297,9 @@ def session(fork_launch, tmp_path):
     def alive():
         return [p for p in psutil.process_iter(["status"]) if _session(p.pid) == started[0].pid and p.info["status"] != "zombie"]
 
-    def call(run, *more):
+    def call(run, *more, recipe=RECIPE):
         flags = ["--output_dir", run, "--max_steps", "2000", "--save_steps", "1000", "--logging_steps", "1"]
-        command = ["--tiny", RECIPE, "4gpu_full_shard", *flags, "--eval_strategy", "no", *more]
+        command = ["--tiny", recipe, "4gpu_full_shard", *flags, "--eval_strategy", "no", *more]
         started.append(fork_launch.start(*command, out=log, err=log, new_session=True, NPROC_PER_NODE="2"))
         return started[0], log, alive
 
@@ -404,38 +405,53 @@ def test_signal_during_imports_ends_the_launcher(python, module, number):
     assert bool(lines) == (module != "yaml" and number != signal.SIGINT)
 
 
-INTERRUPT_ALL = """
+# Lines of a recipe, and what is inserted before them: signals to all processes.
+MOMENTS = {
+    "the run is checked": ("def main(", "if json.loads(os.environ['RECIPE_LAUNCH'])['only_check']:\n    {}\n\n\ndef main("),
+    "the trainers are built": ("    train(", "    {}\n    train("),
+}
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("the run is checked", signal.SIGTERM),
+        ("the trainers are built", signal.SIGTERM),
+        ("the trainers are built", signal.SIGINT),
+    ],
+)
+def test_signal_to_all_processes_before_training(session, tmp_path, moment, number):
+    recipe, (line, lines) = tmp_path / "interrupted.py", MOMENTS[moment]
+    text = (ROOT / f"recipes/{RECIPE}.py").read_text().replace("from harness", "import json\nimport os\n\nfrom harness", 1)
+    recipe.write_text(text.replace(line, lines.format(f"os.killpg(0, {int(number)})")))
+    process, log, alive = session(tmp_path / "run", recipe=recipe)
+    assert process.wait(timeout=120) == 128 + number, log.read_text()
+    printed = log.read_text()
+    assert "Traceback" not in printed and "error: " not in printed
+    assert printed.count(f"Stopped by {number.name} before the training began.\n") == (number != signal.SIGINT)
+    wait_until(lambda: not alive(), 20, lambda: str(alive()))
+
+
+AFTER_CHECK = """
 import os, runpy, sys
 class Interrupt:
     def find_spec(name, path=None, target=None):
-        if name == module:
+        if name == "accelerate.commands.launch":
             os.killpg(0, int(number))
-number, module = sys.argv.pop(1), sys.argv.pop(1)
+number = sys.argv.pop(1)
 sys.meta_path.insert(0, Interrupt)
 runpy.run_module("harness.start.launch", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("module", "number"),
-    [
-        ("harness.start.checks", signal.SIGTERM),
-        pytest.param("accelerate.commands.launch", signal.SIGUSR1, marks=slow),
-        ("harness.run.session", signal.SIGTERM),
-        ("harness.run.session", signal.SIGINT),
-    ],
-    ids=["the run is checked", "the run was checked", "the trainers are built", "the trainers are built, Ctrl-C"],
-)
-def test_signal_to_all_processes_before_training(python, tmp_path, module, number):
-    """Sent when a process imports `module`. No process is left: each would keep the pipe open that is read to its end."""
-    words = [*WORDS[:-1], str(ROOT / "accelerate_configs/4gpu_full_shard.yaml"), "--output_dir", str(tmp_path / "run")]
-    options = {"start_new_session": True, "preexec_fn": _hear_ctrl_c}
-    process = python(INTERRUPT_ALL, arguments=[str(int(number)), module, *words], variables={"NPROC_PER_NODE": "2"}, **options)
-    assert process.returncode == 128 + number, process.stderr
-    if number == signal.SIGINT:  # a library that catches KeyboardInterrupt prints a warning of its own
-        assert "Traceback" not in process.stderr and "error: " not in process.stderr
-    else:
-        assert process.stderr == f"Stopped by {number.name} before the training began.\n"
+@slow
+def test_signal_to_all_processes_after_the_check(python, tmp_path):
+    """Sent when the launcher imports a module. No process is left: each would keep the pipe open that is read to its end."""
+    words = [str(int(signal.SIGUSR1)), *WORDS[:-1], str(ROOT / "accelerate_configs/4gpu_full_shard.yaml")]
+    options = {"start_new_session": True, "variables": {"NPROC_PER_NODE": "2"}}
+    process = python(AFTER_CHECK, arguments=[*words, "--output_dir", str(tmp_path / "run")], **options)
+    assert process.returncode == 128 + signal.SIGUSR1
+    assert process.stderr == "Stopped by SIGUSR1 before the training began.\n"
 
 
 def test_ctrl_c_is_ignored_in_the_background(python):

@@ -173,7 +173,7 @@ install_requirements() {
   index=$(torch_index)
   [[ -n $index ]] || check_driver
   base=$(find_python)
-  local -a clear=() index_option=() pip=("$python" -m pip install --disable-pip-version-check)
+  local -a clear=() index_option=() pip=("$python" -m pip install --disable-pip-version-check --no-compile)
   if [[ -x $python ]] && { ! is_new_enough "$python" || [[ $index != "$(TORCH_INDEX='' torch_index)" ]]; }; then
     clear=(--clear)
   fi
@@ -188,11 +188,14 @@ install_requirements() {
   fi
   if command -v "$uv" >/dev/null; then
     # Without this strategy, uv takes all versions of a package from the first index that has it; pip takes the newest of all.
-    pip=("$uv" pip install --python "$python" --compile-bytecode --index-strategy unsafe-best-match)
+    pip=("$uv" pip install --python "$python" --index-strategy unsafe-best-match)
   fi
   [[ -z $index ]] || index_option=(--extra-index-url "$index")
   "${pip[@]}" -r "$here/requirements.txt" -c "$here/constraints.txt" "${index_option[@]}" >&2 ||
     fail "the installation did not finish, see above: run the same command again to continue it"
+  # Imports what a run needs, a fifth of all modules, and so compiles it once. The processes of a run would each do that.
+  env -u PYTHONDONTWRITEBYTECODE "$python" -P -c \
+    'from harness.start.processes import import_libraries; import_libraries()' >/dev/null 2>&1 || true
   wanted >"$here/.venv/installed.txt"
 }
 

@@ -131,7 +131,7 @@ def _object_id(file: Path) -> str:
 
 @contextlib.contextmanager
 def serve(root: Path, port: int = 0):
-    """Serves `root` on a port of 127.0.0.1, 0 for a free one; yields the server, with its `url` and the `requests` it has received."""
+    """Serves `root` on a port of 127.0.0.1, by default a free one; yields the server, with `url` and `requests`."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.root, server.requests = root, []
     server.failure, server.silent_seconds = lambda method, path: None, 2

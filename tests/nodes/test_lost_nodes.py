@@ -36,7 +36,7 @@ def test_three_nodes(on_nodes, workdir):
     """Three machines with one GPU each. Each prints a report, and ends without a traceback when another has ended before."""
     run = workdir / "runs/three-nodes"
     started = on_nodes(
-        3, "--tiny", "gpt2_xl_wikitext", "3xt4_shard_grad_op", "--output_dir", run, "--max_steps", "5", "--fp16", "false"
+        3, "--tiny", "gpt2_xl_wikitext", "3xt4_shard_grad_op", "--output_dir", run, "--max_steps", "3", "--fp16", "false"
     )
     for process, log in started:
         assert process.wait(timeout=240) == 0 and "Traceback" not in log.read_text(), log.read_text()

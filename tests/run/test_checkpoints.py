@@ -121,17 +121,17 @@ def test_fp16_checkpoint_without_fp16_is_an_error(build_trainer, tmp_path, error
 )
 def test_resume_on_other_number_of_processes(rehearse, fork_launch, workdir, before, processes, streaming):
     """One process resumes as two, two as one, four as two: the same global batches in float32 give the same losses."""
-    flags = ["--max_steps", "5", "--save_steps", "3", "--logging_steps", "1", "--eval_strategy", "no", "--max_length", "64"]
-    flags += ["--per_device_train_batch_size", "1", "--global_batch_size", "8", "--dataset_streaming", streaming]
+    flags = ["--max_steps", "4", "--save_steps", "2", "--logging_steps", "1", "--eval_strategy", "no", "--max_length", "64"]
+    flags += ["--per_device_train_batch_size", "1", "--global_batch_size", "4", "--dataset_streaming", streaming]
     flags += ["--bf16", "false", "--learning_rate", "3e-3"]
     uninterrupted = rehearse(RECIPE, "4gpu_full_shard", *flags, NPROC_PER_NODE=str(before))
     run = workdir / f"runs/{before}-on-{processes}"
-    shutil.copytree(uninterrupted / "checkpoint-3", run / "checkpoint-3")
+    shutil.copytree(uninterrupted / "checkpoint-2", run / "checkpoint-2")
     shutil.copy(uninterrupted / "run.json", run)
     process = fork_launch("--tiny", RECIPE, "4gpu_full_shard", "--output_dir", run, *flags, NPROC_PER_NODE=str(processes))
     assert process.returncode == 0 and "warning" not in process.stdout, process.stdout + process.stderr
     results = read(run)
-    assert (results["resumed_from_step"], results["world_size"], results["global_batch_size"]) == (3, processes, 8)
+    assert (results["resumed_from_step"], results["world_size"], results["global_batch_size"]) == (2, processes, 4)
     expected = losses(uninterrupted)
     assert losses(run).keys() == expected.keys()
     for step, (loss, grad_norm) in losses(run).items():
@@ -255,7 +255,7 @@ def test_nothing_is_changed_if_no_checkpoint_is_complete(copied_run, error_of):
 
 def test_old_checkpoints_are_deleted_by_step(build_trainer, monkeypatch):
     """Also if the clock is set back between two saves. There are never more than the limit, even during a save."""
-    trainer = build_trainer("qwen2_chat", "--max_steps", "3", "--save_steps", "1", "--eval_strategy", "no")
+    trainer = build_trainer("qwen2_chat", "--max_steps", "3", "--save_steps", "1", "--eval_strategy", "no", "--max_length", "64")
     monkeypatch.setattr(steps, "set_signal_handler", lambda handler: None)
     run, seen = Path(trainer.args.output_dir), []
     write, call_callbacks = trainer._save_checkpoint, trainer.callback_handler.on_save

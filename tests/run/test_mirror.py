@@ -20,6 +20,7 @@ from conftest import ROOT, assert_one_error, free_port, losses, read, slow, wait
 
 RECIPE = "qwen2_fineweb_edu"
 FLAGS = ["--max_steps", "6", "--save_steps", "2", "--logging_steps", "1", "--eval_strategy", "no", "--max_length", "64"]
+FLAGS += ["--gradient_accumulation_steps", "1"]
 IDENTITY = {"recipe": "some", "model": "tiny"}
 
 

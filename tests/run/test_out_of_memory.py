@@ -55,7 +55,9 @@ class Unfinished(transformers.Trainer):
 @pytest.mark.parametrize("place", PLACES)
 def test_message_names_moment_and_flags(build_trainer, monkeypatch, place):
     flags, expected = PLACES[place]
-    trainer = build_trainer(RECIPE, "--max_steps", "2", "--per_device_eval_batch_size", "2", "--eval_on_start", "false", *flags)
+    short = ["--max_steps", "2", "--max_length", "64", "--gradient_accumulation_steps", "1"]
+    short += ["--max_eval_samples", "2", "--eval_on_start", "false"]
+    trainer = build_trainer(RECIPE, *short, "--per_device_eval_batch_size", "2", *flags)
     owner, name = {
         "loss": (trainer.model, "forward"),
         "backward": (torch.Tensor, "backward"),

@@ -64,7 +64,7 @@ def test_run_that_stops_while_it_is_recorded(build_trainer, capsys):
 
 def test_profile_of_sharded_run(rehearse):
     """Two processes write a trace each; the table has FSDP's collectives."""
-    flags = ["--profile", "--max_steps", "6", "--eval_strategy", "no", "--save_strategy", "no"]
+    flags = ["--profile", "--max_steps", "5", "--eval_strategy", "no", "--save_strategy", "no"]
     folder = rehearse(RECIPE, "4gpu_full_shard", *flags, NPROC_PER_NODE="2") / "profile"
     for rank in (0, 1):
         with gzip.open(folder / f"rank{rank}.json.gz") as file:

@@ -48,7 +48,7 @@ def test_seconds_of_steps(build_trainer, monkeypatch):
         return slow
 
     flags = ["--max_steps", "4", "--eval_steps", "2", "--save_steps", "2", "--logging_steps", "1", "--max_eval_samples", "4"]
-    flags += ["--eval_on_start"]
+    flags += ["--eval_on_start", "--max_length", "64"]
     left = []
     monkeypatch.setattr(steps, "format_logs", lambda logs, step, steps, seconds: "loss" in logs and left.append(seconds))
     trainer = build_trainer(RECIPE, *flags)
@@ -63,11 +63,11 @@ def test_seconds_of_steps(build_trainer, monkeypatch):
     so_far = counted.so_far()
     assert so_far["seconds"] == 50 + 4 * 2 and so_far["runtime"] == 4 * 2 + 5000
     assert left == pytest.approx([3 * 2, 2 * 2, (3 * 2 + 2000) / 3, 0])  # without the evaluation before the first step
-    assert 0.9 < (so_far["tokens"] - 100) / (4 * 2 * 2 * 128) <= 1
+    assert 0.9 < (so_far["tokens"] - 100) / (4 * 2 * 2 * 64) <= 1
     assert 0 < so_far["loss_tokens"] < so_far["tokens"]
     speeds = [entry["tokens_per_second"] for entry in trainer.state.log_history if "loss" in entry]
     assert all(entry["host_gb"] > 0 for entry in trainer.state.log_history if "loss" in entry)
-    assert len(speeds) == 4 and all(0.9 < speed / (2 * 128) <= 1 for speed in speeds)
+    assert len(speeds) == 4 and all(0.9 < speed / (2 * 64) <= 1 for speed in speeds)
 
 
 @pytest.mark.parametrize(("strategy", "logged"), [("steps", [2, 3, 4, 5]), ("no", [])])

@@ -15,7 +15,7 @@ from harness.run.outputs import add_reading, describe_datasets
 from harness.start.checks import check_best_metric
 
 import pytest
-from conftest import losses, read
+from conftest import losses, read, slow
 from trl import pack_dataset
 
 
@@ -277,7 +277,7 @@ def test_rows_of_split_conversations(tmp_path):
 FLAGS = ["--max_steps", "6", "--save_steps", "4", "--logging_steps", "1", "--eval_steps", "6", "--max_length", "64"]
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=slow)])
 def test_killed_mixture_resumes_with_the_same_losses(rehearse, fork_launch, workdir, tmp_path_factory, processes):
     """A stream of two datasets, interrupted at step 4 on two processes and continued on one or two."""
     folder = tmp_path_factory.getbasetemp() / "mixture"  # the same for both

@@ -143,7 +143,7 @@ def test_all_flags_are_listed():
     assert fields == {*VALUES, *SWITCHES, *NAMES}
 
 
-SIMILAR = ("qwen2_chat", "llama31_8b_lora")  # to qwen2_fineweb_edu and llama31_70b_qlora: full fine-tuning and adapters
+SIMILAR = ("qwen2_chat", "qwen2_fineweb_edu", "llama31_8b_lora")  # to llama31_70b_qlora: recipes with SFTTrainer
 
 
 @pytest.mark.parametrize(

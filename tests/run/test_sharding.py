@@ -184,35 +184,46 @@ def count(rehearse, hybrid_2x2, tmp_path):
 
 
 def test_collectives_per_step(count):
-    """What each option of the config all-gathers and reduces. Only gradients cross the replicas, once per step."""
+    """What each option of the config all-gathers and reduces."""
     each_batch, each_batch_run = count("reduce-each-batch")
     last_batch, last_batch_run = count("reduce-last-batch", fsdp_reduce_each_batch=False)
-    gather_once, gather_once_run = count(
-        "gather-once", fsdp_reduce_each_batch=False, fsdp_reshard_after_forward=False, fsdp_reshard_after_backward=False
-    )
-    assert losses(gather_once_run) == losses(last_batch_run)
     for step, (loss, grad_norm) in losses(each_batch_run).items():  # summed in another order
         assert (loss, grad_norm) == pytest.approx(losses(last_batch_run)[step], rel=1e-3)
-    model = gather_once["parameters"]
-
-    def total(step, kind):
-        return sum(size for name, _, size in step if name == kind)
-
-    units = 3  # FSDP units: two layers, and the rest of the model
-    for step in gather_once["steps"]:
-        gathers = [size for name, _, size in step if name == "all_gather_single"]
-        assert len(gathers) == units and sum(gathers) == pytest.approx(model, rel=0.01)
     for step in last_batch["steps"] + each_batch["steps"]:
         # Each of two micro-batches all-gathers every layer for the forward pass and again for the backward pass.
-        assert total(step, "all_gather_single") > 2 * model
-    for run, reductions in ((each_batch, 2), (last_batch, 1), (gather_once, 1)):
-        for step in run["steps"]:
-            assert total(step, "reduce_scatter_single") == pytest.approx(reductions * model, rel=0.01)
-            for name, ranks, _ in step:
-                if name != "all_reduce":
-                    assert ranks == [0, 1], "rank 0 all-gathers and reduce-scatters within its replica"
-            across_replicas = [size for name, ranks, size in step if name == "all_reduce" and ranks == [0, 2]]
-            assert sum(across_replicas) == pytest.approx(model / 2, rel=0.01)  # rank 0's shard of the gradients
+        assert total(step, "all_gather_single") > 2 * each_batch["parameters"]
+    check_reductions(each_batch, 2)
+    check_reductions(last_batch, 1)
+
+
+@slow
+def test_weights_that_stay_gathered(count):
+    """They are all-gathered once per step, and the losses are the same."""
+    last_batch = {"fsdp_reduce_each_batch": False}
+    _, last_batch_run = count("reduce-last-batch", **last_batch)
+    stay = {"fsdp_reshard_after_forward": False, "fsdp_reshard_after_backward": False}
+    gather_once, gather_once_run = count("gather-once", **last_batch, **stay)
+    assert losses(gather_once_run) == losses(last_batch_run)
+    for step in gather_once["steps"]:
+        gathers = [size for name, _, size in step if name == "all_gather_single"]
+        assert len(gathers) == 3  # FSDP units: two layers, and the rest of the model
+        assert sum(gathers) == pytest.approx(gather_once["parameters"], rel=0.01)
+    check_reductions(gather_once, 1)
+
+
+def total(step, kind):
+    return sum(size for name, _, size in step if name == kind)
+
+
+def check_reductions(run, reductions):
+    """Only gradients cross the replicas, once per step."""
+    for step in run["steps"]:
+        assert total(step, "reduce_scatter_single") == pytest.approx(reductions * run["parameters"], rel=0.01)
+        for name, ranks, _ in step:
+            if name != "all_reduce":
+                assert ranks == [0, 1], "rank 0 all-gathers and reduce-scatters within its replica"
+        across_replicas = [size for name, ranks, size in step if name == "all_reduce" and ranks == [0, 2]]
+        assert sum(across_replicas) == pytest.approx(run["parameters"] / 2, rel=0.01)  # rank 0's shard of the gradients
 
 
 def test_frozen_head_is_all_gathered_once(rehearse):

@@ -36,18 +36,18 @@ class Target:
     def problem(self) -> str:
         """What is different in the installed version, "" if nothing is."""
         library = self.module.split(".")[0]
-        version = f"Python {sys.version.split()[0]}" if library in sys.stdlib_module_names else _version(library)
         try:
             found = functools.reduce(getattr, self.attribute.split("."), importlib.import_module(self.module))
         except (ImportError, AttributeError):
-            return f"{version} has no {self.module}.{self.attribute}"
+            return f"{_version(library)} has no {self.module}.{self.attribute}"
         if self.parameters is None:
             return ""
         names = tuple(inspect.signature(found).parameters)
         if names != self.parameters:
-            return f"{version} has {self.module}.{self.attribute}({', '.join(names)}), expected ({', '.join(self.parameters)})"
+            different = f"{self.module}.{self.attribute}({', '.join(names)})"
+            return f"{_version(library)} has {different}, expected ({', '.join(self.parameters)})"
         if getattr(found, "__module__", library).split(".")[0] not in (library, "harness"):
-            return f"{version} has no {self.module}.{self.attribute} of its own"  # it is inherited from another library
+            return f"{_version(library)} has no {self.module}.{self.attribute} of its own"  # it is inherited from another library
         return ""
 
 
@@ -62,6 +62,8 @@ def expected_names() -> Iterator[None]:
 
 
 def _version(library: str) -> str:
+    if library in sys.stdlib_module_names:
+        return f"Python {sys.version.split()[0]}"
     try:
         return f"{library} {importlib.metadata.version(library)}"
     except importlib.metadata.PackageNotFoundError:

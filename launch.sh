@@ -193,7 +193,7 @@ install_requirements() {
   [[ -z $index ]] || index_option=(--extra-index-url "$index")
   "${pip[@]}" -r "$here/requirements.txt" -c "$here/constraints.txt" "${index_option[@]}" >&2 ||
     fail "the installation did not finish, see above: run the same command again to continue it"
-  # Imports what a run needs, a fifth of all modules, and so compiles it once. The processes of a run would each do that.
+  # Imports what a run needs, a quarter of all modules, and so compiles it once. The processes of a run would each do that.
   env -u PYTHONDONTWRITEBYTECODE "$python" -P -c \
     'from harness.start.processes import import_libraries; import_libraries()' >/dev/null 2>&1 || true
   wanted >"$here/.venv/installed.txt"

@@ -410,9 +410,11 @@ class Meeting(contextlib.AbstractContextManager):
 
         Whether it is the store of this run is found out by `_find_nodes`.
         """
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # the messages here replace torch's
+        from harness.compat.torch import hide_store_warnings
+
         from torch.distributed import TCPStore
 
+        hide_store_warnings()  # the messages here replace them
         if self.nodes.rank == 0:
             problem = (
                 f"port {port} of this machine is in use, perhaps by another NODE_RANK 0: set another MASTER_PORT on all nodes"

@@ -4,7 +4,9 @@ import multiprocessing
 import os
 import re
 import socket
+import socketserver
 import sys
+import threading
 from pathlib import Path
 
 from harness import nodes
@@ -216,3 +218,21 @@ def test_port_of_head_in_use_is_an_error(fork_launch, tmp_path):
         process = fork_launch("--tiny", RECIPE, CONFIG, cwd=tmp_path, **PLAIN | {"NODE_RANK": "0", "MASTER_PORT": port})
     assert process.returncode == 1
     assert process.stderr.startswith(f"\nerror: port {port} of this machine is in use") and process.stderr.count("\n") == 2
+
+
+class SSHServer(socketserver.StreamRequestHandler):
+    def handle(self):
+        self.wfile.write(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+
+def test_another_server_in_place_of_the_head_is_an_error(fork_launch, tmp_path):
+    """One line, without what torch prints for each attempt."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), SSHServer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = str(server.server_address[1])
+        variables = {"NODE_RANK": "1", "MASTER_PORT": port, "NODE_SILENCE": "3"}
+        process = fork_launch("--tiny", RECIPE, CONFIG, cwd=tmp_path, **PLAIN, **variables)
+        server.shutdown()
+    assert process.returncode == 1
+    problem = f"the process that answers at 127.0.0.1:{port} is not node 0 of this run"
+    assert process.stderr.startswith(f"\nerror: {problem}") and process.stderr.count("\n") == 2, process.stderr

@@ -1,5 +1,6 @@
 """Changes to PyTorch, and private names of it."""
 
+import ctypes
 import datetime
 import functools
 import itertools
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from harness.compat.guards import changes
+from harness.launched import UserError
 
 import torch
 
@@ -127,6 +129,28 @@ def use_store_of_launcher() -> dict[str, str]:
     Remove when: `init_process_group("env://")` has a documented way to join an existing store.
     """
     return {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+@changes("torch:_C")
+def hide_store_warnings() -> None:
+    """Hides the C++ log of this process up to errors, unless TORCH_CPP_LOG_LEVEL is set.
+
+    A TCPStore that gets a wrong answer or loses its connection prints a warning with 20 C++ stack frames, for each attempt.
+    torch reads TORCH_CPP_LOG_LEVEL when it is imported, so that processes forked later would have no log either.
+    Upstream: no issue found.
+    Checked with: torch 2.13.0.
+    Remove when: torch has a function that sets the level of this log, or TCPStore leaves it to its exceptions.
+    """
+    if "TORCH_CPP_LOG_LEVEL" in os.environ:
+        return
+    try:
+        level = ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level")
+    except ValueError as error:
+        raise UserError(
+            f"torch {torch.__version__} has no FLAGS_caffe2_log_level, which hide_store_warnings in harness/compat/torch.py "
+            "needs: install the versions of requirements.txt"
+        ) from error
+    level.value = 3  # FATAL
 
 
 @changes(

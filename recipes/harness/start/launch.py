@@ -382,8 +382,6 @@ def train_on_several_nodes(
         held = folder.lock_run(Path(output_dir), identity) if nodes.rank == 0 or launched.separate_disks else None
         if interface := interface_to(meeting.another_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo takes the one that the machine's name resolves to
-        if os.environ.get("TORCH_CPP_LOG_LEVEL") == "FATAL":  # set for the meeting only
-            del os.environ["TORCH_CPP_LOG_LEVEL"]
         head = nodes.head if nodes.rank else "127.0.0.1"
         is_first = nodes.rank == 0
         with forecast_in_background(launched, arguments, Path(output_dir)) if is_first else contextlib.nullcontext():

@@ -253,6 +253,20 @@ def check_all_reduce(device: Any, seconds: float = 120) -> None:
             exit_with_causes(f"{wrong} of {len(numbers)} sums were wrong")
 
 
+def wait_for_first_process() -> None:
+    """Waits until the first process calls this too, however long it checks a run and quantizes its model. Collective."""
+    import torch.distributed as dist
+
+    try:
+        store, rank, _ = next(dist.rendezvous("env://"))
+        if rank == 0:
+            store.set("first process is ready", "")
+        while not store.check(["first process is ready"]):
+            time.sleep(0.5)
+    except RuntimeError as error:
+        exit_with_causes(error)
+
+
 @contextlib.contextmanager
 def time_limit(seconds: float, stop: Callable[[Any], None], argument: Any) -> Iterator[None]:
     """Calls `stop(argument)` from a thread if the block takes longer: torch can hang where its own timeouts do not apply."""

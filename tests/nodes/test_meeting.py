@@ -96,6 +96,23 @@ def test_all_reduce_works_or_causes_are_named(start_two, before, reason):
         assert word in line
 
 
+WAIT_FOR_FIRST = """
+import time
+import torch.distributed as dist
+from harness import nodes
+dist.init_process_group("gloo")
+time.sleep(4 if dist.get_rank() == 0 else 0)
+nodes.wait_for_first_process()
+nodes.check_all_reduce("cpu", 2)
+print("checked")
+"""
+
+
+def test_processes_wait_for_the_first_one(start_two):
+    """As long as it checks the run, which is longer than an all-reduce may take."""
+    assert [script.wait() for script in start_two(WAIT_FOR_FIRST)] == [(0, "checked\n", "")] * 2
+
+
 CHECK_IN_TURN = """
 import os, sys
 from pathlib import Path

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 RECIPE = ROOT / "recipes/qwen2_fineweb_edu.py"
 COUNT_COLLECTIVES = ROOT / "tests/run/count_collectives.py"
+CHECK_SLOWLY = ROOT / "tests/start/check_slowly.py"
 CONFIG = ROOT / "accelerate_configs/4gpu_full_shard.yaml"
 PROCESSES, MICRO_BATCHES = 2, 3
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", PROCESSES]
@@ -74,8 +75,9 @@ def test_python(start, model, tmp_path):
 
 @slow
 def test_torchrun(start, model, tmp_path):
+    """The other processes wait for the first one, which checks the run."""
     run = tmp_path / "run"
-    process = start(*TORCHRUN, RECIPE, "--use_cpu", "--output_dir", run)
+    process = start(*TORCHRUN, CHECK_SLOWLY, "--use_cpu", "--output_dir", run, PYTHONPATH=str(ROOT / "recipes"))
     assert_trained(process, run, model, processes=PROCESSES, is_sharded=False)
     assert process.stdout.count("The model, train_results.json and loss.png are in") == 1
 

@@ -46,7 +46,7 @@ from harness.model.loading import (
     set_loading_options,
 )
 from harness.model.quantized import quantize_once, use_quantized_weights
-from harness.nodes import check_all_reduce, exit_with_causes
+from harness.nodes import check_all_reduce, exit_with_causes, wait_for_first_process
 from harness.rehearsal import tiny
 from harness.run import mirror
 from harness.start import checks
@@ -127,6 +127,8 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
         use_quantized_weights(model_args, training_args)
     if launched.only_check:
         raise Checked(*arguments)
+    if not launched.recipe and training_args.world_size > 1:  # without launch.sh, the first process has checked the run
+        wait_for_first_process()
     prepare_process(arguments, launched)
     return arguments
 

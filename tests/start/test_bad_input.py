@@ -54,6 +54,12 @@ KINDS = {
     "recipe with a relative import": ("--tiny ./relative.py 1x3090", "relative.py, line 2: from . import own: a recipe is not"),
     "recipe without parse": ("--tiny ./empty.py 1x3090", "ended without calling parse()"),
     "recipe without train": ("--tiny ./untrained.py 1x3090", "calls parse() but never train()"),
+    "recipe that calls trainer.train": ("--tiny ./plain.py 1x3090", "calls parse() but never train()"),
+    "two processes without torch.distributed": (
+        TINY,
+        "1x3090 trains on one GPU, but NPROC_PER_NODE is 2",
+        {"NPROC_PER_NODE": "2"},
+    ),
     "recipe with an unknown argument": ("--tiny ./misspelled.py 1x3090", "unknown flag max_lenght: did you mean max_length?"),
     # configs
     "YAML with a tab": ("--tiny qwen2_chat ./tab.yaml", "tab.yaml: not a readable YAML file"),
@@ -264,6 +270,9 @@ def bad(workdir, rehearse):
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     recipe = (ROOT / "recipes/qwen2_fineweb_edu.py").read_text()
     (folder / "untrained.py").write_text(recipe.replace("parse, train", "parse").replace("    train(trainer)\n", ""))
+    (folder / "plain.py").write_text(
+        recipe.replace("parse, train", "parse").replace("    train(trainer)\n", "    trainer.train()\n")
+    )
     (folder / "misspelled.py").write_text(recipe.replace("max_length=", "max_lenght="))
     (folder / "outputs").mkdir()
     (folder / "outputs/tiny").symlink_to(workdir / "outputs/tiny")

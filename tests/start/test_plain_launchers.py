@@ -1,6 +1,7 @@
 """Recipes without launch.sh: `python`, `torchrun` and `accelerate launch`."""
 
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,8 +12,12 @@ from harness.start import arguments
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from conftest import ROOT, losses, read, slow
 from safetensors.torch import load_file
+from trl import SFTConfig
+from trl.kernels import chunked_logprob
+from trl.trainer import utils
 
 RECIPE = ROOT / "recipes/qwen2_fineweb_edu.py"
 COUNT_COLLECTIVES = ROOT / "tests/run/count_collectives.py"
@@ -157,3 +162,56 @@ def test_python_has_no_config(monkeypatch, capsys):
     for name in ("RECIPE_LAUNCH", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
     assert arguments.find_launched() == arguments.Launched() and not any(capsys.readouterr())
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Gives this process GPUs of a compute capability, until something computes on them."""
+
+    def call(count: int, capability: tuple[int, int]):
+        for name in ("RECIPE_LAUNCH", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Tesla T4")
+        monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+        monkeypatch.setattr(PartialState, "_shared_state", {})
+
+    return call
+
+
+def test_python_on_several_gpus_is_an_error(monkeypatch, gpus, error_of, tmp_path, model):
+    gpus(4, (8, 0))
+    monkeypatch.setattr(sys, "argv", [str(RECIPE), "--output_dir", str(tmp_path / "run")])
+    message = error_of(arguments.parse, SFTConfig, model_name_or_path=str(model), dataset_name="none", bf16=False)
+    assert "4 GPUs" in message and "CUDA_VISIBLE_DEVICES=0" in message and "--nproc-per-node 4" in message
+    assert not (tmp_path / "run").exists()
+
+
+def test_python_on_a_t4_computes_the_loss_without_triton(monkeypatch, gpus, error_of, tmp_path, model):
+    """The launcher, which finds this out for its processes, is not there."""
+    gpus(1, (7, 5))
+    monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
+    monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
+    monkeypatch.setattr(sys, "argv", [str(RECIPE), "--output_dir", str(tmp_path / "run")])
+    assert "none" in error_of(arguments.parse, SFTConfig, model_name_or_path=str(model), dataset_name="./none", fp16=True)
+    assert not chunked_logprob._use_triton(torch.device("cuda"))
+
+
+def test_old_driver_of_rtx_40xx(monkeypatch, gpus, tmp_path):
+    """accelerate refuses such machines unless NCCL does not copy between GPUs."""
+    gpus(1, (8, 9))
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\ncase $* in *driver*) echo 535.183.01 ;; *) echo 2, RTX 4090; echo 2, RTX 4090 ;; esac\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    with pytest.raises(NotImplementedError):
+        SFTConfig(tmp_path / "run", bf16=False).device  # noqa: B018 (the property connects)
+    PartialState._shared_state.clear()
+    arguments.disable_peer_to_peer()
+    assert SFTConfig(tmp_path / "run", bf16=False).device.type == "cuda"

@@ -259,22 +259,33 @@ def find_gpu_features() -> tuple[list[str], str, str]:
     warnings.filterwarnings("ignore")  # `checks.count_gpus` reports a driver that is too old
     if not torch.cuda.is_available():
         return [], "", ""
-    gpus = range(torch.cuda.device_count())
-    oldest = min(gpus, key=torch.cuda.get_device_capability)
-    if torch.cuda.get_device_capability(oldest) < (8, 0):  # triton-lang/triton#10918
-        return [], "", f"it does not support {torch.cuda.get_device_name(oldest)}"
-    try:
-        from triton.runtime import driver
-
-        driver.active.get_current_target()  # compiles the code with which it launches kernels
-        reason = ""
-    except Exception as error:  # no compiler, no Python.h, no libcuda: each raises its own type
-        reason = f"{_first_line(error)} (apt install gcc python3-dev)"
+    reason = why_not_triton()
+    if not has_capability_8():
+        return [], "", reason
     problems = {VARLEN: problem_of_varlen(), FLASH: problem_of_flash_attn()}
     if not is_flash_attn_2_available(kernels_fallback_ok=True):
         del problems[FLASH]
     usable = [implementation for implementation, problem in problems.items() if not problem]
     return usable, "; ".join(filter(None, problems.values())), reason
+
+
+def has_capability_8() -> bool:
+    """Whether all GPUs that this process sees have compute capability 8.0 or higher."""
+    return all(torch.cuda.get_device_capability(index) >= (8, 0) for index in range(torch.cuda.device_count()))
+
+
+def why_not_triton() -> str:
+    """Why TRL's loss cannot use Triton on the GPUs that this process sees, "" if it can."""
+    if not has_capability_8():  # triton-lang/triton#10918
+        oldest = min(range(torch.cuda.device_count()), key=torch.cuda.get_device_capability)
+        return f"it does not support {torch.cuda.get_device_name(oldest)}"
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()  # compiles the code with which it launches kernels
+    except Exception as error:  # no compiler, no Python.h, no libcuda: each raises its own type
+        return f"{_first_line(error)} (apt install gcc python3-dev)"
+    return ""
 
 
 def problem_of_varlen() -> str:

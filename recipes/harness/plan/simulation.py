@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.compat.accelerate import launch_environment
 from harness.compat.transformers import install_batch_reader
 from harness.configs import AccelerateConfig
 from harness.folder import read_json
@@ -25,7 +26,6 @@ from harness.plan.fakes import Fakes, count_wrapping, install_steps
 from harness.plan.ledger import Counts, Ledger, Peak, check_bytes, counts_of_step, expected_bytes, replay, shapes_of
 from harness.rehearsal.tiny import PLANNED
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
-from harness.start import processes
 from harness.start.flags import is_true, value_of
 from harness.start.launch import allocator_settings, build_trainer, set_training_environment
 
@@ -128,7 +128,7 @@ def simulate(
     ledger.pinned_limit = int(limit[1]) * 2**20 if limit else None
     fakes = make_fakes(ledger)
     if config.distributed_type != "NO":
-        os.environ.update(processes.launch_environment(launched, config))
+        os.environ.update(launch_environment(config.path, launched.processes, launched.nodes, launched.recipe))
         fakes.join_processes(launched.processes, launched.processes // launched.nodes)
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()

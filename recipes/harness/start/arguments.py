@@ -44,6 +44,7 @@ from harness.model.loading import (
     check_module_names,
     print_attention,
     set_loading_options,
+    why_not_triton,
 )
 from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes import check_all_reduce, exit_with_causes, wait_for_first_process
@@ -57,6 +58,7 @@ import torch
 import transformers
 import trl
 import yaml
+from accelerate.utils import check_cuda_p2p_ib_support
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from torch.distributed import DistError
 from transformers import TrainingArguments
@@ -89,6 +91,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
     config = configs.read(launched.config)
     is_sharded = config.is_fsdp or launched.mode in ("preview", "prepare")
     quiet_libraries()
+    disable_peer_to_peer()
     if is_sharded and launched.on_cpu and launched.mode in ("train", "plan") and not launched.only_check:
         allow_fsdp_on_cpu()
         offload_to_unpinned_memory()
@@ -106,6 +109,9 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
         checks.check_arguments(*arguments)
         checks.check_flags_have_effect(*arguments, is_sharded)
         checks.check_optimizer(training_args, config)
+    if not launched.recipe and training_args.device.type == "cuda":
+        checks.check_one_gpu(training_args)
+        launched.no_triton = why_not_triton()
     set_loading_options(training_args, model_args, is_sharded, launched)
     if is_checking and launched.mode == "train" and not training_args.use_cpu:
         checks.check_gpus(training_args, model_args, is_sharded, launched)
@@ -180,6 +186,17 @@ def quiet_libraries() -> None:
 def _is_useful(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     return not any(words in message for words in ("offline mode", "Found the latest", "The speedups for torchdynamo"))
+
+
+def disable_peer_to_peer() -> None:
+    """Makes NCCL send through host memory where the driver cannot copy between GPUs: RTX 40xx with a driver before 550.40.07.
+
+    `accelerate launch` sets the same variables. Without them TrainingArguments raises NotImplementedError there, also for one
+    process.
+    """
+    if not check_cuda_p2p_ib_support():
+        for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
+            os.environ.setdefault(name, "1")
 
 
 class Parser(trl.TrlParser):

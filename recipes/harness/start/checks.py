@@ -67,6 +67,20 @@ def check_gpus(training_args: TrainingArguments, model_args: ModelConfig, is_sha
         raise UserError(f"--torch_compile needs Triton, which cannot be used here: {launched.no_triton}: leave out the flag")
 
 
+def check_one_gpu(training_args: TrainingArguments) -> None:
+    """Raises UserError if this process, started without launch.sh, would train on several GPUs.
+
+    transformers would wrap the model in nn.DataParallel: more rows per step than `global_batch_size`, and packed rows without the
+    lengths of their documents.
+    """
+    if training_args.n_gpu > 1:
+        raise UserError(
+            f"one process would train on {training_args.n_gpu} GPUs with nn.DataParallel, which recipes do not support: set "
+            f"CUDA_VISIBLE_DEVICES=0 to use one GPU, or start the recipe with launch.sh or `.venv/bin/torchrun --nproc-per-node "
+            f"{training_args.n_gpu}`"
+        )
+
+
 def check_bf16(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool, gpus: int) -> None:
     """Raises UserError for bf16 on a GPU that only emulates it; `torch.cuda.is_bf16_supported` accepts those.
 

@@ -73,9 +73,14 @@ def _check_source(recipe: Path) -> None:
                 f"{recipe.name}, line {node.lineno}: {ast.unparse(node)}: a recipe is not part of a package: import {name} "
                 "without the dot, it is found next to the recipe"
             )
-    names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)}
-    if "parse" in names and "train" not in names:
-        raise UserError(f"{recipe.name} calls parse() but never train(): its last line must pass the trainer to train(trainer)")
+    names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)}
+    # `from harness import train as …`
+    renamed = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names if alias.asname}
+    if "parse" in names and not {"train", "harness.train"} & (names | renamed):
+        raise UserError(
+            f"{recipe.name} calls parse() but never train(): its last line must be train(trainer), with `train` from `harness`; "
+            "trainer.train() would neither resume nor save the model"
+        )
 
 
 def check_flags(recipe: Path, words: list[str], more: Iterable[str] = ()) -> None:

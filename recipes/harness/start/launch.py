@@ -38,7 +38,7 @@ from harness.launched import (
     print_once,
     set_signal_handler,
 )
-from harness.nodes import Nodes, nodes_from_environment, physical_cores, run_with_srun
+from harness.nodes import Nodes, integer_from_environment, nodes_from_environment, physical_cores, run_with_srun
 from harness.run.forecast import PLAN
 from harness.start import flags, processes
 from harness.start.processes import Worker, idle_workers
@@ -96,6 +96,11 @@ def set_processes(launched: Launched, config: AccelerateConfig, nodes: Nodes) ->
         if nodes.count > 1:
             raise UserError(
                 f"{config.name} trains on one GPU of one machine, but there are {nodes.count} nodes: use another config"
+            )
+        if integer_from_environment("NPROC_PER_NODE", 1) > 1:
+            raise UserError(
+                f"{config.name} trains on one GPU, but NPROC_PER_NODE is {gpus}: leave it out, or use a config for several GPUs, "
+                "for example 4gpu_ddp"
             )
         gpus = 1
     launched.nodes, launched.processes = nodes.count, nodes.count * gpus
@@ -299,9 +304,10 @@ def train(
     set_training_environment(launched, config)
     if meeting_point is None:
         return processes.train_in_one_process(workers[0], launched, arguments)
+    from harness.compat.accelerate import launch_environment
     from harness.compat.torch import use_store_of_launcher
 
-    environment = processes.launch_environment(launched, config) | use_store_of_launcher()
+    environment = launch_environment(config.path, launched.processes, launched.nodes, launched.recipe) | use_store_of_launcher()
     environment |= {"MASTER_ADDR": meeting_point[0], "MASTER_PORT": str(meeting_point[1])}
     return processes.train_in_processes(workers, launched, arguments, environment, node)
 

@@ -25,7 +25,6 @@ from typing import Any
 
 from harness.compat.guards import run_exit_handlers
 from harness.compat.huggingface_hub import HubLost
-from harness.configs import AccelerateConfig
 from harness.folder import NOT_WRITABLE
 from harness.launched import (
     OUT_OF_TIME,
@@ -343,19 +342,6 @@ def explain_exit(exit_code: int, rank: int | None = None) -> int:
 def exit_for_signal(number: int, frame: FrameType | None) -> None:
     """A signal handler of a launcher whose processes do not train yet."""
     sys.exit(explain_exit(-number))
-
-
-def launch_environment(launched: Launched, config: AccelerateConfig) -> dict[str, str]:
-    """What `accelerate launch` sets for the processes of this config, and the settings for peer-to-peer copies."""
-    from harness.compat.accelerate import launch_environment as of_accelerate
-
-    from accelerate.utils.environment import check_cuda_p2p_ib_support
-
-    environment = of_accelerate(config.path, launched.processes, launched.nodes, launched.recipe)
-    if not check_cuda_p2p_ib_support():
-        environment.setdefault("NCCL_P2P_DISABLE", "1")
-        environment.setdefault("NCCL_IB_DISABLE", "1")
-    return environment
 
 
 def run_recipe(path: str, flags: list[str]) -> None:

@@ -39,6 +39,7 @@ EXPECTED = {
 TESTED_ELSEWHERE = {
     "attention_of": "recipes/test_smoke.py::test_pair_trains_and_saves_a_model",
     "can_use_gpu_after_fork": "start/test_processes.py::test_imports_touch_no_gpu_and_start_no_thread",
+    "evaluate_step": "run/test_stopping.py::test_evaluation_that_a_stop_left_out",
     "generate_on": "run/test_outputs.py::test_samples_of_an_adapter_with_offload",
     "hide_store_warnings": "nodes/test_meeting.py::test_another_server_in_place_of_the_head_is_an_error",
     "install_autocast": "recipes/test_llama31_70b_qlora.py::test_adapter_and_its_adam_moments_are_float32",

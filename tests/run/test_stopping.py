@@ -73,6 +73,34 @@ def test_stop_evaluates_and_saves_no_second_time(fork_launch, workdir):
     assert (run / "checkpoint-3/complete.json").is_file()
 
 
+def test_evaluation_that_a_stop_left_out(fork_launch, workdir):
+    """The resumed run makes it, so that noise, a scheduler that depends on it and the best checkpoint are as uninterrupted."""
+    command = [
+        "--tiny",
+        ROOT / "tests/run/signal_itself.py",
+        "1x3090",
+        "--max_steps",
+        "8",
+        "--save_steps",
+        "4",
+        "--eval_steps",
+        "4",
+    ]
+    command += ["--logging_steps", "1", "--neftune_noise_alpha", "5", "--metric_for_best_model", "eval_loss"]
+    plateau = json.dumps({"patience": 0, "threshold": 9, "threshold_mode": "abs"})  # every second evaluation is one
+    command += ["--lr_scheduler_type", "reduce_lr_on_plateau", "--lr_scheduler_kwargs", plateau, "--eval_on_start", "false"]
+    whole, stopped = workdir / "runs/not-stopped", workdir / "runs/stopped-at-an-evaluation"
+    signals = [[0, "step begins", 3, "SIGTERM"]]
+    for run, variables, code in ((whole, [], 0), (stopped, signals, 143), (stopped, [], 0)):
+        process = fork_launch(*command, "--output_dir", run, SIGNALS=json.dumps(variables))
+        assert process.returncode == code, process.stdout + process.stderr
+    assert losses(stopped) == losses(whole) and len(losses(whole)) == 8
+    states = [json.loads((run / "trainer_state.json").read_text()) for run in (whole, stopped)]
+    first, second = ([entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry] for state in states)
+    assert first == second and len(first) == 2
+    assert states[0]["best_metric"] == states[1]["best_metric"] and states[0]["best_global_step"] == states[1]["best_global_step"]
+
+
 def test_stop_before_training_ends_all_processes(start, workdir):
     command = ["--tiny", RECIPE, "4gpu_full_shard", "--output_dir", workdir / "runs/never-begun"]
     process, log = start(*command, NPROC_PER_NODE="2")

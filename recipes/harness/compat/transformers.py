@@ -177,6 +177,21 @@ def load_best_model(trainer: Any) -> None:
         trainer._load_best_model()
 
 
+@changes(
+    "transformers:Trainer._evaluate(self, trial, ignore_keys_for_eval, skip_scheduler)",
+    "transformers:Trainer._determine_best_metric(self, metrics, trial)",
+)
+def evaluate_step(trainer: Any) -> None:
+    """Evaluates as `Trainer.train` does after a step: a scheduler that depends on the loss and the best checkpoint learn of it.
+
+    `Trainer.evaluate` returns and logs the losses only.
+    Upstream: no issue found.
+    Checked with: transformers 5.23.0.
+    Remove when: a run that resumes from a checkpoint without its evaluation makes it up.
+    """
+    trainer._determine_best_metric(metrics=trainer._evaluate(None, None), trial=None)
+
+
 @changes("transformers:Trainer.log(self, logs, start_time)")
 def install_log_fields(trainer: Any, fields: Callable[[dict], dict]) -> None:
     """Adds `fields(logs)` to everything a trainer logs, before the state and the trackers get it.

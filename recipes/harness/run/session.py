@@ -25,7 +25,16 @@ from harness.run.outputs import (
 )
 from harness.run.profile import MeasuredTensors, Profile
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
-from harness.run.steps import BatchReader, LastStepReached, Progress, StopAfterSignal, StopAtLastStep, StopOnNan, make_cpu_group
+from harness.run.steps import (
+    BatchReader,
+    LastStepReached,
+    MissedEvaluation,
+    Progress,
+    StopAfterSignal,
+    StopAtLastStep,
+    StopOnNan,
+    make_cpu_group,
+)
 
 from datasets import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -93,6 +102,8 @@ def _train(trainer: Trainer, launched: Launched) -> None:
         mirror,
         StopAtLastStep(),
         stop,
+        # Before Progress, which measures the steps.
+        MissedEvaluation(trainer, resumed_from),
         # After StopAfterSignal, so that the time of a step that is saved or logged because of a signal is counted.
         progress,
         *profilers(trainer.args, tensors),

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from harness.compat.huggingface_hub import HubLost
 from harness.compat.torch import keep_data_workers_after_sigterm, set_gloo_timeout
-from harness.compat.transformers import install_batch_reader, install_log_fields
+from harness.compat.transformers import evaluate_step, install_batch_reader, install_log_fields
 from harness.data.streams import StreamPosition
 from harness.launched import OUT_OF_TIME, UserError, last_signal, print_once, record_signal, set_signal_handler
 from harness.run.sharding import local_tensor
@@ -265,7 +265,7 @@ class StopAfterSignal(TrainerCallback):
         if self.signal and state.global_step < state.max_steps:
             control.should_training_stop = control.should_log = True
             control.should_save = args.save_strategy != "no"
-            control.should_evaluate = False  # there may be little time
+            control.should_evaluate = False  # there may be little time; see MissedEvaluation
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """transformers ends the epoch when the run stops, and a strategy "epoch" would evaluate, and save again."""
@@ -280,6 +280,31 @@ class StopAfterSignal(TrainerCallback):
         hint = "the same command resumes there" if saved else "without a checkpoint"
         print_once(f"\nStopped by {signal.Signals(self.signal).name} at step {trainer.state.global_step}; {hint}.")
         return OUT_OF_TIME if saved and self.signal == signal.SIGUSR1 else 128 + self.signal
+
+
+class MissedEvaluation(TrainerCallback):
+    """Makes the evaluation up that StopAfterSignal left out at the step of the checkpoint, before the first step after it.
+
+    Then its random numbers, a scheduler that depends on the loss and the best checkpoint are those of an uninterrupted run.
+    """
+
+    def __init__(self, trainer: Trainer, resumed_from: int) -> None:
+        self.trainer, self.step = trainer, resumed_from
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Not earlier: the state of the random numbers is loaded just before the first step."""
+        if not self.step or state.global_step != self.step:
+            return
+        self.step = 0
+        entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
+        if any(name.startswith("eval_") for entry in entries for name in entry):
+            return
+        if args.eval_strategy == "steps":
+            is_due = state.global_step % state.eval_steps == 0 and state.global_step >= args.eval_delay
+        else:
+            is_due = args.eval_strategy == "epoch" and state.epoch == int(state.epoch) and state.epoch >= args.eval_delay
+        if is_due:
+            evaluate_step(self.trainer)
 
 
 class BatchReader(TrainerCallback):

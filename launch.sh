@@ -48,6 +48,8 @@ if [[ ${script##*/} == slurm_script && -n ${SLURM_JOB_ID:-} ]]; then
   [[ $script == /* ]] || script=$SLURM_SUBMIT_DIR/$script
 fi
 here=$(cd -- "$(dirname -- "$(readlink -f -- "$script")")" && pwd)
+encoding=${PYTHONIOENCODING:-}
+export PYTHONIOENCODING="${encoding%%:*}:backslashreplace" # a terminal that is not UTF-8 must not end a run
 export PYTHONPATH="$here/recipes${PYTHONPATH:+:$PYTHONPATH}"
 
 fail() {

@@ -241,8 +241,22 @@ def check_saved_model(folder: Path) -> None:
         raise UserError(f"{folder} is not a folder: pass the output directory of a finished run")
     if not (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise UserError(
-            f"{folder} has no model and no adapter: pass the folder of a finished run, or --merge its newest checkpoint"
+            f"{folder} has no model and no adapter: pass the folder of a finished run or of a checkpoint that is not sharded; "
+            "./launch.sh --merge makes a model of a sharded one"
         )
+
+
+def read_adapter_settings(folder: Path) -> Any:
+    """The `peft.PeftConfig` of an adapter. Raises UserError if its file is damaged or names no base model."""
+    from peft import PeftConfig
+
+    try:
+        settings = PeftConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{folder / 'adapter_config.json'} is damaged: {str(error).splitlines()[0]}") from error
+    if not settings.base_model_name_or_path:
+        raise UserError(f"{folder / 'adapter_config.json'} is damaged: base_model_name_or_path is missing")
+    return settings
 
 
 def finished_results(folder: Path, max_steps: int, num_train_epochs: float) -> dict:

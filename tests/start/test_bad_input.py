@@ -60,6 +60,12 @@ KINDS = {
         "1x3090 trains on one GPU, but NPROC_PER_NODE is 2",
         {"NPROC_PER_NODE": "2"},
     ),
+    "no number of threads": (TINY, "OMP_NUM_THREADS is 'x', expected a number", {"OMP_NUM_THREADS": "x"}),
+    "flag for what the config says": (f"{TINY} --deepspeed ds.json", "--deepspeed: the config chooses how a run is sharded"),
+    "run that does not train": (f"{TINY} --do_train false", "--do_train, --do_predict: a recipe trains"),
+    "upload to a repository": (f"{TINY} --hub_model_id me/model", "--hub_model_id: a run uploads nothing"),
+    "merge of a damaged adapter": ("launch.sh --merge adapter", "adapter_config.json is damaged"),
+    "merge into a missing link": ("launch.sh --merge adapter link", "link exists already"),
     "recipe with an unknown argument": ("--tiny ./misspelled.py 1x3090", "unknown flag max_lenght: did you mean max_length?"),
     # configs
     "YAML with a tab": ("--tiny qwen2_chat ./tab.yaml", "tab.yaml: not a readable YAML file"),
@@ -275,6 +281,9 @@ def bad(workdir, rehearse):
     )
     (folder / "misspelled.py").write_text(recipe.replace("max_length=", "max_lenght="))
     (folder / "outputs").mkdir()
+    (folder / "link").symlink_to("nowhere")
+    (folder / "adapter").mkdir()
+    (folder / "adapter/adapter_config.json").write_text("{")
     (folder / "outputs/tiny").symlink_to(workdir / "outputs/tiny")
     _models(next((workdir / "outputs/tiny/.made").glob("Qwen--Qwen2-0.5B-????????")), folder)
     held = lock(folder / "busy")
@@ -292,6 +301,7 @@ def _models(complete: Path, folder: Path):
     shutil.copy(complete / "model.safetensors", folder / "parts/model-1.safetensors")
     os.truncate(folder / "half/model.safetensors", 100_000)
     os.truncate(folder / "short/model.safetensors", 5)
+    shutil.copy(complete / "model.safetensors", folder / "adapter/adapter_model.safetensors")
     for file in (folder / "mute").glob("tokenizer*"):
         file.unlink()
     config = json.loads((folder / "other/config.json").read_text())
@@ -299,7 +309,7 @@ def _models(complete: Path, folder: Path):
 
 
 def _written(folder: Path) -> dict:
-    return {path: path.stat().st_size for path in folder.rglob("*") if path.name != ".lock"}
+    return {path: path.lstat().st_size for path in folder.rglob("*") if path.name != ".lock"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

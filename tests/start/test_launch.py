@@ -167,3 +167,11 @@ def test_is_true(tmp_path, words, expected):
     recipe = tmp_path / "recipe.py"
     recipe.write_text("parse(SFTConfig, use_cpu=True)\n")
     assert flags.is_true("use_cpu", words.split(), recipe) == (expected or "use" not in words)
+
+
+def test_terminal_that_is_not_utf_8(launch, tmp_path):
+    """What it cannot show is escaped: the samples that a run prints after its training can have any character."""
+    source = (ROOT / "recipes/qwen2_chat.py").read_text()
+    (tmp_path / "mine.py").write_text(source.replace('"""Chat', '"""Caf\u00e9 chat', 1))
+    process = launch("./mine.py", "--help", cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert process.returncode == 0 and process.stdout.startswith("Caf\\xe9 chat"), process

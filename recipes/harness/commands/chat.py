@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.compat.bitsandbytes import keep_4bit_layout
-from harness.folder import RESULTS, check_saved_model, read_json
+from harness.folder import RESULTS, check_saved_model, read_adapter_settings, read_json
 from harness.hub import TOKENIZER, hub_errors
 from harness.launched import UserError, exit_on_user_error, print_once
 
@@ -46,7 +46,7 @@ def load_model(run: Path) -> Any:
     """
     import torch
     import transformers
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     warnings.filterwarnings("ignore")
@@ -57,7 +57,7 @@ def load_model(run: Path) -> Any:
     options = {"device_map": "auto" if has_gpu else {"": "cpu"}, "dtype": "auto"}
     base = str(run)
     if (run / "adapter_config.json").is_file():
-        settings = PeftConfig.from_pretrained(run)
+        settings = read_adapter_settings(run)
         quantized = find_quantized_weights(run, results)
         base = quantized or settings.base_model_name_or_path
         if not quantized:

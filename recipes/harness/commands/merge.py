@@ -5,6 +5,7 @@
 An adapter is added to the model it was trained on; a sharded checkpoint of an unfinished run is put together.
 """
 
+import os
 import shutil
 import sys
 import warnings
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.commands.verify import compare_merged
-from harness.folder import COMPLETION_MARKER, checkpoints, read_json, write_json
+from harness.folder import COMPLETION_MARKER, checkpoints, read_adapter_settings, read_json, write_json
 from harness.hub import hub_errors
-from harness.launched import UserError, exit_on_user_error, print_once
+from harness.launched import UserError, exit_on_user_error, print_once, set_signal_handler
 
 FILE_BYTES = 4_000_000_000  # weights in a file of a model that is put together
 SHARDED = "pytorch_model_fsdp_0"  # the folder of the weights in a sharded checkpoint
@@ -28,8 +29,8 @@ def main(run: str, out: str = "") -> int:
     source = Path(run)
     if not source.is_dir():
         raise UserError(f"{run} is not a folder: pass the folder of a run or of a checkpoint")
-    target = Path(out) if out else source / "merged"
-    if target.exists():
+    target = Path(os.path.normpath(out)) if out else source / "merged"
+    if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists already: move it away, or name another folder: ./launch.sh --merge RUN OUT")
     draft = target.with_name(f".{target.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
@@ -37,6 +38,7 @@ def main(run: str, out: str = "") -> int:
         draft.mkdir(parents=True)
     except OSError as error:
         raise UserError(f"{target} cannot be written ({error.strerror})") from error
+    set_signal_handler(lambda number, frame: sys.exit(128 + number))  # so that the draft is deleted
     try:
         merge(source, draft)
         draft.rename(target)
@@ -142,18 +144,18 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
     from harness.model.quantized import SOURCE, save_readable
 
     from huggingface_hub import snapshot_download
-    from peft import PeftConfig
     from safetensors import safe_open
     from tqdm import tqdm
     from transformers import AutoConfig
 
-    settings = PeftConfig.from_pretrained(folder)
+    settings = read_adapter_settings(folder)
     base = Path(settings.base_model_name_or_path)
     base = Path(read_json(base / SOURCE).get("model", base))  # not the quantized copy that it was trained on
-    if not base.is_dir():
-        patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
-        base = Path(snapshot_download(str(base), revision=settings.revision, allow_patterns=patterns))
-    unties = AutoConfig.from_pretrained(base).tie_word_embeddings and not settings.ensure_weight_tying
+    with hub_errors("model", str(base)):
+        if not base.is_dir():
+            patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
+            base = Path(snapshot_download(str(base), revision=settings.revision, allow_patterns=patterns))
+        unties = AutoConfig.from_pretrained(base).tie_word_embeddings and not settings.ensure_weight_tying
     unties = unties and any(part in EMBEDDINGS for name in adapter for part in name.split("."))
     if unties or needs_peft(adapter, settings):
         merge_in_memory(base, settings, adapter, unties, target)

@@ -20,7 +20,11 @@ def install_training_template(template: Callable[[Any], str | None]) -> None:
     """
     from trl.trainer import sft_trainer
 
-    sft_trainer.get_training_chat_template = template
+    @functools.wraps(sft_trainer.get_training_chat_template)  # keeps its signature, for the guard of a second call
+    def get_training_chat_template(processing_class: Any) -> str | None:
+        return template(processing_class)
+
+    sft_trainer.get_training_chat_template = get_training_chat_template
 
 
 @changes("trl.trainer.sft_trainer:pack_dataset(dataset, seq_length, strategy, map_kwargs)")

@@ -271,6 +271,12 @@ def check_flags_have_effect(
     for_4bit = sorted(given & {"bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"})
     if for_4bit and not model_args.load_in_4bit:
         raise UserError(f"--{for_4bit[0]} is for 4-bit weights: add --load_in_4bit --use_peft")
+    if training_args.do_predict or ("do_train" in given and not training_args.do_train):
+        raise UserError("--do_train, --do_predict: a recipe trains and evaluates: leave them out")
+    if for_uploads := sorted(name for name in given if name.startswith("hub_")):
+        raise UserError(
+            f"--{for_uploads[0]}: a run uploads nothing: upload the finished folder with `.venv/bin/hf upload OWNER/NAME`"
+        )
     if script_args.ignore_bias_buffers:
         raise UserError("--ignore_bias_buffers is for trainers that these recipes do not use: leave it out")
     for name in ("max_steps", "num_train_epochs"):

@@ -33,6 +33,7 @@ RENAMED = {
     "warmup_ratio": "warmup_steps: a value below 1 is a share of all steps",
 }
 NOT_FLAGS = ("dataset_formats",)  # arguments of `parse` itself
+OF_CONFIG = ("deepspeed", "fsdp", "fsdp_config")  # flags for what the Accelerate config says here
 COMMANDS = ("tiny", "plan", "preview", "prepare", "debug")  # of launch.sh, which come before the recipe
 
 
@@ -93,6 +94,10 @@ def check_flags(recipe: Path, words: list[str], more: Iterable[str] = ()) -> Non
         name = word[2:].split("=")[0].replace("-", "_")
         if name in COMMANDS and name not in names:
             raise UserError(f"--{name} comes first: ./launch.sh --{name} RECIPE{' CONFIG' if name == 'tiny' else ''}")
+        if name in OF_CONFIG:
+            raise UserError(
+                f"--{name}: the config chooses how a run is sharded: pass one, or translate yours with ./launch.sh --convert"
+            )
         if name in RENAMED:
             raise UserError(f"--{name} is now --{RENAMED[name]}")
         if name not in names and name.removeprefix("no_") not in names:

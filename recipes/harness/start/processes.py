@@ -192,7 +192,7 @@ def _restore_defaults(environment: dict[str, str], stdin: int | None) -> None:
         del os.environ[name]
     os.environ.update(environment)
     if "torch" in sys.modules and "OMP_NUM_THREADS" in environment:  # torch has read the variable when it was imported
-        sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
     if stdin is not None:  # multiprocessing has closed it; a debugger in a recipe needs it
         os.dup2(stdin, 0)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 (as long as the process lives)

@@ -253,7 +253,7 @@ def read_adapter_settings(folder: Path) -> Any:
     try:
         settings = PeftConfig.from_pretrained(folder)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{folder / 'adapter_config.json'} is damaged: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{folder / 'adapter_config.json'} is damaged: {error}") from error
     if not settings.base_model_name_or_path:
         raise UserError(f"{folder / 'adapter_config.json'} is damaged: base_model_name_or_path is missing")
     return settings

@@ -75,20 +75,13 @@ def test_stop_evaluates_and_saves_no_second_time(fork_launch, workdir):
 
 def test_evaluation_that_a_stop_left_out(fork_launch, workdir):
     """The resumed run makes it, so that noise, a scheduler that depends on it and the best checkpoint are as uninterrupted."""
-    command = [
-        "--tiny",
-        ROOT / "tests/run/signal_itself.py",
-        "1x3090",
-        "--max_steps",
-        "8",
-        "--save_steps",
-        "4",
-        "--eval_steps",
-        "4",
-    ]
-    command += ["--logging_steps", "1", "--neftune_noise_alpha", "5", "--metric_for_best_model", "eval_loss"]
-    plateau = json.dumps({"patience": 0, "threshold": 9, "threshold_mode": "abs"})  # every second evaluation is one
-    command += ["--lr_scheduler_type", "reduce_lr_on_plateau", "--lr_scheduler_kwargs", plateau, "--eval_on_start", "false"]
+    command = ["--tiny", ROOT / "tests/run/signal_itself.py", "1x3090", "--max_steps", "8", "--save_steps", "4"]
+    command += ["--eval_steps", "2", "--eval_delay", "4", "--eval_on_start", "false", "--logging_steps", "1"]
+    command += ["--neftune_noise_alpha", "5", "--metric_for_best_model", "eval_loss"]
+    command += ["--greater_is_better", "true"]  # so that the best evaluation is the first one, which the stop leaves out
+    # No evaluation is better than the first one by 9, so the second one lowers the learning rate.
+    plateau = json.dumps({"patience": 0, "threshold": 9, "threshold_mode": "abs"})
+    command += ["--lr_scheduler_type", "reduce_lr_on_plateau", "--lr_scheduler_kwargs", plateau]
     whole, stopped = workdir / "runs/not-stopped", workdir / "runs/stopped-at-an-evaluation"
     signals = [[0, "step begins", 3, "SIGTERM"]]
     for run, variables, code in ((whole, [], 0), (stopped, signals, 143), (stopped, [], 0)):
@@ -96,9 +89,11 @@ def test_evaluation_that_a_stop_left_out(fork_launch, workdir):
         assert process.returncode == code, process.stdout + process.stderr
     assert losses(stopped) == losses(whole) and len(losses(whole)) == 8
     states = [json.loads((run / "trainer_state.json").read_text()) for run in (whole, stopped)]
-    first, second = ([entry["eval_loss"] for entry in state["log_history"] if "eval_loss" in entry] for state in states)
-    assert first == second and len(first) == 2
-    assert states[0]["best_metric"] == states[1]["best_metric"] and states[0]["best_global_step"] == states[1]["best_global_step"]
+    for name, count in (("eval_loss", 3), ("learning_rate", 8)):
+        first, second = ([entry[name] for entry in state["log_history"] if name in entry] for state in states)
+        assert first == second and len(first) == count
+    assert states[0]["best_metric"] == states[1]["best_metric"]
+    assert states[0]["best_global_step"] == states[1]["best_global_step"] == 4
 
 
 def test_stop_before_training_ends_all_processes(start, workdir):

@@ -61,7 +61,7 @@ KINDS = {
         {"NPROC_PER_NODE": "2"},
     ),
     "no number of threads": (TINY, "OMP_NUM_THREADS is 'x', expected a number", {"OMP_NUM_THREADS": "x"}),
-    "flag for what the config says": (f"{TINY} --deepspeed ds.json", "--deepspeed: the config chooses how a run is sharded"),
+    "flag for what the config says": (f"{TINY} --deepspeed ds.json", "--deepspeed: the config says how a run is sharded"),
     "run that does not train": (f"{TINY} --do_train false", "--do_train, --do_predict: a recipe trains"),
     "upload to a repository": (f"{TINY} --hub_model_id me/model", "--hub_model_id: a run uploads nothing"),
     "merge of a damaged adapter": ("launch.sh --merge adapter", "adapter_config.json is damaged"),

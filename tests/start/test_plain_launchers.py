@@ -196,11 +196,12 @@ def test_python_on_a_t4_computes_the_loss_without_triton(monkeypatch, gpus, erro
     monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
     monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
     monkeypatch.setattr(sys, "argv", [str(RECIPE), "--output_dir", str(tmp_path / "run")])
-    assert "none" in error_of(arguments.parse, SFTConfig, model_name_or_path=str(model), dataset_name="./none", fp16=True)
+    stops = error_of(arguments.parse, SFTConfig, model_name_or_path=str(model), dataset_name="missing.jsonl", fp16=True)
+    assert "file or folder not found: missing.jsonl" in stops
     assert not chunked_logprob._use_triton(torch.device("cuda"))
 
 
-def test_old_driver_of_rtx_40xx(monkeypatch, gpus, tmp_path):
+def test_old_driver_of_rtx_40xx(monkeypatch, gpus, error_of, tmp_path, model):
     """accelerate refuses such machines unless NCCL does not copy between GPUs."""
     gpus(1, (8, 9))
     smi = tmp_path / "nvidia-smi"
@@ -213,5 +214,7 @@ def test_old_driver_of_rtx_40xx(monkeypatch, gpus, tmp_path):
     with pytest.raises(NotImplementedError):
         SFTConfig(tmp_path / "run", bf16=False).device  # noqa: B018 (the property connects)
     PartialState._shared_state.clear()
-    arguments.disable_peer_to_peer()
-    assert SFTConfig(tmp_path / "run", bf16=False).device.type == "cuda"
+    monkeypatch.setattr(sys, "argv", [str(RECIPE), "--output_dir", str(tmp_path / "run")])
+    stops = error_of(arguments.parse, SFTConfig, model_name_or_path=str(model), dataset_name="missing.jsonl", bf16=False)
+    assert "file or folder not found: missing.jsonl" in stops
+    assert os.environ["NCCL_P2P_DISABLE"] == os.environ["NCCL_IB_DISABLE"] == "1"

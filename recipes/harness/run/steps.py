@@ -283,19 +283,19 @@ class StopAfterSignal(TrainerCallback):
 
 
 class MissedEvaluation(TrainerCallback):
-    """Makes the evaluation up that StopAfterSignal left out at the step of the checkpoint, before the first step after it.
+    """After a resume, makes the evaluation that StopAfterSignal left out at the step of the checkpoint.
 
-    Then its random numbers, a scheduler that depends on the loss and the best checkpoint are those of an uninterrupted run.
+    Without it, random numbers, a scheduler that depends on the loss, and the best checkpoint would be others than those of an
+    uninterrupted run.
     """
 
     def __init__(self, trainer: Trainer, resumed_from: int) -> None:
-        self.trainer, self.step = trainer, resumed_from
+        self.trainer, self.resumed_from = trainer, resumed_from
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Not earlier: the state of the random numbers is loaded just before the first step."""
-        if not self.step or state.global_step != self.step:
+        if not self.resumed_from or state.global_step != self.resumed_from:
             return
-        self.step = 0
         entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
         if any(name.startswith("eval_") for entry in entries for name in entry):
             return

@@ -103,13 +103,13 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
     checks.check_mirror(script_args, launched.mode)
     before = settings_of_continued_run(training_args, launched)
     set_steps(arguments, defaults, launched.processes or int(os.environ.get("WORLD_SIZE", 1)), launched.tiny, before)
-    is_plain_start = not launched.recipe and training_args.process_index == 0  # without launch.sh, nothing was checked before
-    is_checking = launched.only_check or launched.mode == "plan" or is_plain_start
+    is_plain_start = not launched.recipe  # without launch.sh, nothing was checked before
+    is_checking = launched.only_check or launched.mode == "plan" or (is_plain_start and training_args.process_index == 0)
     if is_checking:
         checks.check_arguments(*arguments)
         checks.check_flags_have_effect(*arguments, is_sharded)
         checks.check_optimizer(training_args, config)
-    if not launched.recipe and training_args.device.type == "cuda":
+    if is_plain_start and training_args.device.type == "cuda":
         checks.check_one_gpu(training_args)
         launched.no_triton = why_not_triton()
     set_loading_options(training_args, model_args, is_sharded, launched)
@@ -133,7 +133,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
         use_quantized_weights(model_args, training_args)
     if launched.only_check:
         raise Checked(*arguments)
-    if not launched.recipe and training_args.world_size > 1:  # without launch.sh, the first process has checked the run
+    if is_plain_start and training_args.world_size > 1:
         wait_for_first_process()
     prepare_process(arguments, launched)
     return arguments

@@ -77,7 +77,7 @@ def _check_source(recipe: Path) -> None:
     names = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Name | ast.Attribute)}
     # `from harness import train as …`
     renamed = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names if alias.asname}
-    if "parse" in names and not {"train", "harness.train"} & (names | renamed):
+    if {"parse", "harness.parse"} & names and not {"train", "harness.train"} & (names | renamed):
         raise UserError(
             f"{recipe.name} calls parse() but never train(): its last line must be train(trainer), with `train` from `harness`; "
             "trainer.train() would neither resume nor save the model"
@@ -96,7 +96,7 @@ def check_flags(recipe: Path, words: list[str], more: Iterable[str] = ()) -> Non
             raise UserError(f"--{name} comes first: ./launch.sh --{name} RECIPE{' CONFIG' if name == 'tiny' else ''}")
         if name in OF_CONFIG:
             raise UserError(
-                f"--{name}: the config chooses how a run is sharded: pass one, or translate yours with ./launch.sh --convert"
+                f"--{name}: the config says how a run is sharded: pass a config, or translate yours with ./launch.sh --convert"
             )
         if name in RENAMED:
             raise UserError(f"--{name} is now --{RENAMED[name]}")

@@ -124,14 +124,17 @@ def rehearsal_hint(launched: Launched) -> str:
 
 
 def set_environment(launched: Launched, gpu_ids: str = "") -> None:
-    """Sets what the libraries read when they are imported, and what every process needs. `gpu_ids`: of the config."""
+    """Sets what the libraries read when they are imported, and what every process needs. `gpu_ids`: of the config.
+
+    Raises UserError for a number of threads that is none.
+    """
     if gpu_ids:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu_ids  # as accelerate does for the processes, and here for the checks too
-    threads = os.environ.pop("OMP_NUM_THREADS", "")
-    if threads:
-        if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", threads):
-            raise UserError(f"OMP_NUM_THREADS is {threads!r}, expected a number of threads: set another one, or unset it")
-        os.environ["OMP_NUM_THREADS"] = threads
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads == "":
+        del os.environ["OMP_NUM_THREADS"]
+    elif threads and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", threads):
+        raise UserError(f"OMP_NUM_THREADS is {threads!r}, expected a number of threads: set another one, or unset it")
     os.environ.pop("PYTHONSAFEPATH", None)  # a recipe may import files next to it
     os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file at once
     # datasets would tell a server about every file that a process opens, and without a network wait for it.

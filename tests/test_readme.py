@@ -20,7 +20,6 @@ import pytest
 from conftest import ALL_CONFIGS, ALL_RECIPES, CONFIGS, README_PAIRS, RECIPES, ROOT
 
 PAGES = {path: path.read_text() for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))}
-MAX_README_LINES, MAX_WORDS = 180, 12_000  # words of README, CONTRIBUTING and docs without measurements.md
 EVERYTHING = "\n".join(PAGES.values())
 COMMANDS = list(
     {
@@ -158,12 +157,9 @@ def _anchors(page: Path) -> list[str]:
     return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def test_readme_is_short_and_links_every_page():
+def test_readme_links_every_page():
     readme = PAGES[ROOT / "README.md"]
-    assert len(readme.splitlines()) <= MAX_README_LINES
     assert all(f"({page.relative_to(ROOT)})" in readme for page in PAGES if page.name != "README.md")
-    pages = [text for page, text in PAGES.items() if page.name not in ("measurements.md", "CHANGELOG.md", "AGENTS.md")]
-    assert sum(len(text.split()) for text in pages) <= MAX_WORDS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,16 +1,18 @@
 """`launch.sh --plan` as a user calls it."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 
-from harness.plan import cards, command
+from harness.plan import cards, choose, command
 from harness.rehearsal import tiny
 
 import pytest
 from conftest import ROOT, assert_one_error, slow
+from test_cards import FOUND
 from torch._subclasses import fake_tensor
 from transformers import AutoTokenizer
 
@@ -104,3 +106,63 @@ def test_hours_and_price_of_epochs(launch, own_files, tmp_path):
     assert [row[0] for row in table[2:]] == ["A6000", *(card.name for card in cards.CARDS)]
     assert table[2][1].startswith("yes, ") and "no" not in table[2][1]
     assert (tmp_path / "plan.png").stat().st_size > 10_000 and "error" not in process.stderr
+
+
+CHOOSE = """
+import os, sys
+import torch
+
+asked, forks = [], []
+
+def answer(name, value):
+    def call(*args):
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+            return 0
+        asked.append(name)
+        return value
+    return call
+
+for name, value in {"is_available": True, "device_count": 1, "get_device_capability": (8, 6), "current_device": 0}.items():
+    setattr(torch.cuda, name, answer(name, value))
+torch.cuda._lazy_init = torch._C._cuda_init = answer("_lazy_init", None)
+os.register_at_fork(before=lambda: forks.append(list(asked)))
+from harness.launched import UserError
+from harness.plan import command
+try:
+    command.main("--start", *sys.argv[1:])
+except (UserError, SystemExit) as error:
+    print(error)
+print(len(forks), [names for names in forks if names])
+"""
+
+
+@pytest.fixture
+def one_gpu(tmp_path):
+    """A folder for PATH with an nvidia-smi that lists one GPU."""
+    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "NVIDIA GeForce RTX 3090, 24576, 8.6"\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_choice_asks_no_gpu_before_it_forks(environment, one_gpu):
+    """CUDA does not survive a fork: in the process that simulates, the optimizer would fail when it asks for a stream."""
+    paths = [ROOT / "recipes/qwen2_chat.py", *(ROOT / f"accelerate_configs/{name}.yaml" for name in ("1x3090", "1x3090_offload"))]
+    variables = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
+    variables |= {"PYTHONPATH": str(ROOT / "recipes"), "PATH": one_gpu}
+    command = [sys.executable, "-c", CHOOSE, *paths, "--model_name_or_path", "./nowhere"]
+    process = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert re.search(r"^[1-9]\d* \[\]$", process.stdout, re.MULTILINE) and "nowhere" in process.stdout, process
+
+
+@pytest.mark.parametrize("visible", [None, "1"])
+def test_run_after_the_choice_sees_the_gpus(monkeypatch, one_gpu, visible):
+    variables = {"PATH": one_gpu} | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+    monkeypatch.setattr(os, "environ", dict(variables))
+    config, seen = str(ROOT / "accelerate_configs/1x3090.yaml"), []
+    candidates = [choose.Candidate(choose.Option(config, 1, False), FOUND, 1.0)]
+    monkeypatch.setattr(command, "import_libraries", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.setattr(command, "simulate_grid", lambda *args: (candidates, {}))
+    monkeypatch.setattr(os, "execve", lambda path, words, environment: seen.append((words[3:5], environment)))
+    recipe = str(ROOT / "recipes/qwen2_chat.py")
+    command.plan_choice(recipe, [config], command.PlanFlags(), [], ["--start"])
+    assert seen == ["", ([recipe, config], variables)]

@@ -266,9 +266,11 @@ def simulate_quietly(
 
 def plan_choice(recipe: str, paths: list[str], plan_flags: PlanFlags, arguments: list[str], options: list[str]) -> None:
     """Chooses for the machines of --for, or for this one, and prints the choice; with "--start" among `options`, starts it."""
-    gpus, is_started = [] if plan_flags.machines else find_gpus(), "--start" in options
+    gpus, is_started, environment = [] if plan_flags.machines else find_gpus(), "--start" in options, dict(os.environ)
     if is_started:
         check_start(Path(recipe).stem, plan_flags, gpus, is_tiny="--tiny" in options)
+    # bitsandbytes asks every visible GPU when it is imported, and then CUDA would fail in the forked processes that simulate.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     can_fork = import_libraries()
     from harness.plan import cards, choose, pages
 
@@ -305,7 +307,11 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanFlags, arguments:
             raise UserError(
                 f"{Path(recipe).stem} fits no config of this machine with its margin: see above what would make it fit"
             )
-        start(recipe, best.option.config, grid.processes, [*arguments, *described[0]["flags"]], is_tiny="--tiny" in options)
+        words = ["--tiny"] if "--tiny" in options else []
+        words += [recipe, best.option.config, *arguments, *described[0]["flags"]]
+        if configs.read(best.option.config).num_processes != grid.processes:
+            environment["NPROC_PER_NODE"] = str(grid.processes)
+        start(words, environment)
 
 
 def simulate_grid(
@@ -362,13 +368,10 @@ def check_start(name: str, plan_flags: PlanFlags, gpus: list, is_tiny: bool) -> 
         )
 
 
-def start(recipe: str, config: str, count: int, arguments: list[str], is_tiny: bool) -> None:
-    """Replaces this process by the launcher."""
-    if configs.read(config).num_processes != count:
-        os.environ["NPROC_PER_NODE"] = str(count)
+def start(words: list[str], environment: dict[str, str]) -> None:
+    """Replaces this process by the launcher, which gets `environment`: in this process the GPUs are hidden."""
     sys.stdout.flush()
-    words = ["--tiny", recipe] if is_tiny else [recipe]
-    os.execv(sys.executable, [sys.executable, "-m", "harness.start.launch", *words, config, *arguments])
+    os.execve(sys.executable, [sys.executable, "-m", "harness.start.launch", *words], environment)
 
 
 def simulate_options(
@@ -391,7 +394,7 @@ def simulate_options(
             for worker, option in zip(workers, batch, strict=True):
                 launched = grid.launched(recipe, option.config)
                 config, words = configs.read(option.config), [*arguments, *option.flags]
-                worker.start(simulate_quietly, launched, config, words, True, False, environment={"CUDA_VISIBLE_DEVICES": ""})
+                worker.start(simulate_quietly, launched, config, words, True, False)
             with processes.restored_signal_handlers():
                 code, _ = processes.wait_for(workers)
         for worker, option in zip(workers, batch, strict=True):

@@ -2,7 +2,7 @@
 
 import os
 
-from harness import nodes
+from harness.nodes import cluster, hardware
 
 import pytest
 from conftest import assert_one_error
@@ -21,7 +21,7 @@ def nodes_from(monkeypatch):
     def call(variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        return nodes.nodes_from_environment()
+        return cluster.nodes_from_environment()
 
     return call
 
@@ -29,13 +29,13 @@ def nodes_from(monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, nodes.Nodes(head="")),
-        ({"NPROC_PER_NODE": "2"}, nodes.Nodes(head="", processes=2)),
-        (PLAIN, nodes.Nodes(2, 1, "127.0.0.1")),
-        (PLAIN | {"MASTER_PORT": "1234"}, nodes.Nodes(2, 1, "127.0.0.1", 1234)),
-        (SKY, nodes.Nodes(3, 2, "127.0.0.1", processes=1)),
-        (STEP | {"SLURM_GPUS_ON_NODE": "4"}, nodes.Nodes(2, 1, "127.0.0.1", 10_007, 4)),
-        (STEP | {"SLURM_GPUS_ON_NODE": "4", "NPROC_PER_NODE": "2"}, nodes.Nodes(2, 1, "127.0.0.1", 10_007, 2)),
+        ({}, cluster.Nodes(head="")),
+        ({"NPROC_PER_NODE": "2"}, cluster.Nodes(head="", processes=2)),
+        (PLAIN, cluster.Nodes(2, 1, "127.0.0.1")),
+        (PLAIN | {"MASTER_PORT": "1234"}, cluster.Nodes(2, 1, "127.0.0.1", 1234)),
+        (SKY, cluster.Nodes(3, 2, "127.0.0.1", processes=1)),
+        (STEP | {"SLURM_GPUS_ON_NODE": "4"}, cluster.Nodes(2, 1, "127.0.0.1", 10_007, 4)),
+        (STEP | {"SLURM_GPUS_ON_NODE": "4", "NPROC_PER_NODE": "2"}, cluster.Nodes(2, 1, "127.0.0.1", 10_007, 2)),
     ],
 )
 def test_nodes_from_variables(nodes_from, variables, expected):
@@ -63,7 +63,7 @@ def test_nodes_from_variables(nodes_from, variables, expected):
 )
 def test_wrong_variables_are_an_error(nodes_from, monkeypatch, error_of, variables, words):
     if "PATH" not in variables:
-        monkeypatch.setattr(nodes.shutil, "which", lambda name: name)
+        monkeypatch.setattr(cluster.shutil, "which", lambda name: name)
     message = error_of(nodes_from, variables)
     for word in words:
         assert word in message
@@ -100,4 +100,4 @@ def test_memory_limit_of_control_groups(tmp_path, line, files, expected):
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content + "\n")
-    assert nodes.memory_limit(process, root) == expected
+    assert hardware.memory_limit(process, root) == expected

@@ -9,7 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
-from harness import nodes
+from harness.nodes import network
 
 import pytest
 from conftest import free_port
@@ -66,10 +66,10 @@ def start_two(tmp_path):
 CHECK_ALL_REDUCE = """
 import os, sys, time
 import torch.distributed as dist
-from harness import nodes
+from harness.nodes import network
 dist.init_process_group("gloo")
 {before}
-nodes.check_all_reduce("cpu", 3)
+network.check_all_reduce("cpu", 3)
 print("checked")
 """
 
@@ -91,7 +91,7 @@ def test_all_reduce_works_or_causes_are_named(start_two, before, reason):
         assert (code, out) == (0, "checked\n") and second.wait()[0] == 0
         return
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert code == nodes.LOST and not out and "Traceback" not in err
+    assert code == network.LOST and not out and "Traceback" not in err
     for word in (reason, "NCCL_P2P_DISABLE=1", "NCCL_SOCKET_IFNAME", "firewall"):
         assert word in line
 
@@ -99,11 +99,11 @@ def test_all_reduce_works_or_causes_are_named(start_two, before, reason):
 WAIT_FOR_FIRST = """
 import time
 import torch.distributed as dist
-from harness import nodes
+from harness.nodes import network
 dist.init_process_group("gloo")
 time.sleep(4 if dist.get_rank() == 0 else 0)
-nodes.wait_for_first_process()
-nodes.check_all_reduce("cpu", 2)
+network.wait_for_first_process()
+network.check_all_reduce("cpu", 2)
 print("checked")
 """
 
@@ -117,7 +117,8 @@ CHECK_IN_TURN = """
 import os, sys
 from pathlib import Path
 from harness.launched import UserError, exit_on_user_error
-from harness.nodes import Meeting, Nodes
+from harness.nodes.cluster import Nodes
+from harness.nodes.meeting import Meeting
 def fail():
     raise UserError("no GPU")
 rank, port, folder, command = int(sys.argv[1]), int(sys.argv[2]), {folders}[int(sys.argv[1])], {commands}[int(sys.argv[1])]
@@ -163,11 +164,11 @@ def test_launchers_check_in_turn_and_end_together(start_two, tmp_path, commands,
 
 LATE = """
 import sys, time
-from harness import nodes
+from harness.nodes import cluster, meeting
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-nodes.MESSAGE_INTERVAL = 1
+meeting.MESSAGE_INTERVAL = 1
 time.sleep(9 * rank)
-with nodes.Meeting(nodes.Nodes(2, rank, "127.0.0.1", port), {}):
+with meeting.Meeting(cluster.Nodes(2, rank, "127.0.0.1", port), {}):
     print("all here")
 """
 
@@ -183,10 +184,10 @@ def test_late_node_is_waited_for(start_two):
 
 END_LATER = """
 import sys, time
-from harness import nodes
+from harness.nodes import cluster, meeting
 rank, port = int(sys.argv[1]), int(sys.argv[2])
-nodes.LEAVE_TIMEOUT = -4
-with nodes.Meeting(nodes.Nodes(3, rank, "127.0.0.1", port), {}) as meeting:
+meeting.LEAVE_TIMEOUT = -4
+with meeting.Meeting(cluster.Nodes(3, rank, "127.0.0.1", port), {}) as meeting:
     print(meeting.run(lambda: time.sleep(3 * rank) or 0))
 """
 
@@ -201,7 +202,8 @@ def test_store_of_head_outlives_the_other_nodes(start_two):
 
 SAME_RANK = """
 import sys, time
-from harness.nodes import Meeting, Nodes
+from harness.nodes.cluster import Nodes
+from harness.nodes.meeting import Meeting
 rank, port, number = map(int, sys.argv[1:])
 time.sleep(4 * (number == {last}))
 Meeting(Nodes(3, rank, "127.0.0.1", port), {{}})

@@ -5,7 +5,8 @@ import json
 import random
 import shutil
 
-from harness import configs, nodes
+from harness import configs
+from harness.nodes import hardware
 from harness.plan import cards, choose, command
 from harness.plan.choose import Machine, Option
 from harness.plan.ledger import Counts, Peak
@@ -111,15 +112,15 @@ def test_gpus_of_this_machine(monkeypatch, tmp_path, name, mebibytes, version, c
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    machine = choose.this_machine(nodes.find_gpus())
+    machine = choose.this_machine(hardware.find_gpus())
     assert (machine.gpus, machine.card.name, machine.card.half) == (2, card, cards.find_card(rates_of).half)
     assert machine.card.memory == pytest.approx(mebibytes * 2**20, rel=0.05)
     assert machine.card.links[1] <= 50e9, "PHB is PCIe"
     assert 0 < machine.host < 1e14 and machine.disk > 0
     monkeypatch.setenv("NPROC_PER_NODE", "1")
-    assert len(nodes.find_gpus()) == 1
+    assert len(hardware.find_gpus()) == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert nodes.find_gpus() == []
+    assert hardware.find_gpus() == []
 
 
 def test_grid_of_one_and_of_several_gpus():

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import nodes
+from harness.nodes import network
 from harness.start import arguments
 
-arguments.check_all_reduce = functools.partial(nodes.check_all_reduce, seconds=4)
+arguments.check_all_reduce = functools.partial(network.check_all_reduce, seconds=4)
 check_and_claim_run = arguments.check_and_claim_run
 
 

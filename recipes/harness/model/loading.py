@@ -21,7 +21,7 @@ from harness.compat.trl import compute_loss_without_triton
 from harness.configs import LAYER_CLASSES, AccelerateConfig
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
 from harness.launched import Launched, UserError, print_once
-from harness.nodes import memory_limit
+from harness.nodes.hardware import memory_limit
 from harness.rehearsal import tiny
 
 import torch

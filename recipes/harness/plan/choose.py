@@ -23,7 +23,7 @@ from harness import configs
 from harness.configs import AccelerateConfig
 from harness.folder import read_json, write_json
 from harness.launched import Launched, UserError
-from harness.nodes import ask_nvidia_smi, host_memory
+from harness.nodes.hardware import ask_nvidia_smi, host_memory
 from harness.plan import cards
 from harness.plan.cards import GB, Card
 from harness.plan.ledger import Counts, Peak

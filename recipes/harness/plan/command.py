@@ -27,7 +27,8 @@ from harness import configs
 from harness.configs import AccelerateConfig
 from harness.hub import file_sizes
 from harness.launched import Launched, UserError, exit_on_user_error, set_interrupt_handler
-from harness.nodes import find_gpus, nodes_from_environment, physical_cores
+from harness.nodes.cluster import nodes_from_environment
+from harness.nodes.hardware import find_gpus, physical_cores
 from harness.start import flags, processes
 
 if TYPE_CHECKING:

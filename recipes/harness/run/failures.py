@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from harness import configs, folder
 from harness.launched import Launched, UserError, last_signal, readable_size
-from harness.nodes import exit_if_connection_lost
+from harness.nodes.network import exit_if_connection_lost
 
 OUT_OF_MEMORY = 12  # exit code (ENOMEM)
 HOST_ADVICE = "request more memory (SLURM: --mem), stop other programs, or use a config without fsdp_offload_params"

@@ -47,7 +47,7 @@ from harness.model.loading import (
     why_not_triton,
 )
 from harness.model.quantized import quantize_once, use_quantized_weights
-from harness.nodes import check_all_reduce, exit_with_causes, wait_for_first_process
+from harness.nodes.network import check_all_reduce, exit_with_causes, wait_for_first_process
 from harness.rehearsal import tiny
 from harness.run import mirror
 from harness.start import checks

@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.configs import AccelerateConfig
 from harness.data.script_arguments import ScriptArguments, is_slice
 from harness.launched import NODE_VARIABLE, Launched, UserError, print_once
-from harness.nodes import physical_cores
+from harness.nodes.hardware import physical_cores
 from harness.run.mirror import Storage
 from harness.run.sharding import SHARDED_8BIT
 from harness.start.flags import check_passwords

@@ -38,7 +38,9 @@ from harness.launched import (
     print_once,
     set_signal_handler,
 )
-from harness.nodes import Nodes, integer_from_environment, nodes_from_environment, physical_cores, run_with_srun
+from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
+from harness.nodes.hardware import physical_cores
+from harness.nodes.variables import integer_from_environment
 from harness.run.forecast import PLAN
 from harness.start import flags, processes
 from harness.start.processes import Worker, idle_workers
@@ -371,7 +373,8 @@ def train_on_several_nodes(
     checker: Worker,
 ) -> int:
     """Meets the launchers of the other nodes, checks in turn, and runs this node's processes."""
-    from harness.nodes import Meeting, interface_to
+    from harness.nodes.meeting import Meeting
+    from harness.nodes.network import interface_to
 
     if nodes.rank:
         os.environ[NODE_VARIABLE] = str(nodes.rank)

@@ -38,7 +38,7 @@ from harness.launched import (
     record_signal,
     set_signal_handler,
 )
-from harness.nodes import LOST
+from harness.nodes.network import LOST
 from harness.run.failures import HOST_ADVICE, OUT_OF_MEMORY, exit_for_known_failure
 
 DAEMON_TIMEOUT = 2  # seconds for the daemons of a process to exit when it exits

@@ -96,6 +96,10 @@ def test_weights_that_were_quantized_while_loading(rehearse, copied_run):
     folder, write = copied_run
     write("")
     assert torch.equal(logits(chat.load_model(folder)), logits(chat.load_model(rehearse(*QLORA))))
+    results = read(folder)
+    results["quantization"]["bnb_4bit_compute_dtype"] = "float32"  # of a run with this --dtype
+    (folder / "train_results.json").write_text(json.dumps(results))
+    assert chat.load_model(folder).get_input_embeddings().weight.dtype == torch.float32
 
 
 def test_quantized_weights_of_another_machine(copied_run, monkeypatch, tmp_path, error_of):

@@ -17,7 +17,7 @@ from conftest import ROOT
 from packaging.requirements import Requirement
 from transformers import AutoConfig, BitsAndBytesConfig, MixtralConfig, Qwen2Config, dependency_versions_table
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
-from trl import ModelConfig, SFTConfig
+from trl import ModelConfig, SFTConfig, get_quantization_config
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
@@ -95,6 +95,25 @@ def test_model_of_one_gpu_is_not_split_onto_the_cpu(monkeypatch, quantized):
         spec.loader.exec_module(original := importlib.util.module_from_spec(spec))
         quantizer = original.Bnb4BitHfQuantizer(BitsAndBytesConfig(load_in_4bit=True))
         assert quantizer.update_device_map(loaded[0]["device_map"]) == {"": 0}
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "given", "expected"),
+    [
+        ({"bf16": True}, "float32", [], torch.bfloat16),
+        ({"bf16": False, "fp16": True}, "float32", [], torch.float16),
+        ({"bf16": False}, "float32", [], torch.float32),
+        ({"bf16": True}, "float32", ["dtype"], torch.float32),
+        ({"bf16": True}, "auto", ["dtype"], torch.bfloat16),
+        ({"bf16": False}, "bfloat16", [], torch.bfloat16),  # the recipe has set it
+    ],
+)
+def test_4bit_model_on_one_gpu_is_loaded_in_the_dtype_of_its_arithmetic(precision, dtype, given, expected):
+    """Also the products of its 4-bit layers."""
+    training_args, model_args = SFTConfig(use_cpu=True, **precision), ModelConfig("./none", load_in_4bit=True, dtype=dtype)
+    loading.set_loading_options(training_args, model_args, False, Launched(on_cpu=True), given)
+    assert getattr(torch, training_args.model_init_kwargs["dtype"]) == expected
+    assert get_quantization_config(model_args).bnb_4bit_compute_dtype == expected
 
 
 @pytest.mark.parametrize(

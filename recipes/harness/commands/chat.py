@@ -63,7 +63,8 @@ def load_model(run: Path) -> Any:
         if not quantized:
             options |= {"revision": settings.revision or "main"}
             if results.get("quantization"):
-                options["quantization_config"] = BitsAndBytesConfig.from_dict(results["quantization"])
+                options["quantization_config"] = quantization = BitsAndBytesConfig.from_dict(results["quantization"])
+                options["dtype"] = quantization.bnb_4bit_compute_dtype  # what the run has loaded the rest of the model in
     if not has_gpu:
         keep_4bit_layout()
     try:

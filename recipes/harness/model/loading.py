@@ -6,6 +6,7 @@ import json
 import os
 import re
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,14 @@ REFUSED = ("softcap", "s_aux", "position_bias")  # arguments of attention functi
 PROCESS_BYTES = 2_500_000_000  # of host memory: Python, torch, CUDA's libraries; assumed
 
 
-def set_loading_options(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool, launched: Launched) -> None:
-    """Sets how the trainer loads the model that it gets by name, and how the loss is computed."""
+def set_loading_options(
+    training_args: TrainingArguments,
+    model_args: ModelConfig,
+    is_sharded: bool,
+    launched: Launched,
+    given: Collection[str] = (),
+) -> None:
+    """Sets how the trainer loads the model that it gets by name, and how the loss is computed. `given`: names of flags."""
     if isinstance(model_args.lora_target_modules, str) and model_args.lora_target_modules.isidentifier():
         # TRL makes a string of a single name, which PEFT reads as a regular expression for whole names.
         model_args.lora_target_modules = [model_args.lora_target_modules]
@@ -62,6 +69,8 @@ def set_loading_options(training_args: TrainingArguments, model_args: ModelConfi
         load_4bit_models_on_cpu()
     elif is_sharded and os.environ.get("RANK", "0") != "0" and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING") == "true":
         read_no_weights()
+    if model_args.load_in_4bit and not is_sharded and ("dtype" not in given or model_args.dtype == "auto"):
+        set_dtype_of_4bit_model(training_args, model_args)
     set_attention(training_args, model_args, launched)  # it depends on the dtype
     if hasattr(training_args, "model_init_kwargs"):
         given = training_args.model_init_kwargs or {}
@@ -75,6 +84,15 @@ def set_loading_options(training_args: TrainingArguments, model_args: ModelConfi
             "device_map": None,
         }
         training_args.model_init_kwargs = options | given
+
+
+def set_dtype_of_4bit_model(training_args: TrainingArguments, model_args: ModelConfig) -> None:
+    """Sets the dtype of what is not quantized, in which the 4-bit layers compute too, unless the recipe has set it.
+
+    TRL's default is float32: embedding and head would be twice as large, and the products many times as slow.
+    """
+    if model_args.dtype in (ModelConfig.dtype, "auto"):
+        model_args.dtype = "bfloat16" if training_args.bf16 else "float16" if training_args.fp16 else "float32"
 
 
 def set_attention(training_args: TrainingArguments, model_args: ModelConfig, launched: Launched) -> None:

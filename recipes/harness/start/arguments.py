@@ -112,7 +112,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
     if is_plain_start and training_args.device.type == "cuda":
         checks.check_one_gpu(training_args)
         launched.no_triton = why_not_triton()
-    set_loading_options(training_args, model_args, is_sharded, launched)
+    set_loading_options(training_args, model_args, is_sharded, launched, script_args.given)
     if is_checking and launched.mode == "train" and not training_args.use_cpu:
         checks.check_gpus(training_args, model_args, is_sharded, launched)
     if is_checking and launched.mode != "plan":

@@ -138,11 +138,11 @@ def run(words: list[str], output_dir: Path, environment: dict[str, str], deadlin
 
 
 def forecast(recipe: str, path: Path, flags: Sequence[str], environment: dict[str, str], device: str) -> dict[str, Any] | None:
-    """What `--plan` says about a run with the config at `path`, None if it cannot: a short run ends before its own forecast."""
+    """What `--plan` says about a run with the config at `path`, None if it cannot."""
     from harness.run.forecast import forecast_of
 
     words = [inputs.ROOT / f"recipes/{recipe}.py", path, "--json", *flags]
-    command = [sys.executable, "-m", "harness.plan.command", "--forecast", *words]
+    command = [sys.executable, "-m", "harness.plan.command", *words]
     variables = environment | {"PYTHONPATH": str(inputs.ROOT / "recipes")}
     process = subprocess.run(command, cwd=path.parent, env=variables, capture_output=True, text=True)
     return forecast_of(json.loads(process.stdout), device) if process.returncode == 0 else None
@@ -167,7 +167,6 @@ def measure(
         sizes: keys of the model's config with other values.
     """
     from harness import configs
-    from harness.run.forecast import measurement_of
     from harness.start.launch import allocator_settings
 
     settings = settings_of(config)
@@ -197,7 +196,7 @@ def measure(
             usual = allocator_settings(configs.read(str(path)), inputs.ROOT / f"recipes/{recipe}.py", flags)
             environment["PYTORCH_ALLOC_CONF"] = f"{usual},{share}"
         results = run([recipe, str(path) if changes else config, *words[2:]], folder / "output", environment, deadline)
-        if "failed" not in results and "forecast" not in results:
+        if "failed" not in results:
             results["forecast"] = forecast(recipe, path, words[2:], environment, device["device"])
     rate = find_device_in_process("float16" if precision == "fp16" else "bfloat16")["matrix_tflops"]
     record = {
@@ -219,7 +218,7 @@ def measure(
         tokens_per_second = results["tokens_per_second"]
         record["share_of_matrix_rate"] = round(flops * tokens_per_second / results["world_size"] / rate / 1e12, 4)
         record["seconds_per_step"] = round(results["tokens"] / tokens_per_second / steps, 3)
-        record |= {"forecast": results["forecast"], "calibration": measurement_of(results)}
+        record["forecast"] = results["forecast"]
         if match := re.search(r"Sharding kept the 4-bit weights.*", results["output"]):
             record["bytes_of_4bit_weights"] = match[0]
     return record

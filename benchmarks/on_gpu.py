@@ -11,8 +11,7 @@ benchmarks/results as soon as it is made, and those of an unchanged config repla
 not train on all its tokens is a failure. A config for more GPUs than there are runs on those there are. Of the 70B, one of two
 processes trains some of the 80 layers; the rest is extrapolated, and its file says so. Also of the 70B: every gradient of some
 layers in host memory is compared with the gradients of the same layers on the GPU. Without a GPU everything runs on the CPU, with
-models of two tiny layers, and the files go to outputs/on_gpu. It ends with the constants for recipes/harness/plan/cards.py that
-the measurements give.
+models of two tiny layers, and the files go to outputs/on_gpu.
 """
 
 import argparse
@@ -176,32 +175,6 @@ def compare(losses: list[float], on_cpu: list[float]) -> dict[str, Any]:
     return {"largest_difference": round(largest, 6), "in_step": differences.index(largest) + 1}
 
 
-def constants(records: list[dict]) -> list[str]:
-    """The lines of `CARDS` in recipes/harness/plan/cards.py with the rates and the reserve that the measurements give.
-
-    They are solved for as `--plan` does with the runs of its machine. A record counts if its run was long enough.
-    """
-    from harness.plan import cards
-
-    lines = []
-    for card in cards.CARDS:
-        runs = [record["calibration"] for record in records if record.get("calibration")]
-        calibrated = cards.calibrate_card(card, [run for run in runs if run["forecast"]["card"] == card.name])
-        if calibrated.runs:
-            lines.append(f"    {source_of(calibrated)},  # measured in {calibrated.runs} run{'s' if calibrated.runs > 1 else ''}")
-    return lines
-
-
-def source_of(card: Any) -> str:
-    """The call of `Card` that makes a card, with its rates and reserve."""
-    slow, fast = card.links
-    values = [f'"{card.name}"', f"{card.memory / 1e9:g} * GB", f"{card.half / 1e12:g}e12", f"{card.single / 1e12:g}e12"]
-    values += [f"{card.bandwidth / 1e9:g}e9", f"({slow / 1e9:g}e9, {fast / 1e9:g}e9)"]
-    values += [] if card.bf16 else ["bf16=False"]
-    values += [f"{name}={getattr(card, name)}" for name in ("product_rate", "memory_rate", "more_reserve")]
-    return f"Card({', '.join(values)})"
-
-
 def is_out_of_memory(record: dict) -> bool:
     return "out of memory" in record.get("failed", "").lower()
 
@@ -265,14 +238,13 @@ def main(recipes: list[str], config: str, minutes: float, steps: int, results: P
     device = find_device_in_process()
     results = results or (inputs.RESULTS if device["gpus"] else Path("outputs/on_gpu"))
     results.mkdir(parents=True, exist_ok=True)
-    provenance, failed, left, records = inputs.provenance(), [], [], []
+    provenance, failed, left = inputs.provenance(), [], []
     for recipe in recipes:
         for name, changes in pairs(recipe, max(1, device["gpus"]), config):
             if time.monotonic() > deadline:
                 left.append(f"{recipe} --config {name}")
                 continue
             for record in measurements(recipe, name, changes, device, steps, deadline):
-                records.append(record)
                 file = re.sub(r"[^\w.]+", "-", f"{record['measurement']} {record['device']}").strip("-")
                 write_json(results / f"{file}.json", record | provenance)
                 if device["gpus"]:
@@ -281,8 +253,6 @@ def main(recipes: list[str], config: str, minutes: float, steps: int, results: P
                 print(f"{record['measurement']}: {numbers}", flush=True)
                 if "failed" in record and not is_out_of_memory(record):
                     failed.append(record["measurement"])
-    found = constants(records) or ["    none: no run on a GPU that --plan knows was long enough (5 steps, 30 seconds)"]
-    print("\n".join(["Constants for recipes/harness/plan/cards.py:", *found]))
     if left:
         print(f"Not measured, {minutes:g} minutes are over: {', '.join(left)}")
     if failed:

@@ -1,13 +1,10 @@
 """benchmarks/on_gpu.py: models have their real shapes, one measurement runs on the CPU, and README has the measurements."""
 
 import contextlib
-import dataclasses
 import json
 import re
 import sys
 import time
-
-from harness.plan import cards
 
 import datasets
 import pytest
@@ -79,7 +76,6 @@ def test_measurement_on_cpu(monkeypatch):
     assert json.loads(json.dumps(record)) == record
     assert record["tokens"] == 2 * 4 * 256, "steps x rows x length"
     assert record["forecast"]["tokens_per_step"] == 4 * 256 and record["forecast"]["card"] is None
-    assert record["calibration"] is None and on_gpu.constants([record]) == []
 
 
 def test_steps_without_all_their_micro_batches_are_a_failure(monkeypatch, tmp_path):
@@ -136,22 +132,6 @@ def test_run_is_stopped_at_the_deadline(monkeypatch, tmp_path):
     began = time.monotonic()
     assert "not finished after" in measuring.run([], tmp_path / "output", {}, began + 1)["failed"]
     assert time.monotonic() - began < 20
-
-
-def test_constants_can_be_committed():
-    """The line of CARDS, with the rates and the reserve that its runs measured; those of other cards are left out."""
-    parts = {"products": 1.0, "others": 1.0, "copies": [0.0, 0.0], "transfers": [0.0, 0.0], "waiting": [0.0, 0.0]}
-    forecast = {"card": "T4", "peak_gpu_gb": 10.0, "reserved_gb": 11.0, "tokens_per_step": 1024, "step_parts": parts}
-    seconds = cards.seconds_at_place(cards.StepParts(**parts), 0.5)
-    run = {"forecast": forecast, "step_seconds": seconds, "tokens_per_step": 1024, "gpu_utilization": []}
-    run |= {"peak_gpu_gb": 10.0, "peak_gpu_reserved_gb": 11.22}
-    (line,) = on_gpu.constants([{"failed": "no space"}, {"calibration": run}, {"calibration": run}])
-    source, comment = line.split(",  # ")
-    assert comment == "measured in 2 runs"
-    expected = {"product_rate": (0.54, 0.66), "memory_rate": (0.675, 0.825), "more_reserve": 0.02}
-    assert eval(source.strip(), {"Card": cards.Card, "GB": cards.GB}) == dataclasses.replace(cards.find_card("T4"), **expected)
-    for card in cards.CARDS:
-        assert eval(on_gpu.source_of(card), {"Card": cards.Card, "GB": cards.GB}) == card
 
 
 def test_results_without_git(monkeypatch):

@@ -3,15 +3,18 @@
 import dataclasses
 import json
 import random
+import shlex
 import shutil
 
 from harness import configs
+from harness.launched import Launched
 from harness.nodes import hardware
 from harness.plan import cards, choose, command
 from harness.plan.choose import Machine, Option
 from harness.plan.ledger import Counts, Peak
 from harness.plan.simulation import Refused
 from harness.rehearsal import tiny
+from harness.start import plans
 
 import pytest
 from conftest import ROOT, assert_one_error, slow
@@ -278,7 +281,7 @@ def small_model(tmp_path):
     return ["--model_name_or_path", "./model", "--global_batch_size", "4"]
 
 
-def test_choice_for_a_machine(launch, small_model, tmp_path):
+def test_choice_for_a_machine(launch, small_model, tmp_path, monkeypatch):
     """The plan has the choice as a command and as keys. The second time nothing is simulated again but the choice itself."""
     arguments = ["qwen2_fineweb_edu", "--for", "1x3090,64GB", *small_model, "--activation_checkpointing", "false"]
     variables = {"HF_HOME": str(tmp_path / "cache")}
@@ -291,7 +294,11 @@ def test_choice_for_a_machine(launch, small_model, tmp_path):
     assert [choice["slower"] for choice in plan["choices"]] == sorted(choice["slower"] for choice in plan["choices"])
     assert len(plan["choices"]) == 3 and plan["on_machine"]["hours"]
     kept = list((tmp_path / "cache/plans").iterdir())
-    assert 3 <= len(kept) <= 6
+    assert 4 <= len(kept) <= 7
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    recipe, config, *flags = shlex.split(plan["command"])[1:]
+    run = Launched(str(ROOT / f"recipes/{recipe}.py"), str(ROOT / f"accelerate_configs/{config}.yaml"), processes=1)
+    assert json.loads(plans.plan_file(run, flags).read_text()) == plan, "the run of the printed command finds its plan"
 
 
 @slow

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from harness.plan import cards, choose, command
 from harness.rehearsal import tiny
@@ -76,7 +77,7 @@ def own_files(tmp_path):
 
 
 @slow
-def test_hours_and_price_of_epochs(launch, own_files, tmp_path):
+def test_hours_and_price_of_epochs(launch, environment, own_files, tmp_path):
     """The number of steps follows from the recipe's rows."""
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
@@ -106,6 +107,7 @@ def test_hours_and_price_of_epochs(launch, own_files, tmp_path):
     assert [row[0] for row in table[2:]] == ["A6000", *(card.name for card in cards.CARDS)]
     assert table[2][1].startswith("yes, ") and "no" not in table[2][1]
     assert (tmp_path / "plan.png").stat().st_size > 10_000 and "error" not in process.stderr
+    assert list(Path(environment["HF_HOME"], "plans").glob("llama31_8b_lora-1x3090-*-plan.json")), "for the run"
 
 
 CHOOSE = """

@@ -33,7 +33,6 @@ VALUES = {
     "column_map": '{"text": "instruction", "instruction": "text", "note": "system"}',
     "text_rows": "line",
     "dataset_weights": "0.5",
-    "forecast": "true",
     "split_conversations": "true",
     "model_revision": "v2",
     "dtype": "float16",
@@ -53,8 +52,8 @@ VALUES = {
 }
 SWITCHES = {"dataset_streaming": [], "use_peft": [], "load_in_4bit": ADAPTER, "use_bnb_nested_quant": IN_4BIT}
 NAMES = ("dataset_name", "model_name_or_path")
-# The files are JSON, it is one dataset, and no rehearsal.
-REFUSED_BY_ALL = ("ignore_bias_buffers", "lora_task_type", "text_rows", "dataset_weights", "forecast")
+# The files are JSON, and it is one dataset.
+REFUSED_BY_ALL = ("ignore_bias_buffers", "lora_task_type", "text_rows", "dataset_weights")
 # The plain Trainer loads no quantized weights; 8-bit and 4-bit weights exclude each other; texts are no conversations.
 REFUSED = {
     "gpt2_xl_wikitext": ("load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_quant_storage", "split_conversations"),

@@ -1,19 +1,16 @@
-"""A run on GPUs is compared with its forecast, which is made while it trains."""
+"""A run on GPUs is compared with the plan that was made for it."""
 
+import dataclasses
 import json
-import os
-import subprocess
-import sys
 
+from harness.folder import read_json
 from harness.launched import Launched
 from harness.run.forecast import describe_forecast, read_forecast
-from harness.start import launch
+from harness.start import plans
 
 import pytest
-from conftest import ROOT, slow, wait_until
-from local_hub import serve
+from conftest import ROOT, read
 
-RECIPE = "qwen2_fineweb_edu"
 PLAN = {
     "peak_gpu_gb": 10.0,
     "reserved_gb": 12.0,
@@ -79,123 +76,49 @@ def test_card_that_is_not_known(tmp_path, forecast):
     assert read_forecast(tmp_path, "Tesla T4") is None
 
 
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        ('echo "$NNODES $NPROC_PER_NODE $*"', "2 4 -m harness.plan.command --forecast r.py c.yaml --json --max_steps 3\n"),
-        ("echo half; sleep 0.5; exit 2", None),
-        ("echo half; sleep 60", None),
-    ],
-    ids=["complete", "refused", "longer than the run"],
-)
-def test_plan_is_written_when_it_is_complete(tmp_path, monkeypatch, script, expected):
-    """With a program in place of Python."""
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    launched = Launched(recipe="r.py", config="c.yaml", processes=8, nodes=2)
-    draft, plan = tmp_path / f".plan.{os.getpid()}.draft", tmp_path / "plan.json"
-    plan.write_text("of an earlier start")
-    with launch.forecast_in_background(launched, ["--mirror", "file:///mirror", "--max_steps", "3"], tmp_path):
-        wait_until(lambda: draft.exists() or plan.exists(), 20, lambda: "no draft")
-        if "sleep 60" not in script:
-            wait_until(lambda: not draft.exists(), 20, lambda: "an incomplete draft")
-    assert (plan.read_text() if plan.exists() else None) == expected and not draft.exists()
+@pytest.fixture
+def home(environment, monkeypatch):
+    """The cache of this process is that of launch.sh in the tests."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", environment["HF_HOME"])
 
 
-START_FORECAST = """
-import os, signal, sys
-from pathlib import Path
-from harness.launched import Launched
-from harness.start import launch
-sys.executable = sys.argv[1]
-with launch.forecast_in_background(Launched(recipe="r.py", config="c.yaml", processes=1), [], Path(sys.argv[2])):
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
+def test_plan_is_that_of_the_same_recipe_config_flags_and_processes(tmp_path, home):
+    recipe, config = tmp_path / "recipe.py", tmp_path / "config.yaml"
+    recipe.write_text("a")
+    config.write_text("b")
+    run = Launched(str(recipe), str(config), processes=2)
+    plans.keep_plan(PLAN, run, ["--max_steps", "3"])
+
+    def copied(launched: Launched, arguments: list[str]) -> bool:
+        (tmp_path / "plan.json").write_text("of an earlier start")
+        plans.copy_plan(launched, arguments, tmp_path)
+        return (tmp_path / "plan.json").exists()
+
+    assert not copied(run, ["--max_steps", "4"]) and not copied(dataclasses.replace(run, processes=4), ["--max_steps", "3"])
+    assert not copied(dataclasses.replace(run, tiny=True), ["--max_steps", "3"])
+    assert copied(run, ["--output_dir", "some", "--max_steps", "3", "--mirror", "file:///some"])
+    assert read_forecast(tmp_path, "Tesla T4")["peak_gpu_gb"] == 10.0
+    config.write_text("c")
+    assert not copied(run, ["--max_steps", "3"])
 
 
-def test_killed_run_leaves_no_plan(tmp_path):
-    """The plan of a killed run could be moved into place after the next start, which may have other flags."""
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\nsleep 1; echo '{{}}'; touch {tmp_path}/simulated\n")
-    program.chmod(0o755)
-    variables = os.environ | {"PYTHONPATH": str(ROOT / "recipes")}
-    subprocess.run([sys.executable, "-c", START_FORECAST, program, tmp_path], env=variables, timeout=60)
-    wait_until((tmp_path / "simulated").exists, 20, lambda: "no simulation")
-    wait_until(lambda: not list(tmp_path.glob(".plan*")), 20, lambda: str(list(tmp_path.iterdir())))
+def test_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    plans.keep_plan(PLAN, Launched(__file__, __file__), [])
+    plans.copy_plan(Launched(__file__, __file__), [], tmp_path)
     assert not (tmp_path / "plan.json").exists()
 
 
-def test_rehearsal_and_run_on_cpu_have_no_forecast(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch.subprocess, "Popen", lambda *arguments, **options: pytest.fail("a simulation was started"))
-    for other in (Launched(recipe="r", config="c", tiny=True), Launched(recipe="r", config="c", on_cpu=True)):
-        with launch.forecast_in_background(other, [], tmp_path):
-            pass
-
-
-REHEARSED = {
-    "tokens": 2_000,
-    "global_step": 4,
-    "weights_mb": 0.8,
-    "optimizer_mb": 0.0,
-    "peak_mb": 33.0,
-    "peak_host_gb": 0.6,
-    "forecast": {"tokens_per_step": 512, "weights_mb": 0.8, "optimizer_mb": 0.0, "peak_mb": 30.0, "peak_host_gb": 2.5},
-}
-
-
-def test_rehearsal_against_its_forecast():
-    tokens, weights, states, peak, host = describe_forecast(REHEARSED)
-    assert (
-        tokens
-        == "tokens per step: 500 measured, 512 forecast; some rows are shorter than the maximum, which the forecast assumes"
-    )
-    assert weights.endswith("0.800 measured, 0.800 forecast (+0.0%)") and states.endswith("0.000 measured, 0.000 forecast")
-    assert peak == "MB of process 0, peak of a step: 33.000 measured, 30.000 forecast (+10.0%)"
-    assert host.startswith("GB host: 0.6 measured, 2.5 forecast; ")
-    one_step = {name: value for name, value in REHEARSED.items() if name not in ("optimizer_mb", "peak_mb")}
-    assert len(describe_forecast(one_step)) == 3
-
-
-def test_rehearsal_is_simulated_before_it_trains(tmp_path, monkeypatch):
-    """With a program in place of Python."""
-    program = tmp_path / "python"
-    program.write_text('#!/bin/sh\nsleep 0.3; echo "$NNODES $NPROC_PER_NODE $*"\n')
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    launched = Launched(recipe="r.py", config="c.yaml", processes=8, tiny=True, on_cpu=True)
-    with launch.forecast_in_background(launched, ["--forecast", "--max_steps", "3"], tmp_path):
-        made = (tmp_path / "plan.json").read_text()
-    assert made == "1 8 -m harness.plan.command --forecast --tiny r.py c.yaml --json --forecast --max_steps 3\n"
-
-
-def test_simulated_peak_is_that_of_the_rehearsal(fork_launch, launch, tmp_path):
-    """The tiny model and optimizer to the byte, the largest memory of a step to a percent; also in --report."""
-    folder = str(tmp_path / "run")
-    process = fork_launch(
-        "--tiny", RECIPE, "1x3090", "--forecast", "--max_steps", "2", "--eval_strategy", "no", "--output_dir", folder
-    )
-    results = json.loads((tmp_path / "run/train_results.json").read_text())
-    forecast = results["forecast"]
-    assert results["weights_mb"] == forecast["weights_mb"] and results["optimizer_mb"] == forecast["optimizer_mb"]
-    assert forecast["optimizer_mb"] == pytest.approx(2 * forecast["weights_mb"], abs=0.001), "Adam has two moments"
-    assert results["peak_mb"] == pytest.approx(forecast["peak_mb"], rel=0.01)
-    assert results["tokens"] / 2 == forecast["tokens_per_step"]
-    assert "MB of process 0, peak of a step" in process.stdout
-    assert f"{folder}, against its own forecast:\ntokens per step: " in launch("--report", folder).stdout
-
-
-@slow
-def test_forecast_of_a_real_recipe(tmp_path, environment, monkeypatch):
-    with serve(ROOT / "tests/published") as hub:
-        for name in ("HF_HOME", "HF_HUB_DISABLE_TELEMETRY"):
-            monkeypatch.setenv(name, environment[name])
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "recipes")]))
-        recipe, config = ROOT / "recipes/qwen2_fineweb_edu.py", ROOT / "accelerate_configs/1x3090.yaml"
-        launched = Launched(recipe=str(recipe), config=str(config), processes=1)
-        with launch.forecast_in_background(launched, ["--max_length", "256"], tmp_path):
-            wait_until((tmp_path / "plan.json").exists, 200, lambda: "no plan")
-    found = read_forecast(tmp_path, "NVIDIA GeForce RTX 3090")
-    assert found["card"] == "RTX 3090" and found["tokens_per_step"] == 16 * 256 and 2 < found["peak_gpu_gb"] < 13
+def test_run_gets_its_plan(fork_launch, workdir, tmp_path, home):
+    """It is at full size, with the model and the data of a rehearsal."""
+    assert fork_launch("--prepare", "--tiny", "qwen2_chat").returncode == 0
+    model, data = (next((workdir / "outputs/tiny/.made").glob(f"{name}-*")) for name in ("Qwen--Qwen2-0.5B-Instruct", "trl-lib*"))
+    flags = ["--model_name_or_path", str(model), "--dataset_name", str(data), "--use_cpu", "--max_steps", "1"]
+    flags += ["--max_length", "64", "--per_device_train_batch_size", "1", "--max_eval_samples", "2", "--eval_strategy", "no"]
+    recipe, config = ROOT / "recipes/qwen2_chat.py", ROOT / "accelerate_configs/1x3090.yaml"
+    plans.keep_plan(PLAN, Launched(str(recipe), str(config), processes=1), flags)
+    process = fork_launch("qwen2_chat", "1x3090", *flags, "--output_dir", tmp_path / "run")
+    assert process.returncode == 0, process.stderr
+    assert read_json(tmp_path / "run/plan.json") == PLAN
+    assert "forecast" not in read(tmp_path / "run")  # it ran on a CPU

@@ -4,7 +4,7 @@
 
 The speed-up is over the run with the fewest processes, by tokens/s, so that runs of different length can be compared. A plan is
 what `launch.sh --plan … --json` prints; its forecast is shown next to what the run with its recipe, config and number of
-processes measured. A run on GPUs has its own forecast.
+processes measured. A run for which a plan was made has that forecast without one.
 """
 
 import json
@@ -36,7 +36,7 @@ COLUMNS = (
     "GB per GPU (forecast)",
 )
 NEEDED = ("num_nodes", "world_size", "train_runtime", "tokens_per_second", "peak_gpu_gb", "peak_host_gb", "final_loss")
-MEASURED = {"forecast", "tokens", "global_step", "peak_gpu_reserved_gb"}  # what a run that was forecast has besides
+MEASURED = {"forecast", "tokens", "global_step", "peak_gpu_reserved_gb"}  # what a run with a plan has besides
 COMPARED = ("recipe", "model", "dataset", "device", "tiny")
 
 
@@ -60,7 +60,7 @@ def main(*words: str) -> None:
     rows = [COLUMNS, *map(table_row, runs)]
     print_table(rows if any("peak_gpu_gb" in (run.get("forecast") or {}) for run in runs) else [row[:-2] for row in rows])
     for name, lines in compared.items():
-        print("\n" + "\n".join([f"{name}, against its own forecast:", *lines]))
+        print("\n" + "\n".join([f"{name}, against its plan:", *lines]))
     differences = [name for name in COMPARED if len({str(run.get(name)) for run in runs}) > 1]
     if differences:
         print(f"\nwarning: these runs differ in {', '.join(differences)}, so their speeds may not be comparable", file=sys.stderr)

@@ -89,10 +89,6 @@ class ScriptArguments(trl.ScriptArguments):
         metadata={"help": "One row for every answer of a conversation, for templates that drop the reasoning of earlier ones."},
     )
     profile: bool = field(default=False, metadata={"help": "Profile some steps in the middle of the run."})
-    forecast: bool = field(
-        default=False,
-        metadata={"help": "Also simulate a rehearsal on CPU, and compare the two. A run on GPUs is always compared."},
-    )
     mirror: str | None = field(
         default=None,
         metadata={"help": "URL of a folder (s3://, gs://, file:// …) to which checkpoints and the model are uploaded."},

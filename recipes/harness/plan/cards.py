@@ -5,28 +5,21 @@ rate, and the transfers over the slower and the faster of the usual links. At th
 hidden behind compute, at the worse end none. With offload, what the GPU waits for is added at both ends: the work of the host,
 and with one process the copies of the weights.
 
-The second part proposes what would make a run fit, and the third sets the rates and the reserve of cards by finished runs on this
-machine, from the files of `run/forecast.py`. A run says how long a step took, and its forecast says of which parts the step
-consists. One number cannot say which of them was slower than assumed, so matrix products and other operators are taken to be at
-the same place between the slow and the fast end of their ranges, and links and overlap too. Of several runs the median counts.
+The second part proposes what would make a run fit.
 """
 
 import dataclasses
-import importlib.metadata
 import math
 import re
-import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import configs
-from harness.folder import read_json
 from harness.launched import UserError
 from harness.model.loading import PROCESS_BYTES
 from harness.plan.simulation import Refused, Simulation
-from harness.run.forecast import measurements_folder
 from harness.start.flags import without
 
 import yaml
@@ -48,11 +41,6 @@ class Card:
     bandwidth: float  # bytes/s of its memory
     links: tuple[float, float]  # bytes/s between GPUs of a node, slow and fast: PCIe 3 x8 to 5 x16; NVLink
     bf16: bool = True
-    # `calibrate` sets these from runs on such a card.
-    product_rate: tuple[float, float] = PRODUCT_RATE
-    memory_rate: tuple[float, float] = MEMORY_RATE
-    more_reserve: float = 0.0  # share of the peak
-    runs: int = 0  # that the card is calibrated by
 
 
 # H200 and B200: the SXM modules of HGX boards. A100 64 GB: NVIDIA has no public data sheet for the card of CINECA's Leonardo;
@@ -87,12 +75,6 @@ NCCL_BUFFERS = 0.5 * GB  # of a communicator over PCIe; assumed
 # Of a communicator of two GPUs with NVLink, and of more: 544 and 688 MiB between A100s (NVIDIA/nccl#964).
 NVLINK_BUFFERS = (0.57 * GB, 0.72 * GB)
 FRAGMENTATION = 0.05  # of the peak, at least: the allocator's pages, cuBLAS workspaces
-# Of a calibration
-SPREAD = 0.10  # up and down from the median of the runs; more if the runs differ by more
-PLACES = (-0.9, 1.25)  # beyond both ends of the ranges: matrix products at 4 % to 90 % of the card's rate
-LEAST_COMPUTE = 0.5  # of the time of a step; a run that mostly waits for links or the host says nothing about the GPU
-LEAST_TOKENS = 0.9  # of the forecast's; a step with shorter rows is another step
-LEAST_UTILIZATION = 90  # percent; a run below waits for something that no forecast has
 
 
 def card_of_user(name: str, gigabytes: float, teraflops: float, gigabytes_per_second: float) -> Card:
@@ -151,8 +133,8 @@ def with_links(card: Card, has_nvlink: bool) -> Card:
 
 
 def reserve(simulation: Simulation, peak: float, card: Card | None = None) -> float:
-    """Bytes that must stay free on top of the peak, on `card` with what runs on it needed more than their forecasts."""
-    fragmentation = max(FRAGMENTATION, simulation.needed / simulation.peak.bytes - 1) + (card.more_reserve if card else 0)
+    """Bytes that must stay free on top of the peak (of `card`, or of any)."""
+    fragmentation = max(FRAGMENTATION, simulation.needed / simulation.peak.bytes - 1)
     return CUDA_CONTEXT + nccl_buffers(simulation, card) + fragmentation * peak
 
 
@@ -197,7 +179,7 @@ class StepParts(NamedTuple):
 def step_seconds(card: Card, simulation: Simulation) -> tuple[float, float]:
     """Seconds of one optimizer step, at best and at worst."""
     parts = step_parts(card, simulation)
-    worst, best = (seconds_at(parts, card.product_rate[end], card.memory_rate[end], end) for end in (0, 1))
+    worst, best = (seconds_at(parts, PRODUCT_RATE[end], MEMORY_RATE[end], end) for end in (0, 1))
     return best, worst
 
 
@@ -297,27 +279,7 @@ def make_plan(simulation: Simulation, price: float = 0.0, all_cards: tuple[Card,
             plan["hours"][card.name] = hours
             if price:
                 plan["price"][card.name] = [round(number * price * simulation.processes, 2) for number in hours]
-    names = ("runs", "product_rate", "memory_rate", "more_reserve")
-    if calibrated := {card.name: {name: getattr(card, name) for name in names} for card in all_cards if card.runs}:
-        plan["calibrated"] = calibrated
     return plan
-
-
-def forecast_of_rehearsal(simulation: Simulation) -> dict[str, Any]:
-    """What a rehearsal on CPU can be compared with, of the process with rank 0; memory in MB (1e6 bytes), of the host in GB."""
-    moments = ("forward", "backward", "optimizer step")  # a CPU has one memory for what a GPU and its host hold
-    both = (simulation.peaks, simulation.host_peaks)
-    held = [sum(peaks[moment].bytes for peaks in both if moment in peaks) for moment in moments]
-    return {
-        "recipe": simulation.recipe,
-        "config": simulation.config,
-        "processes": simulation.processes,
-        "tokens_per_step": simulation.tokens * simulation.accumulation * simulation.processes,
-        "weights_mb": round(simulation.expected["weights"] / 1e6, 4),
-        "optimizer_mb": round(simulation.optimizer / 1e6, 4),
-        "peak_mb": round(max(held) / 1e6, 4),
-        "peak_host_gb": gb(needed_host_memory(simulation)),
-    }
 
 
 def moved_bytes(simulation: Simulation) -> dict[str, float]:
@@ -466,100 +428,3 @@ def configs_that_save_more(config: str) -> list[str]:
         if same_machines and same_kind and saving(other) > saving(own):
             others.append((saving(other), str(path)))
     return [path for _, path in sorted(others)]
-
-
-def calibrate(all_cards: tuple[Card, ...]) -> tuple[Card, ...]:
-    """The cards, those on which runs have measured with their rates and reserve. Runs count with the same PyTorch only."""
-    records, here = read_measurements(), importlib.metadata.version("torch")
-    records = [record for record in records if record["versions"]["torch"] == here]
-    return tuple(calibrate_card(card, [r for r in records if r["forecast"]["card"] == card.name]) for card in all_cards)
-
-
-def read_measurements() -> list[dict[str, Any]]:
-    """What runs have kept, [] without any. A file that cannot be read is ignored."""
-    records = []
-    for path in sorted(measurements_folder().glob("*.json")):
-        try:
-            record = read_json(path)
-        except (OSError, ValueError):
-            continue
-        if isinstance(record, dict) and {"versions", "forecast", "step_seconds"} <= record.keys():
-            records.append(record)
-    return records
-
-
-def calibrate_card(card: Card, records: list[dict[str, Any]]) -> Card:
-    """`card` with narrower rates, and with a larger reserve if a run needed more memory than its forecast; never with a smaller.
-
-    `records` are of runs on such a card. Without one, the card is returned as it is.
-    """
-    if not records:
-        return card
-    more = max(more_memory(record) for record in records)
-    card = dataclasses.replace(card, runs=len(records), more_reserve=round(max(card.more_reserve, more), 4))
-    places = [place for place in map(place_of, records) if place is not None]
-    if not places:
-        return card
-    return dataclasses.replace(
-        card,
-        product_rate=range_of([rate_at(PRODUCT_RATE, place) for place in places]),
-        memory_rate=range_of([rate_at(MEMORY_RATE, place) for place in places]),
-    )
-
-
-def range_of(rates: list[float]) -> tuple[float, float]:
-    middle = statistics.median(rates)
-    return round(min((1 - SPREAD) * middle, *rates), 3), round(max((1 + SPREAD) * middle, *rates), 3)
-
-
-def rate_at(ends: tuple[float, float], place: float) -> float:
-    return (1 - place) * ends[0] + place * ends[1]
-
-
-def place_of(record: dict[str, Any]) -> float | None:
-    """Where between the slow end (0) and the fast end (1) of the assumptions a step takes what was measured.
-
-    None if the run says nothing about the rates: it waited, had other steps than its forecast, or no rate explains its time.
-    """
-    forecast, measured = record["forecast"], record["step_seconds"]
-    if record["tokens_per_step"] < LEAST_TOKENS * forecast["tokens_per_step"]:
-        return None
-    if min(record["gpu_utilization"] or [100]) < LEAST_UTILIZATION:
-        return None
-    parts, (slow, fast) = StepParts(**forecast["step_parts"]), PLACES
-    for _ in range(40):  # halves the range each time
-        middle = (slow + fast) / 2
-        if seconds_at_place(parts, middle) > measured:
-            slow = middle
-        else:
-            fast = middle
-    if not 0.99 < seconds_at_place(parts, slow) / measured < 1.01:
-        return None
-    compute = parts.products / rate_at(PRODUCT_RATE, slow) + parts.others / rate_at(MEMORY_RATE, slow)
-    return slow if compute >= LEAST_COMPUTE * measured else None
-
-
-def seconds_at_place(parts: StepParts, place: float) -> float:
-    """Seconds of a step; beyond the ends, links and overlap stay at their ends."""
-    return seconds_at(parts, rate_at(PRODUCT_RATE, place), rate_at(MEMORY_RATE, place), min(1.0, max(0.0, place)))
-
-
-def more_memory(record: dict[str, Any]) -> float:
-    """By which share a run allocated or reserved more than its forecast, 0 if it did not."""
-    forecast = record["forecast"]
-    allocated = record["peak_gpu_gb"] / forecast["peak_gpu_gb"]
-    reserved = record["peak_gpu_reserved_gb"] / forecast["reserved_gb"]
-    return max(1.0, allocated, reserved) - 1
-
-
-def describe_calibration(calibrated: dict[str, Any]) -> str:
-    """What `make_plan` has under "calibrated" of a card, in words."""
-    words = [f"calibrated by {calibrated['runs']} run{'s' if calibrated['runs'] > 1 else ''} on this machine"]
-    for name, (low, high) in (
-        ("matrix products at {} % of the card's rate", calibrated["product_rate"]),
-        ("other operators at {} % of its memory bandwidth", calibrated["memory_rate"]),
-    ):
-        words.append(name.format(f"{100 * low:.0f}–{100 * high:.0f}"))
-    if calibrated["more_reserve"]:
-        words.append(f"{100 * calibrated['more_reserve']:.1f} % of the peak more in the reserve")
-    return f"{words[0]}: {', '.join(words[1:])}"

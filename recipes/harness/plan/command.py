@@ -30,6 +30,7 @@ from harness.launched import Launched, UserError, exit_on_user_error, set_interr
 from harness.nodes.cluster import nodes_from_environment
 from harness.nodes.hardware import find_gpus, physical_cores
 from harness.start import flags, processes
+from harness.start.plans import keep_plan
 
 if TYPE_CHECKING:
     from harness.plan.cards import Card
@@ -45,7 +46,7 @@ DEFAULT_MACHINE = "1x3090"  # of a rehearsal on a machine without a GPU
 
 
 def main(*words: str) -> None:
-    options, words = [word for word in words[:2] if word in ("--start", "--tiny", "--forecast")], list(words)
+    options, words = [word for word in words[:2] if word in ("--start", "--tiny")], list(words)
     recipe, *words = words[len(options) :]
     count = next((number for number, word in enumerate(words) if not word.endswith((".yaml", ".yml"))), len(words))
     paths, (plan_flags, arguments) = words[:count], read_plan_flags(list(words[count:]))
@@ -56,18 +57,14 @@ def main(*words: str) -> None:
         raise UserError('--within and several prices are for the machines of --for: --for "1x4090; 2x3090"')
     if flags.is_true("activation_offloading", arguments, Path(recipe)):
         print(NOT_OFFLOADED, file=sys.stderr, flush=True)
-    if "--forecast" in options and "--tiny" in options:
-        print(json.dumps(forecast_rehearsal(recipe, paths[0], arguments), indent=2))
-    elif options == ["--forecast"]:
-        plan_configs(recipe, paths, plan_flags, arguments, is_forecast=True)
-    elif options or plan_flags.machines:
+    if options or plan_flags.machines:
         plan_choice(recipe, paths, plan_flags, arguments, options)
     else:
         plan_configs(recipe, paths, plan_flags, arguments)
 
 
-def plan_configs(recipe: str, paths: list[str], plan_flags: "PlanFlags", arguments: list[str], is_forecast: bool = False) -> None:
-    """Prints the plan of one config, or of several side by side. `is_forecast`: for a run, which compares itself with it."""
+def plan_configs(recipe: str, paths: list[str], plan_flags: "PlanFlags", arguments: list[str]) -> None:
+    """Prints the plan of one config, or of several side by side."""
     read = [configs.read(path) for path in paths]
     can_fork = import_libraries()
     from harness.plan import cards, pages  # they import torch, which a misspelt flag need not wait for
@@ -85,14 +82,14 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: "PlanFlags", argumen
         simulation if isinstance(simulation, Refused) else cards.make_plan(with_steps(simulation, count_rows), price, all_cards)
         for simulation in simulations
     ]
+    for config, plan in zip(read, plans, strict=True):
+        if not isinstance(plan, Refused):
+            keep_plan(plan, fit_processes(recipe, config), arguments)
     refused = [simulation.reason for simulation in simulations if isinstance(simulation, Refused)]
     if len(refused) == len(read):
         raise UserError(f"{Path(recipe).stem} cannot be simulated with any config: {max(refused, key=refused.count)}")
     if plan_flags.as_json:
         shown = [{"config": p.config, "refused": p.reason} if isinstance(p, Refused) else p for p in plans]
-        if is_forecast:
-            parts = {card.name: cards.step_parts(card, simulations[0])._asdict() for card in all_cards}
-            shown[0]["step_parts"] = parts
         print(json.dumps(shown[0] if len(read) == 1 else shown, indent=2))
     elif len(read) > 1:
         pages.print_side_by_side(plans)
@@ -108,24 +105,11 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: "PlanFlags", argumen
         pages.print_proposals(cards.try_proposals(plans[0], simulations[0], paths[0], simulate_change, card))
 
 
-def forecast_rehearsal(recipe: str, path: str, arguments: list[str]) -> dict[str, Any]:
-    """The forecast of a rehearsal on CPU, with which the rehearsal compares its own memory.
-
-    It simulates what runs there: tiny model and data, all processes on this machine, kernels for CPU.
-    """
-    config, nodes = configs.read(path), nodes_from_environment()
-    can_fork = import_libraries()
-    from harness.plan import cards
-
-    launched = Launched(recipe, path, nodes.processes or config.num_processes, tiny=True, on_cpu=True, mode="plan")
-    return cards.forecast_of_rehearsal(simulate_in_process(can_fork, recipe, config, arguments, launched=launched))
-
-
 def known_cards(plan_flags: "PlanFlags") -> tuple["Card", ...]:
-    """The cards of --card, then all others, calibrated by the runs of this machine."""
+    """The cards of --card, then all others."""
     from harness.plan import cards
 
-    return cards.calibrate((*(cards.card_of_user(*numbers) for numbers in plan_flags.cards), *cards.CARDS))
+    return (*(cards.card_of_user(*numbers) for numbers in plan_flags.cards), *cards.CARDS)
 
 
 def import_libraries() -> bool:
@@ -243,16 +227,13 @@ def simulate_quietly(
     launched: Launched, config: AccelerateConfig, arguments: list[str], optional: bool, with_evaluation: bool = True
 ) -> "Simulation | Refused":
     """A simulation without the output of libraries; if the run is refused and that is `optional`, the reason."""
-
-    from harness.plan.fakes import Fakes
     from harness.plan.simulation import Refused, simulate
 
-    make_fakes = functools.partial(Fakes, cuda=not launched.tiny)
     logging.disable(logging.WARNING)  # what libraries log about a run does not belong to a plan
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):
-            return simulate(launched, config, arguments, make_fakes, with_evaluation)
+            return simulate(launched, config, arguments, with_evaluation=with_evaluation)
     except UserError as error:
         reason = str(error)
         if not optional:
@@ -296,7 +277,9 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanFlags, arguments:
             words = [*arguments, *grid.common_flags, *best.option.flags]
             simulation = with_steps(simulate_in_process(can_fork, recipe, config, words, launched=launched), count_rows)
         plan = cards.make_plan(simulation, all_cards=all_cards) | choose.on_machine(machine, simulation, price, plan_flags.within)
-        plans.append(plan | {"flags": described[0]["flags"], "command": described[0]["command"], "choices": described})
+        plan |= {"flags": described[0]["flags"], "command": described[0]["command"], "choices": described}
+        keep_plan(plan, grid.launched(recipe, best.option.config), [*arguments, *plan["flags"]])
+        plans.append(plan)
     if plan_flags.as_json:
         print(json.dumps(plans[0] if len(plans) == 1 else plans, indent=2))
     elif len(plans) == 1:

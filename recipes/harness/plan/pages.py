@@ -63,8 +63,6 @@ def print_plan(plan: dict[str, Any]) -> None:
     for name in plan["fits"]:
         rows.append((name, describe_fit(plan, name), str(plan["largest_micro_batch"][name]), *ranges(plan, name)))
     print_table(without_empty_columns(rows))
-    for name, of in plan.get("calibrated", {}).items():
-        print(f"\n{name}: {cards.describe_calibration(of)}")
     print(f"\n{NOT_SIMULATED}")
 
 
@@ -133,8 +131,6 @@ def print_choice(plan: dict[str, Any]) -> None:
         print(f"\n{plan['steps']:,} steps: {two_digits(hours[0])}–{two_digits(hours[1])} hours{cost}.")
     if here["in_time"] is not None:
         print("In time." if here["in_time"] else "Not in time at the slow end of the range.")
-    if plan["gpu"] in plan.get("calibrated", {}):
-        print(f"{plan['gpu']}: {cards.describe_calibration(plan['calibrated'][plan['gpu']])}.")
     if not here["has_disk"]:
         print(f"warning: the run needs {plan['disk_gb']:.0f} GB of disk, {plan['machine']} has less.")
 

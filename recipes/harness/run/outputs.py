@@ -18,7 +18,7 @@ from harness.compat.transformers import attention_of, generate_on
 from harness.folder import DATA, RESULTS, RUN, changed_files, read_json, sync, warning_of_change, write_json
 from harness.launched import print_once
 from harness.model.quantized import SOURCE
-from harness.run.forecast import describe_forecast, keep_measurement, read_forecast
+from harness.run.forecast import describe_forecast, read_forecast
 from harness.run.steps import Progress, evaluation_losses
 
 import pyarrow
@@ -326,10 +326,10 @@ def write_results(
     """Gathers the numbers of all processes (collective); the first writes them. Memory in GB (1e9 bytes), time in seconds.
 
     Time and tokens are those of the whole run, including its parts before a resume. `train_runtime` includes everything,
-    `tokens_per_second` only the time of optimizer steps. `taken`: see `StreamPosition.rows_taken`; `more`: further results, of
-    the mirror and of a rehearsal's tensors.
+    `tokens_per_second` only the time of optimizer steps. `taken`: see `StreamPosition.rows_taken`; `more`: results of
+    the mirror.
     """
-    args, output_dir, has_gpu = trainer.args, Path(trainer.args.output_dir), torch.cuda.is_available()
+    output_dir, has_gpu = Path(trainer.args.output_dir), torch.cuda.is_available()
     processes = gather_object([measure_process(trainer, progress, taken)])
     by_node = group_by_node(processes)
     results = (
@@ -352,15 +352,12 @@ def write_results(
         {"node": int(node), "peak_gpu_gb": round(max(process["gpu"] for process in of_node), 3), **of_every_node}
         for node, of_node in by_node.items()
     ]
-    is_compared = has_gpu or getattr(args, "forecast", False)
-    if is_compared and (forecast := read_forecast(output_dir, results["device"])):
+    if has_gpu and (forecast := read_forecast(output_dir, results["device"])):
         results["forecast"] = forecast
     if trainer.is_world_process_zero():
         names = [name for name in (results.get("recipe"), results.get("config")) if name]
         draw_losses(trainer.state.log_history, " × ".join(names), output_dir / "loss.png")
         write_json(output_dir / RESULTS, results)
-        if not getattr(args, "profile", False) and not args.torch_compile:  # neither is what a forecast is about
-            keep_measurement(results)
     return results
 
 

@@ -1,19 +1,13 @@
-"""`--profile`: what a few steps in the middle of a run spend their time on. Writes Chrome traces, a table and a picture.
-
-`MeasuredTensors` measures the memory of one step of a rehearsal on CPU.
-"""
+"""`--profile`: what a few steps in the middle of a run spend their time on. Writes Chrome traces, a table and a picture."""
 
 import bisect
-import gc
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 
 from harness.folder import RUN, read_json
 from harness.launched import print_once
-from harness.run.sharding import local_tensor
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -109,67 +103,6 @@ class Profile(TrainerCallback):
         draw_timeline(by_category, *steps[0], f"{title}step {self.first} of process 0, on the {device}", picture)
         self.table.write_text(text, "utf-8")
         print_once(f"\n{text}\nTraces (for https://ui.perfetto.dev) and a timeline are in {self.folder}\n")
-
-
-class MeasuredTensors(TrainerCallback):
-    """Bytes of the tensors of one process: its weights, the optimizer's states, and the peak of the second step.
-
-    A CPU has no `torch.cuda.max_memory_allocated`: what is allocated before the step is the sum of all tensors, and PyTorch's
-    profiler reports what the step allocates and frees. The first step would not do: it makes the optimizer's states.
-    """
-
-    def __init__(self) -> None:
-        self.sizes: dict[str, float] = {}  # in MB (1e6 bytes), by their names in train_results.json
-        self.profiler, self.before = None, 0
-
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        **kwargs: object,
-    ) -> None:
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        # Not after a step, when FSDP can still hold unsharded weights.
-        self.sizes["weights_mb"] = megabytes(local_tensor(weight).nbytes for weight in model.parameters())
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Before the second step: the first one makes the optimizer's states."""
-        if state.global_step != 1:
-            return
-        gc.collect()
-        storages = [local_tensor(thing).untyped_storage() for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
-        self.before = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())  # several can share memory
-        self.profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self.profiler.start()
-
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: torch.optim.Optimizer | None = None,
-        **kwargs: object,
-    ) -> None:
-        """Adds up what the step has allocated and freed; its peak is the largest sum."""
-        if self.profiler is None:
-            return
-        self.profiler.stop()
-        events = [event for event in self.profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-        self.profiler = None
-        held = peak = self.before
-        for event in sorted(events, key=lambda event: event.start_ns()):
-            held += event.nbytes()
-            peak = max(peak, held)
-        values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-        values = [value for value in values if value.dim()]  # without the number of the step
-        self.sizes["optimizer_mb"] = megabytes(local_tensor(value).nbytes for value in values)
-        self.sizes["peak_mb"] = megabytes([peak])
-
-
-def megabytes(sizes: Iterable[int]) -> float:
-    return round(sum(sizes) / 1e6, 4)
 
 
 def _choose_first_step(state: TrainerState, count: int, left: int) -> int:

@@ -23,7 +23,7 @@ from harness.run.outputs import (
     set_base_revision,
     write_results,
 )
-from harness.run.profile import MeasuredTensors, Profile
+from harness.run.profile import Profile
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
 from harness.run.steps import (
     BatchReader,
@@ -88,7 +88,6 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     del group
     for part in (progress, position, reader, checkpoints, stop):
         part.install()
-    tensors = MeasuredTensors()
     callbacks = [
         MeanEvaluation(trainer),
         AfterWrapping(trainer, config, launched.processes, show_buffers),
@@ -106,7 +105,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
         MissedEvaluation(trainer, resumed_from),
         # After StopAfterSignal, so that the time of a step that is saved or logged because of a signal is counted.
         progress,
-        *profilers(trainer.args, tensors),
+        *([Profile(trainer.args)] if getattr(trainer.args, "profile", False) else []),
     ]
     for callback in callbacks:
         trainer.add_callback(callback)
@@ -135,8 +134,8 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     if trainer.is_world_process_zero():
         save_expectations(trainer, evaluation)
     mirror.finish()
-    more = mirror.results() | tensors.sizes
-    results = write_results(trainer, output, evaluation, progress, position.rows_taken(), parameters, resumed_from, more)
+    taken = position.rows_taken()
+    results = write_results(trainer, output, evaluation, progress, taken, parameters, resumed_from, mirror.results())
     generate_samples(trainer, launched.tiny)
     print_summary(results, str(output_dir))
     mirror.upload_model()
@@ -167,13 +166,6 @@ def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
     check_metric_is_computed(trainer)
     check_disk_space(trainer, checkpoint)
     prepare_gradient_scaler(trainer, checkpoint)
-
-
-def profilers(args: TrainingArguments, tensors: MeasuredTensors) -> list[TrainerCallback]:
-    """The callback of --profile, or `tensors` with --forecast: there can be one profiler at a time."""
-    if getattr(args, "profile", False):
-        return [Profile(args)]
-    return [tensors] if getattr(args, "forecast", False) else []
 
 
 def hide_tied_weight_warning(trainer: Trainer) -> None:

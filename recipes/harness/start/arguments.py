@@ -241,7 +241,7 @@ def read_arguments(config_class: type, defaults: dict[str, Any], launched: Launc
     script_args.given = parser.given | {flag[2:].replace("-", "_").removeprefix("no_") for flag in flags}
     set_dependent_values(script_args, training_args, defaults, launched)
     set_datasets(script_args)
-    copy_for_train(script_args, training_args, launched)
+    copy_for_train(script_args, training_args)
     return arguments
 
 
@@ -299,12 +299,9 @@ def set_dependent_values(
         training_args.run_name = f"{Path(training_args.output_dir).name} {datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
 
 
-def copy_for_train(script_args: ScriptArguments, training_args: TrainingArguments, launched: Launched) -> None:
+def copy_for_train(script_args: ScriptArguments, training_args: TrainingArguments) -> None:
     """Copies what `train` needs of the script arguments into the training arguments, which are all it has."""
-    if script_args.forecast and not (launched.tiny and launched.on_cpu):
-        raise UserError("--forecast is for a rehearsal on CPU (--tiny): every run on GPUs is compared with its forecast")
     training_args.profile, training_args.mirror = script_args.profile, script_args.mirror
-    training_args.forecast = script_args.forecast
     training_args.dataset_weights = {one.label: one.weight for one in each_dataset(script_args)} if script_args.mixture else None
 
 

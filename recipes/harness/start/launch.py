@@ -11,17 +11,14 @@ if __name__ == "__main__":
     set_interrupt_handler(signal.SIG_DFL)  # while modules are imported
 
 import ast
-import contextlib
 import dataclasses
 import hashlib
 import logging
 import os
 import re
 import shlex
-import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +38,8 @@ from harness.launched import (
 from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
 from harness.nodes.hardware import physical_cores
 from harness.nodes.variables import integer_from_environment
-from harness.run.forecast import PLAN
 from harness.start import flags, processes
+from harness.start.plans import copy_plan
 from harness.start.processes import Worker, idle_workers
 
 
@@ -77,8 +74,8 @@ def main(words: list[str]) -> int:
         held = folder.lock_run(Path(output_dir), identity)
         store = None if config.distributed_type == "NO" else open_store()
         meeting_point = (store.host, store.port) if store else None
-        with forecast_in_background(launched, arguments, Path(output_dir)):
-            code = train(workers, launched, arguments, config, meeting_point)
+        copy_plan(launched, arguments, Path(output_dir))
+        code = train(workers, launched, arguments, config, meeting_point)
         held.release()
         return code
 
@@ -322,47 +319,6 @@ def train(
     return processes.train_in_processes(workers, launched, arguments, environment, node)
 
 
-@contextlib.contextmanager
-def forecast_in_background(launched: Launched, arguments: list[str], output_dir: Path) -> Iterator[None]:
-    """Simulates a run on GPUs while it trains, and writes the plan as plan.json; the run compares itself with it at its end.
-
-    The simulation needs no GPU, one core for a minute at low priority, and about 2 GB of host memory. A rehearsal on CPU is
-    simulated with --forecast only, before it trains, which takes some seconds.
-    """
-    is_rehearsal = launched.tiny and launched.on_cpu and flags.is_true("forecast", arguments)
-    if (launched.on_cpu or launched.tiny) and not is_rehearsal:
-        yield
-        return
-    draft, plan = output_dir / f".plan.{os.getpid()}.draft", output_dir / PLAN
-    plan.unlink(missing_ok=True)  # of an earlier start, perhaps with other flags
-    options = ["--forecast", "--tiny"] if is_rehearsal else ["--forecast"]
-    command = [sys.executable, "-m", "harness.plan.command", *options, launched.recipe, launched.config, "--json"]
-    command += flags.without("mirror", arguments)  # which a plan refuses
-    counts = {"NNODES": str(launched.nodes), "NPROC_PER_NODE": str(launched.processes // launched.nodes)}
-    # Not if the launcher was killed meanwhile: the plan might be of another run then.
-    script = (
-        'draft=$1 plan=$2 launcher=$3; shift 3; nice -n 19 "$@" >"$draft" && kill -0 "$launcher" && mv -- "$draft" "$plan" '
-        '|| rm -f -- "$draft"'
-    )
-    process = subprocess.Popen(
-        ["sh", "-c", script, "forecast", draft, plan, str(os.getpid()), *command],
-        env=os.environ | counts,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # a signal to the run is not one to the simulation
-    )
-    try:
-        if is_rehearsal:
-            process.wait()
-        yield
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            draft.unlink(missing_ok=True)
-
-
 def train_on_several_nodes(
     nodes: Nodes,
     config: AccelerateConfig,
@@ -400,9 +356,9 @@ def train_on_several_nodes(
         if interface := interface_to(meeting.another_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo takes the one that the machine's name resolves to
         head = nodes.head if nodes.rank else "127.0.0.1"
-        is_first = nodes.rank == 0
-        with forecast_in_background(launched, arguments, Path(output_dir)) if is_first else contextlib.nullcontext():
-            code = meeting.run(lambda: train(workers, launched, arguments, config, (head, nodes.port), nodes.rank))
+        if nodes.rank == 0:
+            copy_plan(launched, arguments, Path(output_dir))
+        code = meeting.run(lambda: train(workers, launched, arguments, config, (head, nodes.port), nodes.rank))
         if held:
             held.release()
         return code

@@ -1,0 +1,46 @@
+"""The plan of a run, from the command that made it to the run: `--plan`, or `./launch.sh RECIPE` when it chose the config.
+
+It is kept in $HF_HOME/plans. At the start of the run that it is about, it is copied into the output directory as plan.json, with
+which the run compares itself at its end.
+"""
+
+import contextlib
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from harness.folder import write_json
+from harness.launched import Launched
+from harness.run.forecast import PLAN
+from harness.start.flags import without
+
+
+def plan_file(launched: Launched, arguments: list[str]) -> Path:
+    """Where the plan of a run is kept: by recipe, config, number of processes and nodes, and the flags in their order."""
+    from huggingface_hub.constants import HF_HOME
+
+    recipe, config = Path(launched.recipe), Path(launched.config)
+    for name in ("mirror", "output_dir"):  # a plan is the same without them
+        arguments = without(name, arguments)
+    digest = hashlib.sha256(json.dumps([launched.processes, launched.nodes, *arguments]).encode())
+    for path in (recipe, config):
+        digest.update(path.read_bytes())
+    return Path(HF_HOME, "plans", f"{recipe.stem}-{config.stem}-{digest.hexdigest()[:16]}-plan.json")
+
+
+def keep_plan(plan: dict[str, Any], launched: Launched, arguments: list[str]) -> None:
+    """Writes a plan to where the run finds it. A folder that cannot be written is no error."""
+    file = plan_file(launched, arguments)
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, plan)
+
+
+def copy_plan(launched: Launched, arguments: list[str], output_dir: Path) -> None:
+    """Copies the plan of a run, if there is one, into its folder, and deletes that of an earlier start."""
+    (output_dir / PLAN).unlink(missing_ok=True)
+    if not launched.tiny:
+        with contextlib.suppress(OSError):  # mostly: there is none
+            shutil.copyfile(plan_file(launched, arguments), output_dir / PLAN)

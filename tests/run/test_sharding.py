@@ -226,8 +226,11 @@ def check_reductions(run, reductions):
         assert sum(across_replicas) == pytest.approx(run["parameters"] / 2, rel=0.01)  # rank 0's shard of the gradients
 
 
-def test_frozen_head_is_all_gathered_once(rehearse):
-    """In the first micro-batch of the run. TRL's loss would all-gather a sharded head for every micro-batch, as a DTensor."""
+def test_gathers_of_frozen_head_and_embedding(rehearse):
+    """The head in the first micro-batch of the run, the embedding in every forward pass.
+
+    TRL's loss would all-gather a sharded head for every micro-batch, as a DTensor, and FSDP the embedding in backward passes too.
+    """
     flags = [
         "--use_peft",
         "--model_name_or_path",
@@ -241,5 +244,5 @@ def test_frozen_head_is_all_gathered_once(rehearse):
     run = rehearse(ROOT / "tests/run/count_collectives.py", "4gpu_full_shard", *flags, NPROC_PER_NODE="2")
     counted = read(run, "collectives.json")
     kinds = [[kind for kind, _, size in step if size == counted["head"]] for step in counted["steps"]]
-    of_embedding = 3 * 2 * ["all_gather_single"]  # as large as the head; in every forward and backward pass
+    of_embedding = 3 * ["all_gather_single"]  # as large as the head
     assert kinds == [[*of_embedding, "all_gather_single"], of_embedding]

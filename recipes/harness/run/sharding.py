@@ -117,6 +117,7 @@ class AfterWrapping(TrainerCallback):
         if self.config.reduce_each_batch:
             reduce_each_batch(model)
         keep_head_gathered(model)
+        skip_frozen_embedding_in_backward(model)
         self.show_buffers()
 
 
@@ -177,6 +178,18 @@ def keep_head_gathered(model: torch.nn.Module) -> None:
         return
     head.set_reshard_after_backward(False)
     model.register_forward_pre_hook(lambda module, inputs: head.unshard())  # does nothing if it is unsharded already
+
+
+def skip_frozen_embedding_in_backward(model: torch.nn.Module) -> None:
+    """Does not all-gather a frozen input embedding in backward passes, which do not need its weight.
+
+    FSDP would: for adapters, transformers makes its output require a gradient.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_trained = any(weight.requires_grad for weight in embedding.parameters())
+    is_tied = head is not None and head.weight is embedding.weight  # then both are one FSDP unit
+    if isinstance(embedding, FSDPModule) and not is_trained and not is_tied:
+        embedding.set_unshard_in_backward(False)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

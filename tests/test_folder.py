@@ -1,18 +1,27 @@
 """The output directory: claimed by one run, refused to others, finished when it has trained as far as is asked for."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from harness import folder
-from harness.launched import Launched
+from harness.data.reading import file_versions
+from harness.launched import NODE_VARIABLE, Launched
 
 import pytest
 from conftest import ROOT, read
 
 IDENTITY = dict.fromkeys(("recipe", "model", "dataset", "dataset_config", "dataset_train_split"), "a")
-IDENTITY |= dict.fromkeys(("recipe_digest", "data_digest"), "a") | dict.fromkeys(folder.CHOICE_OF_ROWS) | {"max_eval_samples": 16}
-IDENTITY |= {"tiny": False, "config": "c", "sharded": True, "use_peft": False, "load_in_4bit": False}
+IDENTITY |= dict.fromkeys(("recipe_digest",), "a") | dict.fromkeys(folder.CHOICE_OF_ROWS) | {"max_eval_samples": 16}
+IDENTITY |= {
+    "data_files": [["d/a.jsonl", 9, 10**9], ["d/b.jsonl", 9, 10**9]],
+    "tiny": False,
+    "config": "c",
+    "sharded": True,
+    "use_peft": False,
+    "load_in_4bit": False,
+}
 IDENTITY_OF_REHEARSAL = IDENTITY | {"tiny": True}
 
 
@@ -37,7 +46,7 @@ KEYS_OF_ANOTHER_RUN = ["recipe", "model", "dataset", "dataset_config", "dataset_
 @pytest.mark.parametrize("key", KEYS_OF_ANOTHER_RUN)
 def test_folder_of_another_run_is_refused(tmp_path, error_of, key):
     claim(tmp_path / "run", IDENTITY)
-    other_files = {"data_digest": "b"} if key == "dataset" else {}
+    other_files = {"data_files": [["other.jsonl", 9, 10**9]]} if key == "dataset" else {}
     message = error_of(claim, tmp_path / "run", IDENTITY | other_files | {key: True})
     assert key in message and "--output_dir" in message
     assert read(tmp_path / "run", "run.json") == IDENTITY
@@ -45,7 +54,7 @@ def test_folder_of_another_run_is_refused(tmp_path, error_of, key):
 
 @pytest.mark.parametrize("identity", [IDENTITY, IDENTITY_OF_REHEARSAL])
 def test_local_files_can_be_named_in_another_way(tmp_path, identity):
-    """By an absolute instead of a relative path, if they are the same files. A dataset of the Hub has no checksum."""
+    """By an absolute instead of a relative path, if they are the same files. A dataset of the Hub has no files."""
     claim(tmp_path / "run", identity, is_default=True)
     begin_training(tmp_path / "run")
     claim(tmp_path / "run", identity | {"dataset": "/b/a"}, is_default=True)
@@ -53,8 +62,8 @@ def test_local_files_can_be_named_in_another_way(tmp_path, identity):
 
 
 def test_folder_of_another_dataset_of_the_hub_is_refused(tmp_path, error_of):
-    claim(tmp_path / "run", IDENTITY | {"data_digest": ""})
-    assert "dataset a" in error_of(claim, tmp_path / "run", IDENTITY | {"data_digest": "", "dataset": "b"})
+    claim(tmp_path / "run", IDENTITY | {"data_files": []})
+    assert "dataset a" in error_of(claim, tmp_path / "run", IDENTITY | {"data_files": [], "dataset": "b"})
 
 
 def test_folder_with_other_files_is_refused(tmp_path, error_of):
@@ -143,7 +152,7 @@ def test_damaged_json_is_a_user_error(tmp_path, error_of, content):
     assert "a.json is damaged" in message and "restore it from a copy" in message
 
 
-@pytest.mark.parametrize("key", ["recipe_digest", "data_digest", "dataset_weights", "use_peft", "model", "max_samples"])
+@pytest.mark.parametrize("key", ["recipe_digest", "data_files", "dataset_weights", "use_peft", "model", "max_samples"])
 def test_rehearsal_of_another_recipe_dataset_or_kind_starts_over(tmp_path, key):
     run = tmp_path / "run"
     for digest in ("before", "after"):
@@ -168,13 +177,37 @@ def test_real_run_is_never_moved(tmp_path, is_default):
     assert (tmp_path / "run/checkpoint-5").is_dir()
 
 
-def test_changed_dataset_is_refused(tmp_path, error_of):
-    run, changed = tmp_path / "run", IDENTITY | {"data_digest": "after"}
-    claim(run, IDENTITY, is_default=True)
-    claim(run, changed, is_default=True)  # it has not trained yet
-    begin_training(run)
-    assert "have changed since" in error_of(claim, run, IDENTITY, is_default=True)
+@pytest.mark.parametrize(
+    ("file", "advice"),
+    [(["d/b.jsonl", 8, 2 * 10**9], False), (["d/b.jsonl", 9, 2 * 10**9], True), (["d/c.jsonl", 9, 10**9], False), (None, False)],
+    ids=["size", "time", "name", "missing"],
+)
+def test_changed_file_is_refused(tmp_path, error_of, monkeypatch, file, advice):
+    """By its size, or else its time, which can be set back. Files on the disk of another node have other times."""
+    run, changed = tmp_path / "run", IDENTITY | {"data_files": [*IDENTITY["data_files"][:1], *([file] if file else [])]}
     claim(run, changed, is_default=True)
+    claim(run, IDENTITY, is_default=True)  # it has not trained yet
+    begin_training(run)
+    message = error_of(claim, run, changed, is_default=True)
+    assert f"{file[0] if file else 'd/b.jsonl'} of a has changed since" in message
+    assert ("touch -d @1.000000000" in message) == advice
+    monkeypatch.setenv(NODE_VARIABLE, "1")
+    if advice:
+        claim(run, changed, is_default=True)
+    else:
+        assert "has changed since" in error_of(claim, run, changed, is_default=True)
+
+
+def test_versions_of_local_files(tmp_path):
+    """They change with the name, the size and the time of a file, not with how its path is given. A Hub ID has none."""
+    file = tmp_path / "d/rows.jsonl"
+    file.parent.mkdir()
+    file.write_text("x" * 9)
+    os.utime(file, ns=(5, 5))
+    assert file_versions(str(file)) == [["rows.jsonl", 9, 5]] and file_versions("someone/rows") == []
+    assert file_versions(str(file.parent)) == file_versions(f"{file.parent}/../d") == [["d/rows.jsonl", 9, 5]]
+    file.write_text("y" * 9)
+    assert file_versions(str(file))[0][2] > 5
 
 
 @pytest.mark.parametrize("key", folder.CHOICE_OF_ROWS)
@@ -197,7 +230,7 @@ def test_changed_recipe_is_printed(tmp_path, capsys):
 
 def test_run_of_an_earlier_version_resumes(tmp_path, capsys):
     """Its run.json has fewer keys."""
-    later_keys = ("recipe_digest", "data_digest", *folder.CHOICE_OF_ROWS)
+    later_keys = ("recipe_digest", "data_files", *folder.CHOICE_OF_ROWS)
     folder.write_json(tmp_path / "run.json", {key: value for key, value in IDENTITY.items() if key not in later_keys})
     begin_training(tmp_path)
     claim(tmp_path, IDENTITY, is_default=True)

@@ -1,42 +1,31 @@
-"""The output directory of a run: which run it belongs to, whether it may be used, whether the run is finished, which data it has.
+"""The output directory of a run: which run it belongs to, whether it may be used, whether the run is finished.
 
-`run.json` is written before the first process starts and names the recipe, config, model and dataset.
+`run.json` is written before the first process starts. It names the recipe, config, model and dataset, and has the name, size and
+modification time of each local file of the dataset, by which a changed file is found.
 `train_results.json` is written last and marks a finished run.
-`data_files.json` has the size, the modification time and the XXH3 checksum (64 bits) of the dataset's local files. The checksums
-are computed while the run trains. At the next start a file with another modification time is read and compared; files with the
-same time and size are compared while the run trains, and `changed_files` has those that differ.
 """
 
-import contextlib
-import hashlib
 import json
 import os
 import shutil
 import sys
-import threading
-import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from harness.launched import NODE_VARIABLE, Launched, UserError, print_once
 
-import xxhash
 from filelock import FileLock, Timeout
 
 RUN = "run.json"
 RESULTS = "train_results.json"
 DATA = "data.json"  # what `load` read and skipped
-DATA_FILES = "data_files.json"
 LOCK = ".lock"
 COMPLETION_MARKER = "complete.json"  # in a checkpoint: every process has written its part
 NOT_WRITABLE = 74  # exit code of a run that could not write into its output directory (EX_IOERR)
 # The arguments that decide which rows a run trains on, and which it evaluates on.
 CHOICE_OF_ROWS = ("max_samples", "max_eval_samples", "dataset_streaming", "column_map", "split_conversations", "text_rows")
 # The keys of run.json that may differ between two starts of a run, under the conditions of `_check_same_run`.
-MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_digest", *CHOICE_OF_ROWS)
-WRITE_INTERVAL = 60.0  # seconds between two writes of data_files.json while the checksums are computed
-Entry = list  # of data_files.json: [bytes, modification time in ns, checksum or ""]
+MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", *CHOICE_OF_ROWS)
 
 
 class DamagedFile(UserError, ValueError):
@@ -195,8 +184,38 @@ def _is_replaced_rehearsal(existing: dict, identity: dict, is_default: bool) -> 
 
 
 def names_same_files(key: str, existing: dict, identity: dict) -> bool:
-    """Whether `key` is the name of the dataset, and both runs have the same local files: relative and absolute paths differ."""
-    return key == "dataset" and "datasets" not in identity and existing.get("data_digest") == identity["data_digest"] != ""
+    """Whether `key` is about the dataset, and both runs have local files of the same names and sizes.
+
+    Their paths can differ, relative and absolute ones. On another machine their modification times differ too.
+    """
+    if key not in ("dataset", "data_files") or (key == "dataset" and "datasets" in identity):
+        return False
+    before, now = ([file[:2] for file in run.get("data_files", [])] for run in (existing, identity))
+    return before == now != []
+
+
+def _check_data_files(folder: Path, existing: dict, identity: dict) -> None:
+    """Raises UserError if a local file of the dataset has changed since run.json was written.
+
+    Copies on the disks of other nodes have times of their own, so only their sizes are compared.
+    """
+    if NODE_VARIABLE in os.environ and names_same_files("data_files", existing, identity):
+        return
+    before, now = existing.get("data_files", identity["data_files"]), identity["data_files"]
+    for file in [*now, *before]:
+        if file in now and file in before:
+            continue
+        name, size, _ = file
+        times = [time for other, other_size, time in before if (other, other_size) == (name, size) and file in now]
+        same = (
+            f"; if its rows have not: touch -d @{times[0] // 10**9}.{times[0] % 10**9:09} gives it its time again"
+            if times
+            else ""
+        )
+        raise UserError(
+            f"--dataset_name: {name} of {identity['dataset']} has changed since the run in {folder} began. Evaluation rows might "
+            f"be trained on: choose another --output_dir, or move that folder away{same}"
+        )
 
 
 def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bool) -> None:
@@ -222,11 +241,7 @@ def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bo
                 f"--{key}: {folder} holds a run with {existing[key]}, this run has {identity[key]}. Evaluation rows might be "
                 "trained on: pass the same value, or choose another --output_dir"
             )
-    if existing.get("data_digest", identity["data_digest"]) != identity["data_digest"]:
-        raise UserError(
-            f"--dataset_name: the files of {identity['dataset']} have changed since the run in {folder} began. Evaluation rows "
-            f"might be trained on: {choose}"
-        )
+    _check_data_files(folder, existing, identity)
     if existing["sharded"] != identity["sharded"] and list(folder.glob("checkpoint-*")):
         kinds = {True: "FSDP", False: "unsharded"}
         raise UserError(
@@ -286,115 +301,3 @@ def exit_if_finished(folder: Path, max_steps: int, num_train_epochs: float) -> N
             f"--output_dir: {folder} is finished and its checkpoints were deleted, so it cannot resume: train its model with "
             f"--model_name_or_path {folder} and another --output_dir"
         )
-
-
-def check_data_files(output_dir: Path, files: list[Path]) -> None:
-    """Raises UserError if one of the dataset's local files was changed since the run in `output_dir` began. Writes nothing.
-
-    Prints a warning for a file that was written again before its checksum was known.
-    """
-    if NODE_VARIABLE in os.environ or newest_complete_checkpoint(output_dir) is None:
-        return  # copies on other nodes have other times
-    saved, unknown = _read_data_files(output_dir), []
-    for name, (size, modified, _) in _entries(files).items():
-        before_size, before_modified, before = saved.get(name, (size, modified, ""))
-        if (size, modified) == (before_size, before_modified):
-            continue
-        if size != before_size or (before and checksum(Path(name)) != before):
-            raise UserError(
-                f"--dataset_name: {name} has changed since the run in {output_dir} began. Evaluation rows might be trained on: "
-                "choose another --output_dir, or move that folder away"
-            )
-        if not before:
-            unknown.append(name)
-    if unknown:
-        print_once(
-            f"warning: {', '.join(unknown[:3])}{' and others' if len(unknown) > 3 else ''} may have changed since the run in "
-            f"{output_dir} began: written again before the run had computed a checksum"
-        )
-
-
-def record_data_files(output_dir: Path, files: list[Path]) -> None:
-    """Writes data_files.json, with the checksums that are known already."""
-    if NODE_VARIABLE in os.environ:
-        return
-    continues = newest_complete_checkpoint(output_dir) is not None
-    saved, found = _read_data_files(output_dir) if continues else {}, _entries(files)
-    for name, entry in found.items():
-        entry[2] = saved.get(name, entry)[2]  # of an equal file, see `check_data_files`
-    if found != saved:
-        _write_data_files(output_dir, found, changed_files(output_dir) if continues else [])
-
-
-def compute_checksums(output_dir: Path) -> threading.Thread:
-    """Starts a thread that adds the missing checksums to data_files.json, and then compares the files that had one.
-
-    Some programs keep the modification time, and some file systems have times of two seconds. The thread prints a warning for a
-    file that was changed nevertheless, and adds its name to "changed" in data_files.json.
-    """
-
-    files = _read_data_files(output_dir)
-
-    def is_same_version(name: str) -> bool:
-        status = Path(name).stat()
-        return [status.st_size, status.st_mtime_ns] == files[name][:2]  # else the next start compares it
-
-    def compute() -> None:
-        """First all missing checksums, saved now and then; then those of the files that had one, to compare."""
-        written = time.monotonic()
-        missing = [name for name, entry in files.items() if not entry[2]]
-        known = [name for name, entry in files.items() if entry[2]]
-        for name in missing:
-            new = checksum(Path(name))
-            if is_same_version(name):
-                files[name][2] = new
-            if name == missing[-1] or time.monotonic() - written > WRITE_INTERVAL:
-                _write_data_files(output_dir, files, changed_files(output_dir))
-                written = time.monotonic()
-        for name in known:
-            if checksum(Path(name)) != files[name][2] and is_same_version(name):
-                _write_data_files(output_dir, files, {*changed_files(output_dir), name})
-                print(warning_of_change(name, output_dir), flush=True)
-
-    def compute_quietly() -> None:
-        with contextlib.suppress(OSError):  # a file or the folder has disappeared, which others report
-            compute()
-
-    thread = threading.Thread(target=compute_quietly, name="checksums", daemon=True)
-    thread.start()
-    return thread
-
-
-def checksum(file: Path) -> str:
-    with file.open("rb", buffering=0) as content:
-        return hashlib.file_digest(content, xxhash.xxh3_64).hexdigest()
-
-
-def changed_files(output_dir: Path) -> list[str]:
-    """The files whose content was changed after the run began, but not their size and modification time."""
-    return list(_read_data_files(output_dir, "changed"))
-
-
-def warning_of_change(name: str, output_dir: Path | str) -> str:
-    return (
-        f"warning: --dataset_name: {name} has changed since the run in {output_dir} began, with the same size and modification "
-        "time: this run has rows of both versions, and may have trained on evaluation rows"
-    )
-
-
-def _read_data_files(output_dir: Path, key: str = "files") -> Any:
-    """The files with their entries, or the names of the changed ones; empty if there are none."""
-    try:
-        content = read_json(output_dir / DATA_FILES)
-    except ValueError:  # damaged
-        content = {}
-    return content.get(key, {})
-
-
-def _write_data_files(output_dir: Path, files: dict[str, Entry], changed: Iterable[str]) -> None:
-    write_json(output_dir / DATA_FILES, {"files": files} | ({"changed": sorted(changed)} if changed else {}))
-
-
-def _entries(files: list[Path]) -> dict[str, Entry]:
-    """The files by name, without checksums."""
-    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns, ""] for file in files}

@@ -270,25 +270,6 @@ def test_files_that_are_missing_or_unreadable(tmp_path, error_of):
     assert "is one file" in check(write(tmp_path / "a.jsonl", [TASK]), dataset_config="de")
 
 
-@pytest.mark.parametrize("place", ["rows.jsonl", "."])
-def test_digest_of_local_files(tmp_path, monkeypatch, place):
-    """It changes with the name, the size and both ends of a file, not with its time. A Hub ID has none."""
-    monkeypatch.setattr(loading, "DIGEST_BYTES", 8)
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(bytes(range(64)))
-    before = loading.digest_local_files(arguments_for(tmp_path / place))
-    file.touch()
-    assert loading.digest_local_files(arguments_for(tmp_path / place)) == before
-    assert loading.digest_local_files(arguments_for("someone/rows")) == ""
-    content = file.read_bytes()
-    for changed in (b"\0" + content[:-1], content[:-1], content[:-1] + b"\0"):
-        file.write_bytes(changed)
-        assert loading.digest_local_files(arguments_for(tmp_path / place)) != before
-    file.write_bytes(content)
-    renamed = file.rename(tmp_path / "renamed.jsonl")
-    assert loading.digest_local_files(arguments_for(renamed if place == "rows.jsonl" else tmp_path)) != before
-
-
 def test_ignored_files_of_a_folder_are_printed(tmp_path, capsys):
     """The files of one format are read."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')

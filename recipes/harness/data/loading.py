@@ -55,7 +55,6 @@ SHUFFLE_BUFFER, SMALLEST_BUFFER = 1_000, 250
 FIRST_ROWS, REHEARSED_ROWS = 400, 500  # of each split, for a preview, and for a rehearsal or plan
 MAX_LETTERS, MAX_TOOL_LETTERS = 150, 20  # of a text, and of each text in the definition of a tool, in a rehearsal
 ROWS_TO_CHECK, ROWS_TO_SEARCH = 20, 10_000  # of each split, before a run; among how many the first usable one is
-DIGEST_BYTES = 2**20  # at each end of a local file
 # Next to the files of a stream that --prepare has downloaded: for how many tokens, and samples, they are enough.
 PREPARED = "stream.json"
 COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "instruction", "input", "output", "system", "history")
@@ -684,25 +683,6 @@ def find_ignored_columns(rows: list[dict], columns: list[str], settings: dict[st
         if filled and not any(changes):
             ignored.append(column)
     return ignored
-
-
-def digest_local_files(script_args: ScriptArguments) -> str:
-    """A checksum of the names, the sizes, and the first and last MiB of all local files; "" for a dataset of the Hub."""
-    if script_args.mixture:
-        return "-".join(filter(None, map(digest_local_files, each_dataset(script_args))))
-    files = reading.local_files(script_args.dataset_name)
-    path = Path(script_args.dataset_name or "").expanduser().absolute()
-    if not files:
-        return ""
-    digest = xxhash.xxh3_64()
-    for file in files:
-        with hub_errors("dataset", script_args.display_name), file.open("rb", buffering=0) as content:
-            size = file.stat().st_size
-            digest.update(f"{file.relative_to(path.parent) if path.exists() else file.name} {size} ".encode())
-            for start in sorted({0, max(0, size - DIGEST_BYTES)}):
-                content.seek(start)
-                digest.update(content.read(DIGEST_BYTES))
-    return digest.hexdigest()
 
 
 def tokens_of_run(script_args: ScriptArguments, training_args: TrainingArguments, processes: int) -> int:

@@ -105,6 +105,19 @@ def is_local(name: str | None) -> bool:
     return bool(_local_paths(name))
 
 
+def file_versions(name: str | None) -> list[list]:
+    """Of each local file its name, its size and its modification time in nanoseconds, by which a changed file is found.
+
+    The name begins with that of the dataset's folder, so that relative and absolute paths give the same.
+    """
+    versions, root = [], Path(name or "").expanduser().absolute()
+    for file in local_files(name):
+        status = file.stat()
+        shown = file.relative_to(root.parent) if root.exists() else file.name
+        versions.append([str(shown), status.st_size, status.st_mtime_ns])
+    return versions
+
+
 def is_small(name: str | None) -> bool:
     """Whether the files are on this machine and have so few bytes that every row can be looked at before a run."""
     files = local_files(name)

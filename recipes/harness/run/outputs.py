@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 from harness.compat.transformers import attention_of, generate_on
-from harness.folder import DATA, RESULTS, RUN, changed_files, read_json, sync, warning_of_change, write_json
+from harness.folder import DATA, RESULTS, RUN, read_json, sync, write_json
 from harness.launched import print_once
 from harness.model.quantized import SOURCE
 from harness.run.forecast import describe_forecast, read_forecast
@@ -456,8 +456,6 @@ def describe_data(trainer: Trainer, processes: list[dict]) -> dict:
         described["times_seen"] = round(state.epoch or 0, 2)
     if data:
         described["data"] = data
-    if changed := changed_files(output_dir):
-        described["changed_files"] = changed
     return described
 
 
@@ -541,5 +539,3 @@ def print_summary(results: dict, output_dir: str) -> None:
         f"{results['tokens_per_second']:,.0f} tokens/s, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n{forecast}"
         f"The model, train_results.json and loss.png are in {output_dir}"
     )
-    for name in results.get("changed_files", []):  # of the dataset, changed while the run trained
-        print_once(warning_of_change(name, output_dir))

@@ -112,8 +112,6 @@ def _train(trainer: Trainer, launched: Launched) -> None:
 
     if checkpoint:
         print_once(f"Resuming from {checkpoint}; rows that were trained on are skipped.")
-    if trainer.is_world_process_zero():
-        folder.compute_checksums(output_dir)
     mirror.upload_missing(checkpoint)
     try:
         output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

@@ -31,7 +31,7 @@ from harness.compat.transformers import offload_activations_to_unpinned_memory
 from harness.compat.trl import install_training_template, pack_streams_in_batches, record_conversations
 from harness.configs import AccelerateConfig
 from harness.data import chat_templates, reading
-from harness.data.loading import FIRST_ROWS, check_dataset, digest_local_files, use_prepared_files
+from harness.data.loading import FIRST_ROWS, check_dataset, use_prepared_files
 from harness.data.script_arguments import ScriptArguments, change_each, each_dataset, set_datasets
 from harness.data.streams import documents_per_batch
 from harness.hub import wait_for_hub
@@ -454,8 +454,6 @@ def check_and_claim_run(arguments: Arguments, launched: Launched, config: Accele
     identity = identity_of_run(arguments, launched, is_sharded) if is_training else {}
     if is_training:
         folder.check_output_dir(output_dir, identity, is_default)
-        files = [file for one in each_dataset(script_args) for file in reading.local_files(one.dataset_name)]
-        folder.check_data_files(output_dir, files)
     for one in each_dataset(script_args):
         reading.print_how_files_are_read(one.dataset_name, one.dataset_config, one.text_rows)
     uses_mirror = is_training and bool(script_args.mirror) and NODE_VARIABLE not in os.environ  # the first node's launcher
@@ -466,7 +464,6 @@ def check_and_claim_run(arguments: Arguments, launched: Launched, config: Accele
     if not is_training:
         return
     folder.claim_output_dir(output_dir, identity, is_default)
-    folder.record_data_files(output_dir, files)
     if uses_mirror:
         mirror.exit_if_finished(script_args.mirror, results_in_mirror, training_args)
     folder.exit_if_finished(output_dir, training_args.max_steps, training_args.num_train_epochs)
@@ -503,7 +500,7 @@ def identity_of_run(arguments: Arguments, launched: Launched, is_sharded: bool) 
         "use_peft": model_args.use_peft,
         "load_in_4bit": model_args.load_in_4bit,
         "recipe_digest": digest_of_recipe(recipe),
-        "data_digest": digest_local_files(script_args),
+        "data_files": [file for one in each_dataset(script_args) for file in reading.file_versions(one.dataset_name)],
         **{name: getattr(script_args, name) for name in folder.CHOICE_OF_ROWS},
     }
 

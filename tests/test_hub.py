@@ -4,8 +4,7 @@ import json
 import re
 import time
 
-from harness.compat.huggingface_hub import HubLost
-from harness.hub import check_model_exists, file_sizes, hub_errors, is_reachable, patience, wait_for_hub
+from harness.hub import HubLost, check_model_exists, file_sizes, hub_errors, is_reachable, patience, wait_for_hub
 from harness.rehearsal import tiny
 
 import datasets
@@ -154,15 +153,6 @@ def test_missing_file_is_not_waited_for(hub, stream):
     with pytest.raises(huggingface_hub.errors.RemoteEntryNotFoundError):
         list(rows)
     assert len(hub.requests) - before < 9
-
-
-def test_file_that_is_replaced_while_it_is_read(hub, stream):
-    file = huggingface_hub.HfFileSystem(endpoint=hub.url).open("datasets/some/rows/1.parquet", block_size=64, cache_type="none")
-    before = file.read(64)
-    second_file(hub).write_bytes(second_file(hub).read_bytes()[::-1])
-    with pytest.raises(HubLost, match=r"1\.parquet was replaced on the Hub"):
-        file.read(64)
-    assert len(before) == 64
 
 
 def test_cache_that_cannot_be_written(tmp_path, monkeypatch, error_of):

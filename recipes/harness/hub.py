@@ -4,6 +4,7 @@ import contextlib
 import errno
 import logging
 import os
+import re
 import ssl
 import time
 from collections.abc import Callable, Iterator
@@ -11,13 +12,17 @@ from pathlib import Path
 from typing import Any
 from urllib import error, request
 
-from harness.compat.huggingface_hub import HubLost, install_read_retries
 from harness.launched import UserError
 
 FIRST_MESSAGE, NEXT_MESSAGE = 5, 30  # seconds of waiting before the first message, and between two messages
 TEMPORARY = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which the Hub may answer again
 TOKENIZER = "the tokenizer of"  # a `kind` of `hub_errors`; the name of a model follows
 LOGIN = "`.venv/bin/hf auth login` (or set HF_TOKEN)"
+DATASET_FILES = re.compile(r"/datasets/.+/(resolve|paths-info|tree)/")  # in the address of a request
+
+
+class HubLost(Exception):
+    """The Hub stayed unreachable for too long."""
 
 
 def is_reachable(seconds: float = 5.0) -> bool:
@@ -117,11 +122,30 @@ def _unwritable_cache(error: BaseException) -> str:
 
 
 def wait_for_hub() -> None:
-    """Makes every file of the Hub that this process opens or reads wait, up to HUB_PATIENCE seconds, when the Hub fails."""
+    """Makes every request for the files of a dataset wait, up to HUB_PATIENCE seconds, when the Hub fails.
+
+    huggingface_hub alone gives up after about 23 seconds of status 503, so a short outage would end a run of days.
+    """
+    from huggingface_hub import get_session, set_client_factory
+    from huggingface_hub.utils import httpx
+
+    class PatientClient(httpx.Client):
+        def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
+            if not DATASET_FILES.search(request.url.path):
+                return super().send(request, **options)
+            return retry(self._send_once, request, **options)
+
+        def _send_once(self, request: httpx.Request, **options: Any) -> httpx.Response:
+            response = super().send(request, **options)
+            if response.status_code in TEMPORARY:
+                response.close()
+                raise httpx.HTTPStatusError(f"HTTP status {response.status_code}", request=request, response=response)
+            return response
+
     patience()
-    for name in ("huggingface_hub.utils._http", "datasets.utils.file_utils"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # the messages of `retry` replace theirs
-    install_read_retries(retry)
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)  # the messages of `retry` replace its own
+    hooks = get_session().event_hooks  # they refuse requests offline
+    set_client_factory(lambda: PatientClient(event_hooks=hooks, follow_redirects=True, timeout=None))
 
 
 def patience() -> int:

@@ -47,7 +47,6 @@ TESTED_ELSEWHERE = {
     "install_batch_skipping": "data/test_streams.py::test_resumed_run_equals_uninterrupted",
     "install_before_checkpoint": "run/test_checkpoints.py::test_old_checkpoints_are_deleted_by_step",
     "install_log_fields": "run/test_progress.py::test_every_log_has_the_speed",
-    "install_read_retries": "test_hub.py::test_failure_that_ends",
     "install_train_dataloader": "data/test_streams.py::test_stream_is_repeated",
     "launch_environment": "start/test_plain_launchers.py::test_accelerate_launch",
     "load_best_model": "run/test_checkpoints.py::test_run_killed_after_last_step_saves_the_best_model",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.compat import accelerate, bitsandbytes, datasets, guards, huggingface_hub, torch, transformers, trl
+from harness.compat import accelerate, bitsandbytes, datasets, guards, torch, transformers, trl
 from harness.compat.guards import Change, Target
 from harness.plan import fakes
 
@@ -218,7 +218,6 @@ def version_of(target: Target) -> str:
         (accelerate.launch_environment, "_validate_launch_command"),
         (bitsandbytes.keep_4bit_layout, "has_avx512bf16"),
         (datasets.end_streams_at_once, "SLEEP_TIME_ON_THREADS_SHUTDOWN"),
-        (huggingface_hub.install_read_retries, "HfApi._build_hf_headers"),
         (guards.run_exit_handlers, "_run_exitfuncs"),
         (torch.set_gloo_timeout, "_set_pg_timeout"),
         (transformers.read_no_weights, "_materialize_copy"),
@@ -240,7 +239,6 @@ def test_renamed_attribute_is_an_error(monkeypatch, error_of, declare_again, fun
     ("function", "attribute"),
     [
         (accelerate.launch_environment, "prepare_multi_gpu_env"),
-        (huggingface_hub.install_read_retries, "HfFileSystemFile._fetch_range"),
         (transformers.install_log_fields, "Trainer.log"),
         (trl.record_whole_rows, "SFTTrainer._prepare_dataset"),
         (fakes.use_triton_loss, "_use_triton"),
@@ -276,11 +274,10 @@ def test_library_is_checked_by_the_first_call_only(monkeypatch):
     assert [text_of(target) for target in checks] == ["json:dumps", "json:loads(s, cls)"]
 
 
-def test_inherited_attribute_is_an_error(monkeypatch, error_of, declare_again):
-    """Without its own `_fetch_range` a class of huggingface_hub has the one of fsspec, which does other things."""
-    function = huggingface_hub.install_read_retries
-    monkeypatch.delattr(*owner_of(target_of(function, "HfFileSystemFile._fetch_range")))
-    assert "has no huggingface_hub.hf_file_system.HfFileSystemFile._fetch_range of its own" in error_of(declare_again(function))
+def test_inherited_attribute_is_an_error():
+    """SFTTrainer has the `predict` of transformers."""
+    target = Target.read("trl:SFTTrainer.predict(self, test_dataset, ignore_keys, metric_key_prefix)")
+    assert target.problem().endswith("has no trl.SFTTrainer.predict of its own")
 
 
 def test_missing_import_is_an_error(error_of):

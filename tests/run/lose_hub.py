@@ -12,8 +12,8 @@ import runpy
 from pathlib import Path
 
 import harness
-from harness.compat.huggingface_hub import HubLost
 from harness.data.streams import StreamPosition
+from harness.hub import HubLost
 from harness.launched import UserError
 from harness.run.steps import BatchReader, Progress, make_cpu_group
 

@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Iterator
 
-from harness.compat.huggingface_hub import HubLost
 from harness.compat.torch import keep_data_workers_after_sigterm, set_gloo_timeout
 from harness.compat.transformers import evaluate_step, install_batch_reader, install_log_fields
 from harness.data.streams import StreamPosition
+from harness.hub import HubLost
 from harness.launched import OUT_OF_TIME, UserError, last_signal, print_once, record_signal, set_signal_handler
 from harness.run.sharding import local_tensor
 

@@ -24,8 +24,8 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from harness.compat.guards import run_exit_handlers
-from harness.compat.huggingface_hub import HubLost
 from harness.folder import NOT_WRITABLE
+from harness.hub import HubLost
 from harness.launched import (
     OUT_OF_TIME,
     SIGNALS,

@@ -53,6 +53,7 @@ class Launched:
     separate_disks: bool = False  # every node has an output directory of its own, and --mirror has all files
     attention: list[str] = dataclasses.field(default_factory=list)  # what this machine's GPUs support, see `find_gpu_features`
     no_flash: str = ""  # why a FlashAttention that is installed cannot be used, "" if there is no problem
+    gpu_problem: str = ""  # why the GPU itself cannot be used at the moment, "" if it can
     no_triton: str = ""  # why TRL's loss cannot use Triton here, "" if it can
 
     def to_environment(self) -> dict[str, str]:

@@ -190,10 +190,10 @@ def test_flash_attn_that_cannot_be_imported(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (8, 6))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    attention, no_flash, _ = loading.find_gpu_features()  # there is no GPU
+    attention, no_flash, *_ = loading.find_gpu_features()  # there is no GPU
     assert not attention and no_flash.startswith("PyTorch's FlashAttention does not run on this GPU (") and symbol in no_flash
     monkeypatch.setattr(loading, "problem_of_varlen", lambda: "")
-    attention, no_flash, _ = loading.find_gpu_features()
+    attention, no_flash, *_ = loading.find_gpu_features()
     assert attention == ["varlen"] and symbol in no_flash
 
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path / "model")

@@ -9,6 +9,7 @@ from harness.configs import AccelerateConfig
 from harness.launched import Launched
 from harness.model import loading
 from harness.run import outputs
+from harness.start import launch
 
 import psutil
 import pytest
@@ -36,7 +37,7 @@ def test_attention_depends_on_gpu_and_kernel(monkeypatch, capability, installed,
     monkeypatch.setattr(available, lambda kernels_fallback_ok=False: installed and kernels_fallback_ok)  # a kernel of the Hub
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "Tesla T4")
     monkeypatch.setattr(loading, "problem_of_varlen", lambda: "")
-    attention, no_flash, no_triton = loading.find_gpu_features()
+    attention, no_flash, no_triton, _ = loading.find_gpu_features()
     assert attention == expected and not no_flash and bool(no_triton) == bool(capability)  # Triton cannot run on this machine
 
 
@@ -66,8 +67,39 @@ def test_reason_why_triton_cannot_be_used(monkeypatch, capability, error, word):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "Tesla T4")
     monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda kernels_fallback_ok=False: False)
-    *_, no_triton = loading.find_gpu_features()
+    *_, no_triton, _ = loading.find_gpu_features()
     assert word in no_triton and bool(word) == bool(no_triton)
+
+
+BUSY = torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be …")
+FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. GPU 0 has a total capacity of 23.68 GiB …")
+OLD = torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device")
+
+
+@pytest.mark.parametrize(
+    ("error", "problem", "no_flash"),
+    [(BUSY, "busy or unavailable (`nvidia-smi`", ""), (FULL, "CUDA out of memory", ""), (OLD, "", "no kernel image")],
+)
+def test_gpu_that_is_full_or_busy_is_an_error(monkeypatch, error_of, error, problem, no_flash):
+    """It says nothing about FlashAttention. A rehearsal on CPU does not need the GPU."""
+
+    def attend(*args, **options):
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (8, 6))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "zeros", attend)  # the first that `problem_of_varlen` asks of the GPU
+    attention, found_no_flash, _, found = loading.find_gpu_features()
+    assert not attention and problem in found and bool(found) == bool(problem)
+    assert no_flash in found_no_flash and bool(found_no_flash) == bool(no_flash)
+    if not problem:
+        return
+    config = configs.read(str(ROOT / "accelerate_configs/1x3090.yaml"))
+    launched = Launched(processes=1, tiny=True, gpu_problem=found)
+    assert problem in error_of(launch.set_device, launched, config, use_cpu=False)
+    launch.set_device(launched, config, use_cpu=True)
+    assert launched.on_cpu
 
 
 def test_loss_without_triton(monkeypatch):

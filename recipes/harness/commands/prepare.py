@@ -40,7 +40,7 @@ def main(words: list[str]) -> int:
     flags.check_flags(Path(recipe), arguments)
     launched = Launched(recipe=recipe, tiny="--tiny" in options, mode="prepare", on_cpu=True)
     set_environment(launched)
-    launched.attention, launched.no_flash, launched.no_triton = gpu_features()
+    launched.attention, launched.no_flash, launched.no_triton, _ = gpu_features()
     with tempfile.TemporaryDirectory(prefix="prepare-") as output_dir:
         arguments = [*arguments, "--output_dir", output_dir]
         checked = check_recipe(launched, arguments)

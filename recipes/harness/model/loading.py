@@ -266,25 +266,38 @@ def mask_between_documents(
     return AttentionMaskInterface()["sdpa"](attention_mask=attention_mask, use_vmap=use_vmap, **options)
 
 
-def find_gpu_features() -> tuple[list[str], str, str]:
+def find_gpu_features() -> tuple[list[str], str, str, str]:
     """What the GPUs of this machine support. The launcher asks once, so that all processes do the same.
 
-    Returns the attention implementations besides those of transformers, why one that is installed cannot be used, and why
-    TRL's loss cannot use Triton, each "" if there is no problem.
+    Returns the attention implementations besides those of transformers, why one that is installed cannot be used, why TRL's
+    loss cannot use Triton, and what is wrong with the GPU itself, which is full or busy, for example: each "" if nothing.
     """
     from transformers.utils import is_flash_attn_2_available
 
     warnings.filterwarnings("ignore")  # `checks.count_gpus` reports a driver that is too old
     if not torch.cuda.is_available():
-        return [], "", ""
-    reason = why_not_triton()
-    if not has_capability_8():
-        return [], "", reason
-    problems = {VARLEN: problem_of_varlen(), FLASH: problem_of_flash_attn()}
+        return [], "", "", ""
+    try:
+        reason = why_not_triton()
+        if not has_capability_8():
+            return [], "", reason, ""
+        problems = {VARLEN: problem_of_varlen(), FLASH: problem_of_flash_attn()}
+    except UserError as error:
+        return [], "", "", str(error)
     if not is_flash_attn_2_available(kernels_fallback_ok=True):
         del problems[FLASH]
     usable = [implementation for implementation, problem in problems.items() if not problem]
-    return usable, "; ".join(filter(None, problems.values())), reason
+    return usable, "; ".join(filter(None, problems.values())), reason, ""
+
+
+def raise_if_gpu_fails(error: Exception) -> None:
+    """Raises UserError if `error` is about the GPU itself, such as one that is full or busy, and not about what it lacks."""
+    is_of_gpu = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
+    if is_of_gpu and not re.search("kernel image|device function|PTX", str(error)):
+        raise UserError(
+            f"the GPU cannot be used: {_first_line(error)} (`nvidia-smi` lists the programs that use it): stop them, or choose "
+            "another GPU with CUDA_VISIBLE_DEVICES"
+        ) from error
 
 
 def has_capability_8() -> bool:
@@ -302,6 +315,7 @@ def why_not_triton() -> str:
 
         driver.active.get_current_target()  # compiles the code with which it launches kernels
     except Exception as error:  # no compiler, no Python.h, no libcuda: each raises its own type
+        raise_if_gpu_fails(error)
         return f"{_first_line(error)} (apt install gcc python3-dev)"
     return ""
 
@@ -313,6 +327,7 @@ def problem_of_varlen() -> str:
         varlen_attn(tokens, tokens, tokens, ends.int(), ends.int(), 8, 8, window_size=(-1, 0))
         torch.cuda.synchronize()
     except Exception as error:  # not built, no kernel for this GPU: each raises its own type
+        raise_if_gpu_fails(error)
         return f"PyTorch's FlashAttention does not run on this GPU ({_first_line(error)})"
     return ""
 

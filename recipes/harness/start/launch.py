@@ -173,10 +173,10 @@ def find_gpu_features(launched: Launched, can_fork: bool) -> None:
     code, features = processes.call(can_fork, gpu_features)
     if features is None:
         sys.exit(processes.explain_exit(code))
-    launched.attention, launched.no_flash, launched.no_triton = features
+    launched.attention, launched.no_flash, launched.no_triton, launched.gpu_problem = features
 
 
-def gpu_features() -> tuple[list[str], str, str]:
+def gpu_features() -> tuple[list[str], str, str, str]:
     from harness.model.loading import find_gpu_features
 
     return find_gpu_features()
@@ -262,6 +262,8 @@ def set_device(launched: Launched, config: AccelerateConfig, use_cpu: bool, rows
 
     gpus = launched.processes // launched.nodes
     if not use_cpu and checks.count_gpus() >= gpus:
+        if launched.gpu_problem:
+            raise UserError(launched.gpu_problem)
         return
     if not (launched.tiny or use_cpu):
         found = checks.count_gpus()

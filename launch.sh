@@ -50,7 +50,12 @@ fi
 here=$(cd -- "$(dirname -- "$(readlink -f -- "$script")")" && pwd)
 encoding=${PYTHONIOENCODING:-}
 export PYTHONIOENCODING="${encoding%%:*}:backslashreplace" # a terminal that is not UTF-8 must not end a run
-export PYTHONPATH="$here/recipes${PYTHONPATH:+:$PYTHONPATH}"
+# Files of the working directory, such as ast.py or datasets.py, must not run instead of modules: Python 3.11 and newer read
+# PYTHONSAFEPATH, and an empty entry of PYTHONPATH is the working directory.
+export PYTHONSAFEPATH=1
+PYTHONPATH=$here/recipes:${PYTHONPATH:-}:
+while [[ $PYTHONPATH == *::* ]]; do PYTHONPATH=${PYTHONPATH//::/:}; done
+export PYTHONPATH=${PYTHONPATH%:}
 
 fail() {
   printf 'error: %s\n' "$1" >&2
@@ -103,10 +108,10 @@ resolve() {
 }
 
 nearest() {
-  python3 -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1, 0.4))' "$@"
+  python3 -I -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1, 0.4))' "$@"
 }
 
-is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+is_new_enough() { "$1" -I -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
 # Prints the Python to make .venv with. The tests ran with 3.11.
 find_python() {
@@ -155,7 +160,7 @@ prepare_python() {
 
 # Prints the packages that a run needs and $python does not have.
 missing_packages() {
-  "$python" -P -c '
+  "$python" -c '
 from importlib.util import find_spec
 names = ("torch", "transformers", "trl", "accelerate", "peft", "datasets")
 print(*[name for name in names if not find_spec(name)], sep=", ")'
@@ -196,7 +201,7 @@ install_requirements() {
   "${pip[@]}" -r "$here/requirements.txt" -c "$here/constraints.txt" "${index_option[@]}" >&2 ||
     fail "the installation did not finish, see above: run the same command again to continue it"
   # Imports what a run needs, a quarter of all modules, and so compiles it once. The processes of a run would each do that.
-  env -u PYTHONDONTWRITEBYTECODE "$python" -P -c \
+  env -u PYTHONDONTWRITEBYTECODE "$python" -c \
     'from harness.start.processes import import_libraries; import_libraries()' >/dev/null 2>&1 || true
   wanted >"$here/.venv/installed.txt"
 }
@@ -204,8 +209,7 @@ install_requirements() {
 # call MODULE [argument …]: runs a module of the harness
 call() {
   prepare_python
-  # A file such as datasets.py in the working directory must not be imported instead of the package.
-  PYTHONSAFEPATH=1 exec "$python" -m "harness.$1" "${@:2}"
+  exec "$python" -m "harness.$1" "${@:2}"
 }
 
 show_help() { sed -n '/^# Fine/,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
@@ -231,7 +235,13 @@ run() {
   files=("$(resolve recipes py "$1" recipe)")
   if [[ -z $command ]]; then
     case ${2:---} in
-      --help | -h) exec python3 -m harness.start.flags "${files[0]}" ;;
+      --help | -h)
+        # Without .venv, so this may be a Python that does not read PYTHONSAFEPATH.
+        exec python3 -c 'import sys
+sys.path = [folder for folder in sys.path if folder]
+import runpy
+runpy.run_module("harness.start.flags", run_name="__main__", alter_sys=True)' "${files[0]}"
+        ;;
       --tiny) fail "--tiny comes first: ./launch.sh --tiny $1 ${3:-CONFIG}" ;;
       -*)
         call plan.command --start "${tiny[@]}" "${files[@]}" "$here"/accelerate_configs/*.yaml "${@:2}"
@@ -271,8 +281,9 @@ run_tests() {
   prepare_python
   cd -- "$here"
   unset PYTHONDONTWRITEBYTECODE # containers often set it, and hundreds of processes would compile the same modules
+  unset PYTHONSAFEPATH          # programs of the tests import files next to them
   # Three workers, for two cores or more: while a test waits, for a time limit or for a lost node, others compute.
-  exec "$python" -m pytest "${selection[@]}" -n 3 --dist loadgroup --no-loadscope-reorder "$@"
+  exec "$python" -P -m pytest "${selection[@]}" -n 3 --dist loadgroup --no-loadscope-reorder "$@"
 }
 
 if [[ ${1:-} == --debug ]]; then

@@ -11,6 +11,7 @@ import sys
 import pytest
 import write_constraints
 from conftest import ROOT, assert_one_error
+from payloads import ran, write_modules
 
 OLD = 'case "$1" in --version) echo "Python 3.10.13" ;; *) exit 1 ;; esac'
 NOT_ACTIVE = "echo 'pyenv: command not found' >&2; exit 127"  # as pyenv answers for a version that is not active
@@ -71,6 +72,15 @@ def test_install_once_and_after_changes(clone):
     (folder / ".venv/installed.txt").unlink()
     python.unlink()
     assert installs in call("--install").stderr and python.exists()
+
+
+def test_files_of_the_working_directory_do_not_run(clone, tmp_path, monkeypatch):
+    """pip, venv and others are imported by the installation."""
+    folder, call = clone
+    write_modules(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    call("--install")
+    assert (folder / ".venv/installed.txt").exists() and ran(tmp_path) == []
 
 
 def test_python_without_venv_is_an_error(clone, tmp_path):

@@ -6,8 +6,10 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from harness.nodes import network
+from harness.start import launch
 
 import psutil
 import pytest
@@ -490,3 +492,15 @@ def test_suspended_process_ends_the_run(session, workdir):
     errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "was lost at step" in errors[0] and "Traceback" not in log.read_text(), log.read_text()
     wait_until(lambda: not alive(), 20, lambda: str(alive()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net/tcp")
+def test_store_listens_on_this_machine_only():
+    from torch.distributed import TCPStore
+
+    store = launch.open_store()
+    store.set("key", "value")
+    assert TCPStore(store.host, store.port, is_master=False).get("key") == b"value"
+    sockets = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    listening = [words[1] for words in sockets if words[1].endswith(f":{store.port:04X}") and words[3] == "0A"]
+    assert listening == [f"0100007F:{store.port:04X}"]

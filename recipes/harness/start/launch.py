@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import shlex
+import socket
 import sys
 import warnings
 from pathlib import Path
@@ -134,7 +135,6 @@ def set_environment(launched: Launched, gpu_ids: str = "") -> None:
         del os.environ["OMP_NUM_THREADS"]
     elif threads and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", threads):
         raise UserError(f"OMP_NUM_THREADS is {threads!r}, expected a number of threads: set another one, or unset it")
-    os.environ.pop("PYTHONSAFEPATH", None)  # a recipe may import files next to it
     os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file at once
     # datasets would tell a server about every file that a process opens, and without a network wait for it.
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
@@ -279,10 +279,16 @@ def set_device(launched: Launched, config: AccelerateConfig, use_cpu: bool, rows
 
 
 def open_store() -> Any:
-    """The TCPStore at which the processes of one machine meet. It has threads: call this after the processes were forked."""
+    """The TCPStore at which the processes of one machine meet. It has threads: call this after the processes were forked.
+
+    Other machines cannot connect to it: it would listen at all addresses of this one without a socket of its own. torch unpickles
+    what processes send each other through it.
+    """
     from torch.distributed import TCPStore
 
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def set_training_environment(launched: Launched, config: AccelerateConfig) -> None:

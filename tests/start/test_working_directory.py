@@ -1,0 +1,67 @@
+"""Python files of the working directory do not run instead of the modules that launch.sh and the harness import."""
+
+import sys
+
+import pytest
+from conftest import ROOT
+from payloads import ran, write_modules
+
+RECIPE, CONFIG = "qwen2_fineweb_edu", "1x3090"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "--help",
+        f"{RECIPE} --help",
+        "qwen2_finewebedu 1x3090",
+        f"{RECIPE} 1x309",
+        f"{RECIPE} {CONFIG} --max_stepps 3",
+        f"{RECIPE} --max_stepps 3",
+        f"--tiny {RECIPE} {CONFIG} --max_stepps 3",
+        f"--preview {RECIPE} --max_stepps 3",
+        f"--prepare {RECIPE} --max_stepps 3",
+        f"--plan {RECIPE} {CONFIG} --max_stepps 3",
+        "--merge no_run",
+        "--chat no_run",
+        "--verify no_run",
+        "--report no_run",
+        "--convert no.yaml",
+    ],
+)
+def test_files_of_the_working_directory_do_not_run(launch, tmp_path, command):
+    """Also with an empty entry in PYTHONPATH, which is the working directory."""
+    write_modules(tmp_path)
+    process = launch(*command.split(), cwd=tmp_path, PYTHONPATH=f":{tmp_path / 'other'}::")
+    assert process.returncode == (0 if command.endswith("--help") or not command else 2), process.stdout + process.stderr
+    assert ran(tmp_path) == []
+
+
+@pytest.mark.parametrize("command", [f"{RECIPE} --help", "qwen2_finewebedu 1x3090"])
+def test_with_a_python_that_does_not_read_pythonsafepath(launch, tmp_path, command):
+    """Python 3.10 and older. Such a python3 lists flags, and finds names that are similar to a misspelt one."""
+    write_modules(tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python3").write_text(f'#!/bin/bash\nunset PYTHONSAFEPATH\nexec "{sys.executable}" "$@"\n')
+    (tmp_path / "bin/python3").chmod(0o755)
+    process = launch(*command.split(), cwd=tmp_path, PATH=f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    assert "--learning_rate" in process.stdout or "Did you mean qwen2_fineweb_edu?" in process.stderr, process.stderr
+    assert ran(tmp_path) == []
+
+
+def test_rehearsal_imports_files_next_to_the_recipe_only(launch, tmp_path):
+    """Its processes, and programs that they start, ignore the working directory."""
+    write_modules(tmp_path)
+    folder = tmp_path / "recipes of mine"
+    folder.mkdir()
+    (folder / "neighbour.py").write_text("NAME = 'of the neighbour'\n")
+    start = "import subprocess, sys, neighbour\nsubprocess.run([sys.executable, '-c', 'import random'], check=True)\n"
+    recipe = folder / "mine.py"
+    recipe.write_text(
+        (ROOT / f"recipes/{RECIPE}.py").read_text().replace("def main", f"{start}print(neighbour.NAME)\n\ndef main")
+    )
+    process = launch("--tiny", recipe, CONFIG, "--max_steps", "1", "--eval_strategy", "no", cwd=tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "of the neighbour" in process.stdout
+    assert ran(tmp_path) == []

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 def test_model_card_links_hub_ids_only(tmp_path):
     run = {"tiny": False, "recipe": "mine", "config": "1x3090", "model": "org/model", "dataset": str(tmp_path)}
-    card = ModelCard(outputs.model_card(run, is_adapter=False))
+    card = ModelCard(outputs.model_card(run, is_adapter=False, generates=True))
     assert card.data.base_model == ["org/model"] and card.data.datasets is None  # the dataset is a local folder
     assert card.data.library_name == "transformers"
-    adapter_card = ModelCard(outputs.model_card(run | {"dataset": "org/data"}, is_adapter=True))
+    adapter_card = ModelCard(outputs.model_card(run | {"dataset": "org/data"}, is_adapter=True, generates=True))
     assert adapter_card.data.datasets == ["org/data"] and adapter_card.data.library_name == "peft"
 
 

@@ -67,7 +67,7 @@ def fill_last_step(trainer: Trainer) -> None:
     """
     rows, args = trainer.train_dataset, trainer.args
     counts_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None  # else a mean per micro-batch
-    is_known = isinstance(rows, Dataset) and "input_ids" in rows.column_names
+    is_known = isinstance(rows, Dataset) and "input_ids" in rows.column_names and trainer.model.can_generate()
     if not is_known or not counts_tokens or args.dataloader_drop_last or not len(rows):
         return
     row = rows[0]

@@ -1,5 +1,7 @@
 """What a run writes at its end: the model, a model card, samples, train_results.json and loss.png."""
 
+import contextlib
+import copy
 import datetime
 import hashlib
 import importlib.metadata
@@ -11,12 +13,15 @@ import platform
 import resource
 import shutil
 import sys
+import traceback
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from harness.compat.transformers import attention_of, generate_on
 from harness.folder import DATA, RESULTS, RUN, read_json, sync, write_json
-from harness.launched import print_once
+from harness.launched import DEBUG_VARIABLE, print_once
 from harness.model.quantized import SOURCE
 from harness.run.forecast import describe_forecast, read_forecast
 from harness.run.steps import Progress, evaluation_losses
@@ -38,6 +43,18 @@ EXPECTED = "expected.json"  # what --verify compares a model with
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes", "datasets")
 
 
+@contextlib.contextmanager
+def only_report(what: str) -> Iterator[None]:
+    """Prints an error of this block in one line: once the model is saved, nothing makes the run fail. `what`: what is lost."""
+    try:
+        yield
+    except Exception as error:
+        if os.environ.get(DEBUG_VARIABLE):
+            traceback.print_exc()
+        reason = (str(error).strip().splitlines() or [""])[-1][:300]
+        print_once(f"warning: {what} failed, the model is saved: {type(error).__name__}: {reason}")
+
+
 def set_base_revision(trainer: Trainer) -> None:
     """Records, in the settings of an adapter, the revision of the model that it was trained on. PEFT does not know it."""
     for settings in getattr(trainer.model, "peft_config", {}).values():
@@ -48,7 +65,39 @@ def set_base_revision(trainer: Trainer) -> None:
         settings.revision = source.get("revision") or options.get("revision") or settings.revision
 
 
-def save_model(trainer: Trainer) -> None:
+def load_original_config(trainer: Trainer) -> PreTrainedConfig:
+    """The config of the model that the run starts from. A recipe can make a model itself: its config is that of the model."""
+    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision", "main")
+    if model.config.name_or_path:
+        with contextlib.suppress(OSError):
+            trust_remote_code = getattr(args, "trust_remote_code", False)
+            return AutoConfig.from_pretrained(model.config.name_or_path, trust_remote_code=trust_remote_code, revision=revision)
+    return copy.deepcopy(model.config)
+
+
+def restore_config(model: torch.nn.Module, original: PreTrainedConfig) -> None:
+    """Gives a trained model the settings of the original that were changed for the training.
+
+    The cache was off. SFTTrainer makes the routers of a mixture of experts return their logits, with which transformers 5.23
+    fails to generate from a padded batch.
+    """
+    model.config.use_cache = getattr(original, "use_cache", True)
+    before = original.get_text_config()
+    if hasattr(before, "output_router_logits"):
+        model.config.get_text_config().output_router_logits = before.output_router_logits
+
+
+def why_no_text(trainer: Trainer) -> str:
+    """Why a trainer's model is not asked to continue texts, "" if it is: a classifier has none, nor has a reward model."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if not model.can_generate():
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        return f"{type(base).__name__} does not generate text"
+    return "" if trainer.processing_class else "the trainer has no tokenizer"
+
+
+def save_model(trainer: Trainer, original: PreTrainedConfig) -> None:
     """Writes the model (or adapter) and the tokenizer, in the dtype of the original. Collective; the first process writes.
 
     The files are written into a draft folder and moved from there, so that each is complete or missing.
@@ -58,7 +107,8 @@ def save_model(trainer: Trainer) -> None:
     for module in trainer.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after an evaluation, weights can still be unsharded and rounded to the compute dtype
-    state = full_state_dict(model, trainer)
+    state = full_state_dict(model, original.dtype or torch.float32)
+    restore_config(model, original)
     if trainer.is_world_process_zero():
         is_adapter = not isinstance(model, PreTrainedModel)
         shutil.rmtree(draft, ignore_errors=True)
@@ -69,12 +119,13 @@ def save_model(trainer: Trainer) -> None:
             settings.base_model_name_or_path = source.get("model", settings.base_model_name_or_path)
         model.save_pretrained(draft, state_dict=state)
         if not is_adapter:
-            # In training the weights are float32 and the cache is off; the saved model has the original's settings.
-            original = original_config(trainer)
-            model.config.dtype, model.config.use_cache = original.dtype, getattr(original, "use_cache", True)
+            model.config.dtype = original.dtype  # in training the weights are float32
             model.config.save_pretrained(draft)
-        trainer.processing_class.save_pretrained(draft)
-        (draft / "README.md").write_text(model_card(read_json(output_dir / RUN), is_adapter), "utf-8")
+        if trainer.processing_class:
+            trainer.processing_class.save_pretrained(draft)
+        with only_report("README.md"):
+            card = model_card(read_json(output_dir / RUN), is_adapter, model.can_generate())
+            (draft / "README.md").write_text(card, "utf-8")
         for file in draft.iterdir():
             shutil.copymode(output_dir / RUN, file)  # safetensors makes files that only their owner can read
             sync(file)
@@ -83,12 +134,11 @@ def save_model(trainer: Trainer) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def full_state_dict(model: torch.nn.Module, trainer: Trainer) -> dict[str, torch.Tensor]:
-    """All weights on the CPU of the first process; of an adapter only the trained ones, so that the base is not gathered."""
+def full_state_dict(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All weights in `dtype` on the CPU of the first process; of an adapter only the trained ones: the base is not gathered."""
     if not isinstance(model, PreTrainedModel):
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         return {name: (w.full_tensor() if isinstance(w, DTensor) else w).detach().cpu() for name, w in trained.items()}
-    dtype = original_config(trainer).dtype or torch.float32
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return {
@@ -96,7 +146,7 @@ def full_state_dict(model: torch.nn.Module, trainer: Trainer) -> dict[str, torch
     }
 
 
-def save_expectations(trainer: Trainer, evaluation: dict[str, float]) -> None:
+def save_expectations(trainer: Trainer, original: PreTrainedConfig, evaluation: dict[str, float]) -> None:
     """Writes what --verify compares the saved, merged or served model with; not collective.
 
     held_out.parquet has the tokens of all evaluation rows, and expected.json the losses of the last evaluation, the first
@@ -127,7 +177,7 @@ def save_expectations(trainer: Trainer, evaluation: dict[str, float]) -> None:
         "eval_losses": {name: evaluation[key] for name, key in losses.items() if key in evaluation and is_likelihood},
         "batch_size": trainer.args.per_device_eval_batch_size,
         "processes": trainer.args.world_size,
-        "tie_word_embeddings": is_tied(trainer),
+        "tie_word_embeddings": is_tied(trainer, original),
         "generation": generation_of(read_json(Path(name, SOURCE)).get("model", name)),
         "tokenizer": describe_tokenizer(tokenizer),
         "end_tokens": end_tokens(conversations, tokenizer),
@@ -147,13 +197,13 @@ def tokens_of_row(trainer: Trainer, row: dict) -> dict[str, list[int]]:
     return {"input_ids": ids.tolist(), "labels": labels.tolist(), "seq_lengths": row.get("seq_lengths") or [len(ids)]}
 
 
-def is_tied(trainer: Trainer) -> bool:
+def is_tied(trainer: Trainer, original: PreTrainedConfig) -> bool:
     """Whether the output layer of the trained model has the weights of the embeddings; an adapter on one of them unties them."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     have_no_adapter = isinstance(model.get_input_embeddings(), torch.nn.Embedding) and isinstance(
         model.get_output_embeddings(), torch.nn.Linear
     )
-    return bool(original_config(trainer).tie_word_embeddings) and have_no_adapter
+    return bool(original.tie_word_embeddings) and have_no_adapter
 
 
 def end_tokens(conversations: list[dict], tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
@@ -188,24 +238,17 @@ def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict:
     return {"special_tokens": special, **digests}
 
 
-def original_config(trainer: Trainer) -> PreTrainedConfig:
-    """The config of the model that the run started from."""
-    args = trainer.args
-    revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision", "main")
-    name = trainer.accelerator.unwrap_model(trainer.model).config.name_or_path
-    return AutoConfig.from_pretrained(name, trust_remote_code=getattr(args, "trust_remote_code", False), revision=revision)
-
-
-def model_card(run: dict, is_adapter: bool) -> str:
+def model_card(run: dict, is_adapter: bool, generates: bool) -> str:
     """A model card with what the Hub reads: base model, dataset, library. `run`: the contents of run.json."""
     links = {"base_model": [run["model"]], "datasets": run.get("datasets", [run["dataset"]])}
     # Hub IDs only: a rehearsal's model and dataset are tiny ones, and a local path means nothing to others.
     links = {key: [name for name in names if not run["tiny"] and not Path(name).exists()] for key, names in links.items()}
     header = "".join(f"{key}: [{', '.join(names)}]\n" for key, names in links.items() if names)
     kind = "An adapter" if is_adapter else "A fine-tune"
+    task = "pipeline_tag: text-generation\n" if generates else ""
     rehearsal = "\n\nThis is a rehearsal with a tiny model and dataset: the model knows nothing." if run["tiny"] else ""
     return (
-        f"---\n{header}library_name: {'peft' if is_adapter else 'transformers'}\npipeline_tag: text-generation\n---\n\n"
+        f"---\n{header}library_name: {'peft' if is_adapter else 'transformers'}\n{task}---\n\n"
         f"{kind} of {run['model']} on {run['dataset']} with the recipe `{run['recipe']}` "
         f"({run['config'] or 'no config'}). The results are in train_results.json.{rehearsal}\n"
     )
@@ -219,7 +262,14 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> No
     rows = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
     if isinstance(rows, dict):  # one of each dataset in turn
         rows = itertools.chain.from_iterable(itertools.zip_longest(*rows.values()))
-    prompts = [_prompt_of(row) for row in itertools.islice(filter(None, rows), count)]
+    rows = list(itertools.islice(filter(None, rows), count))
+    reason = why_no_text(trainer)
+    if not reason and not all("input_ids" in row for row in rows):
+        reason = "the rows have no column input_ids"
+    if reason:
+        print_once(f"No samples: {reason}.")
+        return
+    prompts = [_prompt_of(row) for row in rows]
     model, tokenizer, width = trainer.model, trainer.processing_class, max(map(len, prompts))
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, which a model with a vision part has
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -331,15 +381,17 @@ def write_results(
     """
     output_dir, has_gpu = Path(trainer.args.output_dir), torch.cuda.is_available()
     processes = gather_object([measure_process(trainer, progress, taken)])
-    by_node = group_by_node(processes)
+    by_node, data = group_by_node(processes), {}
+    with only_report("the report about the data"):
+        data = describe_data(trainer, processes)
     results = (
         read_json(output_dir / RUN)
         | describe_model(trainer, processes, parameters)
         | measure_memory(processes, by_node)
         | collect_losses(trainer, output, evaluation)
         | measure_speed(progress)
-        | describe_data(trainer, processes)
-        | {"resumed_from_step": resumed_from}
+        | data
+        | {"global_step": trainer.state.global_step, "epoch": trainer.state.epoch, "resumed_from_step": resumed_from}
         | more
         | {
             "device": torch.cuda.get_device_name() if has_gpu else platform.processor() or platform.machine(),
@@ -352,11 +404,13 @@ def write_results(
         {"node": int(node), "peak_gpu_gb": round(max(process["gpu"] for process in of_node), 3), **of_every_node}
         for node, of_node in by_node.items()
     ]
-    if has_gpu and (forecast := read_forecast(output_dir, results["device"])):
-        results["forecast"] = forecast
+    with only_report("the comparison with the forecast"):
+        if has_gpu and (forecast := read_forecast(output_dir, results["device"])):
+            results["forecast"] = forecast
     if trainer.is_world_process_zero():
-        names = [name for name in (results.get("recipe"), results.get("config")) if name]
-        draw_losses(trainer.state.log_history, " × ".join(names), output_dir / "loss.png")
+        with only_report("loss.png"):
+            names = [name for name in (results.get("recipe"), results.get("config")) if name]
+            draw_losses(trainer.state.log_history, " × ".join(names), output_dir / "loss.png")
         write_json(output_dir / RESULTS, results)
     return results
 
@@ -451,7 +505,7 @@ def describe_data(trainer: Trainer, processes: list[dict]) -> dict:
     output_dir, state = Path(trainer.args.output_dir), trainer.state
     data = read_json(output_dir / DATA)
     add_reading(data, [process["taken"] for process in processes], state.epoch or 0)
-    described = {"global_step": state.global_step, "epoch": state.epoch}
+    described: dict[str, Any] = {}
     if not isinstance(trainer.train_dataset, IterableDataset) and "datasets" not in data:
         described["times_seen"] = round(state.epoch or 0, 2)
     if data:

@@ -16,11 +16,14 @@ from harness.run.outputs import (
     count_parameters,
     describe_training,
     generate_samples,
+    load_original_config,
     modules_with_adapter,
+    only_report,
     print_summary,
     save_expectations,
     save_model,
     set_base_revision,
+    why_no_text,
     write_results,
 )
 from harness.run.profile import Profile
@@ -76,6 +79,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     checkpoint = find_checkpoint(trainer.args)
     prepare_resume(trainer, checkpoint)
     resumed_from = folder.step_of(checkpoint) if checkpoint else 0
+    original = load_original_config(trainer)
     parameters = count_parameters(trainer.model)
     print_once(f"Training {describe_training(modules_with_adapter(trainer.model), parameters)}.")
 
@@ -126,16 +130,21 @@ def _train(trainer: Trainer, launched: Launched) -> None:
         disconnect(trainer, stop, reader)
         raise SystemExit(code)
 
-    evaluation = evaluate(trainer)
+    save_model(trainer, original)
+    evaluation: dict[str, float] = {}
+    with only_report("the last evaluation"):
+        evaluation = evaluate(trainer)
     trainer.save_state()
-    save_model(trainer)
-    if trainer.is_world_process_zero():
-        save_expectations(trainer, evaluation)
+    with only_report("what --verify compares with"):
+        if trainer.is_world_process_zero() and not why_no_text(trainer):
+            save_expectations(trainer, original, evaluation)
     mirror.finish()
     taken = position.rows_taken()
     results = write_results(trainer, output, evaluation, progress, taken, parameters, resumed_from, mirror.results())
-    generate_samples(trainer, launched.tiny)
-    print_summary(results, str(output_dir))
+    with only_report("samples.txt"):
+        generate_samples(trainer, launched.tiny)
+    with only_report("the summary"):
+        print_summary(results, str(output_dir))
     mirror.upload_model()
     mirror.close()
     disconnect(trainer, stop, reader)

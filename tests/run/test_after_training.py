@@ -1,0 +1,145 @@
+"""What comes after the training: nothing there makes a good run fail, and each trainer gets what it has a use for."""
+
+import json
+
+from harness.rehearsal import tiny
+
+import pytest
+from conftest import read
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+# Recipes that start as others do; {parse} is what they parse, {trainer} what they hand to `train`.
+RECIPE = """
+from harness import load, parse, train
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+
+def main():
+    script_args, training_args, model_args = parse({parse}, dataset_formats="{formats}", dataset_name="{data}",
+        model_name_or_path="{model}", eval_strategy="steps", max_eval_samples=4,
+        per_device_train_batch_size=2, global_batch_size=2, learning_rate=1e-3)
+    train_dataset, eval_dataset = load(script_args)
+    name = model_args.model_name_or_path
+    tokenizer = AutoTokenizer.from_pretrained(name)
+{trainer}
+    train(trainer)
+
+
+if __name__ == "__main__":
+    main()
+"""
+SEQUENCE_CLASSIFICATION = """
+    encode = lambda row: {**tokenizer(row["text"]), "label": row["label"]}
+    trainer = Trainer(
+        model=AutoModelForSequenceClassification.from_pretrained(name, num_labels=2),
+        args=training_args,
+        train_dataset=train_dataset.map(encode),
+        eval_dataset=eval_dataset.map(encode),
+        processing_class=tokenizer,
+    )
+"""
+WITHOUT_TOKENIZER = """
+    encode = lambda row: dict.fromkeys(("input_ids", "labels"), tokenizer(row["text"])["input_ids"][:8])
+    config = AutoConfig.from_pretrained(name)
+    config.name_or_path = ""
+    trainer = Trainer(
+        model=AutoModelForCausalLM.from_config(config),
+        args=training_args,
+        train_dataset=train_dataset.map(encode),
+        eval_dataset=eval_dataset.map(encode),
+    )
+"""
+OF_TRL = """
+    trainer = {name}(
+        model=name,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+    )
+"""
+SENTENCES = [f"The number {number} comes before {number + 1}, and after {number - 1}" for number in range(24)]
+PREFERENCES = [{"prompt": "Say it:", "chosen": f" {text}.", "rejected": f" {text[:20]}"} for text in SENTENCES]
+LABELED = [{"text": text, "label": number % 2} for number, text in enumerate(SENTENCES)]
+
+
+@pytest.fixture
+def rehearse_recipe(fork_launch, tmp_path):
+    """Rehearses a recipe with these rows, on one process; returns the output directory and what it printed."""
+
+    def call(parse, trainer, rows, formats="", model="Qwen/Qwen2-0.5B", files=("loss.png", "README.md")):
+        data, recipe = tmp_path / "rows.jsonl", tmp_path / "mine.py"
+        data.write_text("\n".join(map(json.dumps, rows)))
+        text = RECIPE.format(parse=parse, trainer=trainer.strip("\n"), formats=formats, data=data, model=model)
+        recipe.write_text(text)
+        run = tmp_path / "run"
+        process = fork_launch(
+            "--tiny", recipe, "1x3090", "--output_dir", run, "--max_steps", "2", "--eval_steps", "2", cwd=tmp_path
+        )
+        assert process.returncode == 0, process.stdout + process.stderr
+        assert "Traceback" not in process.stderr, process.stderr
+        assert read(run)["global_step"] == 2 and all((run / name).is_file() for name in ("model.safetensors", *files))
+        return run, process.stdout
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("parse", "trainer", "rows", "reason"),
+    [
+        ("TrainingArguments", SEQUENCE_CLASSIFICATION, LABELED, "Qwen2ForSequenceClassification does not generate text"),
+        ("RewardConfig", OF_TRL.replace("{name}", "RewardTrainer"), PREFERENCES, "does not generate text"),
+        ("DPOConfig", OF_TRL.replace("{name}", "DPOTrainer"), PREFERENCES, "the rows have no column input_ids"),
+        ("TrainingArguments", WITHOUT_TOKENIZER, LABELED, "the trainer has no tokenizer"),
+    ],
+    ids=["classification", "reward", "dpo", "no tokenizer"],
+)
+def test_trainers_that_write_no_samples(rehearse_recipe, parse, trainer, rows, reason):
+    run, printed = rehearse_recipe(parse, trainer, rows)
+    lines = [line for line in printed.splitlines() if reason in line]
+    assert len(lines) == 1 and lines[0].startswith("No samples: "), printed
+    assert read(run)["eval_loss"] > 0 and not (run / "expected.json").exists() and not (run / "samples.txt").exists()
+    assert ("text-generation" in (run / "README.md").read_text()) == ("CausalLM" in read(run, "config.json")["architectures"][0])
+
+
+def test_mixture_of_experts_generates(rehearse_recipe, tmp_path):
+    """TRL makes its routers return their logits, with which transformers fails to generate from a padded batch."""
+    original = tmp_path / "experts"
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 2}
+    AutoConfig.for_model("qwen3_moe", **sizes, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(original)
+    tiny.make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-0.5B*"]).save_pretrained(original)
+    rows = [{"prompt": text[: 8 + number], "completion": text[8 + number :]} for number, text in enumerate(SENTENCES)]
+    run, printed = rehearse_recipe("SFTConfig", OF_TRL.replace("{name}", "SFTTrainer"), rows, "prompt_completion", original)
+    assert (run / "samples.txt").read_text().count("> ") == 2 and (run / "expected.json").is_file()
+    assert "failed, the model" not in printed
+    assert read(run, "config.json")["output_router_logits"] is False
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run, padding_side="left")
+    batch = tokenizer(["one", "one two three"], padding=True, return_tensors="pt")
+    assert 0 in batch["attention_mask"]
+    assert model.generate(**batch, max_new_tokens=4, do_sample=False).shape[0] == 2
+
+
+# Each function that fails, and what is reported as lost.
+LOST = {
+    "session.evaluate": "the last evaluation",
+    "session.save_expectations": "what --verify compares with",
+    "session.generate_samples": "samples.txt",
+    "session.print_summary": "the summary",
+    "outputs.model_card": "README.md",
+    "outputs.describe_data": "the report about the data",
+    "outputs.draw_losses": "loss.png",
+}
+
+
+def test_errors_after_the_training_are_reported_only(rehearse_recipe):
+    lines = [f"    {name} = fail" for name in LOST]
+    failing = "\n".join(["    from harness.run import outputs, session", *lines, OF_TRL.replace("{name}", "SFTTrainer")])
+    fail = '    def fail(*arguments):\n        raise OSError("what comes first\\nthe last line")\n'
+    run, printed = rehearse_recipe("SFTConfig", fail + failing, LABELED, "text", files=())
+    for what in LOST.values():
+        assert printed.count(f"warning: {what} failed, the model is saved: OSError: the last line\n") == 1, printed
+    assert not any((run / name).exists() for name in ("loss.png", "samples.txt", "expected.json"))
+    assert "eval_loss" not in read(run) and read(run)["final_loss"] > 0

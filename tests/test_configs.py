@@ -141,6 +141,11 @@ def test_no_config():
         ('distributed_type: "NO"\nnum_processes: 2\n', ["one process"]),
         ("distributed_type: NO\n", ["False", "FSDP"]),
         ("distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: 2\n", ["num_processes (3)", "multiple"]),
+        (
+            "distributed_type: MULTI_GPU\nnum_processes: 300\nnum_machines: 2\n",
+            ["num_processes", "more than 64 GPUs per machine"],
+        ),
+        (f"distributed_type: MULTI_GPU\nnum_processes: {10**400}\n", ["num_processes", "more than 64 GPUs per machine"]),
         ("distributed_type: MULTI_GPU\nmixed_precision: fp8\n", ["fp8", "bf16"]),
         ("distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n", ["fsdp_config", "FSDP"]),
         (FSDP + WRAP + "  fsdp_state_dict_type: SHARDED_STATEDICT\n", ["fsdp_state_dict_type", "SHARDED_STATE_DICT"]),

@@ -71,6 +71,7 @@ TOP_KEYS = {
     "tpu_use_sudo",
     "use_cpu",
 }
+MAX_GPUS = 64  # per machine. A larger number is a mistake, and a process would be started for each before the GPUs are counted
 STATE_DICT_TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "NO")
 PARALLELISM_KEYS = {"parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"}
@@ -277,9 +278,11 @@ def _problems(keys: dict, path: str) -> list[str]:
 
 def _problems_of_counts(keys: dict) -> list[str]:
     processes, machines = keys.get("num_processes", 1), keys.get("num_machines", 1)
-    if all(type(number) is int and number > 0 for number in (processes, machines)) and processes % machines == 0:
-        return []
-    return [f"num_processes ({processes}) counts all machines, so it must be a multiple of num_machines ({machines})"]
+    if not all(type(number) is int and number > 0 for number in (processes, machines)) or processes % machines:
+        return [f"num_processes ({processes}) counts all machines, so it must be a multiple of num_machines ({machines})"]
+    if processes // machines > MAX_GPUS:
+        return [f"num_processes is for more than {MAX_GPUS} GPUs per machine: is a digit wrong?"]
+    return []
 
 
 def _unknown_keys(keys: Iterable, known: set[str]) -> list[str]:

@@ -50,6 +50,7 @@ def test_nodes_from_variables(nodes_from, variables, expected):
         ({"NODE_RANK": "0"}, ["NNODES and MASTER_ADDR missing"]),
         ({"NNODES": "0"}, ["NNODES", "'0'", "1 or more"]),
         (PLAIN | {"NODE_RANK": "2"}, ["2 of 2", "0 to 1"]),
+        ({"NPROC_PER_NODE": "150"}, ["NPROC_PER_NODE", "more than 64 GPUs"]),
         (PLAIN | {"MASTER_PORT": "99999"}, ["MASTER_PORT is 99999", "65535"]),
         (PLAIN | {"MASTER_ADDR": "127.0.0.1:29400"}, ["without a port"]),
         (PLAIN | {"MASTER_ADDR": "no.such.host.invalid"}, ["no.such.host.invalid", "does not resolve", "MASTER_ADDR"]),

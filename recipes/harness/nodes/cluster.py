@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 from types import FrameType
 
+from harness.configs import MAX_GPUS
 from harness.launched import OUT_OF_TIME, UserError, last_signal, record_signal, set_signal_handler
 from harness.nodes.variables import integer_from_environment
 
@@ -51,6 +52,8 @@ def nodes_from_environment() -> Nodes:
     if nodes.rank not in range(nodes.count):
         raise UserError(f"node rank {nodes.rank} of {nodes.count} nodes: ranks go from 0 to {nodes.count - 1}")
     nodes.processes = integer_from_environment("NPROC_PER_NODE", 0) or nodes.processes
+    if nodes.processes > MAX_GPUS:
+        raise UserError(f"NPROC_PER_NODE is for more than {MAX_GPUS} GPUs per machine: is a digit wrong?")
     nodes.port = integer_from_environment("MASTER_PORT", nodes.port)
     if nodes.port > 65_535:
         raise UserError(f"MASTER_PORT is {nodes.port}, expected 1 to 65535")

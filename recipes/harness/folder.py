@@ -27,6 +27,18 @@ CHOICE_OF_ROWS = ("max_samples", "max_eval_samples", "dataset_streaming", "colum
 # The keys of run.json that may differ between two starts of a run, under the conditions of `_check_same_run`.
 MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", *CHOICE_OF_ROWS)
 
+Types = dict[str, type | tuple[type, ...]]  # the exact ones of a JSON object's values, by their keys
+NUMBER = (int, float)
+NAMES_OF_TYPES = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+    type(None): "null",
+}
+
 
 class DamagedFile(UserError, ValueError):
     """A JSON file of a run that cannot be read."""
@@ -41,17 +53,34 @@ def write_json(path: Path, content: dict) -> None:
     sync(path.parent)
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path, expected: Types | None = None) -> dict:
     """The content of a file of `write_json`, {} if there is none. Raises DamagedFile if it is something else."""
-    if not path.is_file():
-        return {}
+    return parse_json(path.read_bytes(), str(path), expected) if path.is_file() else {}
+
+
+def parse_json(text: str | bytes, name: str, expected: Types | None = None) -> dict:
+    """A JSON object that has at least the keys in `expected`, with values of these types. Raises DamagedFile for anything else.
+
+    `name`: of the file, for the message.
+    """
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DamagedFile(f"{path} is damaged ({error}): restore it from a copy, or delete it") from error
+        raise DamagedFile(f"{name} is damaged ({error}): restore it from a copy, or delete it") from error
     if not isinstance(content, dict):
-        raise DamagedFile(f"{path} is damaged (it holds no JSON object): restore it from a copy, or delete it")
+        raise DamagedFile(f"{name} is damaged (it holds no JSON object): restore it from a copy, or delete it")
+    check_types(content, expected or {}, name)
     return content
+
+
+def check_types(content: dict, expected: Types, name: str) -> None:
+    """Raises DamagedFile, with the `name` of the file, unless `content` has the keys in `expected`, with such values."""
+    for key, kinds in expected.items():
+        kinds, value = kinds if isinstance(kinds, tuple) else (kinds,), content.get(key)
+        if key not in content or type(value) not in kinds:
+            names = " or ".join(NAMES_OF_TYPES[kind] for kind in kinds)
+            found = f"is {repr(value)[:100]}" if key in content else "is missing"
+            raise DamagedFile(f"{name} is damaged: {key} {found}, expected {names}: restore it from a copy, or delete it")
 
 
 def sync(path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import shutil
 
 from harness.commands import merge
-from harness.run.checkpoints import begin_writing, sync_files, write_marker
+from harness.run.marker import GEOMETRY, begin_writing, sync_files, write_marker
 
 import pytest
 import torch
@@ -157,5 +157,6 @@ def test_unsharded_checkpoint_of_an_adapter_is_named(tmp_path, error_of):
     checkpoint.mkdir()
     (checkpoint / "adapter_model.safetensors").touch()
     begin_writing(checkpoint)
-    write_marker(checkpoint, {"files": sync_files(checkpoint, lambda name: True)})
+    content = {"model": "m", "geometry": dict.fromkeys(GEOMETRY, 1), "progress": {}}
+    write_marker(checkpoint, content | {"files": sync_files(checkpoint, lambda name: True)})
     assert f"./launch.sh --merge {checkpoint}" in error_of(merge.find_sharded_checkpoint, tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from harness import folder
-from harness.run import checkpoints, session, steps
+from harness.run import checkpoints, marker, session, steps
 from harness.run.failures import check_metric_is_computed
 from harness.run.sharding import prepare_gradient_scaler
 
@@ -155,7 +155,8 @@ def test_warnings_compare_rows(tmp_path, capsys, monkeypatch, now, is_stream, me
     saved = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_length": 32, "packing": True, "seed": 0}
     checkpoint = tmp_path / "checkpoint-3"
     checkpoint.mkdir()
-    folder.write_json(checkpoint / folder.COMPLETION_MARKER, {"geometry": {"world_size": 4} | saved})
+    content = {"model": "m", "geometry": {"world_size": 4} | saved, "progress": {}}
+    folder.write_json(checkpoint / folder.COMPLETION_MARKER, content)
     state = SimpleNamespace(num_processes=now.pop("processes"))
     monkeypatch.setattr(checkpoints, "PartialState", lambda: state)
     checkpoints.print_changed_rows(checkpoint, SimpleNamespace(**saved | now), is_stream)
@@ -230,6 +231,37 @@ def test_damaged_checkpoint_is_renamed(copied_run, capsys, kind):
     assert (run / "damaged-checkpoint-6").is_dir() and not (run / "checkpoint-6").exists()
 
 
+ODD_STATES = {
+    "no object": lambda state: [],
+    "nothing": lambda state: {},
+    "another step": lambda state: state | {"global_step": 4},
+    "unknown key": lambda state: state | {"surprise": 1},
+    "log of texts": lambda state: state | {"log_history": ["a"]},
+    "log without step": lambda state: state | {"log_history": [{"loss": 1.0}]},
+    **{
+        f"{key} {value!r}": lambda state, key=key, value=value: state | {key: value}
+        for key in checkpoints.STATE
+        for value in ([1], "a")
+        if not ((key == "best_model_checkpoint" and value == "a") or (key == "log_history" and value == [1]))
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ODD_STATES)
+def test_odd_trainer_state_is_damage(copied_run, capsys, kind):
+    """Its checksum is right; transformers would read it without a check."""
+    run, _ = copied_run
+    checkpoint = run / "checkpoint-6"
+    state, content = read(checkpoint, "trainer_state.json"), marker.read_marker(checkpoint)
+    marker.begin_writing(checkpoint)
+    (checkpoint / "trainer_state.json").write_text(json.dumps(ODD_STATES[kind](state)))
+    content["files"] = marker.sync_files(checkpoint, lambda name: True)
+    marker.write_marker(checkpoint, {key: value for key, value in content.items() if key != "checksum"})
+    assert marker.find_damage(checkpoint) == ""
+    assert checkpoints.find_checkpoint(SimpleNamespace(output_dir=str(run))) == run / "checkpoint-4"
+    assert "trainer_state.json" in capsys.readouterr().out
+
+
 def test_losses_after_damage_are_those_of_uninterrupted_run(copied_run, fork_launch):
     run, uninterrupted = copied_run
     _flip_bit(run / "checkpoint-6/optimizer.pt")
@@ -295,11 +327,12 @@ def test_nodes_agree_if_one_sees_damage(fork_launch, tmp_path):
         for rank in range(2):
             for step in (4, 8):
                 checkpoint = tmp_path / file / f"{rank}/run/checkpoint-{step}"
-                checkpoints.begin_writing(checkpoint)
+                marker.begin_writing(checkpoint)
                 for name in ("scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"):
                     (checkpoint / name).write_text(name)
-                entries = checkpoints.sync_files(checkpoint, lambda name: True)
-                checkpoints.write_marker(checkpoint, {"geometry": {"world_size": 2}, "files": entries})
+                entries = marker.sync_files(checkpoint, lambda name: True)
+                content = {"model": "m", "geometry": dict.fromkeys(marker.GEOMETRY, 2), "progress": {}}
+                marker.write_marker(checkpoint, content | {"files": entries})
         _flip_bit(tmp_path / file / "1/run/checkpoint-8" / file)
     script, views = ROOT / "tests/run/find_checkpoints.py", json.dumps([str(tmp_path / file) for file in files])
     flags = ["--output_dir", tmp_path / "output", "--max_steps", "1"]

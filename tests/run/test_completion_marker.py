@@ -1,12 +1,14 @@
 """The completion marker of a checkpoint: damage to any of its files is found and named."""
 
+import copy
+import json
 import os
 import shutil
 import sys
 from contextlib import nullcontext
 
 from harness.folder import COMPLETION_MARKER, newest_complete_checkpoint, write_json
-from harness.run import checkpoints
+from harness.run import marker
 
 import pytest
 
@@ -19,6 +21,8 @@ def _flip_bit(path):
     path.write_bytes(content)
 
 
+SETTINGS = {"world_size": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "seed": 42}
+MARKER = {"model": "m", "geometry": SETTINGS, "progress": {"seconds": 0.1}}
 DAMAGE = {
     "missing": lambda path: path.unlink(),
     "empty": lambda path: path.write_bytes(b""),
@@ -36,17 +40,17 @@ CHANGES = {"open", "os.mkdir", "os.remove", "os.rmdir"}
 def checkpoint(tmp_path):
     """A complete checkpoint with FILES, written by two processes."""
     folder = tmp_path / "checkpoint-5"
-    checkpoints.begin_writing(folder)
+    marker.begin_writing(folder)
     for name, content in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
-    assert checkpoints.is_incomplete(folder) and newest_complete_checkpoint(tmp_path) is None
-    first = checkpoints.sync_files(folder, lambda name: "1" not in name)
-    second = checkpoints.sync_files(folder, lambda name: "1" in name)
+    assert marker.is_incomplete(folder) and newest_complete_checkpoint(tmp_path) is None
+    first = marker.sync_files(folder, lambda name: "1" not in name)
+    second = marker.sync_files(folder, lambda name: "1" in name)
     assert (len(first), len(second)) == (2, 1)
-    checkpoints.write_marker(folder, {"geometry": {"seed": 42}, "progress": {"seconds": 0.1}, "files": first | second})
+    marker.write_marker(folder, MARKER | {"files": first | second})
     assert newest_complete_checkpoint(tmp_path) == folder
-    assert not checkpoints.is_incomplete(folder) and checkpoints.find_damage(folder) == ""
+    assert not marker.is_incomplete(folder) and marker.find_damage(folder) == ""
     return folder
 
 
@@ -54,12 +58,12 @@ def checkpoint(tmp_path):
 @pytest.mark.parametrize("name", [*FILES, COMPLETION_MARKER])
 def test_damage_is_found(checkpoint, name, kind):
     DAMAGE[kind](checkpoint / name)
-    assert name in checkpoints.find_damage(checkpoint)
+    assert name in marker.find_damage(checkpoint)
     if name == "rng_state_1.pth" and kind in ("one bit changed", "zeros"):  # its checksum is compared by its process only
-        assert not checkpoints.find_damage(checkpoint, lambda name: "1" not in name)
+        assert not marker.find_damage(checkpoint, lambda name: "1" not in name)
 
 
-@pytest.mark.parametrize("change", [checkpoints.begin_writing, checkpoints.delete], ids=["begin", "delete"])
+@pytest.mark.parametrize("change", [marker.begin_writing, marker.delete], ids=["begin", "delete"])
 def test_checkpoint_is_never_taken_for_complete_after_a_kill(checkpoint, tmp_path, monkeypatch, change):
     """Kills the process before each change of a file: the checkpoint is incomplete, undamaged, or gone.
 
@@ -68,12 +72,12 @@ def test_checkpoint_is_never_taken_for_complete_after_a_kill(checkpoint, tmp_pat
     scan = os.scandir
 
     def scan_writing_first(*arguments):
-        return nullcontext(sorted(scan(*arguments), key=lambda entry: entry.name != checkpoints.WRITING))
+        return nullcontext(sorted(scan(*arguments), key=lambda entry: entry.name != marker.WRITING))
 
     monkeypatch.setattr(os, "scandir", scan_writing_first)
     for number in range(1, 100):
         folder = tmp_path / f"killed before change {number}/checkpoint-5"
-        if change is checkpoints.delete:
+        if change is marker.delete:
             shutil.copytree(checkpoint, folder)
         pid = os.fork()
         if pid == 0:
@@ -90,24 +94,120 @@ def test_checkpoint_is_never_taken_for_complete_after_a_kill(checkpoint, tmp_pat
             os._exit(0)
         if os.waitpid(pid, 0)[1] == 0:
             break
-        assert not folder.exists() or checkpoints.is_incomplete(folder) or not checkpoints.find_damage(folder), number
-    assert number > (3 if change is checkpoints.begin_writing else 8)
-    assert folder.exists() == (change is checkpoints.begin_writing)
+        assert not folder.exists() or marker.is_incomplete(folder) or not marker.find_damage(folder), number
+    assert number > (3 if change is marker.begin_writing else 8)
+    assert folder.exists() == (change is marker.begin_writing)
 
 
 def test_marker_of_earlier_version_is_trusted(checkpoint):
-    write_json(checkpoint / COMPLETION_MARKER, {"model": "m", "geometry": {"seed": 42}, "progress": {}})
-    assert checkpoints.find_damage(checkpoint) == ""
+    write_json(checkpoint / COMPLETION_MARKER, MARKER)
+    assert marker.find_damage(checkpoint) == ""
 
 
 def test_damaged_marker(checkpoint):
     text = (checkpoint / COMPLETION_MARKER).read_text()
     (checkpoint / COMPLETION_MARKER).write_text(text.replace('"seed": 42', '"seed": 43'))
-    assert checkpoints.find_damage(checkpoint) == f"{COMPLETION_MARKER} was changed"
+    assert marker.find_damage(checkpoint) == f"{COMPLETION_MARKER} was changed"
     (checkpoint / COMPLETION_MARKER).write_text("[]")
-    assert checkpoints.find_damage(checkpoint) == f"{COMPLETION_MARKER} is damaged"
+    assert marker.find_damage(checkpoint).startswith(f"{COMPLETION_MARKER} is damaged (it holds no JSON object)")
 
 
 def test_checkpoint_that_does_not_exist(checkpoint):
     shutil.rmtree(checkpoint)
-    assert checkpoints.find_damage(checkpoint) == f"{COMPLETION_MARKER} is missing" and not checkpoints.is_incomplete(checkpoint)
+    assert marker.find_damage(checkpoint) == f"{COMPLETION_MARKER} is missing" and not marker.is_incomplete(checkpoint)
+
+
+def test_links_are_not_followed(checkpoint, tmp_path):
+    """Neither where a checkpoint is deleted or written again, nor where one is read."""
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    for change, name in ((marker.delete, "deleted"), (marker.begin_writing, "written")):
+        (tmp_path / name).symlink_to(other)
+        change(tmp_path / name)
+        assert not (tmp_path / name).is_symlink() and marker.find_damage(other) == ""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/link").symlink_to(other)
+    marker.delete(tmp_path / "folder")
+    assert not (tmp_path / "folder").exists() and marker.find_damage(other) == ""
+    assert not (tmp_path / "deleted").exists() and marker.is_incomplete(tmp_path / "written")
+    (checkpoint / "scheduler.pt").unlink()
+    (checkpoint / "scheduler.pt").symlink_to(other / "scheduler.pt")
+    assert marker.find_damage(checkpoint) == "scheduler.pt is a link that leads out of the checkpoint"
+    (checkpoint / "scheduler.pt").unlink()
+    (checkpoint / "scheduler.pt").symlink_to(checkpoint / "scheduler.pt")
+    assert "scheduler.pt" in marker.find_damage(checkpoint)
+
+
+def test_checkpoint_that_is_a_link_is_read(checkpoint, tmp_path):
+    """To a larger disk, for example."""
+    checkpoint.rename(tmp_path / "elsewhere")
+    checkpoint.symlink_to(tmp_path / "elsewhere")
+    assert marker.find_damage(checkpoint) == ""
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "a/../../x", "", ".", "a//b", "a/", "..", "\0", "\ud800"])
+def test_names_outside_of_the_checkpoint_are_refused(checkpoint, name):
+    marker.write_marker(checkpoint_being_written(checkpoint), MARKER | {"files": {name: [1, "x"]}})
+    assert marker.find_damage(checkpoint) == f"{COMPLETION_MARKER} names {name!r}, which is no file in the checkpoint"
+
+
+def checkpoint_being_written(checkpoint):
+    marker.begin_writing(checkpoint)
+    return checkpoint
+
+
+ODD = [
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    10**400,
+    float("nan"),
+    "",
+    "a",
+    [],
+    [[]],
+    {},
+    {"a": None},
+    [1, 2],
+    ["x", 1],
+    {"scheduler.pt": [True, "x"]},
+]
+ODD_TEXTS = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b'{"model": 1e999}',
+    b"9" * 5_000,
+    b"\0" * 9,
+]
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["right checksum", "wrong checksum"])
+def test_odd_markers_are_damage(checkpoint, signed):
+    """Any value of any key: one message, which names the marker."""
+    right = json.loads((checkpoint / COMPLETION_MARKER).read_text())
+    del right["checksum"]
+    keys = [[key] for key in right] + [["geometry", key] for key in marker.GEOMETRY]
+    keys += [["progress", "seconds"], ["files", "scheduler.pt"], ["files", "../x"]]
+    texts, count = list(ODD_TEXTS), 0
+    for path in keys:
+        for value in ODD:
+            content = copy.deepcopy(right)
+            place = content
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = value
+            checksum = marker.checksum_of_content(content) if signed else right
+            texts.append(json.dumps(content | {"checksum": checksum}).encode())
+    for text in texts:
+        (checkpoint / COMPLETION_MARKER).write_bytes(text)
+        damage = marker.find_damage(checkpoint)
+        assert "\n" not in damage and len(damage) < 500
+        count += damage.startswith(COMPLETION_MARKER)
+    assert count >= len(texts) - (24 if signed else 0), count

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 from harness.folder import newest_complete_checkpoint, read_json
 from harness.launched import UserError
-from harness.run import checkpoints, mirror
+from harness.run import marker, mirror
 
 import pytest
 from conftest import ROOT, assert_one_error, free_port, losses, read, slow, wait_until
@@ -48,11 +48,12 @@ def place(tmp_path, monkeypatch):
 def save(one: mirror.Mirror, step: int, finish: bool = True):
     """Writes a complete checkpoint, and uploads it as a run does."""
     checkpoint = one.output_dir / f"checkpoint-{step}"
-    checkpoints.begin_writing(checkpoint)
+    marker.begin_writing(checkpoint)
     (checkpoint / "part").mkdir()
     (checkpoint / "model.bin").write_bytes(os.urandom(1000))
     (checkpoint / "part/__0_0.distcp").write_bytes(os.urandom(3000))
-    checkpoints.write_marker(checkpoint, {"files": checkpoints.sync_files(checkpoint, lambda name: True)})
+    content = {"model": "m", "geometry": dict.fromkeys(marker.GEOMETRY, 1), "progress": {}}
+    marker.write_marker(checkpoint, content | {"files": marker.sync_files(checkpoint, lambda name: True)})
     one.on_save(None, SimpleNamespace(global_step=step, best_model_checkpoint=None), None)
     if finish:
         one.finish()
@@ -101,7 +102,7 @@ def test_damaged_and_incomplete_checkpoints_are_skipped(place, tmp_path, capsys,
     damage(tmp_path / "mirror/checkpoint-6")
     run = place("fresh")
     assert words in capsys.readouterr().out
-    assert newest_complete_checkpoint(place_of_old).name == "checkpoint-4" and not checkpoints.find_damage(
+    assert newest_complete_checkpoint(place_of_old).name == "checkpoint-4" and not marker.find_damage(
         place_of_old / "checkpoint-4"
     )
     assert complete(tmp_path / "mirror") == ["checkpoint-4"]
@@ -132,7 +133,7 @@ def test_what_is_on_the_disk_is_used(place, tmp_path, monkeypatch):
     download = mirror.Storage.download
     monkeypatch.setattr(mirror.Storage, "download", lambda self, name, file: [downloads.append(name), download(self, name, file)])
     run = place("first")
-    assert downloads == ["checkpoint-4/model.bin"] and not checkpoints.find_damage(tmp_path / "first/checkpoint-4")
+    assert downloads == ["checkpoint-4/model.bin"] and not marker.find_damage(tmp_path / "first/checkpoint-4")
     run.close()
     shutil.rmtree(tmp_path / "mirror/checkpoint-4")  # its upload had not finished
     run = place("first")

@@ -74,7 +74,7 @@ def find_sharded_checkpoint(source: Path) -> Path:
 
     Raises UserError if there is none, or if it is not sharded.
     """
-    from harness.run.checkpoints import find_damage
+    from harness.run.marker import find_damage
 
     for path in (source, *checkpoints(source)):
         if not (path / COMPLETION_MARKER).is_file():

@@ -1,35 +1,29 @@
-"""Checkpoints are complete or do not count: a completion marker, written last, lists every file with its size and checksum.
+"""The checkpoints of a run: when one is complete, which old ones are deleted, from which one the run resumes."""
 
-transformers writes a checkpoint in several steps and resumes from an incomplete one without an error.
-
-The checksum is XXH3 (64 bits) from the xxhash package, which `datasets` requires. It finds damage; it is no signature. It is
-computed while fsync waits for the disk, so it does not make a save slower.
-"""
-
-import hashlib
-import json
+import dataclasses
 import platform
 import re
-import shutil
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from harness import folder
 from harness.compat.transformers import install_before_checkpoint
-from harness.folder import COMPLETION_MARKER, read_json, sync, write_json
+from harness.folder import NUMBER, DamagedFile, read_json
 from harness.launched import Launched, UserError, print_once
+from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
 from harness.run.steps import Progress
 
 import torch
-import xxhash
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
-WRITING = "writing"  # a file in a checkpoint that is being written or deleted; without the marker the checkpoint is incomplete
 # The settings that decide which rows a step has, with the number of processes.
 DATA_SETTINGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "seed")
+# Types of the values in trainer_state.json that a resumed run reads.
+STATE = {"global_step": int, "max_steps": int, "epoch": (*NUMBER, type(None)), "log_history": list, "num_input_tokens_seen": int}
+STATE |= {"total_flos": NUMBER, "best_metric": (*NUMBER, type(None)), "best_global_step": (int, type(None))}
+STATE |= {"best_model_checkpoint": (str, type(None)), "stateful_callbacks": dict}
 RANK_IN_NAME = re.compile(r"_(\d+)(?:_\d+)?\.\w+$")  # rng_state_3.pth, __3_0.distcp: a file that one process writes
 
 
@@ -115,6 +109,7 @@ def find_checkpoint(args: TrainingArguments) -> Path | None:
     complete, damaged = None, {}
     for path in [path for path, is_it in listed if not is_it]:
         own_damage = find_damage(path, lambda name: belongs_to(name, process, process.is_local_main_process))
+        own_damage = own_damage or damage_of_state(path)
         found = gather_object([(own_damage, platform.node())])
         if not any(damage for damage, _ in found):
             complete = path
@@ -137,6 +132,22 @@ def find_checkpoint(args: TrainingArguments) -> Path | None:
     return complete
 
 
+def damage_of_state(checkpoint: Path) -> str:
+    """What is wrong with trainer_state.json, which transformers reads without a check, "" for nothing."""
+    no_state = {"global_step": folder.step_of(checkpoint)}  # of a checkpoint that is on the disks of several nodes
+    try:
+        state = read_json(checkpoint / TRAINER_STATE_NAME, STATE) or no_state
+        known = {field.name for field in dataclasses.fields(TrainerState)}
+        entries = state.get("log_history", [])
+        if state["global_step"] != folder.step_of(checkpoint):
+            return f"{TRAINER_STATE_NAME} is of step {state['global_step']}"
+        if state.keys() - known or not all(isinstance(entry, dict) and type(entry.get("step")) is int for entry in entries):
+            return f"{TRAINER_STATE_NAME} is damaged"
+        return ""
+    except (DamagedFile, OSError) as error:
+        return str(error)
+
+
 def _rename_damaged(path: Path) -> Path:
     """Renames a checkpoint to a name that nothing deletes."""
     for number in range(1, 1000):
@@ -151,12 +162,12 @@ def print_changed_rows(checkpoint: Path, args: TrainingArguments, is_stream: boo
 
     The number of processes and the micro-batch change nothing as long as their product with the gradient accumulation stays.
     """
-    before, now = read_json(checkpoint / COMPLETION_MARKER)["geometry"], data_settings(args)
+    before, now = read_marker(checkpoint)["geometry"], data_settings(args)
     for name in ("max_length", "packing", "seed"):
-        if before[name] != now[name]:
+        if before.get(name) != now[name]:
             print_once(
-                f"warning: {checkpoint} was written with {name} {before[name]}, this run has {now[name]}: weights and optimizer "
-                "resume exactly, but some rows are trained on twice or never"
+                f"warning: {checkpoint} was written with {name} {before.get(name)}, this run has {now[name]}: weights and "
+                "optimizer resume exactly, but some rows are trained on twice or never"
             )
             return
     old_rows, new_rows = rows_per_step(before), rows_per_step(now)
@@ -185,95 +196,3 @@ def print_kept_learning_rate(checkpoint: Path, args: TrainingArguments) -> None:
 def rows_per_step(settings: dict) -> int:
     """Rows of an optimizer step on all processes, from `data_settings`."""
     return settings["per_device_train_batch_size"] * settings["gradient_accumulation_steps"] * settings["world_size"]
-
-
-def begin_writing(checkpoint: Path) -> None:
-    """Makes the folder, or removes the completion marker of an existing one."""
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    (checkpoint / WRITING).touch()
-    (checkpoint / COMPLETION_MARKER).unlink(missing_ok=True)
-
-
-def is_incomplete(checkpoint: Path) -> bool:
-    """Whether the run was killed while the checkpoint was written or deleted."""
-    if not checkpoint.is_dir() or (checkpoint / COMPLETION_MARKER).exists():
-        return False
-    return (checkpoint / WRITING).is_file() or not any(checkpoint.iterdir())
-
-
-def delete(checkpoint: Path) -> None:
-    """Deletes a checkpoint. After a kill in between, `is_incomplete` is true for what remains."""
-    begin_writing(checkpoint)
-    for path in checkpoint.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != WRITING:
-            path.unlink()
-    shutil.rmtree(checkpoint)
-
-
-def sync_files(checkpoint: Path, is_mine: Callable[[str], bool]) -> dict[str, list]:
-    """Waits until the files whose names `is_mine` accepts are on the disk; returns name: [bytes, checksum] of each."""
-    own = {name: path for name, path in _files_of(checkpoint).items() if is_mine(name)}
-    with ThreadPoolExecutor() as pool:
-        syncs = [pool.submit(sync, path) for path in own.values()]
-        checksums = pool.map(checksum_of_file, own.values())
-        entries = {name: [own[name].stat().st_size, checksum] for name, checksum in zip(own, checksums, strict=True)}
-        for one in syncs:
-            one.result()
-    return entries
-
-
-def write_marker(checkpoint: Path, content: dict) -> None:
-    """Writes the completion marker, after everything else."""
-    folders = [path for path in checkpoint.rglob("*") if path.is_dir()]
-    for path in (*folders, checkpoint, checkpoint.parent):
-        sync(path)  # the names of the files in it
-    write_json(checkpoint / COMPLETION_MARKER, content | {"checksum": checksum_of_content(content)})
-    (checkpoint / WRITING).unlink()
-
-
-def find_damage(checkpoint: Path, is_mine: Callable[[str], bool] = lambda name: True) -> str:
-    """What is wrong with a checkpoint, "" for nothing. Compares the sizes of all files, and the checksums of this process's.
-
-    A marker of an earlier version, without a list of files, is trusted.
-    """
-    try:
-        marker = json.loads((checkpoint / COMPLETION_MARKER).read_text("utf-8"))
-        checksum = marker.pop("checksum", None)
-        if checksum is None and "files" not in marker and marker["geometry"]:
-            return ""
-        if checksum != checksum_of_content(marker):
-            return f"{COMPLETION_MARKER} was changed"
-        for name, (size, _) in marker["files"].items():
-            if not (checkpoint / name).is_file():
-                return f"{name} is missing"
-            if (checkpoint / name).stat().st_size != size:
-                return f"{name} has {(checkpoint / name).stat().st_size:,} bytes, it had {size:,}"
-        own = [name for name in marker["files"] if is_mine(name)]
-        with ThreadPoolExecutor() as pool:
-            checksums = pool.map(checksum_of_file, [checkpoint / name for name in own])
-            for name, now in zip(own, checksums, strict=True):
-                if now != marker["files"][name][1]:
-                    return f"{name} was changed"
-        return ""
-    except FileNotFoundError:
-        return f"{COMPLETION_MARKER} is missing"
-    except OSError as error:
-        return f"{error.filename or 'a file'} cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{COMPLETION_MARKER} is damaged"
-
-
-def _files_of(checkpoint: Path) -> dict[str, Path]:
-    paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-    return {p.relative_to(checkpoint).as_posix(): p for p in paths if p.name not in (COMPLETION_MARKER, WRITING)}
-
-
-def checksum_of_file(path: Path) -> str:
-    with path.open("rb", buffering=0) as file:
-        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
-
-
-def checksum_of_content(content: dict) -> str:
-    return xxhash.xxh3_64(json.dumps(content, sort_keys=True).encode()).hexdigest()

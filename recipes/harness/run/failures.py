@@ -200,7 +200,7 @@ def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
 
 def exit_if_disk_failed(error: Exception, trainer: Any) -> None:
     """Exits with one message if the output directory is full, cannot be written or is gone; returns for other errors."""
-    from harness.run.checkpoints import is_incomplete
+    from harness.run.marker import is_incomplete
 
     run = Path(trainer.args.output_dir)
     text = str(error).strip()

@@ -26,8 +26,9 @@ from harness import folder
 from harness.folder import COMPLETION_MARKER, RESULTS, RUN, read_json
 from harness.launched import Launched, UserError, print_once, readable_size
 from harness.nodes.variables import seconds_of_silence
-from harness.run.checkpoints import begin_writing, belongs_to, checksum_of_content, checksum_of_file, delete, write_marker
+from harness.run.checkpoints import belongs_to
 from harness.run.failures import DISK_ERRORS
+from harness.run.marker import begin_writing, checksum_of_content, checksum_of_file, delete, write_marker
 from harness.run.steps import maximum
 
 import fsspec

@@ -1,0 +1,157 @@
+"""The completion marker of a checkpoint, complete.json: written last, it lists every file with its size and checksum.
+
+transformers writes a checkpoint in several steps and resumes from an incomplete one without an error. With the marker, a
+checkpoint is complete or does not count.
+
+The checksum is XXH3 (64 bits) from the xxhash package, which `datasets` requires. It finds damage; it is no signature, so the
+names in a marker are not trusted: they must be of files in the checkpoint. It is computed while fsync waits for the disk, so it
+does not make a save slower.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from harness.folder import COMPLETION_MARKER, NUMBER, DamagedFile, check_types, parse_json, sync, write_json
+
+import xxhash
+
+WRITING = "writing"  # a file in a checkpoint that is being written or deleted; without the marker the checkpoint is incomplete
+Entry = list  # of a file in the marker: [bytes, checksum]
+GEOMETRY = {"world_size": int, "per_device_train_batch_size": int, "gradient_accumulation_steps": int}  # what a resume needs
+
+
+def begin_writing(checkpoint: Path) -> None:
+    """Makes the folder, or removes the completion marker of an existing one. A link is replaced, its target is not touched."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / WRITING).touch()
+    (checkpoint / COMPLETION_MARKER).unlink(missing_ok=True)
+
+
+def is_incomplete(checkpoint: Path) -> bool:
+    """Whether the run was killed while the checkpoint was written or deleted."""
+    if not checkpoint.is_dir() or (checkpoint / COMPLETION_MARKER).exists():
+        return False
+    return (checkpoint / WRITING).is_file() or not any(checkpoint.iterdir())
+
+
+def delete(checkpoint: Path) -> None:
+    """Deletes a checkpoint, but no targets of links. After a kill in between, `is_incomplete` is true for what remains."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+        return
+    begin_writing(checkpoint)
+    for path in checkpoint.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != WRITING:
+            path.unlink()
+    shutil.rmtree(checkpoint)
+
+
+def sync_files(checkpoint: Path, is_mine: Callable[[str], bool]) -> dict[str, Entry]:
+    """Waits until the files whose names `is_mine` accepts are on the disk; returns their entries in the marker by name."""
+    own = {name: path for name, path in _files_of(checkpoint).items() if is_mine(name)}
+    with ThreadPoolExecutor() as pool:
+        syncs = [pool.submit(sync, path) for path in own.values()]
+        checksums = pool.map(checksum_of_file, own.values())
+        entries = {name: [own[name].stat().st_size, checksum] for name, checksum in zip(own, checksums, strict=True)}
+        for one in syncs:
+            one.result()
+    return entries
+
+
+def write_marker(checkpoint: Path, content: dict) -> None:
+    """Writes the completion marker, after everything else."""
+    folders = [path for path in checkpoint.rglob("*") if path.is_dir()]
+    for path in (*folders, checkpoint, checkpoint.parent):
+        sync(path)  # the names of the files in it
+    write_json(checkpoint / COMPLETION_MARKER, content | {"checksum": checksum_of_content(content)})
+    (checkpoint / WRITING).unlink()
+
+
+def parse_marker(text: str | bytes) -> dict[str, Any]:
+    """The content of a completion marker, also of one that comes from a mirror. Raises DamagedFile for any other content.
+
+    A marker of an earlier version, without a list of files and a checksum, is trusted.
+    """
+    marker = parse_json(text, COMPLETION_MARKER, {"model": str, "geometry": dict, "progress": dict})
+    check_types(marker["geometry"], GEOMETRY, f"{COMPLETION_MARKER}, geometry")
+    if min(marker["geometry"][name] for name in GEOMETRY) < 1:
+        raise DamagedFile(f"{COMPLETION_MARKER} is damaged: {marker['geometry']!r:.200}")
+    check_types(marker["progress"], dict.fromkeys(marker["progress"], NUMBER), f"{COMPLETION_MARKER}, progress")
+    if "files" not in marker and "checksum" not in marker:
+        return marker | {"files": {}}
+    check_types(marker, {"files": dict}, COMPLETION_MARKER)
+    if marker.get("checksum") != checksum_of_content({key: value for key, value in marker.items() if key != "checksum"}):
+        raise DamagedFile(f"{COMPLETION_MARKER} was changed")
+    for name, entry in marker["files"].items():
+        if not is_name_of_file(name):
+            raise DamagedFile(f"{COMPLETION_MARKER} names {name!r:.100}, which is no file in the checkpoint")
+        if not (isinstance(entry, list) and [type(value) for value in entry] == [int, str]):
+            raise DamagedFile(f"{COMPLETION_MARKER} is damaged: {name} has {entry!r:.100}, expected its size and checksum")
+    return marker
+
+
+def is_name_of_file(name: str) -> bool:
+    """Whether this is a path below a checkpoint: relative, without "..", and one that a file system can have."""
+    try:
+        return b"\0" not in name.encode() and not any(part in ("", ".", "..") for part in name.split("/"))
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False
+
+
+def read_marker(checkpoint: Path) -> dict[str, Any]:
+    """The completion marker of a checkpoint. Raises DamagedFile, and FileNotFoundError if there is none."""
+    return parse_marker((checkpoint / COMPLETION_MARKER).read_bytes())
+
+
+def wrong_files(checkpoint: Path, files: dict[str, Entry], is_mine: Callable[[str], bool] = lambda name: True) -> dict[str, str]:
+    """What is wrong with which files of a marker: compares all sizes, and the checksums of those that `is_mine` accepts."""
+    root, wrong = os.path.realpath(checkpoint), {}
+    for name, (size, _) in files.items():
+        path = checkpoint / name
+        if not Path(os.path.realpath(path)).is_relative_to(root):
+            wrong[name] = f"{name} is a link that leads out of the checkpoint"
+        elif not path.is_file():
+            wrong[name] = f"{name} is missing"
+        elif path.stat().st_size != size:
+            wrong[name] = f"{name} has {path.stat().st_size:,} bytes, it had {size:,}"
+    own = [name for name in files if name not in wrong and is_mine(name)]
+    with ThreadPoolExecutor() as pool:
+        checksums = pool.map(checksum_of_file, [checkpoint / name for name in own])
+        wrong |= {name: f"{name} was changed" for name, now in zip(own, checksums, strict=True) if now != files[name][1]}
+    return wrong
+
+
+def find_damage(checkpoint: Path, is_mine: Callable[[str], bool] = lambda name: True) -> str:
+    """What is wrong with a checkpoint, "" for nothing. Compares the sizes of all files, and the checksums of this process's."""
+    try:
+        return next(iter(wrong_files(checkpoint, read_marker(checkpoint)["files"], is_mine).values()), "")
+    except DamagedFile as error:
+        return str(error)
+    except FileNotFoundError:
+        return f"{COMPLETION_MARKER} is missing"
+    except OSError as error:
+        return f"{error.filename or 'a file'} cannot be read ({error.strerror})"
+
+
+def _files_of(checkpoint: Path) -> dict[str, Path]:
+    paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+    return {p.relative_to(checkpoint).as_posix(): p for p in paths if p.name not in (COMPLETION_MARKER, WRITING)}
+
+
+def checksum_of_file(path: Path) -> str:
+    with path.open("rb", buffering=0) as file:
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+
+
+def checksum_of_content(content: dict) -> str:
+    return xxhash.xxh3_64(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -214,6 +214,15 @@ call() {
 
 show_help() { sed -n '/^# Fine/,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 
+# show_help_of COMMAND [word …]: shows the help of a command, and exits, if one of the words asks for it. Installs nothing.
+show_help_of() {
+  local module=commands
+  [[ $1 != --plan ]] || module=plan
+  if [[ " ${*:2} " =~ " "(--help|-h)" " ]]; then
+    exec python3 -m "harness.$module.arguments" "${1#--}"
+  fi
+}
+
 # run [--tiny] [--prepare | --preview | --plan] RECIPE [CONFIG] [--flag …]
 run() {
   local -a tiny=() files
@@ -228,10 +237,11 @@ run() {
     shift
   done
   (($#)) || fail "${command:-${tiny[*]}} needs a RECIPE; ./launch.sh lists them"
-  if [[ -n $command && " $* " =~ " "(--help|-h)" " || ${1:-} =~ ^(--help|-h)$ ]]; then
+  [[ ! ${1:-} =~ ^(--help|-h)$ || -n $command ]] || {
     show_help
     return
-  fi
+  }
+  [[ -z $command ]] || show_help_of "$command" "$@"
   files=("$(resolve recipes py "$1" recipe)")
   if [[ -z $command ]]; then
     case ${2:---} in
@@ -302,30 +312,9 @@ case ${1:-} in
   --install) prepare_python ;;
   --test) run_tests "${@:2}" ;;
   --tiny | --prepare | --preview | --plan) run "$@" ;;
-  --merge)
-    shift
-    (($# == 1 || $# == 2)) || fail "--merge needs the folder of a run, and optionally one for the model: ./launch.sh --merge RUN [OUT]"
-    call commands.merge "$@"
-    ;;
-  --chat)
-    shift
-    [[ ${1:--} != -* ]] || fail "--chat needs the folder of a finished run: ./launch.sh --chat RUN"
-    call commands.chat "$@"
-    ;;
-  --verify)
-    shift
-    [[ ${1:--} != -* ]] || fail "--verify needs the folder of a finished run: ./launch.sh --verify RUN [MODEL]"
-    call commands.verify "$@"
-    ;;
-  --convert)
-    shift
-    (($# == 1 || $# == 2)) || fail "--convert needs a config, and optionally a file to write: ./launch.sh --convert FILE [OUT]"
-    call configs "$@"
-    ;;
-  --report)
-    shift
-    [[ ${1:--} != -* || ${2:--} != -* ]] || fail "--report needs the folders of finished runs: ./launch.sh --report RUN…"
-    call commands.report "$@"
+  --merge | --chat | --verify | --convert | --report)
+    show_help_of "$@"
+    call "commands.${1#--}" "${@:2}"
     ;;
   -*) fail "unknown option $1: ./launch.sh --help lists them" ;;
   *) run "$@" ;;

@@ -123,9 +123,16 @@ def test_gpus_are_used_one_after_the_other(rehearse, monkeypatch, error_of):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (9_000_000_000 + index * 10**9, 0))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
-    assert "do not fit the free GPU memory (9.0, 10.0 GB)" in error_of(chat.load_model, rehearse(*QLORA))
+    memory = [(9e9, 24e9), (10e9, 24e9)]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: memory[index])
+    message = error_of(chat.load_model, rehearse(*QLORA))
+    assert "19.0 of 48.0 GB are free: stop other programs" in message
+    memory[:] = [(23.5e9, 24e9)] * 2  # no other program is there
+    message = error_of(chat.load_model, rehearse(*QLORA))
+    assert "47.0 of 48.0 GB are free: use more GPUs, or larger ones" in message and "stop" not in message
+    memory[:] = [(1e3, 2e3)] * 2  # other programs are there, but the weights are larger than the GPUs
+    assert "use more GPUs, or larger ones for the 0.0 GB of the weights" in error_of(chat.load_model, rehearse(*QLORA))
 
 
 def test_70b_in_4_bits_fits_two_24_gb_gpus(monkeypatch):
@@ -151,11 +158,11 @@ def test_70b_in_4_bits_fits_two_24_gb_gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["--chat needs the folder of a finished run"]),
+        ([], ["--chat: the following arguments are required: RUN", "./launch.sh --chat --help"]),
         (["nowhere"], ["nowhere is not a folder"]),
         (["."], [". has no model and no adapter"]),
-        (["nowhere", "--max_new_tokens", "many"], ["--max_new_tokens is many"]),
-        (["nowhere", "--temperature", "1"], ["unknown flag --temperature"]),
+        (["nowhere", "--max_new_tokens", "many"], ["--max_new_tokens", "'many' is not a whole number above 0"]),
+        (["nowhere", "--temperature", "1"], ["unrecognized arguments: --temperature 1"]),
     ],
 )
 def test_mistake_is_one_error(launch, arguments, words):

@@ -3,7 +3,8 @@
 import json
 import shutil
 
-from harness.commands import merge
+from harness.commands import chat, merge
+from harness.launched import UserError
 from harness.run.marker import GEOMETRY, begin_writing, sync_files, write_marker
 
 import pytest
@@ -46,6 +47,18 @@ def test_merged_logits_equal_adapter_logits(launch, adapter, tmp_path, error_of)
     assert (merged - base).abs().max() > 0.1
     assert AutoTokenizer.from_pretrained(tmp_path / "plain").eos_token == "<|end_of_text|>"
     assert "exists already" in error_of(merge.main, str(adapter), str(tmp_path / "plain"))
+
+
+def test_merge_without_comparison_is_a_success(adapter, tmp_path, monkeypatch, capsys):
+    """Where the adapter's base model, which a merge does not load, is too large for the GPU."""
+
+    def load_model(run):
+        raise UserError("the 4-bit weights do not fit")
+
+    monkeypatch.setattr(chat, "load_model", load_model)
+    assert merge.main(str(adapter), str(tmp_path / "plain")) == 0 and (tmp_path / "plain/config.json").is_file()
+    printed = capsys.readouterr().out
+    assert "Not compared with the adapter: the 4-bit weights do not fit. On another machine: ./launch.sh --verify " in printed
 
 
 def test_damaged_adapter(adapter, tmp_path, error_of):

@@ -3,19 +3,17 @@
 import json
 import shutil
 import subprocess
-import sys
 import threading
 import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from harness.commands import chat, merge, verify
+from harness.commands import chat, merge, served, verify
 from harness.run import outputs
 
 import pytest
-import torch
 import trl
-from conftest import assert_one_error, free_port, read, wait_until
+from conftest import free_port, read, wait_until
 from transformers import AutoTokenizer
 
 CHAT = ("qwen2_chat", "4gpu_shard_grad_op")
@@ -151,11 +149,6 @@ def test_adapter_and_its_merge(copied, table, capsys):
     assert code == 1 and what in failed(rows) and rows["run", what].startswith("not checked")
 
 
-def test_nothing_to_measure_a_server_with(error_of):
-    row = verify.Row("", [([1, 2, 3], [verify.IGNORED] * 3)])
-    assert "nothing can be compared" in error_of(verify.documents_for_server, [row])
-
-
 def test_tolerance(rehearse):
     """An adapter of 4-bit weights is merged into other weights; a model that was quantized later may differ most."""
     run, plain = rehearse("llama31_70b_qlora", "2x3090_qlora"), types.SimpleNamespace(config=types.SimpleNamespace())
@@ -170,130 +163,76 @@ def test_json(rehearse, capsys):
     assert {"model", "what", "expected", "found", "tolerance", "result"} == checks[0].keys()
 
 
-class Server:
-    """What --verify asks of vLLM, computed from a saved model. `template` is another chat template than the saved one."""
-
-    def __init__(self, run: Path, template: str = ""):
-        self.model, self.tokenizer = chat.load_model(run), AutoTokenizer.from_pretrained(run)
-        self.tokenizer.chat_template = template or self.tokenizer.chat_template
-
-    def render(self, body):
-        turns = json.loads(json.dumps(body["messages"]))
-        for call in (call for turn in turns for call in turn.get("tool_calls", [])):
-            assert call["id"] and call["type"] == "function"
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        return self.tokenizer.apply_chat_template(turns, tools=body.get("tools"), add_generation_prompt=True)["input_ids"]
-
-    def answer(self, path, body):
-        if path == "/v1/models":
-            return {"data": [{"id": "mine", "owned_by": "vllm"}]}
-        assert body["model"] == "mine"
-        if path == "/tokenize":
-            return {"tokens": self.render(body)}
-        if path == "/v1/completions":
-            assert body["echo"] and body["max_tokens"] == 1
-            with torch.no_grad():
-                rows = self.model(input_ids=torch.tensor([body["prompt"]])).logits[0].float().log_softmax(-1).tolist()
-            values = [row[token] for row, token in zip(rows, body["prompt"][1:], strict=False)]
-            return {"choices": [{"logprobs": {"token_logprobs": [None, *values, -1.0]}}]}
-        stops = next(iter(body["logit_bias"])) == str(self.tokenizer.eos_token_id)
-        return {"choices": [{"finish_reason": "stop" if stops else "length", "message": {"content": ""}}]}
+SERVED = {
+    "first tokens of answers as from the saved model",
+    "prompts with the trained number of tokens",
+    "<|im_end|> ends an answer",
+}
 
 
 @pytest.fixture
-def serve():
-    """Serves a `Server` on loopback; returns its address."""
-    servers = []
+def verify_served(serving_python, environment, table, tmp_path):
+    """Serves a folder with `transformers serve`; returns what `table` does of the run and the server."""
 
-    def start(answers: Server) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self, body=None):
-                content = json.dumps(answers.answer(self.path, body)).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
+    def call(run, folder):
+        port, log = free_port(), tmp_path / f"{folder.name}.log"
+        command = [serving_python, "-m", "transformers.cli.transformers", "serve", folder, "--port", str(port), "--device", "cpu"]
+        with log.open("w") as file:
+            server = subprocess.Popen(command, env=environment | {"HF_HUB_OFFLINE": "1"}, stdout=file, stderr=file)
+        try:
+            wait_until(lambda: "running on" in log.read_text(), 120, log.read_text)
+            return table(run, f"http://127.0.0.1:{port}/v1/")
+        finally:
+            server.terminate()
+            server.wait()
 
-            def do_POST(self):
-                self.do_GET(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def log_message(self, *arguments):
-                pass
-
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
+    return call
 
 
-def test_server_with_log_probabilities(tool_run, serve, table):
-    """An imitation of vLLM. One that leaves out the system turn renders other prompts, one with other weights another loss."""
-    server = Server(tool_run)
-    address = serve(server)
-    code, rows, last = table(tool_run, f"{address}/v1/")
+def test_transformers_serve(tool_run, verify_served, tmp_path):
+    """A real server, first with the trained template, then with one that leaves out the system turn."""
+    code, rows, last = verify_served(tool_run, tool_run)
     assert code == 0 and last == f"{len(rows)} of {len(rows)} checks passed.", rows
-    served = [(model, what) for model, what in rows if model.startswith("127.0.0.1")]
-    assert len(served) == 3 and rows[served[0][0], "<|im_end|> ends an answer"] == "ok"
-    server.tokenizer.chat_template = server.tokenizer.chat_template.replace("messages[0]['content']", "''", 1)
-    with torch.no_grad():
-        server.model.lm_head.weight.mul_(1.5)
-    code, rows, _ = table(tool_run, address)
-    assert code == 1 and failed(rows) == ["loss of 16 evaluation documents", "prompts with the trained tokens"]
+    assert {what for model, what in rows if model.startswith("127.0.0.1")} == SERVED
+    other = shutil.copytree(tool_run, tmp_path / "other")
+    template = other / "chat_template.jinja"
+    template.write_text(template.read_text().replace("messages[0]['content']", "''", 1))
+    code, rows, _ = verify_served(tool_run, other)
+    assert code == 1 and "prompts with the trained number of tokens" in failed(rows)
 
 
-def test_transformers_serve(tool_run, serving_python, environment, table, tmp_path):
-    """A real server. It gives no log-probabilities, which is a line of its own and no passed check."""
-    port = free_port()
-    address = f"http://127.0.0.1:{port}"
-    command = [serving_python, "-m", "transformers.cli.transformers", "serve", tool_run, "--port", str(port), "--device", "cpu"]
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(command, env=environment | {"HF_HUB_OFFLINE": "1"}, stdout=log, stderr=log)
+def test_redirect_is_an_error_and_gets_no_key(error_of, monkeypatch):
+    """The API key is for the address that was passed, and an answer has a limit."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    seen = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            seen.append((self.path, self.headers["Authorization"]))
+            if self.path.startswith("/elsewhere"):
+                self.send_response(307)
+                self.send_header("Location", f"http://localhost:{self.server.server_port}/moved")
+                self.end_headers()
+                return
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'"' + b" " * 2000 + b'"')
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
     try:
-        wait_until(lambda: "running on" in (tmp_path / "log").read_text(), 120, (tmp_path / "log").read_text)
-        code, rows, last = table(tool_run, address)
+        assert served.ask(address, "/v1", {}) == (200, " " * 2000)
+        monkeypatch.setattr(served, "MOST_BYTES", 1000)
+        assert "more than 1,000 bytes" in error_of(served.ask, address, "/v1", {})
+        assert f"redirects to http://localhost:{server.server_port}/moved" in error_of(served.ask, address, "/elsewhere", {})
     finally:
-        server.terminate()
-        server.wait()
-    assert code == 0 and last == f"{len(rows) - 1} of {len(rows) - 1} checks passed, 1 could not be made.", rows
-    served = {what: result for (model, what), result in rows.items() if model == f"127.0.0.1:{port}"}
-    assert served.pop("loss of 16 evaluation documents").startswith("not checked: the server gives no log-probabilities")
-    names = ("first tokens of answers as from the saved model", "prompts with the trained number of tokens")
-    assert served == dict.fromkeys([*names, "<|im_end|> ends an answer"], "ok")
-
-
-def test_gguf_file(tool_run, table, tmp_path, monkeypatch, error_of):
-    """An imitation of llama-cpp-python, first with the saved weights and template, then with others."""
-    model, tokenizer = chat.load_model(tool_run), AutoTokenizer.from_pretrained(tool_run)
-    metadata = {"tokenizer.chat_template": tokenizer.chat_template, "tokenizer.ggml.eos_token_id": str(tokenizer.eos_token_id)}
-
-    class Llama:
-        def __init__(self, path, n_ctx, logits_all, verbose):
-            assert logits_all
-            self.metadata = metadata
-
-        def reset(self):
-            self.scores = None
-
-        def eval(self, ids):
-            with torch.no_grad():
-                self.scores = model(input_ids=torch.tensor([ids])).logits[0].float().numpy()
-
-        def tokenize(self, text, add_bos, special):
-            assert special and not add_bos
-            return tokenizer(text.decode(), add_special_tokens=False)["input_ids"]
-
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    assert "pip install llama-cpp-python" in error_of(verify.main, str(tool_run), str(file))
-    monkeypatch.setitem(sys.modules, "llama_cpp", types.SimpleNamespace(Llama=Llama))
-    code, rows, _ = table(tool_run, file)
-    assert code == 0 and len([model for model, _ in rows if model == "model.gguf"]) == 3
-    metadata |= {"tokenizer.chat_template": "{{ messages[-1]['content'] }}", "tokenizer.ggml.eos_token_id": "7"}
-    code, rows, _ = table(tool_run, file)
-    assert code == 1 and failed(rows) == ["prompts with the trained tokens", "tokens that end an answer"]
+        server.shutdown()
+        server.server_close()
+    assert seen == [("/v1", "Bearer secret")] * 2 + [("/elsewhere", "Bearer secret")]
 
 
 def test_last_batch_of_several_processes():
@@ -309,10 +248,12 @@ def test_last_batch_of_several_processes():
         (["nowhere"], "nowhere is not a folder"),
         (["."], ". has no model and no adapter"),
         (["RUN", "nowhere"], "nowhere is no model: pass a folder"),
-        (["RUN", "--jsno"], "unknown flag --jsno"),
-        (["RUN", "--served_model_name"], "--served_model_name is missing its value"),
+        ([], "--verify: the following arguments are required: RUN: see ./launch.sh --verify --help"),
+        (["RUN", "--jsno"], "unrecognized arguments: --jsno"),
+        (["RUN", "--served_model_name"], "--served_model_name/--served-model-name: expected one argument"),
         (["RUN", "--served_model_name", "mine"], "--served_model_name is for a server: pass its address too"),
-        (["RUN", "a", "b"], "--verify compares one model, not a and b"),
+        (["RUN", "a", "b"], "unrecognized arguments: b"),
+        (["RUN", "model.gguf"], "model.gguf is no model: pass a folder"),
         (["RUN", "http://127.0.0.1:9"], "http://127.0.0.1:9 does not answer"),
         (["UNFINISHED"], "has no expected.json and held_out.parquet to compare with"),
     ],
@@ -321,7 +262,3 @@ def test_mistake_is_one_error(rehearse, tmp_path, error_of, words, part):
     (tmp_path / "config.json").write_text("{}")
     folders = {"RUN": str(rehearse(*CHAT)), "UNFINISHED": str(tmp_path)}
     assert part in error_of(verify.main, *(folders.get(word, word) for word in words))
-
-
-def test_launcher(launch):
-    assert_one_error(launch("--verify"), "--verify needs the folder of a finished run")

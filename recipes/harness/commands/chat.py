@@ -11,32 +11,22 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from harness.commands import arguments
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.folder import RESULTS, check_saved_model, read_adapter_settings, read_json
 from harness.hub import TOKENIZER, hub_errors
 from harness.launched import UserError, exit_on_user_error, print_once
 
+MOSTLY_FREE = 0.9  # of the GPU memory; what is missing is this process's own
 LONGEST_PROMPT = 4096  # tokens; the earliest turns of a longer conversation are left out
 
 
-def main(run: str, *words: str) -> None:
-    new_tokens, folder = read_flag(words), Path(run)
-    check_saved_model(folder)
-    model, tokenizer = load_model(folder), load_saved_tokenizer(folder)
-    print_once(loaded_message(folder, model, tokenizer))
-    chat(model, tokenizer, new_tokens)
-
-
-def read_flag(words: tuple[str, ...]) -> int:
-    """The value of --max_new_tokens, the only flag; 512 without it."""
-    parts = [part for word in words for part in word.split("=", 1)]
-    if not parts:
-        return 512
-    if parts[0].replace("_", "-") != "--max-new-tokens":
-        raise UserError(f"unknown flag {parts[0]}: --chat has only --max_new_tokens")
-    if len(parts) != 2 or not parts[1].isdecimal() or int(parts[1]) < 1:
-        raise UserError(f"--max_new_tokens is {' '.join(parts[1:]) or 'missing'}, expected one whole number above 0")
-    return int(parts[1])
+def main(*words: str) -> None:
+    parsed = arguments.chat().parse_intermixed_args(words)
+    check_saved_model(parsed.run)
+    model, tokenizer = load_model(parsed.run), load_saved_tokenizer(parsed.run)
+    print_once(loaded_message(parsed.run, model, tokenizer))
+    chat(model, tokenizer, parsed.max_new_tokens)
 
 
 def load_model(run: Path) -> Any:
@@ -73,12 +63,25 @@ def load_model(run: Path) -> Any:
     except UserError as error:
         if "dispatched on the CPU" not in str(error):  # transformers does not split 4-bit weights between GPU and CPU
             raise
-        free = ", ".join(f"{torch.cuda.mem_get_info(index)[0] / 1e9:.1f}" for index in range(torch.cuda.device_count()))
-        raise UserError(f"the 4-bit weights of {base} do not fit the free GPU memory ({free} GB): stop other programs") from error
+        raise UserError(gpu_memory_message(base)) from error
     if base != str(run):
         with hub_errors("adapter", str(run)):
             model = PeftModel.from_pretrained(model, run)
     return model.eval()
+
+
+def gpu_memory_message(base: str) -> str:
+    """Why the 4-bit weights of `base` cannot be loaded onto the GPUs, and what to do."""
+    import torch
+
+    memory = [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
+    free, total = sum(free for free, _ in memory), sum(total for _, total in memory)
+    needed = sum(file.stat().st_size for file in Path(base).glob("*.safetensors"))  # 0 if they are not in a folder
+    message = f"the 4-bit weights of {base} do not fit the GPU memory: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free"
+    if needed > total or free > MOSTLY_FREE * total:
+        size = f" for the {needed / 1e9:.1f} GB of the weights" if needed else ""
+        return f"{message}: use more GPUs, or larger ones{size}"
+    return f"{message}: stop other programs"
 
 
 def find_quantized_weights(run: Path, results: dict) -> str:

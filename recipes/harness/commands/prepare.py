@@ -17,6 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from harness.commands import arguments
 from harness.folder import write_json
 from harness.hub import hub_errors
 from harness.launched import Launched, UserError, exit_on_user_error, print_once, readable_size
@@ -33,20 +34,19 @@ PROCESSES = 8  # of a run whose config is not known yet, where the number matter
 Wanted = dict[tuple[str, str], dict[str, Any]]  # ("model" or "dataset", its Hub ID): options of `snapshot_download`
 
 
-def main(words: list[str]) -> int:
-    """`words`: [--tiny] RECIPE, then its flags. Returns the exit code."""
-    options = [word for word in words[:1] if word == "--tiny"]
-    recipe, *arguments = words[len(options) :]
-    flags.check_flags(Path(recipe), arguments)
-    launched = Launched(recipe=recipe, tiny="--tiny" in options, mode="prepare", on_cpu=True)
+def main(*words: str) -> int:
+    """Returns the exit code."""
+    parsed, of_recipe = arguments.prepare().parse_known_args(words)
+    flags.check_flags(parsed.recipe, of_recipe)
+    launched = Launched(recipe=str(parsed.recipe), tiny=parsed.tiny, mode="prepare", on_cpu=True)
     set_environment(launched)
     launched.attention, launched.no_flash, launched.no_triton, _ = gpu_features()
     with tempfile.TemporaryDirectory(prefix="prepare-") as output_dir:
-        arguments = [*arguments, "--output_dir", output_dir]
-        checked = check_recipe(launched, arguments)
+        of_recipe = [*of_recipe, "--output_dir", output_dir]
+        checked = check_recipe(launched, of_recipe)
         if not launched.tiny:
             download(*checked, launched.attention)
-        build(dataclasses.replace(launched, only_check=False), arguments)
+        build(dataclasses.replace(launched, only_check=False), of_recipe)
     print_once("Everything this run needs is on this machine: the same flags train without internet.")
     return 0
 
@@ -304,4 +304,4 @@ def check_memory_to_quantize(name: str, largest_file: int) -> None:
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(main(*sys.argv[1:]))

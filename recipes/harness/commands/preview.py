@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.commands import arguments
+from harness.commands.expectations import IGNORED
 from harness.launched import Launched, UserError, exit_on_user_error, print_once
 from harness.start import flags
 from harness.start.launch import build_trainer, check_recipe, set_environment
@@ -27,7 +29,6 @@ from harness.start.launch import build_trainer, check_recipe, set_environment
 BATCHES = 100
 BOLD, GREEN, GREY = "1;", "32", "90"  # codes of a terminal
 SHOWN_ROWS, SHOWN_DOCUMENTS, SHOWN_START, SHOWN_END = 2, 3, 160, 40  # rows; documents of a row; tokens of a long document
-IGNORED = -100  # the label of a token that does not count in the loss
 
 Document = tuple[list[int], list[int]]  # tokens and labels
 
@@ -62,33 +63,28 @@ class PreviewRows:
         return tokens / self.mean_length, tokens
 
 
-def main(words: list[str]) -> int:
-    """`words`: [--tiny] RECIPE [--json] [--full [NUMBER]], then the flags of the recipe. Returns 1 if there are warnings."""
-    options = [word for word in words[:1] if word == "--tiny"]
-    recipe, *arguments = words[len(options) :]
-    as_json = "--json" in arguments
-    arguments = [word for word in arguments if word != "--json"]
-    arguments, full = take_full(arguments)
-    flags.check_flags(Path(recipe), arguments)
-    launched = Launched(recipe=recipe, tiny="--tiny" in options, mode="preview", on_cpu=True)
+def main(*words: str) -> int:
+    """Returns 1 if there are warnings."""
+    parsed, of_recipe = arguments.preview().parse_known_args(words)
+    flags.check_flags(parsed.recipe, of_recipe)
+    launched = Launched(recipe=str(parsed.recipe), tiny=parsed.tiny, mode="preview", on_cpu=True)
     set_environment(launched)
-    messages = sys.stderr if as_json else sys.stdout  # stdout is for the JSON alone
+    messages = sys.stderr if parsed.json else sys.stdout  # stdout is for the JSON alone
     with tempfile.TemporaryDirectory(prefix="preview-") as output_dir, contextlib.redirect_stdout(messages):
-        trainer, rows, (script_args, _, model_args) = build_preview(launched, [*arguments, "--output_dir", output_dir])
+        trainer, rows, (script_args, _, model_args) = build_preview(launched, [*of_recipe, "--output_dir", output_dir])
         batches = list(itertools.islice(trainer.get_train_dataloader(), BATCHES))
         numbers = summarize(trainer.args, rows, batches, script_args) | what_is_trained(trainer.model, model_args)
         numbers |= {"data": rows.data}
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         found = list(find_problems(tokenizer, rows, batches, trainer))
-    if as_json:
-        print(
-            json.dumps({"recipe": Path(recipe).stem, "dataset": script_args.display_name, **numbers, "warnings": found}, indent=2)
-        )
+    if parsed.json:
+        names = {"recipe": parsed.recipe.stem, "dataset": script_args.display_name}
+        print(json.dumps({**names, **numbers, "warnings": found}, indent=2))
         return int(bool(found))
     if launched.tiny:
         print_once("\nThis is the preview of a rehearsal: leave out --tiny to see the rows and numbers of the run.")
-    if full:
-        print_document(tokenizer, rows, full)
+    if parsed.full:
+        print_document(tokenizer, rows, parsed.full)
     else:
         print_rows(tokenizer, rows)
     print_numbers(numbers)
@@ -97,19 +93,9 @@ def main(words: list[str]) -> int:
     return int(bool(found))
 
 
-def take_full(arguments: list[str]) -> tuple[list[str], int]:
-    """The arguments without --full, and the number of the document to show completely; 0 without the flag."""
-    if "--full" not in arguments:
-        return arguments, 0
-    place = arguments.index("--full")
-    rest = [*arguments[:place], *arguments[place + 1 :]]
-    number = rest.pop(place) if rest[place : place + 1] and rest[place].isdecimal() else "1"
-    return rest, max(1, int(number))
-
-
-def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, PreviewRows, tuple[Any, Any, Any]]:
+def build_preview(launched: Launched, words: list[str]) -> tuple[Any, PreviewRows, tuple[Any, Any, Any]]:
     """The trainer that a recipe builds, the first rows of its datasets, and its arguments. Changes this process."""
-    checked = check_recipe(launched, arguments)
+    checked = check_recipe(launched, words)
     script_args = checked[0]
     warnings.filterwarnings("ignore")
 
@@ -129,7 +115,7 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
 
     record_whole_rows(record)
     load_small_models(lambda config: tiny.shrink(config, {"vocab_size": config.get_text_config().vocab_size}))
-    trainer = build_trainer(dataclasses.replace(launched, only_check=False), arguments)
+    trainer = build_trainer(dataclasses.replace(launched, only_check=False), words)
 
     evaluated = trainer.eval_dataset or []
     evaluated = evaluated if isinstance(evaluated, dict) else {"eval": evaluated}
@@ -137,6 +123,8 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
     train = documents_of_first_rows(whole.get("train", packed))
     data = read_json(Path(trainer.args.output_dir, DATA))
     total = data["trained_rows"] if data.get("is_complete") else count_training_rows(script_args)
+    if not total and script_args.keeps_samples:
+        total = script_args.max_samples
     rows = PreviewRows(
         packed=packed,
         train=train,
@@ -144,7 +132,7 @@ def build_preview(launched: Launched, arguments: list[str]) -> tuple[Any, Previe
         kept=truncate(train, trainer.args) if "train" in whole else train,
         is_whole_known="train" in whole,
         is_conversational=any(conversational),
-        total=total or (script_args.keeps_samples and script_args.max_samples) or None,
+        total=total or None,
         max_samples=script_args.max_samples,
         data=data,
     )
@@ -251,16 +239,8 @@ def summarize(args: Any, rows: PreviewRows, batches: list[dict], script_args: An
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     masks = [batch["attention_mask"] for batch in batches if batch.get("attention_mask") is not None]
     rows_per_step = script_args.global_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps
-    rows_per_epoch, tokens_per_epoch = rows.epoch()
+    length = measure_run(args, rows, rows_per_step, script_args.dataset_streaming)
     is_mixture = "datasets" in rows.data
-    steps_per_epoch, epochs = None, None
-    if rows_per_epoch:
-        steps_per_epoch = rows_per_epoch / rows_per_step
-        if not script_args.dataset_streaming:  # the last step of an epoch is filled with rows without loss
-            steps_per_epoch = max(1, steps_per_epoch)
-        epochs = args.max_steps / steps_per_epoch if args.max_steps > 0 else args.num_train_epochs
-    steps = args.max_steps if args.max_steps > 0 else steps_per_epoch and steps_per_epoch * epochs
-    tokens_of_run = epochs * tokens_per_epoch if epochs else steps and steps * rows_per_step * rows.mean_length
     return {
         "documents": len(lengths),
         "lengths": {
@@ -278,13 +258,41 @@ def summarize(args: Any, rows: PreviewRows, batches: list[dict], script_args: An
         "rows_per_step": rows_per_step,
         "is_rows_per_step_for_one_gpu": not script_args.global_batch_size,
         "tokens_per_step": round(rows_per_step * rows.mean_length),
-        "steps_per_epoch": steps_per_epoch and max(1, round(steps_per_epoch)),
-        "tokens_per_epoch": tokens_per_epoch and round(tokens_per_epoch),
-        "steps": steps and max(1, round(steps)),
-        "tokens": tokens_of_run and round(tokens_of_run),
+        "steps_per_epoch": rounded(length.steps_per_epoch),
+        "tokens_per_epoch": rounded(length.tokens_per_epoch),
+        "steps": rounded(length.steps),
+        "tokens": rounded(length.tokens),
         # A mixture reads the rows of one dataset more often than those of another.
-        "times_seen": round(epochs, 2) if epochs and not is_mixture else None,
+        "times_seen": None if length.epochs is None or is_mixture else round(length.epochs, 2),
     }
+
+
+@dataclass
+class RunLength:
+    """How long a run is; None for what is not known."""
+
+    steps: float | None
+    tokens: float | None
+    epochs: float | None = None
+    steps_per_epoch: float | None = None
+    tokens_per_epoch: float | None = None
+
+
+def measure_run(args: Any, rows: PreviewRows, rows_per_step: int, is_streamed: bool) -> RunLength:
+    rows_per_epoch, tokens_per_epoch = rows.epoch()
+    max_steps = args.max_steps if args.max_steps > 0 else None
+    if rows_per_epoch is None:
+        return RunLength(max_steps, None if max_steps is None else max_steps * rows_per_step * rows.mean_length)
+    steps_per_epoch = rows_per_epoch / rows_per_step
+    if not is_streamed:  # the last step of an epoch is filled with rows without loss
+        steps_per_epoch = max(1, steps_per_epoch)
+    epochs = args.num_train_epochs if max_steps is None else max_steps / steps_per_epoch
+    return RunLength(steps_per_epoch * epochs, epochs * tokens_per_epoch, epochs, steps_per_epoch, tokens_per_epoch)
+
+
+def rounded(number: float | None) -> int | None:
+    """A whole number, at least 1."""
+    return None if number is None else max(1, round(number))
 
 
 def print_numbers(numbers: dict[str, Any]) -> None:
@@ -408,4 +416,4 @@ def is_never_in_the_loss(batches: list[dict], token: int) -> bool:
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        sys.exit(main(sys.argv[1:]))
+        sys.exit(main(*sys.argv[1:]))

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from harness.commands import arguments
 from harness.folder import RESULTS, read_json
 from harness.launched import UserError, exit_on_user_error
 from harness.run.forecast import describe_forecast, forecast_of
@@ -41,20 +42,21 @@ COMPARED = ("recipe", "model", "dataset", "device", "tiny")
 
 
 def main(*words: str) -> None:
-    """`words`: folders of runs, files with plans, --json. Prints a table and draws a picture, or prints the runs as JSON."""
-    as_json, plans = "--json" in words, [word for word in words if word.endswith(".json")]
-    folders = [Path(word) for word in words if word != "--json" and word not in plans]
+    """Prints a table and draws a picture, or prints the runs as JSON."""
+    parsed = arguments.report().parse_intermixed_args(words)
+    plans = [path for path in parsed.paths if path.suffix == ".json"]
+    folders = [path for path in parsed.paths if path not in plans]
     if not folders:
         raise UserError("--report needs the folder of a finished run, not only plans: ./launch.sh --report RUN… PLAN.json")
     runs = sorted(map(read_run, folders), key=lambda run: run["world_size"])
     compared = {run["name"]: describe_forecast(run) for run in runs if run.keys() >= MEASURED}
-    for word in plans:
-        add_plans(runs, Path(word))
+    for path in plans:
+        add_plans(runs, path)
     base = runs[0]
     for run in runs:
         run["speed_up"] = run["tokens_per_second"] / base["tokens_per_second"]
         run["efficiency"] = run["speed_up"] * base["world_size"] / run["world_size"]
-    if as_json:
+    if parsed.json:
         print(json.dumps(runs, indent=2))
         return
     rows = [COLUMNS, *map(table_row, runs)]

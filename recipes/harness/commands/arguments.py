@@ -1,0 +1,115 @@
+"""The arguments of launch.sh's commands, and their --help; those of --plan are in plan/arguments.py.
+
+`python3 -m harness.commands.arguments COMMAND` prints the help of a command. It needs the standard library only, so that --help
+works before anything is installed.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from harness.launched import UserError
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parses the words after `./launch.sh --COMMAND`. Wrong usage is a UserError."""
+
+    def __init__(self, command: str, description: str) -> None:
+        super().__init__(prog=f"./launch.sh --{command}", description=description, allow_abbrev=False)
+        self.command = command
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"--{self.command}: {message}: see {self.prog} --help")
+
+
+def chat() -> CommandParser:
+    parser = CommandParser("chat", "Talks to the model of a finished run, a 4-bit one with its adapter too.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the output directory of a finished run")
+    parser.add_argument(
+        *spellings("max_new_tokens"), metavar="N", type=whole_number, default=512, help="the longest answer, default %(default)s"
+    )
+    return parser
+
+
+def convert() -> CommandParser:
+    parser = CommandParser("convert", "Prints or writes the FSDP2 config that does what a config for FSDP1 or DeepSpeed does.")
+    parser.add_argument("file", metavar="FILE", help="a YAML that `accelerate config` has written")
+    parser.add_argument("out", metavar="OUT", nargs="?", default="", help="the file to write; without it, the config is printed")
+    return parser
+
+
+def merge() -> CommandParser:
+    parser = CommandParser("merge", "Makes a plain model from an adapter or a sharded checkpoint.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run or of a checkpoint")
+    parser.add_argument("out", metavar="OUT", nargs="?", help="the folder to write, default RUN/merged")
+    return parser
+
+
+def prepare() -> CommandParser:
+    parser = CommandParser("prepare", "Downloads everything a run needs; afterwards it trains without internet.")
+    add_recipe(parser)
+    return parser
+
+
+def preview() -> CommandParser:
+    parser = CommandParser("preview", "Shows the rows as the model will see them, and which tokens count in the loss.")
+    add_recipe(parser)
+    parser.add_argument(
+        "--full", metavar="N", nargs="?", type=whole_number, const=1, help="show document N completely, the first one without N"
+    )
+    add_json(parser)
+    return parser
+
+
+def report() -> CommandParser:
+    parser = CommandParser("report", "Compares finished runs with each other, and with the forecasts of --plan --json.")
+    parser.add_argument("paths", metavar="RUN", type=Path, nargs="+", help="folders of runs, and files with plans (PLAN.json)")
+    add_json(parser)
+    return parser
+
+
+def verify() -> CommandParser:
+    parser = CommandParser("verify", "Compares what was trained with what is saved, merged, quantized or served.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the output directory of a finished run")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default="",
+        help="a folder, or the address of a server such as http://localhost:8000; default RUN/merged, if it exists",
+    )
+    parser.add_argument(
+        *spellings("served_model_name"), metavar="NAME", default="", help="the name of the model, if the server needs one"
+    )
+    add_json(parser)
+    return parser
+
+
+def add_recipe(parser: CommandParser) -> None:
+    """Adds RECIPE. What the parser does not know are flags of the recipe: `parse_known_args` returns them."""
+    parser.usage = f"{parser.prog} [--tiny] RECIPE [options] [--flag value …]"
+    parser.epilog = "All other flags are those of the recipe: ./launch.sh RECIPE --help"
+    parser.add_argument("recipe", metavar="RECIPE", type=Path, help="the name or path of a recipe")
+    parser.add_argument("--tiny", action="store_true", help="for a rehearsal, with a tiny model and dataset")
+
+
+def add_json(parser: CommandParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def spellings(name: str) -> tuple[str, str]:
+    """A flag with underscores or dashes between its words."""
+    return f"--{name}", f"--{name.replace('_', '-')}"
+
+
+def whole_number(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+PARSERS = {parser.__name__: parser for parser in (chat, convert, merge, prepare, preview, report, verify)}
+
+if __name__ == "__main__":
+    PARSERS[sys.argv[1]]().print_help()

@@ -214,13 +214,13 @@ call() {
 
 show_help() { sed -n '/^# Fine/,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 
-# show_help_of COMMAND [word …]: shows the help of a command, and exits, if one of the words asks for it. Installs nothing.
-show_help_of() {
+# check_words COMMAND [word …]: exits if a command cannot be called with these words, or if they ask for its help. Installs nothing.
+check_words() {
   local module=commands
   [[ $1 != --plan ]] || module=plan
-  if [[ " ${*:2} " =~ " "(--help|-h)" " ]]; then
-    exec python3 -m "harness.$module.arguments" "${1#--}"
-  fi
+  command -v -- "${PYTHON:-python3}" >/dev/null || return 0 # `call` says that PYTHON is not found
+  "${PYTHON:-python3}" -m "harness.$module.arguments" "${1#--}" "${@:2}" || exit
+  [[ ! " ${*:2} " =~ " "(--help|-h)" " ]] || exit 0
 }
 
 # run [--tiny] [--prepare | --preview | --plan] RECIPE [CONFIG] [--flag …]
@@ -241,7 +241,7 @@ run() {
     show_help
     return
   }
-  [[ -z $command ]] || show_help_of "$command" "$@"
+  [[ -z $command ]] || check_words "$command" "$@"
   files=("$(resolve recipes py "$1" recipe)")
   if [[ -z $command ]]; then
     case ${2:---} in
@@ -313,7 +313,7 @@ case ${1:-} in
   --test) run_tests "${@:2}" ;;
   --tiny | --prepare | --preview | --plan) run "$@" ;;
   --merge | --chat | --verify | --convert | --report)
-    show_help_of "$@"
+    check_words "$@"
     call "commands.${1#--}" "${@:2}"
     ;;
   -*) fail "unknown option $1: ./launch.sh --help lists them" ;;

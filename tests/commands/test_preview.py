@@ -5,7 +5,7 @@ import re
 import sys
 from types import SimpleNamespace
 
-from harness.commands import preview
+from harness.commands import arguments, preview
 from harness.commands.preview import IGNORED, PreviewRows, find_problems, paint
 from harness.rehearsal import tiny
 
@@ -93,8 +93,8 @@ def test_launcher_passes_tiny_on(launch, tmp_path, options):
     program = tmp_path / "python"  # prints how a module is called
     program.write_text(f'#!/bin/sh\n[ "$1" != -m ] || {{ echo "$@"; exit; }}\nexec {sys.executable} "$@"\n')
     program.chmod(0o755)
-    called = launch(*options, "qwen2_chat", "--json", PYTHON=str(program)).stdout
-    assert called == f"-m harness.commands.preview --tiny {ROOT}/recipes/qwen2_chat.py --json\n"
+    _, called = launch(*options, "qwen2_chat", "--json", PYTHON=str(program)).stdout.splitlines()
+    assert called == f"-m harness.commands.preview --tiny {ROOT}/recipes/qwen2_chat.py --json"
 
 
 def test_json(preview_tiny):
@@ -191,10 +191,12 @@ def test_data_of_a_preview_and_a_run(preview_tiny, rehearse, tmp_path):
     assert read(run)["data"] == data and read(run)["times_seen"] > 0
 
 
-def test_take_full():
-    assert preview.take_full(["--a", "1"]) == (["--a", "1"], 0)
-    assert preview.take_full(["--full", "--a", "1"]) == (["--a", "1"], 1)
-    assert preview.take_full(["--a", "1", "--full", "7"]) == (["--a", "1"], 7)
+@pytest.mark.parametrize(
+    ("words", "full"), [(["--a", "-1"], None), (["--full", "--a", "-1"], 1), (["--a", "-1", "--full", "7", "--json"], 7)]
+)
+def test_flags_of_a_preview_and_of_its_recipe(words, full):
+    parsed = arguments.preview().read(["recipe.py", *words])
+    assert (parsed.full, parsed.flags, parsed.json) == (full, ["--a", "-1"], "--json" in words)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import shutil
 from harness import configs
 from harness.launched import Launched
 from harness.nodes import hardware
-from harness.plan import cards, choose, command
+from harness.plan import arguments, cards, choose
 from harness.plan.choose import Machine, Option
 from harness.plan.ledger import Counts, Peak
 from harness.plan.simulation import Refused
@@ -256,7 +256,8 @@ def test_in_time_and_cheapest(capsys):
     [
         (["qwen2_chat"], ["CONFIG is missing", "no GPU", '--plan qwen2_chat --for "1x3090,64GB"', "--tiny qwen2_chat"]),
         (["qwen2_chat", "--for", "1x3090"], ["--for is for other machines"]),
-        (["--plan", "qwen2_chat", "--for"], ["--for needs a machine"]),
+        (["--plan", "qwen2_chat", "--for"], ["argument --for: expected one argument", "./launch.sh --plan --help"]),
+        (["--plan", "qwen2_chat", "--for", ""], ["--for needs a machine"]),
         (["--plan", "qwen2_chat", "--within", "soon"], ["--within is 'soon'", "12h, 90m or 2d"]),
         (["--plan", "qwen2_chat", "--within", "12h"], ["--within", "--for"]),
         (["--tiny", "qwen2_chat", "--for", "1x3090; 2x3090"], ["--for", "one machine", "--plan"]),
@@ -269,7 +270,7 @@ def test_mistake_is_one_error(launch, arguments, words):
 
 @pytest.mark.parametrize(("text", "hours"), [("12h", 12), ("90m", 1.5), ("2d", 48), ("0.5", 0.5)])
 def test_times_are_read(text, hours):
-    assert command.read_hours(text) == hours
+    assert arguments.read_hours(text) == hours
 
 
 @pytest.fixture

@@ -1,15 +1,16 @@
 """The arguments of launch.sh's commands, and their --help; those of --plan are in plan/arguments.py.
 
-`python3 -m harness.commands.arguments COMMAND` prints the help of a command. It needs the standard library only, so that --help
-works before anything is installed.
+`python3 -m harness.commands.arguments COMMAND WORD…` checks the words, or prints the help. It needs the standard library only, so
+that launch.sh can call it before anything is installed.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from harness.launched import UserError
+from harness.launched import UserError, exit_on_user_error
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -18,6 +19,14 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, command: str, description: str) -> None:
         super().__init__(prog=f"./launch.sh --{command}", description=description, allow_abbrev=False)
         self.command = command
+        self.has_recipe = False
+
+    def read(self, words: Sequence[str], namespace: Any = None) -> Any:
+        """The values of the arguments. Of a command with a RECIPE, `flags` are the words that are flags of the recipe."""
+        if not self.has_recipe:
+            return self.parse_intermixed_args(words, namespace)
+        values, values.flags = self.parse_known_args(words, namespace)
+        return values
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"--{self.command}: {message}: see {self.prog} --help")
@@ -87,7 +96,8 @@ def verify() -> CommandParser:
 
 
 def add_recipe(parser: CommandParser) -> None:
-    """Adds RECIPE. What the parser does not know are flags of the recipe: `parse_known_args` returns them."""
+    """Adds RECIPE. What the parser does not know are flags of the recipe."""
+    parser.has_recipe = True
     parser.usage = f"{parser.prog} [--tiny] RECIPE [options] [--flag value …]"
     parser.epilog = "All other flags are those of the recipe: ./launch.sh RECIPE --help"
     parser.add_argument("recipe", metavar="RECIPE", type=Path, help="the name or path of a recipe")
@@ -112,4 +122,5 @@ def whole_number(text: str) -> int:
 PARSERS = {parser.__name__: parser for parser in (chat, convert, merge, prepare, preview, report, verify)}
 
 if __name__ == "__main__":
-    PARSERS[sys.argv[1]]().print_help()
+    with exit_on_user_error():
+        PARSERS[sys.argv[1]]().read(sys.argv[2:])

@@ -22,7 +22,7 @@ LONGEST_PROMPT = 4096  # tokens; the earliest turns of a longer conversation are
 
 
 def main(*words: str) -> None:
-    parsed = arguments.chat().parse_intermixed_args(words)
+    parsed = arguments.chat().read(words)
     check_saved_model(parsed.run)
     model, tokenizer = load_model(parsed.run), load_saved_tokenizer(parsed.run)
     print_once(loaded_message(parsed.run, model, tokenizer))

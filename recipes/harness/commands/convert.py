@@ -50,7 +50,7 @@ COMMENTS = {  # in a translated config, above a key, or above a key with this va
 
 def main(*words: str) -> None:
     """Prints the FSDP2 config that does what the config FILE does, or writes it to OUT."""
-    parsed = arguments.convert().parse_intermixed_args(words)
+    parsed = arguments.convert().read(words)
     path, out = parsed.file, parsed.out
     keys, notes = translate(path)
     text = with_comments(keys, notes)

@@ -27,7 +27,7 @@ WRAPPER = "model."  # accelerate saves the weights of a sharded model below this
 
 def main(*words: str) -> int:
     """Merges the adapter, or the sharded checkpoint, in RUN into OUT, by default RUN/merged; returns the exit code."""
-    parsed = arguments.merge().parse_intermixed_args(words)
+    parsed = arguments.merge().read(words)
     source = parsed.run
     if not source.is_dir():
         raise UserError(f"{source} is not a folder: pass the folder of a run or of a checkpoint")

@@ -36,17 +36,17 @@ Wanted = dict[tuple[str, str], dict[str, Any]]  # ("model" or "dataset", its Hub
 
 def main(*words: str) -> int:
     """Returns the exit code."""
-    parsed, of_recipe = arguments.prepare().parse_known_args(words)
-    flags.check_flags(parsed.recipe, of_recipe)
+    parsed = arguments.prepare().read(words)
+    flags.check_flags(parsed.recipe, parsed.flags)
     launched = Launched(recipe=str(parsed.recipe), tiny=parsed.tiny, mode="prepare", on_cpu=True)
     set_environment(launched)
     launched.attention, launched.no_flash, launched.no_triton, _ = gpu_features()
     with tempfile.TemporaryDirectory(prefix="prepare-") as output_dir:
-        of_recipe = [*of_recipe, "--output_dir", output_dir]
-        checked = check_recipe(launched, of_recipe)
+        words = [*parsed.flags, "--output_dir", output_dir]
+        checked = check_recipe(launched, words)
         if not launched.tiny:
             download(*checked, launched.attention)
-        build(dataclasses.replace(launched, only_check=False), of_recipe)
+        build(dataclasses.replace(launched, only_check=False), words)
     print_once("Everything this run needs is on this machine: the same flags train without internet.")
     return 0
 

@@ -65,13 +65,13 @@ class PreviewRows:
 
 def main(*words: str) -> int:
     """Returns 1 if there are warnings."""
-    parsed, of_recipe = arguments.preview().parse_known_args(words)
-    flags.check_flags(parsed.recipe, of_recipe)
+    parsed = arguments.preview().read(words)
+    flags.check_flags(parsed.recipe, parsed.flags)
     launched = Launched(recipe=str(parsed.recipe), tiny=parsed.tiny, mode="preview", on_cpu=True)
     set_environment(launched)
     messages = sys.stderr if parsed.json else sys.stdout  # stdout is for the JSON alone
     with tempfile.TemporaryDirectory(prefix="preview-") as output_dir, contextlib.redirect_stdout(messages):
-        trainer, rows, (script_args, _, model_args) = build_preview(launched, [*of_recipe, "--output_dir", output_dir])
+        trainer, rows, (script_args, _, model_args) = build_preview(launched, [*parsed.flags, "--output_dir", output_dir])
         batches = list(itertools.islice(trainer.get_train_dataloader(), BATCHES))
         numbers = summarize(trainer.args, rows, batches, script_args) | what_is_trained(trainer.model, model_args)
         numbers |= {"data": rows.data}

@@ -43,7 +43,7 @@ COMPARED = ("recipe", "model", "dataset", "device", "tiny")
 
 def main(*words: str) -> None:
     """Prints a table and draws a picture, or prints the runs as JSON."""
-    parsed = arguments.report().parse_intermixed_args(words)
+    parsed = arguments.report().read(words)
     plans = [path for path in parsed.paths if path.suffix == ".json"]
     folders = [path for path in parsed.paths if path not in plans]
     if not folders:

@@ -49,7 +49,7 @@ def main(*words: str) -> int:
 
     Compares the losses on the evaluation rows, the tokens of prompts, tokenizer and configs. Returns 1 if a check failed.
     """
-    parsed = arguments.verify().parse_intermixed_args(words)
+    parsed = arguments.verify().read(words)
     folder, model = parsed.run, parsed.model
     if parsed.served_model_name and not is_address(model):
         raise UserError(

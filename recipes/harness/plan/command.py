@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from harness.hub import file_sizes
 from harness.launched import Launched, UserError, exit_on_user_error, set_interrupt_handler
 from harness.nodes.cluster import nodes_from_environment
 from harness.nodes.hardware import find_gpus, physical_cores
+from harness.plan.arguments import PlanArguments, read_arguments
 from harness.start import flags, processes
 from harness.start.plans import keep_plan
 
@@ -41,39 +41,33 @@ NOT_OFFLOADED = (
     "--activation_offloading is not simulated: the run needs less GPU memory, more host memory and more time than the plan says. "
     """--activation_checkpointing_kwargs '{"offload": true}' is simulated."""
 )
-WITH_VALUE = ("--price_per_gpu_hour", "--card", "--for", "--within")  # the flags of --plan that have a value
+FLAGS = ("for", "within", "price_per_gpu_hour", "card", "json")  # offered for a misspelt one
 DEFAULT_MACHINE = "1x3090"  # of a rehearsal on a machine without a GPU
 
 
 def main(*words: str) -> None:
-    options, words = [word for word in words[:2] if word in ("--start", "--tiny")], list(words)
-    recipe, *words = words[len(options) :]
-    count = next((number for number, word in enumerate(words) if not word.endswith((".yaml", ".yml"))), len(words))
-    paths, (plan_flags, arguments) = words[:count], read_plan_flags(list(words[count:]))
-    if "--tiny" in arguments:
-        raise UserError("--plan is about the full size: leave out --tiny")
-    flags.check_flags(Path(recipe), arguments, more=[name[2:] for name in WITH_VALUE])
-    if (plan_flags.within or ";" in plan_flags.price) and not plan_flags.machines:
-        raise UserError('--within and several prices are for the machines of --for: --for "1x4090; 2x3090"')
-    if flags.is_true("activation_offloading", arguments, Path(recipe)):
+    arguments = read_arguments(words)
+    flags.check_flags(arguments.recipe, arguments.flags, more=FLAGS)
+    if flags.is_true("activation_offloading", arguments.flags, arguments.recipe):
         print(NOT_OFFLOADED, file=sys.stderr, flush=True)
-    if options or plan_flags.machines:
-        plan_choice(recipe, paths, plan_flags, arguments, options)
+    recipe, plan_flags = str(arguments.recipe), arguments
+    if arguments.start or arguments.machines:
+        plan_choice(recipe, arguments.configs, plan_flags, arguments.flags)
     else:
-        plan_configs(recipe, paths, plan_flags, arguments)
+        plan_configs(recipe, arguments.configs, plan_flags, arguments.flags)
 
 
-def plan_configs(recipe: str, paths: list[str], plan_flags: "PlanFlags", arguments: list[str]) -> None:
+def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, arguments: list[str]) -> None:
     """Prints the plan of one config, or of several side by side."""
     read = [configs.read(path) for path in paths]
     can_fork = import_libraries()
     from harness.plan import cards, pages  # they import torch, which a misspelt flag need not wait for
     from harness.plan.simulation import Refused
 
-    all_cards, price = known_cards(plan_flags), plan_flags.prices(1)[0]
+    all_cards, price = known_cards(plan_flags), plan_flags.prices_of(1)[0]
     simulations = []
     for config in read:
-        if not plan_flags.as_json:
+        if not plan_flags.json:
             pages.print_progress(f"Simulating {Path(recipe).stem} with {config.name} …")
         simulations.append(simulate_in_process(can_fork, recipe, config, arguments, optional=len(read) > 1))
 
@@ -88,7 +82,7 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: "PlanFlags", argumen
     refused = [simulation.reason for simulation in simulations if isinstance(simulation, Refused)]
     if len(refused) == len(read):
         raise UserError(f"{Path(recipe).stem} cannot be simulated with any config: {max(refused, key=refused.count)}")
-    if plan_flags.as_json:
+    if plan_flags.json:
         shown = [{"config": p.config, "refused": p.reason} if isinstance(p, Refused) else p for p in plans]
         print(json.dumps(shown[0] if len(read) == 1 else shown, indent=2))
     elif len(read) > 1:
@@ -105,7 +99,7 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: "PlanFlags", argumen
         pages.print_proposals(cards.try_proposals(plans[0], simulations[0], paths[0], simulate_change, card))
 
 
-def known_cards(plan_flags: "PlanFlags") -> tuple["Card", ...]:
+def known_cards(plan_flags: PlanArguments) -> tuple["Card", ...]:
     """The cards of --card, then all others."""
     from harness.plan import cards
 
@@ -117,90 +111,6 @@ def import_libraries() -> bool:
     can_fork = processes.import_libraries()
     warnings.filterwarnings("ignore")
     return can_fork
-
-
-CardNumbers = tuple[str, float, float, float]  # name, GB, TFLOPS, GB/s
-CARD_FORMAT = "expected NAME=GB,TFLOPS,GB/s with three numbers above 0, for example --card A6000=48,155,768"
-UNITS = {"m": 1 / 60, "h": 1, "d": 24}  # hours
-
-
-@dataclasses.dataclass
-class PlanFlags:
-    """The flags of --plan itself."""
-
-    price: str = ""  # per GPU and hour; several for several machines
-    as_json: bool = False
-    cards: list[CardNumbers] = dataclasses.field(default_factory=list)
-    machines: str = ""  # of --for
-    within: float = 0.0  # hours, 0 without the flag
-
-    def prices(self, count: int) -> list[float]:
-        """The price for each of so many machines, 0 without one. Raises UserError unless there is one for all or for each."""
-        words = self.price.split(";") if self.price else ["0"]
-        if len(words) not in (1, count):
-            raise UserError(f"--price_per_gpu_hour has {len(words)} numbers for {count} machines: give one, or one for each")
-        return [float(word) for word in words] * (count if len(words) == 1 else 1)
-
-
-def read_plan_flags(words: list[str]) -> tuple[PlanFlags, list[str]]:
-    """The flags of --plan among `words`, and the remaining words."""
-    plan_flags, rest = PlanFlags(), []
-    prefixes = tuple(f"{name}=" for name in WITH_VALUE)
-    words = [part for word in words for part in (word.split("=", 1) if word.startswith(prefixes) else [word])]
-    while words:
-        word = words.pop(0)
-        if word == "--json":
-            plan_flags.as_json = True
-            continue
-        if word not in WITH_VALUE:
-            rest.append(word)
-            continue
-        value = words.pop(0) if words else ""
-        if word == "--card":
-            plan_flags.cards.append(read_card(value))
-        elif word == "--for":
-            plan_flags.machines = value
-            if not value:
-                raise UserError('--for needs a machine, for example --for "2x3090,64GB"')
-        elif word == "--within":
-            plan_flags.within = read_hours(value)
-        else:
-            plan_flags.price = value
-            check_prices(value)
-    return plan_flags, rest
-
-
-def check_prices(text: str) -> None:
-    """Raises UserError unless `text` is a positive number, or several with ";" between them."""
-    if not text:
-        raise UserError("--price_per_gpu_hour needs a number")
-    for word in text.split(";"):
-        try:
-            price = float(word)
-        except ValueError:
-            price = 0.0
-        if not 0 < price < math.inf:
-            raise UserError(f"--price_per_gpu_hour is {word.strip()!r}, expected a number above 0")
-
-
-def read_hours(text: str) -> float:
-    """The hours of 12h, 90m, 2d or 12."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mhd]?)", text.strip())
-    if not match or not float(match[1]):
-        raise UserError(f"--within is {text!r}, expected a time, for example 12h, 90m or 2d")
-    return float(match[1]) * UNITS[match[2] or "h"]
-
-
-def read_card(text: str) -> CardNumbers:
-    """A card that is not in `cards.CARDS`. Raises UserError unless it has a name and three numbers."""
-    name, _, values = text.rpartition("=")
-    try:
-        numbers = [float(value) for value in values.split(",")]
-    except ValueError:
-        numbers = []
-    if not name.strip() or len(numbers) != 3 or not all(0 < number < math.inf for number in numbers):
-        raise UserError(f"--card is {text!r}, {CARD_FORMAT}")
-    return name.strip(), *numbers
 
 
 def simulate_in_process(
@@ -246,11 +156,11 @@ def simulate_quietly(
     return Refused(Path(launched.recipe).stem, config.name, reason)
 
 
-def plan_choice(recipe: str, paths: list[str], plan_flags: PlanFlags, arguments: list[str], options: list[str]) -> None:
-    """Chooses for the machines of --for, or for this one, and prints the choice; with "--start" among `options`, starts it."""
-    gpus, is_started, environment = [] if plan_flags.machines else find_gpus(), "--start" in options, dict(os.environ)
+def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, arguments: list[str]) -> None:
+    """Chooses for the machines of --for, or for this one, and prints the choice; with --start, starts it."""
+    gpus, is_started, environment = [] if plan_flags.machines else find_gpus(), plan_flags.start, dict(os.environ)
     if is_started:
-        check_start(Path(recipe).stem, plan_flags, gpus, is_tiny="--tiny" in options)
+        check_start(Path(recipe).stem, plan_flags, gpus, is_tiny=plan_flags.tiny)
     # bitsandbytes asks every visible GPU when it is imported, and then CUDA would fail in the forked processes that simulate.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     can_fork = import_libraries()
@@ -263,9 +173,9 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanFlags, arguments:
         machines = choose.read_machines(plan_flags.machines or DEFAULT_MACHINE, all_cards)
     count_rows = row_counter(can_fork, recipe, arguments)
     plans = []
-    for machine, price in zip(machines, plan_flags.prices(len(machines)), strict=True):
+    for machine, price in zip(machines, plan_flags.prices_of(len(machines)), strict=True):
         grid = choose.make_grid(Path(recipe), machine, paths, arguments)
-        candidates, simulations = simulate_grid(can_fork, recipe, machine, grid, arguments, plan_flags.as_json)
+        candidates, simulations = simulate_grid(can_fork, recipe, machine, grid, arguments, plan_flags.json)
         if not candidates:
             proposals = propose_changes(can_fork, recipe, machine, grid, arguments, simulations)
             plans.append({"machine": machine.name, "config": None, "proposals": proposals})
@@ -280,7 +190,7 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanFlags, arguments:
         plan |= {"flags": described[0]["flags"], "command": described[0]["command"], "choices": described}
         keep_plan(plan, grid.launched(recipe, best.option.config), [*arguments, *plan["flags"]])
         plans.append(plan)
-    if plan_flags.as_json:
+    if plan_flags.json:
         print(json.dumps(plans[0] if len(plans) == 1 else plans, indent=2))
     elif len(plans) == 1:
         pages.print_choice(plans[0])
@@ -291,7 +201,7 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanFlags, arguments:
             raise UserError(
                 f"{Path(recipe).stem} fits no config of this machine with its margin: see above what would make it fit"
             )
-        words = ["--tiny"] if "--tiny" in options else []
+        words = ["--tiny"] if plan_flags.tiny else []
         words += [recipe, best.option.config, *arguments, *described[0]["flags"]]
         if configs.read(best.option.config).num_processes != grid.processes:
             environment["NPROC_PER_NODE"] = str(grid.processes)
@@ -330,12 +240,12 @@ def propose_changes(
     return choose.propose(machine, option, least, run_again)
 
 
-def check_start(name: str, plan_flags: PlanFlags, gpus: list, is_tiny: bool) -> None:
+def check_start(name: str, plan_flags: PlanArguments, gpus: list, is_tiny: bool) -> None:
     """Raises UserError unless there is one machine to choose for."""
     nodes = nodes_from_environment()
     if nodes.count > 1:
         raise UserError(f"CONFIG is missing: a run on {nodes.count} machines needs its name: ./launch.sh {name} CONFIG")
-    if plan_flags.as_json or plan_flags.within or plan_flags.price:
+    if plan_flags.json or plan_flags.within or plan_flags.prices:
         raise UserError("--json, --within and --price_per_gpu_hour are for --plan")
     if is_tiny:
         if ";" in plan_flags.machines:

@@ -104,13 +104,13 @@ def test_full_run_on_two_processes(rehearse, table):
     assert code == 0 and not failed(rows) and last == f"{len(rows)} of {len(rows)} checks passed."
     assert {"prompts with the trained tokens", "output layer", "generation config"} < {what for _, what in rows}
     expected, evaluated = verify.read_expectations(run)
-    assert expected["eval_losses"] == {"": read(run)["eval_loss"]} and len(expected["conversations"]) == 16
+    assert expected.eval_losses == {"": read(run)["eval_loss"]} and len(expected.conversations) == 16
     losses = verify.measure(chat.load_model(run), evaluated, "")
-    found = verify.mean_as_logged(losses, expected["batch_size"], expected["processes"])
+    found = verify.mean_as_logged(losses, expected.batch_size, expected.processes)
     assert found == pytest.approx(read(run)["eval_loss"], abs=0.005)
     # Every document of the 4 conversations below is in the rows, so these are the tokens that were evaluated.
     documents = [ids for row in evaluated for ids, _ in row.documents]
-    for conversation in expected["conversations"][:4]:
+    for conversation in expected.conversations[:4]:
         ids = conversation["input_ids"]
         assert any(ids[: len(document)] == document for document in documents if len(document) > 8)
 

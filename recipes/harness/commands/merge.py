@@ -81,6 +81,7 @@ def find_sharded_checkpoint(source: Path) -> Path:
     Raises UserError if there is none, or if it is not sharded.
     """
     from harness.run.marker import find_damage
+    from harness.run.sharded_files import check_sharded_files
 
     for path in (source, *checkpoints(source)):
         if not (path / COMPLETION_MARKER).is_file():
@@ -92,6 +93,7 @@ def find_sharded_checkpoint(source: Path) -> Path:
             raise UserError(f"the run in {source} is not finished: merge its newest checkpoint, ./launch.sh --merge {path}")
         if not (path / SHARDED).is_dir():
             raise UserError(f"{path} is not sharded: it has the model in model.safetensors already")
+        check_sharded_files(path)
         return path
     raise UserError(f"{source} has neither an adapter nor a complete checkpoint")
 

@@ -27,6 +27,7 @@ from harness.run.outputs import (
     write_results,
 )
 from harness.run.profile import Profile
+from harness.run.sharded_files import check_sharded_files
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
 from harness.run.steps import (
     BatchReader,
@@ -167,6 +168,7 @@ def prepare_trainer(trainer: Trainer) -> None:
 def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
     """Prints what is different from the run that wrote the checkpoint. Raises UserError if this run cannot continue it."""
     if checkpoint:
+        check_sharded_files(checkpoint)
         print_changed_rows(checkpoint, trainer.args, isinstance(trainer.train_dataset, IterableDataset))
         print_kept_learning_rate(checkpoint, trainer.args)
         trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation

@@ -1,0 +1,83 @@
+"""Finds code in a sharded checkpoint before torch would run it.
+
+torch.distributed.checkpoint unpickles `.metadata`, and entries that are not tensors, such as a learning rate, in files `.distcp`.
+Both can call any function (torch 2.13: `FileSystemReader.read_metadata`, `DefaultLoadPlanner.load_bytes`). It reads tensors, and
+transformers reads its other files, with `weights_only=True`.
+"""
+
+import io
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+from harness.folder import read_json
+from harness.launched import UserError
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+METADATA = "torch.distributed.checkpoint.metadata"
+# What torch writes into `.metadata`, besides dtypes.
+ALLOWED = {
+    *((METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
+    *((METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+}
+
+
+class Refused(Exception):
+    """The name of what a file would call."""
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Unpickles what torch writes, and nothing that runs code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise Refused(f"{module}.{name}")
+
+
+def check_sharded_files(checkpoint: Path) -> None:
+    """Raises UserError if a file of a checkpoint would run code when torch reads it. Does nothing for one that is not sharded.
+
+    Also for the best checkpoint that its trainer_state.json names, which --load_best_model_at_end reads.
+    """
+    best = read_json(checkpoint / "trainer_state.json").get("best_model_checkpoint")
+    folders = [checkpoint, *([Path(best)] if best else [])]
+    for path in sorted(path for folder in folders for path in folder.rglob("*.metadata")):  # torch also reads `__RANK.metadata`
+        try:
+            _check_folder(path)
+        except Refused as refused:
+            raise UserError(
+                f"{path.parent} would run code, because it has {refused}, which torch does not write into a checkpoint: nothing "
+                "was loaded. Delete the checkpoint, unless you can restore it from a copy that you trust"
+            ) from refused
+        except Exception as error:  # a damaged pickle can raise any error
+            raise UserError(f"{path} is not metadata of a sharded checkpoint: {type(error).__name__}: {error}") from error
+
+
+def _check_folder(path: Path) -> None:
+    """Reads the entries that are not tensors, of which `path` says where they are, without running code."""
+    with path.open("rb") as file:
+        metadata = MetadataUnpickler(file).load()
+    for index, place in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata):
+            continue
+        file = path.parent / place.relative_path
+        if file.parent != path.parent or place.transform_descriptors:
+            raise Refused(f"an entry in {place.relative_path} {place.transform_descriptors or ''}".strip())
+        if not file.is_file():  # of another node, whose disk this one does not see
+            continue
+        with file.open("rb") as entries:
+            entries.seek(place.offset)
+            content = io.BytesIO(entries.read(place.length))
+        try:
+            torch.load(content, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            called = re.search(r"GLOBAL (\S+)", str(error))
+            raise Refused(f"{called[1] if called else 'code'} in {file.name}") from error

@@ -135,7 +135,7 @@ def table(record: dict[str, Any]) -> list[list[str]]:
 
 def send_gpu_features(connection: Connection) -> None:
     """Sends whether this machine has a GPU, and the attention implementation that all five programs can use there."""
-    from harness.model.loading import FLASH, find_gpu_features
+    from harness.model.gpu_features import FLASH, find_gpu_features
 
     import torch
 

@@ -42,7 +42,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.attention.varlen import varlen_attn
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from trl.kernels import chunked_logprob
 from trl.trainer import sft_trainer
@@ -315,17 +314,6 @@ def compute_loss_without_triton(changed: bool) -> bool:
     return chunked_logprob._use_triton(torch.device("cuda"))
 
 
-def compute_varlen_attention_on_cpu(changed: bool) -> list[list[float]]:
-    """What a document of one token and one of two attend to if all scores are 0, and the gradient of their values."""
-    if changed:
-        torch_changes.compute_varlen_attention_on_cpu()
-    query, value = torch.zeros(3, 1, 8), torch.tensor([0.0, 0.0, 1.0]).view(3, 1, 1).repeat(1, 1, 8).requires_grad_()
-    ends = torch.tensor([0, 1, 3], dtype=torch.int32)
-    output = varlen_attn(query, query, value, ends, ends, 2, 2, window_size=(-1, 0))
-    output.sum().backward()
-    return [tensor[:, 0, 0].tolist() for tensor in (output, value.grad)]
-
-
 CASES = [
     allow_fsdp_on_cpu,
     give_meta_weights_addresses,
@@ -347,7 +335,6 @@ CASES = [
     install_training_template,
     pack_streams_in_batches,
     compute_loss_without_triton,
-    compute_varlen_attention_on_cpu,
 ]
 
 

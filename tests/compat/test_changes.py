@@ -16,7 +16,6 @@ EXPECTED = {
     "allow_fsdp_on_cpu": ("MULTI_CPU", "FSDP"),
     "complete_stream_state": (False, True),
     "compute_loss_without_triton": (True, False),
-    "compute_varlen_attention_on_cpu": ("NotImplementedError", [[0.0, 0.0, 0.5], [1.0, 1.5, 0.5]]),
     "end_streams_at_once": ([5], []),
     "give_meta_weights_addresses": (1, 2),
     "hide_saved_buffers": ("AttributeError", ["model.expert_bias"]),

@@ -5,7 +5,7 @@ import types
 from types import SimpleNamespace
 
 from harness.launched import Launched, UserError
-from harness.model import loading
+from harness.model import attention, gpu_features, varlen
 from harness.rehearsal import tiny
 
 import pytest
@@ -23,7 +23,7 @@ FAMILIES = [
 
 
 def make_model(family: str) -> torch.nn.Module:
-    loading.register_varlen()
+    varlen.register_varlen()
     config = tiny.shrink(AutoConfig.for_model(family), TOKENS)
     if getattr(config, "sliding_window", None):
         config.sliding_window = 5
@@ -42,12 +42,12 @@ def test_forward_and_backward_are_those_of_sdpa(family):
     model = make_model(family).eval()  # without dropout
     batch = packed_batch(9, 1, 4, 17)
     found = {}
-    for attention in ("sdpa", "varlen"):
-        model.set_attn_implementation(attention)
+    for implementation in ("sdpa", "varlen"):
+        model.set_attn_implementation(implementation)
         model.zero_grad()
         output = model(**batch, use_cache=False)
         output.loss.backward()
-        found[attention] = [output.logits, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
+        found[implementation] = [output.logits, *(weight.grad for weight in model.parameters() if weight.grad is not None)]
     assert len(found["sdpa"]) == len(found["varlen"]) > 10
     for expected, value in zip(found["sdpa"], found["varlen"], strict=True):
         torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item() + 1e-7)
@@ -61,12 +61,12 @@ def test_without_documents_it_is_sdpa(family):
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :4] = 0
     found = {}
-    for attention in ("sdpa", "varlen"):
-        model.set_attn_implementation(attention)
+    for implementation in ("sdpa", "varlen"):
+        model.set_attn_implementation(implementation)
         with torch.no_grad():
             padded = model(input_ids=tokens, attention_mask=mask).logits
             generated = model.generate(input_ids=tokens, attention_mask=mask, max_new_tokens=6, do_sample=False)
-            found[attention] = padded[mask.bool()], model(input_ids=tokens, use_cache=False).logits, generated
+            found[implementation] = padded[mask.bool()], model(input_ids=tokens, use_cache=False).logits, generated
     for expected, value in zip(found["sdpa"], found["varlen"], strict=True):
         torch.testing.assert_close(value, expected)
 
@@ -84,7 +84,7 @@ def test_what_it_cannot_compute_is_refused(error_of):
     for option in ("softcap", "s_aux", "position_bias"):
         options = {option: tensor, "cu_seq_lens_q": ends, "max_length_q": 4}
         assert f"varlen has no {option}" in error_of(
-            loading.attend_within_documents, module, tensor, tensor, tensor, None, **options
+            varlen.attend_within_documents, module, tensor, tensor, tensor, None, **options
         )
 
 
@@ -98,11 +98,10 @@ def test_what_it_cannot_compute_is_refused(error_of):
     ],
 )
 def test_cpu_refuses_what_cuda_refuses(heads, dtype, ends, requirement):
-    loading.register_varlen()
     query, key = torch.ones(8, 2, heads[0]), torch.ones(8, 2, heads[1], dtype=dtype)
     ends = torch.tensor([0, 3, 8], dtype=ends)
     with pytest.raises(ValueError, match=requirement):
-        loading.varlen_attn(query, key, key, ends, ends, 5, 5, window_size=(-1, 0))
+        varlen.attend_on_cpu(query, key, key, ends, 5, None, (-1, 0))
 
 
 GPU = Launched(recipe="a.py", attention=["varlen", "flash_attention_2"])
@@ -147,29 +146,30 @@ def test_choice(tmp_path, family, sizes, arguments, launched, expected, reason):
     if sizes is not None:
         AutoConfig.for_model(family, **sizes).save_pretrained(tmp_path)
     training_args, model_args = SFTConfig(use_cpu=True, **PACKED | arguments), ModelConfig(str(tmp_path), dtype="float32")
-    chosen, found = loading.choose_attention(training_args, model_args, launched)
+    chosen, found = attention.choose_attention(attention.facts_of_run(training_args, model_args, launched))
     assert chosen == expected and reason in found and bool(reason) == bool(found)
     model_args.attn_implementation = "varlen"
     if reason:
         with pytest.raises(UserError, match=r"--attn_implementation varlen: .*: leave out the flag"):
-            loading.set_attention(training_args, model_args, launched)
+            attention.set_attention(training_args, model_args, launched)
     else:
-        loading.set_attention(training_args, model_args, launched)
+        attention.set_attention(training_args, model_args, launched)
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "expected"), [("cuda", (8, 0), True), ("cuda", (7, 5), False), ("cpu", None, False)]
+    ("device", "capability", "expected"), [("cuda", (8, 0), ["varlen"]), ("cuda", (7, 5), []), ("cpu", None, [])]
 )
 def test_without_launcher_a_process_asks_its_own_gpu(monkeypatch, device, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: capability)
-    arguments = SimpleNamespace(device=torch.device(device))
-    assert loading.gpu_supports_varlen(arguments, Launched()) is expected
+    training_args = SFTConfig(use_cpu=True)
+    monkeypatch.setattr(SFTConfig, "device", torch.device(device))
+    assert attention.facts_of_run(training_args, ModelConfig("./none"), Launched()).usable == expected
 
 
 def test_a_plan_simulates_other_flash_attention_as_varlen(tmp_path):
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path)
     model_args = ModelConfig(str(tmp_path), attn_implementation="flash_attention_2")
-    loading.set_attention(SFTConfig(use_cpu=True, **PACKED), model_args, PLAN)
+    attention.set_attention(SFTConfig(use_cpu=True, **PACKED), model_args, PLAN)
     assert model_args.attn_implementation == "varlen"
 
 
@@ -177,7 +177,7 @@ def test_flash_attention_2_for_large_heads_is_refused(tmp_path):
     AutoConfig.for_model("gemma4_text").save_pretrained(tmp_path)
     model_args = ModelConfig(str(tmp_path), attn_implementation="flash_attention_2")
     with pytest.raises(UserError, match="it takes head sizes up to 256, and this model has 512"):
-        loading.set_attention(SFTConfig(use_cpu=True, **PACKED), model_args, GPU)
+        attention.set_attention(SFTConfig(use_cpu=True, **PACKED), model_args, GPU)
 
 
 def test_flash_attn_that_cannot_be_imported(monkeypatch, tmp_path, capsys):
@@ -186,29 +186,29 @@ def test_flash_attn_that_cannot_be_imported(monkeypatch, tmp_path, capsys):
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn/__init__.py").write_text(f"raise ImportError('{symbol}')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda kernels_fallback_ok=False: True)
+    monkeypatch.setattr(gpu_features, "is_flash_attn_2_available", lambda kernels_fallback_ok=False: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (8, 6))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    attention, no_flash, *_ = loading.find_gpu_features()  # there is no GPU
-    assert not attention and no_flash.startswith("PyTorch's FlashAttention does not run on this GPU (") and symbol in no_flash
-    monkeypatch.setattr(loading, "problem_of_varlen", lambda: "")
-    attention, no_flash, *_ = loading.find_gpu_features()
-    assert attention == ["varlen"] and symbol in no_flash
+    usable, no_flash, *_ = gpu_features.find_gpu_features()  # there is no GPU
+    assert not usable and no_flash.startswith("PyTorch's FlashAttention does not run on this GPU (") and symbol in no_flash
+    monkeypatch.setattr(gpu_features, "problem_of_varlen", lambda: "")
+    usable, no_flash, *_ = gpu_features.find_gpu_features()
+    assert usable == ["varlen"] and symbol in no_flash
 
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path / "model")
     model_args = ModelConfig(str(tmp_path / "model"))
     unpacked = SFTConfig(use_cpu=True, packing=False, bf16=True)
-    launched = Launched(recipe="a.py", attention=attention, no_flash=no_flash)
-    loading.set_attention(unpacked, model_args, launched)
+    launched = Launched(recipe="a.py", attention=usable, no_flash=no_flash)
+    attention.set_attention(unpacked, model_args, launched)
     assert model_args.attn_implementation is None
-    loading.print_attention(unpacked, model_args, launched)
+    attention.print_attention(unpacked, model_args, launched)
     warning, line = capsys.readouterr().out.splitlines()
     assert warning.startswith("warning: the installed flash-attn cannot be imported") and symbol in warning
     assert line.startswith("Attention: chosen by transformers, SDPA for most models, not varlen: ")
     model_args.attn_implementation = "flash_attention_2"
     with pytest.raises(UserError, match=r"undefined symbol.*install flash-attn again, or leave out the flag"):
-        loading.set_attention(unpacked, model_args, launched)
+        attention.set_attention(unpacked, model_args, launched)
 
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
-    assert loading.find_gpu_features()[:2] == (["varlen", "flash_attention_2"], "")
+    assert gpu_features.find_gpu_features()[:2] == (["varlen", "flash_attention_2"], "")

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.launched import Launched
-from harness.model import loading
+from harness.model import attention, gpu_features, loading
 from harness.run import outputs
 from harness.start import launch
 
@@ -33,12 +33,15 @@ def test_attention_depends_on_gpu_and_kernel(monkeypatch, capability, installed,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    available = "transformers.utils.is_flash_attn_2_available"
-    monkeypatch.setattr(available, lambda kernels_fallback_ok=False: installed and kernels_fallback_ok)  # a kernel of the Hub
+
+    def is_available(kernels_fallback_ok: bool = False) -> bool:
+        return installed and kernels_fallback_ok
+
+    monkeypatch.setattr(gpu_features, "is_flash_attn_2_available", is_available)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "Tesla T4")
-    monkeypatch.setattr(loading, "problem_of_varlen", lambda: "")
-    attention, no_flash, no_triton, _ = loading.find_gpu_features()
-    assert attention == expected and not no_flash and bool(no_triton) == bool(capability)  # Triton cannot run on this machine
+    monkeypatch.setattr(gpu_features, "problem_of_varlen", lambda: "")
+    usable, no_flash, no_triton, _ = gpu_features.find_gpu_features()
+    assert usable == expected and not no_flash and bool(no_triton) == bool(capability)  # Triton cannot run on this machine
 
 
 def test_requirements_allow_only_kernels_that_transformers_accepts():
@@ -66,8 +69,8 @@ def test_reason_why_triton_cannot_be_used(monkeypatch, capability, error, word):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "Tesla T4")
-    monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda kernels_fallback_ok=False: False)
-    *_, no_triton, _ = loading.find_gpu_features()
+    monkeypatch.setattr(gpu_features, "is_flash_attn_2_available", lambda kernels_fallback_ok=False: False)
+    *_, no_triton, _ = gpu_features.find_gpu_features()
     assert word in no_triton and bool(word) == bool(no_triton)
 
 
@@ -90,8 +93,8 @@ def test_gpu_that_is_full_or_busy_is_an_error(monkeypatch, error_of, error, prob
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (8, 6))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch, "zeros", attend)  # the first that `problem_of_varlen` asks of the GPU
-    attention, found_no_flash, _, found = loading.find_gpu_features()
-    assert not attention and problem in found and bool(found) == bool(problem)
+    usable, found_no_flash, _, found = gpu_features.find_gpu_features()
+    assert not usable and problem in found and bool(found) == bool(problem)
     assert no_flash in found_no_flash and bool(found_no_flash) == bool(no_flash)
     if not problem:
         return
@@ -188,9 +191,9 @@ def test_attention_and_its_cost_are_printed(capsys, rehearse, workdir):
     model_args = ModelConfig(str(next((workdir / "outputs/tiny/.made").glob("Qwen--Qwen2-0.5B-*"))))
     training_args = SFTConfig(use_cpu=True, bf16=True, packing=True, max_length=48, per_device_train_batch_size=2)
 
-    def printed(attention, launched):
-        model_args.attn_implementation = attention
-        loading.print_attention(training_args, model_args, launched)
+    def printed(implementation, launched):
+        model_args.attn_implementation = implementation
+        attention.print_attention(training_args, model_args, launched)
         return capsys.readouterr().out.splitlines()
 
     (line,) = printed(None, Launched(recipe="a.py"))

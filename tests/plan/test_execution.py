@@ -51,10 +51,12 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(simulate, runs):
+def found(simulate, runs, tmp_path_factory):
     """For every case, the simulated step and the peak of the real one; and steps with offloaded weights and activations."""
     recipe, _, flags = runs["unsharded"]
-    config = copy_that_reduces_each_batch(str(ROOT / "accelerate_configs/1x3090_offload.yaml"))
+    config = copy_that_reduces_each_batch(
+        str(ROOT / "accelerate_configs/1x3090_offload.yaml"), str(tmp_path_factory.mktemp("config"))
+    )
     weights = (recipe, config, [*flags, "--gradient_accumulation_steps", "4"], "cuda")
     recipe, config, flags = runs[CHECKPOINTED]
     activations = (recipe, config, [*flags, "--activation_checkpointing_kwargs", '{"offload": true}'], "cpu")

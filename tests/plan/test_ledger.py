@@ -1,9 +1,18 @@
 """The ledger counts allocated bytes, FLOPs and moved bytes; arithmetic on the shapes of a model checks its result."""
 
-from harness.compat.torch import compute_varlen_attention_on_cpu
 from harness.compat.trl import compute_loss_without_triton
+from harness.model.varlen import mask_of_window
 from harness.plan.fakes import flash_workspace, use_triton_loss
-from harness.plan.ledger import VARLEN_BACKWARD, Counts, Ledger, Peak, check_bytes, counts_of_step, expected_bytes
+from harness.plan.ledger import (
+    VARLEN_BACKWARD,
+    Counts,
+    Ledger,
+    Peak,
+    check_bytes,
+    counts_of_step,
+    expected_bytes,
+    pairs_in_documents,
+)
 
 import pytest
 import torch
@@ -80,23 +89,20 @@ def test_bytes_that_operators_read_and_write():
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (3, 0), (3, 2), (99, 99)])
 def test_flops_of_attention_are_those_of_each_document(window):
     """Two products forward and five backward for every pair of tokens that attend to each other, counted with a mask."""
-    lengths = [5, 1, 12]
-    pairs = sum(int(window_mask(length, *window).sum()) for length in lengths)
-    compute_varlen_attention_on_cpu()
-    ends = torch.tensor([0, 5, 6, 18], dtype=torch.int32)
-    query = torch.randn(18, 4, 8, requires_grad=True)
-    key, value = torch.randn(18, 2, 8), torch.randn(18, 2, 8)
-    with Ledger() as ledger:
-        output = varlen_attn(query, key, value, ends, ends, 12, 12, window_size=window, enable_gqa=True)
+    assert pairs_in_documents(torch.tensor([0, 5, 6, 18]), 12, list(window)) == count_pairs([5, 1, 12], window)
+    pairs = count_pairs([6, 6, 6], window)  # a fake tensor has no values: all documents are as long as the longest
+    with FakeTensorMode(), Ledger() as ledger:
+        ends = torch.arange(0, 19, 6, dtype=torch.int32)
+        query = torch.randn(18, 4, 8, requires_grad=True)
+        key, value = torch.randn(18, 2, 8), torch.randn(18, 2, 8)
+        output = varlen_attn(query, key, value, ends, ends, 6, 6, window_size=window, enable_gqa=True)
         assert ledger.take_counts().flops == {"torch.float32": 4 * pairs * 4 * 8}
         output.backward(torch.ones_like(output))
-    assert ledger.take_counts().flops == {"torch.float32": 10 * pairs * 4 * 8}
+        assert ledger.take_counts().flops == {"torch.float32": 10 * pairs * 4 * 8}
 
 
-def window_mask(length: int, before: int, after: int) -> torch.Tensor:
-    mask = torch.ones(length, length, dtype=torch.bool)
-    mask = mask.triu(-before) if before >= 0 else mask
-    return mask.tril(after) if after >= 0 else mask
+def count_pairs(lengths: list[int], window: tuple[int, int]) -> int:
+    return sum(int(mask_of_window(length, *window).sum()) for length in lengths)
 
 
 def test_memory_of_attention_on_fake_tensors():

@@ -64,7 +64,7 @@ def build(launched: Launched, arguments: list[str]) -> None:
 
 def download(script_args: Any, training_args: Any, model_args: Any, attention: list[str]) -> None:
     """Downloads the files of model and dataset that are not here. An interrupted download continues."""
-    from harness.model.loading import has_documents
+    from harness.model.attention import has_documents
 
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
@@ -148,7 +148,7 @@ def check_space(wanted: Wanted, model_args: Any, converted_bytes: int) -> None:
 
 def about_flash_attention(attention: list[str]) -> str:
     """The kernels were downloaded when `gpu_features` asked whether this machine can use them."""
-    from harness.model.loading import FLASH
+    from harness.model.gpu_features import FLASH
 
     import torch
 

@@ -3,12 +3,10 @@
 import ctypes
 import datetime
 import functools
-import itertools
-import math
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from harness.compat.guards import changes
@@ -151,114 +149,3 @@ def hide_store_warnings() -> None:
             "needs: install the versions of requirements.txt"
         ) from error
     level.value = 3  # FATAL
-
-
-@changes(
-    "torch.nn.attention.varlen:_varlen_attn_fake(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale, "
-    "window_size, enable_gqa, seqused_k, block_table, num_splits)",
-    "torch.nn.attention.varlen:_varlen_attn_backward_fake(grad_out, query, key, value, out, lse, cu_seq_q, cu_seq_k, max_q, "
-    "max_k, is_causal, rng_state, scale, window_size)",
-    "torch.nn.attention.varlen:_varlen_attn.register_kernel",
-    "torch.nn.attention.varlen:_varlen_attn_backward.register_kernel",
-)
-def compute_varlen_attention_on_cpu() -> None:
-    """Gives `torch.nn.attention.varlen.varlen_attn` a CPU kernel, with one SDPA per document. For rehearsals.
-
-    It refuses what the CUDA kernel refuses, except float32, so that a rehearsal fails where a GPU would.
-    Upstream: no issue found; the function is documented for CUDA only.
-    Checked with: torch 2.13.0.
-    Remove when: it has a CPU kernel.
-    """
-    from torch.nn.attention import varlen
-
-    varlen._varlen_attn.register_kernel("cpu", _attend_on_cpu)
-    varlen._varlen_attn_backward.register_kernel("cpu", _attend_backward_on_cpu)
-
-
-def _documents(ends: torch.Tensor, window: list[int], *tensors: torch.Tensor) -> Iterator[tuple]:
-    """For each document its mask (None if every token attends to all) and its part of each tensor, with the heads first."""
-    left, right = window
-    for start, end in itertools.pairwise(ends.tolist()):
-        length = end - start
-        mask = None if left < 0 and right < 0 else torch.ones(length, length, dtype=torch.bool)
-        if right >= 0:
-            mask.tril_(right)
-        if left >= 0:
-            mask.triu_(-left)
-        yield mask, *(tensor[start:end].transpose(0, 1) for tensor in tensors)
-
-
-def _check_as_on_cuda(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, max_q: int) -> None:
-    """Raises ValueError for what CUDA's kernel refuses."""
-    head_dim, ends = query.shape[-1], cu_seq_q.tolist()
-    lengths = [end - start for start, end in itertools.pairwise(ends)]
-    requirements = {
-        "query, key and value have one dtype": query.dtype == key.dtype == value.dtype,
-        "query, key and value have one head size": key.shape[-1] == value.shape[-1] == head_dim,
-        "the head size is a multiple of 8, at most 256": head_dim % 8 == 0 and head_dim <= 256,
-        "heads are contiguous": query.stride(-1) == key.stride(-1) == value.stride(-1) == 1,
-        "the ends of documents are int32": cu_seq_q.dtype == torch.int32,
-        "the documents are all tokens": ends[0] == 0 and ends[-1] == len(query) == len(key) and max(lengths) <= max_q,
-    }
-    for requirement, is_met in requirements.items():
-        if not is_met:
-            raise ValueError(f"varlen_attn on CUDA needs that {requirement}")
-
-
-def _attend_on_cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor | None,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: list[int] | None = None,
-    *unused: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The forward pass of varlen attention: SDPA for one document after the other. Query: (tokens, heads, head size)."""
-    _check_as_on_cuda(query, key, value, cu_seq_q, max_q)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    parts = []
-    for mask, *document in _documents(cu_seq_q, window_size or [-1, -1], query, key, value):
-        q, k, v = (part[None] for part in document)
-        if is_causal:
-            part = attend(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
-        else:
-            part = attend(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-        parts.append(part[0].transpose(0, 1))
-    logsumexp = query.new_full((query.shape[1], len(query)), math.nan, dtype=torch.float32)  # the backward pass does without
-    return torch.cat(parts), logsumexp, torch.zeros(2, dtype=torch.uint64)
-
-
-def _attend_backward_on_cpu(
-    grad_out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    is_causal: bool,
-    rng_state: torch.Tensor,
-    scale: float | None = None,
-    window_size: list[int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value: the softmax is computed again, one document after the other."""
-    scale = scale or 1 / math.sqrt(query.shape[-1])
-    gradients: tuple[list, list, list] = ([], [], [])
-    for mask, *document in _documents(cu_seq_q, window_size or [-1, -1], grad_out, out, query, key, value):
-        # A key head serves a group of query heads: (key heads, group or 1, tokens, head size).
-        grad, output, q, k, v = (part.float().unflatten(0, (key.shape[1], -1)) for part in document)
-        scores = scale * q @ k.mT
-        weights = (scores if mask is None else scores.masked_fill(~mask, -math.inf)).softmax(-1)
-        grad_scores = scale * weights * (grad @ v.mT - (grad * output).sum(-1, keepdim=True))
-        parts = grad_scores @ k, (grad_scores.mT @ q).sum(1, keepdim=True), (weights.mT @ grad).sum(1, keepdim=True)
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.append(part.flatten(0, 1).transpose(0, 1))
-    return tuple(torch.cat(parts).to(query.dtype) for parts in gradients)

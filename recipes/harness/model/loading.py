@@ -1,51 +1,37 @@
-"""How the model is loaded: its dtype, its attention, whether it fits the run; what the GPUs of this machine support."""
+"""How the model is loaded: its dtype and what the trainer passes on; whether it fits the run."""
 
 import contextlib
-import importlib
 import json
 import os
-import re
-import warnings
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
-from harness.compat.torch import compute_varlen_attention_on_cpu
 from harness.compat.transformers import (
     load_4bit_models_on_cpu,
     read_no_weights,
-    supports_flash_attention_2,
-    takes_other_attention,
     transformer_layers,
 )
 from harness.compat.trl import compute_loss_without_triton
 from harness.configs import LAYER_CLASSES, AccelerateConfig
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
 from harness.launched import Launched, UserError, print_once
+from harness.model.attention import set_attention
 from harness.nodes.hardware import memory_limit
 from harness.rehearsal import tiny
 
 import torch
 from peft import PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AttentionInterface,
-    AttentionMaskInterface,
     AutoConfig,
-    PreTrainedConfig,
     PreTrainedModel,
     TrainingArguments,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 from trl import ModelConfig, get_peft_config
 
 WEIGHTS = "model.safetensors"
-VARLEN, FLASH = "varlen", "flash_attention_2"  # values of --attn_implementation
-MAX_HEAD_SIZE = 256  # of FlashAttention-2, also of the one in PyTorch (Dao-AILab/flash-attention#2427)
-REFUSED = ("softcap", "s_aux", "position_bias")  # arguments of attention functions that `varlen_attn` does not have
 PROCESS_BYTES = 2_500_000_000  # of host memory: Python, torch, CUDA's libraries; assumed
 
 
@@ -93,290 +79,6 @@ def set_dtype_of_4bit_model(training_args: TrainingArguments, model_args: ModelC
     """
     if model_args.dtype in (ModelConfig.dtype, "auto"):
         model_args.dtype = "bfloat16" if training_args.bf16 else "float16" if training_args.fp16 else "float32"
-
-
-def set_attention(training_args: TrainingArguments, model_args: ModelConfig, launched: Launched) -> None:
-    """Sets the attention implementation unless a flag has, and raises UserError for a flag that cannot work."""
-    given = model_args.attn_implementation
-    if given is None or (launched.mode == "plan" and "flash" in given):  # a plan simulates any FlashAttention as PyTorch's
-        model_args.attn_implementation, _ = choose_attention(training_args, model_args, launched)
-    elif "/" not in given and given not in (known := ["eager", VARLEN, *ALL_ATTENTION_FUNCTIONS.valid_keys()]):
-        raise UserError(f"--attn_implementation {given} is unknown: pass {', '.join(known)} or a kernel of the Hub")
-    elif given == VARLEN and (reason := why_not_varlen(training_args, model_args, launched)):
-        raise UserError(f"--attn_implementation {VARLEN}: {reason}: leave out the flag")
-    elif given == FLASH and (problem := problem_of_flash_attn()):
-        raise UserError(f"--attn_implementation {FLASH}: {problem}: install flash-attn again, or leave out the flag")
-    elif given == FLASH and (size := largest_head(model_args, launched)) > MAX_HEAD_SIZE:
-        raise UserError(
-            f"--attn_implementation {FLASH}: it takes head sizes up to {MAX_HEAD_SIZE}, and this model has {size}: leave out "
-            "the flag"
-        )
-    if model_args.attn_implementation == VARLEN:
-        register_varlen()
-
-
-def register_varlen() -> None:
-    """Makes `varlen` an attention implementation of transformers, in this process."""
-    AttentionInterface.register(VARLEN, attend_within_documents)
-    AttentionMaskInterface.register(VARLEN, mask_between_documents)
-    compute_varlen_attention_on_cpu()
-
-
-def choose_attention(training_args: TrainingArguments, model_args: ModelConfig, launched: Launched) -> tuple[str | None, str]:
-    """The attention implementation, None to leave it to transformers, and the reason why it is not the first choice."""
-    reason = why_not_varlen(training_args, model_args, launched)
-    if not reason:
-        return VARLEN, ""
-    if FLASH not in launched.attention or launched.on_cpu or not computes_in_16_bits(training_args, model_args):
-        return None, reason
-    _, model_class = config_and_class(model_args, launched.tiny)
-    can_use_flash = supports_flash_attention_2(model_class) and largest_head(model_args, launched) <= MAX_HEAD_SIZE
-    return FLASH if can_use_flash else None, reason
-
-
-def why_not_varlen(training_args: TrainingArguments, model_args: ModelConfig, launched: Launched) -> str:
-    """Why a run cannot use `varlen_attn`, "" if it can. A rehearsal on CPU and a plan can do what a GPU can."""
-    if not has_documents(training_args):
-        return "it is for rows packed with --packing_strategy bfd or bfd_split"
-    if launched.mode == "plan" and training_args.fp16:
-        return "a plan in fp16 is for T4s, which do not support FlashAttention"
-    if not launched.on_cpu and not gpu_supports_varlen(training_args, launched):
-        return "it needs GPUs of compute capability 8.0"
-    if (not launched.on_cpu or launched.mode == "plan") and not computes_in_16_bits(training_args, model_args):
-        return "it computes in bf16 or fp16 only"
-    config, model_class = config_and_class(model_args, launched.tiny)
-    if config is None:  # `check_model` explains it
-        return ""
-    text = config.get_text_config()
-    values, kind = text.to_dict(), text.model_type
-    if values.get("attn_logit_softcapping"):
-        return f"it has no softcap, and attn_logit_softcapping of {kind} is {values['attn_logit_softcapping']}"
-    if not takes_other_attention(model_class):
-        return f"the class of {kind} does not support it (attention sinks, position biases, or masks of its own)"
-    for size in head_sizes(config):
-        if size > MAX_HEAD_SIZE or size % 8 or 192 < size <= 224:  # on consumer GPUs it has no backward pass for sizes up to 224
-            return f"it takes head sizes that are multiples of 8, up to 192 or from 232 to 256, and a head of {kind} has {size}"
-    for name, value in values.items():
-        if re.match("att.*(dropout|pdrop)", name) and value:
-            return f"it has no dropout, and {name} of {kind} is {value}"
-    return ""
-
-
-def head_sizes(config: PreTrainedConfig) -> list[int]:
-    """The sizes of the attention heads of a model. Layers can have different ones, as in Gemma 4."""
-    text = config.get_text_config()
-    sizes = [int(size) for size in re.findall(r'head_dim": (\d+)', text.to_json_string(use_diff=False))]
-    # By their usual names, which every config maps to its own: GPT-2's n_embd, GPT-Neo's num_heads.
-    return sizes or [getattr(text, "hidden_size", 64) // (getattr(text, "num_attention_heads", None) or 1)]
-
-
-def largest_head(model_args: ModelConfig, launched: Launched) -> int:
-    """The largest head size of the model, 0 if its config cannot be read."""
-    config, _ = config_and_class(model_args, launched.tiny)
-    return max(head_sizes(config)) if config else 0
-
-
-def gpu_supports_varlen(training_args: TrainingArguments, launched: Launched) -> bool:
-    if launched.recipe:
-        return VARLEN in launched.attention
-    # Started without launch.sh.
-    return training_args.device.type == "cuda" and torch.cuda.get_device_capability(training_args.device) >= (8, 0)
-
-
-def has_documents(training_args: TrainingArguments) -> bool:
-    """Whether a batch is one row of documents, of which the model gets the lengths."""
-    is_packed = getattr(training_args, "packing", False) and training_args.packing_strategy in ("bfd", "bfd_split")
-    return is_packed or getattr(training_args, "padding_free", False)
-
-
-def computes_in_16_bits(training_args: TrainingArguments, model_args: ModelConfig) -> bool:
-    return training_args.bf16 or training_args.fp16 or model_args.dtype in ("bfloat16", "float16")
-
-
-def config_and_class(model_args: ModelConfig, is_tiny: bool) -> tuple[PreTrainedConfig | None, type | None]:
-    """Config and class of the model, (None, None) if the config cannot be read. For a rehearsal, those of the original."""
-    name, revision = model_args.model_name_or_path, model_args.model_revision
-    known = tiny.family_of(name) if is_tiny else None
-    try:
-        if not known:
-            check_model_exists(name, revision)  # fails at once if the Hub is unreachable; `from_pretrained` tries for 20 seconds
-        config = AutoConfig.for_model(**known["config"]) if known else AutoConfig.from_pretrained(name, revision=revision)
-    except (OSError, ValueError, UserError):
-        return None, None
-    return config, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-
-
-def attend_within_documents(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    is_causal: bool | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """The attention function `varlen` of transformers: PyTorch's FlashAttention-2, in which tokens attend to their own document.
-
-    Tensors are (1, heads, tokens, head size). `cu_seq_lens_q` has the ends of the documents; TRL's collator makes it, for
-    training and for evaluation. Without it, as in `generate`, this is SDPA.
-    """
-    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if cu_seq_lens_q is None or query.shape[2] != key.shape[2]:
-        if module.training:
-            raise UserError(
-                f"--attn_implementation {VARLEN}: {type(module).__name__} got no lengths of documents, so they would attend to "
-                "each other: pass --attn_implementation sdpa"
-            )
-        if attention_mask is None and sliding_window and query.shape[2] > sliding_window:
-            length = query.shape[2]
-            attention_mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - sliding_window)
-        sdpa = AttentionInterface()["sdpa"]
-        return sdpa(module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **options)
-    needed = ["dropout"] if dropout else [name for name in REFUSED if options.get(name) is not None]
-    if needed:
-        raise UserError(f"--attn_implementation {VARLEN} has no {needed[0]}, which this model needs: pass another one")
-    device, size = query.device.type, value.shape[-1]
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
-    value = torch.nn.functional.pad(value, (0, query.shape[-1] - size))  # of latent attention, value heads are smaller
-    output = varlen_attn(
-        *(tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)),
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        # A token and the `sliding_window - 1` before it.
-        window_size=(sliding_window - 1 if sliding_window else -1, 0 if is_causal else -1),
-        enable_gqa=True,
-    )
-    return output[None, :, :, :size], None
-
-
-def mask_between_documents(
-    attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **options: Any
-) -> torch.Tensor | None:
-    """The mask for `attend_within_documents`: none for documents without padding, otherwise that of SDPA."""
-    if attention_mask is None and options["q_length"] == options["kv_length"] and not use_vmap:
-        return None
-    return AttentionMaskInterface()["sdpa"](attention_mask=attention_mask, use_vmap=use_vmap, **options)
-
-
-def find_gpu_features() -> tuple[list[str], str, str, str]:
-    """What the GPUs of this machine support. The launcher asks once, so that all processes do the same.
-
-    Returns the attention implementations besides those of transformers, why one that is installed cannot be used, why TRL's
-    loss cannot use Triton, and what is wrong with the GPU itself, which is full or busy, for example: each "" if nothing.
-    """
-    from transformers.utils import is_flash_attn_2_available
-
-    warnings.filterwarnings("ignore")  # `checks.count_gpus` reports a driver that is too old
-    if not torch.cuda.is_available():
-        return [], "", "", ""
-    try:
-        reason = why_not_triton()
-        if not has_capability_8():
-            return [], "", reason, ""
-        problems = {VARLEN: problem_of_varlen(), FLASH: problem_of_flash_attn()}
-    except UserError as error:
-        return [], "", "", str(error)
-    if not is_flash_attn_2_available(kernels_fallback_ok=True):
-        del problems[FLASH]
-    usable = [implementation for implementation, problem in problems.items() if not problem]
-    return usable, "; ".join(filter(None, problems.values())), reason, ""
-
-
-def raise_if_gpu_fails(error: Exception) -> None:
-    """Raises UserError if `error` is about the GPU itself, such as one that is full or busy, and not about what it lacks."""
-    is_of_gpu = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError)
-    if is_of_gpu and not re.search("kernel image|device function|PTX", str(error)):
-        raise UserError(
-            f"the GPU cannot be used: {_first_line(error)} (`nvidia-smi` lists the programs that use it): stop them, or choose "
-            "another GPU with CUDA_VISIBLE_DEVICES"
-        ) from error
-
-
-def has_capability_8() -> bool:
-    """Whether all GPUs that this process sees have compute capability 8.0 or higher."""
-    return all(torch.cuda.get_device_capability(index) >= (8, 0) for index in range(torch.cuda.device_count()))
-
-
-def why_not_triton() -> str:
-    """Why TRL's loss cannot use Triton on the GPUs that this process sees, "" if it can."""
-    if not has_capability_8():  # triton-lang/triton#10918
-        oldest = min(range(torch.cuda.device_count()), key=torch.cuda.get_device_capability)
-        return f"it does not support {torch.cuda.get_device_name(oldest)}"
-    try:
-        from triton.runtime import driver
-
-        driver.active.get_current_target()  # compiles the code with which it launches kernels
-    except Exception as error:  # no compiler, no Python.h, no libcuda: each raises its own type
-        raise_if_gpu_fails(error)
-        return f"{_first_line(error)} (apt install gcc python3-dev)"
-    return ""
-
-
-def problem_of_varlen() -> str:
-    """Why PyTorch's FlashAttention does not run on this machine's GPU, "" if it does. Not every build of PyTorch has it."""
-    try:
-        tokens, ends = torch.zeros(8, 1, 8, dtype=torch.float16, device="cuda"), torch.tensor([0, 8], device="cuda")
-        varlen_attn(tokens, tokens, tokens, ends.int(), ends.int(), 8, 8, window_size=(-1, 0))
-        torch.cuda.synchronize()
-    except Exception as error:  # not built, no kernel for this GPU: each raises its own type
-        raise_if_gpu_fails(error)
-        return f"PyTorch's FlashAttention does not run on this GPU ({_first_line(error)})"
-    return ""
-
-
-def problem_of_flash_attn() -> str:
-    """Why the installed flash-attn package cannot be imported; "" if it can, or if there is none.
-
-    transformers asks only whether it is installed. One that was built for another PyTorch raises an error when it is imported.
-    """
-    from transformers.utils import is_flash_attn_2_available
-
-    if not is_flash_attn_2_available():
-        return ""
-    try:
-        importlib.import_module("flash_attn")
-    except Exception as error:  # a missing symbol, a missing library, an operator that exists already
-        return f"the installed flash-attn cannot be imported ({_first_line(error)})"
-    return ""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [repr(error)])[0]
-
-
-def print_attention(training_args: TrainingArguments, model_args: ModelConfig, launched: Launched) -> None:
-    """Prints which attention a run uses and why, what it costs, and whether the loss runs without Triton."""
-    used, (choice, reason) = model_args.attn_implementation, choose_attention(training_args, model_args, launched)
-    if launched.on_cpu and not has_documents(training_args):
-        return
-    if launched.no_triton and not launched.on_cpu:
-        print_once(f"TRL's loss runs in PyTorch instead of Triton, a little slower: {launched.no_triton}")
-    if launched.no_flash and not launched.on_cpu:
-        print_once(f"warning: {launched.no_flash}")
-    why = f", not {VARLEN}: {reason}" if reason else ""
-    if used != choice:
-        why = ", from --attn_implementation"
-    elif used == VARLEN:
-        why = ", PyTorch's FlashAttention-2: tokens attend to their own document only"
-        if launched.on_cpu:
-            why += " (on a CPU, one SDPA per document)"
-    config, _ = config_and_class(model_args, launched.tiny)
-    tokens = training_args.per_device_train_batch_size * (getattr(training_args, "max_length", None) or 0)
-    cost = ""
-    has_mask = used in (None, "sdpa", "eager") and has_documents(training_args) and not launched.on_cpu
-    if has_mask and tokens and config is not None:
-        # Per token and layer: 4 x tokens x hidden_size FLOP of attention, 2 x 12 x hidden_size^2 of the weights.
-        share = tokens / 6 / config.get_text_config().hidden_size
-        cost = f" With a mask, each token attends to all {tokens:,} of its batch: {share:.0%} of the FLOP of the weights."
-    print_once(f"Attention: {used or 'chosen by transformers, SDPA for most models'}{why}.{cost}")
 
 
 def check_experts(model_args: ModelConfig) -> None:

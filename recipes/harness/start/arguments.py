@@ -36,15 +36,15 @@ from harness.data.script_arguments import ScriptArguments, change_each, each_dat
 from harness.data.streams import documents_per_batch
 from harness.hub import wait_for_hub
 from harness.launched import NODE_VARIABLE, Checked, Launched, UserError, print_once
+from harness.model.attention import print_attention
+from harness.model.gpu_features import why_not_triton
 from harness.model.loading import (
     build_adapter_on_meta,
     check_experts,
     check_host_memory,
     check_model,
     check_module_names,
-    print_attention,
     set_loading_options,
-    why_not_triton,
 )
 from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes.network import check_all_reduce, exit_with_causes, wait_for_first_process

@@ -177,7 +177,7 @@ def find_gpu_features(launched: Launched, can_fork: bool) -> None:
 
 
 def gpu_features() -> tuple[list[str], str, str, str]:
-    from harness.model.loading import find_gpu_features
+    from harness.model.gpu_features import find_gpu_features
 
     return find_gpu_features()
 

@@ -1,0 +1,123 @@
+"""`varlen`, an attention of transformers in which tokens attend to their own document only: PyTorch's FlashAttention-2."""
+
+import itertools
+from typing import Any
+
+from harness.launched import UserError
+from harness.model.gpu_features import VARLEN
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+MAX_HEAD_SIZE = 256  # of FlashAttention-2, also of the one in PyTorch (Dao-AILab/flash-attention#2427)
+REFUSED = ("softcap", "s_aux", "position_bias")  # arguments of attention functions that `varlen_attn` does not have
+
+
+def register_varlen() -> None:
+    """Makes `varlen` an attention implementation of transformers, in this process."""
+    AttentionInterface.register(VARLEN, attend_within_documents)
+    AttentionMaskInterface.register(VARLEN, mask_between_documents)
+
+
+def attend_within_documents(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of `varlen`.
+
+    Tensors are (1, heads, tokens, head size). `cu_seq_lens_q` has the ends of the documents; TRL's collator makes it, for
+    training and for evaluation. Without it, as in `generate`, this is SDPA.
+    """
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if cu_seq_lens_q is None or query.shape[2] != key.shape[2]:
+        if module.training:
+            raise UserError(
+                f"--attn_implementation {VARLEN}: {type(module).__name__} got no lengths of documents, so they would attend to "
+                "each other: pass --attn_implementation sdpa"
+            )
+        if attention_mask is None and sliding_window and query.shape[2] > sliding_window:
+            attention_mask = mask_of_window(query.shape[2], sliding_window - 1, 0, query.device)
+        sdpa = AttentionInterface()["sdpa"]
+        return sdpa(module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **options)
+    needed = ["dropout"] if dropout else [name for name in REFUSED if options.get(name) is not None]
+    if needed:
+        raise UserError(f"--attn_implementation {VARLEN} has no {needed[0]}, which this model needs: pass another one")
+    device, size = query.device.type, value.shape[-1]
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    value = torch.nn.functional.pad(value, (0, query.shape[-1] - size))  # of latent attention, value heads are smaller
+    tokens = [tensor.to(dtype).transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    # A token and the `sliding_window - 1` before it.
+    window = (sliding_window - 1 if sliding_window else -1, 0 if is_causal else -1)
+    if device == "cpu" and type(query) is torch.Tensor:  # not a fake tensor of --plan
+        output = attend_on_cpu(*tokens, cu_seq_lens_q, max_length_q, scaling, window)
+    else:
+        ends, longest = cu_seq_lens_q, max_length_q
+        output = varlen_attn(*tokens, ends, ends, longest, longest, scale=scaling, window_size=window, enable_gqa=True)
+    return output[None, :, :, :size], None
+
+
+def mask_between_documents(
+    attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **options: Any
+) -> torch.Tensor | None:
+    """The mask for `attend_within_documents`: none for documents without padding, otherwise that of SDPA."""
+    if attention_mask is None and options["q_length"] == options["kv_length"] and not use_vmap:
+        return None
+    return AttentionMaskInterface()["sdpa"](attention_mask=attention_mask, use_vmap=use_vmap, **options)
+
+
+def attend_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    scale: float | None,
+    window: tuple[int, int],
+) -> torch.Tensor:
+    """What `varlen_attn` computes, for rehearsals: it has no CPU kernel. Tensors are (tokens, heads, head size).
+
+    Raises ValueError for what CUDA's kernel refuses, except float32, so that a rehearsal fails where a GPU would.
+    """
+    check_as_on_cuda(query, key, value, ends, longest)
+    outputs, lengths = [], ends.diff().tolist()
+    for length, *document in zip(lengths, *(tensor.split(lengths) for tensor in (query, key, value)), strict=True):
+        mask = None if window in ((-1, 0), (-1, -1)) else mask_of_window(length, *window)
+        query, key, value = (part.transpose(0, 1)[None] for part in document)
+        options = {"attn_mask": mask, "is_causal": window == (-1, 0), "scale": scale, "enable_gqa": True}
+        outputs.append(torch.nn.functional.scaled_dot_product_attention(query, key, value, **options)[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def mask_of_window(length: int, before: int, after: int, device: torch.device | None = None) -> torch.Tensor:
+    """Which tokens of a document attend to which: to so many before and after them, -1 for all."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device)
+    mask = mask.triu(-before) if before >= 0 else mask
+    return mask.tril(after) if after >= 0 else mask
+
+
+def check_as_on_cuda(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int) -> None:
+    """Raises ValueError for what CUDA's kernel refuses."""
+    size, places = query.shape[-1], ends.tolist()
+    lengths = [end - start for start, end in itertools.pairwise(places)]
+    requirements = {
+        "query, key and value have one dtype": query.dtype == key.dtype == value.dtype,
+        "query, key and value have one head size": key.shape[-1] == value.shape[-1] == size,
+        "the head size is a multiple of 8, at most 256": size % 8 == 0 and size <= MAX_HEAD_SIZE,
+        "heads are contiguous": query.stride(-1) == key.stride(-1) == value.stride(-1) == 1,
+        "the ends of documents are int32": ends.dtype == torch.int32,
+        "the documents are all tokens": places[0] == 0 and places[-1] == len(query) == len(key) and max(lengths) <= longest,
+    }
+    for requirement, is_met in requirements.items():
+        if not is_met:
+            raise ValueError(f"varlen_attn on CUDA needs that {requirement}")

@@ -201,22 +201,20 @@ def rehearse(launch, fork_launch, workdir):
 def build_trainer(workdir, monkeypatch, tmp_path):
     """Runs a recipe (name or path) in this process, tiny; returns the trainer it passes to `train`."""
     import harness
+    from harness import contexts
+    from harness.start import training
 
     trainers = []
 
     def call(recipe, *flags):
         monkeypatch.chdir(workdir)
         path = recipe if "/" in recipe else str(ROOT / "recipes" / f"{recipe}.py")
-        launched = {"recipe": path, "processes": 1, "tiny": True, "on_cpu": True}
         monkeypatch.setattr(harness, "train", trainers.append)
+        monkeypatch.setattr(sys, "argv", [path, "--output_dir", str(tmp_path / f"in-process-{len(trainers)}"), *flags])
         # Once as the launcher does, to check and to make the tiny model and dataset; once as a process that trains does.
-        for only_check in (True, False):
-            monkeypatch.setenv("RECIPE_LAUNCH", json.dumps(launched | {"only_check": only_check}))
-            monkeypatch.setattr(sys, "argv", [path, "--output_dir", str(tmp_path / f"in-process-{len(trainers)}"), *flags])
-            try:
+        for context in (training.Check, training.Train):
+            with contexts.active(context(path, processes=1, tiny=True, on_cpu=True)):
                 runpy.run_path(path, run_name="__main__")
-            except harness.launched.Checked:
-                assert only_check
         return trainers[-1]
 
     return call

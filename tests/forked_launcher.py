@@ -109,7 +109,7 @@ def main():
 
     if not processes.import_libraries():
         sys.exit("this process cannot be forked")
-    for module in ("matplotlib.figure", "bitsandbytes.nn", "harness.run.session", "harness.start.arguments"):
+    for module in ("matplotlib.figure", "bitsandbytes.nn", "harness.run.session", "harness.start.training"):
         importlib.import_module(module)
     gc.freeze()  # as `import_libraries` does
     for line in sys.stdin:

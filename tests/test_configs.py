@@ -6,7 +6,6 @@ import os
 from harness import configs
 from harness.commands import convert
 from harness.compat.accelerate import launch_environment
-from harness.launched import Launched
 from harness.plan.cards import configs_that_save_more
 from harness.start import launch
 
@@ -175,7 +174,7 @@ def test_gpu_ids(tmp_path, monkeypatch, value, expected):
     path = tmp_path / "mine.yaml"
     path.write_text(f"distributed_type: MULTI_GPU\ngpu_ids: {value}\n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    launch.set_environment(Launched(tiny=True), configs.read(str(path)).gpu_ids)
+    launch.set_environment(True, configs.read(str(path)).gpu_ids)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == (expected or "7")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as for a rehearsal on CPU
     assert launch_environment(str(path), 2, 1, "recipe.py")["CUDA_VISIBLE_DEVICES"] == ""

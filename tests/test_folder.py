@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 from harness import folder
+from harness.contexts import Context
 from harness.data.reading import file_versions
-from harness.launched import NODE_VARIABLE, Launched
+from harness.launched import NODE_VARIABLE
 
 import pytest
 from conftest import ROOT, read
@@ -265,11 +266,8 @@ def test_finished_run_exits(tmp_path, capsys, error_of):
 
 
 def test_default_output_dir():
-    launched = Launched(recipe="/a/my_recipe.py")
-    assert Path(folder.default_output_dir(launched, "")) == Path("outputs/my_recipe")
-    launched.tiny = True
-    assert Path(folder.default_output_dir(launched, "")) == Path("outputs/tiny/my_recipe")
-    assert Path(folder.default_output_dir(Launched(), "/b/plain.py")) == Path("outputs/plain")
+    assert Path(Context("/a/my_recipe.py").default_output_dir) == Path("outputs/my_recipe")
+    assert Path(Context("/a/my_recipe.py", tiny=True).default_output_dir) == Path("outputs/tiny/my_recipe")
 
 
 def test_checkpoints_are_ordered_by_step(tmp_path):

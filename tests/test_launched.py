@@ -5,18 +5,10 @@ import subprocess
 import sys
 
 from harness import launched
-from harness.launched import Launched, UserError, exit_on_user_error, print_once
+from harness.launched import UserError, exit_on_user_error, print_once
 
 import pytest
 from conftest import ROOT
-
-
-def test_launched_travels_in_the_environment(monkeypatch):
-    assert Launched.from_environment() == Launched()
-    launched = Launched(recipe="a b.py", config="c.yaml", processes=4, tiny=True, on_cpu=True, mode="preview")
-    for name, value in launched.to_environment().items():
-        monkeypatch.setenv(name, value)
-    assert Launched.from_environment() == launched
 
 
 def fail():

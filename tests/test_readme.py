@@ -12,9 +12,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import configs
-from harness.launched import Checked, Launched
+from harness import configs, contexts
 from harness.start import flags
+from harness.start.training import Check
 
 import pytest
 from conftest import ALL_CONFIGS, ALL_RECIPES, CONFIGS, README_PAIRS, RECIPES, ROOT
@@ -115,13 +115,12 @@ def test_training_command_passes_its_checks(command, tmp_path, monkeypatch):
     if "--output_dir" in rest:  # may be a folder of another machine
         rest[rest.index("--output_dir") + 1] = "a run"
     flags.check_flags(path, rest)
-    config = str(ROOT / f"accelerate_configs/{config}.yaml")
-    launched = Launched(str(path), config, configs.read(config).num_processes, tiny=True, on_cpu=True, only_check=True)
-    for name, value in launched.to_environment().items():
-        monkeypatch.setenv(name, value)
+    config = configs.read(str(ROOT / f"accelerate_configs/{config}.yaml"))
+    check = Check(str(path), config, config.num_processes, tiny=True)
     monkeypatch.setattr(sys, "argv", [str(path), *rest])
-    with pytest.raises(Checked):
+    with contexts.active(check):
         runpy.run_path(str(path), run_name="__main__")
+    assert check.checked
 
 
 def test_table_of_recipes_agrees_with_configs():

@@ -12,7 +12,7 @@ HARNESS = ROOT / "recipes/harness"
 LEVELS = [
     ["launched"],
     ["compat"],
-    ["configs", "folder", "hub"],
+    ["configs", "contexts", "folder", "hub"],
     ["nodes"],
     ["data"],
     ["rehearsal"],

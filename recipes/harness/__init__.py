@@ -7,16 +7,16 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from harness.launched import exit_on_user_error
+from harness.launched import UserError, exit_on_user_error
 
 # On a CPU with bf16 arithmetic, bitsandbytes logs in every process that it misses a package that training does not use.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **defaults: Any) -> tuple[Any, Any, Any]:
-    """Returns `(script_args, training_args, model_args)`. See `harness.start.arguments.parse`."""
+    """Returns `(script_args, training_args, model_args)`. See `harness.start.parsing.parse`."""
     with exit_on_user_error():
-        from harness.start.arguments import parse
+        from harness.start.parsing import parse
 
         return parse(config_class, dataset_formats, **defaults)
 
@@ -32,9 +32,14 @@ def load(script_args: Any, keep: Callable[[dict], bool] | None = None) -> tuple[
 def train(trainer: Any) -> None:
     """Trains and saves the model. See `harness.run.session.train`."""
     with exit_on_user_error():
-        from harness.run.session import train
+        from harness import contexts
 
-        train(trainer)
+        context = contexts.current()
+        if context is None:
+            raise UserError(
+                "train() needs parse() before it: a recipe calls parse(), builds a trainer, and ends with train(trainer)"
+            )
+        context.built(trainer)
 
 
 __all__ = ["load", "parse", "train"]

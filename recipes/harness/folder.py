@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.launched import NODE_VARIABLE, Launched, UserError, print_once
+from harness.launched import NODE_VARIABLE, UserError, print_once
 
 from filelock import FileLock, Timeout
 
@@ -90,12 +90,6 @@ def sync(path: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
-
-
-def default_output_dir(launched: Launched, script: str) -> str:
-    """`outputs/RECIPE`, for a rehearsal `outputs/tiny/RECIPE`."""
-    parent = Path("outputs", "tiny") if launched.tiny else Path("outputs")
-    return str(parent / Path(launched.recipe or script).stem)
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -1,12 +1,7 @@
-"""How this process was launched, and what ends it: errors of the user, and signals.
-
-launch.sh passes what it decided about a run to every process in one environment variable.
-"""
+"""What ends a process: errors of the user, and signals; and what only one of several processes prints."""
 
 import contextlib
 import ctypes
-import dataclasses
-import json
 import os
 import signal
 import sys
@@ -15,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-LAUNCH_VARIABLE = "RECIPE_LAUNCH"
 DEBUG_VARIABLE = "HARNESS_DEBUG"  # set by launch.sh --debug: errors show their traceback
 NODE_VARIABLE = "HARNESS_NODE"  # number of this node, set in the launchers of all nodes but the first
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -28,40 +22,6 @@ _last_signal = 0  # a signal reaches the whole process, so its number is kept pe
 
 class UserError(Exception):
     """Something the user can mend. `exit_on_user_error` turns it into one message and exit code 2."""
-
-
-class Checked(BaseException):
-    """Raised at the end of `parse` when the run was only to be checked; its arguments are the three of `parse`."""
-
-
-class TrainerBuilt(BaseException):
-    """Raised by `train` when no training was asked for; its argument is the trainer that the recipe built."""
-
-
-@dataclasses.dataclass
-class Launched:
-    """How this process was started. The defaults describe `python recipe.py`, without launch.sh."""
-
-    recipe: str = ""  # path of the recipe
-    config: str = ""  # path of the Accelerate YAML
-    processes: int = 0  # on all nodes
-    nodes: int = 1
-    tiny: bool = False  # a rehearsal: tiny model and dataset
-    on_cpu: bool = False  # shard on CPU, because there are too few GPUs
-    mode: str = "train"  # or "preview", "prepare", "plan"
-    only_check: bool = False  # stop at the end of `parse`
-    separate_disks: bool = False  # every node has an output directory of its own, and --mirror has all files
-    attention: list[str] = dataclasses.field(default_factory=list)  # what this machine's GPUs support, see `find_gpu_features`
-    no_flash: str = ""  # why a FlashAttention that is installed cannot be used, "" if there is no problem
-    gpu_problem: str = ""  # why the GPU itself cannot be used at the moment, "" if it can
-    no_triton: str = ""  # why TRL's loss cannot use Triton here, "" if it can
-
-    def to_environment(self) -> dict[str, str]:
-        return {LAUNCH_VARIABLE: json.dumps(dataclasses.asdict(self))}
-
-    @classmethod
-    def from_environment(cls) -> "Launched":
-        return cls(**json.loads(os.environ.get(LAUNCH_VARIABLE, "{}")))
 
 
 @contextlib.contextmanager
@@ -99,6 +59,11 @@ def print_once(message: str) -> None:
         print(message, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of the pipe has exited; the run continues without it
+
+
+def plural(count: int, word: str) -> str:
+    """ "1 GPU", "2 GPUs"."""
+    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def readable_size(size: float) -> str:

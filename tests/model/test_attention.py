@@ -4,9 +4,12 @@ import sys
 import types
 from types import SimpleNamespace
 
-from harness.launched import Launched, UserError
+from harness.contexts import Context
+from harness.launched import UserError
 from harness.model import attention, gpu_features, varlen
+from harness.plan.simulation import Plan
 from harness.rehearsal import tiny
+from harness.start.training import features_of_gpu
 
 import pytest
 import torch
@@ -104,15 +107,15 @@ def test_cpu_refuses_what_cuda_refuses(heads, dtype, ends, requirement):
         varlen.attend_on_cpu(query, key, key, ends, 5, None, (-1, 0))
 
 
-GPU = Launched(recipe="a.py", attention=["varlen", "flash_attention_2"])
-OLD_GPU = Launched(recipe="a.py")
-CPU = Launched(recipe="a.py", on_cpu=True)
-PLAN = Launched(recipe="a.py", on_cpu=True, mode="plan")
+GPU = Context("a.py", attention=["varlen", "flash_attention_2"])
+OLD_GPU = Context("a.py")
+CPU = Context("a.py", on_cpu=True)
+PLAN = Plan("a.py", on_cpu=True)
 PACKED = {"packing": True, "packing_strategy": "bfd_split", "bf16": True}
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes", "arguments", "launched", "expected", "reason"),
+    ("family", "sizes", "arguments", "context", "expected", "reason"),
     [
         ("qwen2", {}, {}, GPU, "varlen", ""),
         ("qwen2", {}, {}, CPU, "varlen", ""),
@@ -142,28 +145,24 @@ PACKED = {"packing": True, "packing_strategy": "bfd_split", "bf16": True}
         ("unknown", None, {}, GPU, "varlen", ""),  # `check_model` says that it cannot be read
     ],
 )
-def test_choice(tmp_path, family, sizes, arguments, launched, expected, reason):
+def test_choice(tmp_path, family, sizes, arguments, context, expected, reason):
     if sizes is not None:
         AutoConfig.for_model(family, **sizes).save_pretrained(tmp_path)
     training_args, model_args = SFTConfig(use_cpu=True, **PACKED | arguments), ModelConfig(str(tmp_path), dtype="float32")
-    chosen, found = attention.choose_attention(attention.facts_of_run(training_args, model_args, launched))
+    chosen, found = attention.choose_attention(attention.facts_of_run(training_args, model_args, context))
     assert chosen == expected and reason in found and bool(reason) == bool(found)
     model_args.attn_implementation = "varlen"
     if reason:
         with pytest.raises(UserError, match=r"--attn_implementation varlen: .*: leave out the flag"):
-            attention.set_attention(training_args, model_args, launched)
+            attention.set_attention(training_args, model_args, context)
     else:
-        attention.set_attention(training_args, model_args, launched)
+        attention.set_attention(training_args, model_args, context)
 
 
-@pytest.mark.parametrize(
-    ("device", "capability", "expected"), [("cuda", (8, 0), ["varlen"]), ("cuda", (7, 5), []), ("cpu", None, [])]
-)
-def test_without_launcher_a_process_asks_its_own_gpu(monkeypatch, device, capability, expected):
+@pytest.mark.parametrize(("capability", "expected"), [((8, 0), ["varlen"]), ((7, 5), [])])
+def test_without_launcher_a_process_asks_its_own_gpu(monkeypatch, capability, expected):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: capability)
-    training_args = SFTConfig(use_cpu=True)
-    monkeypatch.setattr(SFTConfig, "device", torch.device(device))
-    assert attention.facts_of_run(training_args, ModelConfig("./none"), Launched()).usable == expected
+    assert features_of_gpu(torch.device("cuda")) == expected
 
 
 def test_a_plan_simulates_other_flash_attention_as_varlen(tmp_path):
@@ -199,16 +198,16 @@ def test_flash_attn_that_cannot_be_imported(monkeypatch, tmp_path, capsys):
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path / "model")
     model_args = ModelConfig(str(tmp_path / "model"))
     unpacked = SFTConfig(use_cpu=True, packing=False, bf16=True)
-    launched = Launched(recipe="a.py", attention=usable, no_flash=no_flash)
-    attention.set_attention(unpacked, model_args, launched)
+    context = Context("a.py", attention=usable, no_flash=no_flash)
+    attention.set_attention(unpacked, model_args, context)
     assert model_args.attn_implementation is None
-    attention.print_attention(unpacked, model_args, launched)
+    attention.print_attention(unpacked, model_args, context)
     warning, line = capsys.readouterr().out.splitlines()
     assert warning.startswith("warning: the installed flash-attn cannot be imported") and symbol in warning
     assert line.startswith("Attention: chosen by transformers, SDPA for most models, not varlen: ")
     model_args.attn_implementation = "flash_attention_2"
     with pytest.raises(UserError, match=r"undefined symbol.*install flash-attn again, or leave out the flag"):
-        attention.set_attention(unpacked, model_args, launched)
+        attention.set_attention(unpacked, model_args, context)
 
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     assert gpu_features.find_gpu_features()[:2] == (["varlen", "flash_attention_2"], "")

@@ -6,10 +6,10 @@ from types import ModuleType, SimpleNamespace
 
 from harness import configs
 from harness.configs import AccelerateConfig
-from harness.launched import Launched
+from harness.contexts import Context
 from harness.model import attention, gpu_features, loading
 from harness.run import outputs
-from harness.start import launch
+from harness.start import machine
 
 import psutil
 import pytest
@@ -99,16 +99,17 @@ def test_gpu_that_is_full_or_busy_is_an_error(monkeypatch, error_of, error, prob
     if not problem:
         return
     config = configs.read(str(ROOT / "accelerate_configs/1x3090.yaml"))
-    launched = Launched(processes=1, tiny=True, gpu_problem=found)
-    assert problem in error_of(launch.set_device, launched, config, use_cpu=False)
-    launch.set_device(launched, config, use_cpu=True)
-    assert launched.on_cpu
+    context = Context("a.py", config, processes=1, tiny=True, gpu_problem=found)
+    assert problem in error_of(machine.must_use_cpu, context, SimpleNamespace(use_cpu=False))
+    assert machine.must_use_cpu(context, SimpleNamespace(use_cpu=True))
 
 
 def test_loss_without_triton(monkeypatch):
     monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
     monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
-    loading.set_loading_options(SFTConfig(use_cpu=True), ModelConfig("./none"), False, Launched(on_cpu=True, no_triton="gcc"))
+    loading.set_loading_options(
+        SFTConfig(use_cpu=True), ModelConfig("./none"), False, Context("a.py", on_cpu=True, no_triton="gcc")
+    )
     assert not chunked_logprob._use_triton(torch.device("cuda")) and utils._CHUNKED_LOGPROB_CHUNK_SIZE == 4096
 
 
@@ -117,7 +118,7 @@ def test_model_of_one_gpu_is_not_split_onto_the_cpu(monkeypatch, quantized):
     """TRL would pass device_map="auto". Without a map, quantized weights are still loaded onto the GPU."""
     loaded, training_args = [], SFTConfig(use_cpu=True, bf16=False)
     model_args = ModelConfig("some/model", load_in_4bit=quantized)
-    loading.set_loading_options(training_args, model_args, is_sharded=False, launched=Launched())
+    loading.set_loading_options(training_args, model_args, is_sharded=False, context=Context("a.py"))
     monkeypatch.setattr(utils, "PartialState", lambda: SimpleNamespace(device=torch.device("cuda", 0)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -146,7 +147,7 @@ def test_model_of_one_gpu_is_not_split_onto_the_cpu(monkeypatch, quantized):
 def test_4bit_model_on_one_gpu_is_loaded_in_the_dtype_of_its_arithmetic(precision, dtype, given, expected):
     """Also the products of its 4-bit layers."""
     training_args, model_args = SFTConfig(use_cpu=True, **precision), ModelConfig("./none", load_in_4bit=True, dtype=dtype)
-    loading.set_loading_options(training_args, model_args, False, Launched(on_cpu=True), given)
+    loading.set_loading_options(training_args, model_args, False, Context("a.py", on_cpu=True), given)
     assert getattr(torch, training_args.model_init_kwargs["dtype"]) == expected
     assert get_quantization_config(model_args).bnb_4bit_compute_dtype == expected
 
@@ -166,7 +167,11 @@ def test_host_memory_is_checked(monkeypatch, capsys, error_of, model, config, pr
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(psutil, "swap_memory", lambda: memory)
     settings = configs.read(str(ROOT / f"accelerate_configs/{config}.yaml"))
-    run = ModelConfig(str(ROOT / f"tests/published/models/{model}"), **flags), settings, Launched(processes=processes, nodes=1)
+    run = (
+        ModelConfig(str(ROOT / f"tests/published/models/{model}"), **flags),
+        settings,
+        Context("a.py", processes=processes, nodes=1),
+    )
     loading.check_host_memory(*run)
     assert capsys.readouterr().out.strip() == (
         f"This run needs about {needed} GB of host memory, 1000 GB are free." if needed else ""
@@ -191,23 +196,23 @@ def test_attention_and_its_cost_are_printed(capsys, rehearse, workdir):
     model_args = ModelConfig(str(next((workdir / "outputs/tiny/.made").glob("Qwen--Qwen2-0.5B-*"))))
     training_args = SFTConfig(use_cpu=True, bf16=True, packing=True, max_length=48, per_device_train_batch_size=2)
 
-    def printed(implementation, launched):
+    def printed(implementation, context):
         model_args.attn_implementation = implementation
-        attention.print_attention(training_args, model_args, launched)
+        attention.print_attention(training_args, model_args, context)
         return capsys.readouterr().out.splitlines()
 
-    (line,) = printed(None, Launched(recipe="a.py"))
+    (line,) = printed(None, Context("a.py"))
     assert "SDPA for most models, not varlen: it needs GPUs of compute capability 8.0" in line
     assert "all 96 of its batch: 25% of the FLOP" in line  # hidden size 64
-    gpu = Launched(recipe="a.py", attention=["varlen", FLASH], no_triton="no compiler")
+    gpu = Context("a.py", attention=["varlen", FLASH], no_triton="no compiler")
     loss, line = printed("varlen", gpu)
     assert "PyTorch instead of Triton" in loss and loss.endswith("no compiler")
     assert line == "Attention: varlen, PyTorch's FlashAttention-2: tokens attend to their own document only."
     assert printed(FLASH, gpu)[1] == f"Attention: {FLASH}, from --attn_implementation."
     assert "from --attn_implementation. With a mask, each token" in printed("sdpa", gpu)[1]
-    assert printed("varlen", Launched(recipe="a.py", on_cpu=True))[0].endswith("(on a CPU, one SDPA per document).")
+    assert printed("varlen", Context("a.py", on_cpu=True))[0].endswith("(on a CPU, one SDPA per document).")
     training_args.packing = False
-    assert not printed(None, Launched(recipe="a.py", on_cpu=True))
+    assert not printed(None, Context("a.py", on_cpu=True))
     assert printed(FLASH, gpu)[1].startswith(f"Attention: {FLASH}, not varlen: it is for rows packed with")
 
 

@@ -24,9 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
 from harness import configs
-from harness.configs import AccelerateConfig
+from harness.contexts import Context
 from harness.folder import read_json
-from harness.launched import Launched
 from harness.plan import command, fakes, simulation
 from harness.plan.ledger import Ledger
 from harness.rehearsal.tiny import PLANNED
@@ -78,36 +77,36 @@ class RealTensors:
         return highest
 
 
-def measure_peak(launched: Launched, config: AccelerateConfig, flags: list[str]) -> int:
+def measure_peak(context: Context, flags: list[str]) -> int:
     """Runs one step on real tensors; returns the largest number of bytes that were allocated."""
     tensors = RealTensors()
 
     def make_fakes(ledger: Ledger) -> RealTensors:
         return tensors
 
-    simulation.simulate(launched, config, flags, make_fakes, with_evaluation=False)
+    simulation.simulate(context, flags, make_fakes, with_evaluation=False)
     return tensors.peak()
 
 
-def run_real(can_fork: bool, launched: Launched, config: AccelerateConfig, flags: list[str], port: int) -> int:
+def run_real(can_fork: bool, context: Context, flags: list[str], port: int) -> int:
     """Calls `measure_peak` in all processes of the config; returns the peak of the first one."""
-    with processes.idle_workers(launched.processes, can_fork) as workers:
+    with processes.idle_workers(context.processes, can_fork) as workers:
         for rank, worker in enumerate(workers):
             ranks = {}
-            if launched.processes > 1:
-                ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": launched.processes}
+            if context.processes > 1:
+                ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": context.processes}
                 ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             environment = {name: str(value) for name, value in ranks.items()}
-            worker.start(measure_peak, launched, config, flags, environment=environment)
+            worker.start(measure_peak, context, flags, environment=environment)
         code, _ = processes.wait_for(workers)
     if code:
         raise RuntimeError(f"the run on real tensors failed with exit code {code}")
     return workers[0].result
 
 
-def run_simulation(can_fork: bool, launched: Launched, config: AccelerateConfig, flags: list[str], kind: str) -> dict[str, Any]:
+def run_simulation(can_fork: bool, context: Context, flags: list[str], kind: str) -> dict[str, Any]:
     make_fakes = functools.partial(fakes.Fakes, cuda=kind != "cpu")
-    code, found = processes.call(can_fork, simulation.simulate, launched, config, flags, make_fakes, kind == "cuda to the end")
+    code, found = processes.call(can_fork, simulation.simulate, context, flags, make_fakes, kind == "cuda to the end")
     if found is None:
         raise RuntimeError(f"the simulation failed with exit code {code}")
     return dataclasses.asdict(found)
@@ -116,12 +115,11 @@ def run_simulation(can_fork: bool, launched: Launched, config: AccelerateConfig,
 def main(runs: str, port: str) -> None:
     can_fork = processes.import_libraries()
     for number, (recipe, path, flags, kind) in enumerate(json.loads(runs)):
-        config = configs.read(path)
-        launched = command.fit_processes(recipe, config)
+        context = command.fit_processes(recipe, configs.read(path))
         if kind == "real":
-            result = run_real(can_fork, launched, config, flags, int(port) + number)
+            result = run_real(can_fork, context, flags, int(port) + number)
         else:
-            result = run_simulation(can_fork, launched, config, flags, kind)
+            result = run_simulation(can_fork, context, flags, kind)
         Path(f"{number}.json").write_text(json.dumps(result))
 
 

@@ -7,7 +7,7 @@ import shlex
 import shutil
 
 from harness import configs
-from harness.launched import Launched
+from harness.contexts import Context
 from harness.nodes import hardware
 from harness.plan import arguments, cards, choose
 from harness.plan.choose import Machine, Option
@@ -67,8 +67,8 @@ def test_grid_of_several_nodes():
     grid = choose.make_grid(ROOT / "recipes/llama31_8b_lora.py", machine, PATHS, [])
     assert (grid.processes, grid.nodes) == (8, 2)
     assert names_of(grid) == {"1x3090_offload", "2x4gpu_hybrid_shard", "4gpu_ddp", "4gpu_full_shard", "4gpu_shard_grad_op"}
-    launched = grid.launched("recipe.py", "config.yaml")
-    assert (launched.processes, launched.nodes, launched.mode) == (8, 2, "plan")
+    context = grid.context("recipe.py", "")
+    assert (context.processes, context.nodes) == (8, 2)
     path = next(path for path in PATHS if "hybrid" in path)
     candidate = choose.Candidate(Option(path, 4, False), FOUND, 1.0)
     command_line = choose.command_line("llama31_8b_lora", candidate, ["--seed", "1"], grid)
@@ -298,7 +298,7 @@ def test_choice_for_a_machine(launch, small_model, tmp_path, monkeypatch):
     assert 4 <= len(kept) <= 7
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
     recipe, config, *flags = shlex.split(plan["command"])[1:]
-    run = Launched(str(ROOT / f"recipes/{recipe}.py"), str(ROOT / f"accelerate_configs/{config}.yaml"), processes=1)
+    run = Context(str(ROOT / f"recipes/{recipe}.py"), configs.read(str(ROOT / f"accelerate_configs/{config}.yaml")), processes=1)
     assert json.loads(plans.plan_file(run, flags).read_text()) == plan, "the run of the printed command finds its plan"
 
 

@@ -107,7 +107,6 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(trl, "SFTTrainer", trainer)
     monkeypatch.setattr(transformers, "Trainer", trainer)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    monkeypatch.delenv("RECIPE_LAUNCH", raising=False)
 
     def call(recipe, flags):
         loaded.clear()

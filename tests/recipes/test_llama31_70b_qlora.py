@@ -3,7 +3,7 @@
 import importlib.util
 from types import SimpleNamespace
 
-from harness.launched import Launched
+from harness.contexts import Context
 from harness.model import loading, quantized
 
 import pytest
@@ -83,7 +83,7 @@ def test_4bit_models_are_loaded_into_host_memory(monkeypatch):
     spec.loader.exec_module(original := importlib.util.module_from_spec(spec))
     assert object.__new__(original.Bnb4BitHfQuantizer).update_device_map(None) == {"": 0}
     arguments = SFTConfig(use_cpu=True, bf16=False), ModelConfig("some/model", load_in_4bit=True)
-    loading.set_loading_options(*arguments, is_sharded=True, launched=Launched())
+    loading.set_loading_options(*arguments, is_sharded=True, context=Context("a.py"))
     assert object.__new__(Bnb4BitHfQuantizer).update_device_map(None) == {"": "cpu"}
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from harness import folder
 from harness.run import checkpoints, marker, session, steps
 from harness.run.failures import check_metric_is_computed
+from harness.run.settings import RunSettings
 from harness.run.sharding import prepare_gradient_scaler
 
 import pytest
@@ -185,7 +186,7 @@ def test_checkpoint_with_nan_is_not_complete(build_trainer, monkeypatch):
     monkeypatch.setattr(steps, "set_signal_handler", lambda handler: None)
     next(trainer.model.parameters()).data[0] = float("nan")
     with pytest.raises(RuntimeError, match="NaN or infinite at step 1: try a lower --learning_rate"):
-        session.train(trainer)
+        session.train(trainer, RunSettings())
     assert Path(trainer.args.output_dir, "checkpoint-1").is_dir()
     assert folder.newest_complete_checkpoint(Path(trainer.args.output_dir)) is None
 
@@ -304,7 +305,7 @@ def test_old_checkpoints_are_deleted_by_step(build_trainer, monkeypatch):
 
     monkeypatch.setattr(trainer, "_save_checkpoint", save)
     monkeypatch.setattr(trainer.callback_handler, "on_save", on_save)
-    session.train(trainer)
+    session.train(trainer, RunSettings())
     assert seen == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-2", "checkpoint-3"]]
     assert folder.newest_complete_checkpoint(run) == run / "checkpoint-3"
 
@@ -316,7 +317,7 @@ def test_save_total_limit(tmp_path, limit, kept):
     for step in (0, 1, 2, 3, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()
     trainer = SimpleNamespace(args=args, state=SimpleNamespace(best_model_checkpoint="somewhere/checkpoint-0"))
-    checkpoints.Checkpoints(trainer, None)._delete_old(tmp_path / "checkpoint-5")
+    checkpoints.Checkpoints(trainer, None, RunSettings())._delete_old(tmp_path / "checkpoint-5")
     assert [folder.step_of(path) for path in folder.checkpoints(tmp_path)] == [*[4, 3, 2, 1][:kept], 0]
 
 

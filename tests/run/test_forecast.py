@@ -3,8 +3,9 @@
 import dataclasses
 import json
 
+from harness.configs import AccelerateConfig
+from harness.contexts import Context
 from harness.folder import read_json
-from harness.launched import Launched
 from harness.run.forecast import describe_forecast, read_forecast
 from harness.start import plans
 
@@ -86,12 +87,12 @@ def test_plan_is_that_of_the_same_recipe_config_flags_and_processes(tmp_path, ho
     recipe, config = tmp_path / "recipe.py", tmp_path / "config.yaml"
     recipe.write_text("a")
     config.write_text("b")
-    run = Launched(str(recipe), str(config), processes=2)
+    run = Context(str(recipe), AccelerateConfig(str(config)), processes=2)
     plans.keep_plan(PLAN, run, ["--max_steps", "3"])
 
-    def copied(launched: Launched, arguments: list[str]) -> bool:
+    def copied(context: Context, arguments: list[str]) -> bool:
         (tmp_path / "plan.json").write_text("of an earlier start")
-        plans.copy_plan(launched, arguments, tmp_path)
+        plans.copy_plan(context, arguments, tmp_path)
         return (tmp_path / "plan.json").exists()
 
     assert not copied(run, ["--max_steps", "4"]) and not copied(dataclasses.replace(run, processes=4), ["--max_steps", "3"])
@@ -105,8 +106,8 @@ def test_plan_is_that_of_the_same_recipe_config_flags_and_processes(tmp_path, ho
 def test_cache_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("")
-    plans.keep_plan(PLAN, Launched(__file__, __file__), [])
-    plans.copy_plan(Launched(__file__, __file__), [], tmp_path)
+    plans.keep_plan(PLAN, Context(__file__, AccelerateConfig(__file__)), [])
+    plans.copy_plan(Context(__file__, AccelerateConfig(__file__)), [], tmp_path)
     assert not (tmp_path / "plan.json").exists()
 
 
@@ -117,7 +118,7 @@ def test_run_gets_its_plan(fork_launch, workdir, tmp_path, home):
     flags = ["--model_name_or_path", str(model), "--dataset_name", str(data), "--use_cpu", "--max_steps", "1"]
     flags += ["--max_length", "64", "--per_device_train_batch_size", "1", "--max_eval_samples", "2", "--eval_strategy", "no"]
     recipe, config = ROOT / "recipes/qwen2_chat.py", ROOT / "accelerate_configs/1x3090.yaml"
-    plans.keep_plan(PLAN, Launched(str(recipe), str(config), processes=1), flags)
+    plans.keep_plan(PLAN, Context(str(recipe), AccelerateConfig(str(config)), processes=1), flags)
     process = fork_launch("qwen2_chat", "1x3090", *flags, "--output_dir", tmp_path / "run")
     assert process.returncode == 0, process.stderr
     assert read_json(tmp_path / "run/plan.json") == PLAN

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from harness.folder import newest_complete_checkpoint, read_json
 from harness.launched import UserError
 from harness.run import marker, mirror
+from harness.run.settings import RunSettings
 
 import pytest
 from conftest import ROOT, assert_one_error, free_port, losses, read, slow, wait_until
@@ -28,15 +29,16 @@ IDENTITY = {"recipe": "some", "model": "tiny"}
 def place(tmp_path, monkeypatch):
     """Makes a mirror and output directories with checkpoints; `open_mirror` is what a run does before its first step."""
     monkeypatch.setenv("NODE_SILENCE", "1")
-    args = SimpleNamespace(mirror=(tmp_path / "mirror").as_uri(), save_total_limit=2, load_best_model_at_end=False)
+    args = SimpleNamespace(save_total_limit=2, load_best_model_at_end=False)
+    settings = RunSettings(mirror=(tmp_path / "mirror").as_uri())
     opened = []
 
     def open_mirror(name: str) -> mirror.Mirror:
         args.output_dir = str(tmp_path / name)
         Path(args.output_dir).mkdir(exist_ok=True)
-        mirror.check(args.mirror, IDENTITY, Path(args.output_dir))
-        mirror.claim(args.mirror, IDENTITY, Path(args.output_dir))
-        opened.append(mirror.Mirror(SimpleNamespace(args=args), None))
+        mirror.check(settings.mirror, IDENTITY, Path(args.output_dir))
+        mirror.claim(settings.mirror, IDENTITY, Path(args.output_dir))
+        opened.append(mirror.Mirror(SimpleNamespace(args=args), None, settings))
         opened[-1].pull()
         return opened[-1]
 

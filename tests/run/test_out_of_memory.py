@@ -3,7 +3,8 @@
 import os
 import sys
 
-from harness.launched import Launched
+from harness import configs, contexts
+from harness.contexts import Context
 from harness.run import failures, outputs
 from harness.start import processes
 
@@ -80,12 +81,13 @@ def test_advice_for_a_config_that_accumulates_unsharded_gradients(build_trainer,
     trainer = build_trainer(
         RECIPE, "--gradient_accumulation_steps", "2", "--activation_checkpointing", "--max_length", "64", "--eval_strategy", "no"
     )
-    config = str(ROOT / "accelerate_configs/1x3090_offload.yaml")
-    monkeypatch.setattr(os, "environ", os.environ | Launched(config=config).to_environment() | {"ACCELERATE_USE_FSDP": "true"})
+    config = configs.read(str(ROOT / "accelerate_configs/1x3090_offload.yaml"))
+    monkeypatch.setattr(os, "environ", os.environ | {"ACCELERATE_USE_FSDP": "true"})
     monkeypatch.setattr(torch.optim.AdamW, "step", run_out)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         trainer.train()
-    assert "here: fsdp_reduce_each_batch: true in a copy of the config or" in failures._memory_message(raised.value)
+    with contexts.active(Context("a.py", config)):
+        assert "here: fsdp_reduce_each_batch: true in a copy of the config or" in failures._memory_message(raised.value)
 
 
 def test_loading_and_samples(build_trainer, monkeypatch):

@@ -1,13 +1,13 @@
 """Sharding changes no result: the same losses, the same 4-bit weights, and the collectives that the config asks for."""
 
-import json
-
+from harness import configs
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
 from harness.data.streams import fill_last_step
 from harness.model.quantized import install_byte_check
 from harness.rehearsal import tiny
 from harness.run import session, steps
+from harness.run.settings import RunSettings
 from harness.run.sharding import compile_layers, prepare_sharding
 
 import pytest
@@ -72,11 +72,10 @@ def test_loss_is_float32_with_mixed_precision_bf16(rehearse):
 def test_run_that_is_not_sharded_as_its_config_says(build_trainer, monkeypatch):
     """The config says FSDP, but the recipe was started as `python recipe.py`."""
     trainer = build_trainer(RECIPE, "--max_steps", "1")
-    launched = {"recipe": RECIPE, "config": str(ROOT / "accelerate_configs/4gpu_full_shard.yaml"), "processes": 4, "tiny": True}
-    monkeypatch.setenv("RECIPE_LAUNCH", json.dumps(launched))
+    config = configs.read(str(ROOT / "accelerate_configs/4gpu_full_shard.yaml"))
     monkeypatch.setattr(steps, "set_signal_handler", lambda handler: None)
     with pytest.raises(RuntimeError, match="4gpu_full_shard is FSDP on 4 processes, but this run is unsharded on 1"):
-        session.train(trainer)
+        session.train(trainer, RunSettings(config, processes=4, tiny=True))
     assert trainer.state.global_step == 0
 
 

@@ -182,16 +182,16 @@ SAVED = {"world_size": 4, "gradient_accumulation_steps": 2, "per_device_train_ba
 def test_steps_keep_their_rows_on_another_number_of_processes(processes, asked, expected):
     """gradient_accumulation_steps is set, by a recipe or a flag: the same command continues, a changed one is followed."""
     training_args = SimpleNamespace(gradient_accumulation_steps=asked, per_device_train_batch_size=2, output_dir="run")
-    keep_rows_of_step(training_args, processes, SAVED)
+    keep_rows_of_step(SimpleNamespace(), training_args, processes, SAVED)
     assert training_args.gradient_accumulation_steps == expected
     on_one = SAVED | {"world_size": processes, "gradient_accumulation_steps": expected, "asked_accumulation_steps": asked}
     training_args.gradient_accumulation_steps = asked
-    keep_rows_of_step(training_args, processes, on_one)  # started again, on as many processes
+    keep_rows_of_step(SimpleNamespace(), training_args, processes, on_one)  # started again, on as many processes
     assert training_args.gradient_accumulation_steps == expected
 
 
 def test_number_of_processes_that_cannot_continue(error_of):
     training_args = SimpleNamespace(gradient_accumulation_steps=2, per_device_train_batch_size=2, output_dir="run")
-    message = error_of(keep_rows_of_step, training_args, 3, SAVED)
+    message = error_of(keep_rows_of_step, SimpleNamespace(), training_args, 3, SAVED)
     assert "the run in run have 16 rows, which 3 processes cannot divide" in message
     assert "train the same steps on 1, 2, 4 or 8 processes (NPROC_PER_NODE)" in message

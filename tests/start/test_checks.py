@@ -7,14 +7,18 @@ import sys
 from types import SimpleNamespace
 
 import harness
+from harness import configs, contexts
 from harness.configs import AccelerateConfig
-from harness.launched import Launched
-from harness.start import checks, launch
+from harness.contexts import Context
+from harness.start import checks, launch, machine
+from harness.start.training import Check
 
 import pytest
 import torch
 from conftest import ROOT
 from trl import ModelConfig
+
+VALUES = SimpleNamespace(use_cpu=False, global_batch_size=None, per_device_train_batch_size=8, gradient_accumulation_steps=1)
 
 
 @pytest.mark.parametrize(("gpus", "on_cpu"), [(8, False), (4, True), (0, True)])
@@ -22,17 +26,16 @@ def test_rehearsal_uses_gpus_only_if_there_are_enough(monkeypatch, gpus, on_cpu)
     """Two machines with four GPUs each are eight processes on this machine."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    launched = Launched(config="hybrid.yaml", processes=8, tiny=True)
-    launch.set_device(launched, AccelerateConfig("hybrid.yaml", mixed_precision="bf16"), use_cpu=False)
-    assert launched.on_cpu == on_cpu
+    context = Context("a.py", AccelerateConfig("hybrid.yaml", mixed_precision="bf16"), processes=8, tiny=True)
+    assert machine.must_use_cpu(context, VALUES) == on_cpu
 
 
 @pytest.mark.parametrize(("config", "gpus"), [("1x3090_offload", "1 GPU"), ("4gpu_full_shard", "4 GPUs")])
 def test_missing_gpus_are_an_error(monkeypatch, error_of, config, gpus):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     path = f"accelerate_configs/{config}.yaml"
-    launched = Launched(recipe="recipes/qwen2_chat.py", config=path, processes=int(gpus[0]))
-    message = error_of(launch.set_device, launched, AccelerateConfig(path, mixed_precision="bf16"), use_cpu=False)
+    context = Context("recipes/qwen2_chat.py", AccelerateConfig(path, mixed_precision="bf16"), processes=int(gpus[0]))
+    message = error_of(machine.must_use_cpu, context, VALUES)
     assert f"{config} needs {gpus}, this machine has none" in message and f"./launch.sh --tiny qwen2_chat {config}" in message
 
 
@@ -49,11 +52,10 @@ def test_missing_gpus_are_an_error(monkeypatch, error_of, config, gpus):
 def test_fewer_gpus_are_offered(monkeypatch, error_of, gpus, flags, offer):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    recipe, path = ROOT / "recipes/qwen2_fineweb_edu.py", "accelerate_configs/4gpu_full_shard.yaml"
-    launched = Launched(recipe=str(recipe), config=path, processes=4)
-    message = error_of(
-        launch.set_device, launched, AccelerateConfig(path), use_cpu=False, rows=launch.rows_of_step(recipe, flags)
-    )
+    check = Check(str(ROOT / "recipes/qwen2_fineweb_edu.py"), AccelerateConfig("4gpu_full_shard.yaml"), processes=4)
+    monkeypatch.setattr(sys, "argv", ["qwen2_fineweb_edu.py", *flags])
+    with contexts.active(check):
+        message = error_of(runpy.run_path, check.recipe, run_name="__main__")
     assert offer in message and ("NPROC_PER_NODE" in message) == bool(offer)
 
 
@@ -66,7 +68,7 @@ def test_old_driver_is_an_error(monkeypatch, error_of):
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11080).")
 
     monkeypatch.setattr(torch.cuda, "init", initialize)
-    message = error_of(checks.count_gpus)
+    message = error_of(machine.count_gpus)
     assert torch.__version__ in message and "cannot use the 2 GPUs" in message
     assert "too old (found version 11080)" in message and "Update the driver" in message and "PYTHON" in message
 
@@ -75,9 +77,9 @@ def test_rehearsal_on_cpu_hides_gpus(monkeypatch):
     """FSDP asks PyTorch which accelerator there is. With one GPU for four processes it would use that one."""
     monkeypatch.setattr(os, "environ", dict(os.environ) | {"CUDA_VISIBLE_DEVICES": "0"})
     config = AccelerateConfig("c.yaml", distributed_type="FSDP")
-    launch.set_training_environment(Launched(config="c.yaml", processes=4, tiny=True, on_cpu=False), config)
+    launch.set_training_environment(Context("a.py", config, processes=4, tiny=True))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
-    launch.set_training_environment(Launched(config="c.yaml", processes=4, tiny=True, on_cpu=True), config)
+    launch.set_training_environment(Context("a.py", config, processes=4, tiny=True, on_cpu=True))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
@@ -87,7 +89,7 @@ def test_one_process_sees_one_gpu(monkeypatch, visible, expected):
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     monkeypatch.setattr(os, "environ", environment | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {}))
     config = AccelerateConfig("c.yaml", distributed_type="NO")
-    launch.set_training_environment(Launched(config="c.yaml", processes=1), config)
+    launch.set_training_environment(Context("a.py", config, processes=1))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
@@ -113,31 +115,32 @@ def test_bf16_needs_compute_capability_8(monkeypatch, error_of, precision, model
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability.get)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
     arguments = SimpleNamespace(**precision), ModelConfig(**model), is_sharded
-    checks.check_bf16(*arguments, 1)
+    machine.check_bf16(*arguments, 1)
     if words:
-        message = error_of(checks.check_bf16, *arguments, 2)
+        message = error_of(machine.check_bf16, *arguments, 2)
         assert "Tesla T4 has compute capability 7.5" in message and words in message
     else:
-        checks.check_bf16(*arguments, 2)
+        machine.check_bf16(*arguments, 2)
 
 
 def test_launcher_checks_bf16(monkeypatch, error_of):
     """`parse` does, once the arguments of the run are known. (On this machine there is no GPU.)"""
     calls = []
-    monkeypatch.setattr(checks, "check_bf16", lambda *arguments: calls.append(arguments[2:]))
-    launched = Launched(str(ROOT / "recipes/qwen2_chat.py"), str(ROOT / "accelerate_configs/4gpu_ddp.yaml"), 4, only_check=True)
+    monkeypatch.setattr(machine, "check_bf16", lambda *arguments: calls.append(arguments[2:]))
+    monkeypatch.setattr(machine, "must_use_cpu", lambda context, values: False)
+    monkeypatch.setattr(machine, "physical_cores", lambda: 8)
+    check = Check(str(ROOT / "recipes/qwen2_chat.py"), configs.read(str(ROOT / "accelerate_configs/4gpu_ddp.yaml")), 4)
     monkeypatch.setattr(sys, "argv", ["qwen2_chat.py", "--bf16", "false", "--model_name_or_path", "/nowhere"])
-    for name, value in launched.to_environment().items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    assert "/nowhere" in error_of(runpy.run_path, launched.recipe, run_name="__main__")
+    with contexts.active(check):
+        assert "/nowhere" in error_of(runpy.run_path, check.recipe, run_name="__main__")
     assert calls == [(False, 4)]
 
 
 def test_compilation_needs_triton(error_of):
-    arguments = SimpleNamespace(**FP16, torch_compile=True, torch_compile_backend="inductor"), ModelConfig(), False
-    checks.check_gpus(*arguments, Launched())
-    message = error_of(checks.check_gpus, *arguments, Launched(no_triton="no compiler (apt install gcc)"))
+    arguments = SimpleNamespace(**FP16, torch_compile=True, torch_compile_backend="inductor"), ModelConfig()
+    machine.check_gpus(*arguments, Context("a.py"))
+    message = error_of(machine.check_gpus, *arguments, Context("a.py", no_triton="no compiler (apt install gcc)"))
     assert message == "--torch_compile needs Triton, which cannot be used here: no compiler (apt install gcc): leave out the flag"
 
 
@@ -152,19 +155,19 @@ def test_dtype_of_sharded_4bit_weights_in_a_recipe(error_of):
 @pytest.mark.parametrize(("cores", "on_cpu", "warned"), [(1, False, True), (4, False, False), (1, True, False)])
 def test_fewer_cores_than_gpus_are_a_warning(monkeypatch, capsys, cores, on_cpu, warned):
     """On every node. A rehearsal on the CPU has fewer on purpose."""
-    monkeypatch.setattr(checks, "physical_cores", lambda: cores)
+    monkeypatch.setattr(machine, "physical_cores", lambda: cores)
     monkeypatch.setenv("HARNESS_NODE", "1")
-    checks.print_few_cores(Launched(processes=8, nodes=2, on_cpu=on_cpu))
+    machine.print_few_cores(Context("a.py", processes=8, nodes=2, on_cpu=on_cpu))
     printed = capsys.readouterr().err
     assert (printed.startswith("warning: node 1 gives this run 1 core for 4 GPUs") and "--cpus-per-task" in printed) == warned
     assert warned or not printed
 
 
 def test_untested_versions_are_a_warning(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(checks, "REQUIREMENTS", tmp_path / "requirements.txt")
+    monkeypatch.setattr(machine, "REQUIREMENTS", tmp_path / "requirements.txt")
     (tmp_path / "requirements.txt").write_text("torch==0.1\n# comment\nnot-installed==1\n")
-    monkeypatch.setattr(checks, "TESTED_PYTHON", (2, 7))
-    checks.print_untested_versions()
+    monkeypatch.setattr(machine, "TESTED_PYTHON", (2, 7))
+    machine.print_untested_versions()
     warning = capsys.readouterr().out
     assert warning.startswith("warning: not tested with Python 3.") and "(tested: 0.1)" in warning
     assert "not-installed" not in warning

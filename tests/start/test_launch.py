@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import harness
-from harness.configs import AccelerateConfig
-from harness.launched import Checked, Launched
+from harness.contexts import Context, RecipeStopped
 from harness.start import arguments, flags
 
 import pytest
@@ -65,17 +64,17 @@ def pasted(monkeypatch):
 
         def record(config_class: type, dataset_formats: object = (), **defaults: object) -> NoReturn:
             called.append((config_class, defaults))
-            raise Checked
+            raise RecipeStopped
 
         monkeypatch.setattr(harness, "parse", record)
-        with pytest.raises(Checked):
+        with pytest.raises(RecipeStopped):
             runpy.run_path(str(recipe), run_name="__main__")
         shown = [line for line in flags.help_text(recipe).splitlines() if line.startswith("    --")]
         assert {line.split()[0] for line in shown} >= {f"--{name}" for name in called[0][1] if called[0][1][name] is not None}
         read = []
         for words in ([], shlex.split("\n".join(shown), comments=True)):
             monkeypatch.setattr(sys, "argv", [str(recipe), "--output_dir", "any", "--use_cpu", "--bf16", "false", *words])
-            parts = arguments.read_arguments(*called[0], Launched(), AccelerateConfig())
+            parts = arguments.read_arguments(Context(str(recipe)), called[0][0], (), called[0][1])
             read.append(
                 [
                     {name: value for name, value in vars(part).items() if name not in ("given", "distributed_state")}

@@ -1,14 +1,15 @@
 """Recipes without launch.sh: `python`, `torchrun` and `accelerate launch`."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 from types import SimpleNamespace
 
-from harness import configs
+from harness import configs, contexts
 from harness.rehearsal import tiny
-from harness.start import arguments
+from harness.start import parsing, training
 
 import pytest
 import torch
@@ -115,6 +116,13 @@ def test_accelerate_launch_that_overrides_the_config(start, tmp_path):
     assert "'loss'" not in process.stdout and not list((tmp_path / "run").glob("checkpoint-*"))
 
 
+@pytest.fixture
+def no_context():
+    """A context that this process gets in a test is no longer that of the next one."""
+    yield
+    contexts.set_current(None)
+
+
 @pytest.mark.parametrize("form", [["--config_file", "mine.yaml"], ["--config_file=mine.yaml"]], ids=["two words", "one word"])
 @pytest.mark.parametrize("generation", [0, 1], ids=["parent", "grandparent"])
 def test_config_of_accelerate_launch(monkeypatch, tmp_path, form, generation):
@@ -123,7 +131,7 @@ def test_config_of_accelerate_launch(monkeypatch, tmp_path, form, generation):
     launcher = SimpleNamespace(cmdline=lambda: ["python", "accelerate", "launch", *form, "r.py"], cwd=lambda: str(tmp_path))
     parents = [*others[:generation], launcher, *others]
     monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(parents=lambda: parents))
-    assert arguments.config_of_accelerate_launch() == str(tmp_path / "mine.yaml")
+    assert training.config_of_accelerate_launch() == str(tmp_path / "mine.yaml")
 
 
 @pytest.mark.parametrize(
@@ -136,40 +144,40 @@ def test_config_of_accelerate_launch(monkeypatch, tmp_path, form, generation):
     ],
     ids=["one process", "first process", "another process", "without FSDP"],
 )
-def test_accelerate_launch_without_config_file(monkeypatch, capsys, variables, warnings):
+def test_accelerate_launch_without_config_file(monkeypatch, capsys, no_context, variables, warnings):
     """The keys of this project are not read; the first process prints which ones."""
-    for name in ("RECIPE_LAUNCH", "ACCELERATE_USE_FSDP", "RANK", "WORLD_SIZE"):
+    for name in ("ACCELERATE_USE_FSDP", "RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     for name, value in ({"ACCELERATE_MIXED_PRECISION": "no"} | variables).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["recipe.py", "--use_cpu"])
-    launched = arguments.find_launched()
-    assert not launched.config and launched.processes == int(variables.get("WORLD_SIZE", 1))
+    context = training.start_without_launcher()
+    context.before_arguments(argparse.Namespace(use_cpu=True))
+    assert not context.config.path and context.processes == int(variables.get("WORLD_SIZE", 1))
     printed = "".join(capsys.readouterr())
     assert printed.count("warning") == warnings and all((key in printed) == bool(warnings) for key in configs.OWN_KEYS)
     assert ("--config_file" in printed) == bool(warnings)
 
 
-def test_accelerate_launch_without_a_gpu(monkeypatch, error_of):
-    for name, value in {"RECIPE_LAUNCH": "{}", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_FSDP": "true"}.items():
+def test_accelerate_launch_without_a_gpu(monkeypatch, error_of, no_context):
+    for name, value in {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["recipe.py", "--use_cpu", "false"])
-    assert "pass --use_cpu" in error_of(arguments.find_launched)
+    context = training.start_without_launcher()
+    assert "pass --use_cpu" in error_of(context.before_arguments, argparse.Namespace(use_cpu=False))
 
 
-def test_python_has_no_config(monkeypatch, capsys):
-    for name in ("RECIPE_LAUNCH", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
+def test_python_has_no_config(monkeypatch, capsys, no_context):
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
-    assert arguments.find_launched() == arguments.Launched() and not any(capsys.readouterr())
+    assert training.start_without_launcher() == training.Train(sys.argv[0], is_checked=False) and not any(capsys.readouterr())
 
 
 @pytest.fixture
-def gpus(monkeypatch):
+def gpus(monkeypatch, no_context):
     """Gives this process GPUs of a compute capability, until something computes on them."""
 
     def call(count: int, capability: tuple[int, int]):
-        for name in ("RECIPE_LAUNCH", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
+        for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -185,7 +193,7 @@ def gpus(monkeypatch):
 def test_python_on_several_gpus_is_an_error(monkeypatch, gpus, error_of, tmp_path, model):
     gpus(4, (8, 0))
     monkeypatch.setattr(sys, "argv", [str(RECIPE), "--output_dir", str(tmp_path / "run")])
-    message = error_of(arguments.parse, SFTConfig, model_name_or_path=str(model), dataset_name="none", bf16=False)
+    message = error_of(parsing.parse, SFTConfig, model_name_or_path=str(model), dataset_name="none", bf16=False)
     assert "4 GPUs" in message and "CUDA_VISIBLE_DEVICES=0" in message and "--nproc-per-node 4" in message
     assert not (tmp_path / "run").exists()
 
@@ -196,7 +204,7 @@ def test_python_on_a_t4_computes_the_loss_without_triton(monkeypatch, gpus, erro
     monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
     monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
     monkeypatch.setattr(sys, "argv", [str(RECIPE), "--output_dir", str(tmp_path / "run")])
-    stops = error_of(arguments.parse, SFTConfig, model_name_or_path=str(model), dataset_name="missing.jsonl", fp16=True)
+    stops = error_of(parsing.parse, SFTConfig, model_name_or_path=str(model), dataset_name="missing.jsonl", fp16=True)
     assert "file or folder not found: missing.jsonl" in stops
     assert not chunked_logprob._use_triton(torch.device("cuda"))
 
@@ -215,6 +223,6 @@ def test_old_driver_of_rtx_40xx(monkeypatch, gpus, error_of, tmp_path, model):
         SFTConfig(tmp_path / "run", bf16=False).device  # noqa: B018 (the property connects)
     PartialState._shared_state.clear()
     monkeypatch.setattr(sys, "argv", [str(RECIPE), "--output_dir", str(tmp_path / "run")])
-    stops = error_of(arguments.parse, SFTConfig, model_name_or_path=str(model), dataset_name="missing.jsonl", bf16=False)
+    stops = error_of(parsing.parse, SFTConfig, model_name_or_path=str(model), dataset_name="missing.jsonl", bf16=False)
     assert "file or folder not found: missing.jsonl" in stops
     assert os.environ["NCCL_P2P_DISABLE"] == os.environ["NCCL_IB_DISABLE"] == "1"

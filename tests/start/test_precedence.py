@@ -4,7 +4,7 @@ import os
 import sys
 
 from harness.configs import AccelerateConfig
-from harness.launched import Launched
+from harness.contexts import Context
 from harness.start import arguments
 from harness.start.arguments import DEFAULTS, read_arguments
 
@@ -28,8 +28,8 @@ def read(monkeypatch, tmp_path):
             words += ["--config", str(tmp_path / "arguments.yaml")]
         monkeypatch.setattr(sys, "argv", words)
         recipe = {"dataset_name": NAME} | (recipe or {})
-        launched = Launched(recipe="recipe.py", tiny=tiny, on_cpu=True)
-        parsed = read_arguments(SFTConfig, recipe, launched, AccelerateConfig(**(config or {})))
+        context = Context("recipe.py", AccelerateConfig(**(config or {})), tiny=tiny, on_cpu=True)
+        parsed = read_arguments(context, SFTConfig, (), recipe)
         return {name: value for part in reversed(parsed) for name, value in vars(part).items()}
 
     return call

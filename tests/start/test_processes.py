@@ -111,10 +111,11 @@ def test_worker_has_environment_and_stdin(python, tmp_path, starts_a_thread):
 
 RUN_RECIPES = """
 import sys
+from harness.contexts import Context
 from harness.start import processes
 can_fork = processes.import_libraries()
 for path in sys.argv[1:]:
-    code, result = processes.call(can_fork, processes.run_recipe, path, [])
+    code, result = processes.call(can_fork, processes.run_recipe, Context(path), [])
     print(code, result, flush=True)
     print("---", flush=True)
 """
@@ -409,7 +410,7 @@ def test_signal_during_imports_ends_the_launcher(python, module, number):
 
 # Lines of a recipe, and what is inserted before them: signals to all processes.
 MOMENTS = {
-    "the run is checked": ("def main(", "if json.loads(os.environ['RECIPE_LAUNCH'])['only_check']:\n    {}\n\n\ndef main("),
+    "the run is checked": ("def main(", "if type(contexts.current()).__name__ == 'Check':\n    {}\n\n\ndef main("),
     "the trainers are built": ("    train(", "    {}\n    train("),
 }
 
@@ -424,7 +425,8 @@ MOMENTS = {
 )
 def test_signal_to_all_processes_before_training(session, tmp_path, moment, number):
     recipe, (line, lines) = tmp_path / "interrupted.py", MOMENTS[moment]
-    text = (ROOT / f"recipes/{RECIPE}.py").read_text().replace("from harness", "import json\nimport os\n\nfrom harness", 1)
+    imports = "import os\n\nfrom harness import contexts\nfrom harness"
+    text = (ROOT / f"recipes/{RECIPE}.py").read_text().replace("from harness", imports, 1)
     recipe.write_text(text.replace(line, lines.format(f"os.killpg(0, {int(number)})")))
     process, log, alive = session(tmp_path / "run", recipe=recipe)
     assert process.wait(timeout=120) == 128 + number, log.read_text()

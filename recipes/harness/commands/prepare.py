@@ -13,16 +13,17 @@ import random
 import shutil
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
 from harness.commands import arguments
+from harness.contexts import Context, RecipeStopped
 from harness.folder import write_json
 from harness.hub import hub_errors
-from harness.launched import Launched, UserError, exit_on_user_error, print_once, readable_size
+from harness.launched import UserError, exit_on_user_error, print_once, readable_size
 from harness.start import flags
-from harness.start.launch import build_trainer, check_recipe, gpu_features, set_environment
+from harness.start.launch import gpu_features, hide_library_warnings, set_environment
+from harness.start.processes import run_recipe
 
 import yaml
 
@@ -38,28 +39,52 @@ def main(*words: str) -> int:
     """Returns the exit code."""
     parsed = arguments.prepare().read(words)
     flags.check_flags(parsed.recipe, parsed.flags)
-    launched = Launched(recipe=str(parsed.recipe), tiny=parsed.tiny, mode="prepare", on_cpu=True)
-    set_environment(launched)
-    launched.attention, launched.no_flash, launched.no_triton, _ = gpu_features()
+    prepare = Prepare(str(parsed.recipe), tiny=parsed.tiny, on_cpu=True)
+    set_environment(prepare.tiny)
+    prepare.attention, prepare.no_flash, prepare.no_triton, _ = gpu_features()
+    hide_library_warnings()
     with tempfile.TemporaryDirectory(prefix="prepare-") as output_dir:
-        words = [*parsed.flags, "--output_dir", output_dir]
-        checked = check_recipe(launched, words)
-        if not launched.tiny:
-            download(*checked, launched.attention)
-        build(dataclasses.replace(launched, only_check=False), words)
+        run_recipe(prepare, [*parsed.flags, "--output_dir", output_dir])
+    if not prepare.is_built:
+        raise UserError(f"{parsed.recipe.name} ended without calling train(): is it a recipe?")
     print_once("Everything this run needs is on this machine: the same flags train without internet.")
     return 0
 
 
-def build(launched: Launched, arguments: list[str]) -> None:
-    """Builds the recipe's trainer, so that its data is in the caches."""
-    from harness.compat.transformers import load_small_models, load_tokenizers_as_offline
-    from harness.rehearsal import tiny
+@dataclasses.dataclass
+class Prepare(Context):
+    """Downloads what a run needs when its arguments are known, then runs the recipe until it has built its trainer.
 
-    warnings.filterwarnings("ignore")
-    load_tokenizers_as_offline()
-    load_small_models(lambda config: tiny.shrink(config, {"vocab_size": config.get_text_config().vocab_size}))
-    build_trainer(launched, arguments)
+    The recipe's own code opens and tokenizes the data, so that it is in the caches.
+    """
+
+    is_built: bool = False
+
+    is_sharded = True  # the config is not known, and only sharded 4-bit weights must be made before a run
+
+    def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
+        from harness.compat.transformers import load_small_models, load_tokenizers_as_offline
+        from harness.model.quantized import quantize_once, use_quantized_weights
+        from harness.rehearsal import tiny
+        from harness.start import preparing
+
+        _, training_args, model_args = arguments
+        preparing.check_arguments(self, arguments)
+        preparing.set_model_options(self, arguments)
+        preparing.check_model_and_dataset(self, arguments)
+        if not self.tiny:
+            download(*arguments, self.attention)
+        load_tokenizers_as_offline()
+        preparing.replace_model_and_dataset(self, arguments)
+        if model_args.load_in_4bit:
+            quantize_once(model_args)
+            use_quantized_weights(model_args, training_args)
+        preparing.prepare_process(self, arguments)
+        load_small_models(lambda config: tiny.shrink(config, {"vocab_size": config.get_text_config().vocab_size}))
+
+    def built(self, trainer: Any) -> None:
+        self.is_built = True
+        raise RecipeStopped
 
 
 def download(script_args: Any, training_args: Any, model_args: Any, attention: list[str]) -> None:

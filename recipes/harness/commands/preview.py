@@ -14,7 +14,6 @@ import os
 import statistics
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,11 @@ from typing import Any
 
 from harness.commands import arguments
 from harness.commands.expectations import IGNORED
-from harness.launched import Launched, UserError, exit_on_user_error, print_once
+from harness.contexts import Context, RecipeStopped
+from harness.launched import UserError, exit_on_user_error, print_once
 from harness.start import flags
-from harness.start.launch import build_trainer, check_recipe, set_environment
+from harness.start.launch import hide_library_warnings, set_environment
+from harness.start.processes import run_recipe
 
 BATCHES = 100
 BOLD, GREEN, GREY = "1;", "32", "90"  # codes of a terminal
@@ -67,11 +68,12 @@ def main(*words: str) -> int:
     """Returns 1 if there are warnings."""
     parsed = arguments.preview().read(words)
     flags.check_flags(parsed.recipe, parsed.flags)
-    launched = Launched(recipe=str(parsed.recipe), tiny=parsed.tiny, mode="preview", on_cpu=True)
-    set_environment(launched)
+    preview = Preview(str(parsed.recipe), tiny=parsed.tiny, on_cpu=True)
+    set_environment(preview.tiny)
     messages = sys.stderr if parsed.json else sys.stdout  # stdout is for the JSON alone
     with tempfile.TemporaryDirectory(prefix="preview-") as output_dir, contextlib.redirect_stdout(messages):
-        trainer, rows, (script_args, _, model_args) = build_preview(launched, [*parsed.flags, "--output_dir", output_dir])
+        rows = preview.read_rows([*parsed.flags, "--output_dir", output_dir])
+        trainer, (script_args, _, model_args) = preview.trainer, preview.arguments
         batches = list(itertools.islice(trainer.get_train_dataloader(), BATCHES))
         numbers = summarize(trainer.args, rows, batches, script_args) | what_is_trained(trainer.model, model_args)
         numbers |= {"data": rows.data}
@@ -81,7 +83,7 @@ def main(*words: str) -> int:
         names = {"recipe": parsed.recipe.stem, "dataset": script_args.display_name}
         print(json.dumps({**names, **numbers, "warnings": found}, indent=2))
         return int(bool(found))
-    if launched.tiny:
+    if preview.tiny:
         print_once("\nThis is the preview of a rehearsal: leave out --tiny to see the rows and numbers of the run.")
     if parsed.full:
         print_document(tokenizer, rows, parsed.full)
@@ -93,50 +95,75 @@ def main(*words: str) -> int:
     return int(bool(found))
 
 
-def build_preview(launched: Launched, words: list[str]) -> tuple[Any, PreviewRows, tuple[Any, Any, Any]]:
-    """The trainer that a recipe builds, the first rows of its datasets, and its arguments. Changes this process."""
-    checked = check_recipe(launched, words)
-    script_args = checked[0]
-    warnings.filterwarnings("ignore")
+@dataclass
+class Preview(Context):
+    """Runs a recipe until it has built its trainer, with a model of two layers and the first rows of each split."""
 
-    from harness.compat.transformers import load_small_models
-    from harness.compat.trl import record_whole_rows
-    from harness.data.loading import FIRST_ROWS, count_training_rows
-    from harness.folder import DATA, read_json
-    from harness.rehearsal import tiny
+    arguments: tuple[Any, Any, Any] | None = None
+    trainer: Any = None
+    # Of each split: the tokenized rows before truncation and packing, and whether its rows are conversations.
+    whole: dict[str, Any] = dataclasses.field(default_factory=dict)
+    conversational: list[bool] = dataclasses.field(default_factory=list)
 
-    from trl.data_utils import is_conversational
+    only_first_rows = True
+    is_sharded = True  # the config is not known, and what can be sharded can also be trained on one GPU
 
-    whole, conversational = {}, []  # tokenized rows of each split before truncation and packing; is each split conversational?
+    def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
+        from harness.compat.transformers import load_small_models
+        from harness.compat.trl import record_whole_rows
+        from harness.rehearsal import tiny
+        from harness.start import preparing
 
-    def record(split: str, rows: Any, tokenized: Any) -> None:
-        conversational.append(is_conversational(next(iter(rows))))
-        whole[split] = tokenized
+        self.arguments = arguments
+        preparing.check_arguments(self, arguments)
+        preparing.set_model_options(self, arguments)
+        preparing.check_model_and_dataset(self, arguments, with_weights=False)
+        preparing.replace_model_and_dataset(self, arguments)
+        preparing.prepare_process(self, arguments)
+        record_whole_rows(self.record)
+        load_small_models(lambda config: tiny.shrink(config, {"vocab_size": config.get_text_config().vocab_size}))
 
-    record_whole_rows(record)
-    load_small_models(lambda config: tiny.shrink(config, {"vocab_size": config.get_text_config().vocab_size}))
-    trainer = build_trainer(dataclasses.replace(launched, only_check=False), words)
+    def record(self, split: str, rows: Any, tokenized: Any) -> None:
+        """Keeps the rows of a split before SFTTrainer truncates and packs them."""
+        from trl.data_utils import is_conversational
 
-    evaluated = trainer.eval_dataset or []
-    evaluated = evaluated if isinstance(evaluated, dict) else {"eval": evaluated}
-    packed = list(itertools.islice(trainer.train_dataset, FIRST_ROWS))
-    train = documents_of_first_rows(whole.get("train", packed))
-    data = read_json(Path(trainer.args.output_dir, DATA))
-    total = data["trained_rows"] if data.get("is_complete") else count_training_rows(script_args)
-    if not total and script_args.keeps_samples:
-        total = script_args.max_samples
-    rows = PreviewRows(
-        packed=packed,
-        train=train,
-        eval=[document for split, used in evaluated.items() for document in documents_of_first_rows(whole.get(split, used))],
-        kept=truncate(train, trainer.args) if "train" in whole else train,
-        is_whole_known="train" in whole,
-        is_conversational=any(conversational),
-        total=total or None,
-        max_samples=script_args.max_samples,
-        data=data,
-    )
-    return trainer, rows, checked
+        self.conversational.append(is_conversational(next(iter(rows))))
+        self.whole[split] = tokenized
+
+    def built(self, trainer: Any) -> None:
+        self.trainer = trainer
+        raise RecipeStopped
+
+    def read_rows(self, arguments: list[str]) -> PreviewRows:
+        """Runs the recipe; returns the first rows of its datasets. Changes this process."""
+        from harness.data.loading import FIRST_ROWS, count_training_rows
+        from harness.folder import DATA, read_json
+
+        hide_library_warnings()
+        run_recipe(self, arguments)
+        trainer, whole = self.trainer, self.whole
+        if trainer is None:
+            raise UserError(f"{Path(self.recipe).name} ended without calling train(): is it a recipe?")
+        script_args = self.arguments[0]
+        evaluated = trainer.eval_dataset or []
+        evaluated = evaluated if isinstance(evaluated, dict) else {"eval": evaluated}
+        packed = list(itertools.islice(trainer.train_dataset, FIRST_ROWS))
+        train = documents_of_first_rows(whole.get("train", packed))
+        data = read_json(Path(trainer.args.output_dir, DATA))
+        total = data["trained_rows"] if data.get("is_complete") else count_training_rows(script_args)
+        if not total and script_args.keeps_samples:
+            total = script_args.max_samples
+        return PreviewRows(
+            packed=packed,
+            train=train,
+            eval=[document for split, used in evaluated.items() for document in documents_of_first_rows(whole.get(split, used))],
+            kept=truncate(train, trainer.args) if "train" in whole else train,
+            is_whole_known="train" in whole,
+            is_conversational=any(self.conversational),
+            total=total or None,
+            max_samples=script_args.max_samples,
+            data=data,
+        )
 
 
 def documents_of_first_rows(rows: Iterable[dict]) -> list[Document]:

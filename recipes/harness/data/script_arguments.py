@@ -105,6 +105,7 @@ class ScriptArguments(trl.ScriptArguments):
     first_rows = 0  # load only so many rows of each split, for a preview, a rehearsal or a plan; 0: all
     cuts_texts = False  # in a rehearsal: texts are cut after they were read
     eval_rows_of_run = 0  # in a rehearsal of one's own data: the max_eval_samples of the run
+    asked_accumulation_steps = None  # the gradient_accumulation_steps that were asked for, without global_batch_size
     keeps_samples = False  # of a stream: its max_samples rows are read once, for all epochs
 
     def __post_init__(self) -> None:

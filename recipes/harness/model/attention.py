@@ -5,13 +5,13 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from harness.compat.transformers import supports_flash_attention_2, takes_other_attention
+from harness.contexts import Context
 from harness.hub import check_model_exists
-from harness.launched import Launched, UserError, print_once
+from harness.launched import UserError, print_once
 from harness.model.gpu_features import FLASH, VARLEN, problem_of_flash_attn
 from harness.model.varlen import MAX_HEAD_SIZE, register_varlen
 from harness.rehearsal import tiny
 
-import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl import ModelConfig
@@ -28,9 +28,9 @@ class Facts(NamedTuple):
     model_class: type | None
 
 
-def set_attention(training_args: TrainingArguments, model_args: ModelConfig, launched: Launched) -> None:
+def set_attention(training_args: TrainingArguments, model_args: ModelConfig, context: Context) -> None:
     """Sets the attention implementation unless a flag has, and raises UserError for a flag that cannot work."""
-    given, facts = model_args.attn_implementation, facts_of_run(training_args, model_args, launched)
+    given, facts = model_args.attn_implementation, facts_of_run(training_args, model_args, context)
     if given is None or (facts.place == "plan" and "flash" in given):  # a plan simulates any FlashAttention as PyTorch's
         model_args.attn_implementation, _ = choose_attention(facts)
     else:
@@ -54,16 +54,13 @@ def check_attention(given: str, facts: Facts) -> None:
         )
 
 
-def facts_of_run(training_args: TrainingArguments, model_args: ModelConfig, launched: Launched) -> Facts:
-    usable: Collection[str] = launched.attention
-    if not launched.recipe and training_args.device.type == "cuda":  # started without launch.sh
-        usable = [VARLEN] if torch.cuda.get_device_capability(training_args.device) >= (8, 0) else []
+def facts_of_run(training_args: TrainingArguments, model_args: ModelConfig, context: Context) -> Facts:
     return Facts(
         has_documents(training_args),
         "float16" if training_args.fp16 else "bfloat16" if training_args.bf16 else str(model_args.dtype),
-        "plan" if launched.mode == "plan" else "cpu" if launched.on_cpu else "gpu",
-        usable,
-        *config_and_class(model_args, launched.tiny),
+        "plan" if context.is_simulated else "cpu" if context.on_cpu else "gpu",
+        context.attention,
+        *config_and_class(model_args, context.tiny),
     )
 
 
@@ -133,26 +130,26 @@ def head_sizes(config: PreTrainedConfig) -> list[int]:
     return sizes or [getattr(text, "hidden_size", 64) // (getattr(text, "num_attention_heads", None) or 1)]
 
 
-def print_attention(training_args: TrainingArguments, model_args: ModelConfig, launched: Launched) -> None:
+def print_attention(training_args: TrainingArguments, model_args: ModelConfig, context: Context) -> None:
     """Prints which attention a run uses and why, what it costs, and whether the loss runs without Triton."""
-    facts = facts_of_run(training_args, model_args, launched)
+    facts = facts_of_run(training_args, model_args, context)
     used, (choice, reason) = model_args.attn_implementation, choose_attention(facts)
-    if launched.on_cpu and not facts.has_documents:
+    if context.on_cpu and not facts.has_documents:
         return
-    if launched.no_triton and not launched.on_cpu:
-        print_once(f"TRL's loss runs in PyTorch instead of Triton, a little slower: {launched.no_triton}")
-    if launched.no_flash and not launched.on_cpu:
-        print_once(f"warning: {launched.no_flash}")
+    if context.no_triton and not context.on_cpu:
+        print_once(f"TRL's loss runs in PyTorch instead of Triton, a little slower: {context.no_triton}")
+    if context.no_flash and not context.on_cpu:
+        print_once(f"warning: {context.no_flash}")
     why = f", not {VARLEN}: {reason}" if reason else ""
     if used != choice:
         why = ", from --attn_implementation"
     elif used == VARLEN:
         why = ", PyTorch's FlashAttention-2: tokens attend to their own document only"
-        if launched.on_cpu:
+        if context.on_cpu:
             why += " (on a CPU, one SDPA per document)"
     tokens = training_args.per_device_train_batch_size * (getattr(training_args, "max_length", None) or 0)
     cost = ""
-    has_mask = used in (None, "sdpa", "eager") and facts.has_documents and not launched.on_cpu
+    has_mask = used in (None, "sdpa", "eager") and facts.has_documents and not context.on_cpu
     if has_mask and tokens and facts.config is not None:
         # Per token and layer: 4 x tokens x hidden_size FLOP of attention, 2 x 12 x hidden_size^2 of the weights.
         share = tokens / 6 / facts.config.get_text_config().hidden_size

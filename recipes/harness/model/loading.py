@@ -13,8 +13,9 @@ from harness.compat.transformers import (
 )
 from harness.compat.trl import compute_loss_without_triton
 from harness.configs import LAYER_CLASSES, AccelerateConfig
+from harness.contexts import Context
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
-from harness.launched import Launched, UserError, print_once
+from harness.launched import UserError, print_once
 from harness.model.attention import set_attention
 from harness.nodes.hardware import memory_limit
 from harness.rehearsal import tiny
@@ -39,14 +40,14 @@ def set_loading_options(
     training_args: TrainingArguments,
     model_args: ModelConfig,
     is_sharded: bool,
-    launched: Launched,
+    context: Context,
     given: Collection[str] = (),
 ) -> None:
     """Sets how the trainer loads the model that it gets by name, and how the loss is computed. `given`: names of flags."""
     if isinstance(model_args.lora_target_modules, str) and model_args.lora_target_modules.isidentifier():
         # TRL makes a string of a single name, which PEFT reads as a regular expression for whole names.
         model_args.lora_target_modules = [model_args.lora_target_modules]
-    if launched.no_triton:
+    if context.no_triton:
         compute_loss_without_triton()
     if model_args.load_in_4bit and is_sharded:
         # FSDP2 shards floating-point parameters only, and keeps their bits if it need not cast them.
@@ -57,7 +58,7 @@ def set_loading_options(
         read_no_weights()
     if model_args.load_in_4bit and not is_sharded and ("dtype" not in given or model_args.dtype == "auto"):
         set_dtype_of_4bit_model(training_args, model_args)
-    set_attention(training_args, model_args, launched)  # it depends on the dtype
+    set_attention(training_args, model_args, context)  # it depends on the dtype
     if hasattr(training_args, "model_init_kwargs"):
         given = training_args.model_init_kwargs or {}
         given = json.loads(given) if isinstance(given, str) else given
@@ -148,7 +149,7 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, with_
         raise UserError(f"--max_length is {length}, but {name} has {positions} positions: pass {positions} or less")
 
 
-def check_host_memory(model_args: ModelConfig, config: AccelerateConfig, launched: Launched) -> None:
+def check_host_memory(model_args: ModelConfig, config: AccelerateConfig, context: Context) -> None:
     """Prints and checks what a run that keeps weights in host memory needs there. Raises UserError if it is too little.
 
     The estimate is that of `--plan`, without a simulation.
@@ -171,15 +172,15 @@ def check_host_memory(model_args: ModelConfig, config: AccelerateConfig, launche
     parameters = sum(weight.numel() for weight in model.parameters())
     loaded_bytes = 4 if model_args.dtype == "float32" or not model_args.use_peft else 2
     weights = packed // 2 + (parameters - packed) * loaded_bytes
-    processes = launched.processes // launched.nodes
+    processes = context.processes // context.nodes
     copies = 1 if config.cpu_ram_efficient_loading else processes
     # The file of the 4-bit weights is memory-mapped, so the kernel can drop its pages.
     loading = 0 if is_4bit else copies * weights
     training = 0
     if config.offload_params:
-        loading += weights * processes // launched.processes  # the shards are made while the loaded weights are still there
+        loading += weights * processes // context.processes  # the shards are made while the loaded weights are still there
         if not model_args.use_peft:  # weights, gradients and two moments in float32
-            training = 16 * parameters * processes // launched.processes
+            training = 16 * parameters * processes // context.processes
     needed = processes * PROCESS_BYTES + max(loading, training)
     free, swap = min(psutil.virtual_memory().available, memory_limit()), psutil.swap_memory().free
     numbers = f"about {needed / 1e9:.0f} GB of host memory, {free / 1e9:.0f} GB are free"

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 from harness import configs
 from harness.configs import AccelerateConfig
+from harness.contexts import Context
 from harness.folder import read_json, write_json
-from harness.launched import Launched, UserError
+from harness.launched import UserError
 from harness.nodes.hardware import ask_nvidia_smi, host_memory
 from harness.plan import cards
 from harness.plan.cards import GB, Card
@@ -88,8 +89,8 @@ class Grid(NamedTuple):
     defaults: tuple[int | None, bool | None]  # micro-batch and checkpointing of the recipe
     nodes: int = 1
 
-    def launched(self, recipe: str, config: str) -> Launched:
-        return Launched(recipe, config, self.processes, self.nodes, on_cpu=True, mode="plan")
+    def context(self, recipe: str, config: str) -> Context:
+        return Context(recipe, configs.read(config), self.processes, self.nodes, on_cpu=True)
 
 
 def read_machines(text: str, all_cards: tuple[Card, ...] = cards.CARDS) -> list[Machine]:
@@ -447,14 +448,14 @@ def keep_simulation(path: Path, simulation: Simulation) -> None:
         write_json(path, dataclasses.asdict(simulation) | {"curve": []})
 
 
-def cache_path(launched: Launched, words: list[str]) -> Path:
+def cache_path(context: Context, words: list[str]) -> Path:
     """The file of a simulation: by the recipe, the config, the flags, a local model's config, this code and the versions."""
     from huggingface_hub.constants import HF_HOME
 
     models = [Path(word.split("=")[-1], "config.json") for word in words]
     sources = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
-    recipe, config = Path(launched.recipe), Path(launched.config)
-    digest = hashlib.sha256(json.dumps([launched.processes, launched.nodes, *words]).encode())
+    recipe, config = Path(context.recipe), Path(context.config.path)
+    digest = hashlib.sha256(json.dumps([context.processes, context.nodes, *words]).encode())
     for path in (recipe, config, *(path for path in models if path.is_file()), *sources):
         digest.update(path.read_bytes())
     for package in PACKAGES:

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from harness import configs
 from harness.configs import AccelerateConfig
+from harness.contexts import Context
 from harness.hub import file_sizes
-from harness.launched import Launched, UserError, exit_on_user_error, set_interrupt_handler
+from harness.launched import UserError, exit_on_user_error, set_interrupt_handler
 from harness.nodes.cluster import nodes_from_environment
 from harness.nodes.hardware import find_gpus, physical_cores
 from harness.plan.arguments import PlanArguments, read_arguments
@@ -69,7 +70,7 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
     for config in read:
         if not plan_flags.json:
             pages.print_progress(f"Simulating {Path(recipe).stem} with {config.name} …")
-        simulations.append(simulate_in_process(can_fork, recipe, config, arguments, optional=len(read) > 1))
+        simulations.append(simulate_in_process(can_fork, fit_processes(recipe, config), arguments, optional=len(read) > 1))
 
     count_rows = row_counter(can_fork, recipe, arguments)
     plans = [
@@ -93,7 +94,9 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
 
         def simulate_change(path: str, flags_of_change: list[str]) -> "Simulation | Refused":
             pages.print_progress(f"Trying {' '.join([Path(path).stem, *flags_of_change])} …")
-            return simulate_in_process(can_fork, recipe, configs.read(path), [*arguments, *flags_of_change], optional=True)
+            return simulate_in_process(
+                can_fork, fit_processes(recipe, configs.read(path)), [*arguments, *flags_of_change], optional=True
+            )
 
         card = cards.card_of_config(paths[0], all_cards)
         pages.print_proposals(cards.try_proposals(plans[0], simulations[0], paths[0], simulate_change, card))
@@ -113,17 +116,9 @@ def import_libraries() -> bool:
     return can_fork
 
 
-def simulate_in_process(
-    can_fork: bool,
-    recipe: str,
-    config: AccelerateConfig,
-    arguments: list[str],
-    optional: bool = False,
-    launched: Launched | None = None,
-) -> "Simulation | Refused":
+def simulate_in_process(can_fork: bool, context: Context, arguments: list[str], optional: bool = False) -> "Simulation | Refused":
     """One simulation in a process of its own. If it is refused, this process exits, or with `optional` returns the reason."""
-    launched = launched or fit_processes(recipe, config)
-    code, simulation = processes.call(can_fork, simulate_quietly, launched, config, arguments, optional)
+    code, simulation = processes.call(can_fork, simulate_quietly, context, arguments, optional)
     if simulation is None:
         sys.exit(processes.explain_exit(code))
     from harness.plan.simulation import Refused
@@ -134,7 +129,7 @@ def simulate_in_process(
 
 
 def simulate_quietly(
-    launched: Launched, config: AccelerateConfig, arguments: list[str], optional: bool, with_evaluation: bool = True
+    context: Context, arguments: list[str], optional: bool, with_evaluation: bool = True
 ) -> "Simulation | Refused":
     """A simulation without the output of libraries; if the run is refused and that is `optional`, the reason."""
     from harness.plan.simulation import Refused, simulate
@@ -143,7 +138,7 @@ def simulate_quietly(
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):
-            return simulate(launched, config, arguments, with_evaluation=with_evaluation)
+            return simulate(context, arguments, with_evaluation=with_evaluation)
     except UserError as error:
         reason = str(error)
         if not optional:
@@ -153,7 +148,7 @@ def simulate_quietly(
         if not optional or end.code != 2:
             sys.stderr.write(messages.getvalue())
             raise
-    return Refused(Path(launched.recipe).stem, config.name, reason)
+    return Refused(Path(context.recipe).stem, context.config.name, reason)
 
 
 def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, arguments: list[str]) -> None:
@@ -183,12 +178,12 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
         best, described = candidates[0], choose.describe(Path(recipe).stem, machine, grid, candidates, arguments)
         simulation = best.simulation
         if not is_started:  # once more, with an evaluation and the length of the run
-            launched, config = grid.launched(recipe, best.option.config), configs.read(best.option.config)
             words = [*arguments, *grid.common_flags, *best.option.flags]
-            simulation = with_steps(simulate_in_process(can_fork, recipe, config, words, launched=launched), count_rows)
+            simulation = simulate_in_process(can_fork, grid.context(recipe, best.option.config), words)
+            simulation = with_steps(simulation, count_rows)
         plan = cards.make_plan(simulation, all_cards=all_cards) | choose.on_machine(machine, simulation, price, plan_flags.within)
         plan |= {"flags": described[0]["flags"], "command": described[0]["command"], "choices": described}
-        keep_plan(plan, grid.launched(recipe, best.option.config), [*arguments, *plan["flags"]])
+        keep_plan(plan, grid.context(recipe, best.option.config), [*arguments, *plan["flags"]])
         plans.append(plan)
     if plan_flags.json:
         print(json.dumps(plans[0] if len(plans) == 1 else plans, indent=2))
@@ -232,8 +227,8 @@ def propose_changes(
     from harness.plan import choose, pages
 
     def run_again(path: str, more: list[str]) -> "Simulation | Refused":
-        words, launched = [*arguments, *grid.common_flags, *more], grid.launched(recipe, path)
-        return simulate_in_process(can_fork, recipe, configs.read(path), words, optional=True, launched=launched)
+        words = [*arguments, *grid.common_flags, *more]
+        return simulate_in_process(can_fork, grid.context(recipe, path), words, optional=True)
 
     option, least = choose.option_with_least_memory(machine, simulations)
     pages.print_progress(f"No combination fits {machine.name} with its margin: trying what would make it fit …")
@@ -275,7 +270,7 @@ def simulate_options(
     from harness.plan import choose, pages
     from harness.plan.simulation import Refused
 
-    files = {option: choose.cache_path(grid.launched(recipe, option.config), [*arguments, *option.flags]) for option in options}
+    files = {option: choose.cache_path(grid.context(recipe, option.config), [*arguments, *option.flags]) for option in options}
     simulations = {option: choose.cached_simulation(file) for option, file in files.items()}
     new = [option for option in options if simulations[option] is None]
     if new and not is_quiet:
@@ -286,9 +281,8 @@ def simulate_options(
         batch = new[first : first + side_by_side]
         with processes.idle_workers(len(batch), can_fork) as workers:
             for worker, option in zip(workers, batch, strict=True):
-                launched = grid.launched(recipe, option.config)
-                config, words = configs.read(option.config), [*arguments, *option.flags]
-                worker.start(simulate_quietly, launched, config, words, True, False)
+                context = grid.context(recipe, option.config)
+                worker.start(simulate_quietly, context, [*arguments, *option.flags], True, False)
             with processes.restored_signal_handlers():
                 code, _ = processes.wait_for(workers)
         for worker, option in zip(workers, batch, strict=True):
@@ -300,7 +294,7 @@ def simulate_options(
     return [simulations[option] for option in options]
 
 
-def fit_processes(recipe: str, config: AccelerateConfig) -> Launched:
+def fit_processes(recipe: str, config: AccelerateConfig) -> Context:
     """As many processes and nodes as the config has, or as launch.sh's variables say."""
     nodes = nodes_from_environment()
     count = nodes.count if nodes.count > 1 else config.num_machines
@@ -309,7 +303,7 @@ def fit_processes(recipe: str, config: AccelerateConfig) -> Launched:
         gpus = 1
     if config.is_hybrid and count * gpus != config.replicas * config.shards:
         raise UserError(f"{config.name} is for {config.replicas} nodes with {config.shards} GPUs, not for {count} with {gpus}")
-    return Launched(recipe=recipe, config=config.path, processes=count * gpus, nodes=count, on_cpu=True, mode="plan")
+    return Context(recipe, config, processes=count * gpus, nodes=count, on_cpu=True)
 
 
 def download_bytes(simulation: "Simulation") -> int:
@@ -352,15 +346,14 @@ def row_counter(can_fork: bool, recipe: str, arguments: list[str]) -> Callable[[
 
 def rows_of_epoch(recipe: str, arguments: list[str]) -> float | None:
     """Packed rows in an epoch of a recipe; None if tokenizer or data cannot be had, or do not say how many rows there are."""
-    from harness.commands.preview import build_preview
+    from harness.commands.preview import Preview
 
-    launched = Launched(recipe=recipe, mode="preview", on_cpu=True)
     messages: Any = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="plan-") as output_dir:
         words = [*arguments, "--disable_tqdm", "true", "--output_dir", output_dir]
         with contextlib.redirect_stdout(messages), contextlib.redirect_stderr(messages):
             try:
-                _, rows, _ = build_preview(launched, words)
+                rows = Preview(recipe, on_cpu=True).read_rows(words)
             except SystemExit:
                 return None
     return rows.epoch()[0]

@@ -4,6 +4,7 @@ Simulated are loading, one optimizer step with the optimizer's states in place, 
 the process with rank 0 sees them. A simulation changes its process, so it has one of its own.
 """
 
+import argparse
 import contextlib
 import gc
 import json
@@ -17,23 +18,64 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.compat.accelerate import launch_environment
+from harness.compat.accelerate import allow_fsdp_on_cpu, launch_environment
+from harness.compat.torch import offload_to_unpinned_memory
 from harness.compat.transformers import install_batch_reader
 from harness.configs import AccelerateConfig
+from harness.contexts import Context, RecipeStopped
 from harness.folder import read_json
-from harness.launched import Launched
+from harness.launched import UserError
+from harness.model.loading import check_module_names
 from harness.plan.fakes import Fakes, count_wrapping, install_steps
 from harness.plan.ledger import Counts, Ledger, Peak, check_bytes, counts_of_step, expected_bytes, replay, shapes_of
+from harness.rehearsal import tiny
 from harness.rehearsal.tiny import PLANNED
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
+from harness.start import preparing
+from harness.start.arguments import Arguments
 from harness.start.flags import is_true, value_of
-from harness.start.launch import allocator_settings, build_trainer, set_training_environment
+from harness.start.launch import allocator_settings, set_training_environment
+from harness.start.processes import run_recipe
 
 import datasets
 import torch
 import transformers
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+@dataclass
+class Plan(Context):
+    """Runs a recipe until it has built its trainer, for a model and rows of full size that are not loaded."""
+
+    trainer: Trainer | None = None
+
+    is_simulated = True
+
+    def before_arguments(self, values: argparse.Namespace) -> None:
+        values.use_cpu = True
+        if self.is_sharded:
+            allow_fsdp_on_cpu()
+            offload_to_unpinned_memory()
+
+    def prepare(self, arguments: Arguments) -> None:
+        script_args, training_args, model_args = arguments
+        name = model_args.model_name_or_path
+        preparing.check_arguments(self, arguments)
+        preparing.set_model_options(self, arguments)
+        if self.tiny:
+            tiny.make_replacements(script_args, model_args)
+            tiny.use_replacements(*arguments)
+        else:
+            tiny.use_planned_size(*arguments)
+        check_module_names(model_args, self.config, name)
+        if getattr(training_args, "activation_offloading", False):
+            training_args.activation_offloading = False  # the plan's page says so
+        preparing.prepare_data(arguments)
+
+    def built(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        raise RecipeStopped
 
 
 @dataclass
@@ -100,8 +142,7 @@ class Finished(BaseException):
 
 
 def simulate(
-    launched: Launched,
-    config: AccelerateConfig,
+    context: Context,
     flags: list[str],
     make_fakes: Callable[[Ledger], Any] = Fakes,
     with_evaluation: bool = True,
@@ -114,22 +155,22 @@ def simulate(
 
     Raises RuntimeError if what was counted contradicts the shapes of the model.
     """
-    began = time.monotonic()
+    began, plan, config = time.monotonic(), Plan(**vars(context)), context.config
     gc.freeze()  # otherwise every garbage collection would look through the libraries
     gc.set_threshold(200_000)
     # A rehearsal computes on the CPU, as its simulation does.
-    if not launched.tiny and (config.mixed_precision == "fp16" or is_true("fp16", flags)):
-        launched.no_triton = "fp16 is for GPUs that Triton does not support"
-    set_training_environment(launched, config)
+    if not plan.tiny and (config.mixed_precision == "fp16" or is_true("fp16", flags)):
+        plan.no_triton = "fp16 is for GPUs that Triton does not support"
+    set_training_environment(plan)
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
-    settings = settings or allocator_settings(config, Path(launched.recipe), flags)
+    settings = settings or allocator_settings(config, Path(plan.recipe), flags)
     limit = re.search(r"pinned_max_round_threshold_mb:(\d+)", settings)
     ledger = Ledger()
     ledger.pinned_limit = int(limit[1]) * 2**20 if limit else None
     fakes = make_fakes(ledger)
     if config.distributed_type != "NO":
-        os.environ.update(launch_environment(config.path, launched.processes, launched.nodes, launched.recipe))
-        fakes.join_processes(launched.processes, launched.processes // launched.nodes)
+        os.environ.update(launch_environment(config.path, plan.processes, plan.nodes, plan.recipe))
+        fakes.join_processes(plan.processes, plan.processes // plan.nodes)
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     with (
@@ -138,8 +179,10 @@ def simulate(
         contextlib.redirect_stdout(nowhere),
     ):
         quiet = ["--output_dir", output_dir, "--report_to", "none", "--disable_tqdm", "true"]
-        trainer = build_trainer(launched, [*flags, *quiet])
-        simulation = simulate_training(trainer, ledger, fakes, config, launched, with_evaluation)
+        run_recipe(plan, [*flags, *quiet])
+        if plan.trainer is None:
+            raise UserError(f"{Path(plan.recipe).name} ended without calling train(): is it a recipe?")
+        simulation = simulate_training(plan, ledger, fakes, with_evaluation)
     simulation.peaks, simulation.host_peaks = ledger.peaks(), ledger.peaks("host")
     simulation.reserved, simulation.needed = replay(ledger.sizes(), "expandable_segments:True" in settings)
     simulation.hull, simulation.curve = ledger.hull(), ledger.curve()
@@ -149,25 +192,24 @@ def simulate(
     return simulation
 
 
-def simulate_training(
-    trainer: Trainer, ledger: Ledger, fakes: Any, config: AccelerateConfig, launched: Launched, with_evaluation: bool
-) -> Simulation:
+def simulate_training(plan: Plan, ledger: Ledger, fakes: Any, with_evaluation: bool) -> Simulation:
     """Runs the trainer for one step on fake tensors, with a batch of full length, while `ledger` records what it does.
 
     Returns what is known of the run; `SimulatedStep` adds the counts of the step.
     """
+    trainer, config = plan.trainer, plan.config
     batch = full_batch(next(iter(trainer.get_train_dataloader())), trainer.args, trainer.args.per_device_train_batch_size)
     ledger.vocabulary = trainer.model.config.get_text_config().vocab_size
     if not config.is_fsdp:  # which moves the weights to the GPU only when it wraps the model, see `count_wrapping`
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
             ledger.mark(tensor, "weights", "gpu")
     show_buffers = prepare_sharding(trainer, config)  # called by `AfterWrapping`
-    simulation = describe_run(trainer, batch, config, launched)
+    simulation = describe_run(plan, batch)
     if trainer.is_fsdp_enabled:
         # With it, accelerate moves the model to the meta device and waits for the weights of the first process.
         trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
     trainer.args.eval_on_start = False  # an evaluation is simulated after the step
-    trainer.add_callback(AfterWrapping(trainer, config, launched.processes, show_buffers))
+    trainer.add_callback(AfterWrapping(trainer, config, plan.processes, show_buffers))
     trainer.add_callback(SimulatedStep(trainer, config, ledger, fakes, batch, simulation, with_evaluation))
     count_wrapping(trainer, ledger, fakes)
     trainer.remove_callback(transformers.PrinterCallback)
@@ -192,8 +234,9 @@ def full_batch(batch: dict, args: TrainingArguments, rows: int) -> dict:
     return full
 
 
-def describe_run(trainer: Trainer, batch: dict, config: AccelerateConfig, launched: Launched) -> Simulation:
+def describe_run(plan: Plan, batch: dict) -> Simulation:
     """What is known before anything runs."""
+    trainer, config = plan.trainer, plan.config
     model, args = trainer.model, trainer.args
     weights = list(model.parameters())
     bytes_in_4bit = sum(weight.numel() * weight.element_size() for weight in weights if hasattr(weight, "quant_type"))
@@ -206,17 +249,17 @@ def describe_run(trainer: Trainer, batch: dict, config: AccelerateConfig, launch
     reads_once = config.cpu_ram_efficient_loading and not bytes_in_4bit
     shards = 1
     if trainer.is_fsdp_enabled:
-        shards = config.shards if config.is_hybrid else launched.processes
+        shards = config.shards if config.is_hybrid else plan.processes
     return Simulation(
-        recipe=Path(launched.recipe).stem,
+        recipe=Path(plan.recipe).stem,
         config=config.name,
         model=planned.get("model", str(folder)),
         datasets=planned.get("datasets", []),
         is_streamed=planned.get("streaming", False),
-        processes=launched.processes,
-        nodes=launched.nodes,
+        processes=plan.processes,
+        nodes=plan.nodes,
         shards=shards,
-        replicas=launched.processes // shards,
+        replicas=plan.processes // shards,
         parameters=parameters - (trained if is_adapter else 0),
         trained=trained,
         bytes_in_4bit=bytes_in_4bit,
@@ -232,7 +275,7 @@ def describe_run(trainer: Trainer, batch: dict, config: AccelerateConfig, launch
         max_steps=args.max_steps,
         epochs=args.num_train_epochs,
         expected=expected_bytes(shapes_of(model), shards, upcast=trainer.is_fsdp_enabled and (args.bf16 or args.fp16)),
-        copies=1 if reads_once else launched.processes // launched.nodes,
+        copies=1 if reads_once else plan.processes // plan.nodes,
     )
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from harness import folder
 from harness.compat.transformers import install_before_checkpoint
 from harness.folder import NUMBER, DamagedFile, read_json
-from harness.launched import Launched, UserError, print_once
+from harness.launched import UserError, print_once
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
+from harness.run.settings import RunSettings
 from harness.run.steps import Progress
 
 import torch
@@ -34,9 +35,9 @@ class Checkpoints(TrainerCallback):
     next one. Here there are never more than `save_total_limit` on the disk, and the best one with `metric_for_best_model`.
     """
 
-    def __init__(self, trainer: Trainer, progress: Progress) -> None:
+    def __init__(self, trainer: Trainer, progress: Progress, settings: RunSettings) -> None:
         self.trainer, self.progress, self.output_dir = trainer, progress, Path(trainer.args.output_dir)
-        self.limit = trainer.args.save_total_limit
+        self.limit, self.settings = trainer.args.save_total_limit, settings
 
     def install(self) -> None:
         self.trainer.args.save_total_limit = None
@@ -47,7 +48,7 @@ class Checkpoints(TrainerCallback):
         process = PartialState()
         if not (self.output_dir / folder.RUN).is_file():  # transformers would make the folder again
             raise FileNotFoundError(self.output_dir)
-        has_own_disk = Launched.from_environment().separate_disks and process.is_local_main_process
+        has_own_disk = self.settings.separate_disks and process.is_local_main_process
         if process.is_main_process or has_own_disk:
             self._delete_old(checkpoint)
             begin_writing(checkpoint)
@@ -80,6 +81,7 @@ class Checkpoints(TrainerCallback):
         if process.is_main_process:
             files = {name: entry for part in parts for name, entry in part.items()}
             content = {"model": model.config.name_or_path, "geometry": data_settings(args), "progress": progress}
+            content["geometry"]["asked_accumulation_steps"] = self.settings.asked_accumulation_steps
             write_marker(checkpoint, content | {"files": files})
 
 
@@ -90,8 +92,7 @@ def belongs_to(name: str, process: PartialState, is_first: bool) -> bool:
 
 
 def data_settings(args: TrainingArguments) -> dict:
-    settings = {"world_size": PartialState().num_processes} | {name: getattr(args, name, None) for name in DATA_SETTINGS}
-    return settings | {"asked_accumulation_steps": getattr(args, "asked_accumulation_steps", None)}
+    return {"world_size": PartialState().num_processes} | {name: getattr(args, name, None) for name in DATA_SETTINGS}
 
 
 def find_checkpoint(args: TrainingArguments) -> Path | None:

@@ -9,8 +9,8 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from harness import configs, folder
-from harness.launched import Launched, UserError, last_signal, readable_size
+from harness import contexts, folder
+from harness.launched import UserError, last_signal, readable_size
 from harness.nodes.network import exit_if_connection_lost
 
 OUT_OF_MEMORY = 12  # exit code (ENOMEM)
@@ -129,7 +129,7 @@ def _flags_that_save_memory(error: Exception, trainer: Any, moment: str) -> list
     rows, length = args.per_device_train_batch_size, getattr(args, "max_length", None) or 0
     is_sharded = os.environ.get("ACCELERATE_USE_FSDP") == "true"
     weights, activations = [], []
-    if args.gradient_accumulation_steps > 1 and configs.read(Launched.from_environment().config).could_reduce_each_batch:
+    if args.gradient_accumulation_steps > 1 and (context := contexts.current()) and context.config.could_reduce_each_batch:
         weights.append("fsdp_reduce_each_batch: true in a copy of the config")
     if not is_sharded:
         weights.append("the config " + ("4gpu_full_shard" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else "1x3090_offload"))

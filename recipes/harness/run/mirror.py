@@ -24,11 +24,12 @@ from typing import Any, TypeVar
 
 from harness import folder
 from harness.folder import COMPLETION_MARKER, RESULTS, RUN, read_json
-from harness.launched import Launched, UserError, print_once, readable_size
+from harness.launched import UserError, print_once, readable_size
 from harness.nodes.variables import seconds_of_silence
 from harness.run.checkpoints import belongs_to
 from harness.run.failures import DISK_ERRORS
 from harness.run.marker import begin_writing, checksum_of_content, checksum_of_file, delete, write_marker
+from harness.run.settings import RunSettings
 from harness.run.steps import maximum
 
 import fsspec
@@ -318,13 +319,13 @@ class Upload:
 class Mirror(TrainerCallback):
     """Uploads every complete checkpoint and the model, and brings the newest checkpoint back. Does nothing without --mirror."""
 
-    def __init__(self, trainer: Trainer, group: ProcessGroup | None) -> None:
+    def __init__(self, trainer: Trainer, group: ProcessGroup | None, settings: RunSettings) -> None:
         """Raises UserError for options that need all files of a checkpoint on every node. `group`: see `make_cpu_group`."""
         self.output_dir, self.group = Path(trainer.args.output_dir), group
         self.limit, self.best = trainer.args.save_total_limit, ""
-        url, self.process = getattr(trainer.args, "mirror", None), PartialState()
+        url, self.process = settings.mirror, PartialState()
         self.storage = Storage(url) if url else None  # None as well if another run has taken the mirror
-        self.has_own_disk = Launched.from_environment().separate_disks
+        self.has_own_disk = settings.separate_disks
         self.owner: Ownership | None = None
         self.upload: Upload | None = None  # this process's part; there is one on all processes or on none
         self.completion: Upload | None = None  # of the first process: all files are there, a thread uploads the marker

@@ -4,10 +4,10 @@ import logging
 import os
 from pathlib import Path
 
-from harness import configs, folder
+from harness import folder
 from harness.compat.transformers import load_best_model
 from harness.data.streams import StreamPosition, fill_last_step, repeat_stream
-from harness.launched import Launched, TrainerBuilt, UserError, print_once
+from harness.launched import UserError, print_once
 from harness.model.quantized import install_byte_check
 from harness.run.checkpoints import Checkpoints, find_checkpoint, print_changed_rows, print_kept_learning_rate
 from harness.run.failures import check_disk_space, check_metric_is_computed, exit_for_known_failure
@@ -27,6 +27,7 @@ from harness.run.outputs import (
     write_results,
 )
 from harness.run.profile import Profile
+from harness.run.settings import RunSettings
 from harness.run.sharded_files import check_sharded_files
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
 from harness.run.steps import (
@@ -44,21 +45,19 @@ from datasets import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
-def train(trainer: Trainer) -> None:
+def train(trainer: Trainer, settings: RunSettings) -> None:
     """Resumes or starts, trains, evaluates, saves a model that `from_pretrained` loads, and reports.
 
     Args:
         trainer: a `transformers.Trainer` or `trl.SFTTrainer`, as built; `trainer.args.output_dir` is the run's folder.
+        settings: what the command line said besides.
 
     Raises:
         UserError: for what the user can fix.
         RuntimeError: if the run is not sharded as its config says, if sharding changed 4-bit weights, or if the loss is NaN.
     """
-    launched = Launched.from_environment()
-    if launched.mode != "train":
-        raise TrainerBuilt(trainer)
     try:
-        _train(trainer, launched)
+        _train(trainer, settings)
     except UserError:
         raise
     except Exception as error:
@@ -66,16 +65,15 @@ def train(trainer: Trainer) -> None:
         raise
 
 
-def _train(trainer: Trainer, launched: Launched) -> None:
+def _train(trainer: Trainer, settings: RunSettings) -> None:
     """The run from its preparation to its report, in the order in which it happens."""
     output_dir = Path(trainer.args.output_dir)
     # launch.sh locks the folder itself.
-    held = folder.lock(output_dir) if trainer.is_world_process_zero() and not launched.recipe else None
-    config = configs.read(launched.config)
-    show_buffers = prepare_sharding(trainer, config)  # called by `AfterWrapping`
+    held = folder.lock(output_dir) if trainer.is_world_process_zero() and not settings.is_locked else None
+    show_buffers = prepare_sharding(trainer, settings.config)  # called by `AfterWrapping`
     prepare_trainer(trainer)
     group = make_cpu_group(trainer.args.ddp_timeout)
-    mirror = Mirror(trainer, group)
+    mirror = Mirror(trainer, group, settings)
     mirror.pull()
     checkpoint = find_checkpoint(trainer.args)
     prepare_resume(trainer, checkpoint)
@@ -88,14 +86,14 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     progress = Progress(trainer, before)
     position = StreamPosition(trainer, checkpoint)
     reader = BatchReader(trainer, group, position, progress, resumed_from)
-    checkpoints = Checkpoints(trainer, progress)
+    checkpoints = Checkpoints(trainer, progress, settings)
     stop = StopAfterSignal(group)
     del group
     for part in (progress, position, reader, checkpoints, stop):
         part.install()
     callbacks = [
-        MeanEvaluation(trainer),
-        AfterWrapping(trainer, config, launched.processes, show_buffers),
+        MeanEvaluation(trainer, settings.dataset_weights),
+        AfterWrapping(trainer, settings.config, settings.processes, show_buffers),
         # Before Checkpoints: a checkpoint with NaN in it must not get a completion marker.
         StopOnNan(),
         # Before Checkpoints: the completion marker lists the file of the position.
@@ -110,7 +108,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
         MissedEvaluation(trainer, resumed_from),
         # After StopAfterSignal, so that the time of a step that is saved or logged because of a signal is counted.
         progress,
-        *([Profile(trainer.args)] if getattr(trainer.args, "profile", False) else []),
+        *([Profile(trainer.args)] if settings.profile else []),
     ]
     for callback in callbacks:
         trainer.add_callback(callback)
@@ -143,7 +141,7 @@ def _train(trainer: Trainer, launched: Launched) -> None:
     taken = position.rows_taken()
     results = write_results(trainer, output, evaluation, progress, taken, parameters, resumed_from, mirror.results())
     with only_report("samples.txt"):
-        generate_samples(trainer, launched.tiny)
+        generate_samples(trainer, settings.tiny)
     with only_report("the summary"):
         print_summary(results, str(output_dir))
     mirror.upload_model()
@@ -206,8 +204,8 @@ class MeanEvaluation(TrainerCallback):
     transformers logs one loss for each, `eval_LABEL_loss`, and the best checkpoint is chosen by `eval_loss`.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.losses = trainer, {}
+    def __init__(self, trainer: Trainer, weights: dict[str, float] | None) -> None:
+        self.trainer, self.weights, self.losses = trainer, weights, {}
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs: object
@@ -218,7 +216,7 @@ class MeanEvaluation(TrainerCallback):
             return
         self.losses |= {label: metrics[f"eval_{label}_loss"] for label in datasets if f"eval_{label}_loss" in metrics}
         if len(self.losses) == len(datasets):
-            weights = getattr(args, "dataset_weights", None) or dict.fromkeys(datasets, 1 / len(datasets))
+            weights = self.weights or dict.fromkeys(datasets, 1 / len(datasets))
             metrics["eval_loss"] = sum(weights[label] * loss for label, loss in self.losses.items())
             self.trainer.log({"eval_loss": metrics["eval_loss"]})
             self.losses = {}

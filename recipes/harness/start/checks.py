@@ -1,16 +1,12 @@
-"""Checks of the machine, and of the arguments against each other, before anything is started, downloaded or written."""
+"""Checks of the arguments against each other, before anything is started, downloaded or written."""
 
-import importlib.metadata
 import math
 import os
-import shutil
 import sys
-from pathlib import Path
 
 from harness.configs import AccelerateConfig
-from harness.data.script_arguments import ScriptArguments, is_slice
-from harness.launched import NODE_VARIABLE, Launched, UserError, print_once
-from harness.nodes.hardware import physical_cores
+from harness.data.script_arguments import ScriptArguments, each_dataset, is_slice
+from harness.launched import UserError
 from harness.run.mirror import Storage
 from harness.run.sharding import SHARDED_8BIT
 from harness.start.flags import check_passwords
@@ -18,118 +14,6 @@ from harness.start.flags import check_passwords
 from transformers import TrainingArguments
 from transformers.trainer import Trainer
 from trl import ModelConfig
-
-REQUIREMENTS = Path(__file__).resolve().parents[3] / "requirements.txt"
-TESTED_PYTHON = (3, 11)
-
-
-def print_untested_versions() -> None:
-    """Prints a warning if the tests did not run with this Python or these packages."""
-    untested = [] if sys.version_info[:2] == TESTED_PYTHON else [f"Python {sys.version_info[0]}.{sys.version_info[1]}"]
-    lines = REQUIREMENTS.read_text("utf-8").splitlines() if REQUIREMENTS.is_file() else []
-    for line in lines:
-        requirement = line.split("#")[0].strip()
-        if "==" in requirement:
-            package, expected = requirement.split("==")
-            try:
-                found = importlib.metadata.version(package).split("+")[0]
-            except importlib.metadata.PackageNotFoundError:
-                continue
-            if found != expected:
-                untested.append(f"{package} {found} (tested: {expected})")
-    if untested:
-        print_once(f"warning: not tested with {', '.join(untested)}")
-
-
-def count_gpus() -> int:
-    """GPUs that this process may use. Raises UserError if there are GPUs that CUDA cannot use."""
-    import torch
-
-    count = torch.cuda.device_count()  # the driver's count
-    if count and not torch.cuda.is_available():
-        try:
-            torch.cuda.init()
-            reason = "no reason given"
-        except RuntimeError as error:
-            reason = str(error)
-        raise UserError(
-            f"PyTorch {torch.__version__} cannot use the {count} GPU{'s' if count > 1 else ''} of this machine: {reason[:300]} "
-            "Update the driver, or install PyTorch for an older one: TORCH_INDEX=https://download.pytorch.org/whl/cu126 "
-            "./launch.sh --install, or set PYTHON to an environment of yours. To rehearse on CPU, set CUDA_VISIBLE_DEVICES=''"
-        )
-    return count
-
-
-def check_gpus(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool, launched: Launched) -> None:
-    """Raises UserError if this machine's GPUs cannot compute what the arguments ask for."""
-    check_bf16(training_args, model_args, is_sharded, max(1, launched.processes // launched.nodes))
-    if training_args.torch_compile and training_args.torch_compile_backend == "inductor" and launched.no_triton:
-        raise UserError(f"--torch_compile needs Triton, which cannot be used here: {launched.no_triton}: leave out the flag")
-
-
-def check_one_gpu(training_args: TrainingArguments) -> None:
-    """Raises UserError if this process, started without launch.sh, would train on several GPUs.
-
-    transformers would wrap the model in nn.DataParallel: more rows per step than `global_batch_size`, and packed rows without the
-    lengths of their documents.
-    """
-    if training_args.n_gpu > 1:
-        raise UserError(
-            f"one process would train on {training_args.n_gpu} GPUs with nn.DataParallel, which recipes do not support: set "
-            f"CUDA_VISIBLE_DEVICES=0 to use one GPU, or start the recipe with launch.sh or `.venv/bin/torchrun --nproc-per-node "
-            f"{training_args.n_gpu}`"
-        )
-
-
-def check_bf16(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool, gpus: int) -> None:
-    """Raises UserError for bf16 on a GPU that only emulates it; `torch.cuda.is_bf16_supported` accepts those.
-
-    The config, the recipe or a flag can set mixed precision. Without it the model computes in its own dtype.
-    """
-    import torch
-
-    if training_args.fp16 or not (training_args.bf16 or model_args.dtype == "bfloat16"):
-        return
-    advice = f"pass --bf16 false --fp16 true --dtype {'float16' if model_args.use_peft else 'float32'}"
-    if model_args.load_in_4bit and is_sharded:
-        advice = "sharded 4-bit weights compute in bf16 only, so use other GPUs"
-    for index in range(min(gpus, torch.cuda.device_count())):
-        major, minor = torch.cuda.get_device_capability(index)
-        if major < 8:
-            raise UserError(
-                f"this run computes in bf16, but {torch.cuda.get_device_name(index)} has compute capability {major}.{minor} and "
-                f"no bf16 arithmetic: {advice}"
-            )
-
-
-def print_few_cores(launched: Launched) -> None:
-    """Prints a warning if this node has fewer cores than GPUs, as in a SLURM job without --cpus-per-task."""
-    gpus, cores = launched.processes // launched.nodes, physical_cores()
-    if not launched.on_cpu and cores < gpus:
-        node = os.environ.get(NODE_VARIABLE, "0")
-        print(
-            f"warning: node {node} gives this run {cores} core{'s' if cores > 1 else ''} for {gpus} GPUs, so the processes wait "
-            "for each other: ask for more (SLURM: --cpus-per-task, 8 for each GPU)",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
-def check_shared_memory(launched: Launched) -> None:
-    """Raises UserError if /dev/shm is too small for the locks of the processes, and for NCCL's buffers of 33 MB each."""
-    shm = Path("/dev/shm")
-    if not shm.is_dir():
-        return
-    needed = 1
-    if not launched.on_cpu and launched.processes > launched.nodes and os.environ.get("NCCL_SHM_DISABLE") != "1":
-        needed += 33 * (launched.processes // launched.nodes)
-    free = shutil.disk_usage(shm).free / 1e6
-    if free < needed:
-        advice = ", or set NCCL_SHM_DISABLE=1" if needed > 1 else ""
-        raise UserError(
-            f"/dev/shm has {free:.0f} MB free, {needed} MB are needed: delete old files there, or give the container more "
-            f"(docker run --shm-size=1g, or --ipc=host){advice}"
-        )
 
 
 def check_numbers(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
@@ -220,23 +104,24 @@ def check_arguments(script_args: ScriptArguments, training_args: TrainingArgumen
         )
     check_parallelism(training_args)
     if script_args.mixture:
-        check_best_metric(training_args)
+        check_best_metric(script_args, training_args)
 
 
-def check_best_metric(training_args: TrainingArguments) -> None:
+def check_best_metric(script_args: ScriptArguments, training_args: TrainingArguments) -> None:
     """Raises UserError for the evaluation loss of a dataset that the mixture does not have."""
-    name, labels = (training_args.metric_for_best_model or "").removeprefix("eval_"), training_args.dataset_weights
+    name = (training_args.metric_for_best_model or "").removeprefix("eval_")
+    labels = [one.label for one in each_dataset(script_args)]
     if name.endswith("_loss") and name.removesuffix("_loss") not in labels:
         losses = ", ".join(f"eval_{label}_loss" for label in labels)
         raise UserError(f"--metric_for_best_model {training_args.metric_for_best_model}: pass eval_loss or one of {losses}")
 
 
-def check_mirror(script_args: ScriptArguments, mode: str) -> None:
+def check_mirror(script_args: ScriptArguments, is_training_run: bool) -> None:
     """Raises UserError for a --mirror that this run cannot have: an unknown URL, a missing package, a command without a run."""
     if script_args.mirror is None:
         return
-    if mode != "train":
-        raise UserError(f"--mirror is for training, --{mode} writes no checkpoints: leave it out")
+    if not is_training_run:
+        raise UserError("--mirror is for training, and this command writes no checkpoints: leave it out")
     check_passwords([f"--mirror={script_args.mirror}"])
     Storage(script_args.mirror)
 

@@ -11,7 +11,6 @@ if __name__ == "__main__":
     set_interrupt_handler(signal.SIG_DFL)  # while modules are imported
 
 import ast
-import dataclasses
 import hashlib
 import logging
 import os
@@ -21,18 +20,17 @@ import socket
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from harness import configs, folder, hub
 from harness.configs import AccelerateConfig
+from harness.contexts import Context
 from harness.launched import (
     NODE_VARIABLE,
-    Checked,
-    Launched,
-    TrainerBuilt,
     UserError,
     exit_on_user_error,
     last_signal,
+    plural,
     print_once,
     set_signal_handler,
 )
@@ -42,6 +40,11 @@ from harness.nodes.variables import integer_from_environment
 from harness.start import flags, processes
 from harness.start.plans import copy_plan
 from harness.start.processes import Worker, idle_workers
+
+if TYPE_CHECKING:
+    from harness.start.training import CheckedRun
+
+    from torch.distributed import TCPStore
 
 
 def main(words: list[str]) -> int:
@@ -56,40 +59,41 @@ def main(words: list[str]) -> int:
         return 0
     flags.check_flags(Path(recipe), arguments)
     config, nodes = configs.read(config_path), nodes_from_environment()
-    launched = Launched(recipe=recipe, config=config_path, tiny="--tiny" in options)
-    set_processes(launched, config, nodes)
+    context = Context(recipe, config, nodes=nodes.count, tiny=options == ["--tiny"])
+    context.processes = count_processes(context, nodes)
     if nodes.is_allocation:
         return run_with_srun(nodes, words)
-    set_environment(launched, config.gpu_ids)
+    set_environment(context.tiny, config.gpu_ids)
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():  # the latter is its older name
         os.environ["PYTORCH_ALLOC_CONF"] = allocator_settings(config, Path(recipe), arguments)
     can_fork = processes.import_libraries()
-    find_gpu_features(launched, can_fork)
+    context.attention, context.no_flash, context.no_triton, context.gpu_problem = find_gpu_features(can_fork)
     # All workers are forked here, while this process has no threads and has not used a GPU. They wait until they are started.
-    with idle_workers(launched.processes // launched.nodes, can_fork) as workers, idle_workers(1, can_fork) as (checker,):
+    with idle_workers(context.processes // context.nodes, can_fork) as workers, idle_workers(1, can_fork) as (checker,):
         warnings.filterwarnings("ignore")  # in the launcher only; the processes that train are forked already
         if nodes.count > 1:
-            return train_on_several_nodes(nodes, config, launched, options, arguments, workers, checker)
-        output_dir, identity, _, _ = check_in_worker(checker, launched, arguments, config)
+            return train_on_several_nodes(nodes, context, options, arguments, workers, checker)
+        checked = check_in_worker(checker, context, arguments)
         # Not in a `with`: after an error it stays locked until this process exits.
-        held = folder.lock_run(Path(output_dir), identity)
+        held = folder.lock_run(Path(checked.output_dir), checked.identity)
         store = None if config.distributed_type == "NO" else open_store()
         meeting_point = (store.host, store.port) if store else None
-        copy_plan(launched, arguments, Path(output_dir))
-        code = train(workers, launched, arguments, config, meeting_point)
+        copy_plan(context, arguments, Path(checked.output_dir))
+        code = train(workers, context, checked, arguments, meeting_point)
         held.release()
         return code
 
 
-def set_processes(launched: Launched, config: AccelerateConfig, nodes: Nodes) -> None:
-    """Sets how many processes and nodes run the config. Raises UserError if these are not the machines for it."""
+def count_processes(context: Context, nodes: Nodes) -> int:
+    """How many processes run a config on all nodes. Raises UserError if these are not the machines for it."""
+    config = context.config
     gpus = nodes.processes or config.num_processes // config.num_machines  # per machine
     if nodes.count == 1 < config.num_machines:
-        if not launched.tiny:
+        if not context.tiny:
             raise UserError(
                 f"{config.name} is for {config.num_machines} machines with {plural(gpus, 'GPU')} each, this is one: start it on "
                 f"each with NNODES={config.num_machines} NODE_RANK=… MASTER_ADDR=…, or with sbatch --nodes "
-                f"{config.num_machines}. {rehearsal_hint(launched)}"
+                f"{config.num_machines}. {context.rehearsal_hint}"
             )
         gpus = nodes.processes or config.num_processes  # a rehearsal runs all processes on this machine
     if config.distributed_type == "NO":
@@ -103,27 +107,16 @@ def set_processes(launched: Launched, config: AccelerateConfig, nodes: Nodes) ->
                 "for example 4gpu_ddp"
             )
         gpus = 1
-    launched.nodes, launched.processes = nodes.count, nodes.count * gpus
-    if not config.is_hybrid:
-        return
-    if launched.processes != config.replicas * config.shards or nodes.count not in (1, config.replicas):
+    if config.is_hybrid and (nodes.count * gpus != config.replicas * config.shards or nodes.count not in (1, config.replicas)):
         raise UserError(
             f"{config.name} shards over {config.shards} GPUs on each of {config.replicas} nodes, but there "
             f"{'are' if nodes.count > 1 else 'is'} {plural(nodes.count, 'node')} with {plural(gpus, 'GPU')} each: request other "
             "machines (NPROC_PER_NODE sets the GPUs), or change parallelism_config in a copy of the config"
         )
+    return nodes.count * gpus
 
 
-def plural(count: int, word: str) -> str:
-    return f"{count} {word}{'' if count == 1 else 's'}"
-
-
-def rehearsal_hint(launched: Launched) -> str:
-    names = " ".join(shlex.quote(Path(path).stem) for path in (launched.recipe, launched.config))
-    return f"Rehearse it here with a tiny model and dataset: ./launch.sh --tiny {names}"
-
-
-def set_environment(launched: Launched, gpu_ids: str = "") -> None:
+def set_environment(tiny: bool, gpu_ids: str = "") -> None:
     """Sets what the libraries read when they are imported, and what every process needs. `gpu_ids`: of the config.
 
     Raises UserError for a number of threads that is none.
@@ -140,7 +133,7 @@ def set_environment(launched: Launched, gpu_ids: str = "") -> None:
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     # Offline, `kernels` reports that it did not check the publisher of a kernel; it did when the kernel was downloaded.
     logging.getLogger("kernels.hf_hub").addFilter(lambda record: "offline mode" not in record.getMessage())
-    if launched.tiny:
+    if tiny:
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     elif "HF_HUB_OFFLINE" not in os.environ and not hub.is_reachable():
         os.environ["HF_HUB_OFFLINE"] = "1"  # otherwise every process would retry for long
@@ -168,12 +161,12 @@ def allocator_settings(config: AccelerateConfig, recipe: Path, arguments: list[s
     return settings
 
 
-def find_gpu_features(launched: Launched, can_fork: bool) -> None:
-    """Sets what the GPUs of this machine support; asked in a process of its own, because it uses a GPU."""
+def find_gpu_features(can_fork: bool) -> tuple[list[str], str, str, str]:
+    """What the GPUs of this machine support, see `Context`; asked in a process of its own, because it uses a GPU."""
     code, features = processes.call(can_fork, gpu_features)
     if features is None:
         sys.exit(processes.explain_exit(code))
-    launched.attention, launched.no_flash, launched.no_triton, launched.gpu_problem = features
+    return features
 
 
 def gpu_features() -> tuple[list[str], str, str, str]:
@@ -182,103 +175,39 @@ def gpu_features() -> tuple[list[str], str, str, str]:
     return find_gpu_features()
 
 
-def check_in_worker(
-    worker: Worker, launched: Launched, arguments: list[str], config: AccelerateConfig | None
-) -> tuple[str, dict, bool, bool]:
-    """Checks the run in a process of its own, which may use a GPU. Exits if something is wrong.
-
-    Sets `launched.on_cpu`. Returns the output directory, its run.json, whether the run saves checkpoints there, and whether it
-    has a mirror.
-    """
-    worker.start(run_checks, launched, arguments, config)
+def check_in_worker(worker: Worker, context: Context, arguments: list[str]) -> "CheckedRun":
+    """Checks the run in a process of its own, which may use a GPU. Exits if something is wrong."""
+    worker.start(check_run, context, arguments)
     code, _ = processes.wait_for([worker])
     set_signal_handler(processes.exit_for_signal)
     if worker.result is None:
         sys.exit(processes.explain_exit(code))
     if last_signal():  # the check ended before the signal reached it
         processes.exit_for_signal(last_signal(), None)
-    launched.on_cpu, *found = worker.result
-    return tuple(found)
+    return worker.result
 
 
-def run_checks(launched: Launched, arguments: list[str], config: AccelerateConfig) -> tuple[bool, str, dict, bool, bool]:
-    """Checks the machine, then runs the recipe up to the end of `parse`.
+def check_run(context: Context, arguments: list[str]) -> "CheckedRun":
+    """Checks the machine, and the recipe up to the end of `parse`."""
+    from harness.start.machine import print_untested_versions
+    from harness.start.training import Check
 
-    Returns what the launcher needs from the process that runs this: whether the run is on CPU, its output directory and
-    run.json, whether it saves checkpoints, and whether it has a mirror.
-    """
-    from harness.start import checks
-
-    set_device(launched, config, use_cpu=flags.is_true("use_cpu", arguments), rows=rows_of_step(Path(launched.recipe), arguments))
-    checks.check_shared_memory(launched)
-    checks.print_few_cores(launched)
-    script_args, training_args, _ = check_recipe(launched, arguments)
-    output_dir = training_args.output_dir
-    identity = folder.read_json(Path(output_dir, folder.RUN))
-    return launched.on_cpu, output_dir, identity, training_args.save_strategy != "no", bool(script_args.mirror)
+    hide_library_warnings()
+    print_untested_versions()
+    check = Check(**vars(context))
+    processes.run_recipe(check, arguments)
+    if check.checked is None:
+        raise UserError(f"{Path(context.recipe).name} ended without calling parse(): is it a recipe?")
+    return check.checked
 
 
-def check_recipe(launched: Launched, arguments: list[str]) -> tuple[Any, Any, Any]:
-    """Runs a recipe up to the end of `parse`, with all checks; returns the three arguments of the run."""
-    from harness.start import checks
-
+def hide_library_warnings() -> None:
+    """For commands that run a recipe without training."""
     warnings.filterwarnings("ignore")
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # a UserError says what is wrong with a file
-    checks.print_untested_versions()
-    os.environ.update(dataclasses.replace(launched, only_check=True).to_environment())
-    try:
-        processes.run_recipe(launched.recipe, arguments)
-    except Checked as checked:
-        return checked.args
-    raise UserError(f"{Path(launched.recipe).name} ended without calling parse(): is it a recipe?")
 
 
-def build_trainer(launched: Launched, arguments: list[str]) -> Any:
-    """Runs a recipe up to `train`, in this process; returns its trainer. `launched.mode` must not be "train": it would train.
-
-    The checks of `check_recipe`, which need the machine or the dataset, are left out.
-    """
-    os.environ.update(launched.to_environment())
-    try:
-        processes.run_recipe(launched.recipe, arguments)
-    except TrainerBuilt as built:
-        return built.args[0]
-    raise UserError(f"{Path(launched.recipe).name} ended without calling train(): is it a recipe?")
-
-
-def rows_of_step(recipe: Path, arguments: list[str]) -> tuple[int, int]:
-    """Rows per optimizer step and per micro-batch, (0, 0) where recipe and flags do not set them to numbers."""
-    if flags.value_of("gradient_accumulation_steps", arguments):
-        return 0, 0
-    rows, micro_batch = (
-        flags.number_of(name, arguments, recipe) for name in ("global_batch_size", "per_device_train_batch_size")
-    )
-    return rows or 0, micro_batch or 0
-
-
-def set_device(launched: Launched, config: AccelerateConfig, use_cpu: bool, rows: tuple[int, int] = (0, 0)) -> None:
-    """Sets `on_cpu`. Raises UserError if the machine has too few GPUs; `rows`: per step and micro-batch, to offer fewer."""
-    from harness.start import checks
-
-    gpus = launched.processes // launched.nodes
-    if not use_cpu and checks.count_gpus() >= gpus:
-        if launched.gpu_problem:
-            raise UserError(launched.gpu_problem)
-        return
-    if not (launched.tiny or use_cpu):
-        found = checks.count_gpus()
-        # Not in a hybrid config, which needs its replicas, nor on several nodes, whose steps depend on the others.
-        possible = [] if config.is_hybrid or launched.nodes > 1 or not all(rows) else range(1, found + 1)
-        enough = [count for count in possible if rows[0] % (rows[1] * count) == 0]
-        hint = rehearsal_hint(launched)
-        if enough:
-            words = "it" if enough[-1] == 1 else f"{enough[-1]} of them" if enough[-1] < found else "them"
-            hint = f"NPROC_PER_NODE={enough[-1]} trains the same steps on {words}, and continues a run there, if memory suffices"
-        raise UserError(f"{config.name} needs {plural(gpus, 'GPU')}, this machine has {found or 'none'}. {hint}")
-    launched.on_cpu = True
-
-
-def open_store() -> Any:
+def open_store() -> "TCPStore":
     """The TCPStore at which the processes of one machine meet. It has threads: call this after the processes were forked.
 
     Other machines cannot connect to it: it would listen at all addresses of this one without a socket of its own. torch unpickles
@@ -291,50 +220,48 @@ def open_store() -> Any:
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def set_training_environment(launched: Launched, config: AccelerateConfig) -> None:
+def set_training_environment(context: Context) -> None:
     """Sets what the processes that train inherit."""
-    os.environ.update(launched.to_environment())
     # accelerate sets one thread per process. An optimizer on the CPU (offload) needs every core, a rehearsal only one.
-    threads = 1 if launched.on_cpu else max(1, physical_cores() * launched.nodes // launched.processes)
+    threads = 1 if context.on_cpu else max(1, physical_cores() * context.nodes // context.processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    if launched.on_cpu:
+    if context.on_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few
-    if config.distributed_type == "NO":
+    if context.config.distributed_type == "NO":
         # With several visible GPUs, transformers would wrap the model in nn.DataParallel.
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
 def train(
     workers: list[Worker],
-    launched: Launched,
+    context: Context,
+    checked: "CheckedRun",
     arguments: list[str],
-    config: AccelerateConfig,
     meeting_point: tuple[str, int] | None,
     node: int = 0,
+    separate_disks: bool = False,
 ) -> int:
     """Runs the recipe in the processes of this node; returns the exit code.
 
     `meeting_point`: address and port of the TCPStore of all processes, None for a config without torch.distributed.
+    `separate_disks`: see `Train`.
     """
-    set_training_environment(launched, config)
+    from harness.start.training import Train
+
+    training = Train(**vars(context) | {"on_cpu": checked.on_cpu}, separate_disks=separate_disks)
+    set_training_environment(training)
     if meeting_point is None:
-        return processes.train_in_one_process(workers[0], launched, arguments)
+        return processes.train_in_one_process(workers[0], training, arguments)
     from harness.compat.accelerate import launch_environment
     from harness.compat.torch import use_store_of_launcher
 
-    environment = launch_environment(config.path, launched.processes, launched.nodes, launched.recipe) | use_store_of_launcher()
-    environment |= {"MASTER_ADDR": meeting_point[0], "MASTER_PORT": str(meeting_point[1])}
-    return processes.train_in_processes(workers, launched, arguments, environment, node)
+    environment = launch_environment(context.config.path, context.processes, context.nodes, context.recipe)
+    environment |= use_store_of_launcher() | {"MASTER_ADDR": meeting_point[0], "MASTER_PORT": str(meeting_point[1])}
+    return processes.train_in_processes(workers, training, arguments, environment, node)
 
 
 def train_on_several_nodes(
-    nodes: Nodes,
-    config: AccelerateConfig,
-    launched: Launched,
-    options: list[str],
-    arguments: list[str],
-    workers: list[Worker],
-    checker: Worker,
+    nodes: Nodes, context: Context, options: list[str], arguments: list[str], workers: list[Worker], checker: Worker
 ) -> int:
     """Meets the launchers of the other nodes, checks in turn, and runs this node's processes."""
     from harness.nodes.meeting import Meeting
@@ -343,30 +270,30 @@ def train_on_several_nodes(
     if nodes.rank:
         os.environ[NODE_VARIABLE] = str(nodes.rank)
     facts = {
-        "command": shlex.join([*options, Path(launched.recipe).stem, Path(launched.config).stem, *arguments]),
-        "attention implementation": ", ".join(launched.attention),
+        "command": shlex.join([*options, Path(context.recipe).stem, context.config.name, *arguments]),
+        "attention implementation": ", ".join(context.attention),
         "NPROC_PER_NODE": len(workers),
     }
-    for path in (launched.recipe, launched.config):
+    for path in (context.recipe, context.config.path):
         facts[f"digest of {Path(path).name}"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
     with Meeting(nodes, facts) as meeting:
-        found = meeting.check_in_turn(lambda: check_in_worker(checker, launched, arguments, config))
-        output_dir, identity, saves, has_mirror = found
-        launched.separate_disks = saves and not meeting.all_see(Path(output_dir))
-        if launched.separate_disks and not has_mirror:
+        checked = meeting.check_in_turn(lambda: check_in_worker(checker, context, arguments))
+        output_dir = Path(checked.output_dir)
+        separate_disks = checked.saves and not meeting.all_see(output_dir)
+        if separate_disks and not checked.has_mirror:
             raise UserError(
                 f"--output_dir: {output_dir} is not the same folder on all nodes, so their checkpoints could not be put "
                 "together: pass a folder on a file system that all nodes share, or --mirror with the URL of a bucket, to which "
                 "every node uploads its part, or --save_strategy no"
             )
         # Not before all nodes have checked.
-        held = folder.lock_run(Path(output_dir), identity) if nodes.rank == 0 or launched.separate_disks else None
+        held = folder.lock_run(output_dir, checked.identity) if nodes.rank == 0 or separate_disks else None
         if interface := interface_to(meeting.another_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo takes the one that the machine's name resolves to
-        head = nodes.head if nodes.rank else "127.0.0.1"
+        store = (nodes.head if nodes.rank else "127.0.0.1", nodes.port)
         if nodes.rank == 0:
-            copy_plan(launched, arguments, Path(output_dir))
-        code = meeting.run(lambda: train(workers, launched, arguments, config, (head, nodes.port), nodes.rank))
+            copy_plan(context, arguments, Path(checked.output_dir))
+        code = meeting.run(lambda: train(workers, context, checked, arguments, store, nodes.rank, separate_disks))
         if held:
             held.release()
         return code

@@ -11,36 +11,36 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from harness.contexts import Context
 from harness.folder import write_json
-from harness.launched import Launched
 from harness.run.forecast import PLAN
 from harness.start.flags import without
 
 
-def plan_file(launched: Launched, arguments: list[str]) -> Path:
+def plan_file(context: Context, arguments: list[str]) -> Path:
     """Where the plan of a run is kept: by recipe, config, number of processes and nodes, and the flags in their order."""
     from huggingface_hub.constants import HF_HOME
 
-    recipe, config = Path(launched.recipe), Path(launched.config)
+    recipe, config = Path(context.recipe), Path(context.config.path)
     for name in ("mirror", "output_dir"):  # a plan is the same without them
         arguments = without(name, arguments)
-    digest = hashlib.sha256(json.dumps([launched.processes, launched.nodes, *arguments]).encode())
+    digest = hashlib.sha256(json.dumps([context.processes, context.nodes, *arguments]).encode())
     for path in (recipe, config):
         digest.update(path.read_bytes())
     return Path(HF_HOME, "plans", f"{recipe.stem}-{config.stem}-{digest.hexdigest()[:16]}-plan.json")
 
 
-def keep_plan(plan: dict[str, Any], launched: Launched, arguments: list[str]) -> None:
+def keep_plan(plan: dict[str, Any], context: Context, arguments: list[str]) -> None:
     """Writes a plan to where the run finds it. A folder that cannot be written is no error."""
-    file = plan_file(launched, arguments)
+    file = plan_file(context, arguments)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, plan)
 
 
-def copy_plan(launched: Launched, arguments: list[str], output_dir: Path) -> None:
+def copy_plan(context: Context, arguments: list[str], output_dir: Path) -> None:
     """Copies the plan of a run, if there is one, into its folder, and deletes that of an earlier start."""
     (output_dir / PLAN).unlink(missing_ok=True)
-    if not launched.tiny:
+    if not context.tiny:
         with contextlib.suppress(OSError):  # mostly: there is none
-            shutil.copyfile(plan_file(launched, arguments), output_dir / PLAN)
+            shutil.copyfile(plan_file(context, arguments), output_dir / PLAN)

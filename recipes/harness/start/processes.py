@@ -23,13 +23,14 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+from harness import contexts
 from harness.compat.guards import run_exit_handlers
+from harness.contexts import Context
 from harness.folder import NOT_WRITABLE
 from harness.hub import HubLost
 from harness.launched import (
     OUT_OF_TIME,
     SIGNALS,
-    Launched,
     UserError,
     exit_at_once,
     exit_on_user_error,
@@ -287,15 +288,15 @@ def restored_signal_handlers() -> Iterator[None]:
         os.kill(os.getpid(), last_signal())
 
 
-def train_in_one_process(worker: Worker, launched: Launched, flags: list[str]) -> int:
+def train_in_one_process(worker: Worker, context: Context, flags: list[str]) -> int:
     """Runs a recipe in a process without torch.distributed; returns the exit code for the shell."""
-    worker.start(run_recipe, launched.recipe, flags)
+    worker.start(run_recipe, context, flags)
     code, _ = wait_for([worker])
     return explain_exit(code)
 
 
 def train_in_processes(
-    workers: list[Worker], launched: Launched, flags: list[str], environment: dict[str, str], node: int = 0
+    workers: list[Worker], context: Context, flags: list[str], environment: dict[str, str], node: int = 0
 ) -> int:
     """Runs a recipe in the processes of this node; returns the exit code for the shell.
 
@@ -306,11 +307,11 @@ def train_in_processes(
             "RANK": node * len(workers) + local_rank,
             "LOCAL_RANK": local_rank,
             "GROUP_RANK": node,
-            "WORLD_SIZE": launched.processes,
+            "WORLD_SIZE": context.processes,
             "LOCAL_WORLD_SIZE": len(workers),
         }
         own = environment | {name: str(value) for name, value in ranks.items()}
-        worker.start(run_recipe, launched.recipe, flags, environment=own)
+        worker.start(run_recipe, context, flags, environment=own)
     code, local_rank = wait_for(workers)
     if code == LOST and local_rank and not last_signal():
         # The process that prints the message for its node is the one that was lost.
@@ -344,12 +345,14 @@ def exit_for_signal(number: int, frame: FrameType | None) -> None:
     sys.exit(explain_exit(-number))
 
 
-def run_recipe(path: str, flags: list[str]) -> None:
-    """Does what `python RECIPE flags` does, with one message for known failures. Exits with code 1 after a traceback."""
+def run_recipe(context: Context, flags: list[str]) -> None:
+    """Does what `python RECIPE flags` does, as far as its context needs it. Known failures are one message."""
+    path = context.recipe
     sys.argv = [path, *flags]
     sys.path.insert(0, str(Path(path).parent))
     try:
-        runpy.run_path(path, run_name="__main__")
+        with contexts.active(context):
+            runpy.run_path(path, run_name="__main__")
     except UserError:
         raise
     except HubLost as error:

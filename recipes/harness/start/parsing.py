@@ -1,0 +1,63 @@
+"""What a recipe's `parse` does: it finds how the recipe was started, reads the arguments, and lets that context prepare them."""
+
+import logging
+import os
+import warnings
+from typing import Any
+
+from harness import contexts
+from harness.start.arguments import Arguments, read_arguments
+from harness.start.training import start_without_launcher
+
+from accelerate.utils import check_cuda_p2p_ib_support
+
+
+def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **recipe: Any) -> Arguments:
+    """Turns the values of a recipe and the command line into the three argument objects of TRL's scripts.
+
+    Args:
+        config_class: `trl.SFTConfig`, `transformers.TrainingArguments` or a subclass.
+        dataset_formats: the formats of rows that the recipe can train on, its first choice first: "text", "messages",
+            "prompt_completion", "instruction" (see `harness/data/formats.py`). Empty: rows stay as they are.
+        **recipe: the values of the recipe, by the names of the arguments.
+
+    Returns:
+        `(script_args, training_args, model_args)`. In a rehearsal they name the tiny model and dataset.
+
+    Raises:
+        UserError: for anything the user can fix. `harness.parse` turns it into one message and exit code 2.
+    """
+    context = contexts.current() or start_without_launcher()
+    quiet_libraries()
+    disable_peer_to_peer()
+    arguments = read_arguments(context, config_class, dataset_formats, recipe)
+    context.prepare(arguments)
+    return arguments
+
+
+def quiet_libraries() -> None:
+    """Hides warnings that the user can do nothing about."""
+    for module in ("transformers", "trl", "peft", "accelerate"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=module)  # how one library calls another
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # about accelerate's calls
+    # `check_model_and_dataset` prints that a dataset comes from the cache where the Hub cannot be reached; a CPU has no TF32.
+    # Offline, `kernels` reports that it did not check the publisher of a kernel; it did when the kernel was downloaded.
+    names = ("datasets.load", "datasets.packaged_modules.cache.cache", "transformers.training_args", "kernels.hf_hub")
+    for name in names:
+        logging.getLogger(name).addFilter(_is_useful)
+
+
+def _is_useful(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return not any(words in message for words in ("offline mode", "Found the latest", "The speedups for torchdynamo"))
+
+
+def disable_peer_to_peer() -> None:
+    """Makes NCCL send through host memory where the driver cannot copy between GPUs: RTX 40xx with a driver before 550.40.07.
+
+    `accelerate launch` sets the same variables. Without them TrainingArguments raises NotImplementedError there, also for one
+    process.
+    """
+    if not check_cuda_p2p_ib_support():
+        for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"):
+            os.environ.setdefault(name, "1")

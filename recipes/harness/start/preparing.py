@@ -1,0 +1,103 @@
+"""What contexts do at the end of `parse`: check the arguments, name what is loaded instead, change libraries in this process."""
+
+import copy
+
+from harness.compat.bitsandbytes import keep_4bit_layout
+from harness.compat.torch import multiply_in_float32
+from harness.compat.transformers import offload_activations_to_unpinned_memory
+from harness.compat.trl import install_training_template, pack_streams_in_batches
+from harness.contexts import Context
+from harness.data import chat_templates, reading
+from harness.data.loading import check_dataset, use_prepared_files
+from harness.data.script_arguments import change_each, each_dataset
+from harness.data.streams import documents_per_batch
+from harness.hub import wait_for_hub
+from harness.launched import print_once
+from harness.model.loading import (
+    build_adapter_on_meta,
+    check_experts,
+    check_model,
+    check_module_names,
+    set_loading_options,
+)
+from harness.rehearsal import tiny
+from harness.start import checks
+from harness.start.arguments import Arguments
+
+import datasets
+import transformers
+from huggingface_hub.constants import HF_HUB_OFFLINE
+
+
+def check_arguments(context: Context, arguments: Arguments) -> None:
+    """Raises UserError for arguments that contradict each other, or that would have no effect. Reads no model and no dataset."""
+    checks.check_mirror(arguments[0], context.is_training_run)
+    checks.check_arguments(*arguments)
+    checks.check_flags_have_effect(*arguments, context.is_sharded)
+    checks.check_optimizer(arguments[1], context.config)
+
+
+def set_model_options(context: Context, arguments: Arguments) -> None:
+    """Sets how the model is loaded and its loss computed. After `check_arguments`, which looks at what was asked for."""
+    script_args, training_args, model_args = arguments
+    set_loading_options(training_args, model_args, context.is_sharded, context, script_args.given)
+    if model_args.load_in_4bit and context.on_cpu and not context.is_simulated:
+        keep_4bit_layout()
+
+
+def check_model_and_dataset(context: Context, arguments: Arguments, with_weights: bool = True) -> None:
+    """Raises UserError unless model and dataset (the tiny ones of a rehearsal) can be opened and fit each other."""
+    script_args, training_args, model_args = arguments
+    for one in each_dataset(script_args):
+        reading.print_how_files_are_read(one.dataset_name, one.dataset_config, one.text_rows)
+    display_name = model_args.model_name_or_path
+    if context.tiny:  # in copies: `replace_model_and_dataset` comes later
+        tiny.make_replacements(script_args, model_args)
+        script_args, training_args, model_args = map(copy.copy, arguments)
+        tiny.use_replacements(script_args, training_args, model_args)
+    else:
+        if HF_HUB_OFFLINE:
+            print_once("The Hub is not reachable, or HF_HUB_OFFLINE is set: using the files on this machine.")
+        check_model(training_args, model_args, with_weights=with_weights)
+    check_module_names(model_args, context.config, display_name)
+    check_experts(model_args)
+    if model_args.use_peft:
+        build_adapter_on_meta(model_args, display_name)
+    rows = check_dataset(script_args)
+    splits = script_args.split_conversations
+    chat_templates.check_conversations(training_args, model_args, script_args.given, rows, display_name, splits)
+
+
+def replace_model_and_dataset(context: Context, arguments: Arguments) -> None:
+    """Makes the arguments name what is loaded instead: the tiny model and dataset, or the files of --prepare."""
+    script_args, training_args, _ = arguments
+    if context.tiny:
+        tiny.use_replacements(*arguments)
+        return
+    processes = context.processes or training_args.world_size
+    change_each(script_args, lambda one: use_prepared_files(one, training_args, processes))
+
+
+def prepare_process(context: Context, arguments: Arguments) -> None:
+    """Changes the libraries in this process as the arguments need it."""
+    _, training_args, _ = arguments
+    if context.on_cpu:
+        multiply_in_float32()
+    if training_args.use_cpu and getattr(training_args, "activation_offloading", False):
+        training_args.activation_offloading = False
+        print_once("--activation_offloading: activations stay where they are, because this run has no GPU.")
+    if training_args.use_cpu and (training_args.activation_checkpointing_kwargs or {}).get("offload"):
+        offload_activations_to_unpinned_memory()
+    prepare_data(arguments)
+
+
+def prepare_data(arguments: Arguments) -> None:
+    """Changes how rows are downloaded, rendered and packed in this process, and which process shows progress."""
+    script_args, training_args, model_args = arguments
+    wait_for_hub()
+    install_training_template(chat_templates.training_template)
+    pack_streams_in_batches(documents_per_batch)
+    chat_templates.set_template_file(training_args, model_args, script_args.given)
+    if training_args.process_index or training_args.disable_tqdm:  # one process shows progress
+        datasets.disable_progress_bars()
+        transformers.logging.disable_progress_bar()

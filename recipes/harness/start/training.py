@@ -1,0 +1,257 @@
+"""The contexts of a run: `Check` in one process before it starts, `Train` in each of its processes."""
+
+import argparse
+import hashlib
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import configs, contexts, folder
+from harness.compat.accelerate import allow_fsdp_on_cpu
+from harness.compat.torch import offload_to_unpinned_memory
+from harness.compat.trl import record_conversations
+from harness.contexts import Context, RecipeStopped
+from harness.data import reading
+from harness.data.script_arguments import each_dataset
+from harness.launched import NODE_VARIABLE, UserError, print_once
+from harness.model.attention import print_attention
+from harness.model.gpu_features import VARLEN, why_not_triton
+from harness.model.loading import check_host_memory
+from harness.model.quantized import quantize_once, use_quantized_weights
+from harness.nodes.network import check_all_reduce, wait_for_first_process
+from harness.rehearsal import tiny
+from harness.run import mirror, session
+from harness.run.settings import RunSettings
+from harness.start import machine
+from harness.start.arguments import Arguments
+from harness.start.preparing import (
+    check_arguments,
+    check_model_and_dataset,
+    prepare_process,
+    replace_model_and_dataset,
+    set_model_options,
+)
+
+import torch
+from transformers import Trainer
+
+CONVERSATIONS = 16  # for evaluation, that a run keeps for --verify
+
+
+@dataclass
+class CheckedRun:
+    """What the launcher needs to know of a run that passed its checks."""
+
+    output_dir: str
+    identity: dict[str, Any]  # the content of its run.json
+    on_cpu: bool
+    saves: bool  # checkpoints, in `output_dir`
+    has_mirror: bool
+
+
+@dataclass
+class Check(Context):
+    """Checks a run and claims its output directory. Ends the recipe after `parse`."""
+
+    checked: CheckedRun | None = None
+
+    is_training_run = True
+
+    def before_arguments(self, values: argparse.Namespace) -> None:
+        self.on_cpu = values.use_cpu = machine.must_use_cpu(self, values)
+
+    def settings_of_checkpoint(self, output_dir: str) -> dict[str, Any]:
+        return settings_of_continued_run(self, output_dir)
+
+    def prepare(self, arguments: Arguments) -> None:
+        machine.check_shared_memory(self)
+        machine.print_few_cores(self)
+        identity = check_run(self, arguments)
+        script_args, training_args, _ = arguments
+        saves, has_mirror = training_args.save_strategy != "no", bool(script_args.mirror)
+        self.checked = CheckedRun(training_args.output_dir, identity, self.on_cpu, saves, has_mirror)
+        raise RecipeStopped
+
+
+@dataclass
+class Train(Context):
+    """Trains. `is_checked` is False without launch.sh: then the first process checks the run while the others wait."""
+
+    is_checked: bool = True
+    separate_disks: bool = False  # every node has an output directory of its own, and --mirror has all files
+    settings: RunSettings = field(default_factory=RunSettings)
+
+    is_training_run = True
+
+    def before_arguments(self, values: argparse.Namespace) -> None:
+        if not self.is_checked:
+            self.on_cpu = values.use_cpu
+            check_start_without_launcher(self)
+        values.use_cpu = self.on_cpu
+        if self.is_sharded and self.on_cpu:
+            allow_fsdp_on_cpu()
+            offload_to_unpinned_memory()
+
+    def settings_of_checkpoint(self, output_dir: str) -> dict[str, Any]:
+        return settings_of_continued_run(self, output_dir)
+
+    def prepare(self, arguments: Arguments) -> None:
+        script_args, training_args, model_args = arguments
+        if not self.is_checked and training_args.device.type == "cuda":
+            machine.check_one_gpu(training_args)
+            self.attention, self.no_triton = features_of_gpu(training_args.device), why_not_triton()
+        if not self.is_checked and training_args.process_index == 0:
+            check_run(self, arguments)
+        else:
+            set_model_options(self, arguments)
+            replace_model_and_dataset(self, arguments)
+        if model_args.load_in_4bit and self.is_sharded:
+            use_quantized_weights(model_args, training_args)
+        if not self.is_checked and training_args.world_size > 1:
+            wait_for_first_process()
+        prepare_process(self, arguments)
+        record_conversations(CONVERSATIONS)
+        if training_args.world_size > 1:
+            check_all_reduce(training_args.device)
+        self.settings = RunSettings(
+            config=self.config,
+            processes=self.processes,
+            tiny=self.tiny,
+            is_locked=self.is_checked,
+            separate_disks=self.separate_disks,
+            profile=script_args.profile,
+            mirror=script_args.mirror,
+            dataset_weights={one.label: one.weight for one in each_dataset(script_args)} if script_args.mixture else None,
+            asked_accumulation_steps=script_args.asked_accumulation_steps,
+        )
+
+    def built(self, trainer: Trainer) -> None:
+        session.train(trainer, self.settings)
+
+
+def start_without_launcher() -> Train:
+    """The context of a recipe that was started by `accelerate launch`, torchrun or python; from here on that of this process."""
+    context = Train(recipe=sys.argv[0], is_checked=False)
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
+        context.config = configs.read(config_of_accelerate_launch())
+        context.processes = int(os.environ.get("WORLD_SIZE", 1))
+    contexts.set_current(context)
+    return context
+
+
+def features_of_gpu(device: torch.device) -> list[str]:
+    """The attention implementations that the GPU of this process supports; launch.sh asks for all processes."""
+    return [VARLEN] if torch.cuda.get_device_capability(device) >= (8, 0) else []
+
+
+def check_start_without_launcher(context: Train) -> None:
+    """Raises UserError if `accelerate launch` would shard on GPUs that are not there. Prints what is not checked."""
+    if os.environ.get("ACCELERATE_USE_FSDP") != "true":
+        return
+    if not context.on_cpu and not torch.cuda.is_available():
+        raise UserError("this machine has no GPU that PyTorch can use, and the config is for GPUs: pass --use_cpu")
+    if not context.config.path:
+        print_once(
+            f"warning: the config file of `accelerate launch` is unknown, so the keys {', '.join(sorted(configs.OWN_KEYS))} are "
+            "not read, and sharding is not checked: pass the file with --config_file"
+        )
+
+
+def config_of_accelerate_launch() -> str:
+    """The value of --config_file of the `accelerate launch` that started this process, "" if there is none."""
+    import psutil
+
+    for process in psutil.Process().parents()[:2]:
+        words = [part for word in process.cmdline() for part in word.split("=", 1)]
+        if "--config_file" in words[:-1]:
+            return str(Path(process.cwd(), words[words.index("--config_file") + 1]))
+    return ""
+
+
+def settings_of_continued_run(context: Context, output_dir: str) -> dict[str, Any]:
+    """The settings of the checkpoint in the output directory, {} if there is none or another rehearsal replaces its run."""
+    if context.tiny and output_dir == context.default_output_dir:
+        run = folder.read_json(Path(output_dir, folder.RUN))
+        if (run.get("config"), run.get("recipe_digest")) != (context.config.name, digest_of_recipe(context.recipe)):
+            return {}
+    return folder.settings_of_checkpoint(Path(output_dir))
+
+
+def check_run(context: Context, arguments: Arguments) -> dict[str, Any]:
+    """Checks a run, claims its output directory and its mirror, and quantizes its model if that is needed; returns its run.json.
+
+    Raises UserError for what the user can fix. Exits if the run is finished. Prints what differs from what was asked for. The
+    arguments then name what is loaded instead of the model and the dataset.
+    """
+    script_args, training_args, model_args = arguments
+    check_arguments(context, arguments)
+    set_model_options(context, arguments)
+    if not training_args.use_cpu:
+        machine.check_gpus(training_args, model_args, context)
+
+    output_dir, is_default = Path(training_args.output_dir), training_args.output_dir == context.default_output_dir
+    identity = identity_of_run(context, arguments)
+    folder.check_output_dir(output_dir, identity, is_default)
+    uses_mirror = bool(script_args.mirror) and NODE_VARIABLE not in os.environ  # the first node's launcher
+    results_in_mirror = mirror.check(script_args.mirror, identity, output_dir) if uses_mirror else {}
+    check_model_and_dataset(context, arguments)
+
+    folder.claim_output_dir(output_dir, identity, is_default)
+    if uses_mirror:
+        mirror.exit_if_finished(script_args.mirror, results_in_mirror, training_args)
+    folder.exit_if_finished(output_dir, training_args.max_steps, training_args.num_train_epochs)
+    if uses_mirror:
+        mirror.claim(script_args.mirror, identity, output_dir)
+    print_differences(context, arguments)
+    replace_model_and_dataset(context, arguments)
+    if model_args.load_in_4bit and context.is_sharded:
+        quantize_once(model_args)
+    return identity
+
+
+def print_differences(context: Context, arguments: Arguments) -> None:
+    """Prints what a run does that was not asked for. Raises UserError if host memory is too small for it."""
+    script_args, training_args, model_args = arguments
+    steps, asked = training_args.gradient_accumulation_steps, script_args.asked_accumulation_steps
+    if asked not in (None, steps):
+        print_once(
+            f"gradient_accumulation_steps is {steps}, not {asked}, so that a step has as many rows as in "
+            f"{training_args.output_dir}."
+        )
+    if context.tiny:
+        tiny.print_notice(*arguments)
+    else:
+        check_host_memory(model_args, context.config, context)
+    print_attention(training_args, model_args, context)
+
+
+def identity_of_run(context: Context, arguments: Arguments) -> dict[str, Any]:
+    """The content of run.json."""
+    script_args, _, model_args = arguments
+    of_mixture = {}
+    if script_args.mixture:
+        datasets = each_dataset(script_args)
+        of_mixture["datasets"] = [one.dataset_name for one in datasets]
+        of_mixture["dataset_weights"] = [round(one.weight, 9) for one in datasets]
+    return {
+        "recipe": Path(context.recipe).stem,
+        "config": context.config.name,
+        "model": model_args.model_name_or_path,
+        "dataset": script_args.display_name,
+        **of_mixture,
+        "dataset_config": script_args.dataset_config,
+        "dataset_train_split": script_args.dataset_train_split,
+        "sharded": context.is_sharded,
+        "tiny": context.tiny,
+        "use_peft": model_args.use_peft,
+        "load_in_4bit": model_args.load_in_4bit,
+        "recipe_digest": digest_of_recipe(context.recipe),
+        "data_files": [file for one in each_dataset(script_args) for file in reading.file_versions(one.dataset_name)],
+        **{name: getattr(script_args, name) for name in folder.CHOICE_OF_ROWS},
+    }
+
+
+def digest_of_recipe(recipe: str) -> str:
+    return hashlib.sha256(Path(recipe).read_bytes()).hexdigest()[:8]

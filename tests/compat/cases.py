@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import tempfile
-import time
 import traceback
 import types
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from typing import Any
 
 from harness.compat import accelerate as accelerate_changes
 from harness.compat import bitsandbytes as bitsandbytes_changes
-from harness.compat import datasets as datasets_changes
 from harness.compat import guards
 from harness.compat import torch as torch_changes
 from harness.compat import transformers as transformers_changes
@@ -159,36 +157,6 @@ def keep_states_paged(changed: bool) -> bool:
     return is_equal and [id(state["state1"]), id(state["state2"])] == list(map(id, buffers))
 
 
-def end_streams_at_once(changed: bool) -> list[float]:
-    """The seconds that datasets sleeps when a stream that mixes Parquet files ends."""
-    slept = []
-    if changed:
-        datasets_changes.end_streams_at_once()
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ("a", "b"):
-            datasets.Dataset.from_dict({"x": [1, 2]}).to_parquet(f"{folder}/{name}.parquet")
-        stream = datasets.load_dataset(folder, split="train", streaming=True).shuffle(seed=0, buffer_size=2)
-        time.sleep = lambda seconds: slept.append(seconds) if seconds >= 1 else None
-        next(iter(stream))
-    return slept
-
-
-def complete_stream_state(changed: bool) -> bool:
-    """Whether a resumed stream yields the rows that the first one had not yielded."""
-    if changed:
-        datasets_changes.complete_stream_state()
-
-    def stream() -> datasets.IterableDataset:
-        rows = datasets.Dataset.from_dict({"x": list(range(50))}).to_iterable_dataset(num_shards=1)
-        return rows.shuffle(seed=0, buffer_size=20)
-
-    first, resumed = stream(), stream()
-    iterator = iter(first)
-    seen = [next(iterator)["x"] for _ in range(15)]
-    resumed.load_state_dict(first.state_dict())
-    return sorted(seen + [row["x"] for row in resumed]) == list(range(50))
-
-
 def run_exit_handlers(changed: bool) -> str:
     """What a function that was registered with atexit writes when a forked process ends."""
     reader, writer = os.pipe()
@@ -321,8 +289,6 @@ CASES = [
     keep_4bit_layout,
     sharded_adamw,
     keep_states_paged,
-    end_streams_at_once,
-    complete_stream_state,
     run_exit_handlers,
     offload_to_unpinned_memory,
     set_gloo_timeout,

@@ -14,9 +14,7 @@ FOLDER = Path(__file__).parent
 # What a case of cases.py returns without the change, and with it. Of an error the type.
 EXPECTED = {
     "allow_fsdp_on_cpu": ("MULTI_CPU", "FSDP"),
-    "complete_stream_state": (False, True),
     "compute_loss_without_triton": (True, False),
-    "end_streams_at_once": ([5], []),
     "give_meta_weights_addresses": (1, 2),
     "hide_saved_buffers": ("AttributeError", ["model.expert_bias"]),
     "install_training_template": ("ValueError", "marked"),
@@ -50,7 +48,6 @@ TESTED_ELSEWHERE = {
     "launch_environment": "start/test_plain_launchers.py::test_accelerate_launch",
     "load_best_model": "run/test_checkpoints.py::test_run_killed_after_last_step_saves_the_best_model",
     "load_small_models": "commands/test_preview.py::test_every_recipe",
-    "mix_streams": "data/test_mixture.py::test_stream_in_parts",
     "multiply_in_float32": "rehearsal/test_products.py::test_factors_are_copied_to_float32",
     "record_conversations": "commands/test_verify.py::test_full_run_on_two_processes",
     "record_whole_rows": "commands/test_preview.py::test_json",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.compat import accelerate, bitsandbytes, datasets, guards, torch, transformers, trl
+from harness.compat import accelerate, bitsandbytes, guards, torch, transformers, trl
 from harness.compat.guards import Change, Target
 from harness.plan import fakes
 
@@ -217,7 +217,6 @@ def version_of(target: Target) -> str:
     [  # a function of each library
         (accelerate.launch_environment, "_validate_launch_command"),
         (bitsandbytes.keep_4bit_layout, "has_avx512bf16"),
-        (datasets.end_streams_at_once, "SLEEP_TIME_ON_THREADS_SHUTDOWN"),
         (guards.run_exit_handlers, "_run_exitfuncs"),
         (torch.set_gloo_timeout, "_set_pg_timeout"),
         (transformers.read_no_weights, "_materialize_copy"),

@@ -2,7 +2,6 @@
 
 import json
 
-from harness.compat.datasets import complete_stream_state
 from harness.data import loading, reading
 from harness.data.loading import check_dataset, load
 from harness.data.reading import print_how_files_are_read
@@ -186,7 +185,6 @@ def test_preference_data(tmp_path, capsys):
 
 def test_stream_is_shuffled_and_resumes_exactly(tmp_path):
     """Rows come from several files in turn and through a buffer; evaluation rows come from the end of the last file."""
-    complete_stream_state()
     for file in range(6):
         rows = datasets.Dataset.from_list(texts(100, start=100 * file))
         (tmp_path / "d").mkdir(exist_ok=True)

@@ -8,9 +8,8 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-from harness.compat import datasets as compat_datasets
-from harness.compat.datasets import complete_stream_state
-from harness.data import streams
+from harness.data import stream_rows, streams
+from harness.data.stream_rows import open_parquet, shuffle
 from harness.data.streams import StreamPosition, fill_last_step, repeat_stream
 from harness.rehearsal import tiny
 
@@ -73,7 +72,7 @@ FILES = (37, 21, 25)  # documents in each; a row group has 8
 
 @pytest.fixture(scope="module", params=["parquet", "json"])
 def documents(request, tmp_path_factory):
-    """A function that opens a stream of three files: documents of 1 to 60 numbers."""
+    """A function that opens a stream of three files: documents of 1 to 60 numbers. Those of Parquet files have 12 blocks."""
     folder, generator = tmp_path_factory.mktemp(request.param), random.Random(0)
     for file, rows in enumerate(FILES):
         rows = [
@@ -83,12 +82,21 @@ def documents(request, tmp_path_factory):
             parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{file}.parquet", row_group_size=8)
         else:
             (folder / f"{file}.json").write_text("\n".join(map(json.dumps, rows)))
+    if request.param == "parquet":
+        return lambda: open_parquet(sorted(map(str, folder.iterdir())))
     return lambda: load_dataset(request.param, data_files=f"{folder}/*", split="train", streaming=True)
+
+
+@pytest.fixture(autouse=True)
+def small_buffers(monkeypatch):
+    """A part has several of them."""
+    monkeypatch.setattr(stream_rows, "SMALLEST_BUFFER", 10)
+    monkeypatch.setattr(stream_rows, "SHUFFLE_BUFFER", 10)
 
 
 def packed(documents, is_shuffled):
     stream = documents().filter(lambda row: row["id"] != 3)
-    stream = stream.shuffle(seed=1, buffer_size=10, max_buffer_input_shards=1) if is_shuffled else stream
+    stream = shuffle(stream, 1) if is_shuffled else stream
     stream = stream.map(lambda row: {"labels": row["input_ids"]}, remove_columns="id")
     return pack_dataset(stream, 64, "bfd_split", {"batch_size": 7}).repeat(None)
 
@@ -96,7 +104,6 @@ def packed(documents, is_shuffled):
 @pytest.mark.parametrize("is_shuffled", [False, True], ids=["in order", "shuffled"])
 def test_stream_resumes_at_any_row(documents, is_shuffled):
     """Between the rows of a packed batch, in the middle of a buffer, at the ends of files and of the stream."""
-    complete_stream_state()
     stream, rows, positions = packed(documents, is_shuffled), [], []
     for row in itertools.islice(stream, 110):  # the files fill about forty such rows
         rows.append(row)
@@ -108,12 +115,12 @@ def test_stream_resumes_at_any_row(documents, is_shuffled):
         assert list(itertools.islice(again, 9)) == rows[number + 1 : number + 10], number
 
 
-SLOTS, ROWS = 8, 2  # micro-batches per step, rows in each; three files are read in two parts
+SLOTS, ROWS = 8, 2  # micro-batches per step, rows in each; Parquet files are read in eight parts, others in two
 
 
-def open_batches(stream, folder, processes, rank, workers, checkpoint):
+def open_batches(stream, folder, processes, rank, checkpoint):
     """The micro-batches of one process, and what follows their position."""
-    loader = DataLoader(stream, batch_size=ROWS, collate_fn=lambda rows: {"rows": rows}, num_workers=workers)
+    loader = DataLoader(stream, batch_size=ROWS, collate_fn=lambda rows: {"rows": rows})
     args = SimpleNamespace(process_index=rank, world_size=processes, gradient_accumulation_steps=SLOTS // processes)
     args.train_batch_size, args.output_dir = ROWS, folder
     accelerator = SimpleNamespace(device=torch.device("cpu"), non_blocking=False)
@@ -123,38 +130,38 @@ def open_batches(stream, folder, processes, rank, workers, checkpoint):
     return iter(trainer.get_train_dataloader()), position
 
 
-def read_steps(stream, folder, processes, steps, workers=0, from_step=0):
+def read_steps(stream, folder, processes, steps, from_step=0):
     """The rows of `steps` optimizer steps, read by `processes` from a checkpoint on; then writes a checkpoint."""
     checkpoint = folder / f"checkpoint-{from_step}" if from_step else None
     found = [[None] * SLOTS for _ in range(steps)]
     for rank in range(processes):
-        batches, position = open_batches(stream(), folder, processes, rank, workers, checkpoint)
+        batches, position = open_batches(stream(), folder, processes, rank, checkpoint)
         for step in range(steps):
             of_step = list(itertools.islice(batches, SLOTS // processes))
-            position.position = position.take_from(of_step)
+            position.states = position.states_after_next_step()
             found[step][rank::processes] = [batch["rows"] for batch in of_step]
         (folder / f"checkpoint-{from_step + steps}").mkdir(parents=True, exist_ok=True)
         position.on_save(position.trainer.args, SimpleNamespace(global_step=from_step + steps), None)
     return found
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "rows"])
-def test_rows_do_not_depend_on_the_number_of_processes(documents, tmp_path, is_packed, workers):
+def test_rows_do_not_depend_on_the_number_of_processes(documents, tmp_path, is_packed):
     """A run on one process, and one that continues on 4, 1, 8 and 2: the same rows in every micro-batch."""
 
     def stream():
         if is_packed:
             return packed(documents, True)
-        return documents().shuffle(seed=1, buffer_size=10, max_buffer_input_shards=1).repeat(None)
+        return shuffle(documents(), 1).repeat(None)
 
     expected, found = read_steps(stream, tmp_path / "uninterrupted", 1, 5), []
     for processes, steps in ((4, 1), (1, 2), (8, 1), (2, 1)):
-        found += read_steps(stream, tmp_path / "run", processes, steps, workers, from_step=len(found))
+        found += read_steps(stream, tmp_path / "run", processes, steps, from_step=len(found))
     assert found == expected
-    if not is_packed:  # in three steps 24 rows of each part are read, whose files have 37 and 21, and 25
-        ids = [row["id"] for step in found[:3] for batch in step for row in batch]
-        assert len(ids) == len(set(ids)) == 3 * SLOTS * ROWS
+    if not is_packed:  # every part has more rows than it reads in a step, and in three steps where there are two parts
+        steps = 3 if documents().num_shards == 3 else 1
+        ids = [row["id"] for step in found[:steps] for batch in step for row in batch]
+        assert len(ids) == len(set(ids)) == steps * SLOTS * ROWS
 
 
 def read_epoch(rows, processes_of_steps, workers):
@@ -180,6 +187,7 @@ def test_epoch_in_memory_has_every_row_once(is_packed, workers):
     rows = pack_dataset(rows.select_columns("input_ids"), 3, "bfd") if is_packed else rows
     args = SimpleNamespace(world_size=1, gradient_accumulation_steps=SLOTS, train_batch_size=ROWS, dataloader_drop_last=False)
     trainer = SimpleNamespace(train_dataset=rows, args=args, model_accepts_loss_kwargs=True, compute_loss_func=None)
+    trainer.model = SimpleNamespace(can_generate=lambda: True)
     fill_last_step(trainer)
     expected = {"input_ids": [0], "seq_lengths": [1]} if is_packed else {"input_ids": [0] * 3, "labels": [-100] * 3}
     for processes_of_steps in ((1, 1, 1), (4, 1, 2)):
@@ -209,40 +217,42 @@ def test_process_reads_the_positions_of_its_parts_only(documents, tmp_path):
     expected = read_steps(stream, tmp_path / "uninterrupted", 1, 3)
     read_steps(stream, tmp_path, 2, 2)
     (tmp_path / "checkpoint-2/stream_0.json").unlink()
-    batches, _ = open_batches(stream(), tmp_path, 2, 1, 0, tmp_path / "checkpoint-2")
+    batches, _ = open_batches(stream(), tmp_path, 2, 1, tmp_path / "checkpoint-2")
     assert [batch["rows"] for batch in itertools.islice(batches, SLOTS // 2)] == expected[2][1::2]
 
 
-def test_position_that_is_missing(documents, tmp_path, capsys):
-    """The stream is read again, and as many rows are skipped as the steps had; a message says so."""
-
-    def stream():
-        return packed(documents, True)
-
-    expected = read_steps(stream, tmp_path, 1, 3)
-    (tmp_path / "checkpoint-2").mkdir()
-    assert read_steps(stream, tmp_path, 1, 1, from_step=2) == expected[2:]
-    assert "read from its beginning, and 32 rows are skipped" in capsys.readouterr().out
-
-
-def test_rows_that_json_cannot_hold_are_read_again(documents, tmp_path, monkeypatch):
-    """Without the buffer's rows a checkpoint has the number of rows that were read, which are skipped."""
-    dumps = json.dumps
-
-    def refuse_places(content):
-        if content.get("place"):
-            raise TypeError
-        return dumps(content)
+@pytest.mark.parametrize("content", [None, {"of": 2, "rows": 16, "place": {"epoch": 0}, "place_rows": 16}])
+def test_position_that_is_missing(documents, tmp_path, capsys, content):
+    """Or was written by the version before. The stream is read again, and rows are skipped; a message says so."""
 
     def stream():
         return packed(documents, True)
 
     expected = read_steps(stream, tmp_path / "uninterrupted", 1, 3)
-    monkeypatch.setattr(json, "dumps", refuse_places)
-    first = read_steps(stream, tmp_path, 2, 2)
-    monkeypatch.setattr(json, "dumps", dumps)
-    assert read(tmp_path, "checkpoint-2/stream_1.json") == {"of": 2, "rows": 2 * 8, "place": None, "place_rows": 0}
-    assert first + read_steps(stream, tmp_path, 1, 1, from_step=2) == expected
+    (tmp_path / "checkpoint-2").mkdir()
+    for part in (0, 1) if content else ():
+        (tmp_path / f"checkpoint-2/stream_{part}.json").write_text(json.dumps(content))
+    assert read_steps(stream, tmp_path, 1, 1, from_step=2) == expected[2:]
+    assert "read from its beginning, and 32 rows are skipped" in capsys.readouterr().out
+
+
+def test_position_of_another_stream(documents, tmp_path, capsys):
+    """The recipe has one more operation on the stream."""
+    read_steps(lambda: packed(documents, True), tmp_path, 1, 2)
+    read_steps(lambda: packed(documents, True).map(dict), tmp_path, 1, 1, from_step=2)
+    assert "does not have the position in this stream" in capsys.readouterr().out
+
+
+def test_workers_have_no_effect(documents, capsys):
+    loader = DataLoader(packed(documents, True), batch_size=ROWS, collate_fn=list, num_workers=2)
+    args = SimpleNamespace(process_index=0, world_size=1, gradient_accumulation_steps=SLOTS, train_batch_size=ROWS)
+    accelerator = SimpleNamespace(device=torch.device("cpu"), non_blocking=False)
+    trainer = SimpleNamespace(
+        args=args, train_dataset=loader.dataset, accelerator=accelerator, get_train_dataloader=lambda: loader
+    )
+    StreamPosition(trainer, None).install()
+    assert trainer.get_train_dataloader().num_workers == 0
+    assert "--dataloader_num_workers 2 has no effect" in capsys.readouterr().out
 
 
 def test_number_of_parts():
@@ -268,18 +278,54 @@ def test_documents_that_are_packed_at_once(strategy):
     assert fill(1000) - 0.01 < fill(documents) < 1
 
 
-def test_resuming_reads_only_from_the_row_group_on(tmp_path, monkeypatch):
+def test_resumed_stream_reads_only_from_the_block_on(tmp_path, monkeypatch):
     """Row 950 of a file with row groups of 100: reading starts in the tenth of these."""
-    complete_stream_state()
     parquet.write_table(pyarrow.table({"id": range(1000)}), tmp_path / "a.parquet", row_group_size=100)
-    stream = load_dataset("parquet", data_files=str(tmp_path / "a.parquet"), split="train", streaming=True)
+    stream = open_parquet([str(tmp_path / "a.parquet")])
     assert [row["id"] for row in itertools.islice(stream, 950)] == list(range(950))
-    position = stream.state_dict()
-    found, row_groups_from = [], compat_datasets._row_groups_from
-    monkeypatch.setattr(compat_datasets, "_row_groups_from", lambda *of: found.append(row_groups_from(*of)) or found[0])
+    position, groups = stream.state_dict(), []
+    read = parquet.ParquetFile.iter_batches
+
+    def iter_batches(file, rows, row_groups):
+        groups.append(row_groups)
+        return read(file, rows, row_groups=row_groups)
+
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", iter_batches)
     stream.load_state_dict(position)
     assert [row["id"] for row in stream] == list(range(950, 1000))
-    assert found == [([9], 900)]
+    assert groups == [[9]]
+
+
+def test_parquet_files_with_different_columns(tmp_path):
+    """Rows have null where their file lacks a column; a column of nulls has the type that it has in another file."""
+    for name, row in (("a", {"x": 1, "y": None}), ("b", {"y": "b", "z": [1]}), ("c", {"z": [2], "x": 3})):
+        parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / f"{name}.parquet")
+    stream = open_parquet([str(tmp_path / f"{name}.parquet") for name in "abc"])
+    assert list(stream) == [{"x": 1, "y": None, "z": None}, {"x": None, "y": "b", "z": [1]}, {"x": 3, "y": None, "z": [2]}]
+
+
+def test_many_files_are_opened_when_they_are_read(tmp_path, monkeypatch):
+    """Some of their blocks have no row group then."""
+    monkeypatch.setattr(stream_rows, "FEW_FILES", 19)
+    files = [str(tmp_path / f"{number}.parquet") for number in range(20)]
+    for number, file in enumerate(files):
+        parquet.write_table(pyarrow.table({"id": range(30 * number, 30 * number + 30)}), file, row_group_size=10)
+    stream_rows._read_footer.cache_clear()
+    stream = open_parquet(files)
+    assert stream_rows._read_footer.cache_info().misses == 1
+    assert stream.num_shards == 3 + 19 * stream_rows.BLOCKS_PER_FILE
+    assert [row["id"] for row in stream] == list(range(600))
+
+
+def test_damaged_parquet_file(tmp_path, error_of):
+    """The message names the file, whose first rows could be read."""
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": [f"row {row} " * 9 for row in range(1000)]}), file, row_group_size=100)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 500] = bytes(500)
+    file.write_bytes(content)
+    message = error_of(list, open_parquet([str(file)]))
+    assert message.startswith(f"{file} cannot be read: ")
 
 
 def test_resumed_run_equals_uninterrupted(rehearse, fork_launch, workdir):

@@ -1,8 +1,10 @@
 """The batches of a step: all processes read them or none does, and the first step has tokens in the loss."""
 
 import threading
+from collections import deque
+from types import SimpleNamespace
 
-from harness.data.streams import POSITIONS, PartPosition, StreamPosition
+from harness.data.streams import StreamPosition
 from harness.run.steps import BatchReader, Progress
 
 import pytest
@@ -36,28 +38,30 @@ def batch_of(number):
 
 @pytest.fixture
 def read_step(build_trainer):
-    """Reads a step of two of the given batches of a stream, with a position for each; returns them and the position."""
+    """Reads a step of two of the given batches of a stream, with a state after each step; returns them and the state."""
     trainer = build_trainer("qwen2_fineweb_edu", "--max_steps", "2")
     position = StreamPosition(trainer, None)
-    position.newest = {0: PartPosition(1)}
     BatchReader(trainer, None, position, Progress(trainer, {}), resumed_from=0).install()
     trainer.state.max_steps = 2
 
-    def with_positions(batches):
+    def with_states(batches):
+        position.micro_batches = SimpleNamespace(states=deque())
         for number, batch in enumerate(batches):
-            yield batch | {POSITIONS: {0: PartPosition(1, rows=number)}}
+            if number % 2:
+                position.micro_batches.states.append({0: {"rows": number}})
+            yield batch
 
     def call(batches, global_step=0):
         trainer.state.global_step = global_step
         read, _ = trainer.get_batch_samples(batches, 2, trainer.args.device)
-        return [int(batch["labels"][0, 0]) for batch in read], position.position[0].rows
+        return [int(batch["labels"][0, 0]) for batch in read], position.states
 
-    return with_positions, call
+    return with_states, call
 
 
 def test_stream_is_read_one_step_ahead(read_step):
-    """While the first step computes, the batches of the second are read; the position stays that of the first."""
-    with_positions, call = read_step
+    """While the first step computes, the batches of the second are read; the state stays that of the first."""
+    with_states, call = read_step
     is_read = threading.Event()
 
     def rows():
@@ -66,10 +70,10 @@ def test_stream_is_read_one_step_ahead(read_step):
                 is_read.set()
             yield batch_of(number)
 
-    batches = with_positions(rows())
-    assert call(batches) == ([0, 1], 1)
+    batches = with_states(rows())
+    assert call(batches) == ([0, 1], {0: {"rows": 1}})
     assert is_read.wait(20)
-    assert call(batches, global_step=1) == ([2, 3], 3)
+    assert call(batches, global_step=1) == ([2, 3], {0: {"rows": 3}})
     assert next(batches)["labels"][0, 0] == 4  # nothing is read for a third step
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.compat.datasets import end_streams_at_once
 from harness.data import formats, reading
 from harness.data.script_arguments import (
     ScriptArguments,
@@ -30,6 +29,7 @@ from harness.data.script_arguments import (
     share,
     splits_of,
 )
+from harness.data.stream_rows import shuffle
 from harness.folder import DATA, read_json, write_json
 from harness.hub import hub_errors
 from harness.launched import UserError, is_first_process, print_once
@@ -49,9 +49,6 @@ from datasets import (
 from huggingface_hub.constants import HF_HOME, HF_HUB_OFFLINE
 from transformers import TrainingArguments
 
-FILES_AT_ONCE = 4  # of a stream: rows come from this many files in turn
-# They pass through a buffer. A stream of several files is read in parts, each with a buffer of its own (see streams.py).
-SHUFFLE_BUFFER, SMALLEST_BUFFER = 1_000, 250
 FIRST_ROWS, REHEARSED_ROWS = 400, 500  # of each split, for a preview, and for a rehearsal or plan
 MAX_LETTERS, MAX_TOOL_LETTERS = 150, 20  # of a text, and of each text in the definition of a tool, in a rehearsal
 ROWS_TO_CHECK, ROWS_TO_SEARCH = 20, 10_000  # of each split, before a run; among how many the first usable one is
@@ -113,7 +110,6 @@ def load(
         Of several datasets (`dataset_weights`) the training rows are mixed by weight, see `mix`, and `eval_dataset` has
         the evaluation rows of each by its label, as a DatasetDict: `map` and `select_columns` work as those of one dataset.
     """
-    end_streams_at_once()
     sources = [open_source(one, keep) for one in each_dataset(script_args)]
     use_one_shape(sources, keep)
     held_out = {digest_of(row) for source in sources for row in hold_out_rows(source, keep)}
@@ -256,11 +252,7 @@ def training_rows(source: Source) -> Dataset | IterableDataset:
         if script_args.first_rows:  # of a preview, a rehearsal or a plan
             rows = rows.take(script_args.first_rows)
     rows = convert_all(rows, source.conversion)
-    if isinstance(rows, IterableDataset):
-        # A stream is read in parts, each with a buffer of its own; together they hold about SHUFFLE_BUFFER rows.
-        buffer = max(SMALLEST_BUFFER, SHUFFLE_BUFFER // rows.num_shards)
-        rows = rows.shuffle(script_args.seed, buffer_size=buffer, max_buffer_input_shards=FILES_AT_ONCE)
-    return rows
+    return shuffle(rows, script_args.seed) if isinstance(rows, IterableDataset) else rows
 
 
 def evaluation_rows(source: Source) -> Dataset:

@@ -26,6 +26,7 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from harness.data.stream_rows import open_parquet
 from harness.hub import hub_errors
 from harness.launched import UserError, print_once
 
@@ -39,6 +40,7 @@ from datasets import (
     Value,
     concatenate_datasets,
     load_dataset,
+    load_dataset_builder,
     load_from_disk,
 )
 from huggingface_hub import HfApi
@@ -157,6 +159,11 @@ def open_splits(name: str, config: str | None, streaming: bool, text_rows: str |
     with hub_errors("dataset", name):
         if not HF_HUB_OFFLINE:
             HfApi().dataset_info(name)  # fails at once when it is not there or the Hub is unreachable
+        if streaming:
+            builder = load_dataset_builder(name, config)
+            files = builder.config.data_files or {}
+            if files and all(file.endswith(".parquet") for of_split in files.values() for file in of_split):
+                return {str(split): open_parquet(list(of_split), split, builder.info) for split, of_split in files.items()}
         return load_dataset(name, config, streaming=streaming)
 
 
@@ -349,6 +356,8 @@ def _files_below(folder: Path) -> list[Path]:
 
 def _open_tables(files: list[Path], kind: str, streaming: bool) -> Split:
     """Parquet or Arrow files; those with other columns become rows in which these are null."""
+    if streaming and kind == "parquet":
+        return open_parquet([str(file) for file in files])
     shapes: dict[tuple, list[Path]] = {}
     for file in files:
         shapes.setdefault(tuple(parquet.read_schema(file).names) if kind == "parquet" else (), []).append(file)

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.compat.datasets import mix_streams
-from harness.data import reading
+from harness.data import reading, stream_rows
 from harness.launched import UserError, print_once
 
 import numpy as np
@@ -308,21 +307,20 @@ def hold_out(usable: list[int], digests: list[str], count: int, name: str) -> li
 
 
 def hold_out_of_stream(rows: IterableDataset, count: int, name: str, is_small: bool) -> list[dict]:
-    """The first rows of the last row group of the last file, which is far from what is trained on first.
+    """The first rows of the last file, or of the last block of Parquet files.
 
-    A stream of one file without row groups gives a random tenth of its first `10 * count` rows. In no case they are more than a
-    tenth of the rows. All `rows` can be used; `name` is that of the dataset, `is_small` whether its rows may be counted.
+    A stream of one file without blocks, or with too few rows there, gives a random tenth of its first `10 * count` rows. In no
+    case they are more than a tenth of the rows. All `rows` can be used; `name` is that of the dataset, `is_small` whether its
+    rows may be counted.
     """
-    last_file = rows.shard(rows.num_shards, rows.num_shards - 1).reshard()
-    last_group = last_file.shard(last_file.num_shards, last_file.num_shards - 1)
-    groups = rows.num_shards * last_file.num_shards
-    if groups > 1:
-        # Groups have one size, but for the last one, so a tenth of them is enough where counting rows means downloading them.
-        is_counted = is_small or groups < 10
+    if rows.num_shards > 1:
+        # Blocks have one size, but for the last one, so a tenth of them is enough where counting rows means downloading them.
+        is_counted = is_small or rows.num_shards < 10
         known = sum(1 for _ in itertools.islice(rows, 10 * count)) if is_counted else 10 * count
-        chosen = list(last_group.take(at_most_a_tenth(known, count, name)))
-        if chosen:
-            return chosen
+        wanted = at_most_a_tenth(known, count, name)
+        last = list(rows.shard(rows.num_shards, rows.num_shards - 1).take(wanted + 1))
+        if len(last) > wanted:  # a part of the stream may have this file or block only
+            return last[:wanted]
     first = list(rows.take(10 * count))
     order = np.random.default_rng(0).permutation(len(first))
     return [first[index] for index in order[: at_most_a_tenth(len(first), count, name)]]
@@ -346,7 +344,7 @@ def too_few_rows(name: str, rows: int, distinct: int) -> str:
 def mix(script_args: ScriptArguments, datasets: list[Dataset] | list[IterableDataset]) -> Dataset | IterableDataset:
     """The rows of all datasets by weight, in an order that depends on the seed only."""
     if isinstance(datasets[0], IterableDataset):
-        return mix_streams(datasets, [one.weight for one in each_dataset(script_args)], script_args.seed)
+        return stream_rows.mix(datasets, [one.weight for one in each_dataset(script_args)], script_args.seed)
     sizes = [len(rows) for rows in datasets]
     generator, start, chosen = np.random.default_rng(script_args.seed), 0, []
     for size, count in zip(sizes, share(script_args, sizes), strict=True):

@@ -10,14 +10,15 @@ An epoch of data in memory has the same rows on any number of processes too, see
 
 import itertools
 import json
+import logging
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.compat.datasets import WeightedSources, complete_stream_state
 from harness.compat.transformers import install_batch_skipping, install_train_dataloader
+from harness.data.stream_rows import MOST_PARTS
 from harness.folder import read_json, step_of
 from harness.launched import UserError, print_once
 
@@ -29,11 +30,8 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-MOST_PARTS = 16  # of a stream: the first step needs a shuffle buffer and a batch of packed documents of each part
 PACKED_ROWS = 128  # that a batch of documents fills: packing them separately leaves less than 1 % more of the rows empty
 MOST_DOCUMENTS = 1_000  # per batch, as SFTTrainer packs data in memory
-PLACE_INTERVAL = 32  # steps: how often a process of --dataloader_num_workers sends its place, with a thousand rows of the buffer
-POSITIONS = "positions"  # a key in the last micro-batch of a step, until `StreamPosition.take_from` removes it
 
 
 def repeat_stream(trainer: Trainer) -> None:
@@ -48,7 +46,6 @@ def repeat_stream(trainer: Trainer) -> None:
             "hold out a fixed number of rows, Dataset.from_list(list(stream.take(256)))"
         )
     if isinstance(trainer.train_dataset, IterableDataset):
-        complete_stream_state()  # before a stream is made whose state is saved
         trainer.train_dataset = trainer.train_dataset.repeat(None)
         trainer.accelerator.dataloader_config.dispatch_batches = False  # every process reads for itself; SFTTrainer sets it too
 
@@ -99,97 +96,46 @@ def slots_of_step(args: TrainingArguments) -> int:
     return args.gradient_accumulation_steps * args.world_size
 
 
-@dataclass
-class PartPosition:
-    """How far a run has read one part of a stream. `of`: the number of parts."""
-
-    of: int
-    rows: int = 0  # read by all steps so far, packed ones if rows are packed
-    place: dict | None = None  # the state of the stream after `place_rows` rows; None: its beginning
-    place_rows: int = 0  # 0 without a place
-
-    def after(self, newer: "PartPosition | None") -> "PartPosition":
-        """`newer`, with the place of this one if `newer` has none."""
-        if newer is None or newer.place is not None or self.place is None:
-            return newer or self
-        return PartPosition(newer.of, newer.rows, self.place, self.place_rows)
-
-
 class MicroBatches(torch.utils.data.IterableDataset):
-    """The micro-batches of one process, as `(rows, positions)`, without end.
+    """The micro-batches of one process, lists of rows, without end.
 
     The micro-batches of a step, on all processes together, are numbered: each number is a slot. Slot n has rows of the part
-    n mod (number of parts).
-
-    `positions` is {} but for the last micro-batch of a step (in each worker of a DataLoader): there it has the positions after
-    the step of the parts that this process saves, those whose first slot it has.
-
-    A part that several processes need (where there are fewer parts than processes) is read by each of them.
+    n mod `parts`. A part that several processes need (where there are fewer parts than processes) is read by each of them.
     """
 
-    def __init__(
-        self,
-        stream: IterableDataset,
-        rows: int,
-        slots: int,
-        positions: list[PartPosition],
-        processes: int,
-        process: int,
-    ) -> None:
-        """`rows` per micro-batch; `positions`: where to start, one per part; `stream` has no end."""
-        self.rows, self.slots, self.positions = rows, slots, positions
-        self.own_slots = list(range(process, slots, processes))
-        parts = sorted({slot % len(positions) for slot in self.own_slots})
-        self.parts = {part: stream.shard(len(positions), part) for part in parts}
+    def __init__(self, stream: IterableDataset, rows: int, slots: int, parts: int, processes: int, process: int) -> None:
+        """`rows` per micro-batch; `stream` has no end."""
+        self.rows, self.slots, self.parts = rows, slots, parts
+        self.own_slots = range(process, slots, processes)
+        self.streams = {part: stream.shard(parts, part) for part in sorted({slot % parts for slot in self.own_slots})}
+        # The first slot of a part has the part's number. The process that has this slot saves the position of the part.
+        self.saved_parts = [part for part in self.streams if part in self.own_slots]
+        self.skipped_steps = 0  # whose rows are read and dropped before the first micro-batch
+        self.states: deque[dict[int, dict]] = deque()  # the states of `saved_parts` after every step that was read, by part
 
-    def __iter__(self) -> Iterator[tuple[list[dict], dict[int, PartPosition]]]:
-        """Yields, for each slot of this process, its rows and, with the last slot of a step, the positions to store."""
-        worker = torch.utils.data.get_worker_info()
-        own_slots = self.own_slots[worker.id :: worker.num_workers] if worker else self.own_slots
-        parts = len(self.positions)
-        sources = {part: self._rows_of(part) for part in {slot % parts for slot in own_slots}}
-        # The first slot of a part has the part's number. The process that has this slot stores the position of the part.
-        stored = [part for part in sources if part in own_slots]
+    def __iter__(self) -> Iterator[list[dict]]:
+        """Also reads the micro-batches of other processes in its parts, all those of a step before it yields the last one."""
+        sources = {part: iter(stream) for part, stream in self.streams.items()}
         for step in itertools.count():
-            has_place = worker is None or step % PLACE_INTERVAL == 0
-            next_slot = {part: part for part in sources}  # of each part, the first slot that was not read yet
-            for slot in own_slots:
-                part = slot % parts
-                self._read(sources[part], (slot - next_slot[part]) // parts)  # skips the slots of other processes
-                rows = self._read(sources[part], 1)
-                next_slot[part] = slot + parts
-                positions = {}
-                if slot == own_slots[-1]:
-                    for skipped, source in sources.items():  # the rest of the step is for other processes too
-                        self._read(source, len(range(next_slot[skipped], self.slots, parts)))
-                    positions = {part: self._position_after(step + 1, part, has_place) for part in stored}
-                yield rows, positions
+            micro_batch = None
+            for slot in range(self.slots):
+                if slot % self.parts not in sources:
+                    continue
+                rows = self._read(sources[slot % self.parts])
+                if step < self.skipped_steps or slot not in self.own_slots:
+                    continue
+                if micro_batch is not None:
+                    yield micro_batch
+                micro_batch = rows
+            if micro_batch is not None:
+                self.states.append({part: self.streams[part].state_dict() for part in self.saved_parts})
+                yield micro_batch
 
-    def _position_after(self, steps: int, part: int, has_place: bool) -> PartPosition:
-        """The position of a part after `steps` steps, which were read just now."""
-        parts = len(self.positions)
-        rows = self.positions[part].rows + steps * self.rows * len(range(part, self.slots, parts))
-        if not has_place:  # a resumed run reads on to it from an older place, see `PartPosition.after`
-            return PartPosition(parts, rows)
-        return PartPosition(parts, rows, self.parts[part].state_dict(), rows)
-
-    def _rows_of(self, part: int) -> Iterator[dict]:
-        """The rows of a part from its position on.
-
-        The stream's saved state (`place`) can be older than the position: the rows between the two are read and dropped.
-        """
-        stream, start = self.parts[part], self.positions[part]
-        if start.place is not None:
-            stream.load_state_dict(start.place)
-        # `iter(stream)` would divide the part's files among the workers of a DataLoader.
-        rows = ({name: values[0] for name, values in batch.items()} for batch in stream.iter(batch_size=1))
-        return itertools.islice(rows, start.rows - start.place_rows, None)
-
-    def _read(self, source: Iterator[dict], micro_batches: int) -> list[dict]:
-        rows = list(itertools.islice(source, micro_batches * self.rows))
-        if len(rows) < micro_batches * self.rows:
+    def _read(self, source: Iterator[dict]) -> list[dict]:
+        rows = list(itertools.islice(source, self.rows))
+        if len(rows) < self.rows:
             raise UserError(
-                f"--dataset_name: the stream is read in {len(self.positions)} parts, and one of them has no row to train on: "
+                f"--dataset_name: the stream is read in {self.parts} parts, and one of them has no row to train on: "
                 "pass a larger --max_samples, or --dataset_streaming false"
             )
         return rows
@@ -203,9 +149,9 @@ class StreamPosition(TrainerCallback):
 
     def __init__(self, trainer: Trainer, checkpoint: Path | None) -> None:
         self.trainer, self.checkpoint = trainer, checkpoint
+        self.micro_batches: MicroBatches | None = None  # None for data in memory
         self.loader: DataLoader | None = None
-        self.newest: dict[int, PartPosition] = {}  # of the parts that this process saves, after the step read last
-        self.position: dict[int, PartPosition] | None = None  # after the current step, set by `BatchReader`
+        self.states: dict[int, dict] = {}  # of the parts that this process saves, after the current step; set by `BatchReader`
 
     def install(self) -> None:
         """To be called before `trainer.train`."""
@@ -218,32 +164,14 @@ class StreamPosition(TrainerCallback):
 
     def _divide(self, loader: DataLoader) -> DataLoader:
         """A loader of the micro-batches of this process, for one that reads a stream; any other as it is."""
-        stream, args = self.trainer.train_dataset, self.trainer.args
+        stream = self.trainer.train_dataset
         if not isinstance(stream, IterableDataset):
             return loader
-        complete_stream_state()
-        slots, rows = slots_of_step(args), args.train_batch_size
-        positions = self._find_positions(stream, slots, rows)
-        dataset = MicroBatches(stream, rows, slots, positions, args.world_size, args.process_index)
-        self.newest = {part: positions[part] for part in dataset.parts if part in dataset.own_slots}
-        workers = largest_divisor(args.gradient_accumulation_steps, loader.num_workers) if loader.num_workers else 0
-        if workers < loader.num_workers:
-            print_once(
-                f"--dataloader_num_workers {loader.num_workers}: {workers} per process, a divisor of gradient_accumulation_steps "
-                f"({args.gradient_accumulation_steps})."
-            )
-        divided = DataLoader(
-            dataset,
-            batch_size=None,
-            collate_fn=_with_positions(loader.collate_fn),
-            num_workers=workers,
-            pin_memory=loader.pin_memory,
-            prefetch_factor=loader.prefetch_factor if workers else None,
-            persistent_workers=loader.persistent_workers and workers > 0,
-            multiprocessing_context=loader.multiprocessing_context if workers else None,
-        )
+        if loader.num_workers:
+            print_once(f"--dataloader_num_workers {loader.num_workers} has no effect: a thread reads a stream ahead.")
+        self.micro_batches = self._open(stream)
         self.loader = prepare_data_loader(
-            divided,
+            DataLoader(self.micro_batches, batch_size=None, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory),
             device=self.trainer.accelerator.device,
             num_processes=1,  # it is divided already
             process_index=0,
@@ -253,80 +181,59 @@ class StreamPosition(TrainerCallback):
         )
         return self.loader
 
-    def _find_positions(self, stream: IterableDataset, slots: int, rows: int) -> list[PartPosition]:
-        """Where to start reading each part: where the checkpoint was, else at the beginning. Collective with a checkpoint.
+    def _open(self, stream: IterableDataset) -> MicroBatches:
+        """The micro-batches of this process from where the checkpoint was, else from the beginning. Collective with a checkpoint.
 
         Without a shared disk a process sees the files of its own parts only, which are enough.
         """
-        args, parts = self.trainer.args, largest_divisor(slots, min(stream.num_shards, MOST_PARTS))
+        args = self.trainer.args
+        slots = slots_of_step(args)
+
+        def divided_by(parts: int) -> MicroBatches:
+            return MicroBatches(stream, args.train_batch_size, slots, parts, args.world_size, args.process_index)
+
+        parts = largest_divisor(slots, min(stream.num_shards, MOST_PARTS))
         if not self.checkpoint:
-            return [PartPosition(parts)] * parts
-        files = {int(path.stem.split("_")[1]): path for path in self.checkpoint.glob("stream_*.json")}
-        saved_parts = read_json(files[min(files)]).get("of", 0) if files else 0
-        needed = {slot % saved_parts for slot in range(args.process_index, slots, args.world_size)} if saved_parts else set()
-        is_found = 0 < saved_parts <= min(stream.num_shards, slots) and needed <= files.keys()
-        if all(gather_object([is_found])):
-            saved = {part: PartPosition(**read_json(files[part])) for part in needed}
-            return [self._position_of(saved.get(part, PartPosition(saved_parts)), stream) for part in range(saved_parts)]
-        steps = step_of(self.checkpoint)
+            return divided_by(parts)
+        saved = {int(path.stem.split("_")[1]): read_json(path) for path in self.checkpoint.glob("stream_*.json")}
+        same_stream = {"shards": stream.num_shards, "operations": _operations(stream.state_dict())}
+        fitting = {part: position for part, position in saved.items() if same_stream.items() <= position.items()}
+        saved_parts = next((position["parts"] for position in fitting.values()), 0)
+        micro_batches = divided_by(saved_parts or parts)
+        if all(gather_object([saved_parts > 0 and micro_batches.streams.keys() <= fitting.keys()])):
+            logging.getLogger("datasets.iterable_dataset").setLevel(logging.ERROR)  # its warning is about buffers of many rows
+            for part, of_part in micro_batches.streams.items():
+                of_part.load_state_dict(fitting[part]["state"])
+            return micro_batches
+        micro_batches = divided_by(parts)
+        micro_batches.skipped_steps = step_of(self.checkpoint)
         print_once(
             f"warning: {self.checkpoint} does not have the position in this stream, so the stream is read from its beginning, "
-            f"and {steps * slots * rows:,} rows are skipped, but not always those that were trained on"
+            f"and {micro_batches.skipped_steps * slots * args.train_batch_size:,} rows are skipped, but not always those that "
+            "were trained on"
         )
-        return [PartPosition(parts, steps * rows * len(range(part, slots, parts))) for part in range(parts)]
+        return micro_batches
 
-    def _position_of(self, saved: PartPosition, stream: IterableDataset) -> PartPosition:
-        """A saved position, without its place if the stream now has other operations: then the rows are read again."""
-        if saved.place is not None and _operations(saved.place) != _operations(stream.state_dict()):
-            return PartPosition(saved.of, saved.rows)
-        return saved
-
-    def take_from(self, batches: list[dict]) -> dict[int, PartPosition] | None:
-        """Removes the positions from the micro-batches of a step; returns those after the step, None for data in memory."""
-        found = {}
-        for batch in batches:
-            found |= batch.pop(POSITIONS, {})
-        self.newest = {part: before.after(found.get(part)) for part, before in self.newest.items()}
-        return self.newest or None
-
-    def rows_taken(self) -> list[int] | None:
-        """How many rows this process has read of each source of a mixed stream, [] without one, None if it is not known."""
-        places = [position.place for position in (self.position or {}).values() if position.place]
-        counts = [found for place in places if (found := _taken(place)) != []]
-        return None if None in counts else [sum(numbers) for numbers in zip(*counts, strict=True)]
+    def states_after_next_step(self) -> dict[int, dict]:
+        """To be called once for every step that was read: the states after it; {} for data in memory."""
+        return self.micro_batches.states.popleft() if self.micro_batches else {}
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        for part, position in (self.position or {}).items():
-            try:
-                text = json.dumps(vars(position))
-            except TypeError:  # the buffer of a shuffled stream holds rows that JSON cannot represent, such as images
-                text = json.dumps(vars(PartPosition(position.of, position.rows)))
-            Path(args.output_dir, f"checkpoint-{state.global_step}", f"stream_{part}.json").write_text(text, "utf-8")
+        for part, state_of_part in self.states.items():
+            position = {
+                "parts": self.micro_batches.parts,
+                "shards": self.trainer.train_dataset.num_shards,
+                "operations": _operations(state_of_part),
+                "state": state_of_part,
+            }
+            path = Path(args.output_dir, f"checkpoint-{state.global_step}", f"stream_{part}.json")
+            path.write_text(json.dumps(position), "utf-8")
 
 
-def _with_positions(collate: Callable[[list[dict]], dict]) -> Callable[[tuple], dict]:
-    def collate_rows(micro_batch: tuple[list[dict], dict[int, PartPosition]]) -> dict[str, Any]:
-        rows, positions = micro_batch
-        batch = collate(rows)
-        if positions:
-            batch[POSITIONS] = positions
-        return batch
-
-    return collate_rows
-
-
-def _operations(position: dict) -> list[str]:
-    """The names of the operations of a stream (map, shuffle, repeat …), from the last one to the source."""
-    sources = [position["examples_iterable"]] if "examples_iterable" in position else position.get("sources", [])
-    return [position.get("type", ""), *(name for source in sources for name in _operations(source))]
-
-
-def _taken(position: dict) -> list[int] | None:
-    """The rows read of each source of a mixed stream, from the position of a part; [] without a mixed stream.
-
-    None for a mixed stream with --max_samples that has begun again, and with it the counts.
-    """
-    if position.get("type") == WeightedSources.__name__:
-        return position["taken"]
-    found = _taken(position["examples_iterable"]) if "examples_iterable" in position else []
-    return None if found and position.get("repeat_index") else found
+def _operations(state: dict[str, Any]) -> list[str]:
+    """The names of the operations of a stream (map, shuffle, repeat …) in its state, from the last one to the source."""
+    names = []
+    while state:
+        names.append(state.get("type", ""))
+        state = state.get("examples_iterable")
+    return names

@@ -368,7 +368,6 @@ def write_results(
     output: TrainOutput | None,
     evaluation: dict[str, float],
     progress: Progress,
-    taken: list[int] | None,
     parameters: tuple[int, int],
     resumed_from: int,
     more: dict,
@@ -376,14 +375,13 @@ def write_results(
     """Gathers the numbers of all processes (collective); the first writes them. Memory in GB (1e9 bytes), time in seconds.
 
     Time and tokens are those of the whole run, including its parts before a resume. `train_runtime` includes everything,
-    `tokens_per_second` only the time of optimizer steps. `taken`: see `StreamPosition.rows_taken`; `more`: results of
-    the mirror.
+    `tokens_per_second` only the time of optimizer steps. `more`: results of the mirror.
     """
     output_dir, has_gpu = Path(trainer.args.output_dir), torch.cuda.is_available()
-    processes = gather_object([measure_process(trainer, progress, taken)])
+    processes = gather_object([measure_process(trainer, progress)])
     by_node, data = group_by_node(processes), {}
     with only_report("the report about the data"):
-        data = describe_data(trainer, processes)
+        data = describe_data(trainer)
     results = (
         read_json(output_dir / RUN)
         | describe_model(trainer, processes, parameters)
@@ -415,7 +413,7 @@ def write_results(
     return results
 
 
-def measure_process(trainer: Trainer, progress: Progress, taken: list[int] | None) -> dict:
+def measure_process(trainer: Trainer, progress: Progress) -> dict:
     """The numbers of this process. Memory in GB (1e9 bytes); "gpus": see `whole_run` in `steps.py`."""
     host_unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
     has_gpu = torch.cuda.is_available()
@@ -426,7 +424,6 @@ def measure_process(trainer: Trainer, progress: Progress, taken: list[int] | Non
         "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * host_unit / 1e9,
         "fsdp": trainer.is_fsdp_enabled,
         "gpus": progress.gpus.whole_run(),
-        "taken": taken,
     }
 
 
@@ -500,11 +497,11 @@ def measure_speed(progress: Progress) -> dict:
     }
 
 
-def describe_data(trainer: Trainer, processes: list[dict]) -> dict:
+def describe_data(trainer: Trainer) -> dict:
     """How much of the data was read, and which local files changed during the run."""
     output_dir, state = Path(trainer.args.output_dir), trainer.state
     data = read_json(output_dir / DATA)
-    add_reading(data, [process["taken"] for process in processes], state.epoch or 0)
+    add_reading(data, state.epoch or 0)
     described: dict[str, Any] = {}
     if not isinstance(trainer.train_dataset, IterableDataset) and "datasets" not in data:
         described["times_seen"] = round(state.epoch or 0, 2)
@@ -513,19 +510,12 @@ def describe_data(trainer: Trainer, processes: list[dict]) -> dict:
     return described
 
 
-def add_reading(data: dict, taken: list[list[int] | None], epochs: float) -> None:
-    """Adds to every dataset of a mixture `rows_read` and, where its size is known, `times_seen`, if these are known.
-
-    `taken`: see `StreamPosition.rows_taken`; of each process. All epochs in memory read the same `used_rows` of a dataset. A
-    stream reads all rows, and has also read those that wait to be packed.
-    """
-    if None in taken:
-        return
-    for index, dataset in enumerate(data.get("datasets", [])):
-        from_streams = sum(counts[index] for counts in taken if counts)
-        dataset["rows_read"] = from_streams or round(epochs * dataset.get("epoch_rows", 0))
-        if dataset["is_complete"] and dataset["trained_rows"]:
-            dataset["times_seen"] = round(dataset["rows_read"] / dataset.setdefault("used_rows", dataset["trained_rows"]), 2)
+def add_reading(data: dict, epochs: float) -> None:
+    """Adds `rows_read` and `times_seen` to every dataset of a mixture in memory, whose epochs read the same `used_rows`."""
+    for dataset in data.get("datasets", []):
+        if "epoch_rows" in dataset:
+            dataset["rows_read"] = round(epochs * dataset["epoch_rows"])
+            dataset["times_seen"] = round(dataset["rows_read"] / dataset["used_rows"], 2)
 
 
 def mean_loss(log_history: list[dict]) -> float | None:

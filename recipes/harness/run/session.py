@@ -138,8 +138,7 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
         if trainer.is_world_process_zero() and not why_no_text(trainer):
             save_expectations(trainer, original, evaluation)
     mirror.finish()
-    taken = position.rows_taken()
-    results = write_results(trainer, output, evaluation, progress, taken, parameters, resumed_from, mirror.results())
+    results = write_results(trainer, output, evaluation, progress, parameters, resumed_from, mirror.results())
     with only_report("samples.txt"):
         generate_samples(trainer, settings.tiny)
     with only_report("the summary"):

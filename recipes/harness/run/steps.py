@@ -333,10 +333,10 @@ class BatchReader(TrainerCallback):
     def install(self) -> None:
         install_batch_reader(self.trainer, self._read_on_all_processes, self._count_step)
 
-    def _read_step(self, iterator: Iterator, count: int) -> tuple[list[dict], dict | None]:
-        """The micro-batches of a step, and the position of the stream after them."""
+    def _read_step(self, iterator: Iterator, count: int) -> tuple[list[dict], dict]:
+        """The micro-batches of a step, and the states of a stream after them."""
         batches = list(itertools.islice(iterator, count))
-        return batches, self.stream_position.take_from(batches)
+        return batches, self.stream_position.states_after_next_step()
 
     def _read_ahead(self, iterator: Iterator, count: int, steps: int) -> queue.Queue:
         """Calls `_read_step` for all steps in a thread, which does not keep the process from exiting."""
@@ -352,7 +352,7 @@ class BatchReader(TrainerCallback):
         threading.Thread(target=read, name="read ahead", daemon=True).start()
         return read_steps
 
-    def _next_step(self, iterator: Iterator, count: int) -> tuple[list[dict], dict | None]:
+    def _next_step(self, iterator: Iterator, count: int) -> tuple[list[dict], dict]:
         """What `_read_step` returns for the next step. A thread reads the steps of a stream ahead; its errors are raised here."""
         if not self.is_stream:
             return self._read_step(iterator, count)
@@ -370,9 +370,9 @@ class BatchReader(TrainerCallback):
         If one process lost the Hub or met a row of a stream that it cannot read, all of them get [] and stop training, with a
         checkpoint if there is progress to save.
         """
-        batches, position_after, code = [], None, 0
+        batches, states, code = [], {}, 0
         try:
-            batches, position_after = self._next_step(iterator, count)
+            batches, states = self._next_step(iterator, count)
         except (HubLost, UserError) as error:
             if not self.is_stream:
                 raise
@@ -382,7 +382,7 @@ class BatchReader(TrainerCallback):
             self.trainer.control.should_training_stop = self.trainer.control.should_log = True
             self.on_epoch_end(self.trainer.args, self.trainer.state, self.trainer.control)
             return []
-        self.stream_position.position = position_after
+        self.stream_position.states = states
         return batches
 
     def _count_step(self, batches: list[dict], loss_tokens: torch.Tensor | int | None) -> None:

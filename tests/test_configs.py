@@ -6,7 +6,7 @@ import os
 from harness import configs
 from harness.commands import convert
 from harness.compat.accelerate import launch_environment
-from harness.plan.cards import configs_that_save_more
+from harness.plan.proposals import configs_that_save_more
 from harness.start import launch
 
 import pytest

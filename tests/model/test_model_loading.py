@@ -152,12 +152,15 @@ def test_4bit_model_on_one_gpu_is_loaded_in_the_dtype_of_its_arithmetic(precisio
     assert get_quantization_config(model_args).bnb_4bit_compute_dtype == expected
 
 
+QLORA = {"load_in_4bit": True, "use_peft": True, "dtype": "bfloat16", "lora_target_modules": ["all-linear"]}
+
+
 @pytest.mark.parametrize(
     ("model", "config", "processes", "flags", "needed"),
     [
         ("Qwen/Qwen2-0.5B", "1x3090_offload", 1, {}, 10),  # as `--plan` simulates it
-        ("meta-llama/Llama-3.1-70B", "2x3090_qlora", 2, {"load_in_4bit": True, "use_peft": True, "dtype": "bfloat16"}, 43),
-        ("meta-llama/Llama-3.1-70B", "1x3090_qlora", 1, {"load_in_4bit": True, "use_peft": True, "dtype": "bfloat16"}, 41),
+        ("meta-llama/Llama-3.1-70B", "2x3090_qlora", 2, QLORA, 47),  # with the adapter and its states
+        ("meta-llama/Llama-3.1-70B", "1x3090_qlora", 1, QLORA, 44),
         ("Qwen/Qwen2-0.5B", "1x3090", 1, {}, None),
     ],
 )

@@ -2,7 +2,7 @@
 
 import random
 
-from harness.plan.ledger import MIB, replay
+from harness.plan.allocator import MIB, replay
 
 import pytest
 

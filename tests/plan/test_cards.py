@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from harness import configs
-from harness.plan import cards, pages
+from harness.plan import cards, links, memory, pages, proposals, roofline, summary
 from harness.plan.ledger import Counts, Peak
 from harness.plan.simulation import Refused, Simulation
 
@@ -66,24 +66,24 @@ def needing(gigabytes: float, **changes) -> Simulation:
 
 
 def test_card_must_hold_peak_and_reserve():
-    plan = cards.make_plan(FOUND)
+    plan = summary.make_plan(FOUND)
     assert plan["peak_gpu_gb"] == 20.0 and plan["reserve_gb"] == pytest.approx(2.0)
     assert [name for name, fits in plan["fits"].items() if not fits] == ["T4"]
     assert plan["largest_micro_batch"]["RTX 3090"] == 2 and plan["largest_micro_batch"]["A100 80 GB"] == 11
     assert "T4" not in plan["tokens_per_second"], "a T4 has no bf16"
-    assert cards.make_plan(found_with(needs_bf16=False))["fits"]["T4"] is False
+    assert summary.make_plan(found_with(needs_bf16=False))["fits"]["T4"] is False
 
 
 def test_reserve_holds_what_the_allocator_needs():
-    plan = cards.make_plan(found_with(needed=22 * 10**9, reserved=25 * 10**9))
+    plan = summary.make_plan(found_with(needed=22 * 10**9, reserved=25 * 10**9))
     assert plan["reserve_gb"] == pytest.approx(1.0 + 2.0) and plan["reserved_gb"] == 25.0
-    assert (plan["largest_micro_batch"]["H200"], cards.make_plan(FOUND)["largest_micro_batch"]["H200"]) == (21, 22)
+    assert (plan["largest_micro_batch"]["H200"], summary.make_plan(FOUND)["largest_micro_batch"]["H200"]) == (21, 22)
 
 
 def test_reserved_memory_is_at_most_what_the_card_has():
     """On an RTX 3090 25.4 GB without CUDA's context and NCCL's buffers; but never less than is needed."""
     simulation = found_with(needed=22 * 10**9, reserved=27 * 10**9)
-    on_cards = cards.make_plan(simulation)["reserved_on_gb"]
+    on_cards = summary.make_plan(simulation)["reserved_on_gb"]
     assert (on_cards["RTX 3090"], on_cards["A100 80 GB"], on_cards["T4"]) == (24.4, 27.0, 22.0)
 
 
@@ -100,11 +100,11 @@ def test_reserved_memory_is_at_most_what_the_card_has():
 )
 def test_nccl_buffers_of_each_communicator(card, processes, shards, replicas, expected):
     simulation = found_with(processes=processes, shards=shards, replicas=replicas)
-    assert cards.nccl_buffers(simulation, CARDS[card]) == pytest.approx(expected * cards.GB)
-    rest = cards.CUDA_CONTEXT + cards.FRAGMENTATION * 20e9
-    assert cards.reserve(simulation, 20e9, CARDS[card]) == pytest.approx(expected * cards.GB + rest)
-    with_pcie = cards.with_links(CARDS[card], False)
-    assert cards.nccl_buffers(simulation, with_pcie) <= cards.nccl_buffers(simulation, CARDS[card])
+    assert memory.nccl_buffers(simulation, CARDS[card]) == pytest.approx(expected * cards.GB)
+    rest = memory.CUDA_CONTEXT + memory.FRAGMENTATION * 20e9
+    assert memory.reserve(simulation, 20e9, CARDS[card]) == pytest.approx(expected * cards.GB + rest)
+    with_pcie = links.with_pcie(CARDS[card])
+    assert memory.nccl_buffers(simulation, with_pcie) <= memory.nccl_buffers(simulation, CARDS[card])
 
 
 def test_cards_have_the_numbers_of_data_sheets():
@@ -121,22 +121,22 @@ def test_cards_have_the_numbers_of_data_sheets():
 def test_card_of_the_user(error_of):
     """It comes first, with the memory and the speed that were given."""
     card = cards.card_of_user("A6000", 24.2, 155, 768)
-    plan = cards.make_plan(FOUND, all_cards=(card, *cards.CARDS))
+    plan = summary.make_plan(FOUND, all_cards=(card, *cards.CARDS))
     assert list(plan["fits"])[:2] == ["A6000", "T4"]
     assert plan["fits"]["A6000"] and plan["free_gb"]["A6000"] == pytest.approx(24.2 - 20 - 2.0)
-    assert not cards.make_plan(FOUND, all_cards=(cards.card_of_user("A6000", 21.9, 155, 768),))["fits"]["A6000"]
+    assert not summary.make_plan(FOUND, all_cards=(cards.card_of_user("A6000", 21.9, 155, 768),))["fits"]["A6000"]
     assert plan["step_seconds"]["A6000"][0] == pytest.approx(312 / 155 / 0.80, abs=0.001)
     assert "A100 80 GB is known already" in error_of(cards.card_of_user, "A100 80 GB", 80, 312, 2000)
 
 
 def test_step_time_with_all_and_with_no_transfers_hidden():
-    best, worst = cards.step_seconds(CARDS["A100 80 GB"], FOUND)
+    best, worst = roofline.step_seconds(CARDS["A100 80 GB"], FOUND)
     assert best == pytest.approx(1 / 0.80) and worst == pytest.approx(1 / 0.40 + 3e9 / 25e9)
-    best_on_nodes, _ = cards.step_seconds(CARDS["A100 80 GB"], found_with(nodes=4))
+    best_on_nodes, _ = roofline.step_seconds(CARDS["A100 80 GB"], found_with(nodes=4))
     assert best_on_nodes == pytest.approx(best), "100 Gbit/s still hide 3 GB behind compute"
     offloaded = found_with(is_offloaded=True, step=moving(to_gpu=240e9))
-    on_host = 25e7 * (cards.ADAM_ON_HOST[1] + cards.CLIP_ON_HOST[1])
-    assert cards.step_seconds(CARDS["A100 80 GB"], offloaded)[0] == pytest.approx(10 + on_host)
+    on_host = 25e7 * (roofline.ADAM_ON_HOST[1] + roofline.CLIP_ON_HOST[1])
+    assert roofline.step_seconds(CARDS["A100 80 GB"], offloaded)[0] == pytest.approx(10 + on_host)
 
 
 def test_gpu_waits_for_offload():
@@ -144,17 +144,17 @@ def test_gpu_waits_for_offload():
     card, one_process = CARDS["A100 80 GB"], {"processes": 1, "shards": 1, "is_offloaded": True}
 
     def best(**moved: float) -> float:
-        return cards.step_seconds(card, found_with(**one_process, step=moving(**moved)))[0]
+        return roofline.step_seconds(card, found_with(**one_process, step=moving(**moved)))[0]
 
-    compute = 1 / 0.80 + 25e7 * (cards.ADAM_ON_HOST[1] + cards.CLIP_ON_HOST[1])
+    compute = 1 / 0.80 + 25e7 * (roofline.ADAM_ON_HOST[1] + roofline.CLIP_ON_HOST[1])
     assert best() == pytest.approx(compute)
     assert best(to_gpu=24e9) == pytest.approx(compute + 1)
-    assert best(to_host=6e9) == pytest.approx(compute + 6e9 / cards.PINNING[1]), "the copy itself is hidden"
-    assert best(to_host=24e9, added_on_host=24e9) == pytest.approx(compute + 1 + 6e9 * cards.ADD_ON_HOST[1])
+    assert best(to_host=6e9) == pytest.approx(compute + 6e9 / roofline.PINNING[1]), "the copy itself is hidden"
+    assert best(to_host=24e9, added_on_host=24e9) == pytest.approx(compute + 1 + 6e9 * roofline.ADD_ON_HOST[1])
 
 
 def test_hours_and_price():
-    plan = cards.make_plan(FOUND, price=2.0)
+    plan = summary.make_plan(FOUND, price=2.0)
     best, worst = plan["step_seconds"]["A100 80 GB"]
     assert plan["hours"]["A100 80 GB"] == [
         pytest.approx(best * 1000 / 3600, abs=1e-4),
@@ -163,7 +163,7 @@ def test_hours_and_price():
     assert plan["price"]["A100 80 GB"][1] == pytest.approx(plan["hours"]["A100 80 GB"][1] * 4 * 2.0, abs=0.01)
     assert plan["tokens_per_step"] == 2048 * 2 * 4
     assert plan["tokens_per_second"]["A100 80 GB"][1] == round(16384 / (1 / 0.80))
-    assert cards.make_plan(found_with(max_steps=-1))["hours"] == {}, "the length of an epoch is unknown"
+    assert summary.make_plan(found_with(max_steps=-1))["hours"] == {}, "the length of an epoch is unknown"
 
 
 @pytest.mark.parametrize(
@@ -175,16 +175,16 @@ def test_hours_have_two_digits(hours, shown):
 
 
 def test_host_memory_and_disk_space():
-    plan = cards.make_plan(FOUND)
+    plan = summary.make_plan(FOUND)
     assert plan["peak_host_gb"] == pytest.approx(4 * 2.5 + 4 * 4), "every process reads the whole model"
-    assert cards.make_plan(found_with(copies=1))["peak_host_gb"] == pytest.approx(4 * 2.5 + 4)
-    mapped = cards.make_plan(found_with(quantized=3 * 10**9))
+    assert summary.make_plan(found_with(copies=1))["peak_host_gb"] == pytest.approx(4 * 2.5 + 4)
+    mapped = summary.make_plan(found_with(quantized=3 * 10**9))
     assert mapped["peak_host_gb"] == pytest.approx(4 * 2.5 + 4 * 1), "the mapped file can be dropped"
     assert plan["disk_gb"] == pytest.approx(2 + 2 * 12 + 2)
-    assert cards.make_plan(found_with(optimizer=5 * 10**8))["disk_gb"] == pytest.approx(2 + 2 * 6 + 2), "8-bit states"
-    adapter = cards.make_plan(found_with(is_adapter=True, trained=10**7, optimizer=2 * 10**7))
+    assert summary.make_plan(found_with(optimizer=5 * 10**8))["disk_gb"] == pytest.approx(2 + 2 * 6 + 2), "8-bit states"
+    adapter = summary.make_plan(found_with(is_adapter=True, trained=10**7, optimizer=2 * 10**7))
     assert adapter["disk_gb"] == pytest.approx(2 + 2 * 0.12 + 0.04)
-    in_4_bits = cards.make_plan(
+    in_4_bits = summary.make_plan(
         found_with(is_adapter=True, trained=10**7, optimizer=2 * 10**7, bytes_in_4bit=5 * 10**8, quantized=6 * 10**8)
     )
     assert in_4_bits["disk_gb"] == pytest.approx(2 + 0.6 + 2 * 0.12 + 0.04)
@@ -192,7 +192,7 @@ def test_host_memory_and_disk_space():
 
 def test_bytes_across_nodes():
     def across(**changes) -> float | None:
-        return cards.make_plan(found_with(**changes))["moved_gb"].get("across_nodes")
+        return summary.make_plan(found_with(**changes))["moved_gb"].get("across_nodes")
 
     assert across() is None
     assert across(nodes=4) == pytest.approx(4 * 3 / 4), "each of four nodes has one of four shards"
@@ -212,7 +212,7 @@ def test_proposals_add_up_until_one_fits():
         return Refused("any", "any", "a reason") if "--use_peft" in flags else needing(40)
 
     simulation = needing(60)
-    tried = cards.try_proposals(cards.make_plan(simulation), simulation, config, run)
+    tried = proposals.try_proposals(summary.make_plan(simulation), simulation, config, run)
     smaller = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4"]
     assert tried_flags == [
         smaller,
@@ -233,15 +233,15 @@ def test_proposals_fit_the_host_too():
         seen.append(Path(config).stem)
         return needing(10) if "--use_peft" in flags else offloaded if "offload" in config else needing(60)
 
-    tried = cards.try_proposals(cards.make_plan(simulation), simulation, config, run, host=64e9)
+    tried = proposals.try_proposals(summary.make_plan(simulation), simulation, config, run, host=64e9)
     fits = {row["change"].split()[0]: row["fits"] for row in tried if "--use_peft" not in row["change"]}
     assert fits["1x3090_offload"] == "no" and tried[-1]["fits"] == "yes" and tried[-1]["needs_host"] < 64
     assert "1x3090_offload" in seen and seen[-1] == "1x3090"
-    assert cards.try_proposals(cards.make_plan(offloaded), offloaded, config, run, host=64e9), "it fits the GPU only"
+    assert proposals.try_proposals(summary.make_plan(offloaded), offloaded, config, run, host=64e9), "it fits the GPU only"
 
 
 def test_proposals_keep_global_batch_size_of_flag():
-    changes = cards.proposals(found_with(has_global_batch_flag=True), str(CONFIGS / "4gpu_full_shard.yaml"))
+    changes = proposals.proposals(found_with(has_global_batch_flag=True), str(CONFIGS / "4gpu_full_shard.yaml"))
     (flags,) = (change.flags for change in changes if "--per_device_train_batch_size" in change.flags)
     assert flags == ("--per_device_train_batch_size", "1")
 
@@ -249,14 +249,14 @@ def test_proposals_keep_global_batch_size_of_flag():
 def test_proposals_reduce_each_batch(tmp_path):
     """For a config that accumulates gradients on the GPU, in a copy of it."""
     config = str(CONFIGS / "1x3090_offload.yaml")
-    tried = cards.try_proposals(
-        cards.make_plan(needing(60)), needing(60), config, lambda path, flags: needing(40 - 30 * (path != config))
+    tried = proposals.try_proposals(
+        summary.make_plan(needing(60)), needing(60), config, lambda path, flags: needing(40 - 30 * (path != config))
     )
     assert tried[-1]["change"].startswith("1x3090_offload with fsdp_reduce_each_batch: true --per") and tried[-1]["fits"] == "yes"
-    path = cards.copy_that_reduces_each_batch(config, str(tmp_path))
+    path = proposals.copy_that_reduces_each_batch(config, str(tmp_path))
     assert configs.read(path) == dataclasses.replace(configs.read(config), path=path, reduce_each_batch=True)
-    assert any(change.reduces_each_batch for change in cards.proposals(found_with(), config))
-    assert not any(change.reduces_each_batch for change in cards.proposals(found_with(accumulation=1), config))
+    assert any(change.reduces_each_batch for change in proposals.proposals(found_with(), config))
+    assert not any(change.reduces_each_batch for change in proposals.proposals(found_with(accumulation=1), config))
 
 
 def test_proposals_build_on_what_is_kept():
@@ -274,7 +274,7 @@ def test_proposals_build_on_what_is_kept():
         return dataclasses.replace(needing(size - 100 + length / 100), has_checkpointing=True, micro_batch=1, **fields)
 
     simulation = dataclasses.replace(run(config, []), is_adapter=False)
-    cards.try_proposals(cards.make_plan(simulation), simulation, config, run)
+    proposals.try_proposals(summary.make_plan(simulation), simulation, config, run)
     del seen[0]
     names = [name for name, _ in seen]
     assert names.index("1x3090_offload") < names.index("1x3090_offload with fsdp_reduce_each_batch: true")
@@ -287,5 +287,5 @@ def test_proposals_build_on_what_is_kept():
 def test_proposals_are_for_the_card_of_the_config(config, card):
     """A run that fits 24 GB but not a T4 gets proposals with a config for T4s, none with one for an RTX 3090."""
     path, simulation = str(CONFIGS / f"{config}.yaml"), needing(20, needs_bf16=False)
-    tried = cards.try_proposals(cards.make_plan(simulation), simulation, path, lambda *change: needing(8, needs_bf16=False))
+    tried = proposals.try_proposals(summary.make_plan(simulation), simulation, path, lambda *change: needing(8, needs_bf16=False))
     assert [row["card"] for row in tried] == ([card] if card else [])

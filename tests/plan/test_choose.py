@@ -9,9 +9,11 @@ import shutil
 from harness import configs
 from harness.contexts import Context
 from harness.nodes import hardware
-from harness.plan import arguments, cards, choose
-from harness.plan.choose import Machine, Option
+from harness.nodes.hardware import Gpu
+from harness.plan import arguments, cards, choose, links, machines, memory, roofline, summary
+from harness.plan.choose import Option
 from harness.plan.ledger import Counts, Peak
+from harness.plan.machines import Machine
 from harness.plan.simulation import Refused
 from harness.rehearsal import tiny
 from harness.start import plans
@@ -41,7 +43,7 @@ def names_of(grid: choose.Grid) -> set[str]:
     ],
 )
 def test_machine_is_read(text, gpus, card, host, disk):
-    (machine,) = choose.read_machines(text)
+    (machine,) = machines.read_machines(text)
     assert (machine.gpus, machine.card.name) == (gpus, card)
     assert machine.host == (host or float("inf")) and machine.disk == (disk or float("inf"))
 
@@ -57,12 +59,12 @@ def test_machine_is_read(text, gpus, card, host, disk):
     ],
 )
 def test_misspelt_machine_is_one_error(error_of, text, words):
-    message = error_of(choose.read_machines, text)
+    message = error_of(machines.read_machines, text)
     assert all(word in message for word in words), message
 
 
 def test_grid_of_several_nodes():
-    (machine,) = choose.read_machines("2x4xA100,200GB")
+    (machine,) = machines.read_machines("2x4xA100,200GB")
     assert (machine.nodes, machine.gpus, machine.host, machine.card.name) == (2, 4, 200e9, "A100 40 GB")
     grid = choose.make_grid(ROOT / "recipes/llama31_8b_lora.py", machine, PATHS, [])
     assert (grid.processes, grid.nodes) == (8, 2)
@@ -73,7 +75,7 @@ def test_grid_of_several_nodes():
     candidate = choose.Candidate(Option(path, 4, False), FOUND, 1.0)
     command_line = choose.command_line("llama31_8b_lora", candidate, ["--seed", "1"], grid)
     assert command_line.startswith("sbatch --nodes 2 --gpus-per-node 4 launch.sh llama31_8b_lora 2x4gpu_hybrid_shard --seed 1")
-    three = choose.make_grid(ROOT / "recipes/gpt2_xl_wikitext.py", choose.read_machines("3x1xT4")[0], PATHS, [])
+    three = choose.make_grid(ROOT / "recipes/gpt2_xl_wikitext.py", machines.read_machines("3x1xT4")[0], PATHS, [])
     assert three.processes == 3 and "3xt4_shard_grad_op" in names_of(three) and "2x4gpu_hybrid_shard" not in names_of(three)
     one = choose.on_machine(machine._replace(nodes=1), FOUND, 1.0, 0)["on_machine"]["price"]
     assert choose.on_machine(machine, FOUND, 1.0, 0)["on_machine"]["price"] == [
@@ -82,15 +84,15 @@ def test_grid_of_several_nodes():
 
 
 def test_nodes_that_cannot_divide_a_step(error_of):
-    machine = choose.read_machines("3x2x3090")[0]
+    machine = machines.read_machines("3x2x3090")[0]
     assert "3 nodes cannot divide the 16 rows" in error_of(choose.make_grid, RECIPE, machine, PATHS, [])
 
 
 def test_links_of_a_machine():
-    a100, bridge = (choose.read_machines(text)[0].card for text in ("4xA100,no nvlink", "2x3090,nvlink"))
+    a100, bridge = (machines.read_machines(text)[0].card for text in ("4xA100,no nvlink", "2x3090,nvlink"))
     assert a100.links[1] == cards.find_card("A100").links[0] and bridge.links[1] == 56e9 > CARD.links[1]
     own = cards.card_of_user("A6000", 48, 155, 768)
-    assert choose.read_machines("2xA6000; 1x3090", (own, *cards.CARDS))[0].card == own
+    assert machines.read_machines("2xA6000; 1x3090", (own, *cards.CARDS))[0].card == own
 
 
 @pytest.mark.parametrize(
@@ -109,13 +111,13 @@ def test_links_of_a_machine():
 def test_gpus_of_this_machine(monkeypatch, tmp_path, name, mebibytes, version, card, rates_of):
     """As nvidia-smi prints them. An unknown GPU has its own memory."""
     topology = "\tGPU0\tGPU1\nGPU0\t X \tPHB\nGPU1\tPHB\t X \n"
-    listed = f"{name}, {mebibytes}, {version}\n" * 2
+    listed = "".join(f"{name}, {mebibytes}, {version}, {index}\n" for index in (0, 1))
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f'#!/bin/sh\ncase "$1" in topo) printf "{topology}" ;; *) printf "{listed}" ;; esac\n')
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    machine = choose.this_machine(hardware.find_gpus())
+    machine = machines.this_machine(hardware.find_gpus())
     assert (machine.gpus, machine.card.name, machine.card.half) == (2, card, cards.find_card(rates_of).half)
     assert machine.card.memory == pytest.approx(mebibytes * 2**20, rel=0.05)
     assert machine.card.links[1] <= 50e9, "PHB is PCIe"
@@ -126,19 +128,56 @@ def test_gpus_of_this_machine(monkeypatch, tmp_path, name, mebibytes, version, c
     assert hardware.find_gpus() == []
 
 
+# Of a server with four GPUs and two network cards. The first two GPUs have NVLink. Terminals show the header underlined.
+TOPOLOGY = """\
+\x1b[4m\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV12\tSYS\tSYS\tPXB\tSYS\t0-31\t0\t\tN/A
+GPU1\tNV12\t X \tSYS\tSYS\tPXB\tSYS\t0-31\t0\t\tN/A
+GPU2\tSYS\tSYS\t X \tPHB\tSYS\tPXB\t32-63\t1\t\tN/A
+GPU3\tSYS\tSYS\tPHB\t X \tSYS\tPXB\t32-63\t1\t\tN/A
+NIC0\tPXB\tPXB\tSYS\tSYS\t X \tSYS
+NIC1\tSYS\tSYS\tPXB\tPXB\tSYS\t X
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"), [([0, 1], True), ([2, 3], False), ([0, 1, 2, 3], False), ([0], None), ([0, 4], None), ([], None)]
+)
+def test_nvlink_of_the_visible_gpus(gpus, expected):
+    """Network cards, which are never connected by NVLink, do not count."""
+    assert links.are_linked(TOPOLOGY, gpus) is expected
+    assert links.are_linked("", gpus) is None
+
+
+def test_nvlink_of_a_card_that_the_user_describes(monkeypatch, capsys, error_of):
+    """--card gives no rate of NVLink. On this machine that is no error: there is nothing to leave out."""
+    own = (cards.card_of_user("A6000", 51.5, 155, 768), *cards.CARDS)
+    monkeypatch.setattr(machines, "ask_nvidia_smi", lambda *options: TOPOLOGY)
+    gpus = [Gpu(51.5e9, "NVIDIA RTX A6000", 8.6, index) for index in (0, 1)]
+    assert machines.this_machine(gpus, own).card == own[0]
+    assert "NVLink, whose rate is not known for A6000: planned with PCIe" in capsys.readouterr().err
+    message = error_of(machines.read_machines, "2xA6000,nvlink", own)
+    assert "--card has no rate of NVLink: leave out nvlink" in message
+
+
 def test_grid_of_one_and_of_several_gpus():
-    one = choose.make_grid(RECIPE, choose.read_machines("1x3090")[0], PATHS, [])
+    one = choose.make_grid(RECIPE, machines.read_machines("1x3090")[0], PATHS, [])
     assert names_of(one) == {"1x3090", "1x3090_offload"} and one.processes == 1 and not one.common_flags
     assert {checkpointing for _, checkpointing in one.settings} == {False, True}
     assert [option.micro_batch for option in next(iter(one.settings.values()))] == [1, 2, 4, 8, 16]
-    several = choose.make_grid(RECIPE, choose.read_machines("3x3090")[0], PATHS, [])
+    several = choose.make_grid(RECIPE, machines.read_machines("3x3090")[0], PATHS, [])
     assert several.processes == 2, "three GPUs do not divide 16 rows"
     assert names_of(several) == {"1x3090_offload", "4gpu_ddp", "4gpu_full_shard", "4gpu_shard_grad_op"}
 
 
 def test_grid_leaves_what_a_flag_sets():
     words = ["--per_device_train_batch_size", "4", "--activation_checkpointing", "--load_in_4bit", "--use_peft"]
-    grid = choose.make_grid(RECIPE, choose.read_machines("3xA100")[0], PATHS, words)
+    grid = choose.make_grid(RECIPE, machines.read_machines("3xA100")[0], PATHS, words)
     assert {option for options in grid.settings.values() for option in options} == {
         Option(path, None, None) for path, _ in grid.settings
     }
@@ -146,7 +185,7 @@ def test_grid_leaves_what_a_flag_sets():
 
 
 def test_gpus_without_bf16_compute_in_fp16():
-    grid = choose.make_grid(RECIPE, choose.read_machines("2xT4")[0], PATHS, ["--use_peft"])
+    grid = choose.make_grid(RECIPE, machines.read_machines("2xT4")[0], PATHS, ["--use_peft"])
     assert grid.common_flags == ["--bf16", "false", "--fp16", "true", "--dtype", "float16"]
 
 
@@ -195,7 +234,9 @@ def test_choice_is_the_fastest_of_the_grid(is_dense):
         machine = Machine("1x3090", 1, CARD)
         candidates, _ = choose.choose(machine, settings, simulate)
         every = [(option, made(option, sizes, is_dense)) for options in settings.values() for option in options]
-        possible = {option: choose.seconds_of(CARD, found) for option, found in every if choose.is_possible(machine, found)}
+        possible = {
+            option: roofline.middle_seconds(CARD, found) for option, found in every if machines.is_possible(machine, found)
+        }
         assert bool(candidates) == bool(possible)
         if possible:
             assert candidates[0].seconds <= 1.1 * min(possible.values()), seed
@@ -208,12 +249,12 @@ def test_choice_is_the_fastest_of_the_grid(is_dense):
 def test_what_does_not_fit_is_not_chosen():
     """GPU memory with the margin, host memory, a dtype that the GPU has not, and refused runs."""
     fitting = dataclasses.replace(FOUND, peaks={"forward": Peak(int(20.0e9), {})}, needs_bf16=True)
-    assert choose.is_possible(Machine("", 4, CARD), fitting)
-    assert cards.fits(CARD, dataclasses.replace(fitting, peaks={"forward": Peak(int(22.5e9), {})}), 22.5e9)
-    assert not choose.is_possible(Machine("", 4, CARD), dataclasses.replace(fitting, peaks={"forward": Peak(int(22.5e9), {})}))
-    assert not choose.is_possible(Machine("", 4, CARD, host=cards.needed_host_memory(fitting)), fitting)
-    assert not choose.is_possible(Machine("", 4, dataclasses.replace(CARD, bf16=False)), fitting)
-    assert not choose.is_possible(Machine("", 4, CARD), Refused("", "", ""))
+    assert machines.is_possible(Machine("", 4, CARD), fitting)
+    assert memory.fits(CARD, dataclasses.replace(fitting, peaks={"forward": Peak(int(22.5e9), {})}), 22.5e9)
+    assert not machines.is_possible(Machine("", 4, CARD), dataclasses.replace(fitting, peaks={"forward": Peak(int(22.5e9), {})}))
+    assert not machines.is_possible(Machine("", 4, CARD, host=memory.needed_host_memory(fitting)), fitting)
+    assert not machines.is_possible(Machine("", 4, dataclasses.replace(CARD, bf16=False)), fitting)
+    assert not machines.is_possible(Machine("", 4, CARD), Refused("", "", ""))
 
 
 def test_what_was_always_refused_is_one_error(error_of):
@@ -224,7 +265,7 @@ def test_what_was_always_refused_is_one_error(error_of):
 
 
 def test_command_has_only_flags_that_change_something():
-    grid = choose.make_grid(RECIPE, choose.read_machines("2x3090")[0], PATHS, [])
+    grid = choose.make_grid(RECIPE, machines.read_machines("2x3090")[0], PATHS, [])
     path = next(path for path, _ in grid.settings if path.endswith("4gpu_ddp.yaml"))
     same = choose.Candidate(Option(path, 2, False), FOUND, 1.0)
     assert choose.command_line("r", same, [], grid) == "NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp"
@@ -238,11 +279,11 @@ def test_in_time_and_cheapest(capsys):
     from harness.plan import pages
 
     found = dataclasses.replace(FOUND, max_steps=1000)
-    best, worst = (seconds * 1000 / 3600 for seconds in cards.step_seconds(CARD, found))
+    best, worst = (seconds * 1000 / 3600 for seconds in roofline.step_seconds(CARD, found))
     plans = []
     for text, price, within in (("2x3090", 1.0, worst * 1.01), ("4x3090", 1.0, worst * 0.99)):
-        (machine,) = choose.read_machines(text)
-        plan = cards.make_plan(found) | choose.on_machine(machine, found, price, within)
+        (machine,) = machines.read_machines(text)
+        plan = summary.make_plan(found) | choose.on_machine(machine, found, price, within)
         plans.append(plan | {"command": "./launch.sh any"})
     assert [plan["on_machine"]["in_time"] for plan in plans] == [True, False] and best < worst
     assert plans[1]["on_machine"]["price"][0] == pytest.approx(2 * plans[0]["on_machine"]["price"][0], abs=0.02)

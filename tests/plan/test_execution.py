@@ -1,6 +1,6 @@
 """With the CPU's own kernels, a simulated step needs the memory of a real step on the CPU, to within 2 %."""
 
-from harness.plan.cards import copy_that_reduces_each_batch
+from harness.plan.proposals import copy_that_reduces_each_batch
 from harness.rehearsal import tiny
 
 import pytest

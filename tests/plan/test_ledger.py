@@ -2,17 +2,10 @@
 
 from harness.compat.trl import compute_loss_without_triton
 from harness.model.varlen import mask_of_window
+from harness.plan.attention_flops import pairs_in_documents
 from harness.plan.fakes import flash_workspace, use_triton_loss
-from harness.plan.ledger import (
-    VARLEN_BACKWARD,
-    Counts,
-    Ledger,
-    Peak,
-    check_bytes,
-    counts_of_step,
-    expected_bytes,
-    pairs_in_documents,
-)
+from harness.plan.ledger import VARLEN_BACKWARD, Counts, Ledger, Peak, counts_of_step
+from harness.plan.shapes import check_bytes, expected_bytes
 
 import pytest
 import torch

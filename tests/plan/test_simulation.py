@@ -3,7 +3,7 @@
 import os
 import re
 
-from harness.plan import cards
+from harness.plan import cards, memory, roofline
 from harness.plan.ledger import Counts, Peak
 from harness.plan.simulation import Simulation
 
@@ -47,7 +47,7 @@ def numbers(text: str) -> list[float]:
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
 def test_pair_fits_the_card_of_its_config(pair, found):
     card = CARDS["T4" if "t4" in pair[1] else "RTX 3090"]
-    assert cards.fits(card, found[pair], found[pair].peak.bytes)
+    assert memory.fits(card, found[pair], found[pair].peak.bytes)
     assert found[pair].parameters == PARAMETERS[found[pair].model]
     assert {"load", "forward", "backward", "save"} <= found[pair].peaks.keys()
 
@@ -68,7 +68,7 @@ def test_readme_has_the_simulated_speed(found):
         if (recipe, config) in PAIRS:
             run = found[recipe, config]
             tokens = run.tokens * run.accumulation * run.processes
-            best, worst = cards.step_seconds(CARDS[{"A100": "A100 80 GB", "T4": "T4"}.get(name, "RTX 3090")], run)
+            best, worst = roofline.step_seconds(CARDS[{"A100": "A100 80 GB", "T4": "T4"}.get(name, "RTX 3090")], run)
             expected = [pytest.approx(tokens / seconds, rel=0.06) for seconds in (worst, best)]
             assert numbers(speeds) == expected, (recipe, config)
 

@@ -178,9 +178,13 @@ def check_host_memory(model_args: ModelConfig, config: AccelerateConfig, context
     loading = 0 if is_4bit else copies * weights
     training = 0
     if config.offload_params:
-        loading += weights * processes // context.processes  # the shards are made while the loaded weights are still there
-        if not model_args.use_peft:  # weights, gradients and two moments in float32
-            training = 16 * parameters * processes // context.processes
+        shards = weights * processes // context.processes
+        loading += shards  # they are made while the loaded weights are still there
+        trained, frozen = parameters, 0
+        if model_args.use_peft:
+            adapter = build_adapter_on_meta(model_args, model_args.model_name_or_path)
+            trained, frozen = sum(weight.numel() for weight in adapter.parameters() if weight.requires_grad), shards
+        training = frozen + 16 * trained * processes // context.processes  # weights, gradients and two moments in float32
     needed = processes * PROCESS_BYTES + max(loading, training)
     free, swap = min(psutil.virtual_memory().available, memory_limit()), psutil.swap_memory().free
     numbers = f"about {needed / 1e9:.0f} GB of host memory, {free / 1e9:.0f} GB are free"

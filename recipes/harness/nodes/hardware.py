@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.nodes.variables import integer_from_environment
 
@@ -27,15 +28,22 @@ def is_on_local_disk(folder: Path) -> bool:
     return next((mounts[parent] in LOCAL_DISKS for parent in (place, *place.parents) if parent in mounts), False)
 
 
-def find_gpus() -> list[tuple[float, str, float]]:
-    """(bytes of memory, name, compute capability) of every GPU that a run may use, from nvidia-smi."""
+class Gpu(NamedTuple):
+    memory: float  # bytes
+    name: str
+    capability: float  # compute capability
+    index: int  # of nvidia-smi
+
+
+def find_gpus() -> list[Gpu]:
+    """Every GPU that a run may use, from nvidia-smi."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible == "":
         return []
     selection = [f"--id={visible}"] if visible else []
-    listed = ask_nvidia_smi("--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits", *selection)
-    rows = [[cell.strip() for cell in line.rsplit(",", 2)] for line in listed.splitlines() if line.count(",") >= 2]
-    gpus = [(float(size) * 2**20, name, float(version)) for name, size, version in rows if size.isdecimal()]
+    listed = ask_nvidia_smi("--query-gpu=name,memory.total,compute_cap,index", "--format=csv,noheader,nounits", *selection)
+    rows = [[cell.strip() for cell in line.rsplit(",", 3)] for line in listed.splitlines() if line.count(",") >= 3]
+    gpus = [Gpu(float(size) * 2**20, name, float(version), int(i)) for name, size, version, i in rows if size.isdecimal()]
     return gpus[: integer_from_environment("NPROC_PER_NODE", len(gpus))]
 
 

@@ -12,9 +12,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import re
 import shlex
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,33 +22,16 @@ from harness.configs import AccelerateConfig
 from harness.contexts import Context
 from harness.folder import read_json, write_json
 from harness.launched import UserError
-from harness.nodes.hardware import ask_nvidia_smi, host_memory
-from harness.plan import cards
-from harness.plan.cards import GB, Card
+from harness.plan import memory, proposals, roofline, summary
+from harness.plan.cards import Card
 from harness.plan.ledger import Counts, Peak
+from harness.plan.machines import Machine, is_possible, usable_host, with_margin
+from harness.plan.roofline import middle_seconds
 from harness.plan.simulation import Refused, Simulation
 from harness.start import flags
 
-# What stays free on top of the reserve, because forecasts can be too low (docs/measurements.md): shares of what there is.
-GPU_MARGIN = 0.10
-HOST_MARGIN = 0.05
 CLOSE = 1.3  # runners-up that could be within this factor of the fastest are simulated with larger micro-batches
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes")  # whose versions a simulation depends on
-MACHINE_FORMAT = (
-    'expected a number of GPUs and their name, for example --for "2x3090,64GB" or --for "1x4090; 4xA100,nvlink", and before them '
-    "the number of nodes if there are several, --for 2x4xA100"
-)
-
-
-class Machine(NamedTuple):
-    """GPUs of one kind in one machine, or in several equal ones."""
-
-    name: str  # as --for has it
-    gpus: int  # of each node
-    card: Card
-    host: float = math.inf  # bytes of host memory of each node, infinite if unknown
-    disk: float = math.inf  # bytes that are free
-    nodes: int = 1
 
 
 class Option(NamedTuple):
@@ -91,40 +72,6 @@ class Grid(NamedTuple):
 
     def context(self, recipe: str, config: str) -> Context:
         return Context(recipe, configs.read(config), self.processes, self.nodes, on_cpu=True)
-
-
-def read_machines(text: str, all_cards: tuple[Card, ...] = cards.CARDS) -> list[Machine]:
-    """The machines of --for. Raises UserError for one that is misspelt or has an unknown GPU."""
-    machines = []
-    for part in text.split(";"):
-        match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*x\s*([^,]+?)\s*((?:,[^,]*)*)", part, re.IGNORECASE)
-        if not match or int(match[1] or 1) < 1 or int(match[2]) < 1:
-            raise UserError(f"--for is {text!r}, {MACHINE_FORMAT}")
-        card, host, disk = cards.find_card(match[3], all_cards), math.inf, math.inf
-        for word in filter(None, (word.strip().lower() for word in match[4].split(","))):
-            if word in ("nvlink", "no nvlink"):
-                card = cards.with_links(card, word == "nvlink")
-            elif size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb", word):
-                host = float(size[1]) * GB
-            elif size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb\s*disk", word):
-                disk = float(size[1]) * GB
-            else:
-                raise UserError(
-                    f"--for: {word} is unknown, expected 64GB (host memory), 500GB disk, nvlink or no nvlink after the GPUs"
-                )
-        machines.append(Machine(" ".join(part.split()), int(match[2]), card, host, disk, int(match[1] or 1)))
-    return machines
-
-
-def this_machine(gpus: list[tuple[float, str, float]], all_cards: tuple[Card, ...] = cards.CARDS) -> Machine:
-    """The machine with these GPUs: bytes of memory, name, compute capability."""
-    memory, name, version = min(gpus)
-    card = cards.card_of_gpu(name, memory, version >= 8, all_cards)
-    links = [word for line in ask_nvidia_smi("topo", "-m").splitlines() if line.startswith("GPU") for word in line.split()]
-    pairs = [word for word in links if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", word)]
-    if len(gpus) > 1 and pairs and card in all_cards:
-        card = cards.with_links(card, all(word.startswith("NV") for word in pairs))
-    return Machine(f"{len(gpus)}x{card.name}", len(gpus), card, host_memory(), shutil.disk_usage(".").free)
 
 
 def make_grid(recipe: Path, machine: Machine, paths: list[str], words: list[str]) -> Grid:
@@ -198,29 +145,6 @@ def shown_flags(option: Option, grid: Grid) -> list[str]:
     return [*option.flags, *grid.common_flags]
 
 
-def is_possible(machine: Machine, simulation: Simulation | Refused | None) -> bool:
-    """Whether a run fits GPU and host memory with their margins, in a dtype that the GPU computes in."""
-    if simulation is None or isinstance(simulation, Refused):
-        return False
-    if cards.needed_host_memory(simulation) > usable_host(machine):
-        return False
-    return cards.fits(with_margin(machine.card), simulation, simulation.peak.bytes)
-
-
-def usable_host(machine: Machine) -> float:
-    """Bytes of host memory of a node, without a margin."""
-    return (1 - HOST_MARGIN) * machine.host
-
-
-def with_margin(card: Card) -> Card:
-    return dataclasses.replace(card, memory=(1 - GPU_MARGIN) * card.memory)
-
-
-def seconds_of(card: Card, simulation: Simulation) -> float:
-    """Seconds of a step, the middle of the plan's range."""
-    return sum(cards.step_seconds(card, simulation)) / 2
-
-
 def choose(
     machine: Machine,
     settings: dict[tuple[str, bool | None], list[Option]],
@@ -244,7 +168,7 @@ def choose(
 
     def candidates(setting: tuple[str, bool | None]) -> list[Candidate]:
         fitting = [option for option in simulated[setting] if is_possible(machine, simulations.get(option))]
-        return [Candidate(option, simulations[option], seconds_of(machine.card, simulations[option])) for option in fitting]
+        return [Candidate(option, simulations[option], middle_seconds(machine.card, simulations[option])) for option in fitting]
 
     def following(setting: tuple[str, bool | None]) -> Option | None:
         return next_option(machine, simulated[setting], simulations)
@@ -289,7 +213,7 @@ def remaining_share(
     simulated = [options for options in settings.values() if isinstance(simulations[options[0]], Simulation)]
     if not simulated:
         return 0.0
-    options = min(simulated, key=lambda options: seconds_of(card, simulations[options[0]]))
+    options = min(simulated, key=lambda options: middle_seconds(card, simulations[options[0]]))
     simulate_missing([options[-1]])
     smallest, largest = simulations[options[0]], simulations[options[-1]]
     if isinstance(largest, Refused) or not smallest.step.touched:
@@ -302,7 +226,7 @@ def bound(card: Card, simulation: Simulation, largest: int | None, share: float)
     times = (largest or simulation.micro_batch) / simulation.micro_batch
     moved = {kind: size / times for kind, size in simulation.step.moved.items()}
     step = dataclasses.replace(simulation.step, moved=moved, touched=share * simulation.step.touched)
-    return seconds_of(card, dataclasses.replace(simulation, step=step))
+    return middle_seconds(card, dataclasses.replace(simulation, step=step))
 
 
 def next_option(machine: Machine, options: list[Option], simulations: dict[Option, Simulation | Refused]) -> Option | None:
@@ -311,20 +235,20 @@ def next_option(machine: Machine, options: list[Option], simulations: dict[Optio
     fitting = [option for option in options if is_possible(machine, simulations.get(option))]
     top = fitting[-1] if fitting else options[0]
     # If a step is one micro-batch, there are no gradients of earlier ones, so the largest micro-batch can need less memory.
-    if last not in simulations and cards.fits(card, simulations[top], peak_of(last, top, None, simulations, is_alone=True)):
+    if last not in simulations and memory.fits(card, simulations[top], peak_of(last, top, None, simulations, is_alone=True)):
         return last
     if not fitting:
         return None
     too_large = [option for option in options if option in simulations and option > top]
     limit = too_large[0] if too_large else None
     between = [option for option in options[:-1] if option > top and (limit is None or option < limit)]
-    likely = [option for option in between if cards.fits(card, simulations[top], peak_of(option, top, limit, simulations))]
+    likely = [option for option in between if memory.fits(card, simulations[top], peak_of(option, top, limit, simulations))]
     if likely:
         return likely[-1]
     # Attention over packed rows with a mask computes more the longer the rows are, so a smaller micro-batch can be faster.
     flops = [sum(simulations[option].step.flops.values()) for option in (options[0], top)]
     if flops[1] > 1.01 * flops[0]:
-        place = options.index(min(fitting, key=lambda option: seconds_of(machine.card, simulations[option])))
+        place = options.index(min(fitting, key=lambda option: middle_seconds(machine.card, simulations[option])))
         neighbours = [option for option in options[max(0, place - 1) : place + 2] if option < top and option not in simulations]
         return neighbours[0] if neighbours else None
     return None
@@ -381,10 +305,10 @@ def describe(
                 "processes": grid.processes,
                 "micro_batch": simulation.micro_batch,
                 "flags": shown_flags(option, grid),
-                "step_seconds": [round(seconds, 3) for seconds in cards.step_seconds(machine.card, simulation)],
+                "step_seconds": [round(seconds, 3) for seconds in roofline.step_seconds(machine.card, simulation)],
                 "slower": round(candidate.seconds / candidates[0].seconds - 1, 3),
-                "gpu_gb": cards.gb(peak + cards.reserve(simulation, peak, machine.card)),
-                "host_gb": cards.gb(cards.needed_host_memory(simulation)),
+                "gpu_gb": summary.gb(peak + memory.reserve(simulation, peak, machine.card)),
+                "host_gb": summary.gb(memory.needed_host_memory(simulation)),
             }
         )
     return rows
@@ -392,7 +316,7 @@ def describe(
 
 def on_machine(machine: Machine, simulation: Simulation, price: float, within: float) -> dict[str, Any]:
     """Time and price on the machine itself; "in_time" is about the slow end of the range, and None without a time or steps."""
-    best, worst = cards.step_seconds(machine.card, simulation)
+    best, worst = roofline.step_seconds(machine.card, simulation)
     tokens = simulation.tokens * simulation.accumulation * simulation.processes
     hours = [round(simulation.max_steps * seconds / 3600, 4) for seconds in (best, worst)] if simulation.max_steps > 0 else None
     return {
@@ -404,7 +328,7 @@ def on_machine(machine: Machine, simulation: Simulation, price: float, within: f
             "hours": hours,
             "price": [round(number * price * machine.gpus * machine.nodes, 2) for number in hours] if hours and price else None,
             "in_time": hours[1] <= within if hours and within else None,
-            "has_disk": cards.disk_space(simulation) <= machine.disk,
+            "has_disk": memory.disk_space(simulation) <= machine.disk,
         },
     }
 
@@ -417,7 +341,7 @@ def option_with_least_memory(machine: Machine, simulations: dict[Option, Simulat
     simulated = [(option, simulation) for option, simulation in simulations.items() if isinstance(simulation, Simulation)]
     if not simulated:
         raise UserError(next(refused.reason for refused in simulations.values() if isinstance(refused, Refused)))
-    return min(simulated, key=lambda pair: (cards.needed_host_memory(pair[1]) > usable_host(machine), pair[1].peak.bytes))
+    return min(simulated, key=lambda pair: (memory.needed_host_memory(pair[1]) > usable_host(machine), pair[1].peak.bytes))
 
 
 def propose(
@@ -429,7 +353,7 @@ def propose(
         return run(config, [*option.flags, *more])
 
     card, host = with_margin(machine.card), usable_host(machine)
-    return cards.try_proposals(cards.make_plan(simulation), simulation, option.config, run_on_top, card, host)
+    return proposals.try_proposals(summary.make_plan(simulation), simulation, option.config, run_on_top, card, host)
 
 
 def cached_simulation(path: Path) -> Simulation | None:

@@ -35,7 +35,8 @@ from harness.start.plans import keep_plan
 
 if TYPE_CHECKING:
     from harness.plan.cards import Card
-    from harness.plan.choose import Candidate, Grid, Machine, Option
+    from harness.plan.choose import Candidate, Grid, Option
+    from harness.plan.machines import Machine
     from harness.plan.simulation import Refused, Simulation
 
 NOT_OFFLOADED = (
@@ -62,7 +63,7 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
     """Prints the plan of one config, or of several side by side."""
     read = [configs.read(path) for path in paths]
     can_fork = import_libraries()
-    from harness.plan import cards, pages  # they import torch, which a misspelt flag need not wait for
+    from harness.plan import pages, proposals, summary  # they import torch, which a misspelt flag need not wait for
     from harness.plan.simulation import Refused
 
     all_cards, price = known_cards(plan_flags), plan_flags.prices_of(1)[0]
@@ -74,7 +75,7 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
 
     count_rows = row_counter(can_fork, recipe, arguments)
     plans = [
-        simulation if isinstance(simulation, Refused) else cards.make_plan(with_steps(simulation, count_rows), price, all_cards)
+        simulation if isinstance(simulation, Refused) else summary.make_plan(with_steps(simulation, count_rows), price, all_cards)
         for simulation in simulations
     ]
     for config, plan in zip(read, plans, strict=True):
@@ -98,8 +99,8 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
                 can_fork, fit_processes(recipe, configs.read(path)), [*arguments, *flags_of_change], optional=True
             )
 
-        card = cards.card_of_config(paths[0], all_cards)
-        pages.print_proposals(cards.try_proposals(plans[0], simulations[0], paths[0], simulate_change, card))
+        card = proposals.card_of_config(paths[0], all_cards)
+        pages.print_proposals(proposals.try_proposals(plans[0], simulations[0], paths[0], simulate_change, card))
 
 
 def known_cards(plan_flags: PlanArguments) -> tuple["Card", ...]:
@@ -159,16 +160,16 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
     # bitsandbytes asks every visible GPU when it is imported, and then CUDA would fail in the forked processes that simulate.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     can_fork = import_libraries()
-    from harness.plan import cards, choose, pages
+    from harness.plan import choose, machines, pages, summary
 
     all_cards = known_cards(plan_flags)
     if gpus:
-        machines = [choose.this_machine(gpus, all_cards)]
+        chosen_for = [machines.this_machine(gpus, all_cards)]
     else:
-        machines = choose.read_machines(plan_flags.machines or DEFAULT_MACHINE, all_cards)
+        chosen_for = machines.read_machines(plan_flags.machines or DEFAULT_MACHINE, all_cards)
     count_rows = row_counter(can_fork, recipe, arguments)
     plans = []
-    for machine, price in zip(machines, plan_flags.prices_of(len(machines)), strict=True):
+    for machine, price in zip(chosen_for, plan_flags.prices_of(len(chosen_for)), strict=True):
         grid = choose.make_grid(Path(recipe), machine, paths, arguments)
         candidates, simulations = simulate_grid(can_fork, recipe, machine, grid, arguments, plan_flags.json)
         if not candidates:
@@ -181,7 +182,9 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
             words = [*arguments, *grid.common_flags, *best.option.flags]
             simulation = simulate_in_process(can_fork, grid.context(recipe, best.option.config), words)
             simulation = with_steps(simulation, count_rows)
-        plan = cards.make_plan(simulation, all_cards=all_cards) | choose.on_machine(machine, simulation, price, plan_flags.within)
+        plan = summary.make_plan(simulation, all_cards=all_cards) | choose.on_machine(
+            machine, simulation, price, plan_flags.within
+        )
         plan |= {"flags": described[0]["flags"], "command": described[0]["command"], "choices": described}
         keep_plan(plan, grid.context(recipe, best.option.config), [*arguments, *plan["flags"]])
         plans.append(plan)

@@ -1,23 +1,14 @@
-"""Counts what a run allocates, computes and moves: every new storage, every matrix product, every collective.
+"""Counts what a run allocates, computes and moves: every new storage, every matrix product, every collective."""
 
-The second part compares the result with arithmetic on shapes, and adds up micro-batches to a step. The third replays the
-allocations with the rules of PyTorch's caching allocator (c10/cuda/CUDACachingAllocator.cpp in 2.13), without a GPU: it takes
-memory from CUDA in segments, cuts blocks out of them, and keeps what is freed for later allocations on the same stream. Small
-allocations (up to 1 MiB) and large ones have segments of their own. With `expandable_segments:True`, which launch.sh sets, each
-of these has one segment that grows. Before it runs out of memory, the allocator gives back what is free: whole segments, or the
-free pages of expandable ones.
-"""
-
-import bisect
 import collections
 import contextlib
 import dataclasses
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from harness.compat.guards import changes, expected_names
+from harness.plan.attention_flops import flops_of_varlen, flops_of_varlen_backward
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,17 +16,11 @@ from torch.distributed.tensor import DTensor
 with expected_names():
     from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward  # noqa: F401, makes the operators below
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.flop_counter import _offsets_to_lengths, flop_registry
+    from torch.utils.flop_counter import flop_registry
     from torch.utils.weak import WeakIdKeyDictionary
 
 VARLEN, VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward
 BLOCK = 512  # bytes; CUDA's allocator rounds up to multiples of it
-# Of PyTorch's caching allocator
-MIB = 2**20
-SMALL = MIB  # up to here an allocation is small
-SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB  # also the pages by which expandable segments grow
-ROUNDED_FROM = 10 * MIB  # larger allocations get a segment of their own size, rounded up to 2 MiB
-SMALLEST_BLOCK = 512
 # Kinds of collectives by operator. The larger side of a gather or a reduction counts, once.
 COLLECTIVES = {
     "_allgather_base_": "gathered",
@@ -113,31 +98,37 @@ class Ledger(TorchDispatchMode):
         outputs, inputs = tensors_in((result,)), tensors_in(args)
         if kwargs:
             inputs += tensors_in(kwargs.values())
-        name, namespace = func.name(), func.namespace
-        holder = None
-        if namespace == "aten":
-            if func is torch.ops.aten._to_copy.default and self.holder_of(inputs[0]) == "weights":
-                holder = "gathered"
-        elif namespace == "fsdp":
-            for tensor in outputs + inputs:
-                self.see(tensor)
-                if self.holder_of(tensor) != "weights":
-                    of_fsdp = "gradients" if "chunk_cat" in name else "gathered"
-                    entry = self._storages[tensor.untyped_storage()]
-                    entry.holder = of_fsdp
-                    if "all_gather_copy_in" in name:
-                        entry.stream = "all-gather"
-        elif kind := COLLECTIVES.get(name.split("::")[1]):
-            self.moved[kind] += max((tensor.numel() * tensor.element_size() for tensor in outputs + inputs), default=0)
+        if func.namespace == "fsdp":
+            self._label_fsdp(func.name(), outputs + inputs)
+        is_cast_of_weight = func is torch.ops.aten._to_copy.default and self.holder_of(inputs[0]) == "weights"
         for tensor in outputs:
-            self.see(tensor, holder)
+            self.see(tensor, "gathered" if is_cast_of_weight else None)
         if count_workspace := self.workspaces.get(func.overloadpacket):
             self.spike(count_workspace(*args), holder="activations")
-        if count_flops := self.flop_counters.get(func.overloadpacket):
-            self.flops[str(inputs[0].dtype)] += count_flops(*args, **kwargs or {}, out_val=result)
-        elif self.place == "gpu" and namespace not in ("c10d", "prim") and "empty" not in name and "_view" not in name:
-            self.touched += sum(tensor.numel() * tensor.element_size() for tensor in outputs + inputs)
+        self._count(func, args, kwargs or {}, result, outputs + inputs)
         return result
+
+    def _label_fsdp(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """Sets what the tensors of one of FSDP's own operators are for: gathered weights, or gradients to reduce."""
+        for tensor in tensors:
+            self.see(tensor)
+            if self.holder_of(tensor) != "weights":
+                entry = self._storages[tensor.untyped_storage()]
+                entry.holder = "gradients" if "chunk_cat" in name else "gathered"
+                if "all_gather_copy_in" in name:
+                    entry.stream = "all-gather"
+
+    def _count(self, func: Any, args: tuple, kwargs: dict, result: Any, tensors: list[torch.Tensor]) -> None:
+        """Counts the bytes of a collective, and the FLOPs or the touched bytes of an operator."""
+        name, namespace = func.name(), func.namespace
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        kind = COLLECTIVES.get(name.split("::")[1])
+        if kind and namespace not in ("aten", "fsdp"):
+            self.moved[kind] += max(sizes, default=0)
+        if count_flops := self.flop_counters.get(func.overloadpacket):
+            self.flops[str(tensors_in(args)[0].dtype)] += count_flops(*args, **kwargs, out_val=result)
+        elif self.place == "gpu" and namespace not in ("c10d", "prim") and "empty" not in name and "_view" not in name:
+            self.touched += sum(sizes)
 
     def see(self, tensor: torch.Tensor, holder: str | None = None) -> None:
         """Records a tensor's storage unless it is known."""
@@ -301,88 +292,6 @@ def tensors_in(values: Iterable) -> list[torch.Tensor]:
     return found
 
 
-def flops_of_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: torch.Tensor,
-    *options: Any,
-    **out_val: torch.Tensor,
-) -> int:
-    """FLOPs of FlashAttention over documents: two products for every pair of a token and one that it attends to.
-
-    torch's own formula counts all pairs of a document, also those that a causal mask leaves out.
-    """
-    # options: ends of the keys' documents, longest document of queries and of keys, is_causal, scale, window, …
-    longest, window = options[1], options[5]
-    return 4 * query.shape[1] * query.shape[2] * pairs_in_documents(ends, longest, window)
-
-
-def flops_of_varlen_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    logsumexp: torch.Tensor,
-    ends: torch.Tensor,
-    *options: Any,
-    **out_val: torch.Tensor,
-) -> int:
-    """The scores once more, and two products for each of their two factors."""
-    longest, window = options[1], options[-1]
-    return 10 * query.shape[1] * query.shape[2] * pairs_in_documents(ends, longest, window)
-
-
-def pairs_in_documents(ends: torch.Tensor, longest: int, window: list[int]) -> int:
-    """How often a token attends to one of its document, with a window of so many tokens before and after it (-1: all).
-
-    If the tensor is fake, all documents have the length of the longest, as in a simulated batch.
-    """
-    pairs = 0
-    for tokens in _offsets_to_lengths(ends, longest):
-        before, after = (tokens - 1 if limit < 0 else min(limit, tokens - 1) for limit in window)
-        # The first tokens of a document have fewer before them, the last fewer after them.
-        pairs += tokens * (1 + before + after) - (before * (before + 1) + after * (after + 1)) // 2
-    return pairs
-
-
-Shapes = dict[str, tuple[tuple[int, ...], int, bool]]  # name: shape, bytes per element, trained or not
-
-
-def shapes_of(model: torch.nn.Module) -> Shapes:
-    """The shapes of all parameters, before sharding."""
-    return {name: (tuple(w.shape), w.element_size(), w.requires_grad) for name, w in model.named_parameters()}
-
-
-def expected_bytes(shapes: Shapes, shards: int, upcast: bool) -> dict[str, int]:
-    """Bytes on one process. FSDP2 cuts the first dimension, rounded up; with `upcast` trained weights are float32."""
-    weights = trained = 0
-    for shape, element_size, is_trained in shapes.values():
-        elements = math.ceil(shape[0] / shards) * math.prod(shape[1:]) if shape else 1
-        size = elements * (4 if upcast and is_trained else element_size)
-        weights += size
-        trained += size if is_trained else 0
-    return {"weights": weights, "gradients": trained, "optimizer": 2 * trained}
-
-
-@changes("torch:UntypedStorage._cdata")
-def check_bytes(what: str, tensors: Iterable[torch.Tensor], expected: int) -> None:
-    """Raises RuntimeError unless `tensors` hold `expected` bytes; tensors at the same place count once.
-
-    The address of a storage is private, and a fake storage has no `data_ptr`.
-    Upstream: no issue: there is no public name.
-    Checked with: torch 2.13.0.
-    Remove when: there is one.
-    """
-    held = sum({(t.untyped_storage()._cdata, t.storage_offset()): t.nbytes for t in tensors if t.numel()}.values())
-    if held != expected:
-        raise RuntimeError(
-            f"the simulation holds {held:,} bytes of {what}, but the shapes give {expected:,}: something was not simulated as it "
-            "runs, so there is no plan"
-        )
-
-
 def counts_of_step(parts: list[Counts], accumulation: int) -> Counts:
     """The counts of a step of `accumulation` micro-batches, from those of the last one, or of the first and the last.
 
@@ -406,138 +315,3 @@ def counts_of_step(parts: list[Counts], accumulation: int) -> Counts:
         else:
             moved[name] = add(first.moved.get(name, 0), last.moved.get(name, 0))
     return Counts(flops, moved, add(first.touched, last.touched))
-
-
-class Block:
-    """A part of a segment, between two neighbours in it. Addresses count from 0 through all segments of a pool."""
-
-    __slots__ = ("address", "before", "is_free", "next", "size")
-
-    def __init__(self, address: int, size: int) -> None:
-        self.address, self.size, self.is_free = address, size, True
-        self.before: Block | None = None
-        self.next: Block | None = None
-
-
-class Pool:
-    """The segments of a stream for small allocations, or for large ones."""
-
-    def __init__(self, is_small: bool, is_expandable: bool) -> None:
-        self.is_small, self.is_expandable = is_small, is_expandable
-        self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
-        self.reserved = 0  # bytes
-        self.held = 0  # bytes that cannot be given back, because a block in them is in use
-        self.free: list[tuple[int, int, Block]] = []  # by size and address
-        self.last: Block | None = None  # the end of the expandable segment
-        self.segments: list[tuple[int, int]] = []  # address and size of those that do not grow
-        self.users: collections.Counter = collections.Counter()  # blocks in use, by the address of their page or segment
-
-    def allocate(self, size: int) -> Block:
-        """A free block of at least `size` bytes, split if it is larger; its pages are counted as held."""
-        block = self._take(size) or self._grow(size)
-        rest = block.size - size
-        if rest >= SMALLEST_BLOCK and (self.is_small or self.is_expandable or rest > SMALL):
-            block.size = size
-            remaining = Block(block.address + size, rest)
-            self._link(remaining, block.next)
-            self._link(block, remaining)
-            self._keep(remaining)
-        block.is_free = False
-        for address, length in self._pages(block):
-            if not self.users[address]:
-                self.held += length
-            self.users[address] += 1
-        return block
-
-    def release(self, block: Block) -> None:
-        """Frees a block, and joins it with free neighbours."""
-        for address, length in self._pages(block):
-            self.users[address] -= 1
-            if not self.users[address]:
-                self.held -= length
-        before, after = block.before, block.next
-        if after is not None and after.is_free:
-            self._drop(after)
-            block.size += after.size
-            self._link(block, after.next)
-        if before is not None and before.is_free:
-            self._drop(before)
-            before.size += block.size
-            self._link(before, block.next)
-            block = before
-        self._keep(block)
-
-    def _take(self, size: int) -> Block | None:
-        """The smallest free block that is large enough; the end of an expandable segment only if there is no other."""
-        place = bisect.bisect_left(self.free, (size,))
-        if place < len(self.free) and self.free[place][2] is self.last and place + 1 < len(self.free):
-            place += 1
-        return self.free.pop(place)[2] if place < len(self.free) else None
-
-    def _grow(self, size: int) -> Block:
-        """A new segment, or the end of the expandable one after it has grown."""
-        if not self.is_expandable:
-            segment = self.page
-            if not self.is_small and size >= ROUNDED_FROM:
-                segment = -(-size // SMALL_SEGMENT) * SMALL_SEGMENT
-            self.segments.append((self.reserved, segment))
-            self.reserved += segment
-            return Block(self.reserved - segment, segment)
-        end = self.last
-        if end is not None and end.is_free:
-            self._drop(end)
-        else:
-            end, before = Block(self.reserved, 0), end
-            self._link(end, None)
-            if before is not None:
-                self._link(before, end)
-        grown = -(-(size - end.size) // self.page) * self.page
-        end.size += grown
-        self.reserved += grown
-        return end
-
-    def _pages(self, block: Block) -> Iterator[tuple[int, int]]:
-        """Address and size of the pages, or of the segment, that a block is in."""
-        if self.is_expandable:
-            first = block.address // self.page * self.page
-            yield from ((address, self.page) for address in range(first, block.address + block.size, self.page))
-        else:
-            yield self.segments[bisect.bisect_right(self.segments, (block.address, self.reserved)) - 1]
-
-    def _link(self, block: Block, after: Block | None) -> None:
-        block.next = after
-        if after is not None:
-            after.before = block
-        elif self.is_expandable:
-            self.last = block
-
-    def _keep(self, block: Block) -> None:
-        block.is_free = True
-        bisect.insort(self.free, (block.size, block.address, block))
-
-    def _drop(self, block: Block) -> None:
-        """Removes a block from the free ones."""
-        del self.free[bisect.bisect_left(self.free, (block.size, block.address))]
-
-
-def replay(events: Iterable[tuple[object, str, int]], is_expandable: bool = True) -> tuple[int, int]:
-    """The most bytes that are reserved at once, if there is room for all; and how many of them are needed at least.
-
-    Args:
-        events: (what, stream, bytes) in the order in which they happen. `what` is any object that can be a key: it has so many
-            bytes from now on, multiples of 512, and 0 after it is freed.
-        is_expandable: with `expandable_segments:True`.
-    """
-    pools: dict[tuple[str, bool], Pool] = {}
-    blocks: dict[object, tuple[Pool, Block]] = {}
-    needed = 0
-    for what, stream, size in events:
-        if what in blocks:
-            pool, block = blocks.pop(what)
-            pool.release(block)
-        if size:
-            is_small = size <= SMALL
-            pool = pools.setdefault((stream, is_small), Pool(is_small, is_expandable))
-            blocks[what] = pool, pool.allocate(size)
-            needed = max(needed, sum(pool.held for pool in pools.values()))
-    return sum(pool.reserved for pool in pools.values()), needed

@@ -26,8 +26,10 @@ from harness.contexts import Context, RecipeStopped
 from harness.folder import read_json
 from harness.launched import UserError
 from harness.model.loading import check_module_names
+from harness.plan.allocator import replay
 from harness.plan.fakes import Fakes, count_wrapping, install_steps
-from harness.plan.ledger import Counts, Ledger, Peak, check_bytes, counts_of_step, expected_bytes, replay, shapes_of
+from harness.plan.ledger import Counts, Ledger, Peak, counts_of_step
+from harness.plan.shapes import check_bytes, expected_bytes, shapes_of
 from harness.rehearsal import tiny
 from harness.rehearsal.tiny import PLANNED
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding

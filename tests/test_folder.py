@@ -157,7 +157,8 @@ def test_damaged_json_is_a_user_error(tmp_path, error_of, content):
 def test_rehearsal_of_another_recipe_dataset_or_kind_starts_over(tmp_path, key):
     run = tmp_path / "run"
     for digest in ("before", "after"):
-        claim(run, IDENTITY_OF_REHEARSAL | {key: digest}, is_default=True)
+        value = [["a.jsonl", len(digest), 0]] if key == "data_files" else digest
+        claim(run, IDENTITY_OF_REHEARSAL | {key: value}, is_default=True)
         assert not (run / "checkpoint-5").exists()
         begin_training(run)
     assert (tmp_path / "run.c/checkpoint-5").is_dir()
@@ -247,7 +248,7 @@ def test_sharded_run_cannot_resume_from_unsharded_checkpoints(tmp_path, error_of
 
 def test_run_is_finished_when_it_has_trained_as_far_as_is_asked_for(tmp_path):
     assert not folder.finished_results(tmp_path, 10, 3.0)
-    folder.write_json(tmp_path / "train_results.json", {"global_step": 10, "epoch": 1.0})
+    folder.write_json(tmp_path / "train_results.json", {"global_step": 10, "epoch": 1.0, "final_loss": 2.5})
     assert folder.finished_results(tmp_path, 10, 3.0) and not folder.finished_results(tmp_path, 11, 3.0)
     assert folder.finished_results(tmp_path, -1, 1.0) and not folder.finished_results(tmp_path, -1, 2.0)
 

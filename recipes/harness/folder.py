@@ -7,6 +7,7 @@ modification time of each local file of the dataset, by which a changed file is 
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ RESULTS = "train_results.json"
 DATA = "data.json"  # what `load` read and skipped
 LOCK = ".lock"
 COMPLETION_MARKER = "complete.json"  # in a checkpoint: every process has written its part
+CHECKPOINT = re.compile(r"checkpoint-[0-9]{1,15}")
 NOT_WRITABLE = 74  # exit code of a run that could not write into its output directory (EX_IOERR)
 # The arguments that decide which rows a run trains on, and which it evaluates on.
 CHOICE_OF_ROWS = ("max_samples", "max_eval_samples", "dataset_streaming", "column_map", "split_conversations", "text_rows")
@@ -38,6 +40,10 @@ NAMES_OF_TYPES = {
     list: "a list",
     type(None): "null",
 }
+
+# What this project reads from run.json, and from train_results.json.
+RUN_TYPES: Types = {"recipe": str, "config": str, "tiny": bool}
+RESULT_TYPES: Types = {"global_step": int, "epoch": (*NUMBER, type(None)), "final_loss": (*NUMBER, type(None))}
 
 
 class DamagedFile(UserError, ValueError):
@@ -94,7 +100,7 @@ def sync(path: Path) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """All checkpoint folders of a run, complete or not, the newest first."""
-    found = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()]
+    found = [path for path in folder.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
 
@@ -171,7 +177,7 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
     try:
         if _is_replaced_rehearsal(existing, identity, is_default):
             held = lock(folder)  # raises UserError if it has started since `check_output_dir`
-            moved, replaced = folder.with_name(f"{folder.name}.{existing['config']}"), ""
+            moved, replaced = folder.with_name(f"{folder.name}.{Path(existing['config']).name}"), ""
             if read_json(moved / RUN).get("tiny"):
                 shutil.rmtree(moved)
                 replaced = ", in place of an older one"
@@ -193,9 +199,21 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
 
 def _read_run_file(folder: Path) -> dict:
     try:
-        return read_json(folder / RUN)
+        return check_run(read_json(folder / RUN), str(folder / RUN))
     except ValueError as error:
-        raise UserError(f"--output_dir: {folder / RUN} is damaged, so its run is unknown: choose another folder") from error
+        raise UserError(f"--output_dir: {error}, or choose another folder") from error
+
+
+def check_run(run: dict, name: str) -> dict:
+    """`run`, which is the content of a run.json or {}. Raises DamagedFile unless it has what this project reads of it."""
+    if run:
+        check_types(run, RUN_TYPES, name)
+        files = run.get("data_files", [])
+        if not isinstance(files, list) or not all(
+            isinstance(file, list) and [type(value) for value in file] == [str, int, int] for file in files
+        ):
+            raise DamagedFile(f"{name} is damaged: data_files has other entries than names, sizes and times")
+    return run
 
 
 def _is_replaced_rehearsal(existing: dict, identity: dict, is_default: bool) -> bool:
@@ -217,13 +235,53 @@ def names_same_files(key: str, existing: dict, identity: dict) -> bool:
     return before == now != []
 
 
-def _check_data_files(folder: Path, existing: dict, identity: dict) -> None:
-    """Raises UserError if a local file of the dataset has changed since run.json was written.
-
-    Copies on the disks of other nodes have times of their own, so only their sizes are compared.
-    """
-    if NODE_VARIABLE in os.environ and names_same_files("data_files", existing, identity):
+def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bool) -> None:
+    """Raises UserError unless `folder` is free, or its run is the one that `identity` describes."""
+    if _is_replaced_rehearsal(existing, identity, is_default):
         return
+    if not existing:
+        if folder.is_dir() and any(not path.name.startswith((LOCK, f".{RUN}.")) for path in folder.iterdir()):
+            raise UserError(f"--output_dir: {folder} has files that are not from a run: choose an empty or new folder")
+        return
+    has_checkpoints = bool(list(folder.glob("checkpoint-*")))
+    has_begun = has_checkpoints or (folder / RESULTS).exists()
+    check_same_run("--output_dir", str(folder), existing, identity, has_begun, has_checkpoints)
+
+
+def check_same_run(
+    flag: str, place: str, existing: dict, identity: dict, has_begun: bool, has_checkpoints: bool, is_copy: bool = False
+) -> None:
+    """Raises UserError unless `existing`, the run.json of a folder or a mirror, is of the run that `identity` describes.
+
+    `flag`, `place`: what the user has passed. `is_copy`: perhaps of another machine, whose data files have times of their own.
+    """
+    choose = f"choose another {flag}" + ("" if is_copy else ", or move that folder away")
+    for key in identity:
+        if key not in MAY_DIFFER and existing.get(key) != identity[key] and not names_same_files(key, existing, identity):
+            raise UserError(
+                f"{flag}: {place} holds a run with {key} {existing.get(key)}, this run has {key} {identity[key]}: {choose}"
+            )
+    if not has_begun:
+        return
+    for key in CHOICE_OF_ROWS:
+        if existing.get(key, identity[key]) != identity[key]:
+            raise UserError(
+                f"--{key}: {place} holds a run with {existing[key]}, this run has {identity[key]}. Evaluation rows might be "
+                f"trained on: pass the same value, or choose another {flag}"
+            )
+    # Copies on the disks of other nodes have times of their own, so only their sizes are compared.
+    if not ((is_copy or NODE_VARIABLE in os.environ) and names_same_files("data_files", existing, identity)):
+        _check_data_files(place, existing, identity, choose)
+    if has_checkpoints and existing.get("sharded") != identity["sharded"]:
+        kinds = {True: "FSDP", False: "unsharded"}
+        raise UserError(
+            f"{flag}: {place} holds {kinds[not identity['sharded']]} checkpoints of {existing.get('config')}, which "
+            f"{identity['config']} ({kinds[identity['sharded']]}) cannot resume: {choose}"
+        )
+
+
+def _check_data_files(place: str, existing: dict, identity: dict, choose: str) -> None:
+    """Raises UserError if a local file of the dataset has changed since run.json was written."""
     before, now = existing.get("data_files", identity["data_files"]), identity["data_files"]
     for file in [*now, *before]:
         if file in now and file in before:
@@ -236,40 +294,8 @@ def _check_data_files(folder: Path, existing: dict, identity: dict) -> None:
             else ""
         )
         raise UserError(
-            f"--dataset_name: {name} of {identity['dataset']} has changed since the run in {folder} began. Evaluation rows might "
-            f"be trained on: choose another --output_dir, or move that folder away{same}"
-        )
-
-
-def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bool) -> None:
-    """Raises UserError unless `folder` is free, or its run is the one that `identity` describes."""
-    if _is_replaced_rehearsal(existing, identity, is_default):
-        return
-    if not existing:
-        if folder.is_dir() and any(not path.name.startswith((LOCK, f".{RUN}.")) for path in folder.iterdir()):
-            raise UserError(f"--output_dir: {folder} has files that are not from a run: choose an empty or new folder")
-        return
-    choose = "choose another --output_dir, or move that folder away"
-    for key in identity:
-        if key not in MAY_DIFFER and existing.get(key) != identity[key] and not names_same_files(key, existing, identity):
-            raise UserError(
-                f"--output_dir: {folder} holds a run with {key} {existing.get(key)}, this run has {key} {identity[key]}: {choose}"
-            )
-    has_begun = (folder / RESULTS).exists() or bool(list(folder.glob("checkpoint-*")))
-    if not has_begun:
-        return
-    for key in CHOICE_OF_ROWS:
-        if existing.get(key, identity[key]) != identity[key]:
-            raise UserError(
-                f"--{key}: {folder} holds a run with {existing[key]}, this run has {identity[key]}. Evaluation rows might be "
-                "trained on: pass the same value, or choose another --output_dir"
-            )
-    _check_data_files(folder, existing, identity)
-    if existing["sharded"] != identity["sharded"] and list(folder.glob("checkpoint-*")):
-        kinds = {True: "FSDP", False: "unsharded"}
-        raise UserError(
-            f"--output_dir: {folder} holds {kinds[existing['sharded']]} checkpoints of {existing['config']}, which "
-            f"{identity['config']} ({kinds[identity['sharded']]}) cannot resume: choose another folder"
+            f"--dataset_name: {name} of {identity['dataset']} has changed since the run in {place} began. Evaluation rows might "
+            f"be trained on: {choose}{same}"
         )
 
 
@@ -299,7 +325,7 @@ def read_adapter_settings(folder: Path) -> Any:
 
 def finished_results(folder: Path, max_steps: int, num_train_epochs: float) -> dict:
     """The results of the run in `folder` if it has trained as far as is asked for now, else {}."""
-    results = read_json(folder / RESULTS)
+    results = read_json(folder / RESULTS, RESULT_TYPES)
     return results if is_finished(results, max_steps, num_train_epochs) else {}
 
 
@@ -307,7 +333,12 @@ def is_finished(results: dict, max_steps: int, num_train_epochs: float) -> bool:
     """Whether `results`, the content of RESULTS or {}, are of a run that has trained as far as is asked for now."""
     if not results:
         return False
-    return results["global_step"] >= max_steps if max_steps > 0 else results["epoch"] >= num_train_epochs
+    return results["global_step"] >= max_steps if max_steps > 0 else (results["epoch"] or 0) >= num_train_epochs
+
+
+def describe_end(results: dict) -> str:
+    loss = "" if results["final_loss"] is None else f", final loss {results['final_loss']:.4f}"
+    return f"{results['global_step']} steps{loss}"
 
 
 def exit_if_finished(folder: Path, max_steps: int, num_train_epochs: float) -> None:
@@ -315,7 +346,7 @@ def exit_if_finished(folder: Path, max_steps: int, num_train_epochs: float) -> N
     if results := finished_results(folder, max_steps, num_train_epochs):
         flag = "--max_steps" if max_steps > 0 else "--num_train_epochs"
         print_once(
-            f"{folder} is finished: {results['global_step']} steps, final loss {results['final_loss']:.4f}.\n"
+            f"{folder} is finished: {describe_end(results)}.\n"
             f"To train further: the same command with a larger {flag}. To start over: another --output_dir, or rm -r {folder}"
         )
         sys.exit(0)

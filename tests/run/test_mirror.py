@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
-from harness.folder import newest_complete_checkpoint, read_json
+from harness.folder import CHOICE_OF_ROWS, newest_complete_checkpoint, read_json
 from harness.launched import UserError
 from harness.run import marker, mirror
 from harness.run.settings import RunSettings
@@ -22,7 +22,8 @@ from conftest import ROOT, assert_one_error, free_port, losses, read, slow, wait
 RECIPE = "qwen2_fineweb_edu"
 FLAGS = ["--max_steps", "6", "--save_steps", "2", "--logging_steps", "1", "--eval_strategy", "no", "--max_length", "64"]
 FLAGS += ["--gradient_accumulation_steps", "1"]
-IDENTITY = {"recipe": "some", "model": "tiny"}
+IDENTITY = {"recipe": "some", "model": "tiny", "config": "a", "tiny": True, "sharded": True, "data_files": []}
+IDENTITY |= dict.fromkeys(CHOICE_OF_ROWS)
 
 
 @pytest.fixture
@@ -86,9 +87,9 @@ def test_old_checkpoints_are_removed_and_the_newest_comes_back(place, tmp_path):
     [
         (lambda path: (path / "complete.json").unlink(), "Incomplete in file:///"),
         (lambda path: (path / "model.bin").write_bytes(bytes(1000)), "model.bin was changed"),
-        (lambda path: (path / "model.bin").unlink(), "a file is missing"),
-        (lambda path: os.truncate(path / "part/__0_0.distcp", 10), "__0_0.distcp was changed"),
-        (lambda path: (path / "complete.json").write_text("{"), "complete.json was changed"),
+        (lambda path: (path / "model.bin").unlink(), "model.bin is missing"),
+        (lambda path: os.truncate(path / "part/__0_0.distcp", 10), "__0_0.distcp has 10 bytes, it had 3,000"),
+        (lambda path: (path / "complete.json").write_text("{"), "complete.json is damaged"),
     ],
     ids=["killed before the marker", "changed", "missing", "truncated", "marker"],
 )
@@ -120,7 +121,7 @@ def test_all_checkpoints_damaged_is_an_error(place, tmp_path, error_of):
     run.close()
     (tmp_path / "mirror/checkpoint-2/model.bin").write_bytes(b"")
     message = error_of(place, "fresh")
-    assert "no checkpoint in file:///" in message and "checkpoint-2: model.bin was changed" in message
+    assert "no checkpoint in file:///" in message and "checkpoint-2: model.bin has 0 bytes, it had 1,000" in message
     assert complete(tmp_path / "mirror") == ["checkpoint-2"]
 
 
@@ -176,7 +177,7 @@ def test_training_waits_only_for_an_upload_when_the_next_is_due(place, tmp_path,
     monkeypatch.setattr(mirror.Storage, "upload", lambda self, file, name: [may_end.wait(30), upload(self, file, name)])
     save(run, 2, finish=False)
     run.on_step_end(None, None, None)
-    assert run.upload.thread.is_alive() and not complete(tmp_path / "mirror")
+    assert run.transfer.thread.is_alive() and not complete(tmp_path / "mirror")
     threading.Timer(1.5, may_end.set).start()
     save(run, 4, finish=False)  # waits
     assert complete(tmp_path / "mirror")[0] == "checkpoint-2" and "for the upload of checkpoint-2" in capsys.readouterr().out
@@ -185,35 +186,127 @@ def test_training_waits_only_for_an_upload_when_the_next_is_due(place, tmp_path,
     assert "Uploading checkpoint-4 to file:///" in capsys.readouterr().out
 
 
+def kill(run: mirror.Mirror):
+    """What is left of a run that was killed: a heartbeat that no longer changes."""
+    run.heartbeat.has_ended.set()
+    run.heartbeat.thread.join()
+
+
 def test_a_second_run_is_refused(place, tmp_path, error_of, capsys):
     """Not a restart in the same folder, nor on another machine once the killed run is silent."""
     run = place("first")
     message = error_of(place, "second")
     assert "--mirror: a run on " in message and "is writing to file:///" in message
-    run.owner._has_ended.set()  # it was killed
-    run.owner._thread.join()
+    kill(run)
     capsys.readouterr()
-    place("first")
+    run = place("first")
     assert "waiting" not in capsys.readouterr().out
-    opened = place("first")  # its last start is the owner
-    opened.owner._has_ended.set()
-    opened.owner._thread.join()
+    kill(run)
     began = time.monotonic()
     place("second")
     assert time.monotonic() - began >= 1 and "waiting 1 s for a sign" in capsys.readouterr().out
-    with pytest.raises(UserError, match="has a run with model tiny, this run has model other"):
+    with pytest.raises(UserError, match="holds a run with model tiny, this run has model other: choose another --mirror"):
         mirror.check(run.storage.url, IDENTITY | {"model": "other"}, tmp_path / "third")
 
 
 def test_a_run_that_lost_the_mirror_stops_uploading(place, tmp_path, capsys):
     run = place("first")
     save(run, 2)
-    (tmp_path / "mirror/owner.json").write_text(json.dumps({"token": "other", "start": "other"}))
-    wait_until(lambda: run.owner.is_lost, 5, lambda: "it did not notice")
+    beat = read_json(tmp_path / "mirror/heartbeat.json") | {"run": "other"}
+    (tmp_path / "mirror/heartbeat.json").write_text(json.dumps(beat))
+    wait_until(lambda: run.heartbeat.is_taken, 5, lambda: "it did not notice")
     save(run, 4)
     assert complete(tmp_path / "mirror") == ["checkpoint-2"] and "another run has taken the mirror" in capsys.readouterr().out
     run.close()
-    assert read_json(tmp_path / "mirror/owner.json")["token"] == "other"
+    assert read_json(tmp_path / "mirror/heartbeat.json")["run"] == "other"
+
+
+def test_sizes_in_the_mirror_are_compared(place, tmp_path, monkeypatch, capsys):
+    """A file that arrives cut off, without an error: the checkpoint gets no marker, and the run continues."""
+    run, upload = place("first"), mirror.Storage.upload
+
+    def cut_off(storage: mirror.Storage, file: Path, name: str):
+        upload(storage, file, name)
+        os.truncate(tmp_path / "mirror" / name, 10)
+
+    monkeypatch.setattr(mirror.Storage, "upload", cut_off)
+    save(run, 2)
+    assert not complete(tmp_path / "mirror") and "model.bin is not there after its upload" in capsys.readouterr().out
+    assert run.results()["mirror"]["failed"].keys() == {"checkpoint-2"}
+
+
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "part/../../../x", "", "."])
+def test_names_outside_of_a_checkpoint_are_refused(place, tmp_path, error_of, name):
+    run = place("first")
+    save(run, 2)
+    run.close()
+    content = marker.read_marker(tmp_path / "first/checkpoint-2")
+    content["files"] |= {name: content["files"]["model.bin"]}
+    del content["checksum"]
+    (tmp_path / "mirror/checkpoint-2/complete.json").write_text(
+        json.dumps(content | {"checksum": marker.checksum_of_content(content)})
+    )
+    (tmp_path / "x").write_text("mine")
+    message = error_of(place, "fresh")
+    assert f"complete.json names {name!r}, which is no file in the checkpoint" in message and "checkpoint-2" in message
+    assert (tmp_path / "x").read_text() == "mine" and not list((tmp_path / "fresh").glob("checkpoint-*"))
+
+
+def test_links_are_not_followed(place, tmp_path, capsys):
+    """Neither when a checkpoint is downloaded into a folder with links, nor when one with a link is uploaded."""
+    run = place("first")
+    save(run, 2)
+    run.close()
+    (tmp_path / "elsewhere/part").mkdir(parents=True)
+    (tmp_path / "elsewhere/model.bin").write_text("mine")
+    (tmp_path / "fresh/checkpoint-2").mkdir(parents=True)
+    (tmp_path / "fresh/checkpoint-2/part").symlink_to(tmp_path / "elsewhere/part")
+    (tmp_path / "fresh/checkpoint-2/model.bin").symlink_to(tmp_path / "elsewhere/model.bin")
+    place("fresh").close()
+    assert content(tmp_path / "fresh/checkpoint-2") == content(tmp_path / "first/checkpoint-2")
+    assert (tmp_path / "elsewhere/model.bin").read_text() == "mine" and not list((tmp_path / "elsewhere/part").iterdir())
+    shutil.rmtree(tmp_path / "other", ignore_errors=True)
+    run = place("fresh")
+    (tmp_path / "fresh/config.json").symlink_to(tmp_path / "elsewhere/model.bin")
+    run.upload_model()
+    assert not (tmp_path / "mirror/config.json").exists()
+    save(run, 4)
+    checkpoint = tmp_path / "fresh/checkpoint-4"
+    (checkpoint / "model.bin").unlink()
+    (checkpoint / "model.bin").symlink_to(tmp_path / "elsewhere/model.bin")
+    shutil.rmtree(tmp_path / "mirror/checkpoint-4")
+    run.on_save(None, SimpleNamespace(global_step=4, best_model_checkpoint=None), None)
+    run.finish()
+    assert "model.bin is a link that leads out of the checkpoint" in capsys.readouterr().out
+    assert not (tmp_path / "mirror/checkpoint-4/model.bin").exists()
+
+
+BEAT = {"run": "other", "host": "a", "silence": 1, "written": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("run.json", "{", "run.json is damaged"),
+        ("run.json", "[]", "run.json is damaged"),
+        ("run.json", '{"recipe": 3}', "recipe is 3, expected a text"),
+        ("run.json", json.dumps(IDENTITY | {"data_files": [[1]]}), "data_files has other entries"),
+        ("run.json", "[" * 100_000, "run.json is damaged"),
+        ("train_results.json", '{"global_step": "6"}', "global_step is '6', expected a whole number"),
+        ("train_results.json", '{"global_step": 6, "final_loss": 1}', "epoch is missing"),
+        ("heartbeat.json", "nonsense", "heartbeat.json is damaged"),
+        ("heartbeat.json", json.dumps(BEAT | {"silence": 10**9}), "silence is 1000000000, expected up to 3600 seconds"),
+        ("heartbeat.json", json.dumps(BEAT | {"silence": -1}), "silence is -1, expected up to 3600 seconds"),
+        ("heartbeat.json", json.dumps(BEAT | {"silence": 1e9}), "silence is 1000000000.0, expected a whole number"),
+        ("heartbeat.json", json.dumps(BEAT | {"host": ["a"]}), "host is ['a'], expected a text"),
+        ("heartbeat.json", "{}", "run is missing"),
+    ],
+)
+def test_odd_files_in_a_mirror_are_errors(place, tmp_path, error_of, file, text, words):
+    place("first").close()
+    (tmp_path / "mirror" / file).write_text(text)
+    message = error_of(place, "second")
+    assert message.startswith("--mirror: ") and words in message and len(message) < 600
 
 
 @pytest.mark.parametrize(
@@ -241,7 +334,7 @@ def test_fresh_machine_continues(fork_launch, workdir):
     command = ["--tiny", RECIPE, "4gpu_full_shard", "--output_dir", run, "--mirror", f"file://{place}", *FLAGS]
     process = fork_launch(*command, NPROC_PER_NODE="2")
     assert process.returncode == 0, process.stderr
-    assert "The model and 2 checkpoints are in file:///" in process.stdout and not (place / "owner.json").exists()
+    assert "The model and 2 checkpoints are in file:///" in process.stdout and not (place / "heartbeat.json").exists()
     assert read(run)["mirror"] == {"uploaded": 3, "failed": {}, "seconds_waited": 0.0}
     uninterrupted, model = losses(run), (run / "model.safetensors").read_bytes()
     assert (place / "model.safetensors").read_bytes() == model

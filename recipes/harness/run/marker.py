@@ -108,6 +108,14 @@ def is_name_of_file(name: str) -> bool:
         return False
 
 
+def path_in(checkpoint: Path, name: str) -> Path:
+    """The path of a file of a checkpoint. Raises DamagedFile if a link leads out of the checkpoint."""
+    path = checkpoint / name
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(checkpoint)):
+        raise DamagedFile(f"{name} is a link that leads out of the checkpoint")
+    return path
+
+
 def read_marker(checkpoint: Path) -> dict[str, Any]:
     """The completion marker of a checkpoint. Raises DamagedFile, and FileNotFoundError if there is none."""
     return parse_marker((checkpoint / COMPLETION_MARKER).read_bytes())
@@ -115,12 +123,14 @@ def read_marker(checkpoint: Path) -> dict[str, Any]:
 
 def wrong_files(checkpoint: Path, files: dict[str, Entry], is_mine: Callable[[str], bool] = lambda name: True) -> dict[str, str]:
     """What is wrong with which files of a marker: compares all sizes, and the checksums of those that `is_mine` accepts."""
-    root, wrong = os.path.realpath(checkpoint), {}
+    wrong = {}
     for name, (size, _) in files.items():
-        path = checkpoint / name
-        if not Path(os.path.realpath(path)).is_relative_to(root):
-            wrong[name] = f"{name} is a link that leads out of the checkpoint"
-        elif not path.is_file():
+        try:
+            path = path_in(checkpoint, name)
+        except DamagedFile as error:
+            wrong[name] = str(error)
+            continue
+        if not path.is_file():
             wrong[name] = f"{name} is missing"
         elif path.stat().st_size != size:
             wrong[name] = f"{name} has {path.stat().st_size:,} bytes, it had {size:,}"

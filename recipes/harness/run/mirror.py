@@ -1,169 +1,48 @@
 """--mirror URL: the checkpoints and the model of a run also in a bucket, or wherever else fsspec can write.
 
 The mirror has what the output directory has: `checkpoint-N/…`, each with its completion marker, and at the end the files of the
-model, `train_results.json` last. `run.json` says which run it is, and `owner.json`, rewritten every few seconds, who writes.
+model, `train_results.json` last. `run.json` says which run it is, and `heartbeat.json`, rewritten every few seconds, who writes.
 
-Each process uploads its own files of a checkpoint in a thread. When all are there, the first process uploads the marker. Nodes
-without a shared folder have only their own files of a checkpoint; the mirror has all, and a start brings them to every node.
+Each process uploads its own files of a checkpoint in a thread. That of the first process waits until the mirror has all of them,
+with their sizes, and uploads the marker. Nodes without a shared folder have only their own files of a checkpoint; the mirror has
+all, and a start brings them to every node.
+
+What comes from a mirror is not trusted: its JSON files must have the types that are expected, and names stay in a checkpoint.
 """
 
 import contextlib
-import json
 import math
 import platform
 import re
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from harness import folder
-from harness.folder import COMPLETION_MARKER, RESULTS, RUN, read_json
+from harness.folder import COMPLETION_MARKER, NUMBER, RESULT_TYPES, RESULTS, RUN, DamagedFile
 from harness.launched import UserError, print_once, readable_size
 from harness.nodes.variables import seconds_of_silence
 from harness.run.checkpoints import belongs_to
-from harness.run.failures import DISK_ERRORS
-from harness.run.marker import begin_writing, checksum_of_content, checksum_of_file, delete, write_marker
+from harness.run.marker import begin_writing, delete, parse_marker, path_in, read_marker, write_marker, wrong_files
 from harness.run.settings import RunSettings
 from harness.run.steps import maximum
+from harness.run.storage import PATIENCE, Storage, at_start, describe, retry
 
-import fsspec
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
-from fsspec.core import split_protocol, url_to_fs
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.registry import known_implementations
 from torch.distributed import ProcessGroup
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-OWNER = "owner.json"
-TOKEN = ".mirror"  # a file in the output directory: the name under which its run owns the mirror
-PATIENCE = 60  # seconds of trying again at the start of a run, and after its last step
-DONE, FAILED, RUNNING, TAKEN = range(4)  # the state of a process's upload; the maximum of all processes counts
-CHECKPOINT = re.compile(r"checkpoint-\d+")
+HEARTBEAT = "heartbeat.json"
+MAX_SILENCE = 3600  # seconds; NODE_SILENCE is 60
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: another one on every machine, and after every start of it
+MODEL = "the model"  # the name of an upload that is not a checkpoint's
+TAKEN = "another run has taken the mirror"
 T = TypeVar("T")
-
-
-class Storage:
-    """Files below a URL, which other processes change too. Methods raise whatever fsspec's library for the protocol raises."""
-
-    def __init__(self, url: str) -> None:
-        """Raises UserError if the URL's protocol is unknown or its package is missing."""
-        self.url = url.rstrip("/")
-        protocol, rest = split_protocol(url)
-        if not protocol or not rest.strip("/"):
-            raise UserError(f"--mirror: {url} is not a URL: expected one such as s3://BUCKET/FOLDER or file:///FOLDER")
-        if protocol == "hf" and not rest.startswith("buckets/"):
-            raise UserError(f"--mirror: {url}: every file would be a commit: expected hf://buckets/OWNER/NAME/FOLDER")
-        options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
-        try:
-            self.fs, self.root = url_to_fs(self.url, skip_instance_cache=True, use_listings_cache=False, **options)
-        except ImportError as error:
-            package = known_implementations.get(protocol, {}).get("class", protocol).split(".")[0]
-            if package in ("s3fs", "gcsfs"):
-                package += f"=={fsspec.__version__}"  # their versions are those of fsspec
-            raise UserError(f"--mirror: {protocol}:// needs a package: {sys.executable} -m pip install {package}") from error
-        except ValueError as error:
-            raise UserError(f"--mirror: {self.url}: {describe(error)}") from error
-
-    def path(self, name: str) -> str:
-        self.fs.invalidate_cache()  # other processes change the files
-        return f"{self.root.rstrip('/')}/{name}"
-
-    def read(self, name: str) -> dict | None:
-        """The content of a JSON file, {} if it is damaged, None if there is none."""
-        try:
-            content = json.loads(self.fs.cat_file(self.path(name)))
-            return content if isinstance(content, dict) else {}
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            return {}
-
-    def write(self, name: str, content: dict) -> None:
-        """Writes a JSON file, which others see complete or not at all."""
-        path, text = self.path(name), (json.dumps(content, indent=2) + "\n").encode()
-        if isinstance(self.fs, LocalFileSystem):
-            self.fs.pipe_file(f"{path}.draft", text)
-            Path(f"{path}.draft").replace(path)
-        else:
-            self.fs.pipe_file(path, text)  # a bucket shows an object when it is complete
-
-    def upload(self, file: Path, name: str) -> None:
-        self.fs.put_file(str(file), self.path(name))
-
-    def download(self, name: str, file: Path) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self.fs.get_file(self.path(name), str(file))
-
-    def remove(self, name: str) -> None:
-        """Removes a file if it is there."""
-        with contextlib.suppress(FileNotFoundError):
-            self.fs.rm_file(self.path(name))
-
-    def checkpoints(self) -> list[str]:
-        """The names of all checkpoints, complete or not, the newest first."""
-        try:
-            listed = [path.rstrip("/").rsplit("/", 1)[-1] for path in self.fs.ls(self.path(""), detail=False)]
-        except FileNotFoundError:
-            return []
-        return sorted(filter(CHECKPOINT.fullmatch, listed), key=_step, reverse=True)
-
-    def remove_checkpoint(self, name: str) -> None:
-        """Removes the completion marker first, so that what remains after a kill is not complete."""
-        self.remove(f"{name}/{COMPLETION_MARKER}")
-        with contextlib.suppress(FileNotFoundError):
-            self.fs.rm(self.path(name), recursive=True)
-
-    def sizes(self, name: str) -> dict[str, int]:
-        """The files of a checkpoint, with their sizes in bytes."""
-        start = len(self.path(name)) + 1
-        return {path[start:]: info["size"] for path, info in self.fs.find(self.path(name), detail=True).items()}
-
-
-def describe(error: Exception) -> str:
-    """The first line of an error, without names and passwords of URLs."""
-    text = " ".join(str(error).split())[:300] or type(error).__name__
-    return re.sub(r"://[^/@\s]*@", "://", text)
-
-
-def retry(action: Callable[[], T], patience: float, give_up: threading.Event | None = None, what: str = "") -> T:
-    """Calls `action` until it succeeds. Raises its error after `patience` seconds, or once `give_up` is set.
-
-    Errors that do not go away are raised at once: a missing file, a full disk. `what` is for a message after the first failure.
-    """
-    began, pause, give_up = time.monotonic(), 1.0, give_up or threading.Event()
-    while True:
-        try:
-            return action()
-        except FileNotFoundError:
-            raise
-        except Exception as error:  # of botocore, aiohttp, google.auth …: they have no class in common
-            is_of_disk = isinstance(error, OSError) and error.errno in DISK_ERRORS
-            if is_of_disk or time.monotonic() - began + pause > patience:
-                raise
-            if what and pause == 1:
-                print(f"{what} failed ({describe(error)}); it is tried again.", flush=True)
-            if give_up.wait(pause):
-                raise
-        pause = min(2 * pause, 30)
-
-
-def at_start(storage: Storage, action: Callable[[], T], patience: float = PATIENCE) -> T:
-    """Calls `action` as `retry` does. Raises UserError if it fails."""
-    try:
-        return retry(action, patience, what=f"--mirror: {storage.url}")
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"--mirror: {storage.url} cannot be used: {describe(error)}: check the URL, the credentials and the network"
-        ) from error
 
 
 def check(url: str, identity: dict, output_dir: Path) -> dict:
@@ -172,46 +51,21 @@ def check(url: str, identity: dict, output_dir: Path) -> dict:
     Raises UserError if the mirror has another run, or if a run writes there. `identity`: the content of run.json.
     """
     storage = Storage(url)
-    if isinstance(storage.fs, LocalFileSystem) and Path(storage.root).is_relative_to(output_dir.absolute()):
+    if storage.folder and storage.folder.is_relative_to(output_dir.absolute()):
         raise UserError(f"--mirror: {url} is in the output directory, so both would be lost together: pass another URL")
-    existing = at_start(storage, lambda: storage.read(RUN), patience=10) or {}
-    for key in identity.keys() - {"config", "recipe_digest"} if existing else ():
-        if existing.get(key, identity[key]) != identity[key] and not folder.names_same_files(key, existing, identity):
-            raise UserError(
-                f"--mirror: {url} has a run with {key} {existing[key]}, this run has {key} {identity[key]}: pass another URL"
-            )
-    wait_for_silence(storage, read_token(output_dir))
-    return at_start(storage, lambda: storage.read(RESULTS)) or {}
-
-
-def wait_for_silence(storage: Storage, token: str) -> None:
-    """Raises UserError if another run writes to the mirror; waits until that is certain.
-
-    A run that ended by itself has removed its `owner.json`. One that was killed has not, but it no longer changes. If it was the
-    run of the same output directory, which is locked, there is nothing to wait for.
-    """
-    owner = at_start(storage, lambda: storage.read(OWNER))
-    if owner is None or owner.get("token") == token:
-        return
-    silence = owner.get("silence", seconds_of_silence())
-    print_once(f"{storage.url} was last used by {_name(owner)}: waiting {silence} s for a sign that it is still running.")
-    deadline = time.monotonic() + silence
-    while time.monotonic() < deadline:
-        time.sleep(min(2.0, silence / 8))
-        now = at_start(storage, lambda: storage.read(OWNER))
-        if now is None:
-            return
-        if now != owner:
-            raise _in_use(storage, now)
+    run = at_start(storage, lambda: folder.check_run(storage.read(RUN, {}), f"{storage.url}/{RUN}"), patience=10)
+    results = at_start(storage, lambda: storage.read(RESULTS, RESULT_TYPES))
+    if run:
+        has_checkpoints = bool(at_start(storage, storage.checkpoints))
+        folder.check_same_run("--mirror", url, run, identity, has_checkpoints or bool(results), has_checkpoints, is_copy=True)
+    Heartbeat(storage, output_dir).wait_for_silence()
+    return results
 
 
 def claim(url: str, identity: dict, output_dir: Path) -> None:
-    """Writes run.json and owner.json into a mirror that passed `check`. Raises UserError if they cannot be written."""
-    storage, token = Storage(url), read_token(output_dir)
-    if not token:
-        token = uuid.uuid4().hex
-        (output_dir / TOKEN).write_text(token, "utf-8")
-    at_start(storage, lambda: storage.write(OWNER, _owner(token)), patience=10)
+    """Writes run.json and a heartbeat into a mirror that passed `check`. Raises UserError if they cannot be written."""
+    storage = Storage(url)
+    at_start(storage, Heartbeat(storage, output_dir).write, patience=10)
     at_start(storage, lambda: storage.write(RUN, identity))
 
 
@@ -229,91 +83,110 @@ def exit_if_finished(url: str, uploaded: dict, training_args: TrainingArguments)
                 at_start(storage, lambda name=name, path=path: storage.upload(path, name))
     elif folder.is_finished(uploaded, steps, epochs):
         print_once(
-            f"The run in {url} is finished: {uploaded['global_step']} steps, final loss {uploaded['final_loss']:.4f}. Its model "
-            "is there. To train further: the same command with more steps"
+            f"The run in {url} is finished: {folder.describe_end(uploaded)}. Its model is there. To train further: the same "
+            "command with more steps"
         )
         sys.exit(0)
 
 
-def read_token(output_dir: Path) -> str:
-    path = output_dir / TOKEN
-    return path.read_text("utf-8") if path.is_file() else ""
+class Heartbeat:
+    """A file in the mirror that the run rewrites every few seconds, so that another run is refused."""
 
+    def __init__(self, storage: Storage, output_dir: Path) -> None:
+        boot = BOOT_ID.read_text() if BOOT_ID.is_file() else ""
+        # The run of an output directory, which is locked, need not wait for its own silence when it was killed.
+        self.run = f"{boot.strip()} {platform.node()} {output_dir.absolute()}"
+        self.storage, self.silence = storage, min(seconds_of_silence(), MAX_SILENCE)
+        self.is_taken = False  # by another run, because nothing was heard of this one
+        self.has_ended = threading.Event()
+        self.thread = threading.Thread(target=self._rewrite, name="heartbeat of the mirror", daemon=True)
 
-def _owner(token: str, start: str = "") -> dict:
-    """The content of owner.json. `start` is another one for every start of a run."""
-    return {"token": token, "start": start, "host": platform.node(), "silence": seconds_of_silence(), "written": time.time()}
+    def read(self) -> dict[str, Any]:
+        """That of another run, {} if there is none. Raises UserError if no run can have written it."""
+        beat = self.storage.read(HEARTBEAT, {"run": str, "host": str, "silence": int, "written": NUMBER})
+        if beat and not 0 < beat["silence"] <= MAX_SILENCE:
+            raise DamagedFile(
+                f"{self.storage.url}/{HEARTBEAT} is damaged: silence is {beat['silence']}, expected up to {MAX_SILENCE} seconds: "
+                "delete it if no run uses the mirror"
+            )
+        return beat if beat and beat["run"] != self.run else {}
 
+    def write(self) -> None:
+        content = {"run": self.run, "host": platform.node(), "silence": self.silence, "written": time.time()}
+        self.storage.write(HEARTBEAT, content)
 
-def _name(owner: dict) -> str:
-    return f"a run on {owner.get('host', 'another machine')}"
+    def wait_for_silence(self) -> None:
+        """Raises UserError if another run writes to the mirror; waits until that is certain.
 
-
-def _in_use(storage: Storage, owner: dict) -> UserError:
-    return UserError(
-        f"--mirror: {_name(owner)} is writing to {storage.url}: wait for it, stop it, or pass another URL (and --output_dir)"
-    )
-
-
-class Ownership:
-    """Rewrites owner.json every few seconds, so that a second run is refused. In the first process only."""
-
-    def __init__(self, storage: Storage, token: str) -> None:
-        self.storage, self.token, self.start = storage, token, uuid.uuid4().hex
-        self.is_lost = False  # another run has taken the mirror, because nothing was heard of this one
-        self._has_ended = threading.Event()
-        self._thread = threading.Thread(target=self._rewrite, name="owner of the mirror", daemon=True)
+        A run that ended by itself has removed its heartbeat. That of one that was killed no longer changes.
+        """
+        last = at_start(self.storage, self.read)
+        if not last:
+            return
+        print_once(
+            f"{self.storage.url} was last used by {_host(last)}: waiting {last['silence']} s for a sign that it still runs."
+        )
+        deadline = time.monotonic() + last["silence"]
+        while time.monotonic() < deadline:
+            time.sleep(min(2.0, last["silence"] / 8))
+            now = at_start(self.storage, self.read)
+            if now and now != last:
+                raise self._in_use(now)
 
     def begin(self) -> None:
         """Raises UserError if another run was faster."""
-        owner = self.storage.read(OWNER)
-        if owner is not None and owner.get("token") != self.token:
-            raise _in_use(self.storage, owner)
-        self.storage.write(OWNER, _owner(self.token, self.start))
-        self._thread.start()
+        if beat := self.read():
+            raise self._in_use(beat)
+        self.write()
+        self.thread.start()
 
     def _rewrite(self) -> None:
-        """Writes the owner's file again and again until the run ends, so that others see that it is alive. In a thread."""
-        while not self._has_ended.wait(seconds_of_silence() / 4):
+        while not self.has_ended.wait(self.silence / 4) and not self.is_taken:
             with contextlib.suppress(Exception):  # the mirror cannot be reached now; uploads say so
-                owner = self.storage.read(OWNER)
-                if owner is not None and owner.get("start") != self.start:
-                    self.is_lost = True
-                    return
-                self.storage.write(OWNER, _owner(self.token, self.start))
+                self.is_taken = bool(self.read())
+                if not self.is_taken:
+                    self.write()
 
     def end(self) -> None:
-        self._has_ended.set()
-        if self._thread.is_alive():
-            self._thread.join(PATIENCE)
-            if not self.is_lost:
-                with contextlib.suppress(Exception):  # the next run waits for the silence of this one
-                    self.storage.remove(OWNER)
+        self.has_ended.set()
+        self.thread.join(PATIENCE)
+        if not self.is_taken:
+            with contextlib.suppress(Exception):  # the next run waits for the silence of this one
+                self.storage.remove(HEARTBEAT)
+
+    def _in_use(self, beat: dict) -> UserError:
+        return UserError(
+            f"--mirror: {_host(beat)} is writing to {self.storage.url}: wait for it, stop it, or pass another URL (and "
+            "--output_dir)"
+        )
+
+
+def _host(beat: dict) -> str:
+    return f"a run on {re.sub(r'[^a-zA-Z0-9_.-]', '?', beat['host'])[:80] or 'another machine'}"
 
 
 @dataclass
-class Upload:
-    """One process's files of a checkpoint, or of the model, on their way: their paths, by their names in the mirror."""
+class Transfer:
+    """What one process uploads or downloads in the background. All processes have one at a time, or none has."""
 
-    name: str
-    files: dict[str, Path]
-    marker: dict | None = None  # the completion marker, if this is a checkpoint
-    error: str = ""
-    give_up: threading.Event = field(default_factory=threading.Event)  # a failed upload is not tried again
+    name: str  # of the checkpoint, or MODEL
+    work: Callable[["Transfer"], None]
+    is_sending: bool = True  # its own files; afterwards the first process waits for those of the others
+    error: Exception | None = None
+    give_up: threading.Event = field(default_factory=threading.Event)  # what fails is not tried again
+    all_sent: threading.Event = field(default_factory=threading.Event)  # all processes have
     began: float = field(default_factory=time.monotonic)
-    thread: threading.Thread | None = None
 
-    def begin(self, work: Callable[[], None]) -> None:
-        self.thread = threading.Thread(target=work, name=f"upload {self.name}", daemon=True)  # it keeps no process from exiting
-        self.thread.start()
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, name=f"transfer of {self.name}", daemon=True)
+        self.thread.start()  # as a daemon it keeps no process from exiting
 
-    def upload_files(self, storage: Storage) -> None:
+    def _run(self) -> None:
         try:
-            for name, path in self.files.items():
-                what = f"The upload of {self.name} to {storage.url}"
-                retry(lambda name=name, path=path: storage.upload(path, name), math.inf, self.give_up, what)
-        except Exception as error:  # an upload never ends a run
-            self.error = describe(error)
+            self.work(self)
+        except Exception as error:  # of any library; it never ends a run
+            self.error = error
+        self.is_sending = False
 
 
 class Mirror(TrainerCallback):
@@ -326,92 +199,17 @@ class Mirror(TrainerCallback):
         url, self.process = settings.mirror, PartialState()
         self.storage = Storage(url) if url else None  # None as well if another run has taken the mirror
         self.has_own_disk = settings.separate_disks
-        self.owner: Ownership | None = None
-        self.upload: Upload | None = None  # this process's part; there is one on all processes or on none
-        self.completion: Upload | None = None  # of the first process: all files are there, a thread uploads the marker
-        self.complete: list[str] = []  # of the first process: names of the complete checkpoints in the mirror
-        self.failed: dict[str, str] = {}  # of the first process: name and reason
+        self.transfer: Transfer | None = None
+        # Of the first process: the complete checkpoints in the mirror, the newest first; what failed, with the reason.
+        self.heartbeat: Heartbeat | None = None
+        self.complete: list[str] = []
+        self.failed: dict[str, str] = {}
         self.uploaded, self.seconds_waited = 0, 0.0
         if self.has_own_disk and trainer.args.load_best_model_at_end:
             raise UserError(
                 "--load_best_model_at_end reads a checkpoint of which every node has only its part: pass an --output_dir that "
                 "all nodes share, or leave out the flag"
             )
-
-    # Before the training
-
-    def pull(self) -> None:
-        """Brings the newest complete checkpoint of the mirror into the output directory of every disk. Collective.
-
-        Files that are there already are kept if their checksums are right. Damaged checkpoints are skipped. Nothing is pulled
-        if the output directory has a newer complete one.
-        """
-        if not self.storage:
-            return
-        found, incomplete = self._on_first_process(self._begin)
-        if incomplete:
-            print_once(f"Incomplete in {self.storage.url}, and skipped: {', '.join(incomplete)}.")
-        name, marker = self._newer_on_disk(found)
-        if name and not self.has_own_disk:
-            return
-        if name:  # its files are on several disks
-            self._begin_upload(name, marker)
-            self._wait(PATIENCE)
-            found = {name: marker, **found} if name in self._on_first_process(lambda: self.complete) else found
-        pulled, damaged = self._pull_newest(found)
-        is_left = not self.has_own_disk and folder.newest_complete_checkpoint(self.output_dir) is not None
-        if damaged and not pulled and not self._on_first_process(lambda: is_left):
-            reasons = "; ".join(f"{name}: {problem}" for name, problem in damaged.items())
-            raise UserError(
-                f"--mirror: no checkpoint in {self.storage.url} is complete ({reasons}). Nothing was deleted: restore one from a "
-                "copy, or start over with another URL and another --output_dir"
-            )
-        for name, problem in damaged.items():
-            print_once(f"{name} in {self.storage.url} is damaged: {problem}. It is skipped.")
-        self._on_first_process(lambda: self._disown(damaged))
-        if self.has_own_disk and self.process.is_local_main_process:
-            for path in folder.checkpoints(self.output_dir):
-                if not pulled or folder.step_of(path) > _step(pulled):
-                    print_once(f"{path} was deleted: its files on other nodes are lost.")
-                    delete(path)
-        self.process.wait_for_everyone()
-
-    def _pull_newest(self, found: dict[str, dict]) -> tuple[str, dict[str, str]]:
-        """Pulls the newest checkpoint that is not damaged; returns its name, and what is wrong with the others. Collective."""
-        damaged = {}
-        pulls = self.process.is_local_main_process if self.has_own_disk else self.process.is_main_process
-        for name, marker in found.items():
-            with ThreadPoolExecutor(1) as pool:
-                fetched = pool.submit(self._fetch, name, marker) if pulls else None
-                while maximum(int(fetched is not None and not fetched.done()), self.group):  # collectives have a time limit
-                    time.sleep(0.1)
-            damage = error = ""
-            try:
-                damage = fetched.result() if fetched else ""
-            except Exception as failure:  # see `retry`
-                error = describe(failure)
-            problems = gather_object([(damage, error)])
-            if reasons := [error for _, error in problems if error]:
-                raise UserError(f"--mirror: {name} cannot be downloaded from {self.storage.url}: {reasons[0]}")
-            if not any(damage for damage, _ in problems):
-                return name, damaged
-            damaged[name] = next(damage for damage, _ in problems if damage)
-        return "", damaged
-
-    def _disown(self, damaged: dict[str, str]) -> None:
-        """Removes the markers of damaged checkpoints, which will be written again."""
-        for name in damaged:
-            self.storage.remove(f"{name}/{COMPLETION_MARKER}")
-        self.complete = [name for name in self.complete if name not in damaged]
-
-    def _begin(self) -> tuple[dict[str, dict], list[str]]:
-        """Takes the mirror; returns the markers of its complete checkpoints, the newest first, and the incomplete ones."""
-        self.owner = Ownership(self.storage, read_token(self.output_dir))
-        self.owner.begin()
-        markers = {name: self.storage.read(f"{name}/{COMPLETION_MARKER}") for name in self.storage.checkpoints()}
-        found = {name: marker for name, marker in markers.items() if marker is not None}
-        self.complete = list(found)
-        return found, [name for name in markers if name not in found]
 
     def _on_first_process(self, action: Callable[[], T]) -> T:
         """The result of `action`, which the first process calls, on all processes. Raises its UserError on all. Collective."""
@@ -426,52 +224,121 @@ class Mirror(TrainerCallback):
             raise UserError(error)
         return result
 
-    def _newer_on_disk(self, found: dict[str, dict]) -> tuple[str, dict]:
-        """Name and marker of the newest undamaged checkpoint on the disk that is newer than all of the mirror's. Collective."""
-        newest = max(map(_step, found), default=-1)
-        paths = [path for path in folder.checkpoints(self.output_dir) if folder.step_of(path) > newest]
-        own = {path.name: _read_marker(path) for path in paths}
-        for name, marker in broadcast_object_list([own])[0].items():
-            files = {name: entry for name, entry in marker.get("files", {}).items() if self._is_mine(name)}
-            is_damaged = not has_right_checksum(marker) or bool(damaged_files(self.output_dir / name, files))
-            if not any(gather_object([is_damaged])):
-                return name, marker
-        return "", {}
-
     def _is_mine(self, name: str) -> bool:
         return belongs_to(name, self.process, self.process.is_main_process)
 
-    def _fetch(self, name: str, marker: dict) -> str:
-        """Brings the files of a checkpoint that this disk lacks. Returns what is wrong with the checkpoint, "" for nothing."""
-        if not has_right_checksum(marker):
-            return f"{COMPLETION_MARKER} was changed"
+    # Before the training
+
+    def pull(self) -> None:
+        """Brings the newest complete checkpoint of the mirror into the output directory of every disk. Collective.
+
+        Files that are there already are kept if their checksums are right. Damaged checkpoints are skipped. Nothing is pulled
+        if the output directory has a newer complete one.
+        """
+        if not self.storage:
+            return
+        in_mirror, on_disk, damaged = self._on_first_process(self._begin)
+        pulled = ""
+        for name in sorted(in_mirror | on_disk, key=_step, reverse=True):
+            if name not in in_mirror:
+                if not self._is_on_disks(name, on_disk[name]["files"]):
+                    continue  # `find_checkpoint` says why
+                if not self.has_own_disk:
+                    break
+                self._upload_from_disks(name)
+            if damage := self._download(name, (on_disk | in_mirror)[name]):
+                damaged[name] = damage
+            else:
+                pulled = name
+                break
+        self._on_first_process(lambda: self._skip(damaged, is_error=not pulled and (self.has_own_disk or not on_disk)))
+        if self.has_own_disk and self.process.is_local_main_process:
+            for path in folder.checkpoints(self.output_dir):
+                if not pulled or folder.step_of(path) > _step(pulled):
+                    print_once(f"{path} was deleted: its files on other nodes are lost.")
+                    delete(path)
+        self.process.wait_for_everyone()
+
+    def _begin(self) -> tuple[dict[str, dict], dict[str, dict], dict[str, str]]:
+        """Starts the heartbeat. Returns the markers of the mirror and of this disk, and which of the mirror's are damaged."""
+        self.heartbeat = Heartbeat(self.storage, self.output_dir)
+        self.heartbeat.begin()
+        in_mirror, on_disk, damaged, incomplete = {}, {}, {}, []
+        for name in self.storage.checkpoints():
+            try:
+                in_mirror[name] = parse_marker(self.storage.fs.cat_file(f"{name}/{COMPLETION_MARKER}"))
+            except FileNotFoundError:
+                incomplete.append(name)
+            except DamagedFile as error:
+                damaged[name] = str(error)
+        for path in folder.checkpoints(self.output_dir):
+            with contextlib.suppress(FileNotFoundError, DamagedFile):  # `find_checkpoint` deals with them
+                on_disk[path.name] = read_marker(path)
+        if incomplete:
+            print_once(f"Incomplete in {self.storage.url}, and skipped: {', '.join(incomplete)}.")
+        self.complete = list(in_mirror)
+        return in_mirror, on_disk, damaged
+
+    def _is_on_disks(self, name: str, files: dict[str, list]) -> bool:
+        """Whether every process has its files of a checkpoint on its disk, undamaged. Collective."""
+        own = {file: entry for file, entry in files.items() if self._is_mine(file)}
+        return not any(gather_object([bool(wrong_files(self.output_dir / name, own))]))
+
+    def _upload_from_disks(self, name: str) -> None:
+        """Uploads a checkpoint whose files are on the disks of several nodes, so that each can get all of them. Collective."""
+        self._begin_upload(name)
+        self._finish_upload(PATIENCE)
+        if reason := broadcast_object_list([self.failed.get(name)])[0]:
+            raise UserError(f"--mirror: {name} cannot be uploaded to {self.storage.url}: {reason}")
+
+    def _download(self, name: str, marker: dict) -> str:
+        """Brings a checkpoint to every disk. Returns what is wrong with it in the mirror, "" for nothing. Collective."""
+        downloads = self.process.is_local_main_process if self.has_own_disk else self.process.is_main_process
+        self.transfer = Transfer(name, lambda _: self._download_lacking(name, marker) if downloads else None)
+        errors = self._wait(math.inf)
+        for is_damage, error in errors:
+            if not is_damage:
+                raise UserError(f"--mirror: {name} cannot be downloaded from {self.storage.url}: {error}")
+        return errors[0][1] if errors else ""
+
+    def _download_lacking(self, name: str, marker: dict) -> None:
+        """Brings the files of a checkpoint that this disk lacks. Raises DamagedFile if they are not those of the marker."""
         checkpoint, files = self.output_dir / name, marker["files"]
-        lacking = damaged_files(checkpoint, files)
-        if not lacking and _read_marker(checkpoint) == marker:
-            return ""
-        size = readable_size(sum(files[file][0] for file in lacking))
+        if any(path.is_symlink() for path in (checkpoint, *checkpoint.rglob("*"))):
+            delete(checkpoint)  # nothing is written through a link
+        lacking = {file: files[file] for file in wrong_files(checkpoint, files)}
+        with contextlib.suppress(FileNotFoundError, DamagedFile):
+            if not lacking and read_marker(checkpoint) == marker:
+                return
+        size = readable_size(sum(size for size, _ in lacking.values()))
         print_once(f"Downloading {name} from {self.storage.url}: {len(lacking)} of {len(files)} files, {size}.")
         begin_writing(checkpoint)
-
-        def download(file: str) -> None:
-            retry(lambda: self.storage.download(f"{name}/{file}", checkpoint / file), PATIENCE, what=f"The download of {file}")
-
-        try:
-            with ThreadPoolExecutor(4) as pool:
-                list(pool.map(download, lacking))
-        except FileNotFoundError as error:
-            return f"a file is missing ({describe(error)})"
-        if wrong := damaged_files(checkpoint, {file: files[file] for file in lacking}):
-            return f"{wrong[0]} was changed"
+        for file in lacking:
+            try:
+                retry(lambda file=file: self.storage.download(f"{name}/{file}", checkpoint / file), PATIENCE)
+            except FileNotFoundError as error:
+                raise DamagedFile(f"{file} is missing") from error
+        if wrong := wrong_files(checkpoint, lacking):
+            raise DamagedFile(next(iter(wrong.values())))
         write_marker(checkpoint, {key: value for key, value in marker.items() if key != "checksum"})
-        return ""
+
+    def _skip(self, damaged: dict[str, str], is_error: bool) -> None:
+        """Removes the markers of damaged checkpoints, which will be written again. Raises UserError if there are no others."""
+        if damaged and is_error:
+            reasons = "; ".join(f"{name}: {problem}" for name, problem in damaged.items())
+            raise UserError(
+                f"--mirror: no checkpoint in {self.storage.url} is complete ({reasons}). Nothing was deleted: restore one from a "
+                "copy, or start over with another URL and another --output_dir"
+            )
+        for name, problem in damaged.items():
+            print_once(f"{name} in {self.storage.url} is damaged: {problem}. It is skipped.")
+            self.storage.remove(f"{name}/{COMPLETION_MARKER}")
+        self.complete = [name for name in self.complete if name not in damaged]
 
     def upload_missing(self, checkpoint: Path | None) -> None:
         """Uploads the checkpoint that the run resumes from if the mirror does not have it. Collective."""
         if self.storage and checkpoint and checkpoint.name not in broadcast_object_list([self.complete])[0]:
-            marker = _read_marker(checkpoint)
-            if "files" in marker:
-                self._begin_upload(checkpoint.name, marker)
+            self._begin_upload(checkpoint.name)
 
     # During the training
 
@@ -482,89 +349,90 @@ class Mirror(TrainerCallback):
         """
         if not self.storage:
             return
-        began, running = time.monotonic(), self.upload or self.completion
-        self._wait(give_up_after=0)
+        before, began = self.transfer, time.monotonic()
+        self._finish_upload(give_up_after=0)
         waited = time.monotonic() - began
-        if running and waited > 1:
+        if before and waited > 1:
             self.seconds_waited += waited
-            print_once(f"Waited {waited:.0f} s for the upload of {running.name}; a larger --save_steps avoids that.")
-        name = f"checkpoint-{state.global_step}"
+            print_once(f"Waited {waited:.0f} s for the upload of {before.name}; a larger --save_steps avoids that.")
         self.best = Path(state.best_model_checkpoint or "").name
-        is_lost = self.owner is not None and self.owner.is_lost
-        # All processes use the values of the first one, whose disk has the marker.
-        marker, is_lost = broadcast_object_list([_read_marker(self.output_dir / name), is_lost])
-        if not self.storage:  # the mirror was stopped in `_wait`
-            return
-        if is_lost:
-            self._stop(name)
-        else:
-            self._begin_upload(name, marker)
+        self._begin_upload(f"checkpoint-{state.global_step}")
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        self._advance()
-
-    def _begin_upload(self, name: str, marker: dict) -> None:
-        own = {f"{name}/{file}": self.output_dir / name / file for file in marker["files"] if self._is_mine(file)}
-        self._upload(Upload(name, own, marker))
-
-    def _upload(self, upload: Upload) -> None:
-        self.upload, storage = upload, self.storage
-        upload.begin(lambda: upload.upload_files(storage))
-
-    def _advance(self) -> bool:
-        """Whether no process is uploading files. When all are done, the first one completes the checkpoint. Collective."""
-        if self.upload is None:
-            return True
-        state = RUNNING if self.upload.thread.is_alive() else FAILED if self.upload.error else DONE
-        if self.owner and self.owner.is_lost:
-            state = TAKEN
-        state = maximum(state, self.group)
-        if state == RUNNING:
-            return False
-        upload, self.upload = self.upload, None
-        if state == TAKEN:
-            self._stop(upload.name)
-        elif state == FAILED:
-            self._record_failure(upload.name, next(filter(None, gather_object([upload.error]))))
-        elif self.process.is_main_process and upload.marker is not None:
-            self.completion = upload
-            upload.begin(lambda: self._complete(upload))
-        return True
-
-    def _stop(self, name: str) -> None:
-        """Uploads nothing any more."""
-        self._record_failure(name, "another run has taken the mirror")
-        self.storage = None
-
-    def _complete(self, upload: Upload) -> None:
-        """Uploads the marker of a checkpoint whose files are all there, and removes old checkpoints. In a thread."""
-        marker = f"{upload.name}/{COMPLETION_MARKER}"
+    def _begin_upload(self, name: str) -> None:
+        """Starts to upload a checkpoint or the model. All processes use the marker of the first one, on its disk. Collective."""
+        marker, reason = {"files": {}}, ""
         try:
-            retry(lambda: self._check_sizes(upload), math.inf, upload.give_up)
-            retry(lambda: self.storage.write(marker, upload.marker), math.inf, upload.give_up)
-            self.complete.insert(0, upload.name)
-            self.uploaded += 1
-            size = readable_size(sum(size for size, _ in upload.marker["files"].values()))
-            print(f"{upload.name} ({size}) is in {self.storage.url} after {time.monotonic() - upload.began:.0f} s.", flush=True)
-        except Exception as error:  # an upload never ends a run
-            self._record_failure(upload.name, describe(error))
+            if self.process.is_main_process and self.heartbeat.is_taken:
+                raise RuntimeError(TAKEN)
+            if self.process.is_main_process and name != MODEL:
+                marker = read_marker(self.output_dir / name)
+                retry(lambda: self.storage.remove_checkpoint(name), PATIENCE)  # an earlier start may have left other files
+        except Exception as error:  # it never ends a run
+            reason = describe(error)
+        marker, reason = broadcast_object_list([marker, reason])
+        if reason:
+            self._record_failure(name, reason)
+            self.storage = None if reason == TAKEN else self.storage
             return
-        with contextlib.suppress(Exception):  # they are removed after the next upload
-            retry(self._remove_old, math.inf, upload.give_up)
+        files = finished_files(self.output_dir) if name == MODEL and self.process.is_main_process else {}
 
-    def _check_sizes(self, upload: Upload) -> None:
-        sizes = self.storage.sizes(upload.name)
-        for name, (size, _) in upload.marker["files"].items():
-            if sizes.get(name) != size:
-                raise FileNotFoundError(f"{name} is not there after its upload: do all nodes write to the same place?")
+        def send(transfer: Transfer) -> None:
+            own = {f"{name}/{file}": path_in(self.output_dir / name, file) for file in marker["files"] if self._is_mine(file)}
+            for target, path in (own | files).items():
+                what = f"The upload of {name} to {self.storage.url}"
+                retry(lambda path=path, target=target: self.storage.upload(path, target), math.inf, transfer.give_up, what)
+            transfer.is_sending = False
+            if self.process.is_main_process and name != MODEL:
+                self._complete(transfer, marker)
 
-    def _remove_old(self) -> None:
-        """Removes what is older than the newest `save_total_limit` complete checkpoints, and incomplete ones."""
-        if self.limit:
-            self.complete = [name for place, name in enumerate(self.complete) if place < self.limit or name == self.best]
-        for name in self.storage.checkpoints():
-            if name not in self.complete:
+        self.transfer = Transfer(name, send)
+
+    def _complete(self, transfer: Transfer, marker: dict) -> None:
+        """Uploads the marker once the files of all processes are in the mirror, and removes old checkpoints."""
+        while True:
+            all_sent = self.process.num_processes == 1 or transfer.all_sent.is_set()
+            sizes = retry(lambda: self.storage.sizes(transfer.name), math.inf, transfer.give_up)
+            lacking = next((name for name, (size, _) in marker["files"].items() if sizes.get(name) != size), None)
+            if lacking is None:
+                break
+            if all_sent:
+                raise FileNotFoundError(f"{lacking} is not there after its upload: do all nodes write to the same place?")
+            transfer.all_sent.wait(5)
+        if self.heartbeat.is_taken:
+            raise RuntimeError(TAKEN)
+        retry(lambda: self.storage.write(f"{transfer.name}/{COMPLETION_MARKER}", marker), math.inf, transfer.give_up)
+        self.uploaded += 1
+        complete = [transfer.name, *self.complete]
+        self.complete = [name for place, name in enumerate(complete) if place < (self.limit or math.inf) or name == self.best]
+        size, seconds = readable_size(sum(size for size, _ in marker["files"].values())), time.monotonic() - transfer.began
+        print(f"{transfer.name} ({size}) is in {self.storage.url} after {seconds:.0f} s.", flush=True)
+        with contextlib.suppress(Exception):  # what remains is removed after the next upload
+            for name in set(self.storage.checkpoints()) - set(self.complete):
                 self.storage.remove_checkpoint(name)
+
+    def _wait(self, give_up_after: float) -> list[tuple[bool, str]]:
+        """Waits until nothing is transferred. After these seconds what fails is not tried again. Collective.
+
+        Returns the errors of all processes: whether it is a damaged file, and the message.
+        """
+        transfer, began = self.transfer, time.monotonic()
+        if transfer is None:
+            return []
+        while state := maximum(2 if transfer.is_sending else int(transfer.thread.is_alive()), self.group):
+            if state == 1:
+                transfer.all_sent.set()
+            if time.monotonic() - began >= give_up_after:
+                transfer.give_up.set()
+            time.sleep(0.1)  # in between; a collective that lasts as long as the transfer would exceed its time limit
+        self.transfer, error = None, transfer.error
+        found = gather_object([error and (isinstance(error, DamagedFile), describe(error))])
+        return [problem for problem in found if problem]
+
+    def _finish_upload(self, give_up_after: float) -> None:
+        """Waits for the upload in progress, and records it if it has failed. Collective."""
+        name = self.transfer.name if self.transfer else ""
+        if errors := self._wait(give_up_after):
+            self._record_failure(name, errors[-1][1])  # the first process may only know that a file is missing
 
     def _record_failure(self, name: str, reason: str) -> None:
         self.failed[name] = reason
@@ -572,38 +440,21 @@ class Mirror(TrainerCallback):
 
     # After the training
 
-    def _wait(self, give_up_after: float) -> None:
-        """Waits until nothing is being uploaded. After these seconds a failed upload is not tried again. Collective."""
-        began = time.monotonic()
-        while self.upload is not None:
-            if time.monotonic() - began >= give_up_after:
-                self.upload.give_up.set()
-            if not self._advance():
-                time.sleep(0.1)
-        if self.completion:
-            self.completion.thread.join(give_up_after)
-            self.completion.give_up.set()
-            self.completion.thread.join()
-            self.completion = None
-
     def finish(self) -> None:
         """Waits until the last checkpoint is in the mirror, or says that it is not. Collective."""
-        running = self.upload or self.completion
-        if running and self.storage:
-            print_once(
-                f"Uploading {running.name} to {self.storage.url}; until that is done, "
-                f"{f'{self.complete[0]} is the newest there' if self.complete else 'no checkpoint is there'}."
-            )
-        self._wait(PATIENCE)
+        if self.transfer and self.transfer.thread.is_alive():
+            newest = f"{self.complete[0]} is the newest there" if self.complete else "no checkpoint is there"
+            print_once(f"Uploading {self.transfer.name} to {self.storage.url}; until that is done, {newest}.")
+        self._finish_upload(PATIENCE)
 
     def upload_model(self) -> None:
         """Uploads the files of a finished run, and prints what the mirror has. Collective."""
         if not self.storage:
             return
-        self._upload(Upload("the model", finished_files(self.output_dir) if self.process.is_main_process else {}))
         url = self.storage.url
-        self._wait(PATIENCE)
-        if "the model" not in self.failed:
+        self._begin_upload(MODEL)
+        self._finish_upload(PATIENCE)
+        if MODEL not in self.failed:
             print_once(f"The model and {len(self.complete)} checkpoint{'' if len(self.complete) == 1 else 's'} are in {url}")
         for name, reason in self.failed.items():
             print_once(f"warning: {name} was not uploaded: {reason}")
@@ -617,8 +468,8 @@ class Mirror(TrainerCallback):
     def close(self) -> None:
         """Waits for uploads, and lets other runs use the mirror. Collective."""
         self.finish()
-        if self.owner:
-            self.owner.end()
+        if self.heartbeat:
+            self.heartbeat.end()
         if self.storage or self.failed:
             self.process.wait_for_everyone()  # the launcher kills a process that exits long after the others
         self.group = None
@@ -626,33 +477,10 @@ class Mirror(TrainerCallback):
 
 def finished_files(output_dir: Path) -> dict[str, Path]:
     """The files of a finished run by their names, `train_results.json` last. run.json is in the mirror from the start."""
-    files = {path.name: path for path in sorted(output_dir.iterdir()) if path.is_file() and not path.name.startswith(".")}
-    return {name: files[name] for name in sorted(files, key=RESULTS.__eq__) if name != RUN}
+    found = [path for path in sorted(output_dir.iterdir()) if path.is_file() and not path.is_symlink()]
+    files = {path.name: path for path in found if not path.name.startswith(".") and path.name != RUN}
+    return {name: files[name] for name in sorted(files, key=RESULTS.__eq__)}
 
 
 def _step(name: str) -> int:
-    return int(name.split("-")[1])
-
-
-def _read_marker(checkpoint: Path) -> dict:
-    """The completion marker, {} if there is none or if it is damaged."""
-    try:
-        return read_json(checkpoint / COMPLETION_MARKER)
-    except ValueError:
-        return {}
-
-
-def has_right_checksum(marker: dict) -> bool:
-    content = {key: value for key, value in marker.items() if key != "checksum"}
-    return "files" in marker and marker.get("checksum") == checksum_of_content(content)
-
-
-def damaged_files(checkpoint: Path, files: dict[str, list]) -> list[str]:
-    """The files that are missing, or have another size or checksum; `files` are those of a completion marker."""
-
-    def is_damaged(name: str) -> bool:
-        path, (size, checksum) = checkpoint / name, files[name]
-        return not path.is_file() or path.stat().st_size != size or checksum_of_file(path) != checksum
-
-    with ThreadPoolExecutor() as pool:
-        return [name for name, is_it in zip(files, pool.map(is_damaged, files), strict=True) if is_it]
+    return folder.step_of(Path(name))

@@ -211,15 +211,19 @@ class Mirror(TrainerCallback):
                 "all nodes share, or leave out the flag"
             )
 
-    def _on_first_process(self, action: Callable[[], T]) -> T:
-        """The result of `action`, which the first process calls, on all processes. Raises its UserError on all. Collective."""
+    def _on_first_process(self, action: Callable[[], T]) -> tuple[T | None, str]:
+        """What `action` returns in the first process, and the message of its error, on all processes. Collective."""
         result, error = None, ""
         if self.process.is_main_process:
             try:
-                result = at_start(self.storage, action)
-            except UserError as problem:
-                error = str(problem)
-        result, error = broadcast_object_list([result, error])
+                result = action()
+            except Exception as problem:  # of any library
+                error = str(problem) if isinstance(problem, UserError) else describe(problem)
+        return tuple(broadcast_object_list([result, error]))
+
+    def _at_start(self, action: Callable[[], T]) -> T:
+        """What `action` returns in the first process, on all processes. Raises UserError on all if it fails. Collective."""
+        result, error = self._on_first_process(lambda: at_start(self.storage, action))
         if error:
             raise UserError(error)
         return result
@@ -237,21 +241,25 @@ class Mirror(TrainerCallback):
         """
         if not self.storage:
             return
-        in_mirror, on_disk, damaged = self._on_first_process(self._begin)
+        self._at_start(self._begin)
+        in_mirror, on_disk, damaged = self._at_start(self._list)
         pulled = ""
         for name in sorted(in_mirror | on_disk, key=_step, reverse=True):
             if name not in in_mirror:
                 if not self._is_on_disks(name, on_disk[name]["files"]):
                     continue  # `find_checkpoint` says why
+                reason = self._begin_upload(name)
                 if not self.has_own_disk:
                     break
-                self._upload_from_disks(name)
+                errors = [reason] if reason else [error for _, error in self._wait(PATIENCE)]
+                if errors:  # the nodes need each other's files
+                    raise UserError(f"--mirror: {name} cannot be uploaded to {self.storage.url}: {errors[-1]}")
             if damage := self._download(name, (on_disk | in_mirror)[name]):
                 damaged[name] = damage
             else:
                 pulled = name
                 break
-        self._on_first_process(lambda: self._skip(damaged, is_error=not pulled and (self.has_own_disk or not on_disk)))
+        self._at_start(lambda: self._skip(damaged, is_error=not pulled and (self.has_own_disk or not on_disk)))
         if self.has_own_disk and self.process.is_local_main_process:
             for path in folder.checkpoints(self.output_dir):
                 if not pulled or folder.step_of(path) > _step(pulled):
@@ -259,23 +267,23 @@ class Mirror(TrainerCallback):
                     delete(path)
         self.process.wait_for_everyone()
 
-    def _begin(self) -> tuple[dict[str, dict], dict[str, dict], dict[str, str]]:
-        """Starts the heartbeat. Returns the markers of the mirror and of this disk, and which of the mirror's are damaged."""
+    def _begin(self) -> None:
         self.heartbeat = Heartbeat(self.storage, self.output_dir)
         self.heartbeat.begin()
-        in_mirror, on_disk, damaged, incomplete = {}, {}, {}, []
+
+    def _list(self) -> tuple[dict[str, dict], dict[str, dict], dict[str, str]]:
+        """The markers of the mirror and of this disk, and which of the mirror's are damaged."""
+        in_mirror, on_disk, damaged = {}, {}, {}
         for name in self.storage.checkpoints():
             try:
-                in_mirror[name] = parse_marker(self.storage.fs.cat_file(f"{name}/{COMPLETION_MARKER}"))
-            except FileNotFoundError:
-                incomplete.append(name)
+                in_mirror[name] = with_files(parse_marker(self.storage.fs.cat_file(f"{name}/{COMPLETION_MARKER}")))
+            except FileNotFoundError:  # its upload did not end
+                continue
             except DamagedFile as error:
                 damaged[name] = str(error)
         for path in folder.checkpoints(self.output_dir):
             with contextlib.suppress(FileNotFoundError, DamagedFile):  # `find_checkpoint` deals with them
-                on_disk[path.name] = read_marker(path)
-        if incomplete:
-            print_once(f"Incomplete in {self.storage.url}, and skipped: {', '.join(incomplete)}.")
+                on_disk[path.name] = with_files(read_marker(path))
         self.complete = list(in_mirror)
         return in_mirror, on_disk, damaged
 
@@ -283,13 +291,6 @@ class Mirror(TrainerCallback):
         """Whether every process has its files of a checkpoint on its disk, undamaged. Collective."""
         own = {file: entry for file, entry in files.items() if self._is_mine(file)}
         return not any(gather_object([bool(wrong_files(self.output_dir / name, own))]))
-
-    def _upload_from_disks(self, name: str) -> None:
-        """Uploads a checkpoint whose files are on the disks of several nodes, so that each can get all of them. Collective."""
-        self._begin_upload(name)
-        self._finish_upload(PATIENCE)
-        if reason := broadcast_object_list([self.failed.get(name)])[0]:
-            raise UserError(f"--mirror: {name} cannot be uploaded to {self.storage.url}: {reason}")
 
     def _download(self, name: str, marker: dict) -> str:
         """Brings a checkpoint to every disk. Returns what is wrong with it in the mirror, "" for nothing. Collective."""
@@ -335,11 +336,6 @@ class Mirror(TrainerCallback):
             self.storage.remove(f"{name}/{COMPLETION_MARKER}")
         self.complete = [name for name in self.complete if name not in damaged]
 
-    def upload_missing(self, checkpoint: Path | None) -> None:
-        """Uploads the checkpoint that the run resumes from if the mirror does not have it. Collective."""
-        if self.storage and checkpoint and checkpoint.name not in broadcast_object_list([self.complete])[0]:
-            self._begin_upload(checkpoint.name)
-
     # During the training
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
@@ -358,22 +354,25 @@ class Mirror(TrainerCallback):
         self.best = Path(state.best_model_checkpoint or "").name
         self._begin_upload(f"checkpoint-{state.global_step}")
 
-    def _begin_upload(self, name: str) -> None:
-        """Starts to upload a checkpoint or the model. All processes use the marker of the first one, on its disk. Collective."""
-        marker, reason = {"files": {}}, ""
-        try:
-            if self.process.is_main_process and self.heartbeat.is_taken:
+    def _begin_upload(self, name: str) -> str:
+        """Starts to upload a checkpoint or the model. Returns the reason if it cannot. Collective.
+
+        All processes use the marker of the first one, on its disk.
+        """
+
+        def prepare() -> dict:
+            if self.heartbeat.is_taken:
                 raise RuntimeError(TAKEN)
-            if self.process.is_main_process and name != MODEL:
-                marker = read_marker(self.output_dir / name)
-                retry(lambda: self.storage.remove_checkpoint(name), PATIENCE)  # an earlier start may have left other files
-        except Exception as error:  # it never ends a run
-            reason = describe(error)
-        marker, reason = broadcast_object_list([marker, reason])
+            if name == MODEL:
+                return {"files": {}}
+            retry(lambda: self.storage.remove_checkpoint(name), PATIENCE)  # an earlier start may have left other files
+            return with_files(read_marker(self.output_dir / name))
+
+        marker, reason = self._on_first_process(prepare)
         if reason:
             self._record_failure(name, reason)
             self.storage = None if reason == TAKEN else self.storage
-            return
+            return reason
         files = finished_files(self.output_dir) if name == MODEL and self.process.is_main_process else {}
 
         def send(transfer: Transfer) -> None:
@@ -386,6 +385,7 @@ class Mirror(TrainerCallback):
                 self._complete(transfer, marker)
 
         self.transfer = Transfer(name, send)
+        return ""
 
     def _complete(self, transfer: Transfer, marker: dict) -> None:
         """Uploads the marker once the files of all processes are in the mirror, and removes old checkpoints."""
@@ -480,6 +480,13 @@ def finished_files(output_dir: Path) -> dict[str, Path]:
     found = [path for path in sorted(output_dir.iterdir()) if path.is_file() and not path.is_symlink()]
     files = {path.name: path for path in found if not path.name.startswith(".") and path.name != RUN}
     return {name: files[name] for name in sorted(files, key=RESULTS.__eq__)}
+
+
+def with_files(marker: dict) -> dict:
+    """Raises DamagedFile for a marker of an earlier version, which does not say which files a checkpoint has."""
+    if not marker["files"]:
+        raise DamagedFile(f"{COMPLETION_MARKER} lists no files")
+    return marker
 
 
 def _step(name: str) -> int:

@@ -115,7 +115,6 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
 
     if checkpoint:
         print_once(f"Resuming from {checkpoint}; rows that were trained on are skipped.")
-    mirror.upload_missing(checkpoint)
     try:
         output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except LastStepReached:

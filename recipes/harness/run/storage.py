@@ -10,10 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness.folder import CHECKPOINT, Types, parse_json, step_of
+from harness.folder import CHECKPOINT, COMPLETION_MARKER, Types, parse_json, step_of
 from harness.launched import UserError
 from harness.run.failures import DISK_ERRORS
-from harness.run.marker import COMPLETION_MARKER
 
 import fsspec
 from fsspec.core import split_protocol, url_to_fs

@@ -7,8 +7,8 @@ import sys
 from harness.configs import AccelerateConfig
 from harness.data.script_arguments import ScriptArguments, each_dataset, is_slice
 from harness.launched import UserError
-from harness.run.mirror import Storage
 from harness.run.sharding import SHARDED_8BIT
+from harness.run.storage import Storage
 from harness.start.flags import check_passwords
 
 from transformers import TrainingArguments

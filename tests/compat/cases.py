@@ -38,7 +38,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from trl.kernels import chunked_logprob
@@ -75,12 +75,12 @@ def allow_fsdp_on_cpu(changed: bool) -> str:
     return accelerate.Accelerator().distributed_type.value
 
 
-def give_meta_weights_addresses(changed: bool) -> int:
+def give_weights_addresses(changed: bool) -> int:
     """How many of two weights accelerate finds again."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     if changed:
-        accelerate_changes.give_meta_weights_addresses(model)
+        accelerate_changes.give_weights_addresses(model)
     return len({weight.data_ptr() for weight in model.parameters()})
 
 
@@ -175,23 +175,6 @@ def run_exit_handlers(changed: bool) -> str:
     return os.read(reader, 10).decode()
 
 
-def offload_to_unpinned_memory(changed: bool) -> bool:
-    """The default of pin_memory."""
-    if changed:
-        torch_changes.offload_to_unpinned_memory()
-    return CPUOffloadPolicy().pin_memory
-
-
-def set_gloo_timeout(changed: bool) -> float:
-    """The seconds after which a collective of a run on CPU with --ddp_timeout 77 fails."""
-    as_launched()
-    accelerate_changes.allow_fsdp_on_cpu()
-    transformers.TrainingArguments("out", use_cpu=True, ddp_timeout=77, report_to="none").device  # noqa: B018
-    if changed:
-        torch_changes.set_gloo_timeout(77)
-    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-
-
 def keep_data_workers_after_sigterm(changed: bool) -> int:
     """How many batches a process gets from a DataLoader whose worker receives SIGTERM; 0 if it gets an error."""
     if changed:
@@ -229,16 +212,6 @@ def read_no_weights(changed: bool) -> list[str]:
             transformers_changes.read_no_weights()
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     return sorted({weight.device.type for weight in model.parameters()})
-
-
-def offload_activations_to_unpinned_memory(changed: bool) -> bool:
-    """Whether there are gradients after a step with offloaded activations, on a machine without a GPU."""
-    if changed:
-        transformers_changes.offload_activations_to_unpinned_memory()
-    model = tiny_llama().train()
-    model.activation_checkpointing_enable(offload=True)
-    model(input_ids=torch.ones(1, 4, dtype=torch.long), use_cache=False).logits.sum().backward()
-    return all(weight.grad is not None for weight in model.parameters())
 
 
 def load_tokenizers_as_offline(changed: bool) -> bool:
@@ -284,18 +257,15 @@ def compute_loss_without_triton(changed: bool) -> bool:
 
 CASES = [
     allow_fsdp_on_cpu,
-    give_meta_weights_addresses,
+    give_weights_addresses,
     hide_saved_buffers,
     keep_4bit_layout,
     sharded_adamw,
     keep_states_paged,
     run_exit_handlers,
-    offload_to_unpinned_memory,
-    set_gloo_timeout,
     keep_data_workers_after_sigterm,
     use_store_of_launcher,
     load_4bit_models_on_cpu,
-    offload_activations_to_unpinned_memory,
     read_no_weights,
     load_tokenizers_as_offline,
     install_training_template,

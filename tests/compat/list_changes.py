@@ -13,12 +13,12 @@ HARNESS = Path(__file__).resolve().parents[2] / "recipes/harness"
 
 
 def load_all() -> list:
-    """Imports every module with changes; returns them."""
+    """Imports every module that may have changes; returns these."""
     sys.path.insert(0, str(HARNESS.parent))
-    for path in sorted((HARNESS / "compat").glob("*.py")):
-        importlib.import_module(f"harness.compat.{path.stem}")
-    importlib.import_module("harness.plan.fakes")
-    return importlib.import_module("harness.compat.guards").CHANGES
+    paths = [path for package in ("compat", "plan") for path in sorted((HARNESS / package).glob("*.py"))]
+    modules = [importlib.import_module(f"harness.{path.parent.name}.{path.stem}") for path in paths]
+    functions = [value for module in modules for value in vars(module).values() if hasattr(value, "change")]
+    return list({(function.change.module, function.change.name): function.change for function in functions}.values())
 
 
 def main() -> int:

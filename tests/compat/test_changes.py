@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 EXPECTED = {
     "allow_fsdp_on_cpu": ("MULTI_CPU", "FSDP"),
     "compute_loss_without_triton": (True, False),
-    "give_meta_weights_addresses": (1, 2),
+    "give_weights_addresses": (1, 2),
     "hide_saved_buffers": ("AttributeError", ["model.expert_bias"]),
     "install_training_template": ("ValueError", "marked"),
     "keep_4bit_layout": (False, True),
@@ -23,12 +23,9 @@ EXPECTED = {
     "keep_states_paged": (False, True),
     "load_4bit_models_on_cpu": ({"": 0}, {"": "cpu"}),
     "load_tokenizers_as_offline": (False, True),
-    "offload_activations_to_unpinned_memory": ("RuntimeError", True),
-    "offload_to_unpinned_memory": (True, False),
     "pack_streams_in_batches": (1000, 7),
     "read_no_weights": (["cpu"], ["meta"]),
     "run_exit_handlers": ("", "called"),
-    "set_gloo_timeout": (1800, 77),
     "sharded_adamw": ("RuntimeError", [True, True, False, True, True, True]),
     "use_store_of_launcher": ("DistNetworkError", "joined"),
 }

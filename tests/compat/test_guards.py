@@ -171,9 +171,8 @@ def test_changes_are_found(source, expected):
 
 
 @pytest.fixture
-def declare_again(monkeypatch):
+def declare_again():
     """Decorates a function of a change again, so that its next call is the first one, which checks the library."""
-    monkeypatch.setattr(guards, "CHANGES", [])
 
     def call(function: Callable) -> Callable:
         return guards.changes(*map(text_of, change_of(function).targets))(function.__wrapped__)
@@ -218,7 +217,7 @@ def version_of(target: Target) -> str:
         (accelerate.launch_environment, "_validate_launch_command"),
         (bitsandbytes.keep_4bit_layout, "has_avx512bf16"),
         (guards.run_exit_handlers, "_run_exitfuncs"),
-        (torch.set_gloo_timeout, "_set_pg_timeout"),
+        (torch.can_use_gpu_after_fork, "_is_in_bad_fork"),
         (transformers.read_no_weights, "_materialize_copy"),
         (trl.record_whole_rows, "SFTTrainer._prepare_dataset"),
         (fakes.use_triton_loss, "_backward_kernel"),
@@ -260,7 +259,6 @@ def test_missing_module_is_an_error(monkeypatch, error_of, declare_again):
 
 
 def test_library_is_checked_by_the_first_call_only(monkeypatch):
-    monkeypatch.setattr(guards, "CHANGES", [])
     checks = []
     monkeypatch.setattr(Target, "problem", lambda target: checks.append(target) or "")
 

@@ -17,6 +17,7 @@ measured = []
 
 
 def measure(trainer):
+    sharding.set_offload(trainer)
     if not measured:
         sharding.set_mixed_precision(trainer, "float32")
     compute, differences = trainer.compute_loss, []

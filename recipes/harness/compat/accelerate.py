@@ -64,19 +64,19 @@ def allow_fsdp_on_cpu() -> None:
     "accelerate.accelerator:Accelerator._get_named_parameters",
     "accelerate.utils.fsdp_utils:fsdp2_switch_optimizer_parameters(optimizer, mapping)",
 )
-def give_meta_weights_addresses(model: Any) -> None:
-    """Gives every weight on the meta device an address of its own.
+def give_weights_addresses(model: Any) -> None:
+    """Gives every weight without memory, on the meta device or in a simulation, an address of its own.
 
     accelerate finds the optimizer's parameters again by `data_ptr()` after sharding. Weights that only the first process
     has read are on the meta device in the others, where every address is 0: they would all be taken for one parameter,
-    and the rest would not be trained.
+    and the rest would not be trained. The fake tensors of a simulation raise an error.
     Upstream: no issue found; huggingface/accelerate#3930 is about the same models.
     Checked with: accelerate 1.15.0.
     Remove when: accelerate maps parameters by name.
     """
     for weight in model.parameters():
-        if weight.is_meta:
-            weight.data_ptr = functools.partial(id, weight)
+        if weight.is_meta or hasattr(weight, "fake_mode"):
+            weight.data_ptr = functools.partial(int, id(weight))  # a reference to the weight would keep its memory
 
 
 @changes("accelerate.utils.fsdp_utils:fsdp2_load_full_state_dict(accelerator, model, full_sd, cpu_offload)")

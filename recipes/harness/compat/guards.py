@@ -83,16 +83,12 @@ class Change:
         return next((problem for target in self.targets if (problem := target.problem())), "")
 
 
-CHANGES: list[Change] = []  # of all modules imported so far, for the listing and its test
-
-
 def changes(*targets: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Declares what a function changes or uses of a library. The first call checks it and raises UserError if it is different."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        """Adds the function to CHANGES; returns it with the check before its first call."""
+        """The function with the check before its first call; its attribute `change` is for the listing and its test."""
         change = Change(function.__name__, function.__module__, function.__doc__ or "", tuple(map(Target.read, targets)))
-        CHANGES.append(change)
         checked = False
 
         @functools.wraps(function)
@@ -107,6 +103,7 @@ def changes(*targets: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 checked = True
             return function(*args, **kwargs)
 
+        guarded.change = change
         return guarded
 
     return decorate

@@ -1,7 +1,6 @@
 """Changes to PyTorch, and private names of it."""
 
 import ctypes
-import datetime
 import functools
 import os
 import signal
@@ -14,13 +13,10 @@ from harness.launched import UserError
 
 import torch
 
-# Kernels that replace PyTorch's as long as this object lives.
-FLOAT32_PRODUCTS = torch.library.Library("aten", "IMPL")
 
-
-@functools.cache  # once per process
+@functools.cache  # once per process; the cache keeps the library, whose end would be that of the kernels
 @changes("torch.library:get_kernel(op, dispatch_key)")
-def multiply_in_float32() -> None:
+def multiply_in_float32() -> torch.library.Library:
     """From here on this process multiplies bf16 and fp16 matrices on CPU in float32, and rounds the product once, as a GPU does.
 
     A CPU without arithmetic for these dtypes needs 10 to 20 times as long for such a product as for a float32 one, so most of the
@@ -29,10 +25,12 @@ def multiply_in_float32() -> None:
     Checked with: torch 2.13.0.
     Remove when: such products are as fast as float32 ones on any CPU.
     """
+    library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*overridden", category=UserWarning)
         for name in ("mm", "mm.out", "addmm", "bmm"):
-            FLOAT32_PRODUCTS.impl(name, _product_in_float32(f"aten::{name}"), "CPU", with_keyset=True)
+            library.impl(name, _product_in_float32(f"aten::{name}"), "CPU", with_keyset=True)
+    return library
 
 
 def _product_in_float32(name: str) -> Callable[..., torch.Tensor]:
@@ -48,36 +46,6 @@ def _product_in_float32(name: str) -> Callable[..., torch.Tensor]:
         return kernel.call_boxed(keys, *factors, **options).to(dtype)
 
     return multiply
-
-
-@changes("torch.distributed.fsdp:CPUOffloadPolicy.__init__(self, pin_memory)")
-def offload_to_unpinned_memory() -> None:
-    """Makes FSDP2's CPU offload use ordinary memory. For rehearsals on CPU.
-
-    Pinned memory is memory that a GPU can reach. Without a GPU it cannot be allocated, and accelerate passes no value for
-    `pin_memory`.
-    Upstream: no issue found.
-    Checked with: torch 2.13.0, accelerate 1.15.0.
-    Remove when: accelerate has an option for it.
-    """
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    CPUOffloadPolicy.__init__.__defaults__ = (False,)
-
-
-@changes("torch.distributed.distributed_c10d:_set_pg_timeout(timeout, group)")
-def set_gloo_timeout(seconds: float) -> None:
-    """Sets the timeout of the default process group.
-
-    transformers passes --ddp_timeout to the process group of NCCL only; a rehearsal on gloo would wait for 30 minutes
-    whatever the flag says.
-    Upstream: no issue found.
-    Checked with: torch 2.13.0, transformers 5.23.0.
-    Remove when: TrainingArguments passes ddp_timeout with use_cpu too.
-    """
-    import torch.distributed as dist
-
-    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds))
 
 
 @changes("torch.utils.data._utils.signal_handling:_set_worker_signal_handlers")

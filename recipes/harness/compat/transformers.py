@@ -81,26 +81,6 @@ def load_small_models(shrink: Callable[[Any], Any]) -> None:
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
-@changes("transformers.modeling_utils:save_on_cpu", "torch.autograd.graph:save_on_cpu(pin_memory, device_type)")
-def offload_activations_to_unpinned_memory() -> None:
-    """Makes the offload of checkpointed activations use ordinary memory. For rehearsals on CPU.
-
-    `activation_checkpointing_enable(offload=True)` asks for pinned memory without a GPU too, where it cannot be allocated. With
-    ordinary memory nothing is copied, because the activations are in host memory already.
-    Upstream: no issue found.
-    Checked with: transformers 5.23.0, torch 2.13.0.
-    Remove when: transformers asks for pinned memory with an accelerator only.
-    """
-    from transformers import modeling_utils
-
-    save_on_cpu = modeling_utils.save_on_cpu
-
-    def save_unpinned(pin_memory: bool = False, device_type: str = "cpu") -> Any:
-        return save_on_cpu(pin_memory=False)
-
-    modeling_utils.save_on_cpu = save_unpinned
-
-
 @changes("transformers.tokenization_utils_base:is_offline_mode")
 def load_tokenizers_as_offline() -> None:
     """Makes tokenizers that come from the Hub equal to those that come from the cache.

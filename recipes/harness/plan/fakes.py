@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
 
 with expected_names():
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 # Operators that CUDA's autocast computes in float32 and the CPU's does not (PyTorch's page on torch.amp lists both).
 FLOAT32_OPERATORS = (
@@ -52,7 +52,6 @@ class Fakes:
 
     def __init__(self, ledger: Ledger, cuda: bool = True) -> None:
         self.ledger, self.mode = ledger, Mode(allow_non_fake_inputs=True)
-        give_fake_tensors_addresses()
         give_fake_tensors_values(self.mode)
         convert_modules_in_place()
         load_models_from_config(self)
@@ -125,23 +124,6 @@ def join_fake_processes(processes: int, per_node: int) -> None:
     ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": per_node}
     os.environ.update({name: str(value) for name, value in ranks.items()})
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
-
-
-@changes("torch._subclasses.fake_tensor:FakeTensor", "torch:UntypedStorage._cdata")
-def give_fake_tensors_addresses() -> None:
-    """Gives every fake tensor an address.
-
-    accelerate finds the optimizer's parameters by address after sharding. A fake tensor has none, so all would be taken for
-    one parameter, and Adam would hold the states of one.
-    Upstream: no issue found.
-    Checked with: torch 2.13.0, accelerate 1.15.0.
-    Remove when: accelerate maps parameters by name.
-    """
-
-    def data_ptr(tensor: FakeTensor) -> int:
-        return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
-
-    FakeTensor.data_ptr = data_ptr
 
 
 @changes("torch.amp:GradScaler._maybe_opt_step(self, optimizer, optimizer_state, args, kwargs)")

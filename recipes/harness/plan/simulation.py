@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.compat.accelerate import allow_fsdp_on_cpu, launch_environment
-from harness.compat.torch import offload_to_unpinned_memory
 from harness.compat.transformers import install_batch_reader
 from harness.configs import AccelerateConfig
 from harness.contexts import Context, RecipeStopped
@@ -58,7 +57,6 @@ class Plan(Context):
         values.use_cpu = True
         if self.is_sharded:
             allow_fsdp_on_cpu()
-            offload_to_unpinned_memory()
 
     def prepare(self, arguments: Arguments) -> None:
         script_args, training_args, model_args = arguments

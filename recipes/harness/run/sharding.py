@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.compat.accelerate import give_meta_weights_addresses, hide_saved_buffers
+from harness.compat.accelerate import give_weights_addresses, hide_saved_buffers
 from harness.compat.bitsandbytes import keep_states_paged, sharded_adamw
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
@@ -13,7 +13,7 @@ from harness.model.quantized import prepare_quantized_model
 import torch
 from accelerate import Accelerator
 from accelerate.utils import SCALER_NAME, DynamoBackend
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -23,9 +23,10 @@ SHARDED_8BIT = ("adamw_8bit", "adamw_bnb_8bit")  # values of --optim that FSDP c
 def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> Callable[[], None]:
     """Sets what accelerate reads when it wraps the model; returns what to call once it is wrapped."""
     set_mixed_precision(trainer, config.reduce_dtype)
+    set_offload(trainer)
     set_layer_classes(trainer)
     prepare_quantized_model(trainer)
-    give_meta_weights_addresses(trainer.model)
+    give_weights_addresses(trainer.model)
     prepare_optimizer(trainer)
     trainer.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # see `compile_layers`
     if trainer.accelerator.ddp_handler:
@@ -46,6 +47,13 @@ def set_mixed_precision(trainer: Trainer, reduce_dtype: str) -> None:
         return
     compute_dtype = plugin.mixed_precision_policy.param_dtype
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=getattr(torch, reduce_dtype))
+
+
+def set_offload(trainer: Trainer) -> None:
+    """Makes the CPU offload of a run without a GPU use ordinary memory: pinned memory is memory that a GPU can reach."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if trainer.args.device.type == "cpu" and isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy):
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
 
 
 def set_layer_classes(trainer: Trainer) -> None:

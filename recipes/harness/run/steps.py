@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from harness.compat.torch import keep_data_workers_after_sigterm, set_gloo_timeout
+from harness.compat.torch import keep_data_workers_after_sigterm
 from harness.compat.transformers import evaluate_step, install_batch_reader, install_log_fields
 from harness.data.streams import StreamPosition
 from harness.hub import HubLost
@@ -235,9 +235,10 @@ def make_cpu_group(timeout: float) -> ProcessGroup | None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
+    limit = datetime.timedelta(seconds=timeout)
     if dist.get_backend() == "gloo":
-        set_gloo_timeout(timeout)
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout))
+        dist.group.WORLD.set_timeout(limit)
+    return dist.new_group(backend="gloo", timeout=limit)
 
 
 def maximum(number: int, group: ProcessGroup | None) -> int:

@@ -4,7 +4,6 @@ import copy
 
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.compat.torch import multiply_in_float32
-from harness.compat.transformers import offload_activations_to_unpinned_memory
 from harness.compat.trl import install_training_template, pack_streams_in_batches
 from harness.contexts import Context
 from harness.data import chat_templates, reading
@@ -86,8 +85,9 @@ def prepare_process(context: Context, arguments: Arguments) -> None:
     if training_args.use_cpu and getattr(training_args, "activation_offloading", False):
         training_args.activation_offloading = False
         print_once("--activation_offloading: activations stay where they are, because this run has no GPU.")
-    if training_args.use_cpu and (training_args.activation_checkpointing_kwargs or {}).get("offload"):
-        offload_activations_to_unpinned_memory()
+    if training_args.use_cpu:
+        # It asks for pinned memory, which needs a GPU; the activations are in host memory already.
+        (training_args.activation_checkpointing_kwargs or {}).pop("offload", None)
     prepare_data(arguments)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from harness import configs, contexts, folder
 from harness.compat.accelerate import allow_fsdp_on_cpu
-from harness.compat.torch import offload_to_unpinned_memory
 from harness.compat.trl import record_conversations
 from harness.contexts import Context, RecipeStopped
 from harness.data import reading
@@ -92,7 +91,6 @@ class Train(Context):
         values.use_cpu = self.on_cpu
         if self.is_sharded and self.on_cpu:
             allow_fsdp_on_cpu()
-            offload_to_unpinned_memory()
 
     def settings_of_checkpoint(self, output_dir: str) -> dict[str, Any]:
         return settings_of_continued_run(self, output_dir)

@@ -33,7 +33,7 @@ class Context:
     nodes: int = 1
     tiny: bool = False  # a rehearsal: tiny model and dataset
     on_cpu: bool = False  # computes and shards on CPU: a rehearsal without enough GPUs, a command that needs none, or --use_cpu
-    # What this machine's GPUs support, see `harness.model.loading.find_gpu_features`.
+    # What this machine's GPUs support, see `harness.model.gpu_features.find_gpu_features`.
     attention: list[str] = field(default_factory=list)
     no_flash: str = ""  # why a FlashAttention that is installed cannot be used, "" if there is no problem
     gpu_problem: str = ""  # why the GPU itself cannot be used at the moment, "" if it can

@@ -172,17 +172,25 @@ def test_uploads_that_fail_are_tried_again_and_end_no_run(place, tmp_path, monke
 
 
 def test_training_waits_only_for_an_upload_when_the_next_is_due(place, tmp_path, monkeypatch, capsys):
-    run, upload, may_end = place("first"), mirror.Storage.upload, threading.Event()
-    monkeypatch.setattr(mirror.Storage, "upload", lambda self, file, name: [may_end.wait(30), upload(self, file, name)])
+    run, upload = place("first"), mirror.Storage.upload
+    may_end = {"checkpoint-2": threading.Event(), "checkpoint-4": threading.Event()}
+
+    def upload_later(storage: mirror.Storage, file: Path, name: str):
+        may_end[name.split("/")[0]].wait(60)
+        upload(storage, file, name)
+
+    monkeypatch.setattr(mirror.Storage, "upload", upload_later)
     save(run, 2, finish=False)
     run.on_step_end(None, None, None)
     assert run.transfer.thread.is_alive() and not complete(tmp_path / "mirror")
-    threading.Timer(4, may_end.set).start()
+    threading.Timer(4, may_end["checkpoint-2"].set).start()
     save(run, 4, finish=False)  # waits
-    assert complete(tmp_path / "mirror")[0] == "checkpoint-2" and "for the upload of checkpoint-2" in capsys.readouterr().out
+    assert complete(tmp_path / "mirror") == ["checkpoint-2"] and "for the upload of checkpoint-2" in capsys.readouterr().out
+    assert 1 < run.results()["mirror"]["seconds_waited"] < 30
+    threading.Timer(1, may_end["checkpoint-4"].set).start()
     run.finish()
-    assert 1 < run.results()["mirror"]["seconds_waited"] < 15
     assert "Uploading checkpoint-4 to file:///" in capsys.readouterr().out
+    assert complete(tmp_path / "mirror") == ["checkpoint-2", "checkpoint-4"]
 
 
 def kill(run: mirror.Mirror):

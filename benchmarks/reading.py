@@ -77,11 +77,8 @@ def read(kind: str, processes: int, rank: int, model: Path, steps: int) -> tuple
 
     loader = DataLoader(trainer.train_dataset, batch_size=ROWS, collate_fn=collate)
     prepared = prepare_data_loader(loader, num_processes=processes, process_index=rank, dispatch_batches=False)
-    trainer.get_train_dataloader = lambda: prepared
     position = StreamPosition(trainer, None)
-    if kind != "divided":
-        position.install()
-    batches, tokens = iter(trainer.get_train_dataloader()), 0
+    batches, tokens = iter(prepared if kind == "divided" else position.divide(prepared)), 0
     for step in range(steps):
         of_step = [next(batches) for _ in range(SLOTS // processes)]
         position.take_from(of_step)

@@ -10,7 +10,6 @@ that training waited for rows, and its longest wait: with steps read ahead, as t
 """
 
 import argparse
-import functools
 import itertools
 import os
 import runpy
@@ -31,18 +30,18 @@ MEDIAN_LENGTH, MEAN_LENGTH = 600, 1000  # in tokens, about those of FineWeb-Edu
 
 def run_recipe(connection: Connection, folder: Path, tokens_per_second: int, read_ahead: bool, step_count: int) -> None:
     """Trains in this process; sends the seconds of every step, and how many of them it waited for rows."""
-    from harness.run.steps import BatchReader
+    from harness.run.batches import StepReader
 
     import torch
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, trainer
     from trl import SFTTrainer
 
     waits, began = [], []
-    read = BatchReader._read
+    read = StepReader.next_step
 
-    @functools.wraps(read)  # the harness checks the signature
-    def timed_read(self: BatchReader, *arguments: object) -> list[dict]:
-        self.is_stream = read_ahead
+    def timed_read(self: StepReader, *arguments: object) -> tuple:
+        if not read_ahead:
+            self.is_stream = False
         start = time.perf_counter()
         batches = read(self, *arguments)
         waits.append(time.perf_counter() - start)
@@ -56,7 +55,7 @@ def run_recipe(connection: Connection, folder: Path, tokens_per_second: int, rea
         def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
             began.append(time.perf_counter())
 
-    BatchReader._read, SFTTrainer.compute_loss = timed_read, compute_loss
+    StepReader.next_step, SFTTrainer.compute_loss = timed_read, compute_loss
     trainer.DEFAULT_CALLBACKS.append(TimeSteps)
     os.chdir(tempfile.mkdtemp(dir=folder))
     settings = {

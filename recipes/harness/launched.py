@@ -77,7 +77,7 @@ def last_signal() -> int:
 
 
 def record_signal(number: int, frame: FrameType | None = None) -> None:
-    """A signal handler that only records the signal. `run/steps.py` stops all processes after the same step."""
+    """A signal handler that only records the signal. `run/stopping.py` stops all processes after the same step."""
     global _last_signal
     _last_signal = number
 

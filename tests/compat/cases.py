@@ -10,7 +10,6 @@ import functools
 import json
 import multiprocessing
 import os
-import signal
 import socket
 import tempfile
 import traceback
@@ -175,19 +174,6 @@ def run_exit_handlers(changed: bool) -> str:
     return os.read(reader, 10).decode()
 
 
-def keep_data_workers_after_sigterm(changed: bool) -> int:
-    """How many batches a process gets from a DataLoader whose worker receives SIGTERM; 0 if it gets an error."""
-    if changed:
-        torch_changes.keep_data_workers_after_sigterm()
-    loader = iter(torch.utils.data.DataLoader(range(40), num_workers=1, prefetch_factor=1))
-    next(loader)
-    os.kill(loader._workers[0].pid, signal.SIGTERM)
-    try:
-        return 1 + sum(1 for _ in loader)
-    except (RuntimeError, OSError, EOFError):  # torch notices that the worker exited, or reads from its closed connection
-        return 0
-
-
 def use_store_of_launcher(changed: bool) -> str:
     """Whether the first process can join while its launcher has the store."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -263,7 +249,6 @@ CASES = [
     sharded_adamw,
     keep_states_paged,
     run_exit_handlers,
-    keep_data_workers_after_sigterm,
     use_store_of_launcher,
     load_4bit_models_on_cpu,
     read_no_weights,

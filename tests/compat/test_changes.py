@@ -19,7 +19,6 @@ EXPECTED = {
     "hide_saved_buffers": ("AttributeError", ["model.expert_bias"]),
     "install_training_template": ("ValueError", "marked"),
     "keep_4bit_layout": (False, True),
-    "keep_data_workers_after_sigterm": (0, 40),
     "keep_states_paged": (False, True),
     "load_4bit_models_on_cpu": ({"": 0}, {"": "cpu"}),
     "load_tokenizers_as_offline": (False, True),
@@ -31,19 +30,12 @@ EXPECTED = {
 }
 # Changes that add something or read a private name, and the test that fails without them.
 TESTED_ELSEWHERE = {
+    "add_overrides": "run/test_batches.py::test_one_of_two_processes_cannot_read",
     "attention_of": "recipes/test_smoke.py::test_pair_trains_and_saves_a_model",
     "can_use_gpu_after_fork": "start/test_processes.py::test_imports_touch_no_gpu_and_start_no_thread",
-    "evaluate_step": "run/test_stopping.py::test_evaluation_that_a_stop_left_out",
     "generate_on": "run/test_outputs.py::test_samples_of_an_adapter_with_offload",
     "hide_store_warnings": "nodes/test_meeting.py::test_another_server_in_place_of_the_head_is_an_error",
-    "install_autocast": "recipes/test_llama31_70b_qlora.py::test_adapter_and_its_adam_moments_are_float32",
-    "install_batch_reader": "run/test_batches.py::test_one_of_two_processes_cannot_read",
-    "install_batch_skipping": "data/test_streams.py::test_resumed_run_equals_uninterrupted",
-    "install_before_checkpoint": "run/test_checkpoints.py::test_old_checkpoints_are_deleted_by_step",
-    "install_log_fields": "run/test_progress.py::test_every_log_has_the_speed",
-    "install_train_dataloader": "data/test_streams.py::test_stream_is_repeated",
     "launch_environment": "start/test_plain_launchers.py::test_accelerate_launch",
-    "load_best_model": "run/test_checkpoints.py::test_run_killed_after_last_step_saves_the_best_model",
     "load_small_models": "commands/test_preview.py::test_every_recipe",
     "multiply_in_float32": "rehearsal/test_products.py::test_factors_are_copied_to_float32",
     "record_conversations": "commands/test_verify.py::test_full_run_on_two_processes",

@@ -237,7 +237,7 @@ def test_renamed_attribute_is_an_error(monkeypatch, error_of, declare_again, fun
     ("function", "attribute"),
     [
         (accelerate.launch_environment, "prepare_multi_gpu_env"),
-        (transformers.install_log_fields, "Trainer.log"),
+        (transformers.add_overrides, "Trainer.log"),
         (trl.record_whole_rows, "SFTTrainer._prepare_dataset"),
         (fakes.use_triton_loss, "_use_triton"),
     ],

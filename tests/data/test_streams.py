@@ -124,10 +124,9 @@ def open_batches(stream, folder, processes, rank, checkpoint):
     args = SimpleNamespace(process_index=rank, world_size=processes, gradient_accumulation_steps=SLOTS // processes)
     args.train_batch_size, args.output_dir = ROWS, folder
     accelerator = SimpleNamespace(device=torch.device("cpu"), non_blocking=False)
-    trainer = SimpleNamespace(args=args, train_dataset=stream, accelerator=accelerator, get_train_dataloader=lambda: loader)
+    trainer = SimpleNamespace(args=args, train_dataset=stream, accelerator=accelerator)
     position = StreamPosition(trainer, checkpoint)
-    position.install()
-    return iter(trainer.get_train_dataloader()), position
+    return iter(position.divide(loader)), position
 
 
 def read_steps(stream, folder, processes, steps, from_step=0):
@@ -247,11 +246,8 @@ def test_workers_have_no_effect(documents, capsys):
     loader = DataLoader(packed(documents, True), batch_size=ROWS, collate_fn=list, num_workers=2)
     args = SimpleNamespace(process_index=0, world_size=1, gradient_accumulation_steps=SLOTS, train_batch_size=ROWS)
     accelerator = SimpleNamespace(device=torch.device("cpu"), non_blocking=False)
-    trainer = SimpleNamespace(
-        args=args, train_dataset=loader.dataset, accelerator=accelerator, get_train_dataloader=lambda: loader
-    )
-    StreamPosition(trainer, None).install()
-    assert trainer.get_train_dataloader().num_workers == 0
+    trainer = SimpleNamespace(args=args, train_dataset=loader.dataset, accelerator=accelerator)
+    assert StreamPosition(trainer, None).divide(loader).num_workers == 0
     assert "--dataloader_num_workers 2 has no effect" in capsys.readouterr().out
 
 

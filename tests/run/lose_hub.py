@@ -12,22 +12,16 @@ import runpy
 from pathlib import Path
 
 import harness
-from harness.data.streams import StreamPosition
 from harness.hub import HubLost
 from harness.launched import UserError
-from harness.run.steps import BatchReader, Progress, make_cpu_group
+from harness.run.agreement import make_cpu_group
+from harness.run.settings import RunSettings
+from harness.run.trainer import add_parts
 
 
 def read_two_steps(trainer):
     rank, control = trainer.args.process_index, trainer.control
-    reader = BatchReader(
-        trainer,
-        make_cpu_group(trainer.args.ddp_timeout),
-        StreamPosition(trainer, None),
-        Progress(trainer, {}),
-        resumed_from=0,
-    )
-    reader.install()
+    parts = add_parts(trainer, make_cpu_group(trainer.args.ddp_timeout), None, RunSettings())
     loader = iter(trainer.get_train_dataloader())
     trainer.state.max_steps = 2
 
@@ -37,14 +31,14 @@ def read_two_steps(trainer):
             raise UserError("line 7: not JSON") if "BAD_ROW" in os.environ else HubLost("the Hub has not answered")
         yield next(loader)
 
-    batches, steps = lose_hub(), []
+    parts.position.loader, steps = lose_hub(), []
     for _ in range(2):
-        read, loss_tokens = trainer.get_batch_samples(batches, 2, trainer.args.device)
+        read, loss_tokens = trainer.get_batch_samples(None, 2, trainer.args.device)
         own = sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in read)
         steps.append([len(read), own, None if loss_tokens is None else int(loss_tokens), control.should_training_stop])
-    code = reader.report_stop()
+    code = parts.reader.report_stop()
     Path(trainer.args.output_dir, f"batches_{rank}.json").write_text(json.dumps({"steps": steps, "exit code": code}))
-    reader.group = None
+    parts.reader.group = None
     trainer.end()
 
 

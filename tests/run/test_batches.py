@@ -4,8 +4,8 @@ import threading
 from collections import deque
 from types import SimpleNamespace
 
-from harness.data.streams import StreamPosition
-from harness.run.steps import BatchReader, Progress
+from harness.run.settings import RunSettings
+from harness.run.trainer import add_parts
 
 import pytest
 import torch
@@ -40,8 +40,7 @@ def batch_of(number):
 def read_step(build_trainer):
     """Reads a step of two of the given batches of a stream, with a state after each step; returns them and the state."""
     trainer = build_trainer("qwen2_fineweb_edu", "--max_steps", "2")
-    position = StreamPosition(trainer, None)
-    BatchReader(trainer, None, position, Progress(trainer, {}), resumed_from=0).install()
+    position = add_parts(trainer, None, None, RunSettings()).position
     trainer.state.max_steps = 2
 
     def with_states(batches):
@@ -53,7 +52,8 @@ def read_step(build_trainer):
 
     def call(batches, global_step=0):
         trainer.state.global_step = global_step
-        read, _ = trainer.get_batch_samples(batches, 2, trainer.args.device)
+        position.loader = batches
+        read, _ = trainer.get_batch_samples(None, 2, trainer.args.device)
         return [int(batch["labels"][0, 0]) for batch in read], position.states
 
     return with_states, call

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from harness import folder
-from harness.run import checkpoints, marker, session, steps
+from harness.run import checkpoints, marker, session, stopping
 from harness.run.failures import check_metric_is_computed
 from harness.run.settings import RunSettings
 from harness.run.sharding import prepare_gradient_scaler
@@ -19,6 +19,7 @@ import transformers
 from conftest import ROOT, losses, read, slow
 from rehearsals import SHORT, fewer_processes
 from safetensors.torch import load_file
+from trl import SFTTrainer
 
 RECIPE = "qwen2_fineweb_edu"
 
@@ -183,7 +184,7 @@ def test_checkpoint_with_nan_is_not_complete(build_trainer, monkeypatch):
     """The weights became NaN in a run without logs: it stops before the checkpoint gets its completion marker."""
     flags = ["--max_steps", "2", "--save_steps", "1", "--logging_strategy", "no", "--logging_first_step", "false"]
     trainer = build_trainer("qwen2_chat", *flags, "--eval_strategy", "no")
-    monkeypatch.setattr(steps, "set_signal_handler", lambda handler: None)
+    monkeypatch.setattr(stopping, "set_signal_handler", lambda handler: None)
     next(trainer.model.parameters()).data[0] = float("nan")
     with pytest.raises(RuntimeError, match="NaN or infinite at step 1: try a lower --learning_rate"):
         session.train(trainer, RunSettings())
@@ -289,9 +290,9 @@ def test_nothing_is_changed_if_no_checkpoint_is_complete(copied_run, error_of):
 def test_old_checkpoints_are_deleted_by_step(build_trainer, monkeypatch):
     """Also if the clock is set back between two saves. There are never more than the limit, even during a save."""
     trainer = build_trainer("qwen2_chat", "--max_steps", "3", "--save_steps", "1", "--eval_strategy", "no", "--max_length", "64")
-    monkeypatch.setattr(steps, "set_signal_handler", lambda handler: None)
+    monkeypatch.setattr(stopping, "set_signal_handler", lambda handler: None)
     run, seen = Path(trainer.args.output_dir), []
-    write, call_callbacks = trainer._save_checkpoint, trainer.callback_handler.on_save
+    write, call_callbacks = SFTTrainer._save_checkpoint, trainer.callback_handler.on_save
 
     def save(*arguments):
         seen.append(sorted(path.name for path in run.glob("checkpoint-*")))
@@ -303,7 +304,7 @@ def test_old_checkpoints_are_deleted_by_step(build_trainer, monkeypatch):
             os.utime(path, (2e9 - 1e6 * len(seen),) * 2)
         return control
 
-    monkeypatch.setattr(trainer, "_save_checkpoint", save)
+    monkeypatch.setattr(SFTTrainer, "_save_checkpoint", save)
     monkeypatch.setattr(trainer.callback_handler, "on_save", on_save)
     session.train(trainer, RunSettings())
     assert seen == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-2", "checkpoint-3"]]

@@ -4,9 +4,9 @@ import json
 import os
 import subprocess
 
-from harness.data.streams import StreamPosition
-from harness.run import outputs, steps
-from harness.run.steps import BatchReader
+from harness.run import outputs, progress
+from harness.run.settings import RunSettings
+from harness.run.trainer import add_parts
 
 import pytest
 import torch
@@ -18,26 +18,26 @@ RECIPE = "qwen2_fineweb_edu"
 def test_messages_are_aligned():
     logs = {"loss": 2.34567, "learning_rate": 2e-5, "grad_norm": 0.84, "tokens_per_second": 10512.3, "gpu_0_utilization": 97.0}
     logs |= {"gpu_1_utilization": 96.0, "gpu_0_memory_gb": 14.21, "gpu_1_memory_gb": 14.0, "host_gb": 31.44}
-    messages = [steps.format_logs(logs, step, 1000, 83.0) for step in (1, 1000)]
+    messages = [progress.format_logs(logs, step, 1000, 83.0) for step in (1, 1000)]
     start, rest = messages[0].split("  loss ")
     assert start == "step     1/1,000" and rest == (
         " 2.3457  lr 2.00e-05  grad    0.840     10,512 tokens/s  host 31.4 GB  GPU 97 96 % 14.2 14.0 GB  0:01:23 left"
     )
     assert len(messages[0]) == len(messages[1])
     evaluation = {"eval_loss": 2.0, "eval_runtime": 3.2}
-    assert steps.format_logs(evaluation, 20, 30, 1.0) == "step 20/30  evaluation loss 2.0000  in 3 s"
-    assert steps.format_logs({"train_runtime": 9.0}, 30, 30, 0.0) == ""
+    assert progress.format_logs(evaluation, 20, 30, 1.0) == "step 20/30  evaluation loss 2.0000  in 3 s"
+    assert progress.format_logs({"train_runtime": 9.0}, 30, 30, 0.0) == ""
 
 
 def test_loss_of_a_router_is_no_dataset():
     logs = {"eval_aux_loss": 0.01, "eval_loss": 2.0, "eval_code_loss": 1.5, "eval_runtime": 3.2}
-    assert steps.evaluation_losses(logs) == {"": 2.0, "code": 1.5}
+    assert progress.evaluation_losses(logs) == {"": 2.0, "code": 1.5}
 
 
 def test_seconds_of_steps(build_trainer, monkeypatch):
     """Start, evaluations and checkpoints are not in the time from which tokens per second are computed."""
     now = 0.0
-    monkeypatch.setattr(steps.time, "monotonic", lambda: now)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
 
     def takes(seconds, function):
         def slow(*args, **kwargs):
@@ -50,11 +50,10 @@ def test_seconds_of_steps(build_trainer, monkeypatch):
     flags = ["--max_steps", "4", "--eval_steps", "2", "--save_steps", "2", "--logging_steps", "1", "--max_eval_samples", "4"]
     flags += ["--eval_on_start", "--max_length", "64"]
     left = []
-    monkeypatch.setattr(steps, "format_logs", lambda logs, step, steps, seconds: "loss" in logs and left.append(seconds))
+    monkeypatch.setattr(progress, "format_logs", lambda logs, step, steps, seconds: "loss" in logs and left.append(seconds))
     trainer = build_trainer(RECIPE, *flags)
-    counted = steps.Progress(trainer, {"tokens": 100, "seconds": 50.0})
-    counted.install()
-    BatchReader(trainer, None, StreamPosition(trainer, None), counted, 0).install()
+    counted = add_parts(trainer, None, None, RunSettings()).progress
+    counted.before = {"tokens": 100, "seconds": 50.0}
     trainer.add_callback(counted)
     trainer.training_step = takes(1.0, trainer.training_step)  # called for two micro-batches per step
     trainer.evaluate = takes(1000.0, trainer.evaluate)
@@ -75,8 +74,7 @@ def test_every_checkpoint_and_the_last_step_are_logged(build_trainer, strategy, 
     """A resumed run does not know the losses since the last log."""
     flags = ["--max_steps", "5", "--save_steps", "3", "--logging_steps", "2", "--logging_first_step", "false"]
     trainer = build_trainer("qwen2_chat", *flags, "--logging_strategy", strategy, "--eval_strategy", "no", "--max_length", "32")
-    counted = steps.Progress(trainer, {})
-    counted.install()
+    counted = add_parts(trainer, None, None, RunSettings()).progress
     trainer.add_callback(counted)
     output = trainer.train()
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == logged
@@ -90,7 +88,7 @@ def test_gpus_are_sampled_between_logs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "utilization", lambda index: next(percents))
     monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: 3e9 + index)
-    gpus = steps.GpuMonitor()
+    gpus = progress.GpuMonitor()
     gpus.sample()
     gpus.sample()
     assert gpus.read() == {
@@ -103,7 +101,7 @@ def test_gpus_are_sampled_between_logs(monkeypatch):
     gpus.sample()  # `percents` has ended: an error
     assert gpus.read() == {}
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert steps.GpuMonitor().samples == []
+    assert progress.GpuMonitor().samples == []
 
 
 def test_every_log_has_the_speed(rehearse):

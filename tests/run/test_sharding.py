@@ -6,7 +6,7 @@ from harness.configs import AccelerateConfig
 from harness.data.streams import fill_last_step
 from harness.model.quantized import install_byte_check
 from harness.rehearsal import tiny
-from harness.run import session, steps
+from harness.run import session, stopping
 from harness.run.settings import RunSettings
 from harness.run.sharding import compile_layers, prepare_sharding
 
@@ -73,7 +73,7 @@ def test_run_that_is_not_sharded_as_its_config_says(build_trainer, monkeypatch):
     """The config says FSDP, but the recipe was started as `python recipe.py`."""
     trainer = build_trainer(RECIPE, "--max_steps", "1")
     config = configs.read(str(ROOT / "accelerate_configs/4gpu_full_shard.yaml"))
-    monkeypatch.setattr(steps, "set_signal_handler", lambda handler: None)
+    monkeypatch.setattr(stopping, "set_signal_handler", lambda handler: None)
     with pytest.raises(RuntimeError, match="4gpu_full_shard is FSDP on 4 processes, but this run is unsharded on 1"):
         session.train(trainer, RunSettings(config, processes=4, tiny=True))
     assert trainer.state.global_step == 0

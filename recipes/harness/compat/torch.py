@@ -3,7 +3,6 @@
 import ctypes
 import functools
 import os
-import signal
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -46,27 +45,6 @@ def _product_in_float32(name: str) -> Callable[..., torch.Tensor]:
         return kernel.call_boxed(keys, *factors, **options).to(dtype)
 
     return multiply
-
-
-@changes("torch.utils.data._utils.signal_handling:_set_worker_signal_handlers")
-def keep_data_workers_after_sigterm() -> None:
-    """Makes the workers of a DataLoader ignore SIGTERM. They still exit with the process that started them.
-
-    A worker exits when it gets SIGTERM, and then torch raises RuntimeError in the training process, at any line. So a SIGTERM to
-    a whole process group would end a run before it can write its checkpoint.
-    Upstream: no issue found.
-    Checked with: torch 2.13.0.
-    Remove when: Trainer accepts a `worker_init_fn`.
-    """
-    from torch.utils.data._utils import signal_handling
-
-    set_handlers = signal_handling._set_worker_signal_handlers
-
-    def set_handlers_and_ignore_sigterm() -> None:
-        set_handlers()
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-    signal_handling._set_worker_signal_handlers = set_handlers_and_ignore_sigterm
 
 
 @changes("torch.cuda:_is_in_bad_fork")

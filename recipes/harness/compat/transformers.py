@@ -1,6 +1,7 @@
 """Changes to transformers, and private names of it."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -96,132 +97,89 @@ def load_tokenizers_as_offline() -> None:
     tokenization_utils_base.is_offline_mode = lambda: True
 
 
+class TrainerWithHooks:
+    """Overrides that call methods of a subclass where Trainer has neither a callback nor a method meant to be overridden.
+
+    See `add_overrides`.
+    """
+
+    def read_batches(self, iterator: Iterator, count: int) -> list[dict]:
+        """The micro-batches of an optimizer step. If it returns none on one process, it must return none on all of them."""
+        return list(itertools.islice(iterator, count))
+
+    def count_step(self, batches: list[dict], loss_tokens: Any) -> None:
+        """Called with what `read_batches` returned and the tokens in the loss on all processes. All may raise the same error."""
+
+    def log_fields(self, logs: dict) -> dict:
+        """What is added to logs before the state and the trackers get them."""
+        return {}
+
+    def before_checkpoint(self, checkpoint: Path) -> None:
+        """Called on every process before the checkpoint is written."""
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list[dict], Any]:
+        """transformers lets an exception of the data loader end one process, while the others wait for its number of tokens."""
+        batches = self.read_batches(epoch_iterator, num_batches)
+        loss_tokens = self._get_num_items_in_batch(batches, device)  # gathered from all processes
+        self.count_step(batches, loss_tokens)
+        return batches, loss_tokens
+
+    def log(self, logs: dict, *args: Any, **kwargs: Any) -> None:
+        """A callback gets the logs after the state, and after the trackers, which were added first."""
+        logs.update(self.log_fields(logs))  # not a copy: the best checkpoint may be chosen by what SFTTrainer adds to it
+        super().log(logs, *args, **kwargs)
+
+    def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager:
+        """Sharded 4-bit models compute under autocast in bf16, without autocast's cache of weights.
+
+        accelerate enters autocast for bf16, but also makes FSDP cast all weights, which destroys packed 4-bit ones; so bf16 is
+        off for these models, and autocast with it. The cache would keep a copy of every gathered adapter until the end of the
+        pass.
+        """
+        if self.is_fsdp_enabled and getattr(self.model, "is_loaded_in_4bit", False):
+            return torch.autocast(self.args.device.type, torch.bfloat16, cache_enabled=False)
+        return super().autocast_smart_context_manager(*args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.before_checkpoint(Path(self.args.output_dir, f"checkpoint-{self.state.global_step}"))
+        super()._save_checkpoint(model, trial)
+
+    def load_best_checkpoint(self) -> None:
+        """Loads the weights of the best checkpoint with `load_best_model_at_end`.
+
+        `Trainer.train` does so only after it has trained a step, which a run that was killed after its last step does not.
+        """
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            self._load_best_model()
+
+    def evaluate_step(self) -> None:
+        """Evaluates as `Trainer.train` does: also for a scheduler that depends on the loss, and for the best checkpoint."""
+        self._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
+
+
 @changes(
+    "transformers:Trainer.get_train_dataloader(self)",
+    "transformers:Trainer.get_eval_dataloader(self, eval_dataset)",
     "transformers:Trainer.get_batch_samples(self, epoch_iterator, num_batches, device)",
     "transformers:Trainer._get_num_items_in_batch(self, batch_samples, device)",
-)
-def install_batch_reader(
-    trainer: Any, read: Callable[[Iterator, int], list[dict]], on_count: Callable[[list[dict], Any], None]
-) -> None:
-    """Replaces how a trainer reads the micro-batches of an optimizer step.
-
-    `read(iterator, count)` returns the batches. If it returns an empty list on one process, it must do so on all, because the
-    trainer then gathers the number of tokens in the loss from all of them. `on_count(batches, number)` is called with this
-    number. It is the same on all processes, so `on_count` may raise an error.
-
-    transformers lets an exception of the data loader end one process while the others wait in that gather; on NCCL all later
-    collectives are off by one. So `read` catches what can happen to one process only, and tells the others.
-    Upstream: no issue found.
-    Checked with: transformers 5.23.0.
-    Remove when: the trainer has a hook between reading the batches and the gather.
-    """
-
-    def get_batch_samples(epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list[dict], Any]:
-        batches = read(epoch_iterator, num_batches)
-        number = trainer._get_num_items_in_batch(batches, device)
-        on_count(batches, number)
-        return batches, number
-
-    trainer.get_batch_samples = get_batch_samples
-
-
-@changes("transformers:Trainer._save_checkpoint(self, model, trial)")
-def install_before_checkpoint(trainer: Any, before: Callable[[Path], None]) -> None:
-    """Calls `before(folder)` on every process before a trainer writes the checkpoint `folder`.
-
-    A callback is called only after the checkpoint was written. It is too late then to mark the folder as incomplete, and
-    to delete an old checkpoint first when the disk is nearly full.
-    Upstream: no issue found.
-    Checked with: transformers 5.23.0.
-    Remove when: TrainerCallback has an event before a save.
-    """
-    write = trainer._save_checkpoint
-
-    def save_checkpoint(model: Any, trial: Any) -> None:
-        before(Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}"))
-        write(model, trial)
-
-    trainer._save_checkpoint = save_checkpoint
-
-
-@changes("transformers:Trainer._load_best_model(self)")
-def load_best_model(trainer: Any) -> None:
-    """Loads the weights of the best checkpoint with `load_best_model_at_end`, as at the end of `Trainer.train`.
-
-    `train` does so only after it has trained a step, which a run that was killed after its last step does not.
-    Upstream: no issue found.
-    Checked with: transformers 5.23.0.
-    Remove when: `Trainer.train` trains no step if the checkpoint is the last step.
-    """
-    if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
-        trainer._load_best_model()
-
-
-@changes(
+    "transformers:Trainer.log(self, logs, start_time)",
+    "transformers:Trainer.autocast_smart_context_manager(self, cache_enabled)",
+    "transformers:Trainer._save_checkpoint(self, model, trial)",
+    "transformers:Trainer._load_best_model(self)",
     "transformers:Trainer._evaluate(self, trial, ignore_keys_for_eval, skip_scheduler)",
     "transformers:Trainer._determine_best_metric(self, metrics, trial)",
 )
-def evaluate_step(trainer: Any) -> None:
-    """Evaluates as `Trainer.train` does after a step: a scheduler that depends on the loss and the best checkpoint learn of it.
+def add_overrides(trainer: Any, overrides: type[TrainerWithHooks]) -> None:
+    """Puts the methods of `overrides` in front of those of a trainer that a recipe has made, of whatever class.
 
-    `Trainer.evaluate` returns and logs the losses only.
-    Upstream: no issue found.
-    Checked with: transformers 5.23.0.
-    Remove when: a run that resumes from a checkpoint without its evaluation makes it up.
-    """
-    trainer._determine_best_metric(metrics=trainer._evaluate(None, None), trial=None)
-
-
-@changes("transformers:Trainer.log(self, logs, start_time)")
-def install_log_fields(trainer: Any, fields: Callable[[dict], dict]) -> None:
-    """Adds `fields(logs)` to everything a trainer logs, before the state and the trackers get it.
-
-    A callback gets the logs after they were written into the state, and after the trackers, which were added first.
-    Upstream: the documented way is a subclass of Trainer, but recipes choose the class.
-    Checked with: transformers 5.23.0.
-    Remove when: callbacks can change logs.
-    """
-    log = trainer.log
-
-    def log_with_fields(logs: dict, *args: Any, **kwargs: Any) -> None:
-        logs.update(fields(logs))  # not a copy: SFTTrainer adds metrics too, by one of which the best checkpoint may be chosen
-        log(logs, *args, **kwargs)
-
-    trainer.log = log_with_fields
-
-
-@changes("transformers:Trainer.get_train_dataloader(self)")
-def install_train_dataloader(trainer: Any, change: Callable[[Any], Any]) -> None:
-    """Makes a trainer use `change(loader)` in place of the training data loader that it makes.
-
-    Upstream: the documented way is a subclass of Trainer, but recipes choose the class.
-    Checked with: transformers 5.23.0.
-    Remove when: a Trainer accepts a data loader.
-    """
-    make = trainer.get_train_dataloader
-
-    def get_train_dataloader() -> Any:
-        return change(make())
-
-    trainer.get_train_dataloader = get_train_dataloader
-
-
-@changes("transformers:Trainer.autocast_smart_context_manager(self, cache_enabled)")
-def install_autocast(trainer: Any, dtype: torch.dtype) -> None:
-    """Computes the forward pass of a trainer under autocast in `dtype`, without autocast's cache of weights.
-
-    accelerate enters autocast for bf16, but also makes FSDP cast all weights, which destroys packed 4-bit ones; so bf16 is
-    off for these models, and autocast with it. The cache would keep a copy of every gathered adapter until the end of
-    the pass.
-    Upstream: no issue found.
+    The documented way is a subclass of Trainer, but recipes choose the class.
+    Upstream: no issue found for hooks between reading the batches of a step and the gather of their tokens, before a save, and
+    for autocast without a mixed precision policy of FSDP.
     Checked with: transformers 5.23.0, accelerate 1.15.0.
-    Remove when: accelerate can enter autocast without a mixed precision policy for FSDP.
+    Remove when: TrainerCallback has events for them.
     """
-
-    def autocast(*args: Any, **kwargs: Any) -> torch.autocast:
-        return torch.autocast(trainer.args.device.type, dtype, cache_enabled=False)
-
-    trainer.autocast_smart_context_manager = autocast
+    own = type(trainer)
+    trainer.__class__ = type(f"Run{own.__name__}", (overrides, own), {"__module__": own.__module__})
 
 
 @changes("transformers:PreTrainedModel._no_split_modules")
@@ -282,21 +240,6 @@ def attention_of(config: Any) -> str | None:
     Remove when: there is one.
     """
     return getattr(config, "_attn_implementation", None)
-
-
-@changes("transformers.trainer:skip_first_batches", "accelerate.data_loader:skip_first_batches(dataloader, num_batches)")
-def install_batch_skipping(skip: Callable[[Any, int], Any]) -> None:
-    """Makes trainers call `skip(loader, count)` for a loader without the batches that a resumed run was trained on.
-
-    With `ignore_data_skip` a trainer would count epochs from 0 again, and restore the random state before the data loader
-    draws its seed from it, so that dropout on a CPU would differ from that of an uninterrupted run.
-    Upstream: no issue found.
-    Checked with: transformers 5.23.0.
-    Remove when: a Trainer uses `state_dict` and `load_state_dict` of streams.
-    """
-    from transformers import trainer
-
-    trainer.skip_first_batches = skip
 
 
 @changes("transformers:PreTrainedModel.device", "transformers.generation.utils:move_to_device(value, device)")

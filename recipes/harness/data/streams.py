@@ -17,13 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.compat.transformers import install_batch_skipping, install_train_dataloader
 from harness.data.stream_rows import MOST_PARTS
 from harness.folder import read_json, step_of
 from harness.launched import UserError, print_once
 
 import torch
-from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset, concatenate_datasets
@@ -150,19 +148,10 @@ class StreamPosition(TrainerCallback):
     def __init__(self, trainer: Trainer, checkpoint: Path | None) -> None:
         self.trainer, self.checkpoint = trainer, checkpoint
         self.micro_batches: MicroBatches | None = None  # None for data in memory
-        self.loader: DataLoader | None = None
-        self.states: dict[int, dict] = {}  # of the parts that this process saves, after the current step; set by `BatchReader`
+        self.loader: DataLoader | None = None  # of a stream; starts at its position
+        self.states: dict[int, dict] = {}  # of the parts that this process saves, after the current step; set by `AgreedReader`
 
-    def install(self) -> None:
-        """To be called before `trainer.train`."""
-        install_train_dataloader(self.trainer, self._divide)
-        install_batch_skipping(self._skip)
-
-    def _skip(self, loader: DataLoader, count: int) -> DataLoader:
-        """A loader without its first `count` batches; a stream starts at its position."""
-        return loader if loader is self.loader else skip_first_batches(loader, count)
-
-    def _divide(self, loader: DataLoader) -> DataLoader:
+    def divide(self, loader: DataLoader) -> DataLoader:
         """A loader of the micro-batches of this process, for one that reads a stream; any other as it is."""
         stream = self.trainer.train_dataset
         if not isinstance(stream, IterableDataset):

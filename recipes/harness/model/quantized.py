@@ -8,7 +8,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from harness.compat.transformers import install_autocast, transformer_layers
+from harness.compat.transformers import transformer_layers
 from harness.folder import write_json
 from harness.launched import UserError, print_once
 from harness.rehearsal import tiny
@@ -174,7 +174,6 @@ def prepare_quantized_model(trainer: Trainer) -> None:
     for module in model.modules():
         if hasattr(module, "cast_input_dtype_enabled"):
             module.cast_input_dtype_enabled = False  # PEFT would keep a float32 copy of the input of every adapter
-    install_autocast(trainer, torch.bfloat16)
 
 
 def install_byte_check(model: torch.nn.Module) -> None:

@@ -13,13 +13,13 @@ import re
 import resource
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness.compat.accelerate import allow_fsdp_on_cpu, launch_environment
-from harness.compat.transformers import install_batch_reader
+from harness.compat.transformers import TrainerWithHooks, add_overrides
 from harness.configs import AccelerateConfig
 from harness.contexts import Context, RecipeStopped
 from harness.folder import read_json
@@ -286,6 +286,15 @@ def quantized_bytes(model: torch.nn.Module) -> int:
     return scales + sum(weight.nbytes for weight in model.parameters() if not weight.requires_grad)
 
 
+class SimulatedTrainer(TrainerWithHooks):
+    """Trains on fake batches in place of those of the data loader."""
+
+    simulated_step: "SimulatedStep"
+
+    def read_batches(self, iterator: Iterator, count: int) -> list[dict]:
+        return self.simulated_step.make_batches()
+
+
 class SimulatedStep(TrainerCallback):
     """Starts the simulation when the model is wrapped, and ends it after one optimizer step and what comes after a run."""
 
@@ -313,9 +322,10 @@ class SimulatedStep(TrainerCallback):
         self.parts: list[Counts] = []  # of the micro-batches
         self.optimized: list[torch.Tensor] = []  # the weights that the optimizer updates
         self.forward_labels: Any = None  # entered when the training begins, and left by the labels of what comes after
-        install_batch_reader(trainer, self.read_batches, lambda batches, number: None)
+        add_overrides(trainer, SimulatedTrainer)
+        trainer.simulated_step = self
 
-    def read_batches(self, iterator: Any, count: int) -> list[dict]:
+    def make_batches(self) -> list[dict]:
         return [self.fake_batch(self.batch) for _ in range(self.micro_batches)]
 
     def fake_batch(self, batch: dict) -> dict:

@@ -6,12 +6,11 @@ import re
 from pathlib import Path
 
 from harness import folder
-from harness.compat.transformers import install_before_checkpoint
 from harness.folder import NUMBER, DamagedFile, read_json
 from harness.launched import UserError, print_once
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
+from harness.run.progress import Progress
 from harness.run.settings import RunSettings
-from harness.run.steps import Progress
 
 import torch
 from accelerate import PartialState
@@ -37,13 +36,10 @@ class Checkpoints(TrainerCallback):
 
     def __init__(self, trainer: Trainer, progress: Progress, settings: RunSettings) -> None:
         self.trainer, self.progress, self.output_dir = trainer, progress, Path(trainer.args.output_dir)
-        self.limit, self.settings = trainer.args.save_total_limit, settings
+        self.settings = settings
+        self.limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None  # transformers deletes none
 
-    def install(self) -> None:
-        self.trainer.args.save_total_limit = None
-        install_before_checkpoint(self.trainer, self._before_save)
-
-    def _before_save(self, checkpoint: Path) -> None:
+    def before_save(self, checkpoint: Path) -> None:
         """Deletes old checkpoints on every disk, and marks the new one as incomplete. Collective."""
         process = PartialState()
         if not (self.output_dir / folder.RUN).is_file():  # transformers would make the folder again

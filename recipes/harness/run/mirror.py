@@ -26,10 +26,10 @@ from harness import folder
 from harness.folder import COMPLETION_MARKER, NUMBER, RESULT_TYPES, RESULTS, RUN, DamagedFile
 from harness.launched import UserError, print_once, readable_size
 from harness.nodes.variables import seconds_of_silence
+from harness.run.agreement import maximum
 from harness.run.checkpoints import belongs_to
 from harness.run.marker import begin_writing, delete, parse_marker, path_in, read_marker, write_marker, wrong_files
 from harness.run.settings import RunSettings
-from harness.run.steps import maximum
 from harness.run.storage import PATIENCE, Storage, at_start, describe, retry
 
 from accelerate import PartialState

@@ -24,7 +24,7 @@ from harness.folder import DATA, RESULTS, RUN, read_json, sync, write_json
 from harness.launched import DEBUG_VARIABLE, print_once
 from harness.model.quantized import SOURCE
 from harness.run.forecast import describe_forecast, read_forecast
-from harness.run.steps import Progress, evaluation_losses
+from harness.run.progress import Progress, evaluation_losses
 
 import pyarrow
 import pyarrow.parquet

@@ -5,11 +5,12 @@ import os
 from pathlib import Path
 
 from harness import folder
-from harness.compat.transformers import load_best_model
-from harness.data.streams import StreamPosition, fill_last_step, repeat_stream
+from harness.data.streams import fill_last_step, repeat_stream
 from harness.launched import UserError, print_once
 from harness.model.quantized import install_byte_check
-from harness.run.checkpoints import Checkpoints, find_checkpoint, print_changed_rows, print_kept_learning_rate
+from harness.run.agreement import make_cpu_group
+from harness.run.batches import AgreedReader
+from harness.run.checkpoints import find_checkpoint, print_changed_rows, print_kept_learning_rate
 from harness.run.failures import check_disk_space, check_metric_is_computed, exit_for_known_failure
 from harness.run.mirror import Mirror
 from harness.run.outputs import (
@@ -27,19 +28,12 @@ from harness.run.outputs import (
     write_results,
 )
 from harness.run.profile import Profile
+from harness.run.progress import replace_progress_bar
 from harness.run.settings import RunSettings
 from harness.run.sharded_files import check_sharded_files
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
-from harness.run.steps import (
-    BatchReader,
-    LastStepReached,
-    MissedEvaluation,
-    Progress,
-    StopAfterSignal,
-    StopAtLastStep,
-    StopOnNan,
-    make_cpu_group,
-)
+from harness.run.stopping import LastStepReached, MissedEvaluation, StopAfterSignal, StopAtLastStep, StopOnNan
+from harness.run.trainer import add_parts
 
 from datasets import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -82,24 +76,18 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     parameters = count_parameters(trainer.model)
     print_once(f"Training {describe_training(modules_with_adapter(trainer.model), parameters)}.")
 
-    before = folder.read_json(checkpoint / folder.COMPLETION_MARKER).get("progress", {}) if checkpoint else {}
-    progress = Progress(trainer, before)
-    position = StreamPosition(trainer, checkpoint)
-    reader = BatchReader(trainer, group, position, progress, resumed_from)
-    checkpoints = Checkpoints(trainer, progress, settings)
+    parts = add_parts(trainer, group, checkpoint, settings)
     stop = StopAfterSignal(group)
     del group
-    for part in (progress, position, reader, checkpoints, stop):
-        part.install()
     callbacks = [
         MeanEvaluation(trainer, settings.dataset_weights),
         AfterWrapping(trainer, settings.config, settings.processes, show_buffers),
         # Before Checkpoints: a checkpoint with NaN in it must not get a completion marker.
         StopOnNan(),
         # Before Checkpoints: the completion marker lists the file of the position.
-        position,
-        reader,
-        checkpoints,
+        parts.position,
+        parts.reader,
+        parts.checkpoints,
         # After Checkpoints: only complete checkpoints are uploaded.
         mirror,
         StopAtLastStep(),
@@ -107,7 +95,7 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
         # Before Progress, which measures the steps.
         MissedEvaluation(trainer, resumed_from),
         # After StopAfterSignal, so that the time of a step that is saved or logged because of a signal is counted.
-        progress,
+        parts.progress,
         *([Profile(trainer.args)] if settings.profile else []),
     ]
     for callback in callbacks:
@@ -119,13 +107,13 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
         output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except LastStepReached:
         output, trainer.is_in_train = None, False
-        load_best_model(trainer)
+        trainer.load_best_checkpoint()
     except KeyboardInterrupt:
         print_once(f"\nStopped at step {trainer.state.global_step}. {folder.resume_hint(output_dir)}")
         os._exit(130)  # other processes may never reach the end of a collective
-    if code := reader.report_stop() or stop.report_stop(trainer):
+    if code := parts.reader.report_stop() or stop.report_stop(trainer):
         mirror.close()
-        disconnect(trainer, stop, reader)
+        disconnect(trainer, stop, parts.reader)
         raise SystemExit(code)
 
     save_model(trainer, original)
@@ -137,14 +125,14 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
         if trainer.is_world_process_zero() and not why_no_text(trainer):
             save_expectations(trainer, original, evaluation)
     mirror.finish()
-    results = write_results(trainer, output, evaluation, progress, parameters, resumed_from, mirror.results())
+    results = write_results(trainer, output, evaluation, parts.progress, parameters, resumed_from, mirror.results())
     with only_report("samples.txt"):
         generate_samples(trainer, settings.tiny)
     with only_report("the summary"):
         print_summary(results, str(output_dir))
     mirror.upload_model()
     mirror.close()
-    disconnect(trainer, stop, reader)
+    disconnect(trainer, stop, parts.reader)
     if held:
         held.release()
 
@@ -157,6 +145,7 @@ def prepare_trainer(trainer: Trainer) -> None:
     repeat_stream(trainer)
     fill_last_step(trainer)
     hide_tied_weight_warning(trainer)
+    replace_progress_bar(trainer)
     # The default waits, for each tensor of a batch, until the GPU has computed everything that was queued before.
     trainer.accelerator.dataloader_config.non_blocking = True
 
@@ -179,7 +168,7 @@ def hide_tied_weight_warning(trainer: Trainer) -> None:
         logging.getLogger("transformers.trainer").addFilter(lambda record: "['lm_head.weight']" not in record.getMessage())
 
 
-def disconnect(trainer: Trainer, stop: StopAfterSignal, reader: BatchReader) -> None:
+def disconnect(trainer: Trainer, stop: StopAfterSignal, reader: AgreedReader) -> None:
     """Destroys the process groups now; Python would do it at a moment when the other processes may have exited."""
     stop.group = reader.group = None
     trainer.end()

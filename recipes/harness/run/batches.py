@@ -1,0 +1,118 @@
+"""The micro-batches of a step: a stream is read ahead, and all processes read a step or none does."""
+
+import itertools
+import queue
+import threading
+from collections.abc import Iterator
+
+from harness.data.streams import StreamPosition
+from harness.hub import HubLost
+from harness.launched import OUT_OF_TIME, UserError, print_once
+from harness.run.agreement import maximum
+
+from accelerate.utils import gather_object
+from datasets import IterableDataset
+from torch.distributed import ProcessGroup
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+READ_AHEAD = 16  # steps of a stream at most; a step of 16,000 tokens has 1 MB
+
+Step = tuple[list[dict], dict[int, dict]]  # micro-batches, and the states of a stream after them
+
+
+class StepReader:
+    """Reads the micro-batches of this process.
+
+    A stream is read ahead, in a thread, so that no GPU waits for the tokenizer: packing takes many documents at once.
+    """
+
+    def __init__(self, trainer: Trainer, position: StreamPosition) -> None:
+        self.trainer, self.position = trainer, position
+        self.is_stream = isinstance(trainer.train_dataset, IterableDataset)
+        self.steps: queue.Queue[Step | BaseException] | None = None  # that were read ahead
+
+    def next_step(self, iterator: Iterator, count: int) -> Step:
+        """`count` micro-batches. `iterator`: of the trainer's loader, without those that a resumed run was trained on.
+
+        A stream is read from its own loader, which starts where the run was stopped. Errors of the thread are raised here.
+        """
+        if not self.is_stream:
+            return self._read(iterator, count)
+        if self.steps is None:
+            state = self.trainer.state
+            self.steps = self._read_ahead(iter(self.position.loader), count, state.max_steps - state.global_step)
+        step = self.steps.get()
+        if isinstance(step, BaseException):
+            raise step
+        return step
+
+    def _read(self, iterator: Iterator, count: int) -> Step:
+        batches = list(itertools.islice(iterator, count))
+        return batches, self.position.states_after_next_step()
+
+    def _read_ahead(self, iterator: Iterator, count: int, steps: int) -> queue.Queue:
+        """Reads all steps in a thread, which does not keep the process from exiting."""
+        read_steps = queue.Queue(READ_AHEAD)
+
+        def read() -> None:
+            try:
+                for _ in range(steps):
+                    read_steps.put(self._read(iterator, count))
+            except BaseException as error:
+                read_steps.put(error)
+
+        threading.Thread(target=read, name="read ahead", daemon=True).start()
+        return read_steps
+
+
+class AgreedReader(TrainerCallback):
+    """Reads a step on all processes, or on none if one of them lost the Hub or met a row of a stream that it cannot read.
+
+    Then all stop, with a checkpoint if there is progress to save.
+    """
+
+    def __init__(self, trainer: Trainer, group: ProcessGroup | None, position: StreamPosition, resumed_from: int) -> None:
+        self.trainer, self.position = trainer, position
+        self.reader = StepReader(trainer, position)
+        self.group = group if self.reader.is_stream else None
+        self.saved_step = resumed_from  # of the last checkpoint
+        self.error = ""  # why this process cannot read
+        self.exit_code = 0  # of the run, if one of the processes cannot read
+
+    def read(self, iterator: Iterator, count: int) -> list[dict]:
+        """The micro-batches of the next step, [] on all processes if one of them has none. Collective."""
+        batches, states, code = [], {}, 0
+        try:
+            batches, states = self.reader.next_step(iterator, count)
+        except (HubLost, UserError) as error:
+            if not self.reader.is_stream:
+                raise
+            self.error, code = str(error), OUT_OF_TIME if isinstance(error, HubLost) else 2
+        self.exit_code = maximum(code, self.group)
+        if self.exit_code:
+            self.trainer.control.should_training_stop = self.trainer.control.should_log = True
+            return []
+        self.position.states = states
+        return batches
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        self.saved_step = state.global_step
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """transformers ends the epoch when the run stops. Then nothing is evaluated, and saved only what is not saved yet."""
+        if self.exit_code:
+            control.should_evaluate = False
+            control.should_save = args.save_strategy != "no" and state.global_step > self.saved_step
+
+    def report_stop(self) -> int:
+        """The exit code, after one message from all processes, if one of them could not read; else 0. Collective."""
+        if not self.exit_code:
+            return 0
+        reason = max(gather_object([self.error]), key=len)
+        hint = "There is no checkpoint yet"
+        if self.saved_step:  # a file that was mended has changed, so the same command would be refused
+            resumes = self.exit_code == OUT_OF_TIME
+            hint = f"The same command resumes from step {self.saved_step}" if resumes else f"Step {self.saved_step} is saved"
+        kind = "" if self.exit_code == OUT_OF_TIME else "error: "
+        print_once(f"\n{kind}Stopped at step {self.trainer.state.global_step}: {reason}. {hint}.")
+        return self.exit_code

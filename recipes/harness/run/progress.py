@@ -1,0 +1,207 @@
+"""The progress of a run: its tokens and seconds are counted, and a line is printed at every log."""
+
+import datetime
+import os
+import re
+import time
+
+import psutil
+import torch
+from accelerate.utils import gather_object
+from tqdm.auto import tqdm
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+
+class BarWithoutLogs(ProgressCallback):
+    """transformers' progress bar. Its `on_log` would print the logs a second time, as a dictionary."""
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        pass
+
+
+def replace_progress_bar(trainer: Trainer) -> None:
+    """Leaves out what transformers prints at a log: `Progress` prints a line."""
+    trainer.remove_callback(PrinterCallback)
+    if trainer.pop_callback(ProgressCallback):
+        trainer.add_callback(BarWithoutLogs)
+
+
+class Progress(TrainerCallback):
+    """Counts tokens and seconds of a run, including its parts before a resume, and prints a line at every log.
+
+    `tokens` go through the model, padding included; `loss_tokens` count in the loss. `seconds` are spent in optimizer steps
+    and in waiting for their data, without start, evaluations and checkpoints.
+    """
+
+    def __init__(self, trainer: Trainer, before: dict) -> None:
+        """`before`: what `so_far` returned when the checkpoint was written, {} for a new run."""
+        self.trainer, self.before = trainer, before
+        self.tokens, self.loss_tokens, self.seconds = 0, 0, 0.0  # of this start; `before` has those of earlier ones
+        self.running_since: float | None = None  # None during evaluations and checkpoints
+        self.first_step, self.began, self.ended = 0, time.monotonic(), None  # set by `on_train_begin` and `on_train_end`
+        self.steps_began: float | None = None  # when the first step began; `began` is before an evaluation that precedes it
+        self.logged_tokens, self.logged_seconds = 0, 0.0  # `tokens` and `seconds` at the last log
+        self.seconds_left: float | None = None
+        self.gpus = GpuMonitor()
+
+    def count(self, batches: list[dict], loss_tokens: torch.Tensor | int | None) -> None:
+        """To be called with the batches of every step, and the tokens in the loss over all processes."""
+        self.tokens += sum(batch["input_ids"].numel() for batch in batches)
+        self.loss_tokens = self.loss_tokens + (loss_tokens if loss_tokens is not None else 0)
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        self.first_step, self.began, self.ended = state.global_step, time.monotonic(), None
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        if self.running_since is None:
+            self.running_since = time.monotonic()
+        if self.steps_began is None:
+            self.steps_began = self.running_since
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        self.gpus.sample()
+        self._log_with_checkpoint(args, state, control)
+        if control.should_log or control.should_evaluate or control.should_save:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()  # the GPU's work for the steps so far is part of them
+            self._pause()
+            self.running_since = time.monotonic()
+        steps = state.global_step - self.first_step
+        self.seconds_left = (time.monotonic() - self.steps_began) / steps * (state.max_steps - state.global_step)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        self._log_with_checkpoint(args, state, control)
+        self._pause()
+
+    def _log_with_checkpoint(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """Logs at every checkpoint and at the last step: a logged loss is the mean since the last log, which a resume forgets."""
+        if args.logging_strategy != "no" and (control.should_save or state.global_step >= state.max_steps):
+            control.should_log = True
+
+    def _pause(self) -> None:
+        if self.running_since is not None:
+            self.seconds += time.monotonic() - self.running_since
+        self.running_since = None
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        if state.global_step > self.first_step:  # not before the first step
+            self.running_since = time.monotonic()
+
+    on_save = on_evaluate
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        self.running_since, self.ended = None, time.monotonic()
+
+    def log_fields(self, logs: dict) -> dict[str, float]:
+        """Speed, used host memory, this node's GPUs since the last log; in fp16 the gradient scaler's scale."""
+        if "loss" not in logs:
+            return {}
+        scaler = self.trainer.accelerator.scaler
+        fields = {"loss_scale": scaler.get_scale()} if scaler else {}
+        tokens, seconds = self.tokens - self.logged_tokens, self.seconds - self.logged_seconds
+        if seconds > 0:
+            fields["tokens_per_second"] = round(tokens * self.trainer.args.world_size / seconds, 1)
+        self.logged_tokens, self.logged_seconds = self.tokens, self.seconds
+        memory = psutil.virtual_memory()
+        fields["host_gb"] = round((memory.total - memory.available) / 1e9, 1)  # of all programs on this node
+        return fields | self.gpus.read()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict | None = None,
+        **kwargs: object,
+    ) -> None:
+        line = format_logs(logs or {}, state.global_step, state.max_steps, self.seconds_left)
+        if line and state.is_world_process_zero:
+            tqdm.write(line)
+
+    def so_far(self) -> dict[str, float]:
+        """Tokens on all processes and seconds of the whole run. Collective. `runtime` is in seconds and includes everything."""
+        counted = {
+            "tokens": sum(gather_object([self.tokens])),
+            "loss_tokens": int(self.loss_tokens),
+            "seconds": self.seconds,
+            "runtime": (self.ended or time.monotonic()) - self.began,
+        }
+        return {name: round(self.before.get(name, 0) + number, 3) for name, number in counted.items()}
+
+
+class GpuMonitor:
+    """Utilization and used memory of the GPUs of this node, from NVML. The first process of a node samples all of them."""
+
+    def __init__(self) -> None:
+        is_monitor = torch.cuda.is_available() and os.environ.get("LOCAL_RANK", "0") == "0"
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_monitor else 0
+        self.samples: list[list[tuple[int, int]]] = [[] for _ in range(count)]  # (percent, bytes) since the last `read`
+        self.all_samples: list[list[tuple[int, int]]] = [[] for _ in range(count)]
+
+    def sample(self) -> None:
+        try:
+            for index, samples in enumerate(self.samples):
+                samples.append((torch.cuda.utilization(index), torch.cuda.device_memory_used(index)))
+        except Exception:  # NVML is missing, or does not support this GPU: a run does not need it
+            self.samples = []
+
+    def read(self) -> dict[str, float]:
+        """Of every GPU the mean utilization in percent and the maximum memory in GB (1e9 bytes) since the last call."""
+        found = {}
+        for index, samples in enumerate(self.samples):
+            if samples:
+                self.all_samples[index] += samples
+                percent, gigabytes = _summary(samples)
+                found |= {f"gpu_{index}_utilization": percent, f"gpu_{index}_memory_gb": gigabytes}
+                samples.clear()
+        return found
+
+    def whole_run(self) -> list[tuple[float, float]]:
+        """Mean percent and maximum GB of every GPU over the whole run, [] without samples."""
+        return [_summary(samples) for samples in self.all_samples if samples]
+
+
+def _summary(samples: list[tuple[int, int]]) -> tuple[float, float]:
+    percent = sum(percent for percent, _ in samples) / len(samples)
+    return round(percent, 1), round(max(size for _, size in samples) / 1e9, 2)
+
+
+def evaluation_losses(logs: dict) -> dict[str, float]:
+    """The losses of evaluation datasets by label; "" for `eval_loss`. SFTTrainer's `eval_aux_loss` is that of a router."""
+    found = {name: re.fullmatch(r"eval_(?:(.+)_)?loss", name) for name in logs if name != "eval_aux_loss"}
+    return {match[1] or "": logs[name] for name, match in found.items() if match}
+
+
+def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -> str:
+    """The line for a person, "" for logs without a loss."""
+    start = f"step {step:{len(f'{steps:,}')},}/{steps:,}"
+    if "eval_loss" in logs and "eval_runtime" not in logs:
+        return f"{start}  evaluation loss {logs['eval_loss']:.4f}, mean of all datasets"
+    for label, loss in evaluation_losses(logs).items():
+        dataset, prefix = (f" of {label}", f"{label}_") if label else ("", "")
+        return f"{start}  evaluation loss{dataset} {loss:.4f}  in {logs.get(f'eval_{prefix}runtime', 0):.0f} s"
+    if "loss" not in logs:
+        return ""
+    parts = [start, f"loss {logs['loss']:7.4f}", f"lr {logs.get('learning_rate', 0):.2e}"]
+    if "grad_norm" in logs:
+        parts.append(f"grad {logs['grad_norm']:8.3f}")
+    parts.append(f"{logs.get('tokens_per_second', 0):9,.0f} tokens/s")
+    if torch.cuda.is_available():
+        parts.append(f"{torch.cuda.max_memory_allocated() / 1e9:5.1f} GB")
+    if "host_gb" in logs:
+        parts.append(f"host {logs['host_gb']:.1f} GB")
+    percents = [f"{value:3.0f}" for name, value in logs.items() if name.endswith("_utilization")]
+    if percents:
+        used = [f" {value:.1f}" for name, value in logs.items() if name.endswith("_memory_gb")]
+        parts.append(f"GPU{''.join(percents)} %{''.join(used)} GB")
+    if seconds_left is not None:
+        parts.append(f"{datetime.timedelta(seconds=round(seconds_left))} left")
+    return "  ".join(parts)

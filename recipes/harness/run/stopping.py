@@ -1,0 +1,117 @@
+"""Where a run stops: after a signal (all processes after the same step), on NaN, or at its last step."""
+
+import math
+import signal
+
+from harness.compat.transformers import TrainerWithHooks
+from harness.launched import OUT_OF_TIME, last_signal, print_once, record_signal, set_signal_handler
+from harness.run.agreement import maximum
+from harness.run.sharding import local_tensor
+
+import torch
+from accelerate.utils import gather_object
+from torch.distributed import ProcessGroup
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class StopAfterSignal(TrainerCallback):
+    """Stops all processes after the step in which one of them received SIGTERM or SIGUSR1, with a checkpoint."""
+
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
+        self.signal = 0  # the one that all processes agreed on
+        set_signal_handler(record_signal)  # until now a signal ends the process: there is nothing to save
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        self.signal = maximum(last_signal(), self.group)
+        if self.signal and state.global_step < state.max_steps:
+            control.should_training_stop = control.should_log = True
+            control.should_save = args.save_strategy != "no"
+            control.should_evaluate = False  # there may be little time; see MissedEvaluation
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """transformers ends the epoch when the run stops, and a strategy "epoch" would evaluate, and save again."""
+        if self.signal and state.global_step < state.max_steps:
+            control.should_save = control.should_evaluate = False
+
+    def report_stop(self, trainer: Trainer) -> int:
+        """The exit code, after a message, if a signal stopped the run before its last step; else 0."""
+        if not self.signal or trainer.state.global_step >= trainer.state.max_steps:
+            return 0
+        saved = trainer.args.save_strategy != "no"
+        hint = "the same command resumes there" if saved else "without a checkpoint"
+        print_once(f"\nStopped by {signal.Signals(self.signal).name} at step {trainer.state.global_step}; {hint}.")
+        return OUT_OF_TIME if saved and self.signal == signal.SIGUSR1 else 128 + self.signal
+
+
+class MissedEvaluation(TrainerCallback):
+    """After a resume, makes the evaluation that StopAfterSignal left out at the step of the checkpoint.
+
+    Without it, random numbers, a scheduler that depends on the loss, and the best checkpoint would be others than those of an
+    uninterrupted run.
+    """
+
+    def __init__(self, trainer: TrainerWithHooks, resumed_from: int) -> None:
+        self.trainer, self.resumed_from = trainer, resumed_from
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Not earlier: the state of the random numbers is loaded just before the first step."""
+        if not self.resumed_from or state.global_step != self.resumed_from:
+            return
+        entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
+        if any(name.startswith("eval_") for entry in entries for name in entry):
+            return
+        if args.eval_strategy == "steps":
+            is_due = state.global_step % state.eval_steps == 0 and state.global_step >= args.eval_delay
+        else:
+            is_due = args.eval_strategy == "epoch" and state.epoch == int(state.epoch) and state.epoch >= args.eval_delay
+        if is_due:
+            self.trainer.evaluate_step()
+
+
+class LastStepReached(Exception):
+    """The checkpoint that a run resumes from is its last step."""
+
+
+class StopAtLastStep(TrainerCallback):
+    """transformers checks whether it is done only after a step, so a run killed after its last step would train one more."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        if state.global_step >= state.max_steps:
+            raise LastStepReached
+
+
+class StopOnNan(TrainerCallback):
+    """Ends a run whose loss or weights are NaN or infinite, before the checkpoint gets its completion marker."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict | None = None,
+        **kwargs: object,
+    ) -> None:
+        loss = (logs or {}).get("loss", 0.0)
+        if not math.isfinite(loss):
+            self._stop(f"the loss is {loss}", state)
+
+    def on_save(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module | None = None,
+        **kwargs: object,
+    ) -> None:
+        """Stops the run, on all processes, if a trained weight is NaN or infinite."""
+        trained = [local_tensor(weight.detach()) for weight in model.parameters() if weight.requires_grad]
+        is_finite = all(bool(weight.isfinite().all()) for weight in trained)
+        if not all(gather_object([is_finite])):
+            self._stop("some trained weights are NaN or infinite", state)
+
+    def _stop(self, problem: str, state: TrainerState) -> None:
+        raise RuntimeError(
+            f"{problem} at step {state.global_step}: try a lower --learning_rate or a longer --warmup_steps, in a new "
+            "--output_dir"
+        )

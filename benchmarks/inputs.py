@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -120,6 +119,7 @@ def make_dataset(name: str, config: str | None, folder: Path, tokens: int) -> No
     It is repeated until the training split has at least `tokens` tokens: a step at the end of an epoch could have fewer
     micro-batches than the others.
     """
+    from harness.data.sources import Source
     from harness.rehearsal import tiny
 
     import datasets
@@ -130,7 +130,7 @@ def make_dataset(name: str, config: str | None, folder: Path, tokens: int) -> No
     longest = None if len(prose) == 1 or "messages" in columns else 200  # several columns share the first letters of a text
     letters = sum(len(text[:longest]) for text in tiny.documents())
     repeats = math.ceil(tokens / (TOKENS_PER_LETTER * letters))
-    tiny.make_dataset(SimpleNamespace(dataset_name=name, dataset_config=config), folder, repeats)
+    tiny.make_dataset(Source(name, config), folder, repeats)
 
 
 def make_documents(folder: Path, tokenizer: "PreTrainedTokenizerFast", count: int, median: float, mean: float) -> None:

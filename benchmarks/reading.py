@@ -44,6 +44,7 @@ def make_dataset(folder: Path, documents_per_file: int) -> None:
 def read(kind: str, processes: int, rank: int, model: Path, steps: int) -> tuple[float, float, float, int, int, float]:
     """Seconds to the first step, CPU seconds to it and to the last one, rows and their tokens, and GB of host memory."""
     from harness.data import loading
+    from harness.data.sources import DataSettings, Source
     from harness.data.streams import StreamPosition, documents_per_batch, repeat_stream
 
     import psutil
@@ -57,8 +58,10 @@ def read(kind: str, processes: int, rank: int, model: Path, steps: int) -> tuple
     if kind != "parts":
         loading.SMALLEST_BUFFER = loading.SHUFFLE_BUFFER
     memory_before, began, cpu_before = psutil.Process().memory_info().rss, time.monotonic(), time.process_time()
-    script_args = loading.ScriptArguments(dataset_name="some/rows", dataset_streaming=True, max_eval_samples=8)
-    script_args.dataset_formats, script_args.display_name = ("text",), "some/rows"
+    script_args = loading.ScriptArguments()
+    script_args.data = DataSettings(
+        (Source("some/rows", display_name="some/rows"),), ("text",), streaming=True, max_eval_samples=8
+    )
     tokenizer = AutoTokenizer.from_pretrained(model)
     stream, _ = loading.load(script_args)
     stream = stream.map(lambda row: {"input_ids": tokenizer(row["text"])["input_ids"]}, remove_columns=["text"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from harness.commands import prepare
 from harness.data.script_arguments import ScriptArguments
+from harness.data.sources import DataSettings, Source
 
 import pytest
 from conftest import read
@@ -67,7 +68,7 @@ def test_dataset_is_tokenized_once(publish_tiny, environment, fork_launch, offli
     publish_tiny("qwen2_chat", "Qwen/Qwen2-0.5B-Instruct", "trl-lib/Capybara")
     process = fork_launch("--prepare", "qwen2_chat", *flags, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
-    cache = Path(environment["HF_HOME"], "datasets/trl-lib___capybara")
+    cache = Path(environment["HF_HOME"], "datasets")
     tokenized = sorted(cache.rglob("cache-*.arrow"))
     process = offline("qwen2_chat", "1x3090", "--use_cpu", *flags, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
@@ -90,7 +91,8 @@ def test_check_memory(error_of):
 
 
 def test_stream_whose_files_do_not_say_their_number_of_rows(error_of):
-    script_args = ScriptArguments(dataset_name="a/stream")
+    script_args = ScriptArguments()
+    script_args.data = DataSettings((Source("a/stream"),))
     files = {"train": ["hf://datasets/a/stream@main/train.jsonl.gz"]}
-    message = error_of(prepare.choose_stream_files, script_args, None, None, files)
+    message = error_of(prepare.choose_stream_files, script_args.data.sources[0], script_args, None, None, files)
     assert "a/stream" in message and "--dataset_streaming false" in message

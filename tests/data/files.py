@@ -2,18 +2,22 @@
 
 import bz2
 import contextlib
+import dataclasses
 import gzip
 import json
 import lzma
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "recipes"))
 
 from harness.data import chat_templates, reading  # noqa: E402
-from harness.data.loading import FIRST_ROWS, REHEARSED_ROWS, check_dataset, load  # noqa: E402
+from harness.data.checking import check_dataset  # noqa: E402
+from harness.data.loading import FIRST_ROWS, REHEARSED_ROWS, load  # noqa: E402
+from harness.data.parsing import settings_of_data  # noqa: E402
 from harness.data.script_arguments import ScriptArguments  # noqa: E402
 from harness.launched import UserError  # noqa: E402
 from harness.rehearsal import tiny  # noqa: E402
@@ -390,12 +394,12 @@ FILES: dict[str, tuple] = {
 }
 
 
-def arguments_for(folder: Path, name: str) -> ScriptArguments:
+def arguments_for(folder: Path, name: str, first_rows: int) -> ScriptArguments:
     formats, _, path, _, *more = FILES[name]
     settings = {key: value for key, value in (more[0] if more else {}).items() if key != "template"}
-    path = f"{folder}/{path}".replace("{}", str(folder))
-    script_args = ScriptArguments(dataset_name=path, **settings)
-    script_args.dataset_formats, script_args.display_name = formats, path
+    script_args = ScriptArguments(dataset_name=f"{folder}/{path}".replace("{}", str(folder)), **settings)
+    training_args = SimpleNamespace(seed=0, output_dir=str(folder / ".out"), max_steps=1)
+    script_args.data = settings_of_data(script_args, training_args, formats, first_rows)
     return script_args
 
 
@@ -418,18 +422,17 @@ def make_tokenizer(template: str) -> object:
 
 def outcome(folder: Path, name: str, mode: str, tokenizer: object) -> tuple[str, dict, list[str]]:
     """The error message, what was counted, and the rendered rows to train on, of a run, a preview or a rehearsal."""
-    script_args = arguments_for(folder, name)
-    script_args.output_dir = str(folder / ".out")
-    script_args.first_rows = {"run": 0, "preview": FIRST_ROWS, "rehearsal": REHEARSED_ROWS}[mode]
+    script_args = arguments_for(folder, name, {"run": 0, "preview": FIRST_ROWS, "rehearsal": REHEARSED_ROWS}[mode])
     if mode == "rehearsal":
-        script_args.cuts_texts, script_args.eval_rows_of_run = True, script_args.max_eval_samples
-        script_args.max_eval_samples = 16
+        data = script_args.data.hold_out_at_least(script_args.max_eval_samples)
+        data = data.change_each(lambda source: dataclasses.replace(source, cuts_texts=True))
+        script_args.data = dataclasses.replace(data, max_eval_samples=16)
     try:
         reading.print_how_files_are_read(script_args.dataset_name, None, script_args.text_rows)
-        for row in check_dataset(script_args):
+        for place, row in check_dataset(script_args.data):
             if "messages" in row or isinstance(row.get("prompt"), list):
                 parts = chat_templates.split_answers(row) if script_args.split_conversations else [row]
-                chat_templates.check_rendering(tokenizer, "of this model", parts)
+                chat_templates.check_rendering(tokenizer, "of this model", [(place, part) for part in parts])
         train, test = load(script_args)
     except UserError as error:
         return str(error).replace(str(folder), ""), {}, []

@@ -29,6 +29,10 @@ END_TOKENS = {
 }
 
 
+def placed(rows):
+    return [(f"a.jsonl, line {number}", row) for number, row in enumerate(rows, 1)]
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
     """A tokenizer with the end tokens of all these families."""
@@ -66,7 +70,7 @@ def test_template_that_renders_earlier_answers_differently(tokenizer, monkeypatc
     monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
 
     def check(rows):
-        check_conversations(training_args, SimpleNamespace(), frozenset(), rows, "Qwen/Qwen3-0.6B")
+        check_conversations(training_args, SimpleNamespace(), frozenset(), placed(rows), "Qwen/Qwen3-0.6B")
 
     check([{"messages": ONE_ANSWER}, {"prompt": ONE_ANSWER[:1], "completion": ONE_ANSWER[1:]}, {"text": "no conversation"}])
     message = error_of(check, [{"messages": ONE_ANSWER}, {"messages": TWO_ANSWERS}])
@@ -113,9 +117,9 @@ def test_what_a_template_leaves_out_is_an_error(tokenizer, error_of, family, row
     else:
         tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
     if missing is None:
-        chat_templates.check_rendering(tokenizer, f"of {family}", [row])
+        chat_templates.check_rendering(tokenizer, f"of {family}", placed([row]))
     else:
-        assert missing in error_of(chat_templates.check_rendering, tokenizer, f"of {family}", [row])
+        assert missing in error_of(chat_templates.check_rendering, tokenizer, f"of {family}", placed([row]))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_1"])
@@ -133,16 +137,16 @@ def test_marks_that_a_template_cannot_follow(tokenizer, monkeypatch, error_of):
     rows = [{"messages": [QUESTION, ANSWER | {"train": False}, QUESTION, SECOND_ANSWER]}]
     tokenizer.chat_template = (TEMPLATES / "llama3_training.jinja").read_text()
     assert "marks the answers itself" in error_of(
-        check_conversations, training_args, SimpleNamespace(), frozenset(), rows, "a model"
+        check_conversations, training_args, SimpleNamespace(), frozenset(), placed(rows), "a model"
     )
     tokenizer.chat_template = (TEMPLATES / "llama3_1.jinja").read_text()
-    check_conversations(training_args, SimpleNamespace(), frozenset(), rows, "a model")
+    check_conversations(training_args, SimpleNamespace(), frozenset(), placed(rows), "a model")
     training_args.assistant_only_loss = False
     two_shapes = [{"messages": ONE_ANSWER}, {"prompt": ONE_ANSWER[:1], "completion": ONE_ANSWER[1:]}]
     for wrong, words in ((rows, "are marked not to count in the loss"), (two_shapes, "the prompts would count in the loss")):
-        message = error_of(check_conversations, training_args, SimpleNamespace(), frozenset(), wrong, "a model")
+        message = error_of(check_conversations, training_args, SimpleNamespace(), frozenset(), placed(wrong), "a model")
         assert words in message and "pass --assistant_only_loss true" in message
-    check_conversations(training_args, SimpleNamespace(), frozenset(), two_shapes[:1], "a model")
+    check_conversations(training_args, SimpleNamespace(), frozenset(), placed(two_shapes[:1]), "a model")
 
 
 def test_template_with_markers_is_used_as_it_is(tokenizer):

@@ -47,7 +47,7 @@ from harness.data.reading import open_splits
 
 with open(sys.argv[1], "wb") as file:
     file.write(zstandard.ZstdCompressor().compress(b'{"text": "one"}\\n{"text": "two"}\\n'))
-print([row["text"] for row in open_splits(sys.argv[1], None, streaming=True)["train"]])
+print([row["text"] for _, row in open_splits(sys.argv[1], None, streaming=True)["train"]])
 """
 
 

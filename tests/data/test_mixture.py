@@ -5,9 +5,12 @@ import json
 import shutil
 from types import SimpleNamespace
 
-from harness.data import script_arguments
-from harness.data.loading import check_dataset, load
-from harness.data.script_arguments import ScriptArguments, change_each, each_dataset, labels_of, set_datasets
+from harness.data import mixture
+from harness.data.checking import check_dataset
+from harness.data.loading import load
+from harness.data.parsing import labels_of, settings_of_data
+from harness.data.script_arguments import ScriptArguments
+from harness.data.sources import DataSettings, Source
 from harness.data.stream_rows import rows_of_cycle
 from harness.folder import DATA, read_json
 from harness.run.outputs import add_reading, describe_datasets
@@ -27,11 +30,10 @@ def texts(name, count):
     return [{"text": f"{name} {index}"} for index in range(count)]
 
 
-def arguments_of(names, weights, formats=("text",), **settings):
-    output_dir = settings.pop("output_dir", "")
+def arguments_of(names, weights, formats=("text",), first_rows=0, **settings):
+    training_args = SimpleNamespace(seed=0, output_dir=str(settings.pop("output_dir", "")), max_steps=1)
     script_args = ScriptArguments(dataset_name=names, dataset_weights=weights, **settings)
-    script_args.dataset_formats, script_args.output_dir = formats, str(output_dir)
-    set_datasets(script_args)
+    script_args.data = settings_of_data(script_args, training_args, formats, first_rows)
     return script_args
 
 
@@ -89,7 +91,7 @@ def test_each_in_its_own_shape(tmp_path, streaming):
     ]
     del chats[2:]
     script_args = arguments_of(names[:1] + names[2:], [1, 1], ("messages",), dataset_streaming=streaming)
-    check_dataset(script_args)
+    check_dataset(script_args.data)
     train, evaluated = load(script_args)
     rows = list(itertools.islice(train, 20))
     assert all(row.keys() == {"messages"} and row["messages"][-1]["role"] == "assistant" for row in rows)
@@ -177,25 +179,25 @@ def test_bad_mixtures(names, error_of, tmp_path):
     chat = write(
         tmp_path / "chat.jsonl", [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]}] * 3
     )
-    message = error_of(check_dataset, arguments_of([names[0], chat], [1, 1], ("text", "messages")))
+    message = error_of(check_dataset, arguments_of([names[0], chat], [1, 1], ("text", "messages")).data)
     assert "datasets of one kind" in message and chat in message
     assert "would have none" in error_of(load, arguments_of(names, [1000, 1, 0.01]))
     missing = str(tmp_path / "missing.jsonl")
-    assert f"not found: {missing}" in error_of(check_dataset, arguments_of([names[0], missing], [1, 1]))
+    assert f"not found: {missing}" in error_of(check_dataset, arguments_of([names[0], missing], [1, 1]).data)
 
 
 def test_arguments_of_each_dataset(names):
-    script_args = arguments_of([*names[:2], "hub/rows"], [1, 1, 2], dataset_config=["default", "default", "small"])
-    assert [one.dataset_config for one in each_dataset(script_args)] == [None, None, "small"]
-    assert [one.weight for one in each_dataset(script_args)] == [0.25, 0.25, 0.5]
-    assert script_args.display_name.endswith("+ 0.5 hub/rows small")
+    data = arguments_of([*names[:2], "hub/rows"], [1, 1, 2], dataset_config=["default", "default", "small"]).data
+    assert [source.config for source in data.sources] == [None, None, "small"]
+    assert [source.weight for source in data.sources] == [0.25, 0.25, 0.5]
+    assert data.display_name.endswith("+ 0.5 hub/rows small")
     assert labels_of(["x/code.jsonl", "y/code.json", "hub/code-2", "/d/"]) == ["code", "code-2", "code-2-2", "d"]
     assert labels_of(["a-2.jsonl", "a.jsonl", "b/a.csv"]) == ["a-2", "a", "a-3"]
     assert labels_of(["code/train.jsonl", "chats/**/*.jsonl", "train.jsonl", "../", "/train"]) == [
         *("code", "chats", "data", "data-2", "data-3"),
     ]
-    several = arguments_of(names, None)  # local files without weights are one dataset
-    assert several.dataset_name == ",".join(names) and not several.mixture
+    several = arguments_of(names, None).data  # local files without weights are one dataset
+    assert several.sources[0].name == ",".join(names) and not several.is_mixture
 
 
 def test_reading_is_counted():
@@ -219,15 +221,15 @@ def test_rows_of_cycle():
 
 
 def test_shares_of_few_rows():
-    script_args = arguments_of(["a/a", "b/b"], [1, 1])
-    assert script_arguments.share(script_args, [1, 100]) == [1, 1]
+    data = arguments_of(["a/a", "b/b"], [1, 1]).data
+    assert mixture.share(data, [1, 100]) == [1, 1]
     names = ["a/a", "b/b", "c/c", "d/d"]
     for count in (4, 10, 11, 17):  # exactly as many as asked for
-        assert sum(script_arguments.share(arguments_of(names, [1, 1, 1, 1], max_samples=count), [50] * 4)) == count
-        assert sum(script_arguments.share(arguments_of(names[:3], [5, 3, 3], max_samples=count), [50] * 3)) == count
+        assert sum(mixture.share(arguments_of(names, [1, 1, 1, 1], max_samples=count).data, [50] * 4)) == count
+        assert sum(mixture.share(arguments_of(names[:3], [5, 3, 3], max_samples=count).data, [50] * 3)) == count
     sizes = [27, 500, 90, 33]
     for weights in ([7, 3, 3, 1], [0.668, 0.2, 0.1, 0.032], [1, 1, 1, 1]):  # what is read first is read once
-        counts = script_arguments.share(arguments_of(names, weights), sizes)
+        counts = mixture.share(arguments_of(names, weights).data, sizes)
         assert any(map(int.__eq__, counts, sizes)) and all(map(int.__le__, counts, sizes)), counts
 
 
@@ -237,22 +239,23 @@ def test_flags_for_some_of_the_datasets(names, tmp_path, error_of):
     (tmp_path / "lines.txt").write_text("\n".join(f"line {index}" for index in range(20)))
     several = [names[0], questions, str(tmp_path / "lines.txt")]
     script_args = arguments_of(several, [1, 1, 1], column_map={"question": "text"}, text_rows="line")
-    assert [one.text_rows for one in each_dataset(script_args)] == [None, None, "line"]
-    check_dataset(script_args)
+    assert [source.text_rows for source in script_args.data.sources] == [None, None, "line"]
+    check_dataset(script_args.data)
     assert set(sources_of(load(script_args)[0])) == {"a", "q", "line"}
     assert "no dataset has a column answer" in error_of(
-        check_dataset, arguments_of(several, [1, 1, 1], column_map={"question": "text", "answer": "text"})
+        check_dataset, arguments_of(several, [1, 1, 1], column_map={"question": "text", "answer": "text"}).data
     )
     assert "no dataset is one" in error_of(arguments_of, names, [1, 1, 1], text_rows="line")
 
 
 def test_best_metric(error_of):
+    def check(name, *labels):
+        script_args = SimpleNamespace(data=DataSettings(tuple(Source(label, label=label) for label in labels)))
+        check_best_metric(script_args, SimpleNamespace(metric_for_best_model=name))
+
     for name in ("eval_loss", "loss", None, "eval_a_loss", "b-2_loss"):
-        check_best_metric(SimpleNamespace(metric_for_best_model=name, dataset_weights={"a": 0.5, "b-2": 0.5}))
-    message = error_of(
-        check_best_metric, SimpleNamespace(metric_for_best_model="eval_b_loss", dataset_weights={"a": 0.5, "c": 0.5})
-    )
-    assert "one of eval_a_loss, eval_c_loss" in message
+        check(name, "a", "b-2")
+    assert "one of eval_a_loss, eval_c_loss" in error_of(check, "eval_b_loss", "a", "c")
 
 
 def test_rows_of_split_conversations(tmp_path):
@@ -261,9 +264,8 @@ def test_rows_of_split_conversations(tmp_path):
     rows = [{"messages": [turns[0] | {"content": f"{index}?"}, *turns[1:]]} for index in range(30)]
     names = [write(tmp_path / "a.jsonl", rows[:20]), write(tmp_path / "b.jsonl", rows[20:])]
     for first_rows in (0, 5):
-        script_args = arguments_of(names, [1, 1], ("messages",), split_conversations=True, output_dir=tmp_path / "run")
-        change_each(script_args, lambda one, first_rows=first_rows: setattr(one, "first_rows", first_rows))
-        load(script_args)
+        flags = {"split_conversations": True, "output_dir": tmp_path / "run"}
+        load(arguments_of(names, [1, 1], ("messages",), first_rows, **flags))
         found = [(part["epoch_rows"], part["used_rows"]) for part in read_json(tmp_path / "run" / DATA)["datasets"]]
         assert found == [(18, 18), (18, 18)], first_rows
 

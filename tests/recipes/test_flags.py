@@ -137,7 +137,7 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
 
 
 def test_all_flags_are_listed():
-    fields = {field.name for kind in (ScriptArguments, trl.ModelConfig) for field in dataclasses.fields(kind)}
+    fields = {field.name for kind in (ScriptArguments, trl.ModelConfig) for field in dataclasses.fields(kind) if field.init}
     assert fields == {*VALUES, *SWITCHES, *NAMES}
 
 

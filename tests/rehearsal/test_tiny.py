@@ -7,7 +7,8 @@ import shutil
 import types
 from pathlib import Path
 
-from harness.data import loading
+from harness.data import conversion, loading
+from harness.data.parsing import settings_of_data
 from harness.data.script_arguments import ScriptArguments
 from harness.launched import UserError
 from harness.rehearsal import tiny
@@ -46,7 +47,9 @@ def model_arguments(name):
 
 
 def script_arguments(name, config=None):
-    return ScriptArguments(dataset_name=name, dataset_config=config)
+    script_args = ScriptArguments(dataset_name=name, dataset_config=config)
+    script_args.data = settings_of_data(script_args, types.SimpleNamespace(seed=0, output_dir="", max_steps=1), "messages")
+    return script_args
 
 
 FINEWEB = script_arguments("HuggingFaceFW/fineweb-edu", "sample-10BT")
@@ -65,7 +68,7 @@ def make_tiny(tmp_path, monkeypatch):
         script_args, model_args = copy.copy(script_args), copy.copy(model_args)
         tiny.use_replacements(script_args, training_args, model_args)
         assert training_args.model_init_kwargs == {"dtype": "float32", "revision": "main"}
-        return model_args.model_name_or_path, script_args.dataset_name
+        return model_args.model_name_or_path, script_args.data.sources[0].name
 
     return call
 
@@ -205,7 +208,6 @@ def test_files_are_read_as_in_a_run_and_shortened(make_tiny, tmp_path):
     _, folder = make_tiny(script_args=script_args)
     assert folder == str(source)
     tiny.use_replacements(script_args, types.SimpleNamespace(), copy.copy(QWEN))
-    script_args.dataset_formats = ("messages",)
     train, test = loading.load(script_args)
     assert (len(train), len(test)) == (loading.REHEARSED_ROWS, 1)
     _, question, answer = train[7]["messages"]
@@ -215,9 +217,9 @@ def test_files_are_read_as_in_a_run_and_shortened(make_tiny, tmp_path):
 def test_cut_texts():
     """JSON in a text stays JSON, and the marks of a thought stay."""
     long = "word " * 100
-    assert json.loads(loading.cut_texts(json.dumps({"a": [long, 1]}), 10)) == {"a": ["word word ", 1]}
-    assert loading.cut_texts(f"<think>{long}</think>{long}", 4) == "<think>word</think>word"
-    assert loading.cut_texts({"a": long, "b": 5, "c": "short"}, 10) == {"a": "word word ", "b": 5, "c": "short"}
+    assert json.loads(conversion.cut_texts(json.dumps({"a": [long, 1]}), 10)) == {"a": ["word word ", 1]}
+    assert conversion.cut_texts(f"<think>{long}</think>{long}", 4) == "<think>word</think>word"
+    assert conversion.cut_texts({"a": long, "b": 5, "c": "short"}, 10) == {"a": "word word ", "b": 5, "c": "short"}
 
 
 def test_documents_are_real_text_of_many_lengths():

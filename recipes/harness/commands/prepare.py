@@ -104,8 +104,8 @@ def download(script_args: Any, training_args: Any, model_args: Any, attention: l
     for (kind, name), options in wanted.items():
         with hub_errors(kind, name):
             snapshots[kind, name] = Path(snapshot_download(name, **options))
-    for one, files, record in streams:
-        link_stream_files(one, files, record, snapshots["dataset", one.dataset_name])
+    for source, files, record in streams:
+        link_stream_files(source, files, record, snapshots["dataset", source.name])
     if not has_documents(training_args):  # for packed rows PyTorch has it
         print_once(about_flash_attention(attention))
 
@@ -132,21 +132,20 @@ def wanted_of_model(model_args: Any) -> Wanted:
 def wanted_of_datasets(script_args: Any, training_args: Any, model_args: Any) -> tuple[Wanted, list[tuple], int]:
     """The files of the datasets on the Hub, what `link_stream_files` needs of each stream, and the bytes of the others."""
     from harness.data import reading
-    from harness.data.script_arguments import each_dataset
 
     wanted, streams, converted_bytes = {}, [], 0
-    for one in each_dataset(script_args):
-        if reading.is_local(one.dataset_name):
+    for source in script_args.data.sources:
+        if reading.is_local(source.name):
             continue
-        with hub_errors("dataset", one.dataset_name):
-            files, record, size = files_of_dataset(one, training_args, model_args)
+        with hub_errors("dataset", source.name):
+            files, record, size = files_of_dataset(source, script_args, training_args, model_args)
         converted_bytes += size
         names = [glob.escape(path_in_repository(address)) for addresses in files.values() for address in addresses]
         if names:
-            wanted.setdefault(("dataset", one.dataset_name), {"repo_type": "dataset", "allow_patterns": []})
-            wanted["dataset", one.dataset_name]["allow_patterns"] += names
+            wanted.setdefault(("dataset", source.name), {"repo_type": "dataset", "allow_patterns": []})
+            wanted["dataset", source.name]["allow_patterns"] += names
         if record:
-            streams.append((one, files, record))
+            streams.append((source, files, record))
     return wanted, streams, converted_bytes
 
 
@@ -187,7 +186,9 @@ def about_flash_attention(attention: list[str]) -> str:
     )
 
 
-def files_of_dataset(script_args: Any, training_args: Any, model_args: Any) -> tuple[dict[str, list[str]], dict | None, int]:
+def files_of_dataset(
+    source: Any, script_args: Any, training_args: Any, model_args: Any
+) -> tuple[dict[str, list[str]], dict | None, int]:
     """What --prepare downloads of a dataset: addresses of files by split, the record of a stream, and the bytes of the cache.
 
     For a stream: enough files for the run, and for how many tokens they are enough. For other data: all files, or none if the
@@ -195,50 +196,52 @@ def files_of_dataset(script_args: Any, training_args: Any, model_args: Any) -> t
     """
     from datasets import load_dataset_builder
 
-    builder = load_dataset_builder(script_args.dataset_name, script_args.dataset_config)
+    builder = load_dataset_builder(source.name, source.config)
     files = {str(split): list(names) for split, names in builder.config.data_files.items()}
     if script_args.dataset_streaming:
-        return *choose_stream_files(script_args, training_args, model_args, files), 0
+        return *choose_stream_files(source, script_args, training_args, model_args, files), 0
     if Path(builder.cache_dir).is_dir():  # `datasets` gives it this name when it is complete
         return {}, None, 0
     return files, None, builder.info.dataset_size or 0
 
 
 def choose_stream_files(
-    script_args: Any, training_args: Any, model_args: Any, files: dict[str, list[str]]
+    source: Any, script_args: Any, training_args: Any, model_args: Any, files: dict[str, list[str]]
 ) -> tuple[dict[str, list[str]], dict]:
     """The files of a stream that are enough for a run, by split, and the record of how many tokens they are enough for.
 
     `files` are `hf://` addresses by split. They are chosen from all over the list, because neighbours are often alike.
     Raises UserError for files that do not say how many rows they have; Parquet files do.
     """
-    from harness.data.loading import tokens_of_run
-    from harness.data.script_arguments import evaluation_split
+    from harness.data.prepared import tokens_of_run
+    from harness.data.splits import evaluation_split
 
     from huggingface_hub import HfFileSystem
     from pyarrow import parquet
 
-    train, test = script_args.dataset_train_split, evaluation_split(script_args, files)
+    data = script_args.data
+    train, test = source.train_split, evaluation_split(source, files, data.needs_test_split)
     names = list(files[train])
     if not all(name.endswith(".parquet") for name in names):
         raise UserError(
-            f"--dataset_name: the files of the stream {script_args.dataset_name} are not Parquet, so nothing says how many of "
+            f"--dataset_name: the files of the stream {source.name} are not Parquet, so nothing says how many of "
             "them a run needs: --dataset_streaming false downloads all of them"
         )
     packing, length = getattr(training_args, "packing", False), getattr(training_args, "max_length", None) or 1024
-    tokens_per_row = min(mean_tokens(script_args, model_args), length) if packing else length
-    if script_args.keeps_samples:
-        samples = script_args.max_samples
+    tokens_per_row = min(mean_tokens(source, data.text_field, model_args), length) if packing else length
+    if data.keeps_samples:
+        samples = data.samples_of(source)
     else:
         has_fixed_batch = script_args.global_batch_size and "gradient_accumulation_steps" not in script_args.given
-        samples = tokens_of_run(script_args, training_args, processes=1 if has_fixed_batch else PROCESSES) / tokens_per_row
+        processes = 1 if has_fixed_batch else PROCESSES
+        samples = tokens_of_run(source, script_args.max_tokens, training_args, processes) / tokens_per_row
     random.Random(0).shuffle(names)
     chosen, rows = [], 0
-    while names and rows < samples * MARGIN + script_args.max_eval_samples:
+    while names and rows < samples * MARGIN + data.max_eval_samples:
         chosen.append(names.pop())
         with HfFileSystem().open(chosen[-1]) as file:
             rows += parquet.read_metadata(file).num_rows
-    samples = (rows - script_args.max_eval_samples) / MARGIN
+    samples = (rows - data.max_eval_samples) / MARGIN
     record = {
         "packing": packing,
         "tokens": math.ceil(samples * tokens_per_row),
@@ -252,16 +255,15 @@ def choose_stream_files(
     return splits, record
 
 
-def mean_tokens(script_args: Any, model_args: Any) -> float:
+def mean_tokens(source: Any, text_field: str, model_args: Any) -> float:
     """The mean number of tokens of the first rows of a stream."""
     from harness.data.chat_templates import load_tokenizer
 
     from datasets import load_dataset
 
     tokenizer = load_tokenizer(model_args)
-    name, config, split = script_args.dataset_name, script_args.dataset_config, script_args.dataset_train_split
-    rows = list(load_dataset(name, config, split=split, streaming=True).take(SAMPLE))
-    return sum(len(tokenizer(str(row.get(script_args.text_field, row)))["input_ids"]) for row in rows) / len(rows)
+    rows = list(load_dataset(source.name, source.config, split=source.train_split, streaming=True).take(SAMPLE))
+    return sum(len(tokenizer(str(row.get(text_field, row)))["input_ids"]) for row in rows) / len(rows)
 
 
 def path_in_repository(address: str) -> str:
@@ -269,11 +271,11 @@ def path_in_repository(address: str) -> str:
     return address.split("@")[1].split("/", 1)[1]
 
 
-def link_stream_files(script_args: Any, files: dict[str, list[str]], record: dict, snapshot: Path) -> None:
+def link_stream_files(source: Any, files: dict[str, list[str]], record: dict, snapshot: Path) -> None:
     """Makes a dataset of these files, with the config and splits of the original, where `use_prepared_files` finds it."""
-    from harness.data.loading import PREPARED, prepared_folder
+    from harness.data.prepared import PREPARED, prepared_folder
 
-    folder = prepared_folder(script_args) / f"{record['files']}-of-{record['of']}"
+    folder = prepared_folder(source) / f"{record['files']}-of-{record['of']}"
     splits = []
     for split, addresses in files.items():
         paths = [path_in_repository(address) for address in addresses]
@@ -282,7 +284,7 @@ def link_stream_files(script_args: Any, files: dict[str, list[str]], record: dic
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).unlink(missing_ok=True)
             (folder / path).symlink_to(snapshot / path)
-    card = {"configs": [{"config_name": script_args.dataset_config or "default", "data_files": splits}]}
+    card = {"configs": [{"config_name": source.config or "default", "data_files": splits}]}
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump(card)}---\n", "utf-8")
     write_json(folder / PREPARED, record)
 

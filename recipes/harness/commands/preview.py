@@ -80,7 +80,7 @@ def main(*words: str) -> int:
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         found = list(find_problems(tokenizer, rows, batches, trainer))
     if parsed.json:
-        names = {"recipe": parsed.recipe.stem, "dataset": script_args.display_name}
+        names = {"recipe": parsed.recipe.stem, "dataset": script_args.data.display_name}
         print(json.dumps({**names, **numbers, "warnings": found}, indent=2))
         return int(bool(found))
     if preview.tiny:
@@ -150,8 +150,8 @@ class Preview(Context):
         packed = list(itertools.islice(trainer.train_dataset, FIRST_ROWS))
         train = documents_of_first_rows(whole.get("train", packed))
         data = read_json(Path(trainer.args.output_dir, DATA))
-        total = data["trained_rows"] if data.get("is_complete") else count_training_rows(script_args)
-        if not total and script_args.keeps_samples:
+        total = data["trained_rows"] if data.get("is_complete") else count_training_rows(script_args.data)
+        if not total and script_args.data.keeps_samples:
             total = script_args.max_samples
         return PreviewRows(
             packed=packed,

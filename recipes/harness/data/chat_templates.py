@@ -14,6 +14,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any
 
+from harness.data.conversion import PlacedRow
 from harness.data.formats import REASONING, TEMPLATE_ARGUMENTS, THOUGHT, split_answers
 from harness.hub import hub_errors
 from harness.launched import UserError
@@ -117,7 +118,7 @@ def check_conversations(
     training_args: TrainingArguments,
     model_args: ModelConfig,
     given: frozenset[str],
-    rows: list[dict],
+    rows: list[PlacedRow],
     model_name: str,
     splits_answers: bool = False,
 ) -> None:
@@ -125,7 +126,7 @@ def check_conversations(
 
     `splits_answers`: whether conversations are split into one row for every answer (--split_conversations).
     """
-    rows = [row for row in rows if _is_conversation(row)]
+    rows = [(place, row) for place, row in rows if _is_conversation(row)]
     if not rows or not hasattr(training_args, "chat_template_path"):
         return
     with hub_errors("model", model_name):
@@ -140,8 +141,9 @@ def check_conversations(
             "version, or train it on plain headings with --chat_template_path recipes/headings.jinja"
         )
     if splits_answers:
-        rows = [part for row in rows for part in split_answers(row)]
+        rows = [(place, part) for place, row in rows for part in split_answers(row)]
     check_rendering(tokenizer, path or f"of {model_name}", rows)
+    rows = [row for _, row in rows]
     has_untrained = any(not turn.get("train", True) for row in rows for turn in turns_of(row))
     if not training_args.assistant_only_loss:
         if has_untrained:
@@ -182,20 +184,21 @@ def options_of(row: dict) -> dict:
     return {"tools": row.get("tools") or None, **(row.get(TEMPLATE_ARGUMENTS) or {})}
 
 
-def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[dict]) -> None:
+def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[PlacedRow]) -> None:
     """Raises UserError if the chat template `name` fails on one of `rows`, or leaves something out of it."""
     missing, examples = Counter(), {}
-    for row in rows:
+    for place, row in rows:
         try:
             found = find_missing(tokenizer, row)
         except (TemplateError, TypeError, ValueError) as error:
             raise UserError(
-                f"--chat_template_path: the chat template {name} fails ({str(error)[:200]}) on a conversation of "
-                f"{', '.join(turn['role'] for turn in turns_of(row)[:8])}: pass another one"
+                f"{place}: the chat template {name} fails ({str(error)[:200]}) on this conversation of "
+                f"{', '.join(turn['role'] for turn in turns_of(row)[:8])}: change the row, or pass another template with "
+                "--chat_template_path"
             ) from error
         if found:
             missing[found[1]] += 1
-            examples.setdefault(found[1], (found[0], row))
+            examples.setdefault(found[1], (f"{found[0]} of {place}", row))
     if not missing:
         return
     ((part, count),) = missing.most_common(1)

@@ -9,6 +9,7 @@
 Preference data (`prompt`, `chosen`, `rejected`) is read as `prompt` and `completion`, or as `messages`, without `rejected`.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -47,14 +48,12 @@ def examine(
     text_field: str = "text",
     column_map: dict[str, str] | None = None,
     structs: tuple[str, ...] = (),
-    as_messages: bool = False,
 ) -> tuple[dict | None, str]:
     """`row` in a format and "", or None and why the row is skipped.
 
     Args:
         column_map: new names of columns.
         structs: columns that are Arrow structs, whose rows have null for every key that another row has.
-        as_messages: also `prompt` and `completion` become `messages`, in which the prompt's answers do not count in the loss.
     """
     row = rename(dict(row), column_map)  # `Dataset.map` passes a mapping that is no dict
     if not format:
@@ -63,13 +62,16 @@ def examine(
     try:
         if format in PREFERENCE_FORMATS and is_preference(row):
             row = _of_preference(row)
-        converted = CONVERTERS[format](row, text_field)
+        return CONVERTERS[format](row, text_field), ""
     except SkippedRow as skipped:
         return None, str(skipped)
-    if as_messages and "completion" in converted and format == "messages":
-        context = [turn | {"train": False} if turn["role"] == "assistant" else turn for turn in converted.pop("prompt")]
-        converted = {"messages": context + converted.pop("completion"), **converted}
-    return converted, ""
+
+
+def as_messages(row: dict) -> dict:
+    """A converted row with `messages` instead of `prompt` and `completion`; the prompt's answers do not count in the loss."""
+    context = [turn | {"train": False} if turn["role"] == "assistant" else turn for turn in row["prompt"]]
+    others = {name: value for name, value in row.items() if name not in ("prompt", "completion")}
+    return {"messages": context + row["completion"], **others}
 
 
 def rename(row: dict, column_map: dict[str, str] | None) -> dict:
@@ -360,29 +362,24 @@ def to_json_columns(row: dict) -> dict:
     return encoded
 
 
-def stored_features(format: str, columns: list[str], first: dict, text_field: str) -> Features | None:
-    """The features of converted rows. Turns are JSON, because Arrow would give every turn the keys of all others as null.
-
-    Args:
-        columns: of the dataset.
-        first: a converted row.
-    """
-    if format != "messages":
-        return Features({name: Value("string") for name in first}) if format else None
-    features = {name: List(Json()) for name in ("messages", "prompt", "completion") if name in first}
-    if any(name in columns for name in TOOLS):
-        features["tools"] = List(Json())
-    if TEMPLATE_ARGUMENTS in columns:
-        features[TEMPLATE_ARGUMENTS] = Json()
-    return Features(features)
+@functools.cache
+def stored_features(format: str, text_field: str) -> Features:
+    """The columns of converted rows. Turns are JSON, because Arrow would give every turn the keys of all others as null."""
+    texts = {
+        "": (),
+        "text": (text_field,),
+        "prompt_completion": ("prompt", "completion"),
+        "instruction": ("instruction", "input", "output"),
+    }
+    if format in texts:
+        return Features({name: Value("string") for name in texts[format]})
+    turns = {name: List(Json()) for name in ("messages", "prompt", "completion", "tools")}
+    return Features(turns | {TEMPLATE_ARGUMENTS: Json()})
 
 
-def complete(row: dict, features: Features | None, encodes: bool = True) -> dict:
+def complete(row: dict, features: Features, encodes: bool = True) -> dict:
     """`row` with all columns of `features`. TRL passes `chat_template_kwargs` on, so it must not be null."""
-    if features is None:
-        return row
-    defaults = {name: {} if name == TEMPLATE_ARGUMENTS else None for name in features}
-    completed = {name: row.get(name, default) for name, default in defaults.items()}
+    completed = {name: row.get(name, {} if name == TEMPLATE_ARGUMENTS else None) for name in features}
     return to_json_columns(completed) if encodes else completed
 
 

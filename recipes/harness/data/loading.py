@@ -1,94 +1,72 @@
-"""From --dataset_name to rows: converts what `reading.py` reads, counts what is skipped, and holds some rows out."""
+"""`load`: from --dataset_name to the rows to train on and to evaluate on.
 
-import contextlib
-import dataclasses
-import hashlib
+Every row is read and converted once, to a row with FACTS (see conversion.py); then rows are chosen by these facts. Of data in
+memory the first process does it, and the others read the result from the cache of `datasets`.
+"""
+
 import itertools
-import json
-import math
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from harness.data import formats, reading
-from harness.data.script_arguments import (
-    ScriptArguments,
-    add_summaries,
-    check_slices,
-    choose_splits,
-    count_rows_of_epoch,
-    each_dataset,
-    evaluation_split,
-    hold_out,
-    hold_out_of_stream,
-    is_slice,
-    mix,
-    share,
-    splits_of,
+from harness.data.conversion import (
+    DIGEST,
+    FACTS,
+    HAS,
+    REASON,
+    Conversion,
+    FirstRows,
+    PlacedRow,
+    Shape,
+    converted_of,
+    digest_of,
+    examine,
+    features_of_examined,
+    find_conversion,
+    shape_of,
 )
+from harness.data.held_out import hold_out, hold_out_of_stream
+from harness.data.mixture import count_rows_of_epoch, mix, share
+from harness.data.reading import TextFiles, make_once
+from harness.data.script_arguments import ScriptArguments
+from harness.data.sources import DataSettings, Source
+from harness.data.splits import choose_rows, evaluation_split, is_slice, number_of_rows, parts_of_splits, splits_of
 from harness.data.stream_rows import shuffle
-from harness.folder import DATA, read_json, write_json
+from harness.data.summary import DUPLICATE, add_summaries, print_summary, summarize
+from harness.folder import DATA, write_json
 from harness.hub import hub_errors
 from harness.launched import UserError, is_first_process, print_once
 
-import xxhash
-from datasets import (
-    Dataset,
-    DatasetDict,
-    Features,
-    IterableDataset,
-    Json,
-    Value,
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-)
-from huggingface_hub.constants import HF_HOME, HF_HUB_OFFLINE
-from transformers import TrainingArguments
+from datasets import Dataset, DatasetDict, Features, IterableDataset
+from datasets.fingerprint import Hasher
 
 FIRST_ROWS, REHEARSED_ROWS = 400, 500  # of each split, for a preview, and for a rehearsal or plan
-MAX_LETTERS, MAX_TOOL_LETTERS = 150, 20  # of a text, and of each text in the definition of a tool, in a rehearsal
-ROWS_TO_CHECK, ROWS_TO_SEARCH = 20, 10_000  # of each split, before a run; among how many the first usable one is
-# Next to the files of a stream that --prepare has downloaded: for how many tokens, and samples, they are enough.
-PREPARED = "stream.json"
-COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "instruction", "input", "output", "system", "history")
-# `datasets` takes rows from its cache although the functions that made them have changed.
-CODE = hashlib.sha256(b"".join(Path(file).read_bytes() for file in (formats.__file__, reading.__file__, __file__))).hexdigest()
+ROWS_TO_SEARCH = 10_000  # of a split for evaluation, for rows that can be used
+# Columns that not all rows of a format have, and the columns of a file that they come from.
+OPTIONAL = {"tools": {*formats.TOOLS}, formats.TEMPLATE_ARGUMENTS: {formats.TEMPLATE_ARGUMENTS}}
+Split = Dataset | IterableDataset | TextFiles
 
 
-@dataclass
-class Conversion:
-    """How the rows of a split become rows to train on."""
+@dataclass(frozen=True)
+class Opened:
+    """A dataset that is opened: how its rows are converted, and what was found out about them."""
 
-    settings: dict[str, Any]  # arguments of `formats.examine`
-    columns: list[str]  # of the split
-    features: Features | None  # of the converted rows
-    ignored: list[str]  # columns that nothing is read from
-    first: list[dict]  # some converted rows
-    splits_answers: bool
-    cuts_texts: bool
+    source: Source
+    splits: list[str]  # all there are
+    test_split: str  # to evaluate on, whether there is one or not
+    conversion: Conversion
+    first: FirstRows
+    rows: Dataset | IterableDataset  # of the training split: examined; of a recipe without formats as they are
+    facts: dict[str, list[str]]  # of all rows in memory, of the first ones of a stream
+    is_complete: bool  # `facts` has all rows that there are
+    later_columns: str  # that rows of a stream can have, although the first ones do not
+    eval_rows: list[dict] | None  # converted; None if there is no split for evaluation
 
     @property
-    def format(self) -> str:
-        return self.settings["format"]
-
-
-@dataclass
-class Source:
-    """A dataset while it is loaded."""
-
-    script_args: ScriptArguments
-    splits: dict[str, Any]
-    is_complete: bool  # the splits have all their rows
-    train: Dataset | IterableDataset
-    test: Dataset | IterableDataset | None
-    conversion: Conversion
-    facts: dict[str, Any]  # of the rows of `train`, see `find_facts`
-    eval_rows: list[dict]  # converted; without a split for evaluation [] until rows are held out
-    held_out: int = 0  # how many of them are
+    def name(self) -> str:
+        return self.source.display_name
 
 
 def load(
@@ -110,406 +88,198 @@ def load(
         Of several datasets (`dataset_weights`) the training rows are mixed by weight, see `mix`, and `eval_dataset` has
         the evaluation rows of each by its label, as a DatasetDict: `map` and `select_columns` work as those of one dataset.
     """
-    sources = [open_source(one, keep) for one in each_dataset(script_args)]
-    use_one_shape(sources, keep)
-    held_out = {digest_of(row) for source in sources for row in hold_out_rows(source, keep)}
-    for source in sources:
-        remove_held_out(source, held_out)
-    summaries = [summarize(source) for source in sources]
-    for source, summary in zip(sources, summaries, strict=True):
-        print_summary(source.script_args, summary, source.splits)
-        if not list(source.train.take(1)):
-            raise UserError(
-                f"--dataset_name: no row of {source.script_args.display_name} is left to train on: all are without a text or "
-                "answer, or equal to a row that is held out for evaluation"
-            )
-    rows = [training_rows(source) for source in sources]
+    data = script_args.data
+    if not data.sources:
+        raise UserError("--dataset_name is missing: pass a Hub ID, a folder or a file")
+    opened = [open_source(data, source, keep) for source in data.sources]
+    check_same_kind(opened)
+    held_out = [choose_held_out(data, one) for one in opened]
+    digests = {digest for _, found in held_out for digest in found}
+    has = {value for one in opened for value in (*one.facts[HAS], *map(" ".join, one.eval_rows or []), one.later_columns)}
+    shape = shape_of(has, opened[0].conversion.stored, data.split_conversations)
+
+    rows, summaries = [], []
+    for one, (chosen, _) in zip(opened, held_out, strict=True):
+        facts = one.facts | {REASON: mark_held_out(one.facts, digests)}
+        summaries.append(summary := summarize_source(one, facts, len(chosen)))
+        print_summary(summary, one.source.train_split, one.test_split, one.splits)
+        rows.append(training_rows(data, one, facts, digests, shape))
     train, summary = rows[0], summaries[0]
-    if script_args.mixture:
-        train = mix(script_args, rows)
-        count_rows_of_epoch(script_args, rows, summaries)
+    if data.is_mixture:
+        train = mix(data, rows)
+        count_rows_of_epoch(data, rows, summaries)
         summary = add_summaries(summaries)
-    if script_args.output_dir and is_first_process():
-        Path(script_args.output_dir).mkdir(parents=True, exist_ok=True)
-        write_json(Path(script_args.output_dir, DATA), summary)
+    if data.output_dir and is_first_process():
+        Path(data.output_dir).mkdir(parents=True, exist_ok=True)
+        write_json(Path(data.output_dir, DATA), summary)
     if isinstance(train, IterableDataset):
-        train = train.take(script_args.max_samples) if script_args.max_samples else train
-    if isinstance(train, IterableDataset) and script_args.keeps_samples:
-        features = sources[0].conversion.features
-        kept = itertools.islice(train, script_args.first_rows or None)
-        train = Dataset.from_list([formats.complete(row, features) for row in kept], features=features)
-        print_once(f"{script_args.display_name}: {len(train):,} rows of the stream are kept in memory, for every epoch the same.")
-    evaluated = {source.script_args.label: evaluation_rows(source) for source in sources}
-    return train, DatasetDict(evaluated) if script_args.mixture else evaluated[""]
+        train = limit_stream(data, train)
+    evaluated = {
+        one.source.label: evaluation_rows(data, one, one.eval_rows if one.eval_rows is not None else chosen, shape)
+        for one, (chosen, _) in zip(opened, held_out, strict=True)
+    }
+    return train, DatasetDict(evaluated) if data.is_mixture else evaluated[""]
 
 
-def open_source(script_args: ScriptArguments, keep: Callable[[dict], bool] | None) -> Source:
-    """Opens a dataset, and finds out how its rows are converted and which of them are skipped.
+def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool] | None) -> Opened:
+    """Opens a dataset, and examines its rows, of a stream the first ones. `keep`: see `load`."""
+    is_whole = not source.first_rows or reading.is_small(source.name)
+    has_slices = is_slice(source.train_split) or is_slice(source.test_split)  # which a stream cannot have
+    # Of large data a preview, a rehearsal and a plan read the first rows only. Without slices they download no more than these.
+    limit = 0 if is_whole else source.first_rows
+    splits = open_dataset(source, streaming=data.streaming or (limit > 0 and not has_slices))
+    test = evaluation_split(source, splits, data.needs_test_split)
+    first_split = splits_of(source.train_split)[0]
+    raw = splits.get(first_split, next(iter(splits.values())))
+    conversion, first = find_conversion(data, source, placed(raw, source, first_split), features_of(raw))
+    print_columns(source, conversion, first)
+    conversion = replace(conversion, keep=keep)
+    if not conversion.format:  # rows stay as they are, except that columns get other names
+        splits = {split: rename_columns(rows, conversion, data.streaming) for split, rows in splits.items()}
+        conversion = replace(conversion, column_map=None)
+    if data.streaming:
+        rows, test_rows = examine_stream(splits[source.train_split], conversion, source, first), splits.get(test)
+        facts, is_complete = facts_of_stream(rows, conversion, source, None if reading.is_small(source.name) else FIRST_ROWS)
+    else:
+        rows, test_rows, facts = examine_in_memory(splits, test, conversion, source, limit)
+        is_complete = not limit
+    eval_rows = None
+    if test_rows is not None:
+        eval_rows = list(itertools.islice(usable_rows(test_rows, conversion, source, test), data.most_eval_rows(source)))
+        if not eval_rows:
+            condition = " that the recipe keeps (`keep`)" if keep else ""
+            raise UserError(
+                f"--dataset_test_split: no row of {source.display_name} in this split{condition} has a text or answer: pass "
+                "another split"
+            )
+    features = features_of(raw)
+    optional = [name for name in OPTIONAL if name in conversion.stored and (features is None or OPTIONAL[name] & features.keys())]
+    later = " ".join(optional) if isinstance(rows, IterableDataset) and not is_complete else ""
+    return Opened(source, list(splits), test, conversion, first, rows, facts, is_complete, later, eval_rows)
 
-    Also reads the evaluation rows, if there is a split for them. `keep`: see `load`.
-    """
-    name = script_args.display_name
-    splits, is_complete = open_for_load(script_args)
-    train, test = choose_splits(script_args, splits)
-    conversion = find_conversion(script_args, train)
-    complete_row = formats.rename(dict.fromkeys(conversion.columns, True), conversion.settings["column_map"])
+
+def open_dataset(source: Source, streaming: bool) -> dict[str, Split]:
+    """All splits of a dataset. Raises UserError if it cannot be opened."""
+    return reading.open_splits(source.name, source.config, streaming, source.text_rows)
+
+
+def features_of(rows: Split) -> Features | None:
+    return None if isinstance(rows, TextFiles) else rows.features
+
+
+def placed(rows: Split, source: Source, split: str) -> Iterator[PlacedRow]:
+    """Rows with their places in words: a line of a file, or the number of a row of a split."""
+    if isinstance(rows, TextFiles):
+        yield from rows
+        return
+    with hub_errors("dataset", source.display_name):
+        for number, row in enumerate(rows, 1):
+            yield f"{source.display_name}, row {number} of {split}", row
+
+
+def rename_columns(rows: Split, conversion: Conversion, streaming: bool) -> Dataset | IterableDataset:
+    """The rows of a recipe without formats, with the names of --column_map."""
+    rows = rows.as_dataset(streaming) if isinstance(rows, TextFiles) else rows
+    new_names = conversion.column_map or {}
+    replaced = [name for name in rows.column_names or [] if name in new_names.values() and name not in new_names]
+    return rows.remove_columns(replaced).rename_columns(new_names) if new_names else rows
+
+
+def print_columns(source: Source, conversion: Conversion, first: FirstRows) -> None:
+    """Prints which columns are ignored."""
+    complete_row = formats.rename(dict.fromkeys(first.columns, True), conversion.column_map)
+    ignored = first.ignored
     if conversion.format in formats.PREFERENCE_FORMATS and formats.is_preference(complete_row):
-        print_once(f"{name} is preference data: `chosen` is trained on, `rejected` is ignored.")
-        conversion.ignored = [column for column in conversion.ignored if column != "rejected"]
-    if conversion.ignored:
-        print_once(f"{name}: ignored columns: {', '.join(conversion.ignored)}.")
-    rows_of_stream = None if reading.is_small(script_args.dataset_name) else FIRST_ROWS
-    facts = find_facts(train, conversion, keep, rows_of_stream)
-    source = Source(script_args, splits, is_complete, train, test, conversion, facts, eval_rows=[])
-    set_eval_rows(source, keep)
-    if test is not None and not source.eval_rows:
-        condition = " that the recipe keeps (`keep`)" if keep else ""
-        raise UserError(
-            f"--dataset_test_split: no row of {name} in this split{condition} has a text or answer: pass another split"
-        )
-    return source
+        print_once(f"{source.display_name} is preference data: `chosen` is trained on, `rejected` is ignored.")
+        ignored = [column for column in ignored if column != "rejected"]
+    if ignored:
+        print_once(f"{source.display_name}: ignored columns: {', '.join(ignored)}.")
 
 
-def most_eval_rows(script_args: ScriptArguments) -> int:
-    """How many rows a run evaluates on at most; a rehearsal holds out as many, and evaluates on fewer."""
-    return script_args.eval_rows_of_run or script_args.max_eval_samples
+def examine_in_memory(
+    splits: dict[str, Split], test: str, conversion: Conversion, source: Source, limit: int
+) -> tuple[Dataset, Dataset | None, dict[str, list[str]]]:
+    """The rows of the training split, those of the split for evaluation (None if there is none), and the facts of the former.
 
-
-def set_eval_rows(source: Source, keep: Callable[[dict], bool] | None) -> None:
-    """Sets `source.eval_rows` if the dataset has a split for evaluation."""
-    if source.test is not None:
-        count = most_eval_rows(source.script_args)
-        source.eval_rows = usable_rows(source.test, source.conversion.settings, keep, count)
-
-
-def use_one_shape(sources: list[Source], keep: Callable[[dict], bool] | None) -> None:
-    """Makes all rows of all datasets have the same columns: `messages`, where some have it and others prompt and completion.
-
-    Raises UserError for datasets of different formats, such as texts and conversations.
+    The rows are examined; those of a recipe without formats stay as they are. `limit`: read only the first rows; 0: all.
     """
-    check_same_format([(source.conversion.format, source.script_args.display_name) for source in sources])
-    shapes = {shape for source in sources for shape in (*source.facts["shape"], *map(shape_of, source.eval_rows))}
-    if len(shapes - {""}) > 1:
-        for source in sources:
-            source.conversion.settings["as_messages"] = True
-            source.conversion.features = features_for(source.script_args, source.conversion)
-            set_eval_rows(source, keep)
-    if not sources[0].conversion.format:  # rows stay as they are
-        for source in sources:
-            if source.train.features != sources[0].train.features:
-                names = [source.script_args.display_name for source in (sources[0], source)]
-                raise UserError(f"--dataset_name: {' and '.join(names)} have other columns: a run needs datasets of one kind")
-    elif len(sources) > 1:
-        features = Features({})
-        for source in sources:
-            features.update(source.conversion.features)
-        for source in sources:
-            source.conversion.features = features
+    train, has_slices = source.train_split, is_slice(source.train_split) or is_slice(test)
+    used = {split: splits[split] for split in (*splits_of(train), *splits_of(test)) if split in splits}
+    for split, rows in used.items():
+        if isinstance(rows, TextFiles):  # of which slices are taken afterwards: their number of rows is not known before
+            used[split] = examine_all(rows, conversion, source, split, 0 if has_slices else limit)
+        elif isinstance(rows, IterableDataset):
+            with hub_errors("dataset", source.display_name):
+                used[split] = Dataset.from_list(list(rows.take(limit)), features=rows.features)
+    chosen, chosen_test = choose_rows(train, test, used)
+    if limit:
+        chosen, chosen_test = chosen.take(limit), chosen_test and chosen_test.take(limit)
+    examined = chosen if REASON in chosen.column_names else examine_all(chosen, conversion, source, train, limit)
+    facts = {name: examined[name][:] for name in FACTS}
+    return examined if conversion.format else chosen, chosen_test, facts
 
 
-def hold_out_rows(source: Source, keep: Callable[[dict], bool] | None) -> list[dict]:
-    """Without a split for evaluation, chooses the rows that are held out of the training split; returns them, converted.
+def examine_all(rows: Dataset | TextFiles, conversion: Conversion, source: Source, split: str, limit: int = 0) -> Dataset:
+    """The examined rows. All of them are kept in the cache, `limit` of them in memory."""
 
-    Afterwards a stream has only rows that can be used; of data in memory `facts` says which.
-    """
-    name, settings, count = source.script_args.display_name, source.conversion.settings, most_eval_rows(source.script_args)
-    if isinstance(source.train, IterableDataset):
-        source.train = source.train.filter(_is_usable, fn_kwargs={"settings": settings, "keep": keep})
-    if source.test is not None:
-        return []
-    if isinstance(source.train, Dataset):
-        usable = [index for index, reason in enumerate(source.facts["reason"]) if not reason]
-        chosen = [source.train[index] for index in hold_out(usable, source.facts["digest"], count, name)]
-    else:
-        chosen = hold_out_of_stream(source.train, count, name, source.facts["complete"])
-    source.eval_rows, source.held_out = [formats.convert(row, **settings) for row in chosen], len(chosen)
-    return source.eval_rows
+    def examined() -> Iterator[dict]:
+        for place, row in placed(rows, source, split):
+            yield examine(place, row, conversion)
+
+    features = features_of_examined(conversion)
+    if limit:
+        return Dataset.from_list(list(itertools.islice(examined(), limit)), features=features)
+    version = rows.versions() if isinstance(rows, TextFiles) else rows._fingerprint
+    keep = Hasher.hash(conversion.keep)  # as `Dataset.filter` does
+    with hub_errors("dataset", source.display_name):
+        return make_once(examined, features, [version, source.display_name, split, replace(conversion, keep=None), keep])
 
 
-def remove_held_out(source: Source, held_out: set[str]) -> None:
-    """Leaves the rows to train on in `train`. `held_out`: checksums of the rows that are held out of all datasets."""
-    reasons = [
-        reason or (DUPLICATE if digest in held_out else "")
-        for reason, digest in zip(source.facts["reason"], source.facts["digest"], strict=True)
-    ]
-    source.facts["reason"] = reasons
-    if isinstance(source.train, Dataset) and reasons.count(DUPLICATE) < source.held_out:
-        raise RuntimeError(f"{source.script_args.display_name}: the held-out rows were not found among the rows to train on")
-    if isinstance(source.train, Dataset):
-        source.train = source.train.select([index for index, reason in enumerate(reasons) if not reason])
-    elif held_out:
-        settings = {"settings": source.conversion.settings, "held_out": held_out}
-        source.train = source.train.filter(_is_not_held_out, fn_kwargs=settings)
-
-
-def training_rows(source: Source) -> Dataset | IterableDataset:
-    """The converted rows to train on; those of a stream shuffled. `load` limits the rows of a stream."""
-    script_args, rows = source.script_args, source.train
-    if isinstance(rows, Dataset):
-        is_of_mixture = bool(script_args.label)
-        if script_args.max_samples and not is_of_mixture:  # `mix` limits the rows of all datasets together
-            rows = rows.take(script_args.max_samples)
-        if script_args.first_rows:  # of a preview, a rehearsal or a plan
-            rows = rows.take(script_args.first_rows)
-    rows = convert_all(rows, source.conversion)
-    return shuffle(rows, script_args.seed) if isinstance(rows, IterableDataset) else rows
-
-
-def evaluation_rows(source: Source) -> Dataset:
-    """The converted rows to evaluate on."""
-    script_args, rows = source.script_args, source.eval_rows
-    if script_args.first_rows and isinstance(source.train, Dataset):
-        rows = rows[: script_args.first_rows]
-    finished = [part for row in rows[: script_args.max_eval_samples] for part in finish(row, source.conversion)]
-    return Dataset.from_list(finished, features=source.conversion.features)
-
-
-def convert_all(rows: Dataset | IterableDataset, conversion: Conversion) -> Dataset | IterableDataset:
-    """Rows in the format of `conversion`."""
-    if not conversion.format and not conversion.settings["column_map"]:
+def examine_stream(
+    rows: IterableDataset | TextFiles, conversion: Conversion, source: Source, first: FirstRows
+) -> IterableDataset:
+    """The rows of a stream, examined; those of a recipe without formats as they are."""
+    if not conversion.format:
         return rows
-    is_stream = isinstance(rows, IterableDataset)  # which does not decode what a function returns
-    settings = {"conversion": dataclasses.replace(conversion, first=[], ignored=[]), "encodes": not is_stream, "code": CODE}
-    options = {"remove_columns": conversion.columns, "features": conversion.features}
-    if conversion.splits_answers:
-        return rows.map(_convert_and_split, batched=True, batch_size=1, fn_kwargs=settings, **options)
-    return rows.map(_convert, fn_kwargs=settings, **options)
+    is_text = isinstance(rows, TextFiles)
+    stream, columns = (rows.stream(), ["place", "row"]) if is_text else (rows, first.columns)
+    settings = {"conversion": conversion, "name": "" if is_text else source.display_name}
+    return stream.map(_examine_example, fn_kwargs=settings, remove_columns=columns)
 
 
-def _convert(row: dict, conversion: Conversion, encodes: bool, code: str) -> dict:
-    return finish(formats.convert(row, **conversion.settings), conversion, encodes)[0]
+def _examine_example(example: dict, conversion: Conversion, name: str) -> dict:
+    """`name`: of a dataset whose rows have no place."""
+    if not name:
+        return examine(example["place"], example["row"], conversion, encodes=False)
+    return examine(f"{name}, a row that begins with {str(dict(example))[:100]}", example, conversion, encodes=False)
 
 
-def _convert_and_split(batch: dict[str, list], conversion: Conversion, encodes: bool, code: str) -> dict[str, list]:
-    """`batch` has one row."""
-    row = formats.convert({name: values[0] for name, values in batch.items()}, **conversion.settings)
-    rows = finish(row, conversion, encodes)
-    return {name: [part[name] for part in rows] for name in rows[0]}
-
-
-def finish(row: dict, conversion: Conversion, encodes: bool = True) -> list[dict]:
-    """A converted row, or one for every answer, cut in a rehearsal, with all columns of the features."""
-    rows = formats.split_answers(row) if conversion.splits_answers else [row]
-    if conversion.cuts_texts:
-        rows = [cut_row(part) for part in rows]
-    return [formats.complete(part, conversion.features, encodes) for part in rows]
-
-
-def cut_row(row: dict) -> dict:
-    """A converted row with shorter texts, so that the short sequences of a rehearsal hold an answer too. JSON stays JSON."""
-    tools = {"tools": cut_texts(row["tools"], MAX_TOOL_LETTERS)} if row.get("tools") else {}
-    return {name: cut_texts(value, MAX_LETTERS) for name, value in row.items() if name != "tools"} | tools
-
-
-def cut_texts(value: Any, letters: int) -> Any:
-    """`value` with every string in it cut to `letters` letters; strings of JSON stay JSON, and <think> tags stay whole."""
-    if isinstance(value, dict):
-        return {name: cut_texts(part, letters) for name, part in value.items()}
-    if isinstance(value, list):
-        return [cut_texts(part, letters) for part in value]
-    if not isinstance(value, str) or len(value) <= letters:
-        return value
-    if value.lstrip().startswith(("{", "[")):
-        try:
-            return json.dumps(cut_texts(json.loads(value), letters), ensure_ascii=False)
-        except json.JSONDecodeError:
-            pass
-    pieces = re.split(r"(</?think>)", value)
-    return "".join(piece if index % 2 else piece[:letters] for index, piece in enumerate(pieces))
-
-
-def digest_of(row: dict) -> str:
-    """A checksum of a converted row, the same for turns in one column or in two."""
-    turns = [turn for name in ("messages", "prompt", "completion") for turn in row.get(name) or [] if isinstance(turn, dict)]
-    if turns:
-        others = {name: value for name, value in row.items() if name not in ("messages", "prompt", "completion")}
-        row = others | {"turns": [{key: value for key, value in turn.items() if key != "train"} for turn in turns]}
-    return xxhash.xxh3_64_hexdigest(json.dumps(row, ensure_ascii=False, sort_keys=True, default=str).encode())
-
-
-def _is_usable(row: dict, settings: dict[str, Any], keep: Callable[[dict], bool] | None) -> bool:
-    if formats.convert(row, **settings) is None:
-        return False
-    return keep is None or bool(keep(formats.rename(row, settings["column_map"])))
-
-
-def _is_not_held_out(row: dict, settings: dict[str, Any], held_out: set[str]) -> bool:
-    return digest_of(formats.convert(row, **settings)) not in held_out
-
-
-def usable_rows(
-    rows: Dataset | IterableDataset, settings: dict[str, Any], keep: Callable[[dict], bool] | None, count: int
-) -> list[dict]:
-    """The first `count` rows that can be evaluated on, converted."""
-    usable = (row for row in itertools.islice(rows, ROWS_TO_SEARCH + count) if _is_usable(row, settings, keep))
-    return [formats.convert(row, **settings) for row in itertools.islice(usable, count)]
-
-
-FACTS = ("reason", "digest", "kind", "shape")
-LEFT_OUT, DUPLICATE = "left out by the recipe (`keep`)", "equal to a row that is held out"
-
-
-def find_facts(
-    rows: Dataset | IterableDataset, conversion: Conversion, keep: Callable[[dict], bool] | None, limit: int | None = None
-) -> dict[str, Any]:
-    """What every row is: why it is skipped ("" if it is not), a checksum, what its turns are, where they are; lists by name.
-
-    Of a stream it looks at the first `limit` rows only; "complete" says whether these are all.
-    """
-    settings = {"settings": conversion.settings, "code": CODE}
-    if isinstance(rows, Dataset):
-        columns = Features({name: Value("string") for name in FACTS})
-        facts = rows.map(_facts_of, fn_kwargs=settings, remove_columns=rows.column_names, features=columns)
-        found = {name: facts[name][:] for name in columns}
-        first = rows if keep else []
-    else:
+def facts_of_stream(
+    rows: IterableDataset, conversion: Conversion, source: Source, limit: int | None
+) -> tuple[dict[str, list[str]], bool]:
+    """The facts of the first `limit` rows, and whether these are all."""
+    with hub_errors("dataset", source.display_name):
         first = list(itertools.islice(rows, None if limit is None else limit + 1))
-        facts = [_facts_of(row, **settings) for row in first[:limit]]
-        found = {name: [fact[name] for fact in facts] for name in FACTS}
-    if keep is not None:
-        for index, row in enumerate(itertools.islice(first, len(found["reason"]))):
-            if not found["reason"][index] and not keep(formats.rename(row, conversion.settings["column_map"])):
-                found["reason"][index] = LEFT_OUT
-    return found | {"complete": isinstance(rows, Dataset) or len(first) == len(found["reason"]) > 0}
+    examined = [row if REASON in row else examine(source.display_name, row, conversion) for row in first[:limit]]
+    return {name: [row[name] for row in examined] for name in FACTS}, len(first) == len(examined) > 0
 
 
-def _facts_of(row: dict, settings: dict[str, Any], code: str) -> dict[str, str]:
-    """The FACTS of a row: why it is skipped ("" if it is not), its checksum, and what kind of conversation it is."""
-    converted, reason = formats.examine(row, **settings)
-    return {
-        "reason": reason,
-        "digest": digest_of(converted) if converted is not None else "",
-        "kind": formats.kind_of_conversation(converted) if converted is not None else "",
-        "shape": shape_of(converted) if converted is not None else "",
-    }
+def usable_rows(rows: Split, conversion: Conversion, source: Source, split: str) -> Iterator[dict]:
+    """The rows that can be evaluated on, converted, among the first ones."""
+    for place, row in itertools.islice(placed(rows, source, split), ROWS_TO_SEARCH):
+        examined = row if REASON in row else examine(place, row, conversion, encodes=False)
+        if not examined[REASON]:
+            yield converted_of(examined) if conversion.format else row
 
 
-def shape_of(row: dict) -> str:
-    """The column of a converted row that has its answers, if these are turns; "" if not."""
-    return next((name for name in ("messages", "completion") if isinstance(row.get(name), list)), "")
-
-
-def summarize(source: Source) -> dict[str, Any]:
-    """The content of data.json: what was read, skipped and found."""
-    facts, held_out = source.facts, source.held_out
-    reasons = Counter(reason for reason in facts["reason"] if reason)
-    if facts["complete"]:  # the held-out rows themselves are not skipped
-        reasons[DUPLICATE] = max(0, reasons[DUPLICATE] - held_out)
-    turns = Counter(word for kind in facts["kind"] for word in kind.split(",")[0].split())
-    skipped = {reason: number for reason, number in reasons.most_common() if number}
-    rows = len(facts["reason"])
-    first_skipped: dict[str, int] = {}
-    for number, reason in enumerate(facts["reason"], 1):
-        if reason in skipped and reason != DUPLICATE:  # the first of those may be the held-out row itself
-            first_skipped.setdefault(reason, number)
-    return {
-        "name": source.script_args.display_name,
-        "label": source.script_args.label,
-        "rows": rows,
-        "is_complete": source.is_complete and facts["complete"],  # False: these are the first rows only
-        "skipped_rows": sum(skipped.values()),
-        "skipped": skipped,
-        "first_skipped": first_skipped,  # by reason, the number of the row in the training split, from 1
-        "held_out": held_out,
-        "trained_rows": rows - sum(skipped.values()) - held_out,
-        "format": source.conversion.format,
-        "ignored_columns": source.conversion.ignored,
-        "turns": dict(turns.most_common()),
-        "with_tools": sum(kind.endswith(", tools") for kind in facts["kind"]),
-    }
-
-
-def print_summary(script_args: ScriptArguments, summary: dict[str, Any], splits: dict[str, Any]) -> None:
-    """Prints the skipped rows with the reasons, and how many are held out of the training split."""
-    name = script_args.display_name
-    if summary["skipped"]:
-        first = {reason: f" (the first is row {number:,})" for reason, number in summary["first_skipped"].items()}
-        reasons = ", ".join(f"{number:,} {reason}{first.get(reason, '')}" for reason, number in summary["skipped"].items())
-        read = f"{summary['rows']:,} rows" if summary["is_complete"] else f"the first {summary['rows']:,} rows"
-        print_once(f"{name}: {summary['skipped_rows']:,} of {read} skipped: {reasons}.")
-    if summary["held_out"]:
-        split = script_args.dataset_train_split
-        others = [] if is_slice(split) else [other for other in splits if other != split]
-        found = f" (other splits: {', '.join(others)})" if others else ""
-        print_once(
-            f"{name} has no split {script_args.dataset_test_split}{found}: {summary['held_out']} rows of {split} are held out "
-            "for evaluation and never trained on."
-        )
-
-
-def open_dataset(script_args: ScriptArguments, streaming: bool) -> dict[str, Dataset | IterableDataset]:
-    """All splits of the dataset. Raises UserError if it cannot be opened."""
-    return reading.open_splits(script_args.dataset_name, script_args.dataset_config, streaming, script_args.text_rows)
-
-
-def open_for_load(script_args: ScriptArguments) -> tuple[dict[str, Dataset | IterableDataset], bool]:
-    """The splits or slices for `load` by name, and whether they have all their rows.
-
-    All rows are opened for a run, of small files, and of a stream. Of other data a preview, a rehearsal and a plan read only the
-    first rows of the two splits that they use. Without slices they download no more than these rows.
-    """
-    if not script_args.first_rows or reading.is_small(script_args.dataset_name):
-        return open_dataset(script_args, script_args.dataset_streaming), True
-    if is_slice(script_args.dataset_train_split) or is_slice(script_args.dataset_test_split):  # a stream cannot be sliced
-        chosen = choose_splits(script_args, open_dataset(script_args, streaming=False))
-        names = (script_args.dataset_train_split, script_args.dataset_test_split)
-        return {name: rows.take(script_args.first_rows) for name, rows in zip(names, chosen, strict=True) if rows}, False
-    splits = open_dataset(script_args, streaming=True)
-    names = (script_args.dataset_train_split, evaluation_split(script_args, splits))
-    streams = {name: rows for name, rows in splits.items() if name in names}
-    if script_args.dataset_streaming:
-        return streams, True
-    first = {}
-    for name, rows in streams.items():
-        first[name] = Dataset.from_list(list(rows.take(script_args.first_rows)), features=rows.features)
-    return first, False
-
-
-def count_training_rows(script_args: ScriptArguments) -> int | None:
-    """Rows of the training split, of a mixture those of an epoch; None for a stream that does not say."""
-    if script_args.mixture:
-        sizes = [count_training_rows(one) for one in each_dataset(script_args)]
-        return sum(share(script_args, sizes)) if all(sizes) and not script_args.dataset_streaming else None
-    is_in_memory = reading.is_local(script_args.dataset_name) and not script_args.dataset_streaming
-    if is_in_memory or is_slice(script_args.dataset_train_split):
-        return len(choose_splits(script_args, open_dataset(script_args, streaming=False))[0])
-    rows = open_dataset(script_args, streaming=True)[script_args.dataset_train_split]
-    return getattr((rows.info.splits or {}).get(script_args.dataset_train_split), "num_examples", None)
-
-
-@contextlib.contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Hides the progress bars of `datasets`: an error of a check is one line."""
-    was_disabled = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not was_disabled:
-            enable_progress_bars()
-
-
-@without_progress_bars()
-def check_dataset(script_args: ScriptArguments) -> list[dict]:
-    """Raises UserError unless every split that is used exists and has rows in a fitting format, the same in all datasets.
-
-    Returns some converted rows of the training splits, of small files one with every kind of turns; [] if nothing can be checked,
-    offline.
-    """
-    for name in ("max_samples", "max_eval_samples"):
-        if getattr(script_args, name) is not None and getattr(script_args, name) < 1:
-            raise UserError(f"--{name} is {getattr(script_args, name)}, expected 1 or more")
-    check_column_map(script_args)
-    rows, found, unmapped = [], [], set(script_args.column_map or {})
-    for one in each_dataset(script_args):
-        conversions, some = check_splits(one)
-        rows += some
-        found += [(conversion.format, one.display_name) for conversion in conversions]
-        unmapped -= {old for conversion in conversions for old in conversion.settings["column_map"] or {}}
-    if unmapped and found:
-        raise UserError(f"--column_map: no dataset has a column {sorted(unmapped)[0]}")
-    check_same_format(found)
-    return rows
+def check_same_kind(opened: list[Opened]) -> None:
+    """Raises UserError unless all datasets have the same format, or for a recipe without formats the same columns."""
+    check_same_format([(one.conversion.format, one.name) for one in opened])
+    for one in opened:
+        if not one.conversion.format and one.rows.features != opened[0].rows.features:
+            raise UserError(
+                f"--dataset_name: {opened[0].name} and {one.name} have other columns: a run needs datasets of one kind"
+            )
 
 
 def check_same_format(found: list[tuple[str, str]]) -> None:
@@ -520,195 +290,141 @@ def check_same_format(found: list[tuple[str, str]]) -> None:
         raise UserError(f"--dataset_name: {kinds}: a run needs datasets of one kind")
 
 
-def check_splits(script_args: ScriptArguments) -> tuple[list[Conversion], list[dict]]:
-    """See `check_dataset`; of one dataset. Returns how the training splits are converted, and some converted rows."""
-    is_local = reading.is_local(script_args.dataset_name)
-    if HF_HUB_OFFLINE and script_args.dataset_streaming and not is_local:
-        return [], []  # only `datasets` can tell what its cache holds
-    # Streaming downloads no more than it reads. Offline, only a dataset that is cached as a whole opens.
-    is_small = reading.is_small(script_args.dataset_name)
-    splits = open_dataset(script_args, streaming=not is_small and (is_local or not HF_HUB_OFFLINE))
-    train, test = script_args.dataset_train_split, evaluation_split(script_args, splits)
-    found = f"{script_args.display_name} has the split{'s' if len(splits) > 1 else ''} {', '.join(splits)}"
-    for name in splits_of(train):
-        if name not in splits:
-            raise UserError(f"--dataset_train_split: {found}, none called {name}: pass one of these")
-    for name in splits_of(test):
-        if name not in splits and "dataset_test_split" in script_args.given:
-            raise UserError(f"--dataset_test_split: {found}, none called {name}: leave the flag out to hold some rows out")
-    if test == train:
-        raise UserError(f"--dataset_train_split and --dataset_test_split are both {train}: pass two different splits")
-    if is_slice(train) or is_slice(test):
-        check_slices(script_args, splits)
-    for name in splits_of(test):
-        if name in splits:
-            find_conversion(script_args, splits[name])
-    conversions, rows = [], []
-    for name in splits_of(train):
-        conversion = find_conversion(script_args, splits[name])
-        conversions.append(conversion)
-        rows += conversion.first
-        if is_small and conversion.format == "messages":
-            rows += one_of_every_kind(splits[name], conversion)
-    return conversions, rows
+def choose_held_out(data: DataSettings, one: Opened) -> tuple[list[dict], list[str]]:
+    """Without a split for evaluation, the rows that are held out of the training split, converted, and their checksums."""
+    if one.eval_rows is not None:
+        return [], []
+    count = data.most_eval_rows(one.source)
+    if isinstance(one.rows, Dataset):
+        usable = [index for index, reason in enumerate(one.facts[REASON]) if not reason]
+        chosen = hold_out(usable, one.facts[DIGEST], count, one.name)
+        rows, digests = [one.rows[index] for index in chosen], [one.facts[DIGEST][index] for index in chosen]
+    else:
+        rows = hold_out_of_stream(usable_stream(one), count, one.name, one.is_complete)
+        digests = [row[DIGEST] if one.conversion.format else digest_of(row) for row in rows]
+    return [converted_of(row) if one.conversion.format else row for row in rows], digests
 
 
-def one_of_every_kind(rows: Dataset, conversion: Conversion) -> list[dict]:
-    """Converted rows that have all kinds of turns that there are: calls, thoughts, tools, several answers …"""
-    seen, indices = set(), []
-    for index, kind in enumerate(find_facts(rows, conversion, None)["kind"]):
-        words = kind.replace(",", "").split()
-        key = (frozenset(words), sum(word.startswith("assistant") for word in words) > 1)
-        if words and key not in seen and len(indices) < 100:
-            seen.add(key)
-            indices.append(index)
-    return [formats.convert(rows[index], **conversion.settings) for index in indices]
+def usable_stream(one: Opened) -> IterableDataset:
+    """The rows of a stream that are not skipped."""
+    if one.conversion.format:
+        return one.rows.filter(_is_usable)
+    return one.rows.filter(one.conversion.keep) if one.conversion.keep else one.rows
 
 
-def check_column_map(script_args: ScriptArguments) -> None:
-    """Raises UserError unless --column_map has names of columns as keys and values."""
-    mapping = script_args.column_map
-    known = (*COLUMNS, *formats.TOOLS, formats.TEMPLATE_ARGUMENTS, script_args.text_field)
-    if mapping is None:
-        return
-    if not isinstance(mapping, dict) or not all(isinstance(new, str) for new in mapping.values()):
-        raise UserError(f"--column_map is {mapping!r}, expected names of columns and their new names")
-    for new in mapping.values():
-        if new not in known and script_args.dataset_formats:
-            raise UserError(f"--column_map: {new} is none of the columns that are read: {', '.join(known)}")
+def _is_usable(row: dict) -> bool:
+    return not row[REASON]
 
 
-def find_conversion(script_args: ScriptArguments, rows: Dataset | IterableDataset) -> Conversion:
-    """How rows are converted: to the first of `dataset_formats` into which one of the first rows can be converted.
+def _is_not_held_out(row: dict, held_out: set[str]) -> bool:
+    return (row[DIGEST] if DIGEST in row else digest_of(row)) not in held_out
 
-    Raises UserError if no row can be converted.
-    """
-    name, accepted = script_args.display_name, script_args.dataset_formats
-    with hub_errors("dataset", name):
-        first = list(rows.take(ROWS_TO_CHECK))
-    if not first:
-        raise UserError(f"dataset {name}: it is empty: no rows in {rows.split or script_args.dataset_train_split}")
-    columns = rows.column_names or list(first[0])
-    settings = {
-        "format": "",
-        "text_field": script_args.text_field,
-        "column_map": find_column_map(script_args, columns),
-        "structs": tuple(column for column, kind in (rows.features or {}).items() if has_struct(kind)),
-        "as_messages": False,
+
+def summarize_source(one: Opened, facts: dict[str, list[str]], held_out: int) -> dict[str, Any]:
+    """The content of data.json for a dataset."""
+    return {
+        "name": one.name,
+        "label": one.source.label,
+        "is_complete": one.is_complete,  # False: these are the first rows only
+        "format": one.conversion.format,
+        "ignored_columns": one.first.ignored,
+        **summarize(facts, isinstance(one.rows, Dataset) or one.is_complete, held_out),
     }
-    if not accepted:
-        return Conversion(
-            settings=settings, columns=columns, features=None, ignored=[], first=first, splits_answers=False, cuts_texts=False
-        )
-    # If nothing can be used of the first rows, some of the following ones may be complete.
-    for start, end in ((0, ROWS_TO_CHECK), (ROWS_TO_CHECK, ROWS_TO_SEARCH)):
-        with hub_errors("dataset", name):
-            candidates = first if start == 0 else list(itertools.islice(rows, start, end))
-        for format in accepted:
-            settings["format"] = format
-            usable = (new for row in candidates if (new := formats.convert(row, **settings)))
-            converted = list(itertools.islice(usable, ROWS_TO_CHECK))
-            if converted:
-                if script_args.split_conversations and format != "messages":
-                    raise UserError(f"--split_conversations is for conversations, but {name} has none: leave out the flag")
-                conversion = Conversion(
-                    settings=settings,
-                    columns=columns,
-                    features=None,
-                    ignored=find_ignored_columns(candidates[:ROWS_TO_CHECK], columns, settings),
-                    first=converted,
-                    splits_answers=script_args.split_conversations,
-                    cuts_texts=script_args.cuts_texts,
-                )
-                conversion.features = features_for(script_args, conversion)
-                return conversion
-    raise UserError(explain_no_format(script_args, first))
 
 
-def find_column_map(script_args: ScriptArguments, columns: list[str]) -> dict[str, str] | None:
-    """--column_map for a dataset with these columns. Raises UserError if the dataset lacks one of them."""
-    column_map = script_args.column_map
-    if column_map and script_args.label:  # each dataset of a mixture has some of these columns
-        return {old: new for old, new in column_map.items() if old in columns} or None
-    for old in column_map or {}:
-        if old not in columns:
-            raise UserError(f"--column_map: {script_args.display_name} has no column {old}, it has {', '.join(columns)}")
-    return column_map
-
-
-def explain_no_format(script_args: ScriptArguments, first: list[dict]) -> str:
-    """The error message for a dataset whose first rows have none of the formats of the recipe."""
-    accepted, text_field = script_args.dataset_formats, script_args.text_field
-    wanted = " or ".join(formats.DESCRIPTIONS[format] for format in accepted)
-    mismatch = formats.explain_mismatch(first, accepted, text_field, script_args.column_map)
-    advice = ""
-    if not script_args.column_map and (mapping := formats.suggest_column_map(first, accepted, text_field)):
-        advice = f", or the flag --column_map '{json.dumps(mapping)}'"
-    return f"--dataset_name: {script_args.display_name} {mismatch}; this recipe needs {wanted}{advice}"
-
-
-def features_for(script_args: ScriptArguments, conversion: Conversion) -> Features | None:
-    """The features of converted rows."""
-    mapped = script_args.column_map or {}
-    columns = [mapped.get(column, column) for column in conversion.columns]
-    first = {"messages": None} if conversion.settings["as_messages"] or conversion.splits_answers else conversion.first[0]
-    return formats.stored_features(conversion.format, columns, first, script_args.text_field)
-
-
-def has_struct(kind: Any) -> bool:
-    """Whether a feature is an Arrow struct, or a list of them."""
-    if isinstance(kind, Json | Value):
-        return False
-    return isinstance(kind, dict) or has_struct(getattr(kind, "feature", kind[0] if isinstance(kind, list) else Value("null")))
-
-
-def find_ignored_columns(rows: list[dict], columns: list[str], settings: dict[str, Any]) -> list[str]:
-    """The columns that hold something and change nothing in the converted rows."""
-    ignored = []
-    for column in columns:
-        filled = [row for row in rows if row.get(column) not in (None, "", [], {})]
-        others = [{name: value for name, value in row.items() if name != column} for row in filled]
-        changes = (
-            formats.examine(row, **settings) != formats.examine(other, **settings)
-            for row, other in zip(filled, others, strict=True)
-        )
-        if filled and not any(changes):
-            ignored.append(column)
-    return ignored
-
-
-def tokens_of_run(script_args: ScriptArguments, training_args: TrainingArguments, processes: int) -> int:
-    """How many tokens a run reads of a dataset."""
-    rows = training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * processes
-    tokens = script_args.max_tokens or training_args.max_steps * rows * (getattr(training_args, "max_length", None) or 1024)
-    return math.ceil(tokens * script_args.weight)
-
-
-def prepared_folder(script_args: ScriptArguments) -> Path:
-    """Where --prepare keeps the files of a stream, in a folder for every number of files."""
-    kind = repr([script_args.dataset_name, script_args.dataset_config, script_args.dataset_train_split])
-    digest = hashlib.sha256(kind.encode()).hexdigest()[:8]
-    return Path(HF_HOME, "streams", f"{script_args.dataset_name.replace('/', '--')[-80:]}-{digest}")
-
-
-def use_prepared_files(script_args: ScriptArguments, training_args: TrainingArguments, processes: int) -> None:
-    """Reads a stream from the files that --prepare has downloaded, if they are enough for this run."""
-    if not script_args.dataset_streaming or reading.is_local(script_args.dataset_name):
-        return
-    prepared = [(read_json(path), path.parent) for path in prepared_folder(script_args).glob(f"*/{PREPARED}")]
-    for record, folder in sorted(prepared, key=lambda pair: pair[0]["files"]):
-        if script_args.keeps_samples:
-            is_enough = script_args.max_samples <= record.get("samples", 0)
-        else:
-            has_tokens = tokens_of_run(script_args, training_args, processes) <= record["tokens"]
-            is_enough = has_tokens and record["packing"] == getattr(training_args, "packing", False)
-        if is_enough or record["files"] == record["of"]:
-            print_once(f"{script_args.dataset_name}: using {record['files']} of its {record['of']} files, from --prepare.")
-            script_args.dataset_name = str(folder)
-            return
-    if HF_HUB_OFFLINE:
-        amount = "too few" if prepared else "none"
+def training_rows(
+    data: DataSettings, one: Opened, facts: dict[str, list[str]], held_out: set[str], shape: Shape
+) -> Dataset | IterableDataset:
+    """The rows to train on; those of a stream shuffled. `held_out`: checksums of the rows that are held out of all datasets."""
+    source, rows = one.source, one.rows
+    if isinstance(rows, Dataset):
+        indices = [index for index, reason in enumerate(facts[REASON]) if not reason]
+        # `mix` limits the rows of all datasets together. A preview, a rehearsal and a plan load the first ones.
+        limits = (None if data.is_mixture else data.max_samples, source.first_rows)
+        rows = rows.select(indices[: min(filter(None, limits), default=None)])
+    else:
+        rows = usable_stream(one)
+        rows = rows.filter(_is_not_held_out, fn_kwargs={"held_out": held_out}) if held_out else rows
+    if not list(rows.take(1)):
         raise UserError(
-            f"--dataset_name: {script_args.dataset_name} is a stream, {amount} of its files are on this machine, and the Hub "
-            "cannot be reached: run ./launch.sh --prepare with the same flags on a machine with internet"
+            f"--dataset_name: no row of {one.name} is left to train on: all are without a text or answer, or equal to a row that "
+            "is held out for evaluation"
         )
+    if one.conversion.format:
+        rows = finish(rows, one, shape)
+    return shuffle(rows, data.seed) if isinstance(rows, IterableDataset) else rows
+
+
+def finish(rows: Dataset | IterableDataset, one: Opened, shape: Shape) -> Dataset | IterableDataset:
+    """Examined rows in the shape of the training rows."""
+    source = one.source
+    if isinstance(rows, IterableDataset):
+        stored = [*features_of_examined(one.conversion)]
+        settings = {"shape": shape, "cuts_texts": source.cuts_texts}
+        options = {"fn_kwargs": settings, "remove_columns": stored, "features": shape.features}
+        return rows.map(_finish_batch, batched=True, batch_size=1, **options)
+    has_completion = any("completion" in has.split() for has in one.facts[HAS])
+    if not (source.cuts_texts or shape.splits_answers or ("messages" in shape.features and has_completion)):
+        return rows.select_columns(list(shape.features))
+
+    def finished() -> Iterator[dict]:
+        for row in rows:
+            yield from shape.finish(converted_of(row), source.cuts_texts)
+
+    return make_once(finished, shape.features, [rows._fingerprint, shape, source.cuts_texts])
+
+
+def _finish_batch(batch: dict[str, list], shape: Shape, cuts_texts: bool) -> dict[str, list]:
+    """`batch` has one row. A stream does not decode what this returns, so nothing is encoded."""
+    row = converted_of({name: values[0] for name, values in batch.items()})
+    rows = shape.finish(row, cuts_texts, encodes=False)
+    return {name: [part[name] for part in rows] for name in shape.features}
+
+
+def limit_stream(data: DataSettings, stream: IterableDataset) -> Dataset | IterableDataset:
+    """The first `max_samples` rows; with epochs they are kept in memory."""
+    stream = stream.take(data.max_samples) if data.max_samples else stream
+    if not data.keeps_samples:
+        return stream
+    features = stream.features
+    kept = itertools.islice(stream, data.sources[0].first_rows or None)
+    rows = Dataset.from_list([formats.complete(row, features) if features else row for row in kept], features=features)
+    print_once(f"{data.display_name}: {len(rows):,} rows of the stream are kept in memory, for every epoch the same.")
+    return rows
+
+
+def evaluation_rows(data: DataSettings, one: Opened, rows: list[dict], shape: Shape) -> Dataset:
+    """The rows to evaluate on, of converted ones. A preview, a rehearsal and a plan of data in memory load the first ones."""
+    limits = (data.max_eval_samples, one.source.first_rows if isinstance(one.rows, Dataset) else 0)
+    rows = rows[: min(filter(None, limits))]
+    if not one.conversion.format:
+        return Dataset.from_list(rows, features=one.rows.features)
+    finished = [part for row in rows for part in shape.finish(row, one.source.cuts_texts)]
+    return Dataset.from_list(finished, features=shape.features)
+
+
+def mark_held_out(facts: dict[str, list[str]], digests: set[str]) -> list[str]:
+    """Why each row is not trained on, "" if it is."""
+    pairs = zip(facts[REASON], facts[DIGEST], strict=True)
+    return [reason or (DUPLICATE if digest in digests else "") for reason, digest in pairs]
+
+
+def count_training_rows(data: DataSettings) -> int | None:
+    """Rows of the training split, of a mixture those of an epoch; None for a stream that does not say."""
+    sizes = [_count_rows(source, data.streaming) for source in data.sources]
+    if data.is_mixture:
+        return sum(share(data, sizes)) if all(sizes) and not data.streaming else None
+    return sizes[0]
+
+
+def _count_rows(source: Source, streaming: bool) -> int | None:
+    is_in_memory = (reading.is_local(source.name) and not streaming) or is_slice(source.train_split)
+    splits = open_dataset(source, streaming=not is_in_memory)
+    lengths = {}
+    for split in splits_of(source.train_split):
+        rows = splits[split]
+        lengths[split] = sum(1 for _ in rows) if isinstance(rows, TextFiles) and not streaming else number_of_rows(rows, split)
+    if None in lengths.values():
+        return None
+    parts, _ = parts_of_splits(source.train_split, "", lengths)
+    return sum(end - start for _, start, end in parts)

@@ -8,7 +8,6 @@ import bz2
 import codecs
 import contextlib
 import csv
-import functools
 import glob
 import gzip
 import hashlib
@@ -22,6 +21,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -140,11 +140,72 @@ def suffix_of(path: Path) -> str:
     return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in COMPRESSED else (suffixes or [""])[-1]
 
 
-def open_splits(name: str, config: str | None, streaming: bool, text_rows: str | None = None) -> dict[str, Split]:
-    """All splits of a dataset, in memory or as streams. Raises UserError if it cannot be opened.
+@dataclass(frozen=True)
+class TextFiles:
+    """JSON, CSV and text files of a split. Iterating yields each row with its place in words."""
+
+    files: tuple[str, ...]
+    kind: str
+    row_of: str  # of text files: see --text_rows
+
+    def __iter__(self) -> Iterator[tuple[str, dict]]:
+        for file in self.files:
+            for line, row in read_rows(Path(file), self.kind, self.row_of):
+                yield f"{file}, line {line}", row
+
+    def versions(self) -> list[tuple]:
+        """What the rows depend on."""
+        status = [Path(file).stat() for file in self.files]
+        return [self.kind, self.row_of, *((f, s.st_size, s.st_mtime_ns) for f, s in zip(self.files, status, strict=True))]
+
+    def stream(self) -> IterableDataset:
+        """The rows in a column `row`, and their places in a column `place`."""
+        settings = {"files": list(self.files), "kind": self.kind, "row_of": self.row_of}
+        return IterableDataset.from_generator(_placed_rows, gen_kwargs=settings)
+
+    def as_dataset(self, streaming: bool) -> Split:
+        """The rows as they are: columns that are texts in all rows are strings, others are JSON."""
+        columns: dict[str, bool] = {}  # is each a text?
+        for _, row in self:
+            for name, value in row.items():
+                columns[name] = columns.get(name, True) and isinstance(value, str | None)
+        features = Features({name: Value("string") if is_text else Json() for name, is_text in columns.items()})
+        settings = {"files": list(self.files), "kind": self.kind, "row_of": self.row_of, "columns": columns}
+        if streaming:
+            return IterableDataset.from_generator(_raw_rows, features=features, gen_kwargs=settings)
+        return make_once(lambda: _raw_rows(**settings), features, [self.versions()])
+
+
+def _placed_rows(files: list[str], kind: str, row_of: str) -> Iterator[dict]:
+    yield from ({"place": place, "row": row} for place, row in TextFiles(tuple(files), kind, row_of))
+
+
+def _raw_rows(files: list[str], kind: str, row_of: str, columns: dict[str, bool]) -> Iterator[dict]:
+    """Rows with all columns; values of columns that are not texts are JSON."""
+    for _, row in TextFiles(tuple(files), kind, row_of):
+        yield {name: row.get(name) if is_text else _to_json(row.get(name)) for name, is_text in columns.items()}
+
+
+def _to_json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def make_once(rows: Callable[[], Iterator[dict]], features: Features, key: list) -> Dataset:
+    """A dataset of `rows()`, made by the first process that asks; all others wait, and read it from the cache of `datasets`.
+
+    `key`: what the rows depend on besides the code.
+    """
+    getLogger("datasets.builder").setLevel(ERROR)
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    fingerprint = hashlib.sha256(repr([key, features]).encode() + code).hexdigest()[:32]
+    return Dataset.from_generator(rows, features=features, fingerprint=fingerprint)
+
+
+def open_splits(name: str, config: str | None, streaming: bool, text_rows: str | None = None) -> dict[str, Split | TextFiles]:
+    """All splits of a dataset: in memory or as streams, those of JSON, CSV and text as files that are still to be read.
 
     `text_rows`: what a row of a text file is: "line", "paragraph" or "document". None: a document in Markdown files and where
-    there are several text files, else a line.
+    there are several text files, else a line. Raises UserError if the dataset cannot be opened.
     """
     check_exists(name)
     paths = _local_paths(name)
@@ -252,22 +313,20 @@ def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
     return splits
 
 
-def _open_files(name: str, config: str | None, streaming: bool, text_rows: str | None) -> dict[str, Split]:
+def _open_files(name: str, config: str | None, streaming: bool, text_rows: str | None) -> dict[str, Split | TextFiles]:
     """The rows of each split of local files. `text_rows`: see --text_rows; only Parquet and Arrow files have a config."""
     by_split, kind, _, _ = choose_files(name, config)
     if text_rows and kind != "text":
         raise UserError(f"--text_rows is for text files, but {name} is read as {kind}: leave out the flag")
-    splits = {}
-    row_of = text_rows or usual_row(by_split)
-    for split, paths in by_split.items():
-        with hub_errors("dataset", name):
-            is_table = kind in ("parquet", "arrow")
-            rows = _open_tables(paths, kind, streaming) if is_table else _open_texts(paths, kind, row_of, streaming)
-        if rows is not None:
-            splits[split] = rows
-    if not splits:
-        raise UserError(f"dataset {name}: it is empty")
-    return splits
+    if kind not in ("parquet", "arrow"):
+        row_of = text_rows or usual_row(by_split)
+        splits = {split: TextFiles(tuple(map(str, paths)), kind, row_of) for split, paths in by_split.items()}
+        splits = {split: files for split, files in splits.items() if next(iter(files), None)}
+        if not splits:
+            raise UserError(f"dataset {name}: it is empty")
+        return splits
+    with hub_errors("dataset", name):
+        return {split: _open_tables(paths, kind, streaming) for split, paths in by_split.items()}
 
 
 def usual_row(by_split: dict[str, list[Path]]) -> str:
@@ -366,52 +425,6 @@ def _open_tables(files: list[Path], kind: str, streaming: bool) -> Split:
         for group in shapes.values()
     ]
     return groups[0] if len(groups) == 1 else concatenate_datasets(groups)
-
-
-def _open_texts(files: list[Path], kind: str, row_of: str, streaming: bool) -> Split | None:
-    """JSON, CSV and text files. None if they have no rows."""
-    versions = tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    columns = _columns_of(versions, kind, row_of)
-    if not columns:
-        return None
-    features = Features({name: Value("string") if is_text else Json() for name, is_text in columns.items()})
-    settings = {"files": [version[0] for version in versions], "kind": kind, "row_of": row_of, "columns": columns}
-    if streaming:
-        return IterableDataset.from_generator(generate, features=features, gen_kwargs=settings)
-    getLogger("datasets.builder").setLevel(ERROR)
-    # `datasets` takes the rows from its cache unless the arguments are new.
-    versions += (hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),)
-    return Dataset.from_generator(generate, features=features, gen_kwargs=settings | {"versions": repr(versions)})
-
-
-def generate(files: list[str], kind: str, row_of: str, columns: dict[str, bool], versions: str = "") -> Iterator[dict]:
-    """The rows of files, with all columns. Values of columns that are not texts are JSON. `versions`: of files and code."""
-    for file in files:
-        for line, row in read_rows(Path(file), kind, row_of):
-            for name, value in row.items():
-                if name not in columns or (columns[name] and not isinstance(value, str | None)):
-                    raise UserError(f"{file}, line {line}: the column {name} is not what it is in the first {SMALL / 1e6:.0f} MB")
-            yield {name: row.get(name) if is_text else _to_json(row.get(name)) for name, is_text in columns.items()}
-
-
-def _to_json(value: Any) -> str | None:
-    return None if value is None else json.dumps(value, ensure_ascii=False)
-
-
-@functools.cache
-def _columns_of(versions: tuple[tuple[str, int, int], ...], kind: str, row_of: str) -> dict[str, bool]:
-    """The columns of all files, and whether each has only texts. Reads small files completely, which finds every error."""
-    budget = {file: size if sum(v[1] for v in versions) <= SMALL else int(SMALL / len(versions)) for file, size, _ in versions}
-    columns: dict[str, bool] = {}
-    for file, _, _ in versions:
-        read = 0
-        for _, row in read_rows(Path(file), kind, row_of):
-            for name, value in row.items():
-                columns[name] = columns.get(name, True) and isinstance(value, str | None)
-            read += sum(len(value) if isinstance(value, str) else 500 for value in row.values())
-            if read > 4 * budget[file] + HEAD:
-                break
-    return columns
 
 
 def kind_of_file(path: Path) -> str:

@@ -25,7 +25,9 @@ from typing import Any
 
 from harness.data import reading
 from harness.data.loading import REHEARSED_ROWS, open_dataset
-from harness.data.script_arguments import ScriptArguments, change_each, each_dataset, splits_of
+from harness.data.script_arguments import ScriptArguments
+from harness.data.sources import Source
+from harness.data.splits import splits_of
 from harness.folder import write_json
 from harness.hub import check_model_exists, hub_errors
 from harness.launched import UserError, print_once
@@ -80,9 +82,9 @@ def make_replacements(script_args: ScriptArguments, model_args: ModelConfig) -> 
     datasets.disable_progress_bars()
     name, revision = model_args.model_name_or_path, model_args.model_revision
     _make_once(tiny_model_folder(model_args), lambda draft: make_tiny_model(name, revision, draft))
-    for one in each_dataset(script_args):
-        if not reading.is_local(one.dataset_name):
-            _make_once(tiny_dataset_folder(one), functools.partial(make_dataset, one))
+    for source in script_args.data.sources:
+        if not reading.is_local(source.name):
+            _make_once(tiny_dataset_folder(source), functools.partial(make_dataset, source))
 
 
 def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
@@ -106,7 +108,7 @@ def print_notice(script_args: ScriptArguments, training_args: TrainingArguments,
     """Prints what a rehearsal replaces."""
     missing = object()
     changed = [f"{name} {value}" for name, value in VALUES.items() if getattr(training_args, name, missing) == value]
-    datasets = describe_datasets([one.dataset_name for one in each_dataset(script_args)])
+    datasets = describe_datasets([source.name for source in script_args.data.sources])
     notice = (
         f"This is a rehearsal. The model is not {model_args.model_name_or_path} but a two-layer model of its architecture with "
         f"random weights; the data is {datasets}. "
@@ -121,7 +123,7 @@ def print_notice(script_args: ScriptArguments, training_args: TrainingArguments,
 def use_replacements(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
     """Makes the arguments name the tiny model and dataset."""
     _use_model(training_args, model_args, tiny_model_folder(model_args))
-    change_each(script_args, lambda one: _use_dataset(one, tiny_dataset_folder(one)))
+    script_args.data = script_args.data.change_each(lambda source: _with_tiny_dataset(source, tiny_dataset_folder(source)))
 
 
 def use_planned_size(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
@@ -135,19 +137,18 @@ def use_planned_size(script_args: ScriptArguments, training_args: TrainingArgume
     folder = Path(tempfile.mkdtemp(prefix="made", dir=training_args.output_dir))
     make_tokenizer(family_of(name) or ANY_FAMILY).save_pretrained(folder / "model")
     shutil.copy(config_file(name, revision), folder / "model/config.json")
-    datasets = [one.dataset_name for one in each_dataset(script_args) if one.dataset_name]
+    datasets = [source.name for source in script_args.data.sources if source.name]
     planned = {"model": name, "datasets": datasets, "streaming": script_args.dataset_streaming}
     write_json(folder / "model" / PLANNED, planned)
-    eval_rows, script_args.max_eval_samples = script_args.max_eval_samples, min(script_args.max_eval_samples, 16)
     _use_model(training_args, model_args, folder / "model")
+    data = script_args.data.hold_out_at_least(script_args.data.max_eval_samples)
 
-    def use_small(one: ScriptArguments) -> None:
-        one.eval_rows_of_run = eval_rows
-        if not reading.is_local(one.dataset_name):
-            make_dataset(one, folder / "data" / one.label)
-        _use_dataset(one, folder / "data" / one.label)
+    def use_small(source: Source) -> Source:
+        if not reading.is_local(source.name):
+            make_dataset(source, folder / "data" / source.label)
+        return _with_tiny_dataset(source, folder / "data" / source.label)
 
-    change_each(script_args, use_small)
+    script_args.data = dataclasses.replace(data.change_each(use_small), max_eval_samples=min(data.max_eval_samples, 16))
 
 
 def _use_model(training_args: TrainingArguments, model_args: ModelConfig, folder: Path) -> None:
@@ -156,26 +157,28 @@ def _use_model(training_args: TrainingArguments, model_args: ModelConfig, folder
         training_args.model_init_kwargs = {**training_args.model_init_kwargs, "revision": "main"}
 
 
-def _use_dataset(script_args: ScriptArguments, folder: Path) -> None:
+def _with_tiny_dataset(source: Source, folder: Path) -> Source:
     """`folder`: of the tiny dataset, which replaces one of the Hub."""
-    if reading.is_local(script_args.dataset_name):
-        script_args.first_rows, script_args.cuts_texts = script_args.first_rows or REHEARSED_ROWS, True
-    else:
-        script_args.cuts_texts = script_args.dataset_name not in DATASETS
-        script_args.eval_rows_of_run = 0
-        script_args.dataset_name = str(folder)
-        for flag in ("dataset_train_split", "dataset_test_split"):  # a slice in rows may be beyond the end
-            setattr(script_args, flag, re.sub(r"\[[^\]%]*\]", "", getattr(script_args, flag)))
-        if script_args.dataset_train_split == script_args.dataset_test_split:
-            script_args.dataset_test_split = type(script_args).dataset_test_split
+    if reading.is_local(source.name):
+        return dataclasses.replace(source, first_rows=source.first_rows or REHEARSED_ROWS, cuts_texts=True)
+    # A slice in rows may be beyond the end.
+    train, test = (re.sub(r"\[[^\]%]*\]", "", split) for split in (source.train_split, source.test_split))
+    return dataclasses.replace(
+        source,
+        name=str(folder),
+        train_split=train,
+        test_split=Source.test_split if test == train else test,
+        cuts_texts=source.name not in DATASETS,
+        eval_rows_of_run=0,
+    )
 
 
 def tiny_model_folder(model_args: ModelConfig) -> Path:
     return _folder_for(model_args.model_name_or_path, model_args.model_revision)
 
 
-def tiny_dataset_folder(script_args: ScriptArguments) -> Path:
-    return _folder_for(script_args.dataset_name, script_args.dataset_config)
+def tiny_dataset_folder(source: Source) -> Path:
+    return _folder_for(source.name, source.config)
 
 
 def _folder_for(name: str, variant: str | None) -> Path:
@@ -194,16 +197,16 @@ def describe_datasets(names: list[str]) -> str:
     return ", and ".join(parts)
 
 
-def make_dataset(script_args: ScriptArguments, folder: Path, repeats: int = 1) -> None:
-    """Writes the tiny dataset that replaces `script_args.dataset_name`; a benchmark repeats its documents."""
+def make_dataset(source: Source, folder: Path, repeats: int = 1) -> None:
+    """Writes the tiny dataset that replaces `source.name`; a benchmark repeats its documents."""
     from datasets import Dataset
 
-    description = DATASETS.get(script_args.dataset_name)
+    description = DATASETS.get(source.name)
     if description:
         rows = _documents_in_columns(**description, repeats=repeats)
         splits = {split: Dataset.from_list(documents) for split, documents in rows.items()}
     else:
-        splits = _first_rows(script_args)
+        splits = _first_rows(source)
     for split, rows in splits.items():
         shards = min(SHARDS, len(rows))
         for shard in range(shards):
@@ -211,7 +214,7 @@ def make_dataset(script_args: ScriptArguments, folder: Path, repeats: int = 1) -
             path.parent.mkdir(parents=True, exist_ok=True)
             rows.shard(shards, shard, contiguous=False).to_parquet(str(path))
     files = "".join(f"  - split: {split}\n    path: {split}/*.parquet\n" for split in splits)
-    card = f"---\nconfigs:\n- config_name: {script_args.dataset_config or 'default'}\n  data_files:\n{files}---\n"
+    card = f"---\nconfigs:\n- config_name: {source.config or 'default'}\n  data_files:\n{files}---\n"
     (folder / "README.md").write_text(card, "utf-8")
 
 
@@ -230,17 +233,17 @@ def _documents_in_columns(splits: list[str], columns: dict[str, str], repeats: i
     }
 
 
-def _first_rows(script_args: ScriptArguments) -> dict[str, Any]:
+def _first_rows(source: Source) -> dict[str, Any]:
     """The first rows of every split of a dataset of the Hub, as they are."""
     from datasets import Dataset
 
     splits = {}
-    with hub_errors("dataset", script_args.dataset_name):
-        for name, rows in open_dataset(script_args, streaming=True).items():
+    with hub_errors("dataset", source.name):
+        for name, rows in open_dataset(source, streaming=True).items():
             if first := list(rows.take(REHEARSED_ROWS)):
                 splits[name] = Dataset.from_list(first, features=rows.features)
-            elif name in splits_of(script_args.dataset_test_split):
-                raise UserError(f"--dataset_name: {script_args.dataset_name} has no rows in {name}")
+            elif name in splits_of(source.test_split):
+                raise UserError(f"--dataset_name: {source.name} has no rows in {name}")
     return splits
 
 

@@ -25,7 +25,8 @@ from harness.configs import AccelerateConfig
 from harness.contexts import Context
 from harness.data import reading
 from harness.data.loading import FIRST_ROWS
-from harness.data.script_arguments import ScriptArguments, change_each, each_dataset, set_datasets
+from harness.data.parsing import settings_of_data, sources_of
+from harness.data.script_arguments import ScriptArguments
 from harness.launched import UserError
 from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny
@@ -55,14 +56,14 @@ def read_arguments(
     Raises UserError for anything that the user can fix.
     """
     arguments = script_args, training_args, _ = parse_command_line(context, config_class, recipe)
-    script_args.dataset_formats = (dataset_formats,) if isinstance(dataset_formats, str) else dataset_formats
     set_dependent_values(script_args, training_args, recipe, context)
-    set_datasets(script_args)
-    if context.only_first_rows:
-        change_each(script_args, lambda one: setattr(one, "first_rows", FIRST_ROWS))
     checks.check_numbers(*arguments)
     processes = context.processes or int(os.environ.get("WORLD_SIZE", 1))
     set_steps(arguments, recipe, processes, context.tiny, context.settings_of_checkpoint(training_args.output_dir))
+    data = settings_of_data(script_args, training_args, dataset_formats, FIRST_ROWS if context.only_first_rows else 0)
+    if context.tiny and "max_eval_samples" not in script_args.given:
+        data = data.hold_out_at_least(recipe.get("max_eval_samples", ScriptArguments.max_eval_samples))
+    script_args.data = data
     return arguments
 
 
@@ -165,10 +166,6 @@ def set_dependent_values(
         training_args.per_device_eval_batch_size = smaller
     if training_args.eval_strategy == "no" and "eval_on_start" not in given:
         training_args.eval_on_start = False
-    script_args.output_dir = training_args.output_dir
-    if context.tiny and "max_eval_samples" not in given:
-        script_args.eval_rows_of_run = recipe.get("max_eval_samples", ScriptArguments.max_eval_samples)
-    script_args.text_field, script_args.seed = getattr(training_args, "dataset_text_field", "text"), training_args.seed
     if training_args.report_to and not training_args.run_name:  # trackio would start another run for the last evaluation
         training_args.run_name = f"{Path(training_args.output_dir).name} {datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
 
@@ -216,7 +213,6 @@ def set_steps(
         training_args.max_steps = math.ceil(script_args.max_tokens / (rows * getattr(training_args, "max_length", 1024)))
     elif "num_train_epochs" in script_args.given and "max_steps" not in script_args.given:
         training_args.max_steps = -1
-    script_args.keeps_samples = bool(script_args.max_samples) and training_args.max_steps <= 0
 
 
 def set_accumulation_steps(arguments: Arguments, recipe: dict[str, Any], processes: int, is_tiny: bool) -> None:
@@ -249,7 +245,7 @@ def trains_for_epochs(script_args: ScriptArguments) -> bool:
     The recipe's number of steps is for its own dataset. So it trains for one epoch, or for --num_train_epochs.
     """
     flags = {"dataset_streaming", "max_steps", "max_tokens", "max_samples"}
-    are_local = all(reading.is_local(one.dataset_name) for one in each_dataset(script_args))
+    are_local = all(reading.is_local(source.name) for source in sources_of(script_args))
     has_own_data = "dataset_name" in script_args.given and are_local
     return script_args.dataset_streaming and has_own_data and not flags & script_args.given
 

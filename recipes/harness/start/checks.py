@@ -5,7 +5,8 @@ import os
 import sys
 
 from harness.configs import AccelerateConfig
-from harness.data.script_arguments import ScriptArguments, each_dataset, is_slice
+from harness.data.script_arguments import ScriptArguments
+from harness.data.splits import is_slice
 from harness.launched import UserError
 from harness.run.sharding import SHARDED_8BIT
 from harness.run.storage import Storage
@@ -87,7 +88,7 @@ def check_arguments(script_args: ScriptArguments, training_args: TrainingArgumen
         raise UserError("--save_total_limit 1 deletes the last checkpoint before the next one is complete: pass 2 or more")
     check_trackers(training_args.report_to)
     # `set_steps` has turned --max_tokens into max_steps.
-    if script_args.dataset_streaming and training_args.max_steps <= 0 and not script_args.keeps_samples:
+    if script_args.dataset_streaming and training_args.max_steps <= 0 and not script_args.data.keeps_samples:
         raise UserError(
             "--max_steps: a stream has no length: pass --max_steps, --max_tokens for a number of tokens, or --max_samples for a "
             "number of rows that are trained on for --num_train_epochs"
@@ -103,14 +104,14 @@ def check_arguments(script_args: ScriptArguments, training_args: TrainingArgumen
             "--load_in_4bit, --load_in_8bit: quantized weights are frozen, so nothing would be trained: add --use_peft"
         )
     check_parallelism(training_args)
-    if script_args.mixture:
+    if script_args.data.is_mixture:
         check_best_metric(script_args, training_args)
 
 
 def check_best_metric(script_args: ScriptArguments, training_args: TrainingArguments) -> None:
     """Raises UserError for the evaluation loss of a dataset that the mixture does not have."""
     name = (training_args.metric_for_best_model or "").removeprefix("eval_")
-    labels = [one.label for one in each_dataset(script_args)]
+    labels = [source.label for source in script_args.data.sources]
     if name.endswith("_loss") and name.removesuffix("_loss") not in labels:
         losses = ", ".join(f"eval_{label}_loss" for label in labels)
         raise UserError(f"--metric_for_best_model {training_args.metric_for_best_model}: pass eval_loss or one of {losses}")

@@ -54,7 +54,8 @@ def known_flags(recipe: Path) -> set[str]:
     for file in files:
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.ClassDef):
-                annotated = [field.target for field in node.body if isinstance(field, ast.AnnAssign)]
+                fields_of_class = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+                annotated = [field.target for field in fields_of_class if "init=False" not in ast.unparse(field)]
                 fields |= {target.id for target in annotated if isinstance(target, ast.Name)}
     return fields
 

@@ -7,8 +7,8 @@ from harness.compat.torch import multiply_in_float32
 from harness.compat.trl import install_training_template, pack_streams_in_batches
 from harness.contexts import Context
 from harness.data import chat_templates, reading
-from harness.data.loading import check_dataset, use_prepared_files
-from harness.data.script_arguments import change_each, each_dataset
+from harness.data.checking import check_dataset
+from harness.data.prepared import use_prepared_files
 from harness.data.streams import documents_per_batch
 from harness.hub import wait_for_hub
 from harness.launched import print_once
@@ -47,8 +47,8 @@ def set_model_options(context: Context, arguments: Arguments) -> None:
 def check_model_and_dataset(context: Context, arguments: Arguments, with_weights: bool = True) -> None:
     """Raises UserError unless model and dataset (the tiny ones of a rehearsal) can be opened and fit each other."""
     script_args, training_args, model_args = arguments
-    for one in each_dataset(script_args):
-        reading.print_how_files_are_read(one.dataset_name, one.dataset_config, one.text_rows)
+    for source in script_args.data.sources:
+        reading.print_how_files_are_read(source.name, source.config, source.text_rows)
     display_name = model_args.model_name_or_path
     if context.tiny:  # in copies: `replace_model_and_dataset` comes later
         tiny.make_replacements(script_args, model_args)
@@ -62,7 +62,7 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
     check_experts(model_args)
     if model_args.use_peft:
         build_adapter_on_meta(model_args, display_name)
-    rows = check_dataset(script_args)
+    rows = check_dataset(script_args.data)
     splits = script_args.split_conversations
     chat_templates.check_conversations(training_args, model_args, script_args.given, rows, display_name, splits)
 
@@ -74,7 +74,7 @@ def replace_model_and_dataset(context: Context, arguments: Arguments) -> None:
         tiny.use_replacements(*arguments)
         return
     processes = context.processes or training_args.world_size
-    change_each(script_args, lambda one: use_prepared_files(one, training_args, processes))
+    script_args.data = use_prepared_files(script_args.data, script_args.max_tokens, training_args, processes)
 
 
 def prepare_process(context: Context, arguments: Arguments) -> None:

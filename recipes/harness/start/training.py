@@ -13,7 +13,6 @@ from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.trl import record_conversations
 from harness.contexts import Context, RecipeStopped
 from harness.data import reading
-from harness.data.script_arguments import each_dataset
 from harness.launched import NODE_VARIABLE, UserError, print_once
 from harness.model.attention import print_attention
 from harness.model.gpu_features import VARLEN, why_not_triton
@@ -113,6 +112,7 @@ class Train(Context):
         record_conversations(CONVERSATIONS)
         if training_args.world_size > 1:
             check_all_reduce(training_args.device)
+        data = script_args.data
         self.settings = RunSettings(
             config=self.config,
             processes=self.processes,
@@ -121,7 +121,7 @@ class Train(Context):
             separate_disks=self.separate_disks,
             profile=script_args.profile,
             mirror=script_args.mirror,
-            dataset_weights={one.label: one.weight for one in each_dataset(script_args)} if script_args.mixture else None,
+            dataset_weights={source.label: source.weight for source in data.sources} if data.is_mixture else None,
             asked_accumulation_steps=script_args.asked_accumulation_steps,
         )
 
@@ -229,24 +229,24 @@ def identity_of_run(context: Context, arguments: Arguments) -> dict[str, Any]:
     """The content of run.json."""
     script_args, _, model_args = arguments
     of_mixture = {}
-    if script_args.mixture:
-        datasets = each_dataset(script_args)
-        of_mixture["datasets"] = [one.dataset_name for one in datasets]
-        of_mixture["dataset_weights"] = [round(one.weight, 9) for one in datasets]
+    sources = script_args.data.sources
+    if script_args.data.is_mixture:
+        of_mixture["datasets"] = [source.name for source in sources]
+        of_mixture["dataset_weights"] = [round(source.weight, 9) for source in sources]
     return {
         "recipe": Path(context.recipe).stem,
         "config": context.config.name,
         "model": model_args.model_name_or_path,
-        "dataset": script_args.display_name,
+        "dataset": script_args.data.display_name,
         **of_mixture,
-        "dataset_config": script_args.dataset_config,
+        "dataset_config": None if of_mixture else script_args.dataset_config,
         "dataset_train_split": script_args.dataset_train_split,
         "sharded": context.is_sharded,
         "tiny": context.tiny,
         "use_peft": model_args.use_peft,
         "load_in_4bit": model_args.load_in_4bit,
         "recipe_digest": digest_of_recipe(context.recipe),
-        "data_files": [file for one in each_dataset(script_args) for file in reading.file_versions(one.dataset_name)],
+        "data_files": [file for source in sources for file in reading.file_versions(source.name)],
         **{name: getattr(script_args, name) for name in folder.CHOICE_OF_ROWS},
     }
 

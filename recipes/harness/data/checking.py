@@ -1,0 +1,100 @@
+"""Checks of the datasets before a run: every split exists, and its rows can be read and converted."""
+
+import contextlib
+from collections.abc import Iterator
+
+from harness.data import formats, reading
+from harness.data.conversion import COLUMNS, KIND, PLACE, Conversion, PlacedRow, converted_of, find_conversion
+from harness.data.loading import Split, check_same_format, examine_all, features_of, open_dataset, placed
+from harness.data.reading import TextFiles
+from harness.data.sources import DataSettings, Source
+from harness.data.splits import check_splits, evaluation_split, splits_of
+from harness.launched import UserError
+
+from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from huggingface_hub.constants import HF_HUB_OFFLINE
+
+MOST_KINDS = 200  # of conversations, of which one each is checked
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Hides the progress bars of `datasets`: an error of a check is one line."""
+    was_disabled = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not was_disabled:
+            enable_progress_bars()
+
+
+@without_progress_bars()
+def check_dataset(data: DataSettings) -> list[PlacedRow]:
+    """Raises UserError unless every split that is used exists and has rows in a fitting format, the same in all datasets.
+
+    Returns some converted rows of the training splits, of small files one of every kind of conversation; [] if nothing can be
+    checked, offline.
+    """
+    for name in ("max_samples", "max_eval_samples"):
+        if getattr(data, name) is not None and getattr(data, name) < 1:
+            raise UserError(f"--{name} is {getattr(data, name)}, expected 1 or more")
+    check_column_map(data)
+    rows, found, unmapped = [], [], set(data.column_map or {})
+    for source in data.sources:
+        for conversion, some in check_source(data, source):
+            rows += some
+            found.append((conversion.format, source.display_name))
+            unmapped -= set(conversion.column_map or {})
+    if unmapped and found:
+        raise UserError(f"--column_map: no dataset has a column {sorted(unmapped)[0]}")
+    check_same_format(found)
+    return rows
+
+
+def check_source(data: DataSettings, source: Source) -> list[tuple[Conversion, list[PlacedRow]]]:
+    """See `check_dataset`; of one dataset. Returns for each training split how it is converted, and some converted rows."""
+    is_local, is_small = reading.is_local(source.name), reading.is_small(source.name)
+    if HF_HUB_OFFLINE and data.streaming and not is_local:
+        return []  # only `datasets` can tell what its cache holds
+    # Streaming downloads no more than it reads. Offline, only a dataset that is cached as a whole opens.
+    splits = open_dataset(source, streaming=not is_small and (is_local or not HF_HUB_OFFLINE))
+    test = evaluation_split(source, splits, data.needs_test_split)
+    check_splits(source, test, splits, data.needs_test_split)
+    for name in splits_of(test):
+        if name in splits:
+            check_rows(data, source, splits[name], name, is_small)
+    return [check_rows(data, source, splits[name], name, is_small) for name in splits_of(source.train_split)]
+
+
+def check_rows(data: DataSettings, source: Source, rows: Split, split: str, is_small: bool) -> tuple[Conversion, list[PlacedRow]]:
+    """Raises UserError unless the first rows of a split, of small files all, can be read and converted."""
+    conversion, first = find_conversion(data, source, placed(rows, source, split), features_of(rows))
+    if not is_small or not conversion.format:
+        if is_small and isinstance(rows, TextFiles):
+            rows.as_dataset(data.streaming)
+        return conversion, first.converted
+    examined = examine_all(rows, conversion, source, split)  # the run reads the result from the cache
+    return conversion, first.converted + one_of_every_kind(examined)
+
+
+def one_of_every_kind(examined: Dataset) -> list[PlacedRow]:
+    """A conversation with each order of turns that there is: calls, thoughts, tools, several answers …"""
+    first_of_kind: dict[str, int] = {}
+    for index, kind in enumerate(examined[KIND][:]):
+        if kind and len(first_of_kind) < MOST_KINDS:
+            first_of_kind.setdefault(kind, index)
+    return [(row[PLACE], converted_of(row)) for row in examined.select(sorted(first_of_kind.values()))]
+
+
+def check_column_map(data: DataSettings) -> None:
+    """Raises UserError unless --column_map has names of columns as keys and values."""
+    mapping = data.column_map
+    known = (*COLUMNS, *formats.TOOLS, formats.TEMPLATE_ARGUMENTS, data.text_field)
+    if mapping is None:
+        return
+    if not isinstance(mapping, dict) or not all(isinstance(new, str) for new in mapping.values()):
+        raise UserError(f"--column_map is {mapping!r}, expected names of columns and their new names")
+    for new in mapping.values():
+        if new not in known and data.formats:
+            raise UserError(f"--column_map: {new} is none of the columns that are read: {', '.join(known)}")

@@ -1,0 +1,215 @@
+"""How the rows of a dataset become rows of a format: which format its first rows have, and what becomes of each row.
+
+A row is read and converted once. `examine` returns the converted row with what `load` needs to know of it, its FACTS: why it is
+skipped, a checksum, what kind of conversation it is. Afterwards rows are only chosen by these facts.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from harness.data import formats
+from harness.data.sources import DataSettings, Source
+from harness.launched import UserError
+
+import xxhash
+from datasets import Features, Json, Value
+
+ROWS_TO_CHECK, ROWS_TO_SEARCH = 20, 10_000  # of each split, before a run; among how many the first usable one is
+MAX_LETTERS, MAX_TOOL_LETTERS = 150, 20  # of a text, and of each text in the definition of a tool, in a rehearsal
+COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "instruction", "input", "output", "system", "history")
+# Columns next to those of the converted row: where the row is, why it is skipped ("" if it is not), a checksum, what its turns
+# are, and which columns of the format it has. The last three are "" for a skipped row.
+PLACE, REASON, DIGEST, KIND, HAS = FACTS = ("_place", "_reason", "_digest", "_kind", "_has")
+LEFT_OUT = "left out by the recipe (`keep`)"
+PlacedRow = tuple[str, dict]  # where a row is, in words, and the row as its file has it
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How the rows of a dataset become rows of a format."""
+
+    format: str  # "": they stay as they are
+    text_field: str
+    column_map: dict[str, str] | None
+    structs: tuple[str, ...]  # columns that are Arrow structs, whose rows have null for every key that another row has
+    keep: Callable[[dict], bool] | None = None  # of `load`: a function of a row; False: the row is skipped
+
+    @property
+    def stored(self) -> Features:
+        """The columns of the format; a row that lacks one has null."""
+        return formats.stored_features(self.format, self.text_field)
+
+    def convert(self, row: dict) -> tuple[dict | None, str]:
+        """See `formats.examine`."""
+        return formats.examine(row, self.format, self.text_field, self.column_map, self.structs)
+
+
+def features_of_examined(conversion: Conversion) -> Features:
+    return Features(conversion.stored | {name: Value("string") for name in FACTS})
+
+
+def examine(place: str, row: dict, conversion: Conversion, encodes: bool = True) -> dict:
+    """The columns of the format, null for a skipped row, and the FACTS. `encodes`: JSON is text, as in an Arrow file.
+
+    Raises UserError with the place of a row that cannot be converted.
+    """
+    facts = dict.fromkeys(FACTS, "") | {PLACE: place}
+    try:
+        converted, facts[REASON] = conversion.convert(row)
+        if converted is not None and conversion.keep and not conversion.keep(formats.rename(row, conversion.column_map)):
+            converted, facts[REASON] = None, LEFT_OUT
+        if converted is not None:
+            facts[DIGEST] = digest_of(converted)
+        if converted is not None and conversion.format:
+            facts |= {KIND: formats.kind_of_conversation(converted), HAS: " ".join(converted)}
+        return formats.complete(converted or {}, conversion.stored, encodes) | facts
+    except Exception as error:  # whatever a row can hold, and whatever `keep` does with it
+        raise UserError(f"{place}: this row cannot be converted: {type(error).__name__}: {error}") from error
+
+
+def converted_of(examined: dict) -> dict:
+    """The converted row of an examined one, with the columns that it has."""
+    return {name: examined[name] for name in examined[HAS].split()}
+
+
+def digest_of(row: dict) -> str:
+    """A checksum of a converted row, the same for turns in one column or in two."""
+    turns = [turn for name in ("messages", "prompt", "completion") for turn in row.get(name) or [] if isinstance(turn, dict)]
+    if turns:
+        others = {name: value for name, value in row.items() if name not in ("messages", "prompt", "completion")}
+        row = others | {"turns": [{key: value for key, value in turn.items() if key != "train"} for turn in turns]}
+    return xxhash.xxh3_64_hexdigest(json.dumps(row, ensure_ascii=False, sort_keys=True, default=str).encode())
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The columns of the rows to train on, the same for all datasets of a run."""
+
+    features: Features
+    splits_answers: bool
+
+    def finish(self, row: dict, cuts_texts: bool, encodes: bool = True) -> list[dict]:
+        """A converted row, or one for every answer, in this shape; cut for a rehearsal."""
+        if "messages" in self.features and "completion" in row:
+            row = formats.as_messages(row)
+        rows = formats.split_answers(row) if self.splits_answers else [row]
+        return [formats.complete(cut_row(part) if cuts_texts else part, self.features, encodes) for part in rows]
+
+
+def shape_of(has: Iterable[str], stored: Features, splits_answers: bool) -> Shape:
+    """The shape of rows: `messages` if some have these and others a completion.
+
+    `has`: values of the fact HAS; `stored`: the columns of the format.
+    """
+    found = {name for words in set(has) for name in words.split()}
+    if splits_answers or {"messages", "completion"} <= found:
+        found = found - {"prompt", "completion"} | {"messages"}
+    return Shape(Features({name: kind for name, kind in stored.items() if name in found}), splits_answers)
+
+
+def cut_row(row: dict) -> dict:
+    """A converted row with shorter texts, so that the short sequences of a rehearsal hold an answer too. JSON stays JSON."""
+    tools = {"tools": cut_texts(row["tools"], MAX_TOOL_LETTERS)} if row.get("tools") else {}
+    return {name: cut_texts(value, MAX_LETTERS) for name, value in row.items() if name != "tools"} | tools
+
+
+def cut_texts(value: Any, letters: int) -> Any:
+    """`value` with every string in it cut to `letters` letters; strings of JSON stay JSON, and <think> tags stay whole."""
+    if isinstance(value, dict):
+        return {name: cut_texts(part, letters) for name, part in value.items()}
+    if isinstance(value, list):
+        return [cut_texts(part, letters) for part in value]
+    if not isinstance(value, str) or len(value) <= letters:
+        return value
+    if value.lstrip().startswith(("{", "[")):
+        try:
+            return json.dumps(cut_texts(json.loads(value), letters), ensure_ascii=False)
+        except json.JSONDecodeError:
+            pass
+    pieces = re.split(r"(</?think>)", value)
+    return "".join(piece if index % 2 else piece[:letters] for index, piece in enumerate(pieces))
+
+
+@dataclass(frozen=True)
+class FirstRows:
+    """What the first rows of a dataset show."""
+
+    columns: list[str]
+    ignored: list[str]  # columns that nothing is read from
+    converted: list[PlacedRow]
+
+
+def find_conversion(
+    data: DataSettings, source: Source, rows: Iterable[PlacedRow], features: Features | None
+) -> tuple[Conversion, FirstRows]:
+    """How rows are converted: to the first of the formats to which one of the first rows can be converted.
+
+    Raises UserError if no row can be converted. `features`: of `rows`, if they have some.
+    """
+    rows = iter(rows)
+    first = list(itertools.islice(rows, ROWS_TO_CHECK))
+    if not first:
+        raise UserError(f"dataset {source.display_name}: it is empty: no rows in {source.train_split}")
+    columns = list(features) if features else list(dict.fromkeys(name for _, row in first for name in row))
+    column_map = find_column_map(data, source, columns)
+    structs = tuple(column for column, kind in (features or {}).items() if has_struct(kind))
+    if not data.formats:
+        return Conversion("", data.text_field, column_map, structs), FirstRows(columns, [], first)
+    # If nothing can be used of the first rows, some of the following ones may be complete.
+    for start in (0, ROWS_TO_CHECK):
+        candidates = first if start == 0 else list(itertools.islice(rows, ROWS_TO_SEARCH))
+        for format in data.formats:
+            conversion = Conversion(format, data.text_field, column_map, structs)
+            examined = ((place, examine(place, row, conversion, encodes=False)) for place, row in candidates)
+            usable = ((place, converted_of(row)) for place, row in examined if not row[REASON])
+            if found := list(itertools.islice(usable, ROWS_TO_CHECK)):
+                if data.split_conversations and format != "messages":
+                    raise UserError(
+                        f"--split_conversations is for conversations, but {source.display_name} has none: leave out the flag"
+                    )
+                ignored = find_ignored_columns([row for _, row in candidates[:ROWS_TO_CHECK]], columns, conversion)
+                return conversion, FirstRows(columns, ignored, found)
+    raise UserError(explain_no_format(data, source, [row for _, row in first]))
+
+
+def find_column_map(data: DataSettings, source: Source, columns: list[str]) -> dict[str, str] | None:
+    """--column_map for a dataset with these columns. Raises UserError if the dataset lacks one of them."""
+    if data.column_map and data.is_mixture:  # each dataset of a mixture has some of these columns
+        return {old: new for old, new in data.column_map.items() if old in columns} or None
+    for old in data.column_map or {}:
+        if old not in columns:
+            raise UserError(f"--column_map: {source.display_name} has no column {old}, it has {', '.join(columns)}")
+    return data.column_map
+
+
+def explain_no_format(data: DataSettings, source: Source, first: list[dict]) -> str:
+    """The error message for a dataset whose first rows have none of the formats of the recipe."""
+    wanted = " or ".join(formats.DESCRIPTIONS[format] for format in data.formats)
+    mismatch = formats.explain_mismatch(first, data.formats, data.text_field, data.column_map)
+    advice = ""
+    if not data.column_map and (mapping := formats.suggest_column_map(first, data.formats, data.text_field)):
+        advice = f", or the flag --column_map '{json.dumps(mapping)}'"
+    return f"--dataset_name: {source.display_name} {mismatch}; this recipe needs {wanted}{advice}"
+
+
+def has_struct(kind: Any) -> bool:
+    """Whether a feature is an Arrow struct, or a list of them."""
+    if isinstance(kind, Json | Value):
+        return False
+    return isinstance(kind, dict) or has_struct(getattr(kind, "feature", kind[0] if isinstance(kind, list) else Value("null")))
+
+
+def find_ignored_columns(rows: list[dict], columns: list[str], conversion: Conversion) -> list[str]:
+    """The columns that hold something and change nothing in the converted rows."""
+    ignored = []
+    for column in columns:
+        filled = [row for row in rows if row.get(column) not in (None, "", [], {})]
+        others = [{name: value for name, value in row.items() if name != column} for row in filled]
+        changes = (conversion.convert(row) != conversion.convert(other) for row, other in zip(filled, others, strict=True))
+        if filled and not any(changes):
+            ignored.append(column)
+    return ignored

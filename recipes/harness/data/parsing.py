@@ -1,0 +1,102 @@
+"""From the arguments of a run to its DataSettings: which datasets there are, with which configs and weights."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from harness.data import reading
+from harness.data.script_arguments import ScriptArguments
+from harness.data.sources import DataSettings, Source
+from harness.launched import UserError
+
+from transformers import TrainingArguments
+
+
+def settings_of_data(
+    script_args: ScriptArguments, training_args: TrainingArguments, formats: tuple[str, ...] | str = (), first_rows: int = 0
+) -> DataSettings:
+    """What the arguments of a run say about its data. Raises UserError for datasets that do not belong together.
+
+    `formats`: see DataSettings; `first_rows`: see Source.
+    """
+    return DataSettings(
+        sources=tuple(replace(source, first_rows=first_rows) for source in sources_of(script_args)),
+        formats=(formats,) if isinstance(formats, str) else tuple(formats),
+        streaming=script_args.dataset_streaming,
+        max_samples=script_args.max_samples,
+        max_eval_samples=script_args.max_eval_samples,
+        column_map=script_args.column_map,
+        split_conversations=script_args.split_conversations,
+        text_field=getattr(training_args, "dataset_text_field", "text"),
+        seed=training_args.seed,
+        output_dir=training_args.output_dir,
+        keeps_samples=bool(script_args.max_samples) and training_args.max_steps <= 0,
+        needs_test_split="dataset_test_split" in script_args.given,
+    )
+
+
+def sources_of(script_args: ScriptArguments) -> list[Source]:
+    """The datasets that the arguments name. Raises UserError for names, configs and weights that do not belong together."""
+    names, configs, weights = script_args.dataset_name, script_args.dataset_config, script_args.dataset_weights
+    if not names:
+        return []
+    if isinstance(names, list) and not weights and all(map(reading.is_local, names)):
+        names = ",".join(names)  # files of one dataset
+    shared = {"train_split": script_args.dataset_train_split, "test_split": script_args.dataset_test_split}
+    if not isinstance(names, list):
+        if weights:
+            raise UserError("--dataset_weights is for several datasets: pass a --dataset_name for each weight, or leave it out")
+        if isinstance(configs, list):
+            raise UserError(f"--dataset_config has {len(configs)} values, and --dataset_name names one dataset: pass one")
+        return [Source(names, configs, text_rows=script_args.text_rows, display_name=names, **shared)]
+    _check_mixture(names, configs, weights)
+    configs = [None if config == "default" else config for config in configs or [None] * len(names)]
+    text_rows = [script_args.text_rows if script_args.text_rows and reading.is_text(name) else None for name in names]
+    if script_args.text_rows and not any(text_rows):
+        raise UserError("--text_rows is for text files on this machine, and no dataset is one: leave out the flag")
+    return [
+        Source(
+            name,
+            config,
+            text_rows=rows,
+            display_name=f"{name} {config}" if config else name,
+            label=label,
+            weight=weight / sum(weights),
+            **shared,
+        )
+        for name, config, rows, label, weight in zip(names, configs, text_rows, labels_of(names), weights, strict=True)
+    ]
+
+
+def _check_mixture(names: list[str], configs: str | list[str] | None, weights: list[float] | None) -> None:
+    """Raises UserError unless there is a weight, and if any a config, for each of several different datasets."""
+    if not weights:
+        example = " ".join(["1"] * len(names))
+        raise UserError(
+            f"--dataset_name names {len(names)} datasets ({', '.join(names)}): quote a path that has spaces, or pass the share "
+            f"that each has of the rows, for equal ones --dataset_weights {example}"
+        )
+    if len(weights) != len(names):
+        raise UserError(f"--dataset_weights has {len(weights)} values for {len(names)} datasets: pass one for each")
+    if not all(isinstance(weight, int | float) and math.isfinite(weight) and weight > 0 for weight in weights):
+        raise UserError(f"--dataset_weights is {' '.join(map(str, weights))}, expected numbers above 0")
+    if configs is not None and (not isinstance(configs, list) or len(configs) != len(names)):
+        raise UserError(
+            f"--dataset_config: pass one config for each of the {len(names)} datasets, and `default` for those without"
+        )
+    if len(set(zip(names, configs or names, strict=True))) < len(names):
+        raise UserError("--dataset_name names a dataset twice: pass each once, with a larger weight")
+
+
+def labels_of(names: list[str]) -> list[str]:
+    """Short names for metrics, all different: `code` for `data/code.jsonl` and `code/*.jsonl`, `b` for `hub/b`.
+
+    None is `train`, as TRL calls the training rows, or `aux`, whose metric would be that of a mixture of experts.
+    """
+    labels, reserved = [], {"", "train", "aux"}
+    for name in names:
+        parts = [part.strip("/").split(".")[0] for part in reversed(Path(name).parts)]
+        short = next((part for part in parts if part not in reserved and not set("*?[") & set(part)), "data")
+        candidates = (short, *(f"{short}-{number}" for number in range(2, len(names) + 2)))
+        labels.append(next(label for label in candidates if label not in labels))
+    return labels

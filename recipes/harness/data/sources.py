@@ -1,0 +1,70 @@
+"""Which datasets a run reads, and how: what `load` and `check_dataset` take. `parsing.py` makes it of the arguments."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Source:
+    """One dataset of a run."""
+
+    name: str  # what is read: a Hub ID, a folder, a file, a glob, or several files with commas between them
+    config: str | None = None
+    train_split: str = "train"  # or a slice, such as train[:1%]
+    test_split: str = "test"
+    text_rows: str | None = None  # see --text_rows
+    display_name: str = ""  # in messages; a rehearsal reads another `name`
+    label: str = ""  # of a dataset of a mixture: its name in metrics
+    weight: float = 1.0  # its share of the training rows
+    # Of a preview, a rehearsal or a plan:
+    first_rows: int = 0  # load only so many rows of each split; 0: all
+    cuts_texts: bool = False  # texts are cut after they were read
+    eval_rows_of_run: int = 0  # how many rows the run evaluates on, if this is more: as many are held out
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The datasets of a run, and what decides which of their rows it trains on and in which form."""
+
+    sources: tuple[Source, ...]  # (): the recipe has rows of its own
+    formats: tuple[
+        str, ...
+    ] = ()  # that the recipe can train on (see formats.py), its first choice first; (): rows stay as they are
+    streaming: bool = False
+    max_samples: int | None = None
+    max_eval_samples: int = 256
+    column_map: dict[str, str] | None = None
+    split_conversations: bool = False
+    text_field: str = "text"
+    seed: int = 0
+    output_dir: str = ""  # where `load` writes data.json; "": nowhere
+    keeps_samples: bool = False  # the max_samples rows of a stream are read once, for all epochs
+    needs_test_split: bool = False  # --dataset_test_split was given, so it must exist
+
+    @property
+    def is_mixture(self) -> bool:
+        return len(self.sources) > 1
+
+    @property
+    def display_name(self) -> str | None:
+        """All datasets in words, such as "0.7 a + 0.3 b"; None without one."""
+        if not self.is_mixture:
+            return self.sources[0].display_name if self.sources else None
+        return " + ".join(f"{source.weight:.3g} {source.display_name}" for source in self.sources)
+
+    def change_each(self, change: Callable[[Source], Source]) -> "DataSettings":
+        """The settings with other sources."""
+        return replace(self, sources=tuple(change(source) for source in self.sources))
+
+    def hold_out_at_least(self, eval_rows: int) -> "DataSettings":
+        """The settings of a rehearsal or plan, which holds out as many rows as the run and evaluates on fewer."""
+        return self.change_each(lambda source: replace(source, eval_rows_of_run=eval_rows))
+
+    def samples_of(self, source: Source) -> int | None:
+        """`max_samples`, of a dataset of a mixture its share."""
+        return self.max_samples and math.ceil(self.max_samples * source.weight)
+
+    def most_eval_rows(self, source: Source) -> int:
+        """How many rows of a dataset the run evaluates on at most; a rehearsal holds out as many, and evaluates on fewer."""
+        return source.eval_rows_of_run or self.max_eval_samples

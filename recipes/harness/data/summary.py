@@ -1,0 +1,77 @@
+"""What `load` has read, skipped and held out: printed, and written into data.json."""
+
+from collections import Counter
+from typing import Any
+
+from harness.data.conversion import HAS, KIND, REASON
+from harness.data.splits import is_slice
+from harness.launched import print_once
+
+DUPLICATE = "equal to a row that is held out"
+
+
+def summarize(facts: dict[str, list[str]], is_all: bool, held_out: int) -> dict[str, Any]:
+    """What was read, skipped and found of a dataset.
+
+    `facts`: of the rows that were read, by name; `is_all`: the `held_out` rows that are held out are among them.
+    """
+    reasons = Counter(reason for reason in facts[REASON] if reason)
+    if is_all:  # the held-out rows themselves are not skipped
+        reasons[DUPLICATE] = max(0, reasons[DUPLICATE] - held_out)
+    turns = Counter(word for kind in facts[KIND] for word in kind.split(",")[0].split())
+    skipped = {reason: number for reason, number in reasons.most_common() if number}
+    rows = len(facts[REASON])
+    first_skipped: dict[str, int] = {}
+    for number, reason in enumerate(facts[REASON], 1):
+        if reason in skipped and reason != DUPLICATE:  # the first of those may be the held-out row itself
+            first_skipped.setdefault(reason, number)
+    return {
+        "rows": rows,
+        "skipped_rows": sum(skipped.values()),
+        "skipped": skipped,
+        "first_skipped": first_skipped,  # by reason, the number of the row in the training split, from 1
+        "held_out": held_out,
+        "trained_rows": rows - sum(skipped.values()) - held_out,
+        "turns": dict(turns.most_common()),
+        "with_tools": sum("tools" in has.split() for has in facts[HAS]),
+    }
+
+
+def print_summary(summary: dict[str, Any], train: str, test: str, splits: list[str]) -> None:
+    """Prints the skipped rows with the reasons, and how many are held out of the training split. `splits`: all there are."""
+    name = summary["name"]
+    if summary["skipped"]:
+        first = {reason: f" (the first is row {number:,})" for reason, number in summary["first_skipped"].items()}
+        reasons = ", ".join(f"{number:,} {reason}{first.get(reason, '')}" for reason, number in summary["skipped"].items())
+        read = f"{summary['rows']:,} rows" if summary["is_complete"] else f"the first {summary['rows']:,} rows"
+        print_once(f"{name}: {summary['skipped_rows']:,} of {read} skipped: {reasons}.")
+    if summary["held_out"]:
+        others = [] if is_slice(train) else [other for other in splits if other != train]
+        found = f" (other splits: {', '.join(others)})" if others else ""
+        print_once(
+            f"{name} has no split {test}{found}: {summary['held_out']} rows of {train} are held out for evaluation and never "
+            "trained on."
+        )
+
+
+def add_summaries(summaries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of data.json: the sums over the datasets, and `datasets` with what each has.
+
+    `trained_rows` is of an epoch where that is known: by its weight a dataset has more or fewer of its rows in it.
+    """
+    names = ("rows", "skipped_rows", "held_out", "trained_rows", "with_tools")
+    total = {name: sum(summary[name] for summary in summaries) for name in names}
+    if all("epoch_rows" in summary for summary in summaries):
+        total["trained_rows"] = sum(summary["epoch_rows"] for summary in summaries)
+    skipped, turns = (sum((Counter(summary[name]) for summary in summaries), Counter()) for name in ("skipped", "turns"))
+    ignored = [f"{column} of {summary['name']}" for summary in summaries for column in summary["ignored_columns"]]
+    return {
+        "name": " + ".join(summary["name"] for summary in summaries),
+        "is_complete": all(summary["is_complete"] for summary in summaries),
+        "format": summaries[0]["format"],
+        "ignored_columns": ignored,
+        **total,
+        "skipped": dict(skipped.most_common()),
+        "turns": dict(turns.most_common()),
+        "datasets": summaries,
+    }

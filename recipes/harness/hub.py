@@ -12,11 +12,16 @@ from pathlib import Path
 from typing import Any
 from urllib import error, request
 
+from harness.folder import read_json
 from harness.launched import UserError
 
 FIRST_MESSAGE, NEXT_MESSAGE = 5, 30  # seconds of waiting before the first message, and between two messages
 TEMPORARY = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which the Hub may answer again
 TOKENIZER = "the tokenizer of"  # a `kind` of `hub_errors`; the name of a model follows
+OWN_CODE = (
+    "the model brings Python code of its own (auto_map in its JSON files), which is not run here: use a model whose architecture "
+    "is part of transformers"
+)
 LOGIN = "`.venv/bin/hf auth login` (or set HF_TOKEN)"
 DATASET_FILES = re.compile(r"/datasets/.+/(resolve|paths-info|tree)/")  # in the address of a request
 
@@ -36,19 +41,31 @@ def is_reachable(seconds: float = 5.0) -> bool:
 
 
 def check_model_exists(model: str, revision: str) -> None:
-    """Raises UserError unless the model's config.json can be read: from a folder, from the cache or from the Hub."""
+    """Raises UserError unless the model's config.json can be read, in a folder, the cache or the Hub, and needs no other code."""
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
     if Path(model).is_dir():
         if not Path(model, "config.json").is_file():
             raise UserError(f"--model_name_or_path: {model} has no config.json, so it is not a model folder")
+        check_architecture(model, Path(model, "config.json"))
         return
     if model.startswith(("/", ".", "~")):
         raise UserError(f"--model_name_or_path: folder not found: {model}. Give a model folder, or a Hub ID (OWNER/NAME)")
     with hub_errors("model", model):
-        if not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+        file = try_to_load_from_cache(model, "config.json", revision=revision)
+        if not isinstance(file, str):
             HfApi().model_info(model, revision=revision)  # fails at once when the Hub is unreachable; a download retries
-            hf_hub_download(model, "config.json", revision=revision)
+            file = hf_hub_download(model, "config.json", revision=revision)
+    check_architecture(model, Path(file))
+
+
+def check_architecture(model: str, file: Path) -> None:
+    """Raises UserError for a model that is defined by Python code of its own. `file`: its config.json."""
+    from transformers import CONFIG_MAPPING
+
+    config = read_json(file)
+    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
+        raise UserError(f"--model_name_or_path: {model}: {OWN_CODE}")
 
 
 def file_sizes(kind: str, name: str, suffixes: tuple[str, ...]) -> int | None:
@@ -68,6 +85,7 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
     """Turns the exceptions of loading a model or dataset into a UserError that says which one failed and what to do.
 
     `kind` and `name` are the first words of its message: "dataset" and the dataset's name, TOKENIZER and the model's name.
+    In it, and in everything that this process loads later, a model that brings code of its own is an error instead of a question.
     Other exceptions (TypeError, AttributeError, KeyError …) are bugs and pass through.
     """
     from datasets.exceptions import DatasetsError
@@ -77,6 +95,10 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
     from safetensors import SafetensorError
 
     damaged = (EOFError, ArrowException, SafetensorError)
+    if kind != "dataset":
+        from harness.compat.transformers import never_ask_for_code
+
+        never_ask_for_code()
     try:
         yield
     except (OSError, ValueError, StopIteration, DatasetsError, httpx.HTTPError, *damaged) as problem:
@@ -102,6 +124,8 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
             )
         elif is_caused_by(StopIteration):
             reason = "it is empty"
+        elif "trust_remote_code" in str(problem):
+            reason = OWN_CODE
         elif blocked := next(filter(None, map(_unwritable_cache, causes)), ""):
             raise UserError(f"HF_HOME: {blocked}: set HF_HOME to a folder that you can write to") from problem
         else:

@@ -37,6 +37,7 @@ TESTED_ELSEWHERE = {
     "hide_store_warnings": "nodes/test_meeting.py::test_another_server_in_place_of_the_head_is_an_error",
     "launch_environment": "start/test_plain_launchers.py::test_accelerate_launch",
     "load_small_models": "commands/test_preview.py::test_every_recipe",
+    "never_ask_for_code": "start/test_remote_code.py::test_code_of_a_model_does_not_run",
     "multiply_in_float32": "rehearsal/test_products.py::test_factors_are_copied_to_float32",
     "record_conversations": "commands/test_verify.py::test_full_run_on_two_processes",
     "record_whole_rows": "commands/test_preview.py::test_json",

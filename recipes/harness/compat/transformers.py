@@ -29,6 +29,21 @@ def load_4bit_models_on_cpu() -> None:
     Bnb4BitHfQuantizer.update_device_map = update_device_map
 
 
+@changes("transformers.dynamic_module_utils:TIME_OUT_REMOTE_CODE")
+def never_ask_for_code() -> None:
+    """From here on, loading a model that brings Python code of its own raises ValueError unless `trust_remote_code` is passed.
+
+    transformers asks "Do you wish to run the custom code?" and reads standard input, which has the messages of --chat, or the
+    answers of `yes |`.
+    Upstream: no issue found.
+    Checked with: transformers 5.23.0.
+    Remove when: transformers does not ask without a terminal, or has a setting for it.
+    """
+    from transformers import dynamic_module_utils
+
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0  # seconds to wait for an answer
+
+
 @changes("transformers.core_model_loading:_materialize_copy(tensor, device, dtype)")
 def read_no_weights() -> None:
     """In this process `from_pretrained` makes weights on the meta device: FSDP receives them from the first process.

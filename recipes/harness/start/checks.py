@@ -103,6 +103,7 @@ def check_arguments(script_args: ScriptArguments, training_args: TrainingArgumen
         raise UserError(
             "--load_in_4bit, --load_in_8bit: quantized weights are frozen, so nothing would be trained: add --use_peft"
         )
+    check_remote_code(training_args)
     check_parallelism(training_args)
     if script_args.data.is_mixture:
         check_best_metric(script_args, training_args)
@@ -125,6 +126,16 @@ def check_mirror(script_args: ScriptArguments, is_training_run: bool) -> None:
         raise UserError("--mirror is for training, and this command writes no checkpoints: leave it out")
     check_passwords([f"--mirror={script_args.mirror}"])
     Storage(script_args.mirror)
+
+
+def check_remote_code(training_args: TrainingArguments) -> None:
+    """Raises UserError if Python code that comes with a model is to be run."""
+    options = getattr(training_args, "model_init_kwargs", None) or {}
+    if getattr(training_args, "trust_remote_code", False) or "trust_remote_code" in options:
+        raise UserError(
+            "--trust_remote_code: code that comes with a model is not run here: leave it out, and use a model whose architecture "
+            "is part of transformers"
+        )
 
 
 def check_parallelism(training_args: TrainingArguments) -> None:

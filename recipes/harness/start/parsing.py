@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 from harness import contexts
+from harness.compat.transformers import never_ask_for_code
 from harness.start.arguments import Arguments, read_arguments
 from harness.start.training import start_without_launcher
 
@@ -29,6 +30,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **rec
     """
     context = contexts.current() or start_without_launcher()
     quiet_libraries()
+    never_ask_for_code()
     disable_peer_to_peer()
     arguments = read_arguments(context, config_class, dataset_formats, recipe)
     context.prepare(arguments)

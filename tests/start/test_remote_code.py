@@ -1,0 +1,75 @@
+"""Python code that comes with a model does not run, and nothing asks on standard input whether it may."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from payloads import ran, write_model_with_code
+
+ASK = """
+import sys
+from harness import hub
+from transformers import AutoConfig
+if sys.argv[2] == "changed":
+    with hub.hub_errors("model", "any"):
+        pass
+AutoConfig.from_pretrained(sys.argv[1])
+"""
+COMMANDS = {
+    "rehearsal": "--tiny qwen2_fineweb_edu 1x3090 --model_name_or_path model",
+    "rehearsal of a recipe that loads the model": "--tiny gpt2_xl_wikitext 3xt4_full_shard --model_name_or_path model",
+    "full size": "qwen2_fineweb_edu 1x3090 --use_cpu --bf16 false --dataset_name rows.jsonl --model_name_or_path model",
+    "plan": "--plan qwen2_fineweb_edu 1x3090 --model_name_or_path model",
+    "preview": "--preview qwen2_fineweb_edu --dataset_name rows.jsonl --model_name_or_path model",
+    "prepare": "--prepare qwen2_fineweb_edu --dataset_name rows.jsonl --model_name_or_path model",
+    "chat": "--chat run",
+    "verify": "--verify verified model",
+    "merge": "--merge adapter",
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model with code; a run that has saved one, and the adapter of one."""
+    write_model_with_code(tmp_path / "model", tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a row"}\n' * 50)
+    shutil.copytree(tmp_path / "model", tmp_path / "run")
+    for name in ("train_results.json", "run.json"):
+        (tmp_path / "run" / name).write_text("{}")
+    (tmp_path / "adapter").mkdir()
+    settings = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "model"), "task_type": "CAUSAL_LM"}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(settings))
+    (tmp_path / "adapter/adapter_model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_code_of_a_model_does_not_run(environment, rehearse, folder, command):
+    """Standard input answers yes to every question."""
+    if "verified" in command:
+        (folder / "verified").symlink_to(rehearse("qwen2_fineweb_edu", "1x3090"))
+    words = [str(ROOT / "launch.sh"), *command.split()]
+    process = subprocess.run(words, cwd=folder, env=environment, input="yes\n" * 99, capture_output=True, text=True, timeout=200)
+    assert process.returncode == 2 and "error: " in process.stderr.splitlines()[-1], process.stdout + process.stderr
+    assert "brings Python code of its own" in process.stderr.splitlines()[-1]
+    assert "Do you wish to run" not in process.stdout and ran(folder) == []
+
+
+@pytest.mark.parametrize("flags", [["--trust_remote_code"], ["--model_init_kwargs", '{"trust_remote_code": true}']], ids=str)
+def test_flag_is_refused(fork_launch, folder, flags):
+    process = fork_launch("--tiny", "qwen2_fineweb_edu", "1x3090", "--model_name_or_path", folder / "model", *flags)
+    assert process.returncode == 2 and "--trust_remote_code: code that comes with a model is not run here" in process.stderr
+    assert ran(folder) == []
+
+
+@pytest.mark.parametrize("state", ["unchanged", "changed"])
+def test_transformers_would_ask(environment, folder, state):
+    """And run the code."""
+    variables = environment | {"PYTHONPATH": str(ROOT / "recipes")}
+    command = [sys.executable, "-c", ASK, folder / "model", state]
+    process = subprocess.run(command, env=variables, input="yes\n" * 9, capture_output=True, text=True)
+    assert ("Do you wish to run the custom code?" in process.stdout) == (state == "unchanged")
+    assert ("model" in ran(folder)) == (state == "unchanged")

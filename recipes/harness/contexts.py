@@ -38,6 +38,7 @@ class Context:
     no_flash: str = ""  # why a FlashAttention that is installed cannot be used, "" if there is no problem
     gpu_problem: str = ""  # why the GPU itself cannot be used at the moment, "" if it can
     no_triton: str = ""  # why TRL's loss cannot use Triton here, "" if it can
+    arguments: tuple[Any, Any, Any] | None = None  # what `parse` returns, once it has read them
 
     is_simulated = False  # on fake tensors, at full size
     only_first_rows = False  # load only the first rows of each split

@@ -99,7 +99,6 @@ def main(*words: str) -> int:
 class Preview(Context):
     """Runs a recipe until it has built its trainer, with a model of two layers and the first rows of each split."""
 
-    arguments: tuple[Any, Any, Any] | None = None
     trainer: Any = None
     # Of each split: the tokenized rows before truncation and packing, and whether its rows are conversations.
     whole: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -114,7 +113,6 @@ class Preview(Context):
         from harness.rehearsal import tiny
         from harness.start import preparing
 
-        self.arguments = arguments
         preparing.check_arguments(self, arguments)
         preparing.set_model_options(self, arguments)
         preparing.check_model_and_dataset(self, arguments, with_weights=False)

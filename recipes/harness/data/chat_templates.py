@@ -191,11 +191,7 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[Pl
         try:
             found = find_missing(tokenizer, row)
         except (TemplateError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{place}: the chat template {name} fails ({str(error)[:200]}) on this conversation of "
-                f"{', '.join(turn['role'] for turn in turns_of(row)[:8])}: change the row, or pass another template with "
-                "--chat_template_path"
-            ) from error
+            raise UserError(refusal_message(place, name, row, error)) from error
         if found:
             missing[found[1]] += 1
             examples.setdefault(found[1], (f"{found[0]} of {place}", row))
@@ -215,6 +211,25 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[Pl
         f"--chat_template_path: the chat template {name} leaves out the {part} of {where}, in {count} of {len(rows)} checked "
         f"conversations: {advice}"
     )
+
+
+def refusal_message(place: str, name: str, row: dict, error: Exception) -> str:
+    return (
+        f"{place}: the chat template {name} fails ({str(error)[:200]}) on this conversation of "
+        f"{', '.join(turn['role'] for turn in turns_of(row)[:8])}: change the row, or pass another template with "
+        "--chat_template_path"
+    )
+
+
+def refusal_of(tokenizer: PreTrainedTokenizerBase, row: dict, marks_answers: bool) -> Exception | None:
+    """The error with which the chat template refuses a conversation, or `marks_answers`, the marking of its answers."""
+    try:
+        templates = {tokenizer.chat_template, training_template(tokenizer) if marks_answers else None} - {None}
+        for template in templates:
+            tokenizer.apply_chat_template(turns_of(row), tokenize=False, chat_template=template, **options_of(row))
+    except (TemplateError, TypeError, ValueError) as error:
+        return error
+    return None
 
 
 def find_missing(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[str, str] | None:

@@ -1,10 +1,13 @@
 """Checks of the datasets before a run: every split exists, and its rows can be read and converted."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-from harness.data import formats, reading
-from harness.data.conversion import COLUMNS, KIND, PLACE, Conversion, PlacedRow, converted_of, find_conversion
+from harness.data import chat_templates, formats, reading
+from harness.data.conversion import COLUMNS, KIND, PLACE, REASON, Conversion, PlacedRow, converted_of, examine, find_conversion
 from harness.data.loading import Split, check_same_format, examine_all, features_of, open_dataset, placed
 from harness.data.reading import TextFiles
 from harness.data.sources import DataSettings, Source
@@ -14,6 +17,7 @@ from harness.launched import UserError
 from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
+MOST_RENDERED = 100_000  # rows of a split, in which the row that a chat template has refused is searched
 MOST_KINDS = 200  # of conversations, of which one each is checked
 
 
@@ -98,3 +102,36 @@ def check_column_map(data: DataSettings) -> None:
     for new in mapping.values():
         if new not in known and data.formats:
             raise UserError(f"--column_map: {new} is none of the columns that are read: {', '.join(known)}")
+
+
+def find_refused_row(script_args: Any, training_args: Any, model_args: Any) -> UserError | None:
+    """The error of a run whose chat template refused a row: which row it is. None if no row is refused.
+
+    The rows are read again up to the first one that is refused.
+    """
+    tokenizer = chat_templates.load_tokenizer(model_args)
+    path = getattr(training_args, "chat_template_path", None)
+    if path:
+        tokenizer.chat_template = Path(path).read_text("utf-8")
+    name = path or f"of {model_args.model_name_or_path}"
+    for place, row in _converted_rows(script_args.data):
+        for part in formats.split_answers(row) if script_args.split_conversations else [row]:
+            if error := chat_templates.refusal_of(tokenizer, part, getattr(training_args, "assistant_only_loss", False)):
+                return UserError(chat_templates.refusal_message(place, name, part, error))
+    return None
+
+
+def _converted_rows(data: DataSettings) -> Iterator[PlacedRow]:
+    """The conversations of all splits that a run reads, of each the first ones."""
+    for source in data.sources:
+        splits = open_dataset(source, streaming=True)
+        test = evaluation_split(source, splits, data.needs_test_split)
+        for split in (*splits_of(source.train_split), *splits_of(test)):
+            if split not in splits:
+                continue
+            rows = splits[split]
+            conversion, _ = find_conversion(data, source, placed(rows, source, split), features_of(rows))
+            for place, row in itertools.islice(placed(rows, source, split), MOST_RENDERED):
+                examined = examine(place, row, conversion, encodes=False)
+                if conversion.format == "messages" and not examined[REASON]:
+                    yield place, converted_of(examined)

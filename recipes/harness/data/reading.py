@@ -1,7 +1,9 @@
 """The one reader of a run, a rehearsal, a preview and a plan: from --dataset_name to splits of rows as the files have them.
 
-JSON, CSV and text are read by `read_rows` instead of the readers of `datasets`: those guess the types of columns from the first
-10 MB, turn words like NA into nulls, give every object the keys of all others, and name no line.
+`datasets` reads Parquet, Arrow, saved datasets and the Hub. JSON, CSV and text are read by `read_rows`. The JSON builder of
+datasets 5.2 must know the columns beforehand to keep values that are not strings as they are, writes their numbers with ten
+decimals (1e-12 becomes 0.0), and is slower; with the CSV builder a quotation mark that is not closed swallows rows; neither names
+the line of an error.
 """
 
 import bz2
@@ -30,7 +32,6 @@ from harness.data.stream_rows import open_parquet
 from harness.hub import hub_errors
 from harness.launched import UserError, print_once
 
-import yaml
 from datasets import (
     Dataset,
     DatasetDict,
@@ -43,9 +44,12 @@ from datasets import (
     load_dataset_builder,
     load_from_disk,
 )
-from huggingface_hub import HfApi
+from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS, sanitize_patterns
+from datasets.utils.metadata import MetadataConfigs
+from huggingface_hub import HfApi, metadata_load
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from pyarrow import parquet
+from yaml import YAMLError
 
 Split = Dataset | IterableDataset
 # Suffixes by the kind of a file. Files with other suffixes are recognized by their first bytes.
@@ -65,16 +69,12 @@ OTHER_KINDS = {
     b"\xff\xd8\xff": "an image",
 }
 NOT_DATA = re.compile(r"(?i)^(readme|license|licence|dataset_infos?|state|requirements|stream)\b.*|.*\.(py|sh|yaml|yml|lock)$")
-# The split that a word in the name of a file or folder stands for, as `datasets` has it.
-SPLITS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "dev", "val"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
-}
+# The split that a word in the name of a file or folder stands for.
+SPLITS = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
 SMALL = 100e6  # bytes of files that a check, a preview and a rehearsal read completely
 HEAD = 2**16  # bytes that show what kind of file it is
 CSV_SEPARATORS = (",", ";", "\t", "|")
-csv.field_size_limit(2**31 - 1)
+LONGEST_VALUE = 2**31 - 1  # characters of a value of CSV
 BLANKS = re.compile(r"\s*")
 DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and Infinity are no JSON
 
@@ -228,76 +228,47 @@ def open_splits(name: str, config: str | None, streaming: bool, text_rows: str |
         return load_dataset(name, config, streaming=streaming)
 
 
-def _configs_of(folder: Path) -> list[dict]:
-    """The configs that the README.md of a folder names, as on the Hub: which files belong to which config and split."""
-    readme = folder / "README.md"
-    if not folder.is_dir() or not readme.is_file():
-        return []
-    header = re.match(r"---\n(.*?)\n---", readme.read_text("utf-8", errors="replace"), re.DOTALL)
-    try:
-        settings = yaml.safe_load(header[1]) if header else None
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return []
-    configs = settings.get("configs") or [] if isinstance(settings, dict) else []
-    if not isinstance(configs, list) or not all(isinstance(entry, dict) for entry in configs):
-        raise UserError(_bad_configs_message(folder))
-    return configs
-
-
-def _bad_configs_message(folder: Path) -> str:
-    return (
-        f"--dataset_name: the configs in the header of {folder / 'README.md'} are not as on the Hub: a list with config_name and "
-        "data_files, which are paths, or a list with split and path: correct or delete them"
-    )
-
-
-def _is_config(entry: Any) -> bool:
-    """Whether an entry of `configs` in a README.md has the shape that the Hub documents."""
-
-    def is_path(value: Any) -> bool:
-        return isinstance(value, str) and not value.startswith("/")
-
-    def are_paths(value: Any) -> bool:
-        return is_path(value) or (isinstance(value, list) and bool(value) and all(map(is_path, value)))
-
-    def is_split(value: Any) -> bool:
-        return isinstance(value, dict) and isinstance(value.get("split"), str) and are_paths(value.get("path"))
-
-    if not isinstance(entry, dict) or not is_path(entry.get("data_dir") or ""):
-        return False
-    files = entry.get("data_files") or "**/*"
-    return are_paths(files) or (isinstance(files, list) and all(map(is_split, files)))
-
-
 def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]:
-    """Files by split of a config that the README.md of `folder` names; {} if it names none.
+    """Files by split of a config that the README.md of `folder` names, as on the Hub; {} if it names none.
 
     `load_dataset` would return the rows of an earlier folder with the same name and README.md.
     """
-    configs = {str(entry.get("config_name", "default")): entry for entry in _configs_of(folder)}
+    readme = folder / "README.md"
+    bad = UserError(
+        f"--dataset_name: the configs in the header of {readme} are not as on the Hub: a list with config_name and data_files, "
+        "which are paths, or a list with split and path: correct or delete them"
+    )
+    try:
+        header = (metadata_load(readme) if readme.is_file() else None) or {}
+    except (YAMLError, ValueError, RecursionError):  # the header of something else
+        header = {}
+    try:
+        configs = MetadataConfigs.from_dataset_card_data(header)
+        default = configs.get_default_config_name()
+    except (ValueError, TypeError, AttributeError) as error:
+        raise bad from error
     if not configs:
         if config not in (None, "default"):  # as `datasets` names the only one
             raise UserError(f"--dataset_config: {folder} has no configs in a README.md: leave out --dataset_config {config}")
         return {}
-    default = next((name for name, entry in configs.items() if entry.get("default")), "default")
-    name = config or (default if default in configs else next(iter(configs)) if len(configs) == 1 else "")
+    name = config or default
     if name not in configs:
         problem = f"none called {name}" if name else "so one must be chosen"
-        raise UserError(f"--dataset_config: {folder} has the configs {', '.join(configs)}, {problem}: pass one of these")
-    entry = configs[name]
-    if not _is_config(entry):
-        raise UserError(_bad_configs_message(folder))
-    base = folder / (entry.get("data_dir") or "")
-    splits = entry.get("data_files") or "**/*"
-    if not (isinstance(splits, list) and all(isinstance(part, dict) for part in splits)):
-        splits = [{"split": "train", "path": splits}]
+        raise UserError(
+            f"--dataset_config: {folder} has the configs {', '.join(map(str, configs))}, {problem}: pass one of these"
+        )
     files = {}
-    for part in splits:
-        patterns = [part["path"]] if isinstance(part["path"], str) else part["path"]
-        found = [file for pattern in patterns for file in sorted(base.glob(pattern)) if file.is_file()]
-        if not found:
-            raise UserError(f"--dataset_name: {folder}/README.md names {part['path']}, which is not there")
-        files[part["split"]] = list(dict.fromkeys(found))
+    try:
+        base = Path(configs[name].get("data_dir") or "")
+        for split, patterns in sanitize_patterns(configs[name].get("data_files") or "**/*").items():
+            if any(base.joinpath(pattern).is_absolute() for pattern in patterns):
+                raise bad
+            found = [file for pattern in patterns for file in sorted((folder / base).glob(pattern)) if file.is_file()]
+            files[split] = list(dict.fromkeys(found))
+            if not found:
+                raise UserError(f"--dataset_name: {readme} names {patterns}, which is not there")
+    except (ValueError, TypeError) as error:
+        raise bad from error
     return files
 
 
@@ -403,7 +374,7 @@ def _split_of(path: Path) -> str:
     if sharded := re.match(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}", path.name):
         return sharded[1]
     for part in reversed(path.parts):
-        words = re.split(r"[-._ 0-9]+", part.lower())
+        words = re.split(f"[{NON_WORDS_CHARS}]+", part.lower())
         if found := next((SPLITS[word] for word in words if word in SPLITS), None):
             return found
     return ""
@@ -584,6 +555,7 @@ def _read_csv(path: Path) -> Iterator[tuple[int, dict]]:
             yield line
         row.append("")
 
+    csv.field_size_limit(LONGEST_VALUE)  # of all readers in this process: the module has no other way
     reader = csv.reader(lines(), delimiter=separator)
     header: list[str] = []
     began = 1

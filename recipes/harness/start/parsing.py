@@ -33,6 +33,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **rec
     never_ask_for_code()
     disable_peer_to_peer()
     arguments = read_arguments(context, config_class, dataset_formats, recipe)
+    context.arguments = arguments
     context.prepare(arguments)
     return arguments
 

@@ -360,6 +360,11 @@ def run_recipe(context: Context, flags: list[str]) -> None:
         sys.exit(OUT_OF_TIME)
     except Exception as error:
         exit_for_known_failure(error)
+        if type(error).__module__.startswith("jinja2") and context.arguments:
+            from harness.data.checking import find_refused_row
+
+            if refused := find_refused_row(*context.arguments):
+                raise refused from error
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(3)  # if all processes fail alike, the first one prints its traceback, and the launcher stops the others
             if last_signal():

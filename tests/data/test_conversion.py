@@ -1,0 +1,129 @@
+"""Every row is read and converted once, by one process; an error of a row names its file and line."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+from harness.data import formats
+from harness.data.checking import check_dataset, find_refused_row
+from harness.data.loading import load
+from harness.data.parsing import settings_of_data
+from harness.data.script_arguments import ScriptArguments
+from harness.rehearsal import tiny
+
+import datasets
+import pytest
+from conftest import ROOT
+
+ANSWER = {"role": "assistant", "content": "So."}
+
+
+def conversation(number, **more):
+    return {"messages": [{"role": "user", "content": f"Why {number}?"}, ANSWER | more]}
+
+
+def question_of(row):
+    return row["messages"][0]["content"] if "messages" in row else ""
+
+
+def write(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def arguments_for(path, formats=("messages",), **settings):
+    script_args = ScriptArguments(dataset_name=str(path), **settings)
+    script_args.data = settings_of_data(script_args, SimpleNamespace(seed=0, output_dir="", max_steps=1), formats)
+    return script_args
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_are_converted_once(tmp_path, monkeypatch, kind):
+    """By the check before a run; the run reads the result from the cache. Only the first rows tell what the format is."""
+    rows = [conversation(number) for number in range(300)]
+    path = tmp_path / f"rows.{kind}"
+    datasets.Dataset.from_list(rows).to_parquet(str(path)) if kind == "parquet" else write(path, rows)
+    seen, examine = [], formats.examine
+    monkeypatch.setattr(formats, "examine", lambda row, *more: seen.append(question_of(row)) or examine(row, *more))
+    script_args = arguments_for(path)
+    check_dataset(script_args.data)
+    for _ in range(2):
+        train, test = load(script_args)
+        assert len(train) + len(test) == 300
+    later = [f"Why {number}?" for number in range(100, 300)]
+    assert sorted(content for content in seen if content in later) == sorted(later)
+
+
+COUNT = """
+import json, sys
+from types import SimpleNamespace
+import datasets
+from harness.data import formats
+sys.path.insert(0, "tests/data")
+import test_conversion
+datasets.config.HF_DATASETS_CACHE = sys.argv[2]
+seen, examine = [], formats.examine
+formats.examine = lambda row, *more: seen.append(test_conversion.question_of(row)) or examine(row, *more)
+from harness.data.loading import load
+train, _ = load(test_conversion.arguments_for(sys.argv[1]))
+print(json.dumps([seen, len(train)]))
+"""
+
+
+def test_two_processes_convert_each_row_once(tmp_path, environment):
+    path = write(tmp_path / "rows.jsonl", [conversation(number) for number in range(2000)])
+    command = [sys.executable, "-c", COUNT, path, tmp_path / "shared"]
+    variables = environment | {"PYTHONPATH": f"{ROOT / 'recipes'}:{ROOT / 'tests'}"}
+    options = {"env": variables, "cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **options) for _ in range(2)]
+    found = [json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in processes]
+    later = [f"Why {number}?" for number in range(100, 2000)]
+    assert sorted(content for seen, _ in found for content in seen if content in set(later)) == sorted(later)
+    assert found[0][1] == found[1][1] == 1800
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_row_that_cannot_be_converted(tmp_path, error_of, streaming):
+    rows = [conversation(number, **({"tool_calls": 5} if number == 45 else {})) for number in range(60)]
+    script_args = arguments_for(write(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
+    for function, argument in ((check_dataset, script_args.data), (load, script_args)):
+        assert f"{tmp_path}/rows.jsonl, line 46: this row cannot be converted: TypeError" in error_of(function, argument)
+    datasets.Dataset.from_list([{"text": f"{number}"} for number in range(60)]).to_parquet(str(tmp_path / "rows.parquet"))
+    script_args = arguments_for(tmp_path / "rows.parquet", ("text",), dataset_streaming=streaming)
+    message = error_of(lambda: load(script_args, keep=lambda row: 1 / (int(row["text"]) - 45)))
+    assert f"{tmp_path}/rows.parquet" in message and "ZeroDivisionError" in message
+    assert ("a row that begins with {'text': '45'}" if streaming else "row 46 of train") in message
+
+
+TEMPLATE = """{% for message in messages %}{% if 'Why 45?' in message['content'] %}{{ raise_exception('no') }}{% endif %}
+{{- message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"""
+
+
+def test_row_that_the_chat_template_refuses(tmp_path):
+    """It is found again after the run has failed, in memory and in streams."""
+    model_args = SimpleNamespace(model_name_or_path=str(tmp_path / "model"), model_revision="main")
+    tiny.make_tokenizer(tiny.family_of("Qwen/Qwen2-0.5B-Instruct")).save_pretrained(tmp_path / "model")
+    (tmp_path / "refuses.jinja").write_text(TEMPLATE)
+    training_args = SimpleNamespace(chat_template_path=str(tmp_path / "refuses.jinja"), assistant_only_loss=False)
+    path = write(tmp_path / "rows.jsonl", [conversation(number) for number in range(60)])
+    for streaming in (False, True):
+        script_args = arguments_for(path, dataset_streaming=streaming)
+        error = find_refused_row(script_args, training_args, model_args)
+        assert f"{path}, line 46: the chat template" in str(error) and "fails (no) on this conversation of user" in str(error)
+    training_args.chat_template_path = None
+    assert find_refused_row(script_args, training_args, model_args) is None
+
+
+def test_run_whose_chat_template_refuses_a_row(fork_launch, tmp_path):
+    (tmp_path / "refuses.jinja").write_text(TEMPLATE)
+    path = write(tmp_path / "rows.jsonl", [conversation(number) for number in range(60)])
+    flags = ["--dataset_name", path, "--chat_template_path", tmp_path / "refuses.jinja", "--assistant_only_loss", "false"]
+    process = fork_launch("--tiny", "qwen2_chat", "1x3090", *flags, "--output_dir", tmp_path / "run")
+    assert process.returncode == 2 and f"{path}, line 46: the chat template" in process.stderr, process.stderr
+    assert "Traceback" not in process.stderr

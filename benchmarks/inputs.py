@@ -155,7 +155,7 @@ def make_documents(folder: Path, tokenizer: "PreTrainedTokenizerFast", count: in
 
 def provenance() -> dict[str, Any]:
     """Hardware, versions, commit and date."""
-    from harness.run.outputs import PACKAGES
+    from harness.run.results import PACKAGES
 
     import psutil
     import torch

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from harness.commands import chat, merge, served, verify
-from harness.run import outputs
+from harness.run import expectations
 
 import pytest
 import trl
@@ -71,7 +71,7 @@ def tool_run(copied):
     ids = tokenizer.apply_chat_template(TURNS, tools=TOOLS)["input_ids"]
     expected = read(run, "expected.json") | {
         "conversations": [{"messages": TURNS, "tools": TOOLS, "input_ids": ids}],
-        "tokenizer": outputs.describe_tokenizer(tokenizer),
+        "tokenizer": expectations.describe_tokenizer(tokenizer),
     }
     (run / "expected.json").write_text(json.dumps(expected))
     return run

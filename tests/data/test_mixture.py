@@ -13,7 +13,7 @@ from harness.data.script_arguments import ScriptArguments
 from harness.data.sources import DataSettings, Source
 from harness.data.stream_rows import rows_of_cycle
 from harness.folder import DATA, read_json
-from harness.run.outputs import add_reading, describe_datasets
+from harness.run.results import add_reading, describe_datasets
 from harness.start.checks import check_best_metric
 
 import pytest

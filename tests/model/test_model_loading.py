@@ -8,7 +8,7 @@ from harness import configs
 from harness.configs import AccelerateConfig
 from harness.contexts import Context
 from harness.model import attention, gpu_features, loading
-from harness.run import outputs
+from harness.run import parameters
 from harness.start import machine
 
 import psutil
@@ -305,7 +305,7 @@ def test_names_of_modules_that_peft_replaces(model_args):
     args = model_args(MixtralConfig(hidden_size=64, num_hidden_layers=1), lora_target_modules=["q_proj", "w1", "w2", "w3"])
     args.lora_dropout = 0.0
     loading.check_module_names(args, AccelerateConfig(), "my/model")
-    assert "experts" in outputs.modules_with_adapter(loading.build_adapter_on_meta(args, "my/model"))
+    assert "experts" in parameters.modules_with_adapter(loading.build_adapter_on_meta(args, "my/model"))
 
 
 @pytest.mark.parametrize(

@@ -128,15 +128,15 @@ LOST = {
     "session.save_expectations": "what --verify compares with",
     "session.generate_samples": "samples.txt",
     "session.print_summary": "the summary",
-    "outputs.model_card": "README.md",
-    "outputs.describe_data": "the report about the data",
-    "outputs.draw_losses": "loss.png",
+    "saving.model_card": "README.md",
+    "results.describe_data": "the report about the data",
+    "results.draw_losses": "loss.png",
 }
 
 
 def test_errors_after_the_training_are_reported_only(rehearse_recipe):
     lines = [f"    {name} = fail" for name in LOST]
-    failing = "\n".join(["    from harness.run import outputs, session", *lines, OF_TRL.replace("{name}", "SFTTrainer")])
+    failing = "\n".join(["    from harness.run import results, saving, session", *lines, OF_TRL.replace("{name}", "SFTTrainer")])
     fail = '    def fail(*arguments):\n        raise OSError("what comes first\\nthe last line")\n'
     run, printed = rehearse_recipe("SFTConfig", fail + failing, LABELED, "text", files=())
     for what in LOST.values():

@@ -5,7 +5,7 @@ import sys
 
 from harness import configs, contexts
 from harness.contexts import Context
-from harness.run import failures, outputs
+from harness.run import failures, samples
 from harness.start import processes
 
 import pytest
@@ -94,7 +94,7 @@ def test_loading_and_samples(build_trainer, monkeypatch):
     trainer = build_trainer(RECIPE)
     monkeypatch.setattr(trainer.model, "generate", run_out)
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        outputs.generate_samples(trainer, True)
+        samples.generate_samples(trainer, True)
     message = failures._memory_message(raised.value)
     assert "ran out of memory generating samples. " in message and "1x3090_offload or --use_peft" in message
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", run_out)

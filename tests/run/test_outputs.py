@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from harness.compat.transformers import generate_on
-from harness.run import outputs
+from harness.run import samples, saving
 
 import pytest
 import torch
@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 def test_model_card_links_hub_ids_only(tmp_path):
     run = {"tiny": False, "recipe": "mine", "config": "1x3090", "model": "org/model", "dataset": str(tmp_path)}
-    card = ModelCard(outputs.model_card(run, is_adapter=False, generates=True))
+    card = ModelCard(saving.model_card(run, is_adapter=False, generates=True))
     assert card.data.base_model == ["org/model"] and card.data.datasets is None  # the dataset is a local folder
     assert card.data.library_name == "transformers"
-    adapter_card = ModelCard(outputs.model_card(run | {"dataset": "org/data"}, is_adapter=True, generates=True))
+    adapter_card = ModelCard(saving.model_card(run | {"dataset": "org/data"}, is_adapter=True, generates=True))
     assert adapter_card.data.datasets == ["org/data"] and adapter_card.data.library_name == "peft"
 
 
@@ -32,7 +32,7 @@ def test_processes_generate_the_same_number_of_tokens(build_trainer, monkeypatch
 
     monkeypatch.setattr(trainer.model, "generate", generate)
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", processes)
-    outputs.generate_samples(trainer, True)
+    samples.generate_samples(trainer, True)
     assert synced == [processes > 1]
 
 
@@ -41,7 +41,7 @@ def test_samples_of_a_processor(build_trainer, monkeypatch):
     trainer = build_trainer("qwen2_chat")
     trainer.processing_class = SimpleNamespace(tokenizer=trainer.processing_class)
     monkeypatch.setattr(trainer.model, "generate", lambda input_ids, **options: input_ids)
-    outputs.generate_samples(trainer, True)
+    samples.generate_samples(trainer, True)
     assert Path(trainer.args.output_dir, "samples.txt").read_text().count("> ") >= 3
 
 
@@ -52,7 +52,7 @@ def test_samples_of_an_adapter_with_offload(build_trainer, monkeypatch):
         pass  # checks transformers' own function, which is replaced below
     monkeypatch.setattr("transformers.generation.utils.move_to_device", lambda value, device: pytest.fail(f"moved to {device}"))
     monkeypatch.setattr(PreTrainedModel, "device", torch.device("cpu", 0))  # not the device of the inputs, which is "cpu"
-    outputs.generate_samples(trainer, True)
+    samples.generate_samples(trainer, True)
     assert PreTrainedModel.device == torch.device("cpu", 0)
 
 
@@ -61,9 +61,9 @@ def test_adapter_names_the_revision_of_its_base_model(build_trainer, tmp_path):
     trainer = build_trainer("qwen2_chat", "--use_peft")
     settings = trainer.model.peft_config["default"]
     trainer.args.model_init_kwargs = {"revision": "v2"}
-    outputs.set_base_revision(trainer)
+    saving.set_base_revision(trainer)
     assert settings.revision == "v2"
-    (tmp_path / outputs.SOURCE).write_text('{"model": "a/b", "revision": "v3"}')
+    (tmp_path / saving.SOURCE).write_text('{"model": "a/b", "revision": "v3"}')
     settings.base_model_name_or_path = str(tmp_path)
-    outputs.set_base_revision(trainer)
+    saving.set_base_revision(trainer)
     assert settings.revision == "v3"

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 
-from harness.run import outputs, progress
+from harness.run import progress, results
 from harness.run.settings import RunSettings
 from harness.run.trainer import add_parts
 
@@ -78,7 +78,7 @@ def test_every_checkpoint_and_the_last_step_are_logged(build_trainer, strategy, 
     trainer.add_callback(counted)
     output = trainer.train()
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == logged
-    assert outputs.mean_loss(trainer.state.log_history) == (pytest.approx(output.training_loss) if logged else None)
+    assert results.mean_loss(trainer.state.log_history) == (pytest.approx(output.training_loss) if logged else None)
 
 
 def test_gpus_are_sampled_between_logs(monkeypatch):

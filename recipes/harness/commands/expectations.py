@@ -1,4 +1,4 @@
-"""What a run has recorded for --verify (`save_expectations` in run/outputs.py), and the table of checks against it."""
+"""What a run has recorded for --verify (`save_expectations` in run/expectations.py), and the table of checks against it."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ class Check:
 
 def read_expectations(folder: Path) -> tuple[Expected, list[Row]]:
     """What the run has written for --verify."""
-    from harness.run.outputs import EXPECTED, HELD_OUT
+    from harness.run.expectations import EXPECTED, HELD_OUT
 
     import pyarrow.parquet
 

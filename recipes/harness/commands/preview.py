@@ -182,7 +182,7 @@ def truncate(documents: list[Document], args: Any) -> list[Document]:
 def what_is_trained(small_model: Any, model_args: Any) -> dict[str, Any]:
     """The modules that get an adapter, and the parameters of the real model. The trainer has a model of two layers."""
     from harness.model.loading import build_adapter_on_meta, build_on_meta
-    from harness.run.outputs import count_parameters, modules_with_adapter
+    from harness.run.parameters import count_parameters, modules_with_adapter
 
     if hasattr(small_model, "peft_config") and not model_args.use_peft:  # an adapter of the recipe's own
         return {"adapter": modules_with_adapter(small_model), "trained_parameters": None, "parameters": None}
@@ -323,7 +323,7 @@ def rounded(number: float | None) -> int | None:
 def print_numbers(numbers: dict[str, Any]) -> None:
     """Prints what `summarize` and `what_is_trained` have found, a line for each."""
 
-    from harness.run.outputs import describe_training
+    from harness.run.parameters import describe_training
 
     if numbers["parameters"]:
         trained = describe_training(numbers["adapter"], (numbers["trained_parameters"], numbers["parameters"]))

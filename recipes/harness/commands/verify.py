@@ -178,7 +178,7 @@ def check_loss(
 
 def check_tokenizer_and_configs(label: str, model: Any, tokenizer: Any, expected: Expected, is_adapter: bool) -> list[Check]:
     """Compares what is saved next to the weights with what the run recorded (`expected`). `label`: the model in the table."""
-    from harness.run.outputs import describe_tokenizer
+    from harness.run.expectations import describe_tokenizer
 
     generation_config = model.generation_config
     eos_tokens = as_set(generation_config.eos_token_id)
@@ -249,7 +249,7 @@ def compare_merged(run: Path, merged: Path) -> int:
 
     On a CPU with the first rows only, and not at all if the memory is too small. Raises UserError if a model cannot be loaded.
     """
-    from harness.run.outputs import EXPECTED
+    from harness.run.expectations import EXPECTED
 
     import psutil
     import torch

@@ -1,16 +1,18 @@
 """Known failures of a run, each with one message and an exit code: no memory, no disk space, a lost connection."""
 
+import contextlib
 import errno
 import os
 import shutil
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from harness import contexts, folder
-from harness.launched import UserError, last_signal, readable_size
+from harness.launched import DEBUG_VARIABLE, UserError, last_signal, print_once, readable_size
 from harness.nodes.network import exit_if_connection_lost
 
 OUT_OF_MEMORY = 12  # exit code (ENOMEM)
@@ -40,6 +42,18 @@ MOMENTS_OF_A_STEP = (
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE}
 # What torch.save, sharded checkpoints and safetensors raise instead of an OSError.
 DISK_MESSAGES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "No space left", "File too large", "I/O error")
+
+
+@contextlib.contextmanager
+def only_report(what: str) -> Iterator[None]:
+    """Prints an error of this block in one line: once the model is saved, nothing makes the run fail. `what`: what is lost."""
+    try:
+        yield
+    except Exception as error:
+        if os.environ.get(DEBUG_VARIABLE):
+            traceback.print_exc()
+        reason = (str(error).strip().splitlines() or [""])[-1][:300]
+        print_once(f"warning: {what} failed, the model is saved: {type(error).__name__}: {reason}")
 
 
 def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:

@@ -11,24 +11,15 @@ from harness.model.quantized import install_byte_check
 from harness.run.agreement import make_cpu_group
 from harness.run.batches import AgreedReader
 from harness.run.checkpoints import find_checkpoint, print_changed_rows, print_kept_learning_rate
-from harness.run.failures import check_disk_space, check_metric_is_computed, exit_for_known_failure
+from harness.run.expectations import save_expectations
+from harness.run.failures import check_disk_space, check_metric_is_computed, exit_for_known_failure, only_report
 from harness.run.mirror import Mirror
-from harness.run.outputs import (
-    count_parameters,
-    describe_training,
-    generate_samples,
-    load_original_config,
-    modules_with_adapter,
-    only_report,
-    print_summary,
-    save_expectations,
-    save_model,
-    set_base_revision,
-    why_no_text,
-    write_results,
-)
+from harness.run.parameters import count_parameters, describe_training, modules_with_adapter
 from harness.run.profile import Profile
 from harness.run.progress import replace_progress_bar
+from harness.run.results import print_summary, write_results
+from harness.run.samples import generate_samples, why_no_text
+from harness.run.saving import load_original_config, save_model, set_base_revision
 from harness.run.settings import RunSettings
 from harness.run.sharded_files import check_sharded_files
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding

@@ -1,0 +1,110 @@
+"""What --verify compares a model with: the evaluation rows of a run as tokens, and what it expects of them."""
+
+import hashlib
+import itertools
+import json
+from pathlib import Path
+
+from harness.folder import read_json, write_json
+from harness.model.quantized import SOURCE
+
+import pyarrow
+import pyarrow.parquet
+import torch
+from datasets import Dataset
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase, Trainer
+
+HELD_OUT = "held_out.parquet"  # the rows that a run was evaluated on, as tokens
+EXPECTED = "expected.json"  # what --verify compares a model with
+
+
+def save_expectations(trainer: Trainer, original: PreTrainedConfig, evaluation: dict[str, float]) -> None:
+    """Writes what --verify compares the saved, merged or served model with; not collective.
+
+    held_out.parquet has the tokens of all evaluation rows, and expected.json the losses of the last evaluation, the first
+    conversations with their tokens, and what the tokenizer and the original model say about generation.
+    """
+    datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    rows = [
+        {"dataset": name, **tokens_of_row(trainer, row)}
+        for name, dataset in datasets.items()
+        if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names
+        for row in dataset
+    ]
+    if not rows:
+        return
+    output_dir = Path(trainer.args.output_dir)
+    draft = output_dir / f".{HELD_OUT}.draft"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), draft)
+    draft.replace(output_dir / HELD_OUT)
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    name = trainer.accelerator.unwrap_model(trainer.model).config.name_or_path
+    conversations = getattr(trainer, "conversations", [])
+    columns = ("messages", "prompt", "completion", "tools", "chat_template_kwargs", "input_ids")
+    # Another loss cannot be computed from log-probabilities.
+    is_likelihood = "nll" in getattr(trainer.args, "loss_type", "nll") and not trainer.args.label_smoothing_factor
+    losses = {name: f"eval_{name}_loss" if name else "eval_loss" for name in datasets}
+    expected = {
+        "step": trainer.state.global_step,
+        "eval_losses": {name: evaluation[key] for name, key in losses.items() if key in evaluation and is_likelihood},
+        "batch_size": trainer.args.per_device_eval_batch_size,
+        "processes": trainer.args.world_size,
+        "tie_word_embeddings": is_tied(trainer, original),
+        "generation": generation_of(read_json(Path(name, SOURCE)).get("model", name)),
+        "tokenizer": describe_tokenizer(tokenizer),
+        "end_tokens": end_tokens(conversations, tokenizer),
+        "conversations": [{name: row[name] for name in columns if name in row} for row in conversations],
+    }
+    write_json(output_dir / EXPECTED, expected)
+
+
+def tokens_of_row(trainer: Trainer, row: dict) -> dict[str, list[int]]:
+    """Tokens and labels of a row as the model gets them, and the lengths of its documents."""
+    columns = ("input_ids", "labels", "seq_lengths", "attention_mask")
+    batch = trainer.data_collator([{name: row[name] for name in columns if name in row}])
+    ids, labels = batch["input_ids"][0], batch["labels"][0]
+    if batch.get("attention_mask") is not None:
+        is_token = batch["attention_mask"][0].bool()
+        ids, labels = ids[is_token], labels[is_token]
+    return {"input_ids": ids.tolist(), "labels": labels.tolist(), "seq_lengths": row.get("seq_lengths") or [len(ids)]}
+
+
+def is_tied(trainer: Trainer, original: PreTrainedConfig) -> bool:
+    """Whether the output layer of the trained model has the weights of the embeddings; an adapter on one of them unties them."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    have_no_adapter = isinstance(model.get_input_embeddings(), torch.nn.Embedding) and isinstance(
+        model.get_output_embeddings(), torch.nn.Linear
+    )
+    return bool(original.tie_word_embeddings) and have_no_adapter
+
+
+def end_tokens(conversations: list[dict], tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The special tokens at the end of the trained answers, with their ids; a template may write a line break after them."""
+    added = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special, ends = added | set(tokenizer.all_special_ids), set()
+    for row in conversations:
+        pairs = list(zip(row["input_ids"], row["labels"], strict=True))
+        for is_counted, part in itertools.groupby(pairs, lambda pair: pair[1] != -100):
+            tokens = [token for token, _ in part][-3:]
+            if is_counted:
+                ends.add(next((token for token in reversed(tokens) if token in special), tokens[-1]))
+    return {tokenizer.convert_ids_to_tokens(token): token for token in sorted(ends)}
+
+
+def generation_of(model: str) -> dict:
+    """How the generation config of a model differs from transformers' defaults, {} if it has none on this machine."""
+    try:
+        config = GenerationConfig.from_pretrained(model, local_files_only=True)
+    except OSError:
+        return {}
+    return config.to_diff_dict()
+
+
+def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict:
+    """What equal tokenizers share: special tokens with their ids, and checksums of the vocabulary and the chat template."""
+    names = ("bos", "eos", "pad", "unk")
+    special = {name: [getattr(tokenizer, f"{name}_token"), getattr(tokenizer, f"{name}_token_id")] for name in names}
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0]))
+    texts = {"vocabulary": json.dumps(vocabulary), "chat_template": json.dumps(tokenizer.chat_template)}
+    digests = {name: hashlib.sha256(text.encode()).hexdigest()[:8] for name, text in texts.items()}
+    return {"special_tokens": special, **digests}

@@ -1,0 +1,53 @@
+"""Which parameters of a model are trained, and its quantization."""
+
+from collections import Counter
+from pathlib import Path
+
+from harness.model.quantized import SOURCE
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+
+def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
+    """Trained and all parameters. Call it before sharding, after which 4-bit weights do not know their size."""
+    if hasattr(model, "get_nb_trainable_parameters"):
+        return model.get_nb_trainable_parameters()
+    return model.num_parameters(only_trainable=True), model.num_parameters()
+
+
+def modules_with_adapter(model: torch.nn.Module) -> dict[str, int]:
+    """How many modules of each name have an adapter: {"q_proj": 24, …}."""
+    if not hasattr(model, "peft_config"):
+        return {}
+    names = [name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    return dict(Counter(names))
+
+
+def describe_training(modules: dict[str, int], parameters: tuple[int, int]) -> str:
+    """What is trained, in words; from `modules_with_adapter` and `count_parameters`."""
+    trained, total = parameters
+    if trained == total:
+        return f"all {total:,} parameters"
+    words = f"{trained:,} of {total:,} parameters ({trained / total:.2%})"
+    if not modules:
+        return words
+    counts = set(modules.values())
+    if len(counts) == 1:
+        return f"{words}, in adapters on {', '.join(modules)} ({counts.pop()} of each)"
+    return f"{words}, in adapters on {', '.join(f'{count} {name}' for name, count in modules.items())}"
+
+
+def quantization_of(model: torch.nn.Module) -> dict:
+    """For --chat: the quantization settings of a model, {} if it is not quantized, and the folder of its 4-bit weights.
+
+    The folder is "" if the weights were quantized while they were loaded.
+    """
+    settings = getattr(model.config, "quantization_config", None)
+    if settings is None:
+        return {}
+    folder = model.config.name_or_path
+    return {
+        "quantization": settings if isinstance(settings, dict) else settings.to_dict(),
+        "quantized_weights": folder if Path(folder, SOURCE).is_file() else "",
+    }

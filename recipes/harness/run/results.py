@@ -1,0 +1,250 @@
+"""The results of a run: train_results.json, loss.png, and the summary that is printed."""
+
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from harness.compat.transformers import attention_of
+from harness.folder import DATA, RESULTS, RUN, read_json, write_json
+from harness.launched import print_once
+from harness.run.failures import only_report
+from harness.run.forecast import describe_forecast, read_forecast
+from harness.run.parameters import quantization_of
+from harness.run.progress import Progress, evaluation_losses
+
+import torch
+from accelerate.utils import gather_object
+from datasets import IterableDataset
+from transformers import Trainer
+from transformers.trainer_utils import TrainOutput
+
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes", "datasets")
+
+
+def write_results(
+    trainer: Trainer,
+    output: TrainOutput | None,
+    evaluation: dict[str, float],
+    progress: Progress,
+    parameters: tuple[int, int],
+    resumed_from: int,
+    more: dict,
+) -> dict:
+    """Gathers the numbers of all processes (collective); the first writes them. Memory in GB (1e9 bytes), time in seconds.
+
+    Time and tokens are those of the whole run, including its parts before a resume. `train_runtime` includes everything,
+    `tokens_per_second` only the time of optimizer steps. `more`: results of the mirror.
+    """
+    output_dir, has_gpu = Path(trainer.args.output_dir), torch.cuda.is_available()
+    processes = gather_object([measure_process(trainer, progress)])
+    by_node, data = group_by_node(processes), {}
+    with only_report("the report about the data"):
+        data = describe_data(trainer)
+    results = (
+        read_json(output_dir / RUN)
+        | describe_model(trainer, processes, parameters)
+        | measure_memory(processes, by_node)
+        | collect_losses(trainer, output, evaluation)
+        | measure_speed(progress)
+        | data
+        | {"global_step": trainer.state.global_step, "epoch": trainer.state.epoch, "resumed_from_step": resumed_from}
+        | more
+        | {
+            "device": torch.cuda.get_device_name() if has_gpu else platform.processor() or platform.machine(),
+            "finished": datetime.datetime.now().isoformat(timespec="seconds"),
+            "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES},
+        }
+    )
+    of_every_node = {key: results[key] for key in ("fsdp_enabled", "world_size", "model_params_b", "final_loss")}
+    results["nodes"] = [
+        {"node": int(node), "peak_gpu_gb": round(max(process["gpu"] for process in of_node), 3), **of_every_node}
+        for node, of_node in by_node.items()
+    ]
+    with only_report("the comparison with the forecast"):
+        if has_gpu and (forecast := read_forecast(output_dir, results["device"])):
+            results["forecast"] = forecast
+    if trainer.is_world_process_zero():
+        with only_report("loss.png"):
+            names = [name for name in (results.get("recipe"), results.get("config")) if name]
+            draw_losses(trainer.state.log_history, " × ".join(names), output_dir / "loss.png")
+        write_json(output_dir / RESULTS, results)
+    return results
+
+
+def measure_process(trainer: Trainer, progress: Progress) -> dict:
+    """The numbers of this process. Memory in GB (1e9 bytes); "gpus": see `whole_run` in `steps.py`."""
+    host_unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+    has_gpu = torch.cuda.is_available()
+    return {
+        "node": os.environ.get("GROUP_RANK", "0"),
+        "gpu": torch.cuda.max_memory_allocated() / 1e9 if has_gpu else 0.0,
+        "reserved": torch.cuda.max_memory_reserved() / 1e9 if has_gpu else 0.0,
+        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * host_unit / 1e9,
+        "fsdp": trainer.is_fsdp_enabled,
+        "gpus": progress.gpus.whole_run(),
+    }
+
+
+def group_by_node(processes: list[dict]) -> dict[str, list[dict]]:
+    """What `measure_process` returned, by the number of the node."""
+    nodes = sorted({process["node"] for process in processes}, key=int)
+    return {node: [process for process in processes if process["node"] == node] for node in nodes}
+
+
+def describe_model(trainer: Trainer, processes: list[dict], parameters: tuple[int, int]) -> dict:
+    """How the model was trained and divided. `parameters`: how many are trained, and how many there are."""
+    args, accelerator = trainer.args, trainer.accelerator
+    model = accelerator.unwrap_model(trainer.model)
+    is_sharded, parallelism = all(process["fsdp"] for process in processes), accelerator.parallelism_config
+    replicas = accelerator.num_processes
+    if is_sharded:
+        replicas = parallelism.dp_replicate_size if parallelism else 1
+    return {
+        "fsdp_enabled": is_sharded,
+        "world_size": accelerator.num_processes,
+        "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes,
+        "num_nodes": len(group_by_node(processes)),
+        "replicas": replicas,  # of the model, each sharded over world_size / replicas processes
+        "attention": attention_of(model.config),
+        **quantization_of(model),
+        "model_params_b": round(parameters[1] / 1e9, 6),
+        "trainable_params_b": round(parameters[0] / 1e9, 6),
+    }
+
+
+def measure_memory(processes: list[dict], by_node: dict[str, list[dict]]) -> dict:
+    """The largest peaks: of a process on its GPU, and of a node in host memory."""
+    hosts = [sum(process["host"] for process in of_node) for of_node in by_node.values()]
+    return {
+        "peak_gpu_gb": round(max(process["gpu"] for process in processes), 3),
+        "peak_gpu_reserved_gb": round(max(process["reserved"] for process in processes), 3),
+        "gpu_utilization": [percent for process in processes for percent, _ in process["gpus"]],
+        "gpu_memory_gb": [used for process in processes for _, used in process["gpus"]],
+        "peak_host_gb": round(max(hosts), 3),
+    }
+
+
+def collect_losses(trainer: Trainer, output: TrainOutput | None, evaluation: dict[str, float]) -> dict:
+    """The losses of training, and those of evaluation (for each dataset, if there are several), at the start and at the end."""
+    log_history = trainer.state.log_history
+    logged = [entry["loss"] for entry in log_history if "loss" in entry]
+    on_start: dict[str, float] = {}
+    for entry in log_history:
+        if entry["step"] == 0:
+            on_start |= evaluation_losses(entry)
+    at_end = evaluation_losses(evaluation)
+    return {
+        "final_loss": logged[-1] if logged else (output.training_loss if output else None),
+        "train_loss": mean_loss(log_history),
+        **{f"eval_{f'{label}_' if label else ''}loss_on_start": loss for label, loss in on_start.items()},
+        **{f"eval_{f'{label}_' if label else ''}loss": loss for label, loss in at_end.items()},
+        **({"perplexity": math.exp(min(at_end[""], 700))} if "" in at_end else {}),
+    }
+
+
+def measure_speed(progress: Progress) -> dict:
+    """Tokens, seconds, and tokens per second of all processes together."""
+    counted = progress.so_far()
+    seconds = counted["seconds"] or 1  # 0 if the run had no step left
+    return {
+        "tokens_per_second": round(counted["tokens"] / seconds, 1),
+        "loss_tokens_per_second": round(counted["loss_tokens"] / seconds, 1),
+        "train_runtime": counted["runtime"],
+        "tokens": counted["tokens"],
+        "loss_tokens": counted["loss_tokens"],
+    }
+
+
+def describe_data(trainer: Trainer) -> dict:
+    """How much of the data was read, and which local files changed during the run."""
+    output_dir, state = Path(trainer.args.output_dir), trainer.state
+    data = read_json(output_dir / DATA)
+    add_reading(data, state.epoch or 0)
+    described: dict[str, Any] = {}
+    if not isinstance(trainer.train_dataset, IterableDataset) and "datasets" not in data:
+        described["times_seen"] = round(state.epoch or 0, 2)
+    if data:
+        described["data"] = data
+    return described
+
+
+def add_reading(data: dict, epochs: float) -> None:
+    """Adds `rows_read` and `times_seen` to every dataset of a mixture in memory, whose epochs read the same `used_rows`."""
+    for dataset in data.get("datasets", []):
+        if "epoch_rows" in dataset:
+            dataset["rows_read"] = round(epochs * dataset["epoch_rows"])
+            dataset["times_seen"] = round(dataset["rows_read"] / dataset["used_rows"], 2)
+
+
+def mean_loss(log_history: list[dict]) -> float | None:
+    """The mean training loss of all steps, also of those before a resume; None if none was logged."""
+    total, logged = 0.0, 0
+    for entry in log_history:
+        if "loss" in entry:  # the mean since the last log
+            total, logged = total + entry["loss"] * (entry["step"] - logged), entry["step"]
+    return total / logged if logged else None
+
+
+def draw_losses(log_history: list[dict], title: str, path: Path) -> None:
+    """Draws training and evaluation loss over steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="tight")
+    axes = figure.subplots()
+    labels = {label: None for entry in log_history for label in evaluation_losses(entry) if label}
+    evaluations = [(f"eval_{label}_loss", f"evaluation of {label}", ".:") for label in labels]
+    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--"), *evaluations):
+        points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def describe_datasets(results: dict) -> list[str]:
+    """A line for each dataset of a mixture: its evaluation loss, and how often its rows were seen."""
+    lines = []
+    for dataset in results.get("data", {}).get("datasets", []):
+        label = dataset["label"]
+        losses = [(results.get(f"eval_{label}_loss{when}"), word) for when, word in (("_on_start", "before"), ("", "after"))]
+        words = ", ".join(f"{loss:.4f} {word}" for loss, word in losses if loss is not None)
+        words += f"; {dataset['rows_read']:,} rows read" if "rows_read" in dataset else ""
+        seen = f", each of {dataset['used_rows']:,} rows {dataset['times_seen']:g} times" if "times_seen" in dataset else ""
+        lines.append(f"  {label}: evaluation loss {words}{seen}")
+    return lines
+
+
+def print_summary(results: dict, output_dir: str) -> None:
+    """Prints the numbers that a person looks for first."""
+    if results["num_nodes"] > 1:
+        print_once("\n".join(json.dumps(report) for report in results["nodes"]))
+    kind = "FSDP" if results["fsdp_enabled"] else "Unsharded"
+    processes = f"{results['world_size']} process{'es' if results['world_size'] > 1 else ''}"
+    replicas = results["replicas"]
+    if 1 < replicas < results["world_size"]:
+        processes += f" ({replicas} replicas of {results['world_size'] // replicas})"
+    mean = f" (mean {results['train_loss']:.4f})" if results["train_loss"] is not None else ""
+    evaluation = ""
+    if "eval_loss" in results:
+        on_start = f"{results['eval_loss_on_start']:.4f} before, " if "eval_loss_on_start" in results else ""
+        after = f"{results['eval_loss']:.4f}{' after' if on_start else ''}"
+        evaluation = f", evaluation loss {on_start}{after} (perplexity {results['perplexity']:.1f})"
+    gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
+    if "eval_loss" in results:
+        evaluation += "".join(f"\n{line}" for line in describe_datasets(results))
+    forecast = "".join(f"{line}\n" for line in describe_forecast(results)) if "forecast" in results else ""
+    seen = f", every row seen {results['times_seen']:g} times" if "times_seen" in results else ""
+    print_once(
+        f"{kind} on {processes}, {results['global_step']} steps{seen}: loss {results['final_loss']:.4f}{mean}{evaluation}\n"
+        f"{results['tokens_per_second']:,.0f} tokens/s, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n{forecast}"
+        f"The model, train_results.json and loss.png are in {output_dir}"
+    )

@@ -1,0 +1,84 @@
+"""The samples that a run writes: a few evaluation rows, continued or answered by the model."""
+
+import itertools
+from pathlib import Path
+
+from harness.compat.transformers import generate_on
+from harness.launched import print_once
+
+import torch
+from transformers import PreTrainedTokenizerBase, Trainer
+
+
+def why_no_text(trainer: Trainer) -> str:
+    """Why a trainer's model is not asked to continue texts, "" if it is: a classifier has none, nor has a reward model."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if not model.can_generate():
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        return f"{type(base).__name__} does not generate text"
+    return "" if trainer.processing_class else "the trainer has no tokenizer"
+
+
+def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> None:
+    """Continues a few evaluation rows, or answers their prompts; prints the texts and writes them to samples.txt.
+
+    One batch for all: where weights are all-gathered for every token, three texts cost as much as one.
+    """
+    rows = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
+    if isinstance(rows, dict):  # one of each dataset in turn
+        rows = itertools.chain.from_iterable(itertools.zip_longest(*rows.values()))
+    rows = list(itertools.islice(filter(None, rows), count))
+    reason = why_no_text(trainer)
+    if not reason and not all("input_ids" in row for row in rows):
+        reason = "the rows have no column input_ids"
+    if reason:
+        print_once(f"No samples: {reason}.")
+        return
+    prompts = [_prompt_of(row) for row in rows]
+    model, tokenizer, width = trainer.model, trainer.processing_class, max(map(len, prompts))
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, which a model with a vision part has
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    padding = [width - len(prompt) for prompt in prompts]
+    ids = [[pad] * pads + prompt for pads, prompt in zip(padding, prompts, strict=True)]
+    mask = [[0] * pads + [1] * len(prompt) for pads, prompt in zip(padding, prompts, strict=True)]
+    device = trainer.accelerator.device
+    model.eval()
+    torch.manual_seed(0)  # on every process, so that they generate the same tokens
+    # Compiled layers would be compiled again for every layer's part of the cache.
+    uncompiled = torch.compiler.set_stance("force_eager")
+    with torch.no_grad(), trainer.autocast_smart_context_manager(), uncompiled, generate_on(device):
+        generated = model.generate(
+            input_ids=torch.tensor(ids, device=device),
+            attention_mask=torch.tensor(mask, device=device),
+            max_new_tokens=12 if is_rehearsal else 48,
+            do_sample=True,
+            top_p=0.9,
+            pad_token_id=pad,
+            use_cache=True,
+            synced_gpus=trainer.accelerator.num_processes > 1,  # a process that is done continues for the others
+        )
+    texts = []
+    for prompt, tokens in zip(prompts, generated[:, width:].tolist(), strict=True):
+        texts.append(f"> {tokenizer.decode(prompt)}\n{_decode_answer(tokens, model, tokenizer)}\n")
+    note = "; random weights write nonsense" if is_rehearsal else ""
+    print_once(f"\nSamples, prompted with evaluation rows (samples.txt{note}):\n\n" + "\n".join(texts))
+    if trainer.is_world_process_zero():
+        Path(trainer.args.output_dir, "samples.txt").write_text("\n".join(texts), "utf-8")
+
+
+def _decode_answer(tokens: list[int], model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The generated text up to its end token, or with "…" if there is none."""
+    eos = model.generation_config.eos_token_id
+    end_tokens = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+    for index, token in enumerate(tokens):
+        if token in end_tokens:
+            return tokenizer.decode(tokens[: index + 1])
+    return f"{tokenizer.decode(tokens)} …"
+
+
+def _prompt_of(row: dict, length: int = 24) -> list[int]:
+    """The tokens of a row before the first one in the loss; its first tokens if all are in the loss."""
+    ids = row["input_ids"][: row["seq_lengths"][0]] if "seq_lengths" in row else row["input_ids"]
+    labels = list(row.get("labels", ids))[: len(ids)]
+    masked = next((index for index, label in enumerate(labels) if label != -100), 0)
+    return list(ids[: masked if masked > 1 else length])

@@ -1,0 +1,114 @@
+"""The model that a run saves: in the dtype and with the settings of the original, with a tokenizer and a model card."""
+
+import contextlib
+import copy
+import shutil
+from pathlib import Path
+
+from harness.folder import RUN, read_json, sync
+from harness.model.quantized import SOURCE
+from harness.run.failures import only_report
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer
+
+
+def set_base_revision(trainer: Trainer) -> None:
+    """Records, in the settings of an adapter, the revision of the model that it was trained on. PEFT does not know it."""
+    for settings in getattr(trainer.model, "peft_config", {}).values():
+        if not settings.base_model_name_or_path:  # the recipe has made the model itself
+            continue
+        source = read_json(Path(settings.base_model_name_or_path, SOURCE))
+        options = getattr(trainer.args, "model_init_kwargs", None) or {}
+        settings.revision = source.get("revision") or options.get("revision") or settings.revision
+
+
+def load_original_config(trainer: Trainer) -> PreTrainedConfig:
+    """The config of the model that the run starts from. A recipe can make a model itself: its config is that of the model."""
+    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision", "main")
+    if model.config.name_or_path:
+        with contextlib.suppress(OSError):
+            trust_remote_code = getattr(args, "trust_remote_code", False)
+            return AutoConfig.from_pretrained(model.config.name_or_path, trust_remote_code=trust_remote_code, revision=revision)
+    return copy.deepcopy(model.config)
+
+
+def restore_config(model: torch.nn.Module, original: PreTrainedConfig) -> None:
+    """Gives a trained model the settings of the original that were changed for the training.
+
+    The cache was off. SFTTrainer makes the routers of a mixture of experts return their logits, with which transformers 5.23
+    fails to generate from a padded batch.
+    """
+    model.config.use_cache = getattr(original, "use_cache", True)
+    before = original.get_text_config()
+    if hasattr(before, "output_router_logits"):
+        model.config.get_text_config().output_router_logits = before.output_router_logits
+
+
+def save_model(trainer: Trainer, original: PreTrainedConfig) -> None:
+    """Writes the model (or adapter) and the tokenizer, in the dtype of the original. Collective; the first process writes.
+
+    The files are written into a draft folder and moved from there, so that each is complete or missing.
+    """
+    output_dir, draft = Path(trainer.args.output_dir), Path(trainer.args.output_dir, ".model.draft")
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    for module in trainer.model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after an evaluation, weights can still be unsharded and rounded to the compute dtype
+    state = full_state_dict(model, original.dtype or torch.float32)
+    restore_config(model, original)
+    if trainer.is_world_process_zero():
+        is_adapter = not isinstance(model, PreTrainedModel)
+        shutil.rmtree(draft, ignore_errors=True)
+        if is_adapter:
+            # The adapter belongs to the model that was quantized, not to the quantized copy on this machine.
+            settings = model.peft_config["default"]
+            source = read_json(Path(settings.base_model_name_or_path, SOURCE))
+            settings.base_model_name_or_path = source.get("model", settings.base_model_name_or_path)
+        model.save_pretrained(draft, state_dict=state)
+        if not is_adapter:
+            model.config.dtype = original.dtype  # in training the weights are float32
+            model.config.save_pretrained(draft)
+        if trainer.processing_class:
+            trainer.processing_class.save_pretrained(draft)
+        with only_report("README.md"):
+            card = model_card(read_json(output_dir / RUN), is_adapter, model.can_generate())
+            (draft / "README.md").write_text(card, "utf-8")
+        for file in draft.iterdir():
+            shutil.copymode(output_dir / RUN, file)  # safetensors makes files that only their owner can read
+            sync(file)
+            file.replace(output_dir / file.name)
+        draft.rmdir()
+    trainer.accelerator.wait_for_everyone()
+
+
+def full_state_dict(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All weights in `dtype` on the CPU of the first process; of an adapter only the trained ones: the base is not gathered."""
+    if not isinstance(model, PreTrainedModel):
+        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+        return {name: (w.full_tensor() if isinstance(w, DTensor) else w).detach().cpu() for name, w in trained.items()}
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return {
+        name: weight.to(dtype) if weight.is_floating_point() else weight for name, weight in state.items() if name not in tied
+    }
+
+
+def model_card(run: dict, is_adapter: bool, generates: bool) -> str:
+    """A model card with what the Hub reads: base model, dataset, library. `run`: the contents of run.json."""
+    links = {"base_model": [run["model"]], "datasets": run.get("datasets", [run["dataset"]])}
+    # Hub IDs only: a rehearsal's model and dataset are tiny ones, and a local path means nothing to others.
+    links = {key: [name for name in names if not run["tiny"] and not Path(name).exists()] for key, names in links.items()}
+    header = "".join(f"{key}: [{', '.join(names)}]\n" for key, names in links.items() if names)
+    kind = "An adapter" if is_adapter else "A fine-tune"
+    task = "pipeline_tag: text-generation\n" if generates else ""
+    rehearsal = "\n\nThis is a rehearsal with a tiny model and dataset: the model knows nothing." if run["tiny"] else ""
+    return (
+        f"---\n{header}library_name: {'peft' if is_adapter else 'transformers'}\n{task}---\n\n"
+        f"{kind} of {run['model']} on {run['dataset']} with the recipe `{run['recipe']}` "
+        f"({run['config'] or 'no config'}). The results are in train_results.json.{rehearsal}\n"
+    )

@@ -11,7 +11,7 @@ HARNESS = ROOT / "recipes/harness"
 # From the bottom to the top. A module may import from its own level and from those before it.
 LEVELS = [
     ["launched"],
-    ["compat"],
+    ["compat", "batches"],
     ["configs", "contexts", "folder", "hub"],
     ["nodes"],
     ["data"],

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.batches import length_of_rows, rows_of_step
 from harness.commands import arguments
 from harness.commands.expectations import IGNORED
 from harness.contexts import Context, RecipeStopped
@@ -173,7 +174,7 @@ def documents_of_first_rows(rows: Iterable[dict]) -> list[Document]:
 
 def truncate(documents: list[Document], args: Any) -> list[Document]:
     """What the trainer keeps of documents that are longer than --max_length: other strategies of packing than bfd split them."""
-    length = getattr(args, "max_length", None)
+    length = length_of_rows(args)
     if not length or (getattr(args, "packing", False) and args.packing_strategy != "bfd"):
         return documents
     return [(ids[:length], labels[:length]) for ids, labels in documents]
@@ -263,7 +264,7 @@ def summarize(args: Any, rows: PreviewRows, batches: list[dict], script_args: An
     cut = [len(ids) - len(kept) for (ids, _), (kept, _) in zip(rows.train, rows.kept, strict=True)]
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     masks = [batch["attention_mask"] for batch in batches if batch.get("attention_mask") is not None]
-    rows_per_step = script_args.global_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps
+    rows_per_step = script_args.global_batch_size or rows_of_step(args, processes=1)
     length = measure_run(args, rows, rows_per_step, script_args.dataset_streaming)
     is_mixture = "datasets" in rows.data
     return {
@@ -378,14 +379,14 @@ def find_problems(tokenizer: Any, rows: PreviewRows, batches: list[dict], traine
     """One message for each thing that would train without an error and teach something else."""
     eos = trainer.model.generation_config.eos_token_id
     eos_tokens = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
-    max_length = getattr(trainer.args, "max_length", None) or sys.maxsize
+    max_length = length_of_rows(trainer.args)
     endless = 0
     for ids, labels in rows.train:
         # Behind the last answer there can be line breaks, or turns of others.
         last = max((index for index, label in enumerate(labels) if label != IGNORED), default=len(ids) - 1) + 1
         ending = slice(max(0, last - 3), last)
         has_end = any(token in eos_tokens and label != IGNORED for token, label in zip(ids[ending], labels[ending], strict=True))
-        is_complete = rows.is_whole_known or len(ids) < max_length
+        is_complete = rows.is_whole_known or max_length is None or len(ids) < max_length
         endless += not has_end and is_complete
     if endless:
         yield f"{endless} of {len(rows.train)} documents have no EOS token in the loss: the model does not learn to stop there"

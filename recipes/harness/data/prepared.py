@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from harness.batches import ASSUMED_LENGTH, length_of_rows, rows_of_step
 from harness.data import reading
 from harness.data.sources import DataSettings, Source
 from harness.folder import read_json
@@ -18,8 +19,8 @@ PREPARED = "stream.json"  # next to the files: for how many tokens, and samples,
 
 def tokens_of_run(source: Source, max_tokens: int | None, training_args: TrainingArguments, processes: int) -> int:
     """How many tokens a run reads of a dataset. `max_tokens`: of the run, if this was given."""
-    rows = training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * processes
-    tokens = max_tokens or training_args.max_steps * rows * (getattr(training_args, "max_length", None) or 1024)
+    length = length_of_rows(training_args) or ASSUMED_LENGTH
+    tokens = max_tokens or training_args.max_steps * rows_of_step(training_args, processes) * length
     return math.ceil(tokens * source.weight)
 
 

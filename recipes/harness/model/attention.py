@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
+from harness.batches import length_of_rows
 from harness.compat.transformers import supports_flash_attention_2, takes_other_attention
 from harness.contexts import Context
 from harness.hub import check_model_exists
@@ -147,7 +148,7 @@ def print_attention(training_args: TrainingArguments, model_args: ModelConfig, c
         why = ", PyTorch's FlashAttention-2: tokens attend to their own document only"
         if context.on_cpu:
             why += " (on a CPU, one SDPA per document)"
-    tokens = training_args.per_device_train_batch_size * (getattr(training_args, "max_length", None) or 0)
+    tokens = training_args.per_device_train_batch_size * (length_of_rows(training_args) or 0)
     cost = ""
     has_mask = used in (None, "sdpa", "eager") and facts.has_documents and not context.on_cpu
     if has_mask and tokens and facts.config is not None:

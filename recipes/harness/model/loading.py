@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from harness.batches import length_of_rows
 from harness.compat.transformers import (
     load_4bit_models_on_cpu,
     read_no_weights,
@@ -144,7 +145,7 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, with_
             f"--model_name_or_path: the tokenizer of {name} has tokens up to {largest_token}, but the model's vocab_size is "
             f"{vocabulary}: copy the tokenizer's files from the source of the weights"
         )
-    positions, length = getattr(config, "max_position_embeddings", None), getattr(training_args, "max_length", None)
+    positions, length = getattr(config, "max_position_embeddings", None), length_of_rows(training_args)
     if positions and length and length > positions:
         raise UserError(f"--max_length is {length}, but {name} has {positions} positions: pass {positions} or less")
 

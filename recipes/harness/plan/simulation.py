@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from harness.batches import length_of_rows
 from harness.compat.accelerate import allow_fsdp_on_cpu, launch_environment
 from harness.compat.transformers import TrainerWithHooks, add_overrides
 from harness.configs import AccelerateConfig
@@ -221,7 +222,7 @@ def simulate_training(plan: Plan, ledger: Ledger, fakes: Any, with_evaluation: b
 def full_batch(batch: dict, args: TrainingArguments, rows: int) -> dict:
     """A batch of `rows` rows in which every token counts in the loss. Every row, or packed document, has the maximum length."""
     is_packed = batch["input_ids"].shape[0] == 1 and "position_ids" in batch
-    length = getattr(args, "max_length", None) or batch["input_ids"].shape[1] // (rows if is_packed else 1)
+    length = length_of_rows(args) or batch["input_ids"].shape[1] // (rows if is_packed else 1)
     full = {}
     for name, value in batch.items():
         if name in ("cu_seq_lens_q", "cu_seq_lens_k"):
@@ -270,7 +271,7 @@ def describe_run(plan: Plan, batch: dict) -> Simulation:
         tokens=batch["input_ids"].numel(),
         micro_batch=args.per_device_train_batch_size,
         accumulation=args.gradient_accumulation_steps,
-        max_length=getattr(args, "max_length", None),
+        max_length=length_of_rows(args),
         has_checkpointing=bool(args.gradient_checkpointing),
         max_steps=args.max_steps,
         epochs=args.num_train_epochs,
@@ -416,7 +417,7 @@ class SimulatedStep(TrainerCallback):
 
     def simulate_sample(self, args: TrainingArguments) -> None:
         """The forward pass over a prompt of the maximum length, which makes the key-value cache."""
-        prompt = torch.ones(1, getattr(args, "max_length", None) or 512, dtype=torch.long)
+        prompt = torch.ones(1, length_of_rows(args) or 512, dtype=torch.long)
         with self.ledger.within(moment="sample"), torch.no_grad():
             self.trainer.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
 

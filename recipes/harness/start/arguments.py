@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness.batches import length_of_rows, rows_of_step
 from harness.configs import AccelerateConfig
 from harness.contexts import Context
 from harness.data import reading
@@ -209,8 +210,12 @@ def set_steps(
         if not is_tiny and "num_train_epochs" not in script_args.given:
             training_args.max_steps, training_args.num_train_epochs = -1, 1
     if script_args.max_tokens:
-        rows = training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * processes
-        training_args.max_steps = math.ceil(script_args.max_tokens / (rows * getattr(training_args, "max_length", 1024)))
+        length = length_of_rows(training_args)
+        if length is None:
+            raise UserError(
+                "--max_tokens: rows have no maximum length, so nothing says how many tokens a step has: pass --max_steps"
+            )
+        training_args.max_steps = math.ceil(script_args.max_tokens / (rows_of_step(training_args, processes) * length))
     elif "num_train_epochs" in script_args.given and "max_steps" not in script_args.given:
         training_args.max_steps = -1
 

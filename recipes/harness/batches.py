@@ -1,0 +1,15 @@
+"""How many rows and tokens a step has, from the arguments of a trainer. Packed documents are one row, as in a micro-batch."""
+
+from typing import Any
+
+ASSUMED_LENGTH = 1024  # tokens of a row without max_length, where an estimate is needed
+
+
+def length_of_rows(training_args: Any) -> int | None:
+    """The most tokens that a row has; None if the recipe has no max_length, or sets none: then rows keep their length."""
+    return getattr(training_args, "max_length", None)
+
+
+def rows_of_step(training_args: Any, processes: int) -> int:
+    """The rows of an optimizer step on all processes together."""
+    return training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * processes

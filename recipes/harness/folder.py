@@ -5,11 +5,13 @@ modification time of each local file of the dataset, by which a changed file is 
 `train_results.json` is written last and marks a finished run.
 """
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +54,29 @@ class DamagedFile(UserError, ValueError):
 
 def write_json(path: Path, content: dict) -> None:
     """Writes a file so that it is complete or missing, also after a power failure."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
-    draft.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-    sync(draft)
-    draft.replace(path)
+    with draft_of(path) as draft:
+        draft.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        sync(draft)
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def draft_of(path: Path) -> Iterator[Path]:
+    """A file to write, which is then moved to `path`: that is complete or missing, and a link there is replaced."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft{path.suffix}")
+    draft.unlink(missing_ok=True)
+    try:
+        yield draft
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    draft.replace(path)
+
+
+def remove_link(path: Path) -> None:
+    """Removes a link to somewhere else, so that what is written next stays in this folder."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
 
 
 def read_json(path: Path, expected: Types | None = None) -> dict:

@@ -1,6 +1,7 @@
 """What comes after the training: nothing there makes a good run fail, and each trainer gets what it has a use for."""
 
 import json
+import shutil
 
 from harness.rehearsal import tiny
 
@@ -143,3 +144,25 @@ def test_errors_after_the_training_are_reported_only(rehearse_recipe):
         assert printed.count(f"warning: {what} failed, the model is saved: OSError: the last line\n") == 1, printed
     assert not any((run / name).exists() for name in ("loss.png", "samples.txt", "expected.json"))
     assert "eval_loss" not in read(run) and read(run)["final_loss"] > 0
+
+
+def test_links_in_the_folder_of_a_run_are_not_written_through(fork_launch, tmp_path):
+    """Also a link in place of a checkpoint that is deleted."""
+    run, other = tmp_path / "run", tmp_path / "other"
+    flags = ["--output_dir", run, "--max_length", "64", "--eval_strategy", "no", "--save_steps", "1"]
+    assert fork_launch("--tiny", "qwen2_chat", "1x3090", *flags, "--max_steps", "2").returncode == 0
+    (other / "folder").mkdir(parents=True)
+    names = ["samples.txt", "loss.png", "README.md", "trainer_state.json", "held_out.parquet", "expected.json", "data.json"]
+    names += ["train_results.json", "config.json", "model.safetensors"]
+    for name in names:
+        assert (run / name).is_file(), name
+        shutil.move(run / name, other / name)
+        (run / name).symlink_to(other / name)
+    (run / ".model.draft").symlink_to(other / "folder")
+    shutil.move(run / "checkpoint-1", other / "checkpoint-1")
+    (run / "checkpoint-1").symlink_to(other / "checkpoint-1")
+    before = {path: path.read_bytes() for path in other.rglob("*") if path.is_file()}
+    process = fork_launch("--tiny", "qwen2_chat", "1x3090", *flags, "--max_steps", "4")
+    assert process.returncode == 0 and "warning" not in process.stdout, process.stderr
+    assert {path: path.read_bytes() for path in other.rglob("*") if path.is_file()} == before
+    assert not [path for path in run.rglob("*") if path.is_symlink()]

@@ -44,6 +44,7 @@ class Checkpoints(TrainerCallback):
         process = PartialState()
         if not (self.output_dir / folder.RUN).is_file():  # transformers would make the folder again
             raise FileNotFoundError(self.output_dir)
+        folder.remove_link(self.output_dir / "README.md")  # TRL writes it with every checkpoint
         has_own_disk = self.settings.separate_disks and process.is_local_main_process
         if process.is_main_process or has_own_disk:
             self._delete_old(checkpoint)

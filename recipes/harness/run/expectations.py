@@ -5,7 +5,7 @@ import itertools
 import json
 from pathlib import Path
 
-from harness.folder import read_json, write_json
+from harness.folder import draft_of, read_json, write_json
 from harness.model.quantized import SOURCE
 
 import pyarrow
@@ -34,9 +34,8 @@ def save_expectations(trainer: Trainer, original: PreTrainedConfig, evaluation: 
     if not rows:
         return
     output_dir = Path(trainer.args.output_dir)
-    draft = output_dir / f".{HELD_OUT}.draft"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), draft)
-    draft.replace(output_dir / HELD_OUT)
+    with draft_of(output_dir / HELD_OUT) as draft:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), draft)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     name = trainer.accelerator.unwrap_model(trainer.model).config.name_or_path
     conversations = getattr(trainer, "conversations", [])

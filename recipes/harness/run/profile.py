@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from harness.folder import RUN, read_json
+from harness.folder import RUN, draft_of, read_json
 from harness.launched import print_once
 
 import torch
@@ -101,7 +101,8 @@ class Profile(TrainerCallback):
         ) + format_table([total for total, _ in ranks], [times for _, times in ranks], len(steps))
         picture = self.folder / "timeline.png"
         draw_timeline(by_category, *steps[0], f"{title}step {self.first} of process 0, on the {device}", picture)
-        self.table.write_text(text, "utf-8")
+        with draft_of(self.table) as draft:
+            draft.write_text(text, "utf-8")
         print_once(f"\n{text}\nTraces (for https://ui.perfetto.dev) and a timeline are in {self.folder}\n")
 
 
@@ -237,4 +238,5 @@ def draw_timeline(by_category: dict[str, list[Interval]], begin: int, end: int, 
         axes.broken_barh(parts, (row - 0.4, 0.8), color=f"C{CATEGORIES.index(category)}")
     axes.set(xlabel="ms", xlim=(0, (end - begin) / 1e6), title=title)
     axes.set(yticks=range(len(bars)), yticklabels=list(bars), ylim=(len(bars) - 0.5, -0.5))
-    figure.savefig(path, dpi=120)
+    with draft_of(path) as draft:
+        figure.savefig(draft, dpi=120)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.compat.transformers import attention_of
-from harness.folder import DATA, RESULTS, RUN, read_json, write_json
+from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, write_json
 from harness.launched import print_once
 from harness.run.failures import only_report
 from harness.run.forecast import describe_forecast, read_forecast
@@ -207,7 +207,8 @@ def draw_losses(log_history: list[dict], title: str, path: Path) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with draft_of(path) as draft:
+        figure.savefig(draft, dpi=120)
 
 
 def describe_datasets(results: dict) -> list[str]:

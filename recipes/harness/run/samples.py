@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 
 from harness.compat.transformers import generate_on
+from harness.folder import draft_of
 from harness.launched import print_once
 
 import torch
@@ -63,7 +64,8 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> No
     note = "; random weights write nonsense" if is_rehearsal else ""
     print_once(f"\nSamples, prompted with evaluation rows (samples.txt{note}):\n\n" + "\n".join(texts))
     if trainer.is_world_process_zero():
-        Path(trainer.args.output_dir, "samples.txt").write_text("\n".join(texts), "utf-8")
+        with draft_of(Path(trainer.args.output_dir, "samples.txt")) as draft:
+            draft.write_text("\n".join(texts), "utf-8")
 
 
 def _decode_answer(tokens: list[int], model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -5,7 +5,7 @@ import copy
 import shutil
 from pathlib import Path
 
-from harness.folder import RUN, read_json, sync
+from harness.folder import RUN, read_json, remove_link, sync
 from harness.model.quantized import SOURCE
 from harness.run.failures import only_report
 
@@ -63,6 +63,7 @@ def save_model(trainer: Trainer, original: PreTrainedConfig) -> None:
     restore_config(model, original)
     if trainer.is_world_process_zero():
         is_adapter = not isinstance(model, PreTrainedModel)
+        remove_link(draft)
         shutil.rmtree(draft, ignore_errors=True)
         if is_adapter:
             # The adapter belongs to the model that was quantized, not to the quantized copy on this machine.

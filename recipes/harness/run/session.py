@@ -28,6 +28,7 @@ from harness.run.trainer import add_parts
 
 from datasets import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
 
 def train(trainer: Trainer, settings: RunSettings) -> None:
@@ -111,6 +112,7 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     evaluation: dict[str, float] = {}
     with only_report("the last evaluation"):
         evaluation = evaluate(trainer)
+    folder.remove_link(output_dir / TRAINER_STATE_NAME)
     trainer.save_state()
     with only_report("what --verify compares with"):
         if trainer.is_world_process_zero() and not why_no_text(trainer):

@@ -292,8 +292,10 @@ run_tests() {
   cd -- "$here"
   unset PYTHONDONTWRITEBYTECODE # containers often set it, and hundreds of processes would compile the same modules
   unset PYTHONSAFEPATH          # programs of the tests import files next to them
-  # Three workers, for two cores or more: while a test waits, for a time limit or for a lost node, others compute.
-  exec "$python" -P -m pytest "${selection[@]}" -n 3 --dist loadgroup --no-loadscope-reorder "$@"
+  # Three workers, for two cores or more: while a test waits, for a time limit or for a lost node, others compute. The tests of
+  # `-m unit` are done before the workers would have started.
+  [[ " $* " == *" -m unit "* ]] || selection+=(-n 3 --dist loadgroup --no-loadscope-reorder)
+  exec "$python" -P -m pytest "${selection[@]}" "$@"
 }
 
 if [[ ${1:-} == --debug ]]; then

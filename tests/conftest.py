@@ -1,12 +1,10 @@
 """Fixtures: the launcher as a user calls it, rehearsals that tests share, a recipe's trainer built in this process."""
 
-import contextlib
 import importlib.metadata
 import json
 import os
 import re
 import runpy
-import shlex
 import socket
 import subprocess
 import sys
@@ -48,7 +46,13 @@ OTHER_PACKAGES = {
     "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0", "zstandard==0.25.0"], True),
     "s3_python": (["s3fs==2026.9.0", "moto[server]==5.2.5"], True),
 }
-# Fixtures in the order in which their tests run: quick ones, machines, rehearsals, packages that are being installed.
+MARKS = (
+    "unit: imports no torch, in its process or in one that it starts. A file without the mark has no such tests",
+    "rehearsal: starts a training, or looks at one. Has one of the fixtures in REHEARSING",
+    "machines: needs root, for network namespaces or SLURM. Has the fixture `machines`",
+)
+REHEARSING = {"rehearse", "fork_launch", "simulate"}
+# Fixtures in the order in which their tests run: quick ones, machines, rehearsals, those that install packages.
 ORDER = {"environment": 1, "build_trainer": 1, "machines": 2, "rehearse": 3, "fork_launch": 3, "simulate": 3}
 ORDER |= {"serving_python": 4, "sky_python": 4, "tracker_python": 4, "s3_python": 4}
 
@@ -59,11 +63,28 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    for mark in MARKS:
+        config.addinivalue_line("markers", mark)
+    config.option.strict_markers = True
+    if is_unit(config):
+        folder = ROOT / "tests/without_torch"
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+        runpy.run_path(str(folder / "sitecustomize.py"))
     os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # as the launcher sets it before it imports datasets
     config.addinivalue_line("filterwarnings", "ignore:.*torch.jit:DeprecationWarning")  # of torch's own modules
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def is_unit(config) -> bool:
+    return config.option.markexpr == "unit"
+
+
+def pytest_ignore_collect(collection_path, config):
+    """With `-m unit`, modules without such tests are not imported: they may import torch."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if is_unit(config) and is_test and "pytest.mark.unit" not in collection_path.read_text() else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups, and pytest the marks
 def pytest_collection_modifyitems(items):
     """Quick tests first, rehearsals last. One worker has the machines, and one has what the tests of a module share.
 
@@ -74,6 +95,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         scopes = {definitions[-1].scope for definitions in item._fixtureinfo.name2fixturedefs.values()}
         needs_machines = "machines" in item.fixturenames
+        if needs_machines:
+            item.add_marker("machines")
+        elif REHEARSING & set(item.fixturenames):
+            item.add_marker("rehearsal")
+        if item.get_closest_marker("unit") and (needs_machines or REHEARSING & set(item.fixturenames)):
+            raise pytest.UsageError(f"{item.nodeid} has the mark `unit`, and a fixture that imports torch")
         if needs_machines or "module" in scopes:
             item.add_marker(pytest.mark.xdist_group("machines" if needs_machines else item.path.stem))
         places[item] = max(ORDER.get(name, 0) for name in ("", *item.fixturenames)), "module" not in scopes
@@ -87,50 +114,49 @@ def shared(tmp_path_factory) -> Path:
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
-@pytest.fixture(scope="session", autouse=True)
-def start_installations(request, shared):
-    """The first worker starts installing OTHER_PACKAGES at once, each into its own environment, with uv: pip needs minutes."""
-    needed = OTHER_PACKAGES.keys() & {name for item in request.session.items for name in item.fixturenames}
-    folder = shared / "uv"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir()
-        (folder / "ours.txt").write_text("\n".join(package.name for package in importlib.metadata.distributions()))
-        pip = "-m pip install --quiet --disable-pip-version-check --target"
-        script = [f"{shlex.quote(sys.executable)} {pip} {folder}/packages uv==0.13.9", f"uv={folder}/packages/bin/uv"]
-        for name in sorted(needed):
-            packages, uses_ours = OTHER_PACKAGES[name]
-            environment, options = shared / name, ""
-            script.append(f"$uv venv --quiet --python {shlex.quote(sys.executable)} {environment}")
-            if uses_ours:
-                script.append(f"echo {sysconfig.get_path('purelib')} >$(echo {environment}/lib/python*/site-packages)/ours.pth")
-                options = f"--excludes {folder}/ours.txt"
-            install = f"$uv pip install --quiet --python {environment}/bin/python {options}"
-            script.append(f"{install} {shlex.join(packages)} && touch {environment}/installed")
-        subprocess.Popen(["sh", "-e", "-c", "\n".join(script)])
-
-
 @pytest.fixture(scope="session")
 def serving_python(shared) -> Path:
-    return _installed(shared / "serving_python")
+    return install(shared, "serving_python")
 
 
 @pytest.fixture(scope="session")
 def sky_python(shared) -> Path:
-    return _installed(shared / "sky_python")
+    return install(shared, "sky_python")
 
 
 @pytest.fixture(scope="session")
 def tracker_python(shared) -> Path:
-    return _installed(shared / "tracker_python")
+    return install(shared, "tracker_python")
 
 
 @pytest.fixture(scope="session")
 def s3_python(shared) -> Path:
-    return _installed(shared / "s3_python")
+    return install(shared, "s3_python")
 
 
-def _installed(folder: Path) -> Path:
-    wait_until((folder / "installed").exists, 600, lambda: f"{folder} is not installed")
+def install(shared: Path, name: str) -> Path:
+    """The Python of an environment with the packages in OTHER_PACKAGES. The first worker that needs it makes it.
+
+    With uv, which is installed first: pip alone would need minutes.
+    """
+    packages, uses_ours = OTHER_PACKAGES[name]
+    folder, uv = shared / name, shared / "uv"
+    with FileLock(shared / "installations.lock"):
+        if not (uv / "bin/uv").exists():
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", uv]
+            subprocess.run([*pip, "uv==0.13.9"], check=True)
+        if not (folder / "installed").exists():
+            subprocess.run([uv / "bin/uv", "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True)
+            options = []
+            if uses_ours:
+                (site,) = folder.glob("lib/python*/site-packages")
+                (site / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+                ours = shared / "ours.txt"
+                ours.write_text("\n".join(package.name for package in importlib.metadata.distributions()))
+                options = ["--excludes", ours]
+            command = [uv / "bin/uv", "pip", "install", "--quiet", "--python", folder / "bin/python", *options, *packages]
+            subprocess.run(command, check=True)
+            (folder / "installed").touch()
     return folder / "bin/python"
 
 

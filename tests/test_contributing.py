@@ -2,8 +2,11 @@
 
 import re
 
+import pytest
 import yaml
 from conftest import ROOT
+
+pytestmark = pytest.mark.unit
 
 HARNESS = ROOT / "recipes/harness"
 LISTING = (ROOT / "CONTRIBUTING.md").read_text().split("```")[1]

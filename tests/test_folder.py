@@ -13,6 +13,8 @@ from harness.launched import NODE_VARIABLE
 import pytest
 from conftest import ROOT, read
 
+pytestmark = pytest.mark.unit
+
 IDENTITY = dict.fromkeys(("recipe", "model", "dataset", "dataset_config", "dataset_train_split"), "a")
 IDENTITY |= dict.fromkeys(("recipe_digest",), "a") | dict.fromkeys(folder.CHOICE_OF_ROWS) | {"max_eval_samples": 16}
 IDENTITY |= {

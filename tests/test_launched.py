@@ -10,6 +10,8 @@ from harness.launched import UserError, exit_on_user_error, print_once
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.unit
+
 
 def fail():
     with exit_on_user_error():

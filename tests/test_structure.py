@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import RECIPES, ROOT
 
+pytestmark = pytest.mark.unit
+
 HARNESS = ROOT / "recipes/harness"
 # From the bottom to the top. A module may import from its own level and from those before it.
 LEVELS = [

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.unit
+
 BIN = Path(sys.executable).parent
 
 

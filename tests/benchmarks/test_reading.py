@@ -8,6 +8,8 @@ import sys
 import pytest
 from conftest import ROOT, slow
 
+pytestmark = pytest.mark.unit
+
 BENCHMARKS = ROOT / "benchmarks"
 READING = """
 if __name__ == "__main__":

@@ -6,7 +6,10 @@ import runpy
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT, slow
+
+pytestmark = pytest.mark.unit
 
 BENCHMARKS = ROOT / "benchmarks"
 TINY = """

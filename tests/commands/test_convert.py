@@ -12,6 +12,8 @@ import pytest
 import yaml
 from conftest import ROOT, assert_one_error
 
+pytestmark = pytest.mark.unit
+
 OBVIOUS = {"distributed_type", "num_processes", "num_machines", "fsdp_config", "fsdp_version", "parallelism_config"}
 # As `accelerate config` writes it in January 2026 (CINECA's slides, four GPUs), and a shorter one for offload (a guide to 70B).
 SLIDE = """\

@@ -58,6 +58,7 @@ def test_json(runs, launch, tmp_path, is_first):
         assert run["efficiency"] == pytest.approx(run["speed_up"] / run["world_size"])
 
 
+@pytest.mark.unit
 def test_runs_that_differ(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     numbers = {"num_nodes": 1, "train_runtime": 9.0, "tokens_per_second": 5.0, "peak_gpu_gb": 1.0, "peak_host_gb": 1.0}
@@ -88,6 +89,7 @@ def planned_runs(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.unit
 def test_forecast_next_to_the_measured(planned_runs, capsys):
     """Of the plan with the run's recipe, config and number of processes, for the run's card."""
     report.main("2", "4", "plan.json")
@@ -104,6 +106,7 @@ def test_forecast_next_to_the_measured(planned_runs, capsys):
     assert {name: value for name, value in four["forecast"].items() if value is not None} == planned
 
 
+@pytest.mark.unit
 def test_forecast_of_the_run_itself(planned_runs, capsys):
     results = read(planned_runs / "4")
     results["forecast"] = {"peak_gpu_gb": 8.1, "card": "A100 64 GB", "tokens_per_second": [5000, 6900]}
@@ -112,6 +115,7 @@ def test_forecast_of_the_run_itself(planned_runs, capsys):
     assert "| 5,000–6,900 " in capsys.readouterr().out
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("device", "card"),
     [
@@ -131,6 +135,7 @@ def test_card_of_a_device(device, card):
     )
 
 
+@pytest.mark.unit
 def test_plan_of_another_run_is_an_error(planned_runs, error_of):
     assert "plan.json is about a × full_shard on 4; a × ddp on 4: no run has" in error_of(report.main, "2", "plan.json")
     (planned_runs / "no.json").write_text('{"recipe": "a"}')
@@ -138,11 +143,13 @@ def test_plan_of_another_run_is_an_error(planned_runs, error_of):
     assert "not only plans" in error_of(report.main, "plan.json")
 
 
+@pytest.mark.unit
 def test_damaged_results(tmp_path, error_of):
     (tmp_path / "train_results.json").write_text('{"world_size": 1')
     assert "train_results.json is damaged" in error_of(report.read_run, tmp_path)
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [(["nowhere"], ["nowhere is not a folder"]), ([], ["RUN"]), (["--json"], ["RUN"])],

@@ -8,6 +8,8 @@ from harness.data import formats
 import pytest
 from conftest import RECIPES
 
+pytestmark = pytest.mark.unit
+
 CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 SHARE_GPT = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]

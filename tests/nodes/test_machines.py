@@ -7,6 +7,8 @@ from harness.nodes import cluster, hardware
 import pytest
 from conftest import assert_one_error
 
+pytestmark = pytest.mark.unit
+
 PLAIN = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "MASTER_ADDR": "127.0.0.1"}
 SKY = {"SKYPILOT_NODE_RANK": "2", "SKYPILOT_NODE_IPS": "127.0.0.1\n10.0.0.2\n10.0.0.3", "SKYPILOT_NUM_GPUS_PER_NODE": "1"}

@@ -6,6 +6,8 @@ from harness.plan.allocator import MIB, replay
 
 import pytest
 
+pytestmark = pytest.mark.unit
+
 
 def mib(*events, is_expandable=True) -> tuple[float, float]:
     """(reserved, needed) in MiB. An event is (name, MiB), or (name, stream, MiB)."""

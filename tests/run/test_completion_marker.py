@@ -12,6 +12,8 @@ from harness.run import marker
 
 import pytest
 
+pytestmark = pytest.mark.unit
+
 FILES = {"scheduler.pt": b"s" * 1_465, "rng_state_1.pth": b"r" * 15_000, "pytorch_model_fsdp_0/__0_0.distcp": b"w" * 70_000}
 
 

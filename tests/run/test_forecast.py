@@ -37,6 +37,7 @@ def forecast(tmp_path):
     return read_forecast(tmp_path, "NVIDIA GeForce RTX 3090")
 
 
+@pytest.mark.unit
 def test_small_differences_are_numbers(forecast):
     assert describe_forecast(RESULTS | {"forecast": forecast}) == [
         "GB per GPU: 10.4 measured, 10.0 forecast (+4%)",
@@ -46,6 +47,7 @@ def test_small_differences_are_numbers(forecast):
     ]
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("measured", "line", "reason"),
     [
@@ -63,11 +65,13 @@ def test_large_differences_are_explained(forecast, measured, line, reason):
     assert sum(";" in text for text in lines) == (2 if "tokens" in measured and "peak_gpu_gb" in measured else 1)
 
 
+@pytest.mark.unit
 def test_unknown_utilization_explains_nothing(forecast):
     lines = describe_forecast(RESULTS | {"forecast": forecast, "tokens_per_second": 4_000.0, "gpu_utilization": []})
     assert lines[-1] == "seconds per step: 4.10 measured, 1.36–2.73 forecast on RTX 3090"
 
 
+@pytest.mark.unit
 def test_card_that_is_not_known(tmp_path, forecast):
     unknown = read_forecast(tmp_path, "NVIDIA RTX A6000")
     assert unknown["card"] is None and len(describe_forecast(RESULTS | {"forecast": unknown})) == 3
@@ -83,6 +87,7 @@ def home(environment, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", environment["HF_HOME"])
 
 
+@pytest.mark.unit
 def test_plan_is_that_of_the_same_recipe_config_flags_and_processes(tmp_path, home):
     recipe, config = tmp_path / "recipe.py", tmp_path / "config.yaml"
     recipe.write_text("a")
@@ -103,6 +108,7 @@ def test_plan_is_that_of_the_same_recipe_config_flags_and_processes(tmp_path, ho
     assert not copied(run, ["--max_steps", "3"])
 
 
+@pytest.mark.unit
 def test_cache_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "file"))
     (tmp_path / "file").write_text("")

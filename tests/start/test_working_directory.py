@@ -9,6 +9,7 @@ from payloads import ran, write_modules
 RECIPE, CONFIG = "qwen2_fineweb_edu", "1x3090"
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     "command",
     [
@@ -38,6 +39,7 @@ def test_files_of_the_working_directory_do_not_run(launch, tmp_path, command):
     assert ran(tmp_path) == []
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("command", [f"{RECIPE} --help", "qwen2_finewebedu 1x3090"])
 def test_with_a_python_that_does_not_read_pythonsafepath(launch, tmp_path, command):
     """Python 3.10 and older. Such a python3 lists flags, and finds names that are similar to a misspelt one."""
@@ -50,6 +52,7 @@ def test_with_a_python_that_does_not_read_pythonsafepath(launch, tmp_path, comma
     assert ran(tmp_path) == []
 
 
+@pytest.mark.rehearsal
 def test_rehearsal_imports_files_next_to_the_recipe_only(launch, tmp_path):
     """Its processes, and programs that they start, ignore the working directory."""
     write_modules(tmp_path)

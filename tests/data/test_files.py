@@ -37,10 +37,6 @@ def test_run_rehearsal_and_preview_agree(tmp_path, name):
         assert rehearsal[2] == rendered
 
 
-def test_number_of_files():
-    assert len(FILES) >= 60
-
-
 READ_ZSTD = """
 import sys, zstandard
 from harness.data.reading import open_splits

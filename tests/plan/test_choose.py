@@ -240,7 +240,9 @@ def test_choice_is_the_fastest_of_the_grid(is_dense):
         assert bool(candidates) == bool(possible)
         if possible:
             assert candidates[0].seconds <= 1.1 * min(possible.values()), seed
-            assert len(candidates) == min(3, len(possible)) or len(candidates) >= 1
+            assert [candidate.seconds for candidate in candidates] == sorted(possible[one.option] for one in candidates)
+            known = [option for option in possible if option in simulated]
+            assert len({one.option for one in candidates}) == len(candidates) == min(3, len(known))
             assert len(simulated) == len(set(simulated))
             few += len(simulated)
     assert few < 0.6 * 100 * 40

@@ -330,10 +330,6 @@ def test_one_error_message(bad, environment, fork_launch, kind):
     assert "hf_secret" not in process.stderr and _written(bad) == before
 
 
-def test_number_of_kinds():
-    assert len(KINDS) >= 60
-
-
 @pytest.mark.parametrize("name", ["tp", "cp"])
 def test_other_parallelism_is_not_called_a_typo(tmp_path, error_of, name):
     """The nearest known key is another kind of parallelism."""

@@ -43,7 +43,7 @@ def make_dataset(folder: Path, documents_per_file: int) -> None:
 
 def read(kind: str, processes: int, rank: int, model: Path, steps: int) -> tuple[float, float, float, int, int, float]:
     """Seconds to the first step, CPU seconds to it and to the last one, rows and their tokens, and GB of host memory."""
-    from harness.data import loading
+    from harness.data import loading, stream_rows
     from harness.data.sources import DataSettings, Source
     from harness.data.streams import StreamPosition, documents_per_batch, repeat_stream
 
@@ -56,7 +56,7 @@ def read(kind: str, processes: int, rank: int, model: Path, steps: int) -> tuple
 
     torch.set_num_threads(1)
     if kind != "parts":
-        loading.SMALLEST_BUFFER = loading.SHUFFLE_BUFFER
+        stream_rows.SMALLEST_BUFFER = stream_rows.SHUFFLE_BUFFER
     memory_before, began, cpu_before = psutil.Process().memory_info().rss, time.monotonic(), time.process_time()
     script_args = loading.ScriptArguments()
     script_args.data = DataSettings(

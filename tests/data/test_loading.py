@@ -176,7 +176,8 @@ def test_first_rows_of_slices(tmp_path, monkeypatch, train_split, test_split, fi
 
 def test_preference_data(tmp_path, capsys):
     rows = [{"prompt": f"Why {row}?", "chosen": "So.", "rejected": "No."} for row in range(20)]
-    train, _ = load(arguments_for(write(tmp_path / "rows.jsonl", rows), ("messages",)))
+    train, _ = load(arguments_for(write(tmp_path / "rows.jsonl", rows), ("messages",), output_dir=str(tmp_path / "run")))
+    assert json.loads((tmp_path / "run/data.json").read_text())["ignored_columns"] == []
     assert train.column_names == ["messages"] and train[0]["messages"][1] == {"role": "assistant", "content": "So."}
     assert "`chosen` is trained on, `rejected` is ignored" in capsys.readouterr().out
 

@@ -15,6 +15,7 @@ from harness.data.conversion import (
     DIGEST,
     FACTS,
     HAS,
+    PLACE,
     REASON,
     Conversion,
     FirstRows,
@@ -132,7 +133,7 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
     first_split = splits_of(source.train_split)[0]
     raw = splits.get(first_split, next(iter(splits.values())))
     conversion, first = find_conversion(data, source, placed(raw, source, first_split), features_of(raw))
-    print_columns(source, conversion, first)
+    first = replace(first, ignored=print_columns(source, conversion, first))
     conversion = replace(conversion, keep=keep)
     if not conversion.format:  # rows stay as they are, except that columns get other names
         splits = {split: rename_columns(rows, conversion, data.streaming) for split, rows in splits.items()}
@@ -185,8 +186,8 @@ def rename_columns(rows: Split, conversion: Conversion, streaming: bool) -> Data
     return rows.remove_columns(replaced).rename_columns(new_names) if new_names else rows
 
 
-def print_columns(source: Source, conversion: Conversion, first: FirstRows) -> None:
-    """Prints which columns are ignored."""
+def print_columns(source: Source, conversion: Conversion, first: FirstRows) -> list[str]:
+    """Prints and returns which columns are ignored; of preference data, another message says it of `rejected`."""
     complete_row = formats.rename(dict.fromkeys(first.columns, True), conversion.column_map)
     ignored = first.ignored
     if conversion.format in formats.PREFERENCE_FORMATS and formats.is_preference(complete_row):
@@ -194,6 +195,7 @@ def print_columns(source: Source, conversion: Conversion, first: FirstRows) -> N
         ignored = [column for column in ignored if column != "rejected"]
     if ignored:
         print_once(f"{source.display_name}: ignored columns: {', '.join(ignored)}.")
+    return ignored
 
 
 def examine_in_memory(
@@ -215,7 +217,7 @@ def examine_in_memory(
     if limit:
         chosen, chosen_test = chosen.take(limit), chosen_test and chosen_test.take(limit)
     examined = chosen if REASON in chosen.column_names else examine_all(chosen, conversion, source, train, limit)
-    facts = {name: examined[name][:] for name in FACTS}
+    facts = {name: examined[name][:] for name in FACTS if name != PLACE}
     return examined if conversion.format else chosen, chosen_test, facts
 
 

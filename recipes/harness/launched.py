@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import NoReturn
 
 DEBUG_VARIABLE = "HARNESS_DEBUG"  # set by launch.sh --debug: errors show their traceback
 NODE_VARIABLE = "HARNESS_NODE"  # number of this node, set in the launchers of all nodes but the first
@@ -44,6 +45,24 @@ def exit_on_user_error() -> Iterator[None]:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def die(message: str, code: int, is_of_one_process: bool = False) -> NoReturn:
+    """Prints an error and ends this process at once: the others may never reach the end of a collective.
+
+    If the processes of a node fail alike, the first one prints the message, and the launcher stops the others.
+    """
+    prints = is_of_one_process or os.environ.get("LOCAL_RANK", "0") == "0"
+    if not prints:
+        time.sleep(3)
+    if prints or not last_signal():
+        print(f"\nerror: {message}", file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+def last_line(error: Exception) -> str:
+    """The last line of an error's text: what libraries write before it is where it happened."""
+    return (str(error).strip().splitlines() or [""])[-1][:300]
 
 
 def is_first_process() -> bool:

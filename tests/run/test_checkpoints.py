@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from harness import folder
 from harness.run import checkpoints, marker, session, stopping
-from harness.run.failures import check_metric_is_computed
+from harness.run.evaluation import check_metric_is_computed
 from harness.run.settings import RunSettings
 from harness.run.sharding import prepare_gradient_scaler
 

@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from harness.run.failures import check_disk_space
+from harness.run.disk import check_disk_space
 
 import pytest
 from conftest import losses, read, wait_until

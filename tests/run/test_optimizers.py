@@ -3,7 +3,7 @@
 import shutil
 
 from harness.compat.bitsandbytes import sharded_adamw
-from harness.run.failures import estimated_sizes, folder_size
+from harness.run.disk import estimated_sizes, folder_size
 
 import pytest
 import torch

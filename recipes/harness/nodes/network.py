@@ -4,13 +4,12 @@ import contextlib
 import os
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from harness.launched import last_signal
+from harness.launched import die, last_signal
 
 LOST = 3  # exit code of a process that lost the others
 CAUSES = (
@@ -86,12 +85,9 @@ def exit_if_connection_lost(error: Exception, step: int, resume: str) -> None:
 
 def _exit(message: str) -> NoReturn:
     """Exits without waiting for the others, which cannot be reached. The first process of each node prints the message."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        # The first process prints and exits first. If it is the one that was lost, the launcher prints a message.
-        time.sleep(3)
-    elif not last_signal():  # after a signal the launcher says why the other process exited
-        print(f"\nerror: {message}", file=sys.stderr, flush=True)
-    os._exit(LOST)
+    if last_signal():  # the launcher says why the other process exited
+        os._exit(LOST)
+    die(message, LOST)
 
 
 def first_line(error: Exception | str) -> str:

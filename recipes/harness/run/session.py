@@ -11,8 +11,10 @@ from harness.model.quantized import install_byte_check
 from harness.run.agreement import make_cpu_group
 from harness.run.batches import AgreedReader
 from harness.run.checkpoints import find_checkpoint, print_changed_rows, print_kept_learning_rate
+from harness.run.disk import check_disk_space
+from harness.run.evaluation import MeanEvaluation, check_metric_is_computed, evaluate
 from harness.run.expectations import save_expectations
-from harness.run.failures import check_disk_space, check_metric_is_computed, exit_for_known_failure, only_report
+from harness.run.failures import exit_for_known_failure, only_report
 from harness.run.mirror import Mirror
 from harness.run.parameters import count_parameters, describe_training, modules_with_adapter
 from harness.run.profile import Profile
@@ -27,7 +29,7 @@ from harness.run.stopping import LastStepReached, MissedEvaluation, StopAfterSig
 from harness.run.trainer import add_parts
 
 from datasets import IterableDataset
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 
@@ -165,38 +167,3 @@ def disconnect(trainer: Trainer, stop: StopAfterSignal, reader: AgreedReader) ->
     """Destroys the process groups now; Python would do it at a moment when the other processes may have exited."""
     stop.group = reader.group = None
     trainer.end()
-
-
-def evaluate(trainer: Trainer) -> dict[str, float]:
-    """The last evaluation of a run, {} without evaluation rows."""
-    if trainer.eval_dataset is None:
-        return {}
-    entries = [entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step]
-    logged = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
-    if "eval_loss" in logged and not trainer.args.load_best_model_at_end:
-        return logged
-    return trainer.evaluate()
-
-
-class MeanEvaluation(TrainerCallback):
-    """Logs `eval_loss` for several evaluation datasets: the mean of their losses, by the weights of the mixture.
-
-    transformers logs one loss for each, `eval_LABEL_loss`, and the best checkpoint is chosen by `eval_loss`.
-    """
-
-    def __init__(self, trainer: Trainer, weights: dict[str, float] | None) -> None:
-        self.trainer, self.weights, self.losses = trainer, weights, {}
-
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs: object
-    ) -> None:
-        """Logs the mean once the last of the datasets was evaluated."""
-        datasets = self.trainer.eval_dataset
-        if not isinstance(datasets, dict):
-            return
-        self.losses |= {label: metrics[f"eval_{label}_loss"] for label in datasets if f"eval_{label}_loss" in metrics}
-        if len(self.losses) == len(datasets):
-            weights = self.weights or dict.fromkeys(datasets, 1 / len(datasets))
-            metrics["eval_loss"] = sum(weights[label] * loss for label, loss in self.losses.items())
-            self.trainer.log({"eval_loss": metrics["eval_loss"]})
-            self.losses = {}

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from harness.folder import CHECKPOINT, COMPLETION_MARKER, Types, parse_json, step_of
 from harness.launched import UserError
-from harness.run.failures import DISK_ERRORS
+from harness.run.disk import DISK_ERRORS
 
 import fsspec
 from fsspec.core import split_protocol, url_to_fs

@@ -1,0 +1,80 @@
+"""The space on the disk of the output directory: checked before a run, and one message when it is full or gone."""
+
+import errno
+import shutil
+from pathlib import Path
+from typing import Any
+
+from harness import folder
+from harness.launched import UserError, die, last_line, readable_size
+from harness.run.marker import is_incomplete
+
+from transformers import PreTrainedModel
+
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.ESTALE}
+# What torch.save, sharded checkpoints and safetensors raise instead of an OSError.
+DISK_MESSAGES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "No space left", "File too large", "I/O error")
+
+
+def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
+    """Raises UserError unless the disk has space for two checkpoints, for the best one if it is kept besides, and for the model.
+
+    `checkpoint`: the one that the run resumes from; its size is exact.
+    """
+    run = Path(trainer.args.output_dir)
+    checkpoint_size, model_size = estimated_sizes(trainer)
+    if checkpoint:
+        checkpoint_size = folder_size(checkpoint)
+    wanted = 0
+    if trainer.args.save_strategy != "no":
+        wanted = 3 if trainer.args.metric_for_best_model else 2
+    missing = max(0, wanted - len(folder.checkpoints(run)))
+    needed, free = missing * checkpoint_size + model_size, shutil.disk_usage(run).free
+    if free < needed:
+        raise UserError(
+            f"--output_dir: {run} has {readable_size(free)} free, this run needs {readable_size(needed)}: {missing} "
+            f"checkpoint{'' if missing == 1 else 's'} of {readable_size(checkpoint_size)} and a model of "
+            f"{readable_size(model_size)}. Free some space, or pass a folder on another disk"
+        )
+
+
+def exit_if_disk_failed(error: Exception, trainer: Any) -> None:
+    """Exits with one message if the output directory is full, cannot be written or is gone; returns for other errors."""
+    run = Path(trainer.args.output_dir)
+    text = str(error).strip()
+    has_disappeared = not (run / folder.RUN).is_file()
+    is_disk_error = isinstance(error, OSError) and (error.errno in DISK_ERRORS or Path(str(error.filename)).is_relative_to(run))
+    is_disk_message = any(message in text for message in DISK_MESSAGES)
+    if not (has_disappeared or is_disk_error or is_disk_message):
+        return
+    if has_disappeared:
+        reason = "it has disappeared"
+    else:
+        newest = folder.newest_complete_checkpoint(run)
+        needed = max(estimated_sizes(trainer)[0], folder_size(newest) if newest else 0)
+        # The next start deletes incomplete checkpoints.
+        incomplete = sum(folder_size(path) for path in folder.checkpoints(run) if is_incomplete(path))
+        free = shutil.disk_usage(run).free + incomplete
+        reason = last_line(error)
+        if free < needed:
+            reason = f"the disk is full: a checkpoint needs {readable_size(needed)}, {readable_size(needed - free)} are missing"
+    message = f"{run} cannot be written at step {trainer.state.global_step}: {reason}. {folder.resume_hint(run)}"
+    # A sharded checkpoint fails on every process; an OSError can be that of one process.
+    die(message, folder.NOT_WRITABLE, is_of_one_process=is_disk_error)
+
+
+def estimated_sizes(trainer: Any) -> tuple[int, int]:
+    """Bytes of a checkpoint and of the final model, at least."""
+    is_full_model = isinstance(trainer.model, PreTrainedModel)
+    saved = [weight for weight in trainer.model.parameters() if weight.requires_grad or is_full_model]
+    moments = 2 if "adam" in trainer.args.optim else 0
+    checkpoint = 0
+    for weight in saved:
+        moment_size = 1 if "8bit" in trainer.args.optim else weight.element_size()
+        checkpoint += weight.numel() * (weight.element_size() + moments * moment_size * weight.requires_grad)
+    return checkpoint, sum(weight.numel() * 2 for weight in saved)
+
+
+def folder_size(path: Path) -> int:
+    """Bytes of all files below a folder."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,0 +1,56 @@
+"""The evaluation of a run: the last one, the mean of several datasets, and the metric that chooses the best checkpoint."""
+
+from harness.launched import UserError
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+def evaluate(trainer: Trainer) -> dict[str, float]:
+    """The last evaluation of a run, {} without evaluation rows."""
+    if trainer.eval_dataset is None:
+        return {}
+    entries = [entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step]
+    logged = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
+    if "eval_loss" in logged and not trainer.args.load_best_model_at_end:
+        return logged
+    return trainer.evaluate()
+
+
+class MeanEvaluation(TrainerCallback):
+    """Logs `eval_loss` for several evaluation datasets: the mean of their losses, by the weights of the mixture.
+
+    transformers logs one loss for each, `eval_LABEL_loss`, and the best checkpoint is chosen by `eval_loss`.
+    """
+
+    def __init__(self, trainer: Trainer, weights: dict[str, float] | None) -> None:
+        self.trainer, self.weights, self.losses = trainer, weights, {}
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs: object
+    ) -> None:
+        """Logs the mean once the last of the datasets was evaluated."""
+        datasets = self.trainer.eval_dataset
+        if not isinstance(datasets, dict):
+            return
+        self.losses |= {label: metrics[f"eval_{label}_loss"] for label in datasets if f"eval_{label}_loss" in metrics}
+        if len(self.losses) == len(datasets):
+            weights = self.weights or dict.fromkeys(datasets, 1 / len(datasets))
+            metrics["eval_loss"] = sum(weights[label] * loss for label, loss in self.losses.items())
+            self.trainer.log({"eval_loss": metrics["eval_loss"]})
+            self.losses = {}
+
+
+def check_metric_is_computed(trainer: Trainer) -> None:
+    """Raises UserError if no evaluation computes `metric_for_best_model`: transformers would only notice when it saves."""
+    name = (trainer.args.metric_for_best_model or "").removeprefix("eval_")
+    is_own_class = type(trainer).__module__.split(".")[0] not in ("transformers", "trl")  # which may compute other metrics
+    if not name or trainer.compute_metrics or is_own_class or trainer.args.eval_strategy == "no":
+        return
+    labels = [f"{label}_" for label in trainer.eval_dataset] if isinstance(trainer.eval_dataset, dict) else []
+    metrics = ("loss", "runtime", "samples_per_second", "steps_per_second")
+    known = [f"{label}{metric}" for label in ("", *labels) for metric in metrics]
+    if type(trainer).__module__.startswith("trl."):  # SFTTrainer adds metrics without a label
+        known += ["mean_token_accuracy", "entropy", "num_tokens", "aux_loss"]
+    if name not in known:
+        losses = ", ".join(f"eval_{label}loss" for label in ("", *labels))
+        raise UserError(f"--metric_for_best_model {trainer.args.metric_for_best_model} is not computed: pass {losses}")

@@ -84,7 +84,7 @@ def read(kind: str, processes: int, rank: int, model: Path, steps: int) -> tuple
     batches, tokens = iter(prepared if kind == "divided" else position.divide(prepared)), 0
     for step in range(steps):
         of_step = [next(batches) for _ in range(SLOTS // processes)]
-        position.take_from(of_step)
+        position.states_after_next_step()
         tokens += sum(int(batch["tokens"]) for batch in of_step)
         if step == 0:
             first, first_cpu = time.monotonic() - began, time.process_time() - cpu_before

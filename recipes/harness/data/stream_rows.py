@@ -3,7 +3,7 @@
 import functools
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -73,18 +73,24 @@ def _read_footer(file: str) -> tuple[int, Schema]:
 def read_blocks(blocks: list[Block]) -> Iterator[dict[str, Any]]:
     """The rows of blocks of Parquet files. Raises UserError for a file that cannot be read."""
     for file, number, of in blocks:
-        try:
-            count, _ = _read_footer(file)
-            groups = range(count * number // of, count * (number + 1) // of)
-            if not groups:
-                continue
-            with _open(file) as opened:
-                table = parquet.ParquetFile(opened, pre_buffer=True)
-                for group in groups:
-                    for rows in table.iter_batches(ROWS_AT_ONCE, row_groups=[group]):
-                        yield from rows.to_pylist()
-        except (ArrowException, OSError) as error:
-            raise UserError(f"{file} cannot be read: {error}") from error
+        count, _ = _read(file, _read_footer, file)
+        groups = range(count * number // of, count * (number + 1) // of)
+        if not groups:
+            continue
+        with _read(file, _open, file) as opened:
+            table = _read(file, functools.partial(parquet.ParquetFile, pre_buffer=True), opened)
+            for group in groups:
+                batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[group])
+                while (rows := _read(file, next, batches, None)) is not None:
+                    yield from rows.to_pylist()
+
+
+def _read(file: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns that reads `file`. Its errors become a UserError with the name of the file."""
+    try:
+        return function(*args)
+    except (ArrowException, OSError) as error:
+        raise UserError(f"{file} cannot be read: {error}") from error
 
 
 def shuffle(rows: IterableDataset, seed: int) -> IterableDataset:

@@ -1,4 +1,4 @@
-"""A recipe for test_streams.py: counts the rows that each process converts while it trains, into rows_RANK.json of the run."""
+"""A recipe for test_streams.py: counts the rows that each process examines while it trains, into rows_RANK.json of the run."""
 
 import json
 import runpy
@@ -9,17 +9,17 @@ from harness.data import formats
 
 from transformers import TrainerCallback
 
-convert = formats.convert
+examine = formats.examine
 
 
 class CountRows(TrainerCallback):
     def __init__(self):
         self.rows = 0
-        formats.convert = self.convert
+        formats.examine = self.examine
 
-    def convert(self, *args, **kwargs):
+    def examine(self, *args, **kwargs):
         self.rows += 1
-        return convert(*args, **kwargs)
+        return examine(*args, **kwargs)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.rows = 0

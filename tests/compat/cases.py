@@ -39,7 +39,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from trl.kernels import chunked_logprob
 from trl.trainer import sft_trainer
 
@@ -182,14 +181,6 @@ def use_store_of_launcher(changed: bool) -> str:
     return "joined"
 
 
-def load_4bit_models_on_cpu(changed: bool) -> dict:
-    torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
-    if changed:
-        transformers_changes.load_4bit_models_on_cpu()
-    quantizer = Bnb4BitHfQuantizer(transformers.BitsAndBytesConfig(load_in_4bit=True))
-    return quantizer.update_device_map(None)
-
-
 def read_no_weights(changed: bool) -> list[str]:
     """Devices of the weights that `from_pretrained` made."""
     with tempfile.TemporaryDirectory() as folder:
@@ -250,7 +241,6 @@ CASES = [
     keep_states_paged,
     run_exit_handlers,
     use_store_of_launcher,
-    load_4bit_models_on_cpu,
     read_no_weights,
     load_tokenizers_as_offline,
     install_training_template,

@@ -1,6 +1,5 @@
 """llama31_70b_qlora: conversations or texts, a 4-bit base model in host memory, a float32 adapter that names the base."""
 
-import importlib.util
 from types import SimpleNamespace
 
 from harness.contexts import Context
@@ -13,7 +12,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from trained import texts_in_loss
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BitsAndBytesConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from trl import ModelConfig, SFTConfig
 
@@ -75,16 +74,19 @@ def test_adapter_and_its_adam_moments_are_float32(rehearse):
 
 def test_4bit_models_are_loaded_into_host_memory(monkeypatch):
     """Although there is a GPU, and SFTTrainer passes `device_map=None`, which transformers takes for the current GPU."""
+    loaded = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(Bnb4BitHfQuantizer, "update_device_map", Bnb4BitHfQuantizer.update_device_map)
-    # The library's own class, even if an earlier test has changed the imported one.
-    spec = importlib.util.find_spec(Bnb4BitHfQuantizer.__module__)
-    spec.loader.exec_module(original := importlib.util.module_from_spec(spec))
-    assert object.__new__(original.Bnb4BitHfQuantizer).update_device_map(None) == {"": 0}
+    assert Bnb4BitHfQuantizer(BitsAndBytesConfig(load_in_4bit=True)).update_device_map(None) == {"": 0}
+
+    def load(cls: type, name: str, **options: object) -> None:
+        loaded.append(options["device_map"])
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(load))
     arguments = SFTConfig(use_cpu=True, bf16=False), ModelConfig("some/model", load_in_4bit=True)
     loading.set_loading_options(*arguments, is_sharded=True, context=Context("a.py"))
-    assert object.__new__(Bnb4BitHfQuantizer).update_device_map(None) == {"": "cpu"}
+    LlamaForCausalLM.from_pretrained("some/model", device_map=None)
+    assert loaded == [{"": "cpu"}]
 
 
 def test_model_on_a_gpu_before_it_is_sharded():

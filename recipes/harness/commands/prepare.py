@@ -64,9 +64,9 @@ class Prepare(Context):
     is_sharded = True  # the config is not known, and only sharded 4-bit weights must be made before a run
 
     def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
-        from harness.compat.transformers import load_small_models, load_tokenizers_as_offline
+        from harness.compat.transformers import load_tokenizers_as_offline
+        from harness.model.loading import load_small_models
         from harness.model.quantized import quantize_once, use_quantized_weights
-        from harness.rehearsal import tiny
         from harness.start import preparing
 
         _, training_args, model_args = arguments
@@ -81,7 +81,7 @@ class Prepare(Context):
             quantize_once(model_args)
             use_quantized_weights(model_args, training_args)
         preparing.prepare_process(self, arguments)
-        load_small_models(lambda config: tiny.shrink(config, {"vocab_size": config.get_text_config().vocab_size}))
+        load_small_models()
 
     def built(self, trainer: Any) -> None:
         self.is_built = True

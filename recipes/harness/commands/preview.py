@@ -109,9 +109,8 @@ class Preview(Context):
     is_sharded = True  # the config is not known, and what can be sharded can also be trained on one GPU
 
     def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
-        from harness.compat.transformers import load_small_models
         from harness.compat.trl import record_whole_rows
-        from harness.rehearsal import tiny
+        from harness.model.loading import load_small_models
         from harness.start import preparing
 
         preparing.check_arguments(self, arguments)
@@ -120,7 +119,7 @@ class Preview(Context):
         preparing.replace_model_and_dataset(self, arguments)
         preparing.prepare_process(self, arguments)
         record_whole_rows(self.record)
-        load_small_models(lambda config: tiny.shrink(config, {"vocab_size": config.get_text_config().vocab_size}))
+        load_small_models()
 
     def record(self, split: str, rows: Any, tokenized: Any) -> None:
         """Keeps the rows of a split before SFTTrainer truncates and packs them."""

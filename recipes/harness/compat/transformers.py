@@ -1,6 +1,7 @@
 """Changes to transformers, and private names of it."""
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,24 +10,51 @@ from typing import Any
 from harness.compat.guards import changes
 
 import torch
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 
-@changes("transformers.quantizers.quantizer_bnb_4bit:Bnb4BitHfQuantizer.update_device_map(self, device_map)")
-def load_4bit_models_on_cpu() -> None:
-    """Loads 4-bit models into host memory, so that FSDP can move one layer at a time to the GPU.
+@changes("transformers:PreTrainedModel.from_pretrained")
+def load_models_with(load: Callable[..., PreTrainedModel]) -> None:
+    """From here on, `from_pretrained` of every model returns `load(original, model_class, name, **options)`.
 
-    SFTTrainer passes `device_map=None` in every distributed run, and transformers takes None for the current GPU: every
-    process would hold the whole 4-bit model on its GPU. A `device_map` in the recipe has no effect, SFTTrainer overwrites it.
-    Upstream: no issue found; huggingface/trl#6158 describes how SFTTrainer sets the device map.
-    Checked with: transformers 5.23.0, trl 1.16.0.
-    Remove when: SFTTrainer leaves a `device_map` alone that the user passed.
+    `original(name, **options)` is the `from_pretrained` of the class before. For what the caller of `from_pretrained` does not
+    decide: which weights a process reads, and where they are. A recipe passes the name of a model to a trainer, which loads it.
+    Upstream: no issue: it is not a fault of transformers.
+    Checked with: transformers 5.23.0.
+    Remove when: recipes pass a model to the trainer.
     """
-    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+    before = PreTrainedModel.from_pretrained.__func__
 
-    def update_device_map(self: Bnb4BitHfQuantizer, device_map: Any) -> dict[str, str]:
-        return {"": "cpu"}
+    def from_pretrained(cls: type[PreTrainedModel], name: str, *args: Any, **options: Any) -> PreTrainedModel:
+        return load(functools.partial(before, cls), cls, name, *args, **options)
 
-    Bnb4BitHfQuantizer.update_device_map = update_device_map
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+
+
+@changes("transformers:PreTrainedModel._from_config")
+def build_from_config(
+    model_class: type[PreTrainedModel],
+    name: str,
+    change: Callable[[PreTrainedConfig], PreTrainedConfig] | None = None,
+    config: PreTrainedConfig | None = None,
+    revision: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """The model that `from_pretrained` would load with these options, with random weights, after `change(config)`.
+
+    Upstream: no issue: `from_config` is a public method of AutoModel, which chooses the class itself.
+    Checked with: transformers 5.23.0.
+    Remove when: classes of models have it too.
+    """
+    config = config or AutoConfig.from_pretrained(name, revision=revision or "main")
+    config = change(config) if change else config
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, config.dtype)  # "auto" is no attribute of torch
+    dtype = dtype or config.dtype or torch.float32
+    model = model_class._from_config(config, dtype=dtype, attn_implementation=attn_implementation)
+    model.name_or_path = config.name_or_path = str(name)  # SFTTrainer loads the tokenizer from there
+    return model.eval()
 
 
 @changes("transformers.dynamic_module_utils:TIME_OUT_REMOTE_CODE")
@@ -61,40 +89,6 @@ def read_no_weights() -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     core_model_loading._materialize_copy = make_empty
-
-
-@changes(
-    "transformers:PreTrainedModel.from_pretrained",
-    "transformers:PreTrainedModel._from_config",
-)
-def load_small_models(shrink: Callable[[Any], Any]) -> None:
-    """From here on `from_pretrained` makes a model with random weights and the config `shrink(config)`; it reads no weights.
-
-    For commands that run a recipe only until its trainer is built: the data is tokenized for the real model, and loading
-    70B would take an hour. A recipe passes the model's name to the trainer, so the replacement must be in `from_pretrained`.
-    Upstream: no issue: it is not a fault of transformers.
-    Checked with: transformers 5.23.0.
-    Remove when: SFTTrainer can be built without a model.
-    """
-    from transformers import AutoConfig, GenerationConfig, PreTrainedModel
-
-    def from_pretrained(
-        cls: type[PreTrainedModel],
-        name: str,
-        *args: Any,
-        config: Any = None,
-        revision: str = "main",
-        dtype: Any = None,
-        **kwargs: Any,
-    ) -> PreTrainedModel:
-        small = shrink(config or AutoConfig.from_pretrained(name, revision=revision))
-        small.name_or_path = str(name)  # SFTTrainer loads the tokenizer from there
-        model = cls._from_config(small, **({"dtype": dtype} if dtype else {}))
-        with contextlib.suppress(OSError):  # not every model has a generation config
-            model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
-        return model
-
-    PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
 @changes("transformers.tokenization_utils_base:is_offline_mode")

@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from harness.batches import length_of_rows
 from harness.compat.transformers import (
-    load_4bit_models_on_cpu,
+    build_from_config,
+    load_models_with,
     read_no_weights,
     transformer_layers,
 )
@@ -27,6 +29,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
+    GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     TrainingArguments,
 )
@@ -54,7 +58,7 @@ def set_loading_options(
         # FSDP2 shards floating-point parameters only, and keeps their bits if it need not cast them.
         model_args.bnb_4bit_quant_storage = model_args.bnb_4bit_quant_storage or "float32"
         model_args.dtype = "bfloat16"
-        load_4bit_models_on_cpu()
+        load_models_with(load_into_host_memory)
     elif is_sharded and os.environ.get("RANK", "0") != "0" and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING") == "true":
         read_no_weights()
     if model_args.load_in_4bit and not is_sharded and ("dtype" not in given or model_args.dtype == "auto"):
@@ -72,6 +76,42 @@ def set_loading_options(
             "device_map": None,
         }
         training_args.model_init_kwargs = options | given
+
+
+def load_into_host_memory(load: Callable[..., PreTrainedModel], model_class: type, name: str, **options: Any) -> PreTrainedModel:
+    """Loads a model into host memory, so that FSDP can move one layer at a time to the GPU.
+
+    SFTTrainer passes `device_map=None` in every distributed run, whatever the recipe says, and transformers takes None for the
+    current GPU if the weights are quantized: every process would hold the whole 4-bit model there (huggingface/trl#6158).
+    """
+    return load(name, **options | {"device_map": {"": "cpu"}})
+
+
+def load_small_models() -> None:
+    """From here on, models have two layers, the vocabulary of the real model, and random weights.
+
+    For commands that run a recipe only until its trainer is built: the rows are tokenized for the real model, and loading 70B
+    would take an hour.
+    """
+    load_models_with(build_small_model)
+
+
+def build_small_model(
+    load: Callable[..., PreTrainedModel],
+    model_class: type[PreTrainedModel],
+    name: str,
+    config: PreTrainedConfig | None = None,
+    revision: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    def shrink(config: PreTrainedConfig) -> PreTrainedConfig:
+        return tiny.shrink(config, {"vocab_size": config.get_text_config().vocab_size})
+
+    model = build_from_config(model_class, name, shrink, config, revision, dtype)
+    with contextlib.suppress(OSError):  # not every model has a generation config
+        model.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
+    return model
 
 
 def set_dtype_of_4bit_model(training_args: TrainingArguments, model_args: ModelConfig) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from harness.compat.guards import changes, expected_names
+from harness.compat.transformers import build_from_config, load_models_with
 from harness.plan.ledger import VARLEN_BACKWARD, Ledger
 
 import bitsandbytes
@@ -55,6 +56,7 @@ class Fakes:
         give_fake_tensors_values(self.mode)
         convert_modules_in_place()
         load_models_from_config(self)
+        make_fake_adapters(self)
         count_offload(ledger)
         count_offloaded_activations(ledger)
         count_data_parallel(ledger)
@@ -186,45 +188,41 @@ def convert_modules_in_place() -> None:
     torch.nn.Module._apply = apply
 
 
-@changes(
-    "transformers:PreTrainedModel.from_pretrained",
-    "transformers:PreTrainedModel._from_config",
-    "peft:get_peft_model",
-    "trl.trainer.sft_trainer:get_peft_model",
-)
 def load_models_from_config(fakes: Fakes) -> None:
-    """Makes `from_pretrained` build a model of fake weights from its config, and adapters of fake weights.
+    """Makes `from_pretrained` build a model of fake weights, as large as what it would load, in host memory."""
 
-    Upstream: no issue: it is not a fault of transformers.
-    Checked with: transformers 5.23.0, peft 0.21.2, trl 1.16.0.
-    Remove when: never.
-    """
-    import peft
-    import transformers
-    from trl.trainer import sft_trainer
-
-    def from_pretrained(
-        cls: type,
+    def build(
+        load: Callable,
+        model_class: type,
         name: str,
-        *args: Any,
         config: Any = None,
+        revision: str | None = None,
         dtype: Any = None,
+        attn_implementation: str | None = None,
         quantization_config: Any = None,
-        **kwargs: Any,
+        **options: Any,
     ) -> Any:
-        """A model of fake weights, as large as what `from_pretrained` would load, in host memory."""
-        config = config or transformers.AutoConfig.from_pretrained(name, revision=kwargs.get("revision") or "main")
-        if isinstance(dtype, str):
-            dtype = getattr(torch, dtype, config.dtype)  # "auto" is no attribute of torch
-        dtype = dtype or config.dtype or torch.float32
         with fakes.mode:
-            model = cls._from_config(config, dtype=dtype, attn_implementation=kwargs.get("attn_implementation"))
-            model.name_or_path = config.name_or_path = str(name)
+            model = build_from_config(model_class, name, None, config, revision, dtype, attn_implementation)
             if quantization_config is not None:
                 quantize(model, quantization_config)
         for tensor in (*model.parameters(), *model.buffers()):
             fakes.ledger.mark(tensor, "weights", "host")  # as loaded weights are, until they are moved to a GPU
-        return model.eval()
+        return model
+
+    load_models_with(build)
+
+
+@changes("peft:get_peft_model", "trl.trainer.sft_trainer:get_peft_model")
+def make_fake_adapters(fakes: Fakes) -> None:
+    """Makes the weights of adapters fake, and counts them.
+
+    Upstream: no issue: it is not a fault of PEFT.
+    Checked with: peft 0.21.2, trl 1.16.0.
+    Remove when: never.
+    """
+    import peft
+    from trl.trainer import sft_trainer
 
     original = peft.get_peft_model
 
@@ -232,7 +230,6 @@ def load_models_from_config(fakes: Fakes) -> None:
         with fakes.here(holder="weights", place="host"):
             return original(*args, **kwargs)
 
-    transformers.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
     peft.get_peft_model = sft_trainer.get_peft_model = get_peft_model
 
 

@@ -119,6 +119,7 @@ def test_no_config():
     ("text", "words"),
     [
         ("distributed_type: FSDP\nnum_procesess: 1\n", ["num_procesess", "num_processes"]),
+        ("distributed_type: MULTI_GPU\nuse_cpu: true\n", ["use_cpu is not read: delete the line; pass --use_cpu"]),
         (FSDP + "  fsdp_offload_parms: true\n", ["fsdp_offload_parms", "fsdp_offload_params"]),
         (FSDP.replace("  fsdp_version: 2\n", "  fsdp_offload_params: true\n"), ["fsdp_version", "missing"]),
         (FSDP.replace("version: 2", "version: 1"), ["fsdp_version is 1"]),

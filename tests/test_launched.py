@@ -95,3 +95,8 @@ def test_print_once_without_a_reader():
     process = subprocess.run([sys.executable, "-c", script], stdout=write_end, stderr=subprocess.PIPE, text=True)
     os.close(write_end)
     assert process.returncode == 0 and not process.stderr, process.stderr
+
+
+@pytest.mark.parametrize(("size", "words"), [(1e9, "1.0 GB"), (1_234e9, "1,234.0 GB"), (999e6, "999.0 MB"), (0, "0.0 MB")])
+def test_readable_size(size, words):
+    assert launched.readable_size(size) == words

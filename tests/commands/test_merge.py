@@ -4,6 +4,7 @@ import json
 import shutil
 
 from harness.commands import chat, merge
+from harness.folder import read_adapter_settings
 from harness.launched import UserError
 from harness.run.marker import GEOMETRY, begin_writing, sync_files, write_marker
 
@@ -173,3 +174,9 @@ def test_unsharded_checkpoint_of_an_adapter_is_named(tmp_path, error_of):
     content = {"model": "m", "geometry": dict.fromkeys(GEOMETRY, 1), "progress": {}}
     write_marker(checkpoint, content | {"files": sync_files(checkpoint, lambda name: True)})
     assert f"./launch.sh --merge {checkpoint}" in error_of(merge.find_sharded_checkpoint, tmp_path)
+
+
+def test_adapter_without_a_base_model(tmp_path, error_of):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": null}')
+    message = error_of(read_adapter_settings, tmp_path)
+    assert message == f"{tmp_path / 'adapter_config.json'} is damaged: base_model_name_or_path is missing"

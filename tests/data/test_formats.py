@@ -303,3 +303,20 @@ def test_docstring_of_recipe_names_columns(recipe):
     }
     for format in [accepted] if isinstance(accepted, str) else accepted:
         assert columns[format] in docstring
+
+
+@pytest.mark.parametrize(
+    ("turn", "kind"),
+    [
+        ({}, "assistant"),
+        ({"tool_calls": [{}]}, "assistant+calls"),
+        ({"reasoning_content": "so"}, "assistant+thought"),
+        ({"content": "<think>so</think>Yes"}, "assistant+thought"),
+        ({"train": False}, "assistant+untrained"),
+        ({"tool_calls": [{}], "train": True}, "assistant+calls"),
+    ],
+)
+def test_kind_of_conversation(turn, kind):
+    row = {"messages": [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes"} | turn]}
+    assert formats.kind_of_conversation(row) == f"user {kind}"
+    assert formats.kind_of_conversation(row | {"tools": [{}]}) == f"user {kind}, tools"

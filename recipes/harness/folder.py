@@ -133,15 +133,6 @@ def newest_complete_checkpoint(folder: Path) -> Path | None:
     return next((path for path in checkpoints(folder) if (path / COMPLETION_MARKER).is_file()), None)
 
 
-def settings_of_checkpoint(folder: Path) -> dict:
-    """The settings of the newest complete checkpoint that decide which rows a step has, {} if there is none."""
-    checkpoint = newest_complete_checkpoint(folder)
-    try:
-        return read_json(checkpoint / COMPLETION_MARKER).get("geometry", {}) if checkpoint else {}
-    except ValueError:  # damaged: `find_checkpoint` resumes from the one before
-        return {}
-
-
 def resume_hint(folder: Path) -> str:
     """The end of every message about a run that stopped."""
     checkpoint = newest_complete_checkpoint(folder)

@@ -116,13 +116,14 @@ def read_sharded(checkpoint: Path, names: list[str] | None) -> dict[str, Any]:
 def put_together(checkpoint: Path, target: Path) -> None:
     """Writes a plain model from a sharded checkpoint, in the dtype of the model that the run started from."""
     from harness.model.quantized import save_readable
+    from harness.run.marker import read_marker
 
     import torch
     from torch.distributed.checkpoint import FileSystemReader
     from tqdm import tqdm
     from transformers import AutoConfig, AutoTokenizer
 
-    base = read_json(checkpoint / COMPLETION_MARKER)["model"]
+    base = read_marker(checkpoint)["model"]
     config = AutoConfig.from_pretrained(base)
     weight_map, waiting = {}, {}
 

@@ -5,19 +5,22 @@ import re
 from pathlib import Path
 from typing import Any
 
-from harness.folder import read_json
+from harness.folder import NUMBER, Types, read_json
 
 PLAN = "plan.json"
+# What this project reads from it.
+PLAN_TYPES: Types = {"peak_gpu_gb": NUMBER, "peak_host_gb": NUMBER, "reserved_gb": NUMBER, "tokens_per_step": int}
+PLAN_TYPES |= {"tokens_per_second": dict, "step_seconds": dict}
 TOLERANCE = 0.1  # a larger difference is explained
 
 
 def read_forecast(output_dir: Path, device: str) -> dict[str, Any] | None:
     """The forecast of the run for its card, None if there is none. Memory in GB (1e9 bytes), speeds as [slow, fast] ends."""
     try:
-        plan = read_json(output_dir / PLAN)
+        plan = read_json(output_dir / PLAN, PLAN_TYPES)
     except ValueError:
         return None
-    return forecast_of(plan, device) if "peak_gpu_gb" in plan else None
+    return forecast_of(plan, device) if plan else None
 
 
 def forecast_of(plan: dict[str, Any], device: str) -> dict[str, Any]:

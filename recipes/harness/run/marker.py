@@ -17,7 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from harness.folder import COMPLETION_MARKER, NUMBER, DamagedFile, check_types, parse_json, sync, write_json
+from harness.folder import (
+    COMPLETION_MARKER,
+    NUMBER,
+    DamagedFile,
+    check_types,
+    newest_complete_checkpoint,
+    parse_json,
+    sync,
+    write_json,
+)
 
 import xxhash
 
@@ -106,6 +115,15 @@ def is_name_of_file(name: str) -> bool:
         return b"\0" not in name.encode() and not any(part in ("", ".", "..") for part in name.split("/"))
     except UnicodeEncodeError:  # half a surrogate pair
         return False
+
+
+def settings_of_checkpoint(output_dir: Path) -> dict[str, Any]:
+    """The settings of the newest complete checkpoint that decide which rows a step has, {} if there is none."""
+    checkpoint = newest_complete_checkpoint(output_dir)
+    try:
+        return read_marker(checkpoint)["geometry"] if checkpoint else {}
+    except DamagedFile:  # `find_checkpoint` resumes from the one before
+        return {}
 
 
 def path_in(checkpoint: Path, name: str) -> Path:

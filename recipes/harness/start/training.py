@@ -21,6 +21,7 @@ from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes.network import check_all_reduce, wait_for_first_process
 from harness.rehearsal import tiny
 from harness.run import mirror, session
+from harness.run.marker import settings_of_checkpoint
 from harness.run.settings import RunSettings
 from harness.start import machine
 from harness.start.arguments import Arguments
@@ -174,7 +175,7 @@ def settings_of_continued_run(context: Context, output_dir: str) -> dict[str, An
         run = folder.read_json(Path(output_dir, folder.RUN))
         if (run.get("config"), run.get("recipe_digest")) != (context.config.name, digest_of_recipe(context.recipe)):
             return {}
-    return folder.settings_of_checkpoint(Path(output_dir))
+    return settings_of_checkpoint(Path(output_dir))
 
 
 def check_run(context: Context, arguments: Arguments) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import runpy
 import sys
 import uuid
 
+from harness import contexts
 from harness.data.script_arguments import ScriptArguments
 from harness.rehearsal import tiny
 from harness.run import mirror
@@ -110,6 +111,7 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
 
     def call(recipe, flags):
         loaded.clear()
+        contexts.set_current(None)
         monkeypatch.setattr(sys, "argv", [str(recipe), "--output_dir", str(tmp_path / str(next(runs))), *flags])
         try:
             runpy.run_path(str(recipe), run_name="__main__")
@@ -126,14 +128,15 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
             "quantized": str(arguments.get("quantization_config")),
             "loaded": str(loaded),
             "args": {
-                name: getattr(args, name, None)
-                for name in ("max_steps", "gradient_accumulation_steps", "profile", "mirror", "model_init_kwargs")
+                name: getattr(args, name, None) for name in ("max_steps", "gradient_accumulation_steps", "model_init_kwargs")
             },
+            "settings": contexts.current().settings,
             "train": (type(arguments["train_dataset"]), list(arguments["train_dataset"])),
             "eval": list(arguments["eval_dataset"]),
         }
 
-    return call
+    yield call
+    contexts.set_current(None)
 
 
 def test_all_flags_are_listed():

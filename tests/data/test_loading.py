@@ -3,7 +3,7 @@
 import json
 from types import SimpleNamespace
 
-from harness.data import loading, reading
+from harness.data import loading, reading, text_rows
 from harness.data.checking import check_dataset
 from harness.data.loading import load
 from harness.data.parsing import settings_of_data
@@ -349,5 +349,5 @@ def test_configs_of_a_readme_that_are_not_as_on_the_hub(tmp_path, error_of, conf
 def test_quoted_values_of_csv(tmp_path, line, values):
     path = tmp_path / "rows.csv"
     path.write_bytes(f"prompt,completion\n{line}\n1,2\n".encode())
-    rows = [list(row.values()) for _, row in reading.read_rows(path, "csv")]
+    rows = [list(row.values()) for _, row in text_rows.read_rows(path, "csv")]
     assert rows == [values, ["1", "2"]]

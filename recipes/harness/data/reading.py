@@ -1,34 +1,22 @@
-"""The one reader of a run, a rehearsal, a preview and a plan: from --dataset_name to splits of rows as the files have them.
+"""From --dataset_name to splits of rows as the files have them, for a run, a rehearsal, a preview and a plan.
 
-`datasets` reads Parquet, Arrow, saved datasets and the Hub. JSON, CSV and text are read by `read_rows`. The JSON builder of
-datasets 5.2 must know the columns beforehand to keep values that are not strings as they are, writes their numbers with ten
-decimals (1e-12 becomes 0.0), and is slower; with the CSV builder a quotation mark that is not closed swallows rows; neither names
-the line of an error.
+`datasets` reads Parquet, Arrow, saved datasets and the Hub; text_rows.py reads JSON, CSV and text.
 """
 
-import bz2
-import codecs
 import contextlib
-import csv
 import glob
-import gzip
 import hashlib
-import importlib.util
-import io
-import itertools
 import json
-import lzma
 import re
-import sys
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from logging import ERROR, getLogger
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from harness.data.stream_rows import open_parquet
+from harness.data.text_rows import COMPRESSED, SUFFIXES, kind_of_file, read_rows, separator_of, suffix_of
 from harness.hub import hub_errors
 from harness.launched import UserError, print_once
 
@@ -52,31 +40,10 @@ from pyarrow import parquet
 from yaml import YAMLError
 
 Split = Dataset | IterableDataset
-# Suffixes by the kind of a file. Files with other suffixes are recognized by their first bytes.
-SUFFIXES = {
-    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
-    **dict.fromkeys((".csv", ".tsv", ".tab"), "csv"),
-    **dict.fromkeys((".txt", ".text", ".md", ".markdown", ".rst"), "text"),
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-}
-COMPRESSED = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zXZ", ".zst": b"\x28\xb5\x2f\xfd"}
-OTHER_KINDS = {
-    b"PK\x03\x04": "a zip file or a spreadsheet: unpack it, or save it as CSV",
-    b"%PDF": "a PDF: extract its text",
-    b"SQLite": "a database: export it as CSV or JSON",
-    b"\x89PNG": "an image",
-    b"\xff\xd8\xff": "an image",
-}
 NOT_DATA = re.compile(r"(?i)^(readme|license|licence|dataset_infos?|state|requirements|stream)\b.*|.*\.(py|sh|yaml|yml|lock)$")
 # The split that a word in the name of a file or folder stands for.
 SPLITS = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
 SMALL = 100e6  # bytes of files that a check, a preview and a rehearsal read completely
-HEAD = 2**16  # bytes that show what kind of file it is
-CSV_SEPARATORS = (",", ";", "\t", "|")
-LONGEST_VALUE = 2**31 - 1  # characters of a value of CSV
-BLANKS = re.compile(r"\s*")
-DECODER = json.JSONDecoder(parse_constant=lambda _: None)  # NaN and Infinity are no JSON
 
 
 def local_files(name: str | None) -> list[Path]:
@@ -132,12 +99,6 @@ def check_exists(name: str) -> None:
     is_path = name.startswith(("/", ".", "~")) or any(sign in name for sign in "*?[ ,") or name.count("/") > 1
     if not is_local(name) and (is_path or suffix_of(path) in SUFFIXES or path.suffix.lower() in COMPRESSED):
         raise UserError(f"--dataset_name: file or folder not found: {name}")
-
-
-def suffix_of(path: Path) -> str:
-    """The suffix in small letters, without that of a compression."""
-    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
-    return suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in COMPRESSED else (suffixes or [""])[-1]
 
 
 @dataclass(frozen=True)
@@ -361,7 +322,7 @@ def print_how_files_are_read(name: str, config: str | None, text_rows: str | Non
         )
     if unnamed:
         print_once(f"{name}: ignoring {', '.join(file.name for file in unnamed[:5])}: the other files are named after splits.")
-    separators = {_separator_of(file) for file in files} - {","} if kind == "csv" else set()
+    separators = {separator_of(file) for file in files} - {","} if kind == "csv" else set()
     if separators:
         print_once(f"{name}: columns are separated by {' or '.join(map(repr, sorted(separators)))}.")
     if kind == "text" and not text_rows:
@@ -396,225 +357,3 @@ def _open_tables(files: list[Path], kind: str, streaming: bool) -> Split:
         for group in shapes.values()
     ]
     return groups[0] if len(groups) == 1 else concatenate_datasets(groups)
-
-
-def kind_of_file(path: Path) -> str:
-    """json, csv, text, parquet or arrow, by the suffix or the content. Raises UserError for a file that is none of these."""
-    with _open(path) as file:
-        head = file.read(HEAD)
-    if head.startswith(b"PAR1"):
-        return "parquet"
-    if head.startswith(b"ARROW1") or suffix_of(path) == ".arrow":
-        return "arrow"
-    for start, what in OTHER_KINDS.items():
-        if head.startswith(start):
-            raise UserError(f"--dataset_name: {path} is {what}")
-    if kind := SUFFIXES.get(suffix_of(path)):
-        return kind
-    text = head.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="replace").lstrip()
-    if text.startswith(("{", "[")):
-        return "json"
-    if "\0" in text:
-        raise UserError(f"--dataset_name: {path} is not a text file: expected JSON, CSV, Parquet or text")
-    lines = [line for line in text.split("\n")[:5] if line.strip()]
-    counts = {line.count(separator) for separator in ("\t", ";", ",") for line in lines[:2] if separator in lines[0]}
-    names = re.split(r"[,;\t|]", lines[0].lower()) if lines else []
-    known = {"text", "prompt", "completion", "messages", "instruction", "output", "question", "answer"}
-    return "csv" if counts and known & {name.strip('" \r') for name in names} else "text"
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[BinaryIO]:
-    """A file's bytes, decompressed. Raises UserError for a damaged file, or a compression whose package is missing."""
-    with path.open("rb") as file:
-        start = file.read(6)
-    suffix = next((suffix for suffix, magic in COMPRESSED.items() if start.startswith(magic)), "")
-    if suffix == ".zst" and importlib.util.find_spec("zstandard") is None:
-        raise UserError(f"--dataset_name: {path} needs a package: {sys.executable} -m pip install zstandard")
-    if suffix == ".zst":
-        import zstandard
-
-        try:
-            with zstandard.open(path, "rb") as file:
-                yield io.BufferedReader(file)  # its own reader has no lines
-        except zstandard.ZstdError as error:
-            raise UserError(f"--dataset_name: {path} is damaged or incomplete: {error}") from error
-        return
-    opened = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(suffix, open)
-    try:
-        with opened(path, "rb") as file:
-            yield file
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        if not suffix:
-            raise
-        raise UserError(f"--dataset_name: {path} is damaged or incomplete: {error}") from error
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a text file with their numbers. Raises UserError if it is not UTF-8."""
-    with _open(path) as file:
-        for number, line in enumerate(file, 1):
-            if number == 1:
-                if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line[:4]:
-                    raise UserError(
-                        f"{path}, line 1: the file is UTF-16, expected UTF-8: save it as UTF-8 (iconv -f UTF-16 -t UTF-8)"
-                    )
-                line = line.removeprefix(codecs.BOM_UTF8)
-            try:
-                yield number, line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{path}, line {number}: byte 0x{line[error.start]:02x} is not UTF-8 (Latin-1 or Windows-1252?): save the "
-                    "file as UTF-8"
-                ) from error
-
-
-def read_rows(path: Path, kind: str, row_of: str = "line") -> Iterator[tuple[int, dict]]:
-    """The rows of a JSON, CSV or text file, each with the number of its line. Raises UserError with the line of an error."""
-    readers: dict[str, Callable[[], Iterator[tuple[int, dict]]]] = {
-        "json": lambda: _read_json(path),
-        "csv": lambda: _read_csv(path),
-        "text": lambda: _read_text(path, row_of),
-    }
-    yield from readers[kind]()
-
-
-def _read_json(path: Path) -> Iterator[tuple[int, dict]]:
-    """The rows of a JSON file, each with the number of its line.
-
-    The file has one object per line, objects over several lines, a list of objects, or an object with such a list.
-    """
-    lines = ((number, line.strip()) for number, line in read_lines(path) if line.strip())
-    first = next(lines, None)
-    if first is None:
-        return
-    try:
-        is_one_per_line = isinstance(DECODER.raw_decode(first[1])[0], dict | str)
-    except (json.JSONDecodeError, RecursionError):
-        is_one_per_line = False
-    texts = itertools.chain([first], lines) if is_one_per_line else [(1, "".join(line for _, line in read_lines(path)))]
-    for line, text in texts:
-        position = 0
-        while (position := BLANKS.match(text, position).end()) < len(text):
-            number = line + text.count("\n", 0, position)
-            value, position = _parse(path, text, line, position)
-            for part in _rows_in(value):
-                yield number, _row_of_json(part, path, number)
-
-
-def _rows_in(value: Any) -> list:
-    """The rows of a list, or of an object that has nothing but a list of them: {"data": [{…}, …]}."""
-    if isinstance(value, dict) and len(value) == 1:
-        ((name, rows),) = value.items()
-        if name in ("data", "rows", "train", "examples") and isinstance(rows, list) and all(isinstance(r, dict) for r in rows):
-            return rows
-    return value if isinstance(value, list) else [value]
-
-
-def _parse(path: Path, text: str, line: int = 1, position: int = 0) -> tuple[Any, int]:
-    """The JSON value at `position` and where it ends. `line`: the number of the first line of `text`."""
-    try:
-        return DECODER.raw_decode(text, position)
-    except json.JSONDecodeError as error:
-        shown = text.split("\n")[error.lineno - 1].strip()
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}…"
-        raise UserError(
-            f"{path}, line {line + error.lineno - 1}: JSON parse error: {error.msg} at character {error.colno}: {shown}"
-        ) from error
-    except RecursionError as error:
-        raise UserError(f"{path}, line {line}: the brackets are nested too deeply for a row") from error
-
-
-def _row_of_json(value: Any, path: Path, line: int) -> dict:
-    """A row, from a JSON object or a string, which is its text. Raises UserError for anything else."""
-    if isinstance(value, str):
-        value = {"text": value}
-    if not isinstance(value, dict):
-        raise UserError(f'{path}, line {line}: found {json.dumps(value)[:60]}, expected an object like {{"text": "…"}}')
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{path}, line {line}: half of a character (\\ud800 to \\udfff), which is no text: delete it") from error
-    return value
-
-
-def _separator_of(path: Path) -> str:
-    """What separates the columns of a CSV file: the sign that its header has most often outside of quotes."""
-    header = re.sub(r'"[^"]*"', "", next(iter(read_lines(path)), (1, ""))[1])
-    return max(CSV_SEPARATORS, key=header.count)
-
-
-def _read_csv(path: Path) -> Iterator[tuple[int, dict]]:
-    """The rows of a CSV file, with the numbers of their lines. Every value is a text, also NA, None and 007."""
-    separator = _separator_of(path)
-    row: list[str] = []  # the lines of the current row; at the end of the file ""
-
-    def lines() -> Iterator[str]:
-        for _, line in read_lines(path):
-            row.append(line)
-            yield line
-        row.append("")
-
-    csv.field_size_limit(LONGEST_VALUE)  # of all readers in this process: the module has no other way
-    reader = csv.reader(lines(), delimiter=separator)
-    header: list[str] = []
-    began = 1
-    try:
-        for values in reader:
-            if '"' in "".join(row):
-                values = _quoted_values(path, row, began, separator)
-            row.clear()
-            began = reader.line_num + 1
-            if not values:
-                continue
-            if not header:
-                header = [name.strip() for name in values]
-                if twice := next((name for name in header if name and header.count(name) > 1), ""):
-                    raise UserError(f"{path}, line {reader.line_num}: two columns are called {twice}: rename one of them")
-                continue
-            if len(values) > len(header):
-                raise UserError(
-                    f"{path}, line {reader.line_num}: {len(values)} values, but the header names {len(header)} columns "
-                    f"({', '.join(header)}): quote values that contain the separator"
-                )
-            yield reader.line_num, dict(zip(header, values, strict=False))
-    except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: not readable as CSV: {error}") from error
-
-
-def _quoted_values(path: Path, lines: list[str], number: int, separator: str) -> list[str]:
-    """The values of a row of CSV that has quotation marks. Raises UserError if one of them is not closed or not doubled.
-
-    Python's lenient reader would drop some of the marks, and let a value that is not closed swallow rows.
-    `number`: of the row's first line.
-    """
-    try:
-        return next(csv.reader(lines, delimiter=separator, strict=True))
-    except csv.Error as error:
-        problem = error
-    if separator == "\t" and len(lines) == 1:  # many TSV files quote nothing
-        return lines[0].rstrip("\r\n").split(separator)
-    without_spaces = re.sub(rf'" +(?={re.escape(separator)}|\r?$)', '"', "".join(lines))  # behind a quoted value
-    try:
-        return next(csv.reader(io.StringIO(without_spaces, newline="\n"), delimiter=separator, strict=True))
-    except csv.Error:
-        raise UserError(
-            f"{path}, line {number}: not readable as CSV: {problem} (is a quotation mark of this row not closed, or not doubled?)"
-        ) from problem
-
-
-def _read_text(path: Path, row_of: str) -> Iterator[tuple[int, dict]]:
-    """The rows of a text file, with the number of the line where each begins. `row_of`: line, paragraph or document."""
-    lines = ((number, line.rstrip("\r\n")) for number, line in read_lines(path))
-    if row_of == "line":
-        yield from ((number, {"text": line}) for number, line in lines)
-        return
-    text = "\n".join(line for _, line in lines)
-    if row_of == "document":
-        yield 1, {"text": text}
-        return
-    line = 1
-    for paragraph in re.split(r"(\n\s*\n)", text):
-        if paragraph.strip():
-            yield line, {"text": paragraph}
-        line += paragraph.count("\n")

@@ -41,7 +41,7 @@ def run_program(environment, tmp_path):
 @slow
 def test_reading(run_program):
     records = [json.loads(line) for line in run_program(READING) if line.startswith("{")]
-    assert [record["kind"] for record in records] == ["divided", "large parts", "parts"]
+    assert [record["kind"] for record in records] == ["divided", "large buffers", "parts"]
     assert all(0.9 < record["filled"] <= 1 and record["host_gb"] > 0 for record in records)
 
 

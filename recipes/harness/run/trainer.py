@@ -8,10 +8,11 @@ from pathlib import Path
 
 from harness.compat.transformers import TrainerWithHooks, add_overrides
 from harness.data.streams import StreamPosition
-from harness.folder import COMPLETION_MARKER, read_json, step_of
+from harness.folder import step_of
 from harness.launched import UserError
 from harness.run.batches import AgreedReader
 from harness.run.checkpoints import Checkpoints
+from harness.run.marker import read_marker
 from harness.run.progress import Progress
 from harness.run.settings import RunSettings
 
@@ -65,7 +66,7 @@ class RunTrainer(TrainerWithHooks):
 
 def add_parts(trainer: Trainer, group: ProcessGroup | None, checkpoint: Path | None, settings: RunSettings) -> Parts:
     """Makes a trainer a `RunTrainer` that resumes from `checkpoint`, None for a new run; returns its parts."""
-    before = read_json(checkpoint / COMPLETION_MARKER).get("progress", {}) if checkpoint else {}
+    before = read_marker(checkpoint)["progress"] if checkpoint else {}
     progress, position = Progress(trainer, before), StreamPosition(trainer, checkpoint)
     reader = AgreedReader(trainer, group, position, step_of(checkpoint) if checkpoint else 0)
     trainer.parts = Parts(position, reader, progress, Checkpoints(trainer, progress, settings))

@@ -77,7 +77,7 @@ def pasted(monkeypatch):
             parts = arguments.read_arguments(Context(str(recipe)), called[0][0], (), called[0][1])
             read.append(
                 [
-                    {name: value for name, value in vars(part).items() if name not in ("given", "distributed_state")}
+                    {name: value for name, value in vars(part).items() if name not in ("given", "data", "distributed_state")}
                     for part in parts
                 ]
             )

@@ -172,6 +172,8 @@ def test_grid_of_one_and_of_several_gpus():
     assert [option.micro_batch for option in next(iter(one.settings.values()))] == [1, 2, 4, 8, 16]
     several = choose.make_grid(RECIPE, machines.read_machines("3x3090")[0], PATHS, [])
     assert several.processes == 2, "three GPUs do not divide 16 rows"
+    assert several.idle.startswith("1 of 3 GPUs will be idle") and "--global_batch_size 18 uses all" in several.idle
+    assert not one.idle
     assert names_of(several) == {"1x3090_offload", "4gpu_ddp", "4gpu_full_shard", "4gpu_shard_grad_op"}
 
 

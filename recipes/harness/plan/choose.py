@@ -69,6 +69,7 @@ class Grid(NamedTuple):
     common_flags: list[str]  # that every option needs on this machine
     defaults: tuple[int | None, bool | None]  # micro-batch and checkpointing of the recipe
     nodes: int = 1
+    idle: str = ""  # which GPUs of the machine stay idle, and what would use them
 
     def context(self, recipe: str, config: str) -> Context:
         return Context(recipe, configs.read(config), self.processes, self.nodes, on_cpu=True)
@@ -85,7 +86,13 @@ def make_grid(recipe: Path, machine: Machine, paths: list[str], words: list[str]
     gpus = machine.gpus
     while rows and gpus > 1 and rows % (machine.nodes * gpus * smallest):
         gpus -= 1
-    processes = machine.nodes * gpus
+    processes, idle = machine.nodes * gpus, ""
+    if gpus < machine.gpus:
+        unit = machine.nodes * machine.gpus * smallest
+        idle = (
+            f"{machine.gpus - gpus} of {machine.gpus} GPUs will be idle, because {machine.gpus} do not divide the {rows} rows of "
+            f"a step: --global_batch_size {math.ceil(rows / unit) * unit} uses all"
+        )
     if rows and rows % (processes * smallest):
         raise UserError(f"--for: {machine.nodes} nodes cannot divide the {rows} rows of a step: pass another --global_batch_size")
     micro_batches = [default] if "per_device_train_batch_size" not in given and not is_open else [None]
@@ -106,7 +113,7 @@ def make_grid(recipe: Path, machine: Machine, paths: list[str], words: list[str]
             common += ["--dtype", "float16"]
     recipe_checkpoints = flags.recipe_values(recipe, "activation_checkpointing")
     default_checkpointing = flags.is_true("activation_checkpointing", [], recipe) if recipe_checkpoints else None
-    return Grid(processes, settings, common, (default, default_checkpointing), machine.nodes)
+    return Grid(processes, settings, common, (default, default_checkpointing), machine.nodes, idle)
 
 
 def configs_for(gpus: int, nodes: int, card: Card, is_4bit: bool, paths: list[str]) -> list[str]:

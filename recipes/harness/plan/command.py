@@ -171,6 +171,8 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
     plans = []
     for machine, price in zip(chosen_for, plan_flags.prices_of(len(chosen_for)), strict=True):
         grid = choose.make_grid(Path(recipe), machine, paths, arguments)
+        if grid.idle:
+            pages.print_progress(f"{machine.name}: {grid.idle}.")
         candidates, simulations = simulate_grid(can_fork, recipe, machine, grid, arguments, plan_flags.json)
         if not candidates:
             proposals = propose_changes(can_fork, recipe, machine, grid, arguments, simulations)

@@ -249,7 +249,7 @@ def build_trainer(workdir, monkeypatch, tmp_path):
 @pytest.fixture
 def error_of(capsys):
     """Calls a function that must raise UserError, or exit with its message; returns the message in one line."""
-    from harness.launched import UserError
+    from harness.messages import UserError
 
     def call(function, *arguments, **options) -> str:
         capsys.readouterr()  # drops earlier output

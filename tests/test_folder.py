@@ -8,7 +8,7 @@ from pathlib import Path
 from harness import folder
 from harness.contexts import Context
 from harness.data.reading import file_versions
-from harness.launched import NODE_VARIABLE
+from harness.messages import NODE_VARIABLE
 
 import pytest
 from conftest import ROOT, read
@@ -102,7 +102,7 @@ def test_one_of_several_simultaneous_runs_claims_the_folder(tmp_path):
     script = (
         f"import sys; sys.path.insert(0, {str(ROOT / 'recipes')!r}); from pathlib import Path\n"
         "from harness import folder\n"
-        "from harness.launched import exit_on_user_error\n"
+        "from harness.messages import exit_on_user_error\n"
         f"run, identity = Path({str(tmp_path / 'run')!r}), {IDENTITY!r} | {{'recipe': sys.argv[1]}}\n"
         "with exit_on_user_error():\n"
         "    folder.check_output_dir(run, identity, False); print(flush=True); sys.stdin.readline()\n"

@@ -5,7 +5,7 @@ import re
 
 from harness.data.reading import open_splits
 from harness.hub import HubLost, check_model_exists, file_sizes, hub_errors, is_reachable, patience, wait_for_hub
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.rehearsal import tiny
 
 import datasets

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from harness.launched import UserError, exit_on_user_error
+from harness.messages import UserError, exit_on_user_error
 
 # On a CPU with bf16 arithmetic, bitsandbytes logs in every process that it misses a package that training does not use.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
-from harness.launched import UserError
+from harness.messages import UserError
 
 import yaml
 

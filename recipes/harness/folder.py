@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.launched import NODE_VARIABLE, UserError, print_once
+from harness.messages import NODE_VARIABLE, UserError, print_once
 
 from filelock import FileLock, Timeout
 

@@ -13,7 +13,7 @@ from typing import Any
 from urllib import error, request
 
 from harness.folder import read_json
-from harness.launched import UserError
+from harness.messages import UserError
 
 FIRST_MESSAGE, NEXT_MESSAGE = 5, 30  # seconds of waiting before the first message, and between two messages
 TEMPORARY = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which the Hub may answer again

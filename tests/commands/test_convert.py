@@ -6,7 +6,7 @@ import shlex
 
 from harness import configs
 from harness.commands import convert
-from harness.launched import UserError
+from harness.messages import UserError
 
 import pytest
 import yaml

@@ -5,7 +5,7 @@ import shutil
 
 from harness.commands import chat, merge
 from harness.folder import read_adapter_settings
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.run.marker import GEOMETRY, begin_writing, sync_files, write_marker
 
 import pytest

@@ -19,7 +19,7 @@ from harness.data.checking import check_dataset  # noqa: E402
 from harness.data.loading import FIRST_ROWS, REHEARSED_ROWS, load  # noqa: E402
 from harness.data.parsing import settings_of_data  # noqa: E402
 from harness.data.script_arguments import ScriptArguments  # noqa: E402
-from harness.launched import UserError  # noqa: E402
+from harness.messages import UserError  # noqa: E402
 from harness.rehearsal import tiny  # noqa: E402
 
 import datasets  # noqa: E402

@@ -5,7 +5,7 @@ import types
 from types import SimpleNamespace
 
 from harness.contexts import Context
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.model import attention, gpu_features, varlen
 from harness.plan.simulation import Plan
 from harness.rehearsal import tiny

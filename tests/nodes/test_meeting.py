@@ -116,7 +116,7 @@ def test_processes_wait_for_the_first_one(start_two):
 CHECK_IN_TURN = """
 import os, sys
 from pathlib import Path
-from harness.launched import UserError, exit_on_user_error
+from harness.messages import UserError, exit_on_user_error
 from harness.nodes.cluster import Nodes
 from harness.nodes.meeting import Meeting
 def fail():

@@ -147,7 +147,7 @@ for name, value in {"is_available": True, "device_count": 1, "get_device_capabil
     setattr(torch.cuda, name, answer(name, value))
 torch.cuda._lazy_init = torch._C._cuda_init = answer("_lazy_init", None)
 os.register_at_fork(before=lambda: forks.append(list(asked)))
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.plan import command
 try:
     command.main("--start", *sys.argv[1:])

@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.data import conversion, loading
 from harness.data.parsing import settings_of_data
 from harness.data.script_arguments import ScriptArguments
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.rehearsal import tiny
 
 import pytest

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import harness
 from harness.hub import HubLost
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.run.agreement import make_cpu_group
 from harness.run.settings import RunSettings
 from harness.run.trainer import add_parts

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from harness.folder import CHOICE_OF_ROWS, newest_complete_checkpoint, read_json
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.run import marker, mirror
 from harness.run.settings import RunSettings
 

@@ -349,5 +349,5 @@ def test_debug_shows_the_traceback(launch, fork_launch, tmp_path):
         assert process.returncode == 2 and not process.stdout
         first, *_, last = process.stderr.splitlines()
         assert first == "Traceback (most recent call last):" and process.stderr.count("Traceback") == 1
-        assert f"in {function}\n" in process.stderr and "harness.launched.UserError: " in process.stderr
+        assert f"in {function}\n" in process.stderr and "harness.messages.UserError: " in process.stderr
         assert last.startswith("error: ") and "--max_" in last

@@ -202,7 +202,7 @@ def test_others_are_stopped_when_one_fails(python, functions, expected, pause):
 
 SIGNAL_BEFORE_WAIT = """
 import os, signal, sys
-from harness.launched import record_signal
+from harness.signals import record_signal
 from harness.start import processes
 import work
 worker, not_started = processes.Worker(True), processes.Worker(True)
@@ -367,7 +367,7 @@ def test_killed_launcher_leaves_no_process(session, workdir):
 
 def test_exit_with_parent(python):
     """Also if the parent was killed before the call."""
-    script = "import os\nfrom harness.launched import exit_with_parent\nexit_with_parent({})\nprint('lives')"
+    script = "import os\nfrom harness.signals import exit_with_parent\nexit_with_parent({})\nprint('lives')"
     assert python(script.format("os.getppid()")).stdout == "lives\n"
     assert python(script.format("os.getpid()")).returncode == 137
 

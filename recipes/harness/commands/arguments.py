@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.launched import UserError, exit_on_user_error
+from harness.messages import UserError, exit_on_user_error
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -15,7 +15,7 @@ from harness.commands import arguments
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.folder import RESULTS, check_saved_model, read_adapter_settings, read_json
 from harness.hub import TOKENIZER, hub_errors
-from harness.launched import UserError, exit_on_user_error, print_once
+from harness.messages import UserError, exit_on_user_error, print_once
 
 MOSTLY_FREE = 0.9  # of the GPU memory; what is missing is this process's own
 LONGEST_PROMPT = 4096  # tokens; the earliest turns of a longer conversation are left out

@@ -19,7 +19,7 @@ from harness.configs import (
     problems_of_counts,
     read,
 )
-from harness.launched import UserError, exit_on_user_error, print_once
+from harness.messages import UserError, exit_on_user_error, print_once
 
 import yaml
 

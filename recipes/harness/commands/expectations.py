@@ -10,7 +10,7 @@ from typing import Any
 from harness.commands.report import print_table
 from harness.folder import read_json
 from harness.hub import hub_errors
-from harness.launched import UserError
+from harness.messages import UserError
 
 IGNORED = -100  # the label of a token that does not count in the loss
 

@@ -17,7 +17,8 @@ from harness.commands import arguments
 from harness.commands.verify import compare_merged
 from harness.folder import COMPLETION_MARKER, checkpoints, read_adapter_settings, read_json, write_json
 from harness.hub import hub_errors
-from harness.launched import UserError, exit_on_user_error, print_once, set_signal_handler
+from harness.messages import UserError, exit_on_user_error, print_once
+from harness.signals import set_signal_handler
 
 FILE_BYTES = 4_000_000_000  # weights in a file of a model that is put together
 SHARDED = "pytorch_model_fsdp_0"  # the folder of the weights in a sharded checkpoint

@@ -21,7 +21,7 @@ from harness.commands import arguments
 from harness.contexts import Context, RecipeStopped
 from harness.folder import write_json
 from harness.hub import hub_errors
-from harness.launched import UserError, exit_on_user_error, print_once, readable_size
+from harness.messages import UserError, exit_on_user_error, print_once, readable_size
 from harness.start import flags
 from harness.start.launch import gpu_features, hide_library_warnings, set_environment
 from harness.start.processes import run_recipe

@@ -23,7 +23,7 @@ from harness.batches import length_of_rows, rows_of_step
 from harness.commands import arguments
 from harness.commands.expectations import IGNORED
 from harness.contexts import Context, RecipeStopped
-from harness.launched import UserError, exit_on_user_error, print_once
+from harness.messages import UserError, exit_on_user_error, print_once
 from harness.start import flags
 from harness.start.launch import hide_library_warnings, set_environment
 from harness.start.processes import run_recipe

@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.commands import arguments
 from harness.folder import RESULTS, read_json
-from harness.launched import UserError, exit_on_user_error
+from harness.messages import UserError, exit_on_user_error
 from harness.run.forecast import describe_forecast, forecast_of
 
 COLUMNS = (

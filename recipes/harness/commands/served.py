@@ -11,7 +11,7 @@ import urllib.request
 from typing import Any
 
 from harness.commands.expectations import Check, Expected, Prompt, exact_check
-from harness.launched import UserError
+from harness.messages import UserError
 
 SAME_ANSWERS = 0.9  # of the first tokens: other kernels round in another way, and two tokens can be about as likely
 PROMPTS = 16

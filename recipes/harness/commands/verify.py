@@ -30,7 +30,7 @@ from harness.commands.expectations import (
 )
 from harness.commands.served import check_served_model, is_address
 from harness.folder import RESULTS, check_saved_model, read_json
-from harness.launched import UserError, exit_on_user_error, print_once
+from harness.messages import UserError, exit_on_user_error, print_once
 
 # How far a loss may be from the one it is compared with, in nats per token.
 TOLERANCE = 0.02  # rounding: the run has float32 weights and other kernels, a merged weight is rounded once more

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from harness.launched import UserError
+from harness.messages import UserError
 
 P, R = ParamSpec("P"), TypeVar("R")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.compat.guards import changes
-from harness.launched import UserError
+from harness.messages import UserError
 
 import torch
 

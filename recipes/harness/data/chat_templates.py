@@ -17,7 +17,7 @@ from typing import Any
 from harness.data.conversion import PlacedRow
 from harness.data.formats import REASONING, TEMPLATE_ARGUMENTS, THOUGHT, split_answers
 from harness.hub import hub_errors
-from harness.launched import UserError
+from harness.messages import UserError
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments

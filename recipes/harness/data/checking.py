@@ -12,7 +12,7 @@ from harness.data.loading import Split, check_same_format, examine_all, features
 from harness.data.reading import TextFiles
 from harness.data.sources import DataSettings, Source
 from harness.data.splits import check_splits, evaluation_split, splits_of
-from harness.launched import UserError
+from harness.messages import UserError
 
 from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from huggingface_hub.constants import HF_HUB_OFFLINE

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.data import formats
 from harness.data.sources import DataSettings, Source
-from harness.launched import UserError
+from harness.messages import UserError
 
 import xxhash
 from datasets import Features, Json, Value

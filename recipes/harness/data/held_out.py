@@ -2,7 +2,7 @@
 
 import itertools
 
-from harness.launched import UserError
+from harness.messages import UserError
 
 import numpy as np
 from datasets import IterableDataset

@@ -38,7 +38,7 @@ from harness.data.stream_rows import shuffle
 from harness.data.summary import DUPLICATE, add_summaries, print_summary, summarize
 from harness.folder import DATA, write_json
 from harness.hub import hub_errors
-from harness.launched import UserError, is_first_process, print_once
+from harness.messages import UserError, is_first_process, print_once
 
 from datasets import Dataset, DatasetDict, Features, IterableDataset
 from datasets.fingerprint import Hasher

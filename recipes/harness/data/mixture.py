@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.data import stream_rows
 from harness.data.sources import DataSettings
-from harness.launched import UserError, print_once
+from harness.messages import UserError, print_once
 
 import numpy as np
 from datasets import Dataset, IterableDataset, concatenate_datasets

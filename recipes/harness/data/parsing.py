@@ -7,7 +7,7 @@ from pathlib import Path
 from harness.data import reading
 from harness.data.script_arguments import ScriptArguments
 from harness.data.sources import DataSettings, Source
-from harness.launched import UserError
+from harness.messages import UserError
 
 from transformers import TrainingArguments
 

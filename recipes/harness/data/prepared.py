@@ -9,7 +9,7 @@ from harness.batches import ASSUMED_LENGTH, length_of_rows, rows_of_step
 from harness.data import reading
 from harness.data.sources import DataSettings, Source
 from harness.folder import read_json
-from harness.launched import UserError, print_once
+from harness.messages import UserError, print_once
 
 from huggingface_hub.constants import HF_HOME, HF_HUB_OFFLINE
 from transformers import TrainingArguments

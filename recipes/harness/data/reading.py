@@ -18,7 +18,7 @@ from typing import Any
 from harness.data.stream_rows import open_parquet
 from harness.data.text_rows import COMPRESSED, SUFFIXES, kind_of_file, read_rows, separator_of, suffix_of
 from harness.hub import hub_errors
-from harness.launched import UserError, print_once
+from harness.messages import UserError, print_once
 
 from datasets import (
     Dataset,

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 
 from harness.data.sources import DataSettings
-from harness.launched import UserError
+from harness.messages import UserError
 
 import trl
 

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from harness.data.sources import Source
-from harness.launched import UserError
+from harness.messages import UserError
 
 from datasets import Dataset, IterableDataset, ReadInstruction, concatenate_datasets
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from harness.launched import UserError
+from harness.messages import UserError
 
 import numpy
 import xxhash

@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.data.stream_rows import MOST_PARTS
 from harness.folder import read_json, step_of
-from harness.launched import UserError, print_once
+from harness.messages import UserError, print_once
 
 import torch
 from accelerate.data_loader import prepare_data_loader

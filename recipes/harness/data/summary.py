@@ -5,7 +5,7 @@ from typing import Any
 
 from harness.data.conversion import HAS, KIND, REASON
 from harness.data.splits import is_slice
-from harness.launched import print_once
+from harness.messages import print_once
 
 DUPLICATE = "equal to a row that is held out"
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from harness.launched import UserError
+from harness.messages import UserError
 
 # Suffixes by the kind of a file. Files with other suffixes are recognized by their first bytes.
 SUFFIXES = {

@@ -8,7 +8,7 @@ from harness.batches import length_of_rows
 from harness.compat.transformers import supports_flash_attention_2, takes_other_attention
 from harness.contexts import Context
 from harness.hub import check_model_exists
-from harness.launched import UserError, print_once
+from harness.messages import UserError, print_once
 from harness.model.gpu_features import FLASH, VARLEN, problem_of_flash_attn
 from harness.model.varlen import MAX_HEAD_SIZE, register_varlen
 from harness.rehearsal import tiny

@@ -5,7 +5,7 @@ import re
 import warnings
 from typing import NamedTuple
 
-from harness.launched import UserError
+from harness.messages import UserError
 
 import torch
 from torch.nn.attention.varlen import varlen_attn

@@ -18,7 +18,7 @@ from harness.compat.trl import compute_loss_without_triton
 from harness.configs import LAYER_CLASSES, AccelerateConfig
 from harness.contexts import Context
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
-from harness.launched import UserError, print_once
+from harness.messages import UserError, print_once
 from harness.model.attention import set_attention
 from harness.nodes.hardware import memory_limit
 from harness.rehearsal import tiny

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness.compat.transformers import transformer_layers
 from harness.folder import write_json
-from harness.launched import UserError, print_once
+from harness.messages import UserError, print_once
 from harness.rehearsal import tiny
 
 import torch

@@ -3,7 +3,7 @@
 import itertools
 from typing import Any
 
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.model.gpu_features import VARLEN
 
 import torch

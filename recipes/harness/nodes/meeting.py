@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.nodes.cluster import Nodes
 from harness.nodes.hardware import is_on_local_disk
 from harness.nodes.network import first_line, own_address, time_limit

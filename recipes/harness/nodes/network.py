@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from harness.launched import die, last_signal
+from harness.messages import die
+from harness.signals import last_signal
 
 LOST = 3  # exit code of a process that lost the others
 CAUSES = (

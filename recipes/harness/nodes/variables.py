@@ -3,7 +3,7 @@
 import os
 import re
 
-from harness.launched import UserError
+from harness.messages import UserError
 
 
 def integer_from_environment(variable: str, default: int | None = None, least: int = 1) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.commands.arguments import CommandParser, add_json, add_recipe, spellings
-from harness.launched import UserError, exit_on_user_error
+from harness.messages import UserError, exit_on_user_error
 
 CardNumbers = tuple[str, float, float, float]  # name, GB, TFLOPS, GB/s
 CARD_FORMAT = "expected NAME=GB,TFLOPS,GB/s with three numbers above 0, for example --card A6000=48,155,768"

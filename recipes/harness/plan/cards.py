@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from harness.launched import UserError
+from harness.messages import UserError
 
 GB = 1e9
 

@@ -21,7 +21,7 @@ from harness import configs
 from harness.configs import AccelerateConfig
 from harness.contexts import Context
 from harness.folder import read_json, write_json
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.plan import memory, proposals, roofline, summary
 from harness.plan.cards import Card
 from harness.plan.ledger import Counts, Peak

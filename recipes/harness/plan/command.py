@@ -26,10 +26,11 @@ from harness import configs
 from harness.configs import AccelerateConfig
 from harness.contexts import Context
 from harness.hub import file_sizes
-from harness.launched import UserError, exit_on_user_error, set_interrupt_handler
+from harness.messages import UserError, exit_on_user_error
 from harness.nodes.cluster import nodes_from_environment
 from harness.nodes.hardware import find_gpus, physical_cores
 from harness.plan.arguments import PlanArguments, read_arguments
+from harness.signals import set_interrupt_handler
 from harness.start import flags, processes
 from harness.start.plans import keep_plan
 

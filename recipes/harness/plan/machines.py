@@ -7,7 +7,7 @@ import shutil
 import sys
 from typing import NamedTuple
 
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.nodes.hardware import Gpu, ask_nvidia_smi, host_memory
 from harness.plan import cards, links, memory
 from harness.plan.cards import CARDS, GB, Card

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.commands.report import print_table
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.plan import cards
 from harness.plan.simulation import Refused
 

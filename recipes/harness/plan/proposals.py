@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import configs
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.plan.cards import CARDS, Card, find_card
 from harness.plan.memory import fits, needed_host_memory, reserve
 from harness.plan.simulation import Refused, Simulation

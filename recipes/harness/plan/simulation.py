@@ -24,7 +24,7 @@ from harness.compat.transformers import TrainerWithHooks, add_overrides
 from harness.configs import AccelerateConfig
 from harness.contexts import Context, RecipeStopped
 from harness.folder import read_json
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.model.loading import check_module_names
 from harness.plan.allocator import replay
 from harness.plan.fakes import Fakes, count_wrapping, install_steps
@@ -138,10 +138,6 @@ class Refused:
     reason: str
 
 
-class Finished(BaseException):
-    """Raised when the simulated step is over."""
-
-
 def simulate(
     context: Context,
     flags: list[str],
@@ -214,7 +210,7 @@ def simulate_training(plan: Plan, ledger: Ledger, fakes: Any, with_evaluation: b
     trainer.add_callback(SimulatedStep(trainer, config, ledger, fakes, batch, simulation, with_evaluation))
     count_wrapping(trainer, ledger, fakes)
     trainer.remove_callback(transformers.PrinterCallback)
-    with contextlib.suppress(Finished):
+    with contextlib.suppress(RecipeStopped):
         trainer.train()
     return simulation
 
@@ -405,7 +401,7 @@ class SimulatedStep(TrainerCallback):
             self.simulate_evaluation(args)
             self.simulate_sample(args)
         self.simulate_save(model)
-        raise Finished
+        raise RecipeStopped
 
     def simulate_evaluation(self, args: TrainingArguments) -> None:
         """The first batch of an evaluation."""

@@ -30,7 +30,7 @@ from harness.data.sources import Source
 from harness.data.splits import splits_of
 from harness.folder import write_json
 from harness.hub import check_model_exists, hub_errors
-from harness.launched import UserError, print_once
+from harness.messages import UserError, print_once
 
 import yaml
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, TrainingArguments

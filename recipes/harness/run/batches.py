@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from harness.data.streams import StreamPosition
 from harness.hub import HubLost
-from harness.launched import OUT_OF_TIME, UserError, print_once
+from harness.messages import UserError, print_once
 from harness.run.agreement import maximum
+from harness.signals import OUT_OF_TIME
 
 from accelerate.utils import gather_object
 from datasets import IterableDataset

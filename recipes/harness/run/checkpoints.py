@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness import folder
 from harness.folder import NUMBER, DamagedFile, read_json
-from harness.launched import UserError, print_once
+from harness.messages import UserError, print_once
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
 from harness.run.progress import Progress
 from harness.run.settings import RunSettings

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import folder
-from harness.launched import UserError, die, last_line, readable_size
+from harness.messages import UserError, die, last_line, readable_size
 from harness.run.marker import is_incomplete
 
 from transformers import PreTrainedModel

@@ -1,6 +1,6 @@
 """The evaluation of a run: the last one, the mean of several datasets, and the metric that chooses the best checkpoint."""
 
-from harness.launched import UserError
+from harness.messages import UserError
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import folder
-from harness.launched import DEBUG_VARIABLE, die, last_line, print_once
+from harness.messages import DEBUG_VARIABLE, die, last_line, print_once
 from harness.nodes.network import exit_if_connection_lost
 
 OUT_OF_MEMORY = 12  # exit code (ENOMEM)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from harness import folder
 from harness.folder import COMPLETION_MARKER, NUMBER, RESULT_TYPES, RESULTS, RUN, DamagedFile
-from harness.launched import UserError, print_once, readable_size
+from harness.messages import UserError, print_once, readable_size
 from harness.nodes.variables import seconds_of_silence
 from harness.run.agreement import maximum
 from harness.run.checkpoints import belongs_to

@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from harness.folder import RUN, draft_of, read_json
-from harness.launched import print_once
+from harness.messages import print_once
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object

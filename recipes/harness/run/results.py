@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.compat.transformers import attention_of
 from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, write_json
-from harness.launched import print_once
+from harness.messages import print_once
 from harness.run.failures import only_report
 from harness.run.forecast import describe_forecast, read_forecast
 from harness.run.parameters import quantization_of

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from harness.compat.transformers import generate_on
 from harness.folder import draft_of
-from harness.launched import print_once
+from harness.messages import print_once
 
 import torch
 from transformers import PreTrainedTokenizerBase, Trainer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness import folder
 from harness.data.streams import fill_last_step, repeat_stream
-from harness.launched import UserError, print_once
+from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
 from harness.run.agreement import make_cpu_group
 from harness.run.batches import AgreedReader

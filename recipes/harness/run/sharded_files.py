@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.folder import read_json
-from harness.launched import UserError
+from harness.messages import UserError
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata

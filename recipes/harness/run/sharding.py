@@ -7,7 +7,7 @@ from harness.compat.accelerate import give_weights_addresses, hide_saved_buffers
 from harness.compat.bitsandbytes import keep_states_paged, sharded_adamw
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.model.quantized import prepare_quantized_model
 
 import torch

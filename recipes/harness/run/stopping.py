@@ -4,9 +4,10 @@ import math
 import signal
 
 from harness.compat.transformers import TrainerWithHooks
-from harness.launched import OUT_OF_TIME, last_signal, print_once, record_signal, set_signal_handler
+from harness.messages import print_once
 from harness.run.agreement import maximum
 from harness.run.sharding import local_tensor
+from harness.signals import OUT_OF_TIME, last_signal, record_signal, set_signal_handler
 
 import torch
 from accelerate.utils import gather_object

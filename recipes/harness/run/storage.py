@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness.folder import CHECKPOINT, COMPLETION_MARKER, Types, parse_json, step_of
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.run.disk import DISK_ERRORS
 
 import fsspec

@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.compat.transformers import TrainerWithHooks, add_overrides
 from harness.data.streams import StreamPosition
 from harness.folder import step_of
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.run.batches import AgreedReader
 from harness.run.checkpoints import Checkpoints
 from harness.run.marker import read_marker

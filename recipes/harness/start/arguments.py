@@ -28,7 +28,7 @@ from harness.data import reading
 from harness.data.loading import FIRST_ROWS
 from harness.data.parsing import settings_of_data, sources_of
 from harness.data.script_arguments import ScriptArguments
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny
 from harness.start import checks

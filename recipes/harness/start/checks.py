@@ -7,7 +7,7 @@ import sys
 from harness.configs import AccelerateConfig
 from harness.data.script_arguments import ScriptArguments
 from harness.data.splits import is_slice
-from harness.launched import UserError
+from harness.messages import UserError
 from harness.run.sharding import SHARDED_8BIT
 from harness.run.storage import Storage
 from harness.start.flags import check_passwords

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from harness.launched import UserError, exit_on_user_error, print_once
+from harness.messages import UserError, exit_on_user_error, print_once
 
 # The files of the dataclasses whose fields become flags.
 SOURCES = {

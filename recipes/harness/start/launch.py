@@ -5,7 +5,7 @@
 
 import signal
 
-from harness.launched import set_interrupt_handler
+from harness.signals import set_interrupt_handler
 
 if __name__ == "__main__":
     set_interrupt_handler(signal.SIG_DFL)  # while modules are imported
@@ -25,18 +25,11 @@ from typing import TYPE_CHECKING
 from harness import configs, folder, hub
 from harness.configs import AccelerateConfig
 from harness.contexts import Context
-from harness.launched import (
-    NODE_VARIABLE,
-    UserError,
-    exit_on_user_error,
-    last_signal,
-    plural,
-    print_once,
-    set_signal_handler,
-)
+from harness.messages import NODE_VARIABLE, UserError, exit_on_user_error, plural, print_once
 from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
 from harness.nodes.hardware import physical_cores
 from harness.nodes.variables import integer_from_environment
+from harness.signals import last_signal, set_signal_handler
 from harness.start import flags, processes
 from harness.start.plans import copy_plan
 from harness.start.processes import Worker, idle_workers

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from harness.contexts import Context
-from harness.launched import NODE_VARIABLE, UserError, plural, print_once
+from harness.messages import NODE_VARIABLE, UserError, plural, print_once
 from harness.nodes.hardware import physical_cores
 
 from transformers import TrainingArguments

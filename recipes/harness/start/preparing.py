@@ -11,7 +11,7 @@ from harness.data.checking import check_dataset
 from harness.data.prepared import use_prepared_files
 from harness.data.streams import documents_per_batch
 from harness.hub import wait_for_hub
-from harness.launched import print_once
+from harness.messages import print_once
 from harness.model.loading import (
     build_adapter_on_meta,
     check_experts,

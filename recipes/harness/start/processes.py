@@ -28,19 +28,10 @@ from harness.compat.guards import run_exit_handlers
 from harness.contexts import Context
 from harness.folder import NOT_WRITABLE
 from harness.hub import HubLost
-from harness.launched import (
-    OUT_OF_TIME,
-    SIGNALS,
-    UserError,
-    exit_at_once,
-    exit_on_user_error,
-    exit_with_parent,
-    last_signal,
-    record_signal,
-    set_signal_handler,
-)
+from harness.messages import UserError, exit_on_user_error
 from harness.nodes.network import LOST
 from harness.run.failures import HOST_ADVICE, OUT_OF_MEMORY, exit_for_known_failure
+from harness.signals import OUT_OF_TIME, SIGNALS, exit_at_once, exit_with_parent, last_signal, record_signal, set_signal_handler
 
 DAEMON_TIMEOUT = 2  # seconds for the daemons of a process to exit when it exits
 LEAVE_TIMEOUT = 30  # seconds for the other processes to exit after one has failed

@@ -13,7 +13,7 @@ from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.trl import record_conversations
 from harness.contexts import Context, RecipeStopped
 from harness.data import reading
-from harness.launched import NODE_VARIABLE, UserError, print_once
+from harness.messages import NODE_VARIABLE, UserError, print_once
 from harness.model.attention import print_attention
 from harness.model.gpu_features import VARLEN, why_not_triton
 from harness.model.loading import check_host_memory

@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
-from harness import launched
-from harness.launched import UserError, exit_on_user_error, print_once
+from harness import messages, signals
+from harness.messages import UserError, exit_on_user_error, print_once
 
 import pytest
 from conftest import ROOT
@@ -24,14 +24,14 @@ def fail():
         ({}, "error: a message of two lines\n"),
         ({"RANK": "0"}, "error: a message of two lines\n"),
         ({"RANK": "1"}, "error: process 1: a message of two lines\n"),
-        ({launched.NODE_VARIABLE: "2"}, "error: node 2: a message of two lines\n"),
+        ({messages.NODE_VARIABLE: "2"}, "error: node 2: a message of two lines\n"),
     ],
     ids=["one process", "first process", "another process", "another node"],
 )
 def test_user_error(monkeypatch, capsys, variables, expected):
     """It is printed in one line; all exit with code 2. Others than the first wait: if that fails too, the launcher stops them."""
     waited = []
-    monkeypatch.setattr(launched.time, "sleep", waited.append)
+    monkeypatch.setattr(messages.time, "sleep", waited.append)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as end:
@@ -42,15 +42,15 @@ def test_user_error(monkeypatch, capsys, variables, expected):
 
 def test_user_error_of_all_processes_is_printed_once(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(launched.time, "sleep", lambda seconds: launched.record_signal(15))
-    monkeypatch.setattr(launched, "_last_signal", 0)
+    monkeypatch.setattr(messages.time, "sleep", lambda seconds: signals.record_signal(15))
+    monkeypatch.setattr(signals, "_last_signal", 0)
     with pytest.raises(SystemExit):
         fail()
     assert not capsys.readouterr().err
 
 
 def test_debug_shows_the_traceback(monkeypatch, capsys):
-    monkeypatch.setenv(launched.DEBUG_VARIABLE, "1")
+    monkeypatch.setenv(messages.DEBUG_VARIABLE, "1")
     with pytest.raises(SystemExit):
         fail()
     error = capsys.readouterr().err
@@ -74,8 +74,8 @@ def test_other_errors_are_not_caught():
         ({}, True),
         ({"RANK": "0"}, True),
         ({"RANK": "3"}, False),
-        ({launched.NODE_VARIABLE: "1"}, False),
-        ({launched.NODE_VARIABLE: "1", "RANK": "0"}, True),
+        ({messages.NODE_VARIABLE: "1"}, False),
+        ({messages.NODE_VARIABLE: "1", "RANK": "0"}, True),
     ],
     ids=["one process", "first process", "another process", "launcher of another node", "first process, from its launcher"],
 )
@@ -88,7 +88,7 @@ def test_print_once(monkeypatch, capsys, variables, is_printed):
 
 def test_print_once_without_a_reader():
     """A run continues when its output goes to a program that exits, such as `head`."""
-    script = f"import sys; sys.path.insert(0, {str(ROOT / 'recipes')!r}); from harness.launched import print_once\n"
+    script = f"import sys; sys.path.insert(0, {str(ROOT / 'recipes')!r}); from harness.messages import print_once\n"
     script += "print_once('a message'); print_once('another message')"
     read_end, write_end = os.pipe()
     os.close(read_end)
@@ -99,4 +99,4 @@ def test_print_once_without_a_reader():
 
 @pytest.mark.parametrize(("size", "words"), [(1e9, "1.0 GB"), (1_234e9, "1,234.0 GB"), (999e6, "999.0 MB"), (0, "0.0 MB")])
 def test_readable_size(size, words):
-    assert launched.readable_size(size) == words
+    assert messages.readable_size(size) == words

@@ -14,11 +14,12 @@
 #   ./launch.sh --plan RECIPE [CONFIG] [--flag …]  will it fit, on which cards, how long; needs no GPU and no weights
 #   ./launch.sh --preview [--tiny] RECIPE [--flag …]  the rows as the model will see them, and which tokens count in the loss
 #   ./launch.sh --prepare [--tiny] RECIPE [--flag …]  downloads everything a run needs; afterwards it trains without internet
-#   ./launch.sh --merge RUN [OUT]                  makes a plain model from an adapter or a sharded checkpoint
+#   ./launch.sh --merge RUN [OUT]                  merges an adapter into its base model, or a sharded checkpoint into one model
 #   ./launch.sh --verify RUN [MODEL]               compares what was trained with what is saved, merged, quantized or served
-#   ./launch.sh --chat RUN [--max_new_tokens N]    talks to the model of a finished run, a 4-bit one with its adapter too
+#   ./launch.sh --chat RUN [--max_new_tokens N]    chats with the model of a finished run; also a QLoRA adapter, without a merge
 #   ./launch.sh --report RUN… [PLAN.json]          compares finished runs with each other, and with the forecasts of --plan --json
-#   ./launch.sh --convert FILE [OUT]               a config of `accelerate config` for FSDP1 or DeepSpeed as one for FSDP2
+#   ./launch.sh --convert FILE [OUT]               translates an Accelerate config for FSDP1 or DeepSpeed to FSDP2
+#   ./launch.sh --COMMAND --help                   the arguments of a command
 #   ./launch.sh --install                          installs requirements.txt into .venv, as the first call of any command does
 #   ./launch.sh --test RECIPE [CONFIG]             the smoke test of one recipe
 #   ./launch.sh --test [pytest arguments]          all tests

@@ -210,12 +210,12 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
 
 def _read_run_file(folder: Path) -> dict:
     try:
-        return check_run(read_json(folder / RUN), str(folder / RUN))
+        return check_types_of_run(read_json(folder / RUN), str(folder / RUN))
     except ValueError as error:
         raise UserError(f"--output_dir: {error}, or choose another folder") from error
 
 
-def check_run(run: dict, name: str) -> dict:
+def check_types_of_run(run: dict, name: str) -> dict:
     """`run`, which is the content of a run.json or {}. Raises DamagedFile unless it has what this project reads of it."""
     if run:
         check_types(run, RUN_TYPES, name)

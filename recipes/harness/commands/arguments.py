@@ -33,7 +33,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def chat() -> CommandParser:
-    parser = CommandParser("chat", "Talks to the model of a finished run, a 4-bit one with its adapter too.")
+    parser = CommandParser("chat", "Chats with the model of a finished run; also a QLoRA adapter, without a merge.")
     parser.add_argument("run", metavar="RUN", type=Path, help="the output directory of a finished run")
     parser.add_argument(
         *spellings("max_new_tokens"), metavar="N", type=whole_number, default=512, help="the longest answer, default %(default)s"
@@ -42,14 +42,14 @@ def chat() -> CommandParser:
 
 
 def convert() -> CommandParser:
-    parser = CommandParser("convert", "Prints or writes the FSDP2 config that does what a config for FSDP1 or DeepSpeed does.")
+    parser = CommandParser("convert", "Translates an Accelerate config for FSDP1 or DeepSpeed to FSDP2.")
     parser.add_argument("file", metavar="FILE", help="a YAML that `accelerate config` has written")
     parser.add_argument("out", metavar="OUT", nargs="?", default="", help="the file to write; without it, the config is printed")
     return parser
 
 
 def merge() -> CommandParser:
-    parser = CommandParser("merge", "Makes a plain model from an adapter or a sharded checkpoint.")
+    parser = CommandParser("merge", "Merges an adapter into its base model, or a sharded checkpoint into one model.")
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run or of a checkpoint")
     parser.add_argument("out", metavar="OUT", nargs="?", help="the folder to write, default RUN/merged")
     return parser
@@ -65,7 +65,7 @@ def preview() -> CommandParser:
     parser = CommandParser("preview", "Shows the rows as the model will see them, and which tokens count in the loss.")
     add_recipe(parser)
     parser.add_argument(
-        "--full", metavar="N", nargs="?", type=whole_number, const=1, help="show document N completely, the first one without N"
+        "--full", metavar="N", nargs="?", type=whole_number, const=1, help="print document N in full, by default the first one"
     )
     add_json(parser)
     return parser
@@ -73,7 +73,9 @@ def preview() -> CommandParser:
 
 def report() -> CommandParser:
     parser = CommandParser("report", "Compares finished runs with each other, and with the forecasts of --plan --json.")
-    parser.add_argument("paths", metavar="RUN", type=Path, nargs="+", help="folders of runs, and files with plans (PLAN.json)")
+    parser.add_argument(
+        "paths", metavar="RUN", type=Path, nargs="+", help="output directories of runs, and JSON files written by --plan --json"
+    )
     add_json(parser)
     return parser
 
@@ -86,7 +88,7 @@ def verify() -> CommandParser:
         metavar="MODEL",
         nargs="?",
         default="",
-        help="a folder, or the address of a server such as http://localhost:8000; default RUN/merged, if it exists",
+        help="a folder, or the URL of a server (http://localhost:8000), default RUN/merged if it exists; RUN is always checked",
     )
     parser.add_argument(
         *spellings("served_model_name"), metavar="NAME", default="", help="the name of the model, if the server needs one"
@@ -101,7 +103,7 @@ def add_recipe(parser: CommandParser) -> None:
     parser.usage = f"{parser.prog} [--tiny] RECIPE [options] [--flag value …]"
     parser.epilog = "All other flags are those of the recipe: ./launch.sh RECIPE --help"
     parser.add_argument("recipe", metavar="RECIPE", type=Path, help="the name or path of a recipe")
-    parser.add_argument("--tiny", action="store_true", help="for a rehearsal, with a tiny model and dataset")
+    parser.add_argument("--tiny", action="store_true", help="use the tiny model and dataset of a rehearsal")
 
 
 def add_json(parser: CommandParser) -> None:

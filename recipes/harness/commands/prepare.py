@@ -70,7 +70,7 @@ class Prepare(Context):
         from harness.start import preparing
 
         _, training_args, model_args = arguments
-        preparing.check_arguments(self, arguments)
+        preparing.check_all_arguments(self, arguments)
         preparing.set_model_options(self, arguments)
         preparing.check_model_and_dataset(self, arguments)
         if not self.tiny:

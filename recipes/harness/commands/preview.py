@@ -113,7 +113,7 @@ class Preview(Context):
         from harness.model.loading import load_small_models
         from harness.start import preparing
 
-        preparing.check_arguments(self, arguments)
+        preparing.check_all_arguments(self, arguments)
         preparing.set_model_options(self, arguments)
         preparing.check_model_and_dataset(self, arguments, with_weights=False)
         preparing.replace_model_and_dataset(self, arguments)

@@ -2,7 +2,7 @@
 
 An optimizer step has `slots` micro-batches on all processes together: global_batch_size / per_device_train_batch_size. Process
 `r` of `W` computes the slots `r, r + W, …` in turn, which is its gradient accumulation. A stream is divided into parts, each with
-its own files, shuffle buffer and packing, and slot `s` reads from part `s % parts`. So the rows of a step depend on the number of
+its own blocks, order and packing, and slot `s` reads from part `s % parts`. So the rows of a step depend on the number of
 slots, not of processes, and the position of a run is one position per part, which any number of processes can read.
 
 An epoch of data in memory has the same rows on any number of processes too, see `fill_last_step`.

@@ -62,7 +62,7 @@ class Plan(Context):
     def prepare(self, arguments: Arguments) -> None:
         script_args, training_args, model_args = arguments
         name = model_args.model_name_or_path
-        preparing.check_arguments(self, arguments)
+        preparing.check_all_arguments(self, arguments)
         preparing.set_model_options(self, arguments)
         if self.tiny:
             tiny.make_replacements(script_args, model_args)

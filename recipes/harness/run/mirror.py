@@ -53,7 +53,7 @@ def check(url: str, identity: dict, output_dir: Path) -> dict:
     storage = Storage(url)
     if storage.folder and storage.folder.is_relative_to(output_dir.absolute()):
         raise UserError(f"--mirror: {url} is in the output directory, so both would be lost together: pass another URL")
-    run = at_start(storage, lambda: folder.check_run(storage.read(RUN, {}), f"{storage.url}/{RUN}"), patience=10)
+    run = at_start(storage, lambda: folder.check_types_of_run(storage.read(RUN, {}), f"{storage.url}/{RUN}"), patience=10)
     results = at_start(storage, lambda: storage.read(RESULTS, RESULT_TYPES))
     if run:
         has_checkpoints = bool(at_start(storage, storage.checkpoints))

@@ -170,7 +170,7 @@ def gpu_features() -> tuple[list[str], str, str, str]:
 
 def check_in_worker(worker: Worker, context: Context, arguments: list[str]) -> "CheckedRun":
     """Checks the run in a process of its own, which may use a GPU. Exits if something is wrong."""
-    worker.start(check_run, context, arguments)
+    worker.start(run_check, context, arguments)
     code, _ = processes.wait_for([worker])
     set_signal_handler(processes.exit_for_signal)
     if worker.result is None:
@@ -180,7 +180,7 @@ def check_in_worker(worker: Worker, context: Context, arguments: list[str]) -> "
     return worker.result
 
 
-def check_run(context: Context, arguments: list[str]) -> "CheckedRun":
+def run_check(context: Context, arguments: list[str]) -> "CheckedRun":
     """Checks the machine, and the recipe up to the end of `parse`."""
     from harness.start.machine import print_untested_versions
     from harness.start.training import Check

@@ -6,6 +6,7 @@ which the run compares itself at its end.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -18,13 +19,15 @@ from harness.start.flags import without
 
 
 def plan_file(context: Context, arguments: list[str]) -> Path:
-    """Where the plan of a run is kept: by recipe, config, number of processes and nodes, and the flags in their order."""
+    """Where the plan of a run is kept: by recipe, config, number of processes and nodes, and the flags, in any order."""
     from huggingface_hub.constants import HF_HOME
 
     recipe, config = Path(context.recipe), Path(context.config.path)
     for name in ("mirror", "output_dir"):  # a plan is the same without them
         arguments = without(name, arguments)
-    digest = hashlib.sha256(json.dumps([context.processes, context.nodes, *arguments]).encode())
+    starts = [place for place, word in enumerate(arguments) if word.startswith("--")]
+    flags = sorted(arguments[start:end] for start, end in itertools.pairwise([*starts, len(arguments)]))
+    digest = hashlib.sha256(json.dumps([context.processes, context.nodes, flags]).encode())
     for path in (recipe, config):
         digest.update(path.read_bytes())
     return Path(HF_HOME, "plans", f"{recipe.stem}-{config.stem}-{digest.hexdigest()[:16]}-plan.json")

@@ -28,7 +28,7 @@ import transformers
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
 
-def check_arguments(context: Context, arguments: Arguments) -> None:
+def check_all_arguments(context: Context, arguments: Arguments) -> None:
     """Raises UserError for arguments that contradict each other, or that would have no effect. Reads no model and no dataset."""
     checks.check_mirror(arguments[0], context.is_training_run)
     checks.check_arguments(*arguments)
@@ -37,7 +37,7 @@ def check_arguments(context: Context, arguments: Arguments) -> None:
 
 
 def set_model_options(context: Context, arguments: Arguments) -> None:
-    """Sets how the model is loaded and its loss computed. After `check_arguments`, which looks at what was asked for."""
+    """Sets how the model is loaded and its loss computed. After `check_all_arguments`, which looks at what was asked for."""
     script_args, training_args, model_args = arguments
     set_loading_options(training_args, model_args, context.is_sharded, context, script_args.given)
     if model_args.load_in_4bit and context.on_cpu and not context.is_simulated:

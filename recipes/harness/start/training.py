@@ -26,7 +26,7 @@ from harness.run.settings import RunSettings
 from harness.start import machine
 from harness.start.arguments import Arguments
 from harness.start.preparing import (
-    check_arguments,
+    check_all_arguments,
     check_model_and_dataset,
     prepare_process,
     replace_model_and_dataset,
@@ -67,7 +67,7 @@ class Check(Context):
     def prepare(self, arguments: Arguments) -> None:
         machine.check_shared_memory(self)
         machine.print_few_cores(self)
-        identity = check_run(self, arguments)
+        identity = check_and_claim_run(self, arguments)
         script_args, training_args, _ = arguments
         saves, has_mirror = training_args.save_strategy != "no", bool(script_args.mirror)
         self.checked = CheckedRun(training_args.output_dir, identity, self.on_cpu, saves, has_mirror)
@@ -101,7 +101,7 @@ class Train(Context):
             machine.check_one_gpu(training_args)
             self.attention, self.no_triton = features_of_gpu(training_args.device), why_not_triton()
         if not self.is_checked and training_args.process_index == 0:
-            check_run(self, arguments)
+            check_and_claim_run(self, arguments)
         else:
             set_model_options(self, arguments)
             replace_model_and_dataset(self, arguments)
@@ -178,14 +178,14 @@ def settings_of_continued_run(context: Context, output_dir: str) -> dict[str, An
     return settings_of_checkpoint(Path(output_dir))
 
 
-def check_run(context: Context, arguments: Arguments) -> dict[str, Any]:
+def check_and_claim_run(context: Context, arguments: Arguments) -> dict[str, Any]:
     """Checks a run, claims its output directory and its mirror, and quantizes its model if that is needed; returns its run.json.
 
     Raises UserError for what the user can fix. Exits if the run is finished. Prints what differs from what was asked for. The
     arguments then name what is loaded instead of the model and the dataset.
     """
     script_args, training_args, model_args = arguments
-    check_arguments(context, arguments)
+    check_all_arguments(context, arguments)
     set_model_options(context, arguments)
     if not training_args.use_cpu:
         machine.check_gpus(training_args, model_args, context)

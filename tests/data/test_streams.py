@@ -242,6 +242,45 @@ def test_position_of_another_stream(documents, tmp_path, capsys):
     assert "does not have the position in this stream" in capsys.readouterr().out
 
 
+def test_position_with_fewer_micro_batches_per_step(documents, tmp_path, capsys, monkeypatch):
+    """With larger micro-batches a step does not read all parts of the checkpoint, so the stream is read again; and no row twice."""
+
+    def stream():
+        return shuffle(documents(), 1).repeat(None)
+
+    parts = min(SLOTS, documents().num_shards)
+    read_steps(stream, tmp_path, 1, 1)
+    monkeypatch.setattr(sys.modules[__name__], "SLOTS", 4 if parts > 4 else 1)
+    batches, _ = open_batches(stream(), tmp_path, 1, 0, tmp_path / "checkpoint-1")
+    assert "--per_device_train_batch_size. The stream is read from its beginning" in capsys.readouterr().out
+    rows = documents().num_shards * 8 * ROWS
+    assert len({row["id"] for batch in itertools.islice(batches, rows) for row in batch["rows"]}) == sum(FILES)
+
+
+def damaged_positions(path):
+    """A position with every key left out, or with every kind of value in its place; and what is no object."""
+    position = json.loads(path.read_text())
+    for key in ("parts", "shards", "state"):
+        yield json.dumps({name: value for name, value in position.items() if name != key})
+        for value in (None, True, -1, 0, 1.5, 10**9, "2", [], [1], {}, {"type": []}, {"examples_iterable": 1}):
+            yield json.dumps(position | {key: value})
+    yield from ("", "{", "[]", "null", "2", "[" * 100_000, "\udcff")
+
+
+def test_damaged_position(documents, tmp_path, capsys):
+    """It is one message, and no error."""
+    stream = packed(documents, True)
+    read_steps(lambda: stream, tmp_path, 1, 1)
+    path = tmp_path / "checkpoint-1/stream_0.json"
+    (tmp_path / "checkpoint-1/stream_x.json").write_text("{}")
+    open_batches(stream, tmp_path, 1, 0, path.parent)
+    assert not capsys.readouterr().out, "the file that is not one of ours does not count"
+    for content in list(damaged_positions(path)):
+        path.write_text(content, "utf-8", "surrogateescape")
+        open_batches(stream, tmp_path, 1, 0, path.parent)
+        assert "does not have the position in this stream" in capsys.readouterr().out, content[:200]
+
+
 def test_workers_have_no_effect(documents, capsys):
     loader = DataLoader(packed(documents, True), batch_size=ROWS, collate_fn=list, num_workers=2)
     args = SimpleNamespace(process_index=0, world_size=1, gradient_accumulation_steps=SLOTS, train_batch_size=ROWS)

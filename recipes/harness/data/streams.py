@@ -8,17 +8,19 @@ slots, not of processes, and the position of a run is one position per part, whi
 An epoch of data in memory has the same rows on any number of processes too, see `fill_last_step`.
 """
 
+import contextlib
 import itertools
 import json
 import logging
 import math
+import re
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from harness.data.stream_rows import MOST_PARTS
-from harness.folder import read_json, step_of
+from harness.folder import DamagedFile, read_json, step_of
 from harness.messages import UserError, print_once
 
 import torch
@@ -133,8 +135,8 @@ class MicroBatches(torch.utils.data.IterableDataset):
         rows = list(itertools.islice(source, self.rows))
         if len(rows) < self.rows:
             raise UserError(
-                f"--dataset_name: the stream is read in {self.parts} parts, and one of them has no row to train on: "
-                "pass a larger --max_samples, or --dataset_streaming false"
+                f"--dataset_name: the stream is split into {self.parts} shards, and one has no row to train on: pass a larger "
+                "--max_samples, or --dataset_streaming false"
             )
         return rows
 
@@ -173,7 +175,7 @@ class StreamPosition(TrainerCallback):
     def _open(self, stream: IterableDataset) -> MicroBatches:
         """The micro-batches of this process from where the checkpoint was, else from the beginning. Collective with a checkpoint.
 
-        Without a shared disk a process sees the files of its own parts only, which are enough.
+        A process needs the positions of its own parts only. A step must read all parts, so it needs as many slots.
         """
         args = self.trainer.args
         slots = slots_of_step(args)
@@ -184,22 +186,21 @@ class StreamPosition(TrainerCallback):
         parts = largest_divisor(slots, min(stream.num_shards, MOST_PARTS))
         if not self.checkpoint:
             return divided_by(parts)
-        saved = {int(path.stem.split("_")[1]): read_json(path) for path in self.checkpoint.glob("stream_*.json")}
-        same_stream = {"shards": stream.num_shards, "operations": _operations(stream.state_dict())}
-        fitting = {part: position for part, position in saved.items() if same_stream.items() <= position.items()}
-        saved_parts = next((position["parts"] for position in fitting.values()), 0)
-        micro_batches = divided_by(saved_parts or parts)
-        if all(gather_object([saved_parts > 0 and micro_batches.streams.keys() <= fitting.keys()])):
+        saved_parts, states = _read_states(self.checkpoint, stream)
+        is_complete = 0 < saved_parts <= min(stream.num_shards, slots)
+        micro_batches = divided_by(saved_parts if is_complete else parts)
+        if all(gather_object([is_complete and micro_batches.streams.keys() <= states.keys()])):
             logging.getLogger("datasets.iterable_dataset").setLevel(logging.ERROR)  # its warning is about buffers of many rows
             for part, of_part in micro_batches.streams.items():
-                of_part.load_state_dict(fitting[part]["state"])
+                of_part.load_state_dict(states[part])
             return micro_batches
         micro_batches = divided_by(parts)
         micro_batches.skipped_steps = step_of(self.checkpoint)
         print_once(
-            f"warning: {self.checkpoint} does not have the position in this stream, so the stream is read from its beginning, "
-            f"and {micro_batches.skipped_steps * slots * args.train_batch_size:,} rows are skipped, but not always those that "
-            "were trained on"
+            f"warning: {self.checkpoint} does not have the position in this stream, or not for this "
+            "--per_device_train_batch_size. The stream is read from its beginning, and "
+            f"{micro_batches.skipped_steps * slots * args.train_batch_size:,} rows are skipped: not always those that were trained "
+            "on. If an earlier version began this run, it may have trained on rows that are held out for evaluation now."
         )
         return micro_batches
 
@@ -212,17 +213,30 @@ class StreamPosition(TrainerCallback):
             position = {
                 "parts": self.micro_batches.parts,
                 "shards": self.trainer.train_dataset.num_shards,
-                "operations": _operations(state_of_part),
                 "state": state_of_part,
             }
             path = Path(args.output_dir, f"checkpoint-{state.global_step}", f"stream_{part}.json")
             path.write_text(json.dumps(position), "utf-8")
 
 
-def _operations(state: dict[str, Any]) -> list[str]:
+def _read_states(checkpoint: Path, stream: IterableDataset) -> tuple[int, dict[int, dict]]:
+    """In how many parts the stream was read, and their states, as far as they are on this disk; (0, {}) for another stream."""
+    counts, states = set(), {}
+    for path in checkpoint.glob("stream_*.json"):
+        with contextlib.suppress(DamagedFile):  # or one of an earlier version
+            position = read_json(path, {"parts": int, "shards": int, "state": dict})
+            number = re.fullmatch(r"stream_(\d{1,9})\.json", path.name)
+            is_same = position.get("shards") == stream.num_shards
+            if number and is_same and _operations(position["state"]) == _operations(stream.state_dict()):
+                counts.add(position["parts"])
+                states[int(number[1])] = position["state"]
+    return (counts.pop(), states) if len(counts) == 1 else (0, {})
+
+
+def _operations(state: Any) -> list[str]:
     """The names of the operations of a stream (map, shuffle, repeat …) in its state, from the last one to the source."""
     names = []
-    while state:
+    while isinstance(state, dict) and state:
         names.append(state.get("type", ""))
         state = state.get("examples_iterable")
     return names

@@ -159,7 +159,7 @@ def lock_run(folder: Path, identity: dict) -> FileLock:
     Raises UserError if another run is writing into the folder, or has replaced that rehearsal since.
     """
     held = lock(folder)
-    if read_json(folder / RUN) != identity:
+    if not _is_same_run(read_json(folder / RUN), identity):
         held.release()
         raise UserError(f"--output_dir: another run has started in {folder}: wait for it, stop it, or choose another folder")
     return held
@@ -199,7 +199,9 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         held = lock(folder)
         _check_same_run(folder, _read_run_file(folder), identity, is_default)
-        if read_json(folder / RUN) != identity:
+        written = read_json(folder / RUN)
+        # That of the first node stays, so that it is the same on all.
+        if written != identity and not (NODE_VARIABLE in os.environ and _is_same_run(written, identity)):
             write_json(folder / RUN, identity)
         held.release()
     except OSError as error:
@@ -231,8 +233,13 @@ def _is_replaced_rehearsal(existing: dict, identity: dict, is_default: bool) -> 
     """Whether a rehearsal in the default folder is moved away, because it is not the one that `identity` describes."""
     if not (is_default and identity["tiny"] and existing.get("tiny")):
         return False
+    return not _is_same_run(existing, identity)
+
+
+def _is_same_run(existing: dict, identity: dict) -> bool:
+    """Whether two run.json are equal, but for the paths and times of the same local files."""
     different = [key for key in existing.keys() | identity.keys() if existing.get(key) != identity.get(key)]
-    return any(not names_same_files(key, existing, identity) for key in different)
+    return all(names_same_files(key, existing, identity) for key in different)
 
 
 def names_same_files(key: str, existing: dict, identity: dict) -> bool:

@@ -30,12 +30,12 @@ IDENTITY |= dict.fromkeys(CHOICE_OF_ROWS)
 def place(tmp_path, monkeypatch):
     """Makes a mirror and output directories with checkpoints; `open_mirror` is what a run does before its first step."""
     monkeypatch.setenv("NODE_SILENCE", "1")
-    args = SimpleNamespace(save_total_limit=2, load_best_model_at_end=False)
-    settings = RunSettings(mirror=(tmp_path / "mirror").as_uri())
+    args = SimpleNamespace(load_best_model_at_end=False)
     opened = []
 
-    def open_mirror(name: str) -> mirror.Mirror:
-        args.output_dir = str(tmp_path / name)
+    def open_mirror(name: str, limit: int = 2, separate_disks: bool = False) -> mirror.Mirror:
+        settings = RunSettings(mirror=(tmp_path / "mirror").as_uri(), separate_disks=separate_disks)
+        args.output_dir, args.save_total_limit = str(tmp_path / name), limit
         Path(args.output_dir).mkdir(exist_ok=True)
         mirror.check(settings.mirror, IDENTITY, Path(args.output_dir))
         mirror.claim(settings.mirror, IDENTITY, Path(args.output_dir))
@@ -80,6 +80,38 @@ def test_old_checkpoints_are_removed_and_the_newest_comes_back(place, tmp_path):
     place("fresh")
     assert complete(tmp_path / "fresh") == ["checkpoint-6"]
     assert content(tmp_path / "fresh/checkpoint-6") == content(tmp_path / "first/checkpoint-6")
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_without_a_limit_all_checkpoints_are_kept(place, tmp_path, limit):
+    run = place("first", limit)
+    for step in (2, 4, 6):
+        save(run, step)
+    assert complete(tmp_path / "mirror") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+def test_checkpoint_that_is_damaged_in_the_mirror_only_is_uploaded_again(place, tmp_path):
+    run = place("first")
+    save(run, 2)
+    save(run, 4)
+    run.close()
+    (tmp_path / "mirror/checkpoint-4/complete.json").write_text("{")
+    place("first", separate_disks=True).close()
+    assert complete(tmp_path / "mirror") == ["checkpoint-2", "checkpoint-4"]
+    assert content(tmp_path / "mirror/checkpoint-4") == content(tmp_path / "first/checkpoint-4")
+
+
+def test_files_in_place_of_checkpoints(place, tmp_path):
+    run = place("first")
+    save(run, 2)
+    run.close()
+    (tmp_path / "mirror/checkpoint-4").touch()
+    (tmp_path / "first/checkpoint-4").touch()
+    began = time.monotonic()
+    run = place("first")
+    (tmp_path / "first/checkpoint-4").unlink()
+    save(run, 4)
+    assert complete(tmp_path / "mirror") == ["checkpoint-2", "checkpoint-4"] and time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(

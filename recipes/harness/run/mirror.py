@@ -195,7 +195,8 @@ class Mirror(TrainerCallback):
     def __init__(self, trainer: Trainer, group: ProcessGroup | None, settings: RunSettings) -> None:
         """Raises UserError for options that need all files of a checkpoint on every node. `group`: see `make_cpu_group`."""
         self.output_dir, self.group = Path(trainer.args.output_dir), group
-        self.limit, self.best = trainer.args.save_total_limit, ""
+        limit, self.best = trainer.args.save_total_limit, ""
+        self.limit = limit if limit and limit > 0 else math.inf
         url, self.process = settings.mirror, PartialState()
         self.storage = Storage(url) if url else None  # None as well if another run has taken the mirror
         self.has_own_disk = settings.separate_disks
@@ -249,6 +250,8 @@ class Mirror(TrainerCallback):
                 if not self._is_on_disks(name, on_disk[name]["files"]):
                     continue  # `find_checkpoint` says why
                 reason = self._begin_upload(name)
+                if not reason:
+                    damaged.pop(name, None)  # what the mirror had was removed
                 if not self.has_own_disk:
                     break
                 errors = [reason] if reason else [error for _, error in self._wait(PATIENCE)]
@@ -277,12 +280,12 @@ class Mirror(TrainerCallback):
         for name in self.storage.checkpoints():
             try:
                 in_mirror[name] = with_files(parse_marker(self.storage.fs.cat_file(f"{name}/{COMPLETION_MARKER}")))
-            except FileNotFoundError:  # its upload did not end
+            except (FileNotFoundError, NotADirectoryError):  # its upload did not end, or it is a file
                 continue
             except DamagedFile as error:
                 damaged[name] = str(error)
         for path in folder.checkpoints(self.output_dir):
-            with contextlib.suppress(FileNotFoundError, DamagedFile):  # `find_checkpoint` deals with them
+            with contextlib.suppress(OSError, DamagedFile):  # `find_checkpoint` deals with them
                 on_disk[path.name] = with_files(read_marker(path))
         self.complete = list(in_mirror)
         return in_mirror, on_disk, damaged
@@ -403,7 +406,7 @@ class Mirror(TrainerCallback):
         retry(lambda: self.storage.write(f"{transfer.name}/{COMPLETION_MARKER}", marker), math.inf, transfer.give_up)
         self.uploaded += 1
         complete = [transfer.name, *self.complete]
-        self.complete = [name for place, name in enumerate(complete) if place < (self.limit or math.inf) or name == self.best]
+        self.complete = [name for place, name in enumerate(complete) if place < self.limit or name == self.best]
         size, seconds = readable_size(sum(size for size, _ in marker["files"].values())), time.monotonic() - transfer.began
         print(f"{transfer.name} ({size}) is in {self.storage.url} after {seconds:.0f} s.", flush=True)
         with contextlib.suppress(Exception):  # what remains is removed after the next upload

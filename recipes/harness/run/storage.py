@@ -71,7 +71,7 @@ class Storage:
 
     def remove(self, name: str) -> None:
         """Removes a file if it is there."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self.fs.rm_file(name)
 
     def checkpoints(self) -> list[str]:

@@ -253,7 +253,35 @@ def test_run_of_an_earlier_version_resumes(tmp_path, capsys):
     folder.write_json(tmp_path / "run.json", {key: value for key, value in IDENTITY.items() if key not in later_keys})
     begin_training(tmp_path)
     claim(tmp_path, IDENTITY, is_default=True)
+    assert capsys.readouterr().out.count("have changed since the run in") == 1  # … cannot be checked
+    claim(tmp_path, IDENTITY, is_default=True)
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"/x/d/a.jsonl": [9, 10**9, "1f"], "/x/d/b.jsonl": [9, 10**9, ""]}, ""),
+        ({"/x/d/a.jsonl": [8, 10**9, "1f"], "/x/d/b.jsonl": [9, 10**9, ""]}, "d/a.jsonl of a has changed since"),
+        ({"/x/d/a.jsonl": [9, 3 * 10**9, ""], "/x/d/b.jsonl": [9, 10**9, ""]}, "touch -d @3.000000000"),
+        ({"/x/d/a.jsonl": [9, 10**9, "1f"]}, "d/b.jsonl of a has changed since"),
+        ({"/x/d/a.jsonl": 9}, "data_files.json is damaged"),
+        ([], "data_files.json is damaged"),
+    ],
+    ids=["same", "size", "time", "new file", "damaged entry", "damaged"],
+)
+def test_files_of_an_earlier_version_are_compared(tmp_path, capsys, error_of, entries, words):
+    """They are in a file of their own."""
+    run = {key: value for key, value in IDENTITY.items() if key != "data_files"} | {"data_digest": "1f"}
+    folder.write_json(tmp_path / "run.json", run)
+    folder.write_json(tmp_path / "data_files.json", {"files": entries})
+    begin_training(tmp_path)
+    if words:
+        assert words in error_of(claim, tmp_path, IDENTITY)
+        assert read(tmp_path, "run.json") == run
+    else:
+        claim(tmp_path, IDENTITY)
+        assert not capsys.readouterr().out and read(tmp_path, "run.json") == IDENTITY
 
 
 def test_sharded_run_cannot_resume_from_unsharded_checkpoints(tmp_path, error_of):

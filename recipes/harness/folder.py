@@ -208,6 +208,11 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
         raise UserError(f"--output_dir: {folder} cannot be written ({error.strerror}): choose another folder") from error
     if existing.get("recipe_digest", identity["recipe_digest"]) != identity["recipe_digest"]:
         print_once(f"{identity['recipe']}.py has changed since {folder} was last trained; the run resumes with the new version.")
+    if existing and identity["data_files"] and "data_files" not in _with_data_files(folder, existing, identity):
+        print_once(
+            f"warning: whether the files of {identity['dataset']} have changed since the run in {folder} began cannot be checked: "
+            "an earlier version of this project did not record them"
+        )
 
 
 def _read_run_file(folder: Path) -> dict:
@@ -261,9 +266,26 @@ def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bo
         if folder.is_dir() and any(not path.name.startswith((LOCK, f".{RUN}.")) for path in folder.iterdir()):
             raise UserError(f"--output_dir: {folder} has files that are not from a run: choose an empty or new folder")
         return
+    existing = _with_data_files(folder, existing, identity)
     has_checkpoints = bool(list(folder.glob("checkpoint-*")))
     has_begun = has_checkpoints or (folder / RESULTS).exists()
     check_same_run("--output_dir", str(folder), existing, identity, has_begun, has_checkpoints)
+
+
+def _with_data_files(folder: Path, existing: dict, identity: dict) -> dict:
+    """`existing` with its data files, which an earlier version wrote into data_files.json: {"files": {path: [size, time, …]}}."""
+    path = folder / "data_files.json"
+    if "data_files" in existing or not path.is_file():
+        return existing
+    names = [name for name, _, _ in identity["data_files"]]
+    try:
+        files = [
+            [next((name for name in names if f"/{file}".endswith(f"/{name}")), file), int(size), int(time)]
+            for file, (size, time, _) in read_json(path, {"files": dict})["files"].items()
+        ]
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--output_dir: {path} is damaged: restore it from a copy, or choose another folder") from error
+    return existing | {"data_files": files}
 
 
 def check_same_run(

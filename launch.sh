@@ -219,8 +219,10 @@ show_help() { sed -n '/^# Fine/,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 check_words() {
   local module=commands
   [[ $1 != --plan ]] || module=plan
-  command -v -- "${PYTHON:-python3}" >/dev/null || return 0 # `call` says that PYTHON is not found
-  "${PYTHON:-python3}" -m "harness.$module.arguments" "${1#--}" "${@:2}" || exit
+  local python=${PYTHON:-python3}
+  [[ -n ${PYTHON:-} || ! -x $here/.venv/bin/python ]] || python=$here/.venv/bin/python
+  is_new_enough "$python" || return 0 # `call` finds another one, or says what is wrong with PYTHON, and parses again
+  "$python" -m "harness.$module.arguments" "${1#--}" "${@:2}" || exit
   [[ ! " ${*:2} " =~ " "(--help|-h)" " ]] || exit 0
 }
 

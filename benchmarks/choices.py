@@ -32,13 +32,13 @@ def main(numbers: list[int]) -> None:
     from harness.plan import command
 
     can_fork = command.import_libraries()
-    from harness.plan import cards, choose
+    from harness.plan import choose, machines, roofline
 
     paths = [str(path) for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
     print("| recipe | machine | chosen | s per step | tried | fit | the fastest other | |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for name, text in (PAIRS[number] for number in numbers):
-        recipe, (machine,) = str(ROOT / f"recipes/{name}.py"), choose.read_machines(text)
+        recipe, (machine,) = str(ROOT / f"recipes/{name}.py"), machines.read_machines(text)
         grid = choose.make_grid(Path(recipe), machine, paths, [])
 
         def simulate(options: list, recipe: str = recipe, grid: choose.Grid = grid) -> list:
@@ -49,7 +49,7 @@ def main(numbers: list[int]) -> None:
         seconds = time.monotonic() - began
         every = [option for options in grid.settings.values() for option in options]
         fitting = {
-            option: choose.seconds_of(machine.card, simulation)
+            option: roofline.middle_seconds(machine.card, simulation)
             for option, simulation in zip(every, simulate(every), strict=True)
             if choose.is_possible(machine, simulation)
         }
@@ -59,7 +59,7 @@ def main(numbers: list[int]) -> None:
         else:
             best = candidates[0]
             fitting.pop(best.option)
-            low, high = cards.step_seconds(machine.card, best.simulation)
+            low, high = roofline.step_seconds(machine.card, best.simulation)
             other = min(fitting, key=fitting.get, default=None)
             cells += [words_of(best.option), f"{low:.2f}–{high:.2f}", f"{len(found)} of {len(every)}", str(len(fitting) + 1)]
             cells += ["", ""] if other is None else [words_of(other), percent(fitting[other] / best.seconds - 1)]

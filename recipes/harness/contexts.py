@@ -6,7 +6,6 @@ line is read, and handed to the process that runs the recipe.
 """
 
 import argparse
-import contextvars
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 
 from harness.configs import AccelerateConfig
 
-_current: contextvars.ContextVar["Context | None"] = contextvars.ContextVar("context", default=None)
+_current: "Context | None" = None  # of this process
 
 
 class RecipeStopped(BaseException):
@@ -76,23 +75,36 @@ class Context:
         raise NotImplementedError
 
 
+@dataclass
+class BuildingContext(Context):
+    """For commands that run a recipe until it has built its trainer."""
+
+    trainer: Any = None
+
+    def built(self, trainer: Any) -> None:
+        self.trainer = trainer
+        raise RecipeStopped
+
+
 def current() -> Context | None:
     """The context of this process; None before `parse` in a recipe that was started without launch.sh."""
-    return _current.get()
+    return _current
 
 
-def set_current(context: Context) -> None:
+def set_current(context: Context | None) -> None:
     """Sets the context for the rest of this process."""
-    _current.set(context)
+    global _current
+    _current = context
 
 
 @contextmanager
 def active(context: Context) -> Iterator[None]:
     """Within this block a recipe finds `context`. `RecipeStopped` ends the block."""
-    token = _current.set(context)
+    before = current()
+    set_current(context)
     try:
         yield
     except RecipeStopped:
         pass
     finally:
-        _current.reset(token)
+        set_current(before)

@@ -1,7 +1,7 @@
 """A rehearsal multiplies bf16 and fp16 matrices in float32, because many CPUs have no fast arithmetic for these dtypes."""
 
 from harness.compat.torch import multiply_in_float32
-from harness.start import arguments
+from harness.start import preparing
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_factors_are_copied_to_float32(product, dtype):
 
 def test_rehearsal_of_a_bf16_recipe_multiplies_in_float32(build_trainer, monkeypatch):
     calls = []
-    monkeypatch.setattr(arguments, "multiply_in_float32", lambda: calls.append("called"))
+    monkeypatch.setattr(preparing, "multiply_in_float32", lambda: calls.append("called"))
     assert build_trainer("qwen2_chat").args.bf16 and calls
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from harness.nodes import network
-from harness.start import arguments
+from harness.start import training
 
-arguments.check_all_reduce = functools.partial(network.check_all_reduce, seconds=4)
-check_and_claim_run = arguments.check_and_claim_run
+training.check_all_reduce = functools.partial(network.check_all_reduce, seconds=4)
+check_and_claim_run = training.check_and_claim_run
 
 
-def check_slowly(*args: Any) -> None:
+def check_slowly(*args: Any) -> dict[str, Any]:
     time.sleep(8)
-    check_and_claim_run(*args)
+    return check_and_claim_run(*args)
 
 
-arguments.check_and_claim_run = check_slowly
+training.check_and_claim_run = check_slowly
 runpy.run_path(str(Path(__file__).parents[2] / "recipes/qwen2_fineweb_edu.py"), run_name="__main__")

@@ -31,9 +31,15 @@ KINDS = {
     "--tiny at the end": ("qwen2_chat 1x3090 --tiny", "--tiny comes first"),
     "--tiny in the middle": ("launch.sh qwen2_chat --tiny 1x3090", "--tiny comes first: ./launch.sh --tiny qwen2_chat 1x3090"),
     "--preview at the end": ("launch.sh qwen2_chat 1x3090 --preview", "--preview comes first: ./launch.sh --preview RECIPE"),
-    "--merge without a run": ("launch.sh --merge", "--merge needs the folder of a run"),
+    "--merge without a run": (
+        "launch.sh --merge",
+        "--merge: the following arguments are required: RUN: see ./launch.sh --merge --help",
+    ),
     "--merge of a missing run": ("launch.sh --merge nowhere", "nowhere is not a folder"),
-    "--report without runs": ("launch.sh --report", "--report needs the folders"),
+    "--report without runs": (
+        "launch.sh --report",
+        "--report: the following arguments are required: RUN: see ./launch.sh --report --help",
+    ),
     "two commands": ("launch.sh --plan --preview qwen2_chat", "--plan and --preview are two commands"),
     "missing Python": ("launch.sh qwen2_chat 1x3090", "PYTHON: program not found: /no/python", {"PYTHON": "/no/python"}),
     "misspelled flag": ("qwen2_chat 1x3090 --learning_rte 1", "unknown flag --learning_rte: did you mean --learning_rate?"),
@@ -261,7 +267,7 @@ FILES = {
     "more.jsonl": "\n".join(json.dumps({"text": f"more {row}"}) for row in range(50)),
     "damaged/run.json": "{",
     "taken/run.json": json.dumps({"recipe": "another", "tiny": False, "sharded": False, "config": "c"}),
-    "busy/run.json": json.dumps({"recipe": "another"}),
+    "busy/run.json": json.dumps({"recipe": "another", "tiny": False, "sharded": False, "config": "c"}),
 }
 
 

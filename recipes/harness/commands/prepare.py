@@ -18,13 +18,13 @@ from typing import Any
 
 from harness.batches import ASSUMED_LENGTH, length_of_rows
 from harness.commands import arguments
-from harness.contexts import Context, RecipeStopped
+from harness.contexts import BuildingContext
 from harness.folder import write_json
 from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, print_once, readable_size
 from harness.start import flags
 from harness.start.launch import gpu_features, hide_library_warnings, set_environment
-from harness.start.processes import run_recipe
+from harness.start.processes import build_trainer
 
 import yaml
 
@@ -38,28 +38,27 @@ Wanted = dict[tuple[str, str], dict[str, Any]]  # ("model" or "dataset", its Hub
 
 def main(*words: str) -> int:
     """Returns the exit code."""
+    from harness.start.machine import print_untested_versions
+
     parsed = arguments.prepare().read(words)
     flags.check_flags(parsed.recipe, parsed.flags)
     prepare = Prepare(str(parsed.recipe), tiny=parsed.tiny, on_cpu=True)
     set_environment(prepare.tiny)
-    prepare.attention, prepare.no_flash, prepare.no_triton, _ = gpu_features()
+    prepare.attention, prepare.no_flash, prepare.no_triton, prepare.gpu_problem = gpu_features()
     hide_library_warnings()
+    print_untested_versions()
     with tempfile.TemporaryDirectory(prefix="prepare-") as output_dir:
-        run_recipe(prepare, [*parsed.flags, "--output_dir", output_dir])
-    if not prepare.is_built:
-        raise UserError(f"{parsed.recipe.name} ended without calling train(): is it a recipe?")
+        build_trainer(prepare, [*parsed.flags, "--output_dir", output_dir])
     print_once("Everything this run needs is on this machine: the same flags train without internet.")
     return 0
 
 
 @dataclasses.dataclass
-class Prepare(Context):
+class Prepare(BuildingContext):
     """Downloads what a run needs when its arguments are known, then runs the recipe until it has built its trainer.
 
     The recipe's own code opens and tokenizes the data, so that it is in the caches.
     """
-
-    is_built: bool = False
 
     is_sharded = True  # the config is not known, and only sharded 4-bit weights must be made before a run
 
@@ -74,7 +73,7 @@ class Prepare(Context):
         preparing.set_model_options(self, arguments)
         preparing.check_model_and_dataset(self, arguments)
         if not self.tiny:
-            download(*arguments, self.attention)
+            download(*arguments, self.attention, self.gpu_problem)
         load_tokenizers_as_offline()
         preparing.replace_model_and_dataset(self, arguments)
         if model_args.load_in_4bit:
@@ -83,12 +82,8 @@ class Prepare(Context):
         preparing.prepare_process(self, arguments)
         load_small_models()
 
-    def built(self, trainer: Any) -> None:
-        self.is_built = True
-        raise RecipeStopped
 
-
-def download(script_args: Any, training_args: Any, model_args: Any, attention: list[str]) -> None:
+def download(script_args: Any, training_args: Any, model_args: Any, attention: list[str], gpu_problem: str) -> None:
     """Downloads the files of model and dataset that are not here. An interrupted download continues."""
     from harness.model.attention import has_documents
 
@@ -108,7 +103,7 @@ def download(script_args: Any, training_args: Any, model_args: Any, attention: l
     for source, files, record in streams:
         link_stream_files(source, files, record, snapshots["dataset", source.name])
     if not has_documents(training_args):  # for packed rows PyTorch has it
-        print_once(about_flash_attention(attention))
+        print_once(about_flash_attention(attention, gpu_problem))
 
 
 def will_quantize(model_args: Any) -> bool:
@@ -171,7 +166,7 @@ def check_space(wanted: Wanted, model_args: Any, converted_bytes: int) -> None:
     check_disk(folders)
 
 
-def about_flash_attention(attention: list[str]) -> str:
+def about_flash_attention(attention: list[str], gpu_problem: str) -> str:
     """The kernels were downloaded when `gpu_features` asked whether this machine can use them."""
     from harness.model.gpu_features import FLASH
 
@@ -181,6 +176,8 @@ def about_flash_attention(attention: list[str]) -> str:
         return "FlashAttention: skipped, because its kernels depend on the GPU and this machine has none."
     if FLASH in attention:
         return "FlashAttention: available."
+    if gpu_problem:
+        return f"FlashAttention: not known, because the GPU cannot be used now: {gpu_problem}"
     return (
         f"FlashAttention: not available, so PyTorch's SDPA is used; `{sys.executable} -m pip install kernels` allows "
         "kernels from the Hub."

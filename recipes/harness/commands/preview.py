@@ -22,11 +22,11 @@ from typing import Any
 from harness.batches import length_of_rows, rows_of_step
 from harness.commands import arguments
 from harness.commands.expectations import IGNORED
-from harness.contexts import Context, RecipeStopped
+from harness.contexts import BuildingContext
 from harness.messages import UserError, exit_on_user_error, print_once
 from harness.start import flags
 from harness.start.launch import hide_library_warnings, set_environment
-from harness.start.processes import run_recipe
+from harness.start.processes import build_trainer
 
 BATCHES = 100
 BOLD, GREEN, GREY = "1;", "32", "90"  # codes of a terminal
@@ -67,12 +67,15 @@ class PreviewRows:
 
 def main(*words: str) -> int:
     """Returns 1 if there are warnings."""
+    from harness.start.machine import print_untested_versions
+
     parsed = arguments.preview().read(words)
     flags.check_flags(parsed.recipe, parsed.flags)
     preview = Preview(str(parsed.recipe), tiny=parsed.tiny, on_cpu=True)
     set_environment(preview.tiny)
     messages = sys.stderr if parsed.json else sys.stdout  # stdout is for the JSON alone
     with tempfile.TemporaryDirectory(prefix="preview-") as output_dir, contextlib.redirect_stdout(messages):
+        print_untested_versions()
         rows = preview.read_rows([*parsed.flags, "--output_dir", output_dir])
         trainer, (script_args, _, model_args) = preview.trainer, preview.arguments
         batches = list(itertools.islice(trainer.get_train_dataloader(), BATCHES))
@@ -97,10 +100,9 @@ def main(*words: str) -> int:
 
 
 @dataclass
-class Preview(Context):
+class Preview(BuildingContext):
     """Runs a recipe until it has built its trainer, with a model of two layers and the first rows of each split."""
 
-    trainer: Any = None
     # Of each split: the tokenized rows before truncation and packing, and whether its rows are conversations.
     whole: dict[str, Any] = dataclasses.field(default_factory=dict)
     conversational: list[bool] = dataclasses.field(default_factory=list)
@@ -128,20 +130,13 @@ class Preview(Context):
         self.conversational.append(is_conversational(next(iter(rows))))
         self.whole[split] = tokenized
 
-    def built(self, trainer: Any) -> None:
-        self.trainer = trainer
-        raise RecipeStopped
-
     def read_rows(self, arguments: list[str]) -> PreviewRows:
         """Runs the recipe; returns the first rows of its datasets. Changes this process."""
         from harness.data.loading import FIRST_ROWS, count_training_rows
         from harness.folder import DATA, read_json
 
         hide_library_warnings()
-        run_recipe(self, arguments)
-        trainer, whole = self.trainer, self.whole
-        if trainer is None:
-            raise UserError(f"{Path(self.recipe).name} ended without calling train(): is it a recipe?")
+        trainer, whole = build_trainer(self, arguments), self.whole
         script_args = self.arguments[0]
         evaluated = trainer.eval_dataset or []
         evaluated = evaluated if isinstance(evaluated, dict) else {"eval": evaluated}

@@ -25,8 +25,10 @@ def load_models_with(load: Callable[..., PreTrainedModel]) -> None:
     """
     before = PreTrainedModel.from_pretrained.__func__
 
-    def from_pretrained(cls: type[PreTrainedModel], name: str, *args: Any, **options: Any) -> PreTrainedModel:
-        return load(functools.partial(before, cls), cls, name, *args, **options)
+    def from_pretrained(
+        cls: type[PreTrainedModel], pretrained_model_name_or_path: str, *args: Any, **options: Any
+    ) -> PreTrainedModel:
+        return load(functools.partial(before, cls), cls, pretrained_model_name_or_path, *args, **options)
 
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 

@@ -23,7 +23,7 @@ class GpuFeatures(NamedTuple):
 
 def find_gpu_features() -> GpuFeatures:
     """What the GPUs of this machine support. The launcher asks once, so that all processes do the same."""
-    warnings.filterwarnings("ignore")  # `checks.count_gpus` reports a driver that is too old
+    warnings.filterwarnings("ignore")  # `machine.count_gpus` reports a driver that is too old
     if not torch.cuda.is_available():
         return GpuFeatures([])
     try:

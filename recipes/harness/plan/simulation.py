@@ -22,9 +22,8 @@ from harness.batches import length_of_rows
 from harness.compat.accelerate import allow_fsdp_on_cpu, launch_environment
 from harness.compat.transformers import TrainerWithHooks, add_overrides
 from harness.configs import AccelerateConfig
-from harness.contexts import Context, RecipeStopped
+from harness.contexts import BuildingContext, Context, RecipeStopped
 from harness.folder import read_json
-from harness.messages import UserError
 from harness.model.loading import check_module_names
 from harness.plan.allocator import replay
 from harness.plan.fakes import Fakes, count_wrapping, install_steps
@@ -37,7 +36,7 @@ from harness.start import preparing
 from harness.start.arguments import Arguments
 from harness.start.flags import is_true, value_of
 from harness.start.launch import allocator_settings, set_training_environment
-from harness.start.processes import run_recipe
+from harness.start.processes import build_trainer
 
 import datasets
 import torch
@@ -47,10 +46,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 
 @dataclass
-class Plan(Context):
+class Plan(BuildingContext):
     """Runs a recipe until it has built its trainer, for a model and rows of full size that are not loaded."""
-
-    trainer: Trainer | None = None
 
     is_simulated = True
 
@@ -60,23 +57,15 @@ class Plan(Context):
             allow_fsdp_on_cpu()
 
     def prepare(self, arguments: Arguments) -> None:
-        script_args, training_args, model_args = arguments
+        _, training_args, model_args = arguments
         name = model_args.model_name_or_path
         preparing.check_all_arguments(self, arguments)
         preparing.set_model_options(self, arguments)
-        if self.tiny:
-            tiny.make_replacements(script_args, model_args)
-            tiny.use_replacements(*arguments)
-        else:
-            tiny.use_planned_size(*arguments)
+        tiny.use_planned_size(*arguments)
         check_module_names(model_args, self.config, name)
         if getattr(training_args, "activation_offloading", False):
             training_args.activation_offloading = False  # the plan's page says so
         preparing.prepare_data(arguments)
-
-    def built(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        raise RecipeStopped
 
 
 @dataclass
@@ -155,8 +144,7 @@ def simulate(
     began, plan, config = time.monotonic(), Plan(**vars(context)), context.config
     gc.freeze()  # otherwise every garbage collection would look through the libraries
     gc.set_threshold(200_000)
-    # A rehearsal computes on the CPU, as its simulation does.
-    if not plan.tiny and (config.mixed_precision == "fp16" or is_true("fp16", flags)):
+    if config.mixed_precision == "fp16" or is_true("fp16", flags):
         plan.no_triton = "fp16 is for GPUs that Triton does not support"
     set_training_environment(plan)
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
@@ -176,9 +164,7 @@ def simulate(
         contextlib.redirect_stdout(nowhere),
     ):
         quiet = ["--output_dir", output_dir, "--report_to", "none", "--disable_tqdm", "true"]
-        run_recipe(plan, [*flags, *quiet])
-        if plan.trainer is None:
-            raise UserError(f"{Path(plan.recipe).name} ended without calling train(): is it a recipe?")
+        build_trainer(plan, [*flags, *quiet])
         simulation = simulate_training(plan, ledger, fakes, with_evaluation)
     simulation.peaks, simulation.host_peaks = ledger.peaks(), ledger.peaks("host")
     simulation.reserved, simulation.needed = replay(ledger.sizes(), "expandable_segments:True" in settings)

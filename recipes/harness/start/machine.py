@@ -60,11 +60,13 @@ def must_use_cpu(context: Context, values: argparse.Namespace) -> bool:
 
     `values`: of all arguments. Raises UserError if a run has too few GPUs; it names the number that could train the same steps.
     """
+    if values.use_cpu:
+        return True
     needed, found = context.processes // context.nodes, count_gpus()
-    if values.use_cpu or found >= needed:
-        if context.gpu_problem and not values.use_cpu:
+    if found >= needed:
+        if context.gpu_problem:
             raise UserError(context.gpu_problem)
-        return values.use_cpu
+        return False
     if context.tiny:
         return True
     rows, micro_batch = values.global_batch_size, values.per_device_train_batch_size

@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import multiprocessing
 import os
+import pickle
 import runpy
 import signal
 import sys
@@ -25,7 +26,7 @@ from typing import Any
 
 from harness import contexts
 from harness.compat.guards import run_exit_handlers
-from harness.contexts import Context
+from harness.contexts import BuildingContext, Context
 from harness.folder import NOT_WRITABLE
 from harness.hub import HubLost
 from harness.messages import UserError, exit_on_user_error
@@ -126,7 +127,7 @@ class Worker:
     def start(self, function: Callable, *args: Any, environment: dict[str, str] | None = None) -> None:
         """Runs `function` in the process, with this process's environment variables and those of `environment`."""
         self.is_idle = False
-        self.connection.send((function, args, {**os.environ, **(environment or {})}))
+        self.connection.send((pickle.dumps((function, args)), {**os.environ, **(environment or {})}))
 
     def dismiss(self) -> None:
         """Ends the process if it was not started."""
@@ -154,10 +155,11 @@ def _work(connection: Connection, launcher: int, stdin: int | None) -> None:
         message = connection.recv()
     if message is None:  # this process is not needed
         os._exit(0)
-    function, args, environment = message
+    call, environment = message
     _restore_defaults(environment, stdin)
     try:
         with exit_on_user_error():
+            function, args = pickle.loads(call)  # not before: it can import libraries, which read the environment
             connection.send(function(*args))
     finally:
         for number in (signal.SIGINT, *SIGNALS):  # the function has ended: a signal would only interrupt the exit handlers
@@ -365,6 +367,14 @@ def run_recipe(context: Context, flags: list[str]) -> None:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
+
+
+def build_trainer(context: BuildingContext, flags: list[str]) -> Any:
+    """Runs a recipe until it calls `train`; returns the trainer that it has built."""
+    run_recipe(context, flags)
+    if context.trainer is None:
+        raise UserError(f"{Path(context.recipe).name} ended without calling train(): is it a recipe?")
+    return context.trainer
 
 
 def exit_quickly(code: int) -> None:

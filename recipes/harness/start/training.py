@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import json
 import os
 import sys
 from dataclasses import dataclass, field
@@ -51,18 +52,23 @@ class CheckedRun:
 
 
 @dataclass
-class Check(Context):
+class RunContext(Context):
+    """Of a run: it continues the one in its output directory, if there is one."""
+
+    is_training_run = True
+
+    def settings_of_checkpoint(self, output_dir: str) -> dict[str, Any]:
+        return settings_of_continued_run(self, output_dir)
+
+
+@dataclass
+class Check(RunContext):
     """Checks a run and claims its output directory. Ends the recipe after `parse`."""
 
     checked: CheckedRun | None = None
 
-    is_training_run = True
-
     def before_arguments(self, values: argparse.Namespace) -> None:
         self.on_cpu = values.use_cpu = machine.must_use_cpu(self, values)
-
-    def settings_of_checkpoint(self, output_dir: str) -> dict[str, Any]:
-        return settings_of_continued_run(self, output_dir)
 
     def prepare(self, arguments: Arguments) -> None:
         machine.check_shared_memory(self)
@@ -75,14 +81,12 @@ class Check(Context):
 
 
 @dataclass
-class Train(Context):
+class Train(RunContext):
     """Trains. `is_checked` is False without launch.sh: then the first process checks the run while the others wait."""
 
     is_checked: bool = True
     separate_disks: bool = False  # every node has an output directory of its own, and --mirror has all files
     settings: RunSettings = field(default_factory=RunSettings)
-
-    is_training_run = True
 
     def before_arguments(self, values: argparse.Namespace) -> None:
         if not self.is_checked:
@@ -91,9 +95,6 @@ class Train(Context):
         values.use_cpu = self.on_cpu
         if self.is_sharded and self.on_cpu:
             allow_fsdp_on_cpu()
-
-    def settings_of_checkpoint(self, output_dir: str) -> dict[str, Any]:
-        return settings_of_continued_run(self, output_dir)
 
     def prepare(self, arguments: Arguments) -> None:
         script_args, training_args, model_args = arguments
@@ -234,7 +235,7 @@ def identity_of_run(context: Context, arguments: Arguments) -> dict[str, Any]:
     if script_args.data.is_mixture:
         of_mixture["datasets"] = [source.name for source in sources]
         of_mixture["dataset_weights"] = [round(source.weight, 9) for source in sources]
-    return {
+    identity = {
         "recipe": Path(context.recipe).stem,
         "config": context.config.name,
         "model": model_args.model_name_or_path,
@@ -250,6 +251,7 @@ def identity_of_run(context: Context, arguments: Arguments) -> dict[str, Any]:
         "data_files": [file for source in sources for file in reading.file_versions(source.name)],
         **{name: getattr(script_args, name) for name in folder.CHOICE_OF_ROWS},
     }
+    return json.loads(json.dumps(identity))  # as it is in the file, with which it is compared
 
 
 def digest_of_recipe(recipe: str) -> str:

@@ -210,8 +210,8 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
         print_once(f"{identity['recipe']}.py has changed since {folder} was last trained; the run resumes with the new version.")
     if existing and identity["data_files"] and "data_files" not in _with_data_files(folder, existing, identity):
         print_once(
-            f"warning: whether the files of {identity['dataset']} have changed since the run in {folder} began cannot be checked: "
-            "an earlier version of this project did not record them"
+            f"warning: whether the files of {identity['dataset']} have changed since the run in {folder} began cannot be "
+            "checked: an earlier version of this project did not record them"
         )
 
 

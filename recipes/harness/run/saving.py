@@ -32,8 +32,7 @@ def load_original_config(trainer: Trainer) -> PreTrainedConfig:
     revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision", "main")
     if model.config.name_or_path:
         with contextlib.suppress(OSError):
-            trust_remote_code = getattr(args, "trust_remote_code", False)
-            return AutoConfig.from_pretrained(model.config.name_or_path, trust_remote_code=trust_remote_code, revision=revision)
+            return AutoConfig.from_pretrained(model.config.name_or_path, revision=revision)
     return copy.deepcopy(model.config)
 
 
@@ -79,12 +78,22 @@ def save_model(trainer: Trainer, original: PreTrainedConfig) -> None:
         with only_report("README.md"):
             card = model_card(read_json(output_dir / RUN), is_adapter, model.can_generate())
             (draft / "README.md").write_text(card, "utf-8")
-        for file in draft.iterdir():
-            shutil.copymode(output_dir / RUN, file)  # safetensors makes files that only their owner can read
-            sync(file)
-            file.replace(output_dir / file.name)
-        draft.rmdir()
+        move_files(draft, output_dir)
     trainer.accelerator.wait_for_everyone()
+
+
+def move_files(draft: Path, output_dir: Path) -> None:
+    """Moves the files below `draft` to the same places below `output_dir`, and removes `draft`."""
+    for path in sorted(draft.rglob("*")):  # a folder comes before its files
+        target = output_dir / path.relative_to(draft)
+        if path.is_dir():  # of a tokenizer with several chat templates
+            remove_link(target)
+            target.mkdir(exist_ok=True)
+            continue
+        shutil.copymode(output_dir / RUN, path)  # safetensors makes files that only their owner can read
+        sync(path)
+        path.replace(target)
+    shutil.rmtree(draft)
 
 
 def full_state_dict(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:

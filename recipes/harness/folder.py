@@ -133,6 +133,15 @@ def newest_complete_checkpoint(folder: Path) -> Path | None:
     return next((path for path in checkpoints(folder) if (path / COMPLETION_MARKER).is_file()), None)
 
 
+def best_checkpoint(folder: Path, saved: object) -> Path | None:
+    """The best checkpoint of a run in `folder`. `saved`: what trainer_state.json has of it, a path of where the run was then.
+
+    None if there is none, or if it is not a path of a checkpoint.
+    """
+    name = Path(saved).name if isinstance(saved, str) else ""
+    return folder / name if CHECKPOINT.fullmatch(name) else None
+
+
 def resume_hint(folder: Path) -> str:
     """The end of every message about a run that stopped."""
     checkpoint = newest_complete_checkpoint(folder)

@@ -38,8 +38,8 @@ def save(tmp_path):
     """Saves a state as torch does; returns the folder of the checkpoint."""
 
     def call(state: dict) -> Path:
-        dcp.save(state, checkpoint_id=tmp_path / "checkpoint/optimizer_0", no_dist=True)
-        return tmp_path / "checkpoint"
+        dcp.save(state, checkpoint_id=tmp_path / "checkpoint-2/optimizer_0", no_dist=True)
+        return tmp_path / "checkpoint-2"
 
     return call
 
@@ -62,14 +62,24 @@ def test_code_is_refused(save, tmp_path, error_of, place):
         (folder / ".metadata").rename(folder / "__0.metadata")
     given = checkpoint
     if place == "best checkpoint":
-        given = tmp_path / "resumed"
+        given = tmp_path / "checkpoint-4"
         given.mkdir()
-        (given / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": str(checkpoint)}))
+        (given / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": "where/it/was/checkpoint-2"}))
     message = error_of(check_sharded_files, given)
     assert f"{folder} would run code, because it has" in message and "exec" in message
     assert ran(tmp_path) == []
     dcp.load({"lr": 0.2}, checkpoint_id=folder, no_dist=True)
     assert "pickle" in ran(tmp_path)
+
+
+@pytest.mark.parametrize("best", ["{tmp_path}", "{tmp_path}/elsewhere/checkpoint-3", "..", 3])
+def test_only_checkpoints_of_the_run_are_read(save, tmp_path, best):
+    checkpoint, elsewhere = save({"lr": 0.1}), tmp_path / "elsewhere/checkpoint-3"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path)))
+    best = best.format(tmp_path=tmp_path) if isinstance(best, str) else best
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"best_model_checkpoint": best}))
+    check_sharded_files(checkpoint)
 
 
 @pytest.mark.parametrize("function", [eval, print, pickle.loads, Path.touch, torch.load, torch.hub.load])

@@ -39,6 +39,11 @@ class Checkpoints(TrainerCallback):
         self.settings = settings
         self.limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None  # transformers deletes none
 
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """The best checkpoint is in the output directory, wherever the state of a resumed run says that it was."""
+        best = folder.best_checkpoint(self.output_dir, state.best_model_checkpoint)
+        state.best_model_checkpoint = str(best) if best and best.is_dir() else None
+
     def before_save(self, checkpoint: Path) -> None:
         """Deletes old checkpoints on every disk, and marks the new one as incomplete. Collective."""
         process = PartialState()
@@ -54,8 +59,8 @@ class Checkpoints(TrainerCallback):
     def _delete_old(self, next_one: Path) -> None:
         if not self.limit or self.limit < 0:
             return
-        best = Path(self.trainer.state.best_model_checkpoint or "").name
-        old = [path for path in folder.checkpoints(self.output_dir) if path != next_one and path.name != best]
+        best = folder.best_checkpoint(self.output_dir, self.trainer.state.best_model_checkpoint)
+        old = [path for path in folder.checkpoints(self.output_dir) if path not in (next_one, best)]
         for path in old[max(1, self.limit - 1) :]:
             delete(path)
 
@@ -137,6 +142,9 @@ def damage_of_state(checkpoint: Path) -> str:
         state = read_json(checkpoint / TRAINER_STATE_NAME, STATE) or no_state
         known = {field.name for field in dataclasses.fields(TrainerState)}
         entries = state.get("log_history", [])
+        best = state.get("best_model_checkpoint")
+        if best is not None and not folder.best_checkpoint(checkpoint.parent, best):
+            return f"{TRAINER_STATE_NAME} names {best!r:.100} as the best checkpoint"
         if state["global_step"] != folder.step_of(checkpoint):
             return f"{TRAINER_STATE_NAME} is of step {state['global_step']}"
         if state.keys() - known or not all(isinstance(entry, dict) and type(entry.get("step")) is int for entry in entries):

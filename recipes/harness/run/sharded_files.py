@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from harness.folder import read_json
+from harness.folder import best_checkpoint, read_json
 from harness.messages import UserError
 
 import torch
@@ -47,8 +47,8 @@ def check_sharded_files(checkpoint: Path) -> None:
 
     Also for the best checkpoint that its trainer_state.json names, which --load_best_model_at_end reads.
     """
-    best = read_json(checkpoint / "trainer_state.json").get("best_model_checkpoint")
-    folders = [checkpoint, *([Path(best)] if best else [])]
+    saved = read_json(checkpoint / "trainer_state.json").get("best_model_checkpoint")
+    folders = filter(None, [checkpoint, best_checkpoint(checkpoint.parent, saved)])
     for path in sorted(path for folder in folders for path in folder.rglob("*.metadata")):  # torch also reads `__RANK.metadata`
         try:
             _check_folder(path)

@@ -93,7 +93,7 @@ def test_row_that_cannot_be_converted(tmp_path, error_of, streaming):
     rows = [conversation(number, **({"tool_calls": 5} if number == 45 else {})) for number in range(60)]
     script_args = arguments_for(write(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
     for function, argument in ((check_dataset, script_args.data), (load, script_args)):
-        assert f"{tmp_path}/rows.jsonl, line 46: this row cannot be converted: TypeError" in error_of(function, argument)
+        assert f"{tmp_path}/rows.jsonl, line 46: this row cannot be converted (TypeError" in error_of(function, argument)
     datasets.Dataset.from_list([{"text": f"{number}"} for number in range(60)]).to_parquet(str(tmp_path / "rows.parquet"))
     script_args = arguments_for(tmp_path / "rows.parquet", ("text",), dataset_streaming=streaming)
     message = error_of(lambda: load(script_args, keep=lambda row: 1 / (int(row["text"]) - 45)))

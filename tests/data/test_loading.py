@@ -125,6 +125,14 @@ def test_split_for_evaluation_is_used(tmp_path, capsys):
     assert "ignored columns: id" in capsys.readouterr().out
 
 
+def test_more_rows_for_evaluation_than_may_be_skipped(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "MOST_SKIPPED", 3)
+    write(tmp_path / "d/train.jsonl", texts(20))
+    write(tmp_path / "d/test.jsonl", [{"text": ""}] * 3 + texts(20, start=100))
+    _, test = load(arguments_for(tmp_path / "d", ("text",), max_eval_samples=15))
+    assert test["text"] == [f"text {index}" for index in range(100, 115)]
+
+
 def test_samples_of_a_stream_are_kept_for_several_epochs(tmp_path, capsys):
     """The same rows for every process, no longer a stream."""
     path = write(tmp_path / "rows.jsonl", texts(400))
@@ -333,7 +341,7 @@ def test_folder_with_configs(tmp_path, error_of):
 def test_configs_of_a_readme_that_are_not_as_on_the_hub(tmp_path, error_of, configs):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
-    assert "README.md are not as on the Hub" in error_of(reading.open_splits, str(tmp_path), None, False)
+    assert "README.md are invalid" in error_of(reading.open_splits, str(tmp_path), None, False)
 
 
 @pytest.mark.parametrize(

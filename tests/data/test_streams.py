@@ -340,16 +340,17 @@ def test_parquet_files_with_different_columns(tmp_path):
 
 
 def test_many_files_are_opened_when_they_are_read(tmp_path, monkeypatch):
-    """Some of their blocks have no row group then."""
+    """Some of their blocks have no row group then. The columns are those of every second file."""
     monkeypatch.setattr(stream_rows, "FEW_FILES", 19)
     files = [str(tmp_path / f"{number}.parquet") for number in range(20)]
     for number, file in enumerate(files):
-        parquet.write_table(pyarrow.table({"id": range(30 * number, 30 * number + 30)}), file, row_group_size=10)
+        columns = {"id": range(30 * number, 30 * number + 30)} | ({"later": ["yes"] * 30} if number > 9 else {})
+        parquet.write_table(pyarrow.table(columns), file, row_group_size=10)
     stream_rows._read_footer.cache_clear()
     stream = open_parquet(files)
-    assert stream_rows._read_footer.cache_info().misses == 1
-    assert stream.num_shards == 3 + 19 * stream_rows.BLOCKS_PER_FILE
-    assert [row["id"] for row in stream] == list(range(600))
+    assert stream_rows._read_footer.cache_info().misses == 10
+    assert stream.num_shards == 10 * 3 + 10 * stream_rows.BLOCKS_PER_FILE
+    assert list(stream) == [{"id": number, "later": "yes" if number >= 300 else None} for number in range(600)]
 
 
 def test_damaged_parquet_file(tmp_path, error_of):

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.data import chat_templates, formats, reading
 from harness.data.conversion import COLUMNS, KIND, PLACE, REASON, Conversion, PlacedRow, converted_of, examine, find_conversion
-from harness.data.loading import Split, check_same_format, examine_all, features_of, open_dataset, placed
+from harness.data.loading import Rows, check_same_format, examine_all, features_of, open_dataset, placed
 from harness.data.reading import TextFiles
 from harness.data.sources import DataSettings, Source
 from harness.data.splits import check_splits, evaluation_split, splits_of
@@ -71,7 +71,7 @@ def check_source(data: DataSettings, source: Source) -> list[tuple[Conversion, l
     return [check_rows(data, source, splits[name], name, is_small) for name in splits_of(source.train_split)]
 
 
-def check_rows(data: DataSettings, source: Source, rows: Split, split: str, is_small: bool) -> tuple[Conversion, list[PlacedRow]]:
+def check_rows(data: DataSettings, source: Source, rows: Rows, split: str, is_small: bool) -> tuple[Conversion, list[PlacedRow]]:
     """Raises UserError unless the first rows of a split, of small files all, can be read and converted."""
     conversion, first = find_conversion(data, source, placed(rows, source, split), features_of(rows))
     if not is_small or not conversion.format:

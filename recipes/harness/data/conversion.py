@@ -68,7 +68,9 @@ def examine(place: str, row: dict, conversion: Conversion, encodes: bool = True)
             facts |= {KIND: formats.kind_of_conversation(converted), HAS: " ".join(converted)}
         return formats.complete(converted or {}, conversion.stored, encodes) | facts
     except Exception as error:  # whatever a row can hold, and whatever `keep` does with it
-        raise UserError(f"{place}: this row cannot be converted: {type(error).__name__}: {error}") from error
+        raise UserError(
+            f"{place}: this row cannot be converted ({type(error).__name__}: {error}): correct or delete it"
+        ) from error
 
 
 def converted_of(examined: dict) -> dict:

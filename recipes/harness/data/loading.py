@@ -41,13 +41,13 @@ from harness.hub import hub_errors
 from harness.messages import UserError, is_first_process, print_once
 
 from datasets import Dataset, DatasetDict, Features, IterableDataset
-from datasets.fingerprint import Hasher
+from datasets.fingerprint import Hasher, generate_fingerprint
 
 FIRST_ROWS, REHEARSED_ROWS = 400, 500  # of each split, for a preview, and for a rehearsal or plan
-ROWS_TO_SEARCH = 10_000  # of a split for evaluation, for rows that can be used
+MOST_SKIPPED = 10_000  # rows of a split for evaluation that are read besides those that are evaluated on
 # Columns that not all rows of a format have, and the columns of a file that they come from.
 OPTIONAL = {"tools": {*formats.TOOLS}, formats.TEMPLATE_ARGUMENTS: {formats.TEMPLATE_ARGUMENTS}}
-Split = Dataset | IterableDataset | TextFiles
+Rows = Dataset | IterableDataset | TextFiles  # of a split
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
         is_complete = not limit
     eval_rows = None
     if test_rows is not None:
-        eval_rows = list(itertools.islice(usable_rows(test_rows, conversion, source, test), data.most_eval_rows(source)))
+        eval_rows = usable_rows(test_rows, conversion, source, test, data.most_eval_rows(source))
         if not eval_rows:
             condition = " that the recipe keeps (`keep`)" if keep else ""
             raise UserError(
@@ -159,16 +159,16 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
     return Opened(source, list(splits), test, conversion, first, rows, facts, is_complete, later, eval_rows)
 
 
-def open_dataset(source: Source, streaming: bool) -> dict[str, Split]:
+def open_dataset(source: Source, streaming: bool) -> dict[str, Rows]:
     """All splits of a dataset. Raises UserError if it cannot be opened."""
     return reading.open_splits(source.name, source.config, streaming, source.text_rows)
 
 
-def features_of(rows: Split) -> Features | None:
+def features_of(rows: Rows) -> Features | None:
     return None if isinstance(rows, TextFiles) else rows.features
 
 
-def placed(rows: Split, source: Source, split: str) -> Iterator[PlacedRow]:
+def placed(rows: Rows, source: Source, split: str) -> Iterator[PlacedRow]:
     """Rows with their places in words: a line of a file, or the number of a row of a split."""
     if isinstance(rows, TextFiles):
         yield from rows
@@ -178,7 +178,7 @@ def placed(rows: Split, source: Source, split: str) -> Iterator[PlacedRow]:
             yield f"{source.display_name}, row {number} of {split}", row
 
 
-def rename_columns(rows: Split, conversion: Conversion, streaming: bool) -> Dataset | IterableDataset:
+def rename_columns(rows: Rows, conversion: Conversion, streaming: bool) -> Dataset | IterableDataset:
     """The rows of a recipe without formats, with the names of --column_map."""
     rows = rows.as_dataset(streaming) if isinstance(rows, TextFiles) else rows
     new_names = conversion.column_map or {}
@@ -199,7 +199,7 @@ def print_columns(source: Source, conversion: Conversion, first: FirstRows) -> l
 
 
 def examine_in_memory(
-    splits: dict[str, Split], test: str, conversion: Conversion, source: Source, limit: int
+    splits: dict[str, Rows], test: str, conversion: Conversion, source: Source, limit: int
 ) -> tuple[Dataset, Dataset | None, dict[str, list[str]]]:
     """The rows of the training split, those of the split for evaluation (None if there is none), and the facts of the former.
 
@@ -231,7 +231,7 @@ def examine_all(rows: Dataset | TextFiles, conversion: Conversion, source: Sourc
     features = features_of_examined(conversion)
     if limit:
         return Dataset.from_list(list(itertools.islice(examined(), limit)), features=features)
-    version = rows.versions() if isinstance(rows, TextFiles) else rows._fingerprint
+    version = rows.versions() if isinstance(rows, TextFiles) else generate_fingerprint(rows)
     keep = Hasher.hash(conversion.keep)  # as `Dataset.filter` does
     with hub_errors("dataset", source.display_name):
         return make_once(examined, features, [version, source.display_name, split, replace(conversion, keep=None), keep])
@@ -266,12 +266,16 @@ def facts_of_stream(
     return {name: [row[name] for row in examined] for name in FACTS}, len(first) == len(examined) > 0
 
 
-def usable_rows(rows: Split, conversion: Conversion, source: Source, split: str) -> Iterator[dict]:
-    """The rows that can be evaluated on, converted, among the first ones."""
-    for place, row in itertools.islice(placed(rows, source, split), ROWS_TO_SEARCH):
-        examined = row if REASON in row else examine(place, row, conversion, encodes=False)
-        if not examined[REASON]:
-            yield converted_of(examined) if conversion.format else row
+def usable_rows(rows: Rows, conversion: Conversion, source: Source, split: str, count: int) -> list[dict]:
+    """The first `count` rows that can be evaluated on, converted."""
+
+    def usable() -> Iterator[dict]:
+        for place, row in itertools.islice(placed(rows, source, split), MOST_SKIPPED + count):
+            examined = row if REASON in row else examine(place, row, conversion, encodes=False)
+            if not examined[REASON]:
+                yield converted_of(examined) if conversion.format else row
+
+    return list(itertools.islice(usable(), count))
 
 
 def check_same_kind(opened: list[Opened]) -> None:
@@ -280,7 +284,8 @@ def check_same_kind(opened: list[Opened]) -> None:
     for one in opened:
         if not one.conversion.format and one.rows.features != opened[0].rows.features:
             raise UserError(
-                f"--dataset_name: {opened[0].name} and {one.name} have other columns: a run needs datasets of one kind"
+                f"--dataset_name: {opened[0].name} and {one.name} have different columns: all datasets of a run need the same "
+                "columns"
             )
 
 
@@ -373,7 +378,7 @@ def finish(rows: Dataset | IterableDataset, one: Opened, shape: Shape) -> Datase
         for row in rows:
             yield from shape.finish(converted_of(row), source.cuts_texts)
 
-    return make_once(finished, shape.features, [rows._fingerprint, shape, source.cuts_texts])
+    return make_once(finished, shape.features, [generate_fingerprint(rows), shape, source.cuts_texts])
 
 
 def _finish_batch(batch: dict[str, list], shape: Shape, cuts_texts: bool) -> dict[str, list]:

@@ -9,8 +9,8 @@ only as documents that do not see each other.
 import math
 from typing import Any
 
-from harness.data import stream_rows
 from harness.data.sources import DataSettings
+from harness.data.stream_rows import mix_streams
 from harness.messages import UserError, print_once
 
 import numpy as np
@@ -20,7 +20,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets
 def mix(data: DataSettings, datasets: list[Dataset] | list[IterableDataset]) -> Dataset | IterableDataset:
     """The rows of all datasets by weight, in an order that depends on the seed only."""
     if isinstance(datasets[0], IterableDataset):
-        return stream_rows.mix(datasets, [source.weight for source in data.sources], data.seed)
+        return mix_streams(datasets, [source.weight for source in data.sources], data.seed)
     sizes = [len(rows) for rows in datasets]
     generator, start, chosen = np.random.default_rng(data.seed), 0, []
     for size, count in zip(sizes, share(data, sizes), strict=True):

@@ -154,7 +154,8 @@ def _to_json(value: Any) -> str | None:
 def make_once(rows: Callable[[], Iterator[dict]], features: Features, key: list) -> Dataset:
     """A dataset of `rows()`, made by the first process that asks; all others wait, and read it from the cache of `datasets`.
 
-    `key`: what the rows depend on besides the code.
+    `key`: what the rows depend on besides the code: a new version of this folder converts all rows again, and a function that it
+    calls is never forgotten.
     """
     getLogger("datasets.builder").setLevel(ERROR)
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
@@ -196,8 +197,8 @@ def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]
     """
     readme = folder / "README.md"
     bad = UserError(
-        f"--dataset_name: the configs in the header of {readme} are not as on the Hub: a list with config_name and data_files, "
-        "which are paths, or a list with split and path: correct or delete them"
+        f"--dataset_name: the configs in the YAML header of {readme} are invalid: each needs config_name and data_files (a list "
+        "of paths, or of split and path). Correct or delete them"
     )
     try:
         header = (metadata_load(readme) if readme.is_file() else None) or {}

@@ -28,9 +28,7 @@ class DataSettings:
     """The datasets of a run, and what decides which of their rows it trains on and in which form."""
 
     sources: tuple[Source, ...]  # (): the recipe has rows of its own
-    formats: tuple[
-        str, ...
-    ] = ()  # that the recipe can train on (see formats.py), its first choice first; (): rows stay as they are
+    formats: tuple[str, ...] = ()  # of formats.py, that the recipe can train on, the best first; (): rows stay as they are
     streaming: bool = False
     max_samples: int | None = None
     max_eval_samples: int = 256

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +19,8 @@ from pyarrow import ArrowException, Schema, parquet
 MOST_PARTS = 16  # of a stream: the first step needs a batch of packed documents of each part
 # A resumed run reads the current blocks again: fewer blocks are larger. More blocks open files and read footers more often.
 BLOCKS_PER_FILE, MOST_BLOCKS = 128, 2**16
-# Of so many files the footers are read at the start, so that no block is empty. With more files every part has some rows anyway.
+# Of so many files at most, spread over all, the footers are read at the start: for the columns, and so that no block is empty.
+# With more files every part has some rows anyway.
 FEW_FILES = 128
 ROWS_AT_ONCE = 256  # rows of a Parquet file in memory as Python objects
 BLOCKS_AT_ONCE = 4  # of a part: its rows come from so many blocks or files in turn
@@ -31,12 +33,15 @@ Block = tuple[str, int, int]  # a file, the number of the block, and how many bl
 def open_parquet(files: list[str], split: str = "train", info: DatasetInfo | None = None) -> IterableDataset:
     """A stream of the rows of Parquet files, paths or URLs (hf://…). Rows without a column of other files have null there.
 
+    Of more than FEW_FILES the columns are those of every second (third …) file, and of `info`.
+
     Its shards are blocks: each has some row groups of a file, so that a resumed run does not read a file from its beginning.
     `info`: of the dataset, with its features if they are known.
     """
     features = Features((info and info.features) or {})
     with ThreadPoolExecutor(16) as pool:
-        footers = dict(zip(files, pool.map(_read_footer, files if len(files) <= FEW_FILES else files[:1]), strict=False))
+        some = files[:: math.ceil(len(files) / FEW_FILES)]
+        footers = dict(zip(some, pool.map(_read_footer, some), strict=True))
     for _, schema in footers.values():
         _add_columns(features, schema)
     most = max(1, min(BLOCKS_PER_FILE, MOST_BLOCKS // len(files)))
@@ -90,7 +95,7 @@ def _read(file: str, function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     except (ArrowException, OSError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from error
+        raise UserError(f"{file} cannot be read: {error}: download or write it again, or leave it out") from error
 
 
 def shuffle(rows: IterableDataset, seed: int) -> IterableDataset:
@@ -111,7 +116,7 @@ def _permute(rows: dict[str, list], seed: int) -> dict[str, list]:
     return {name: [values[index] for index in order] for name, values in rows.items()}
 
 
-def mix(streams: list[IterableDataset], weights: list[float], seed: int) -> IterableDataset:
+def mix_streams(streams: list[IterableDataset], weights: list[float], seed: int) -> IterableDataset:
     """A stream without end of the rows of `streams`, of equal features, by `weights`, which sum up to 1.
 
     A cycle has a fixed number of rows of each stream, in random order. A stream that ends starts again. Every part has rows of

@@ -57,6 +57,8 @@ export PYTHONSAFEPATH=1
 PYTHONPATH=$here/recipes:${PYTHONPATH:-}:
 while [[ $PYTHONPATH == *::* ]]; do PYTHONPATH=${PYTHONPATH//::/:}; done
 export PYTHONPATH=${PYTHONPATH%:}
+# GPUs of different kinds have the same numbers in CUDA, which sorts them by speed, as in nvidia-smi.
+export CUDA_DEVICE_ORDER=${CUDA_DEVICE_ORDER:-PCI_BUS_ID}
 
 fail() {
   printf 'error: %s\n' "$1" >&2

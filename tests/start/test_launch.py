@@ -86,6 +86,16 @@ def pasted(monkeypatch):
     return call
 
 
+@pytest.mark.parametrize(("given", "expected"), [({}, "PCI_BUS_ID"), ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, "FASTEST_FIRST")])
+def test_gpus_have_the_numbers_of_nvidia_smi(launch, tmp_path, given, expected):
+    """--plan reads nvidia-smi, and a run uses the first GPUs of CUDA."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$CUDA_DEVICE_ORDER" >>{tmp_path}/order\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    assert launch("--report", "no_run", PYTHON=str(python), **given).returncode == 2
+    assert set((tmp_path / "order").read_text().split()) == {expected}
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_flags_in_help_can_be_pasted(pasted, recipe):
     """They are what the recipe sets, lists too."""

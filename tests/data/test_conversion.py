@@ -116,8 +116,13 @@ def test_row_that_the_chat_template_refuses(tmp_path):
         script_args = arguments_for(path, dataset_streaming=streaming)
         error = find_refused_row(script_args, training_args, model_args)
         assert f"{path}, line 46: the chat template" in str(error) and "fails (no) on this conversation of user" in str(error)
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        write(tmp_path / "texts/train.jsonl", [{"text": "a text"}] * 9)
+        write(tmp_path / "texts/test.jsonl", [conversation(45)])
+        script_args = arguments_for(tmp_path / "texts", ("messages", "text"), dataset_streaming=streaming)
+        assert find_refused_row(script_args, training_args, model_args) is None, "the run reads texts"
     training_args.chat_template_path = None
-    assert find_refused_row(script_args, training_args, model_args) is None
+    assert find_refused_row(arguments_for(path), training_args, model_args) is None
 
 
 def test_run_whose_chat_template_refuses_a_row(fork_launch, tmp_path):

@@ -277,8 +277,11 @@ FLAGS = ["--max_steps", "6", "--save_steps", "4", "--logging_steps", "1", "--eva
 def test_killed_mixture_resumes_with_the_same_losses(rehearse, fork_launch, workdir, tmp_path_factory, processes):
     """A stream of two datasets, interrupted at step 4 on two processes and continued on one or two."""
     folder = tmp_path_factory.getbasetemp() / "mixture"  # the same for both
-    folder.mkdir(exist_ok=True)
-    names = [write(folder / f"{name}.jsonl", texts(f"{name} " + "of many words " * 5, 60)) for name in "ab"]
+    names = [folder / f"{name}.jsonl" for name in "ab"]
+    if not folder.exists():  # a file that is written again is another one for the run
+        folder.mkdir()
+        for path in names:
+            write(path, texts(f"{path.stem} " + "of many words " * 5, 60))
     flags = [*FLAGS, "--dataset_name", *names, "--dataset_weights", "3", "1", "--dataset_streaming", "true", "--bf16", "false"]
     flags += ["--per_device_train_batch_size", "1", "--global_batch_size", "4", "--learning_rate", "3e-3"]
     uninterrupted = rehearse("qwen2_fineweb_edu", "4gpu_full_shard", *flags, NPROC_PER_NODE="2")

@@ -243,7 +243,7 @@ def test_position_of_another_stream(documents, tmp_path, capsys):
 
 
 def test_position_with_fewer_micro_batches_per_step(documents, tmp_path, capsys, monkeypatch):
-    """With larger micro-batches a step does not read all saved parts, so the stream is read again; and no row twice."""
+    """With larger micro-batches a step does not read all saved parts, so the stream is read again: every row is read."""
 
     def stream():
         return shuffle(documents(), 1).repeat(None)

@@ -122,16 +122,15 @@ def find_refused_row(script_args: Any, training_args: Any, model_args: Any) -> U
 
 
 def _converted_rows(data: DataSettings) -> Iterator[PlacedRow]:
-    """The conversations of all splits that a run reads, of each the first ones."""
+    """The conversations of all splits that a run reads, of each the first ones, also those that the recipe's `keep` drops."""
     for source in data.sources:
         splits = open_dataset(source, streaming=True)
-        test = evaluation_split(source, splits, data.needs_test_split)
+        test, first = evaluation_split(source, splits, data.needs_test_split), splits_of(source.train_split)[0]
+        conversion, _ = find_conversion(data, source, placed(splits[first], source, first), features_of(splits[first]))
+        if conversion.format != "messages":
+            continue
         for split in (*splits_of(source.train_split), *splits_of(test)):
-            if split not in splits:
-                continue
-            rows = splits[split]
-            conversion, _ = find_conversion(data, source, placed(rows, source, split), features_of(rows))
-            for place, row in itertools.islice(placed(rows, source, split), MOST_RENDERED):
+            for place, row in itertools.islice(placed(splits.get(split, []), source, split), MOST_RENDERED):
                 examined = examine(place, row, conversion, encodes=False)
-                if conversion.format == "messages" and not examined[REASON]:
+                if not examined[REASON]:
                     yield place, converted_of(examined)

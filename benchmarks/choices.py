@@ -33,13 +33,14 @@ def main(numbers: list[int]) -> None:
 
     can_fork = command.import_libraries()
     from harness.plan import choose, machines, roofline
+    from harness.plan.values import values_of_recipe
 
     paths = [str(path) for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
     print("| recipe | machine | chosen | s per step | tried | fit | the fastest other | |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for name, text in (PAIRS[number] for number in numbers):
         recipe, (machine,) = str(ROOT / f"recipes/{name}.py"), machines.read_machines(text)
-        grid = choose.make_grid(Path(recipe), machine, paths, [])
+        grid = choose.make_grid(values_of_recipe(recipe, []), machine, paths, [])
 
         def simulate(options: list, recipe: str = recipe, grid: choose.Grid = grid) -> list:
             return command.simulate_options(can_fork, recipe, grid, grid.common_flags, options, is_quiet=True)

@@ -5,6 +5,8 @@ import json
 import random
 import shlex
 import shutil
+from collections.abc import Sequence
+from pathlib import Path
 
 from harness import configs
 from harness.contexts import Context
@@ -15,6 +17,7 @@ from harness.plan.choose import Option
 from harness.plan.ledger import Counts, Peak
 from harness.plan.machines import Machine
 from harness.plan.simulation import Refused
+from harness.plan.values import values_of_recipe
 from harness.rehearsal import tiny
 from harness.start import plans
 
@@ -63,10 +66,14 @@ def test_misspelt_machine_is_one_error(error_of, text, words):
     assert all(word in message for word in words), message
 
 
+def grid_of(recipe: Path, machine: Machine, words: Sequence[str] = ()) -> choose.Grid:
+    return choose.make_grid(values_of_recipe(str(recipe), list(words)), machine, PATHS, list(words))
+
+
 def test_grid_of_several_nodes():
     (machine,) = machines.read_machines("2x4xA100,200GB")
     assert (machine.nodes, machine.gpus, machine.host, machine.card.name) == (2, 4, 200e9, "A100 40 GB")
-    grid = choose.make_grid(ROOT / "recipes/llama31_8b_lora.py", machine, PATHS, [])
+    grid = grid_of(ROOT / "recipes/llama31_8b_lora.py", machine)
     assert (grid.processes, grid.nodes) == (8, 2)
     assert names_of(grid) == {"1x3090_offload", "2x4gpu_hybrid_shard", "4gpu_ddp", "4gpu_full_shard", "4gpu_shard_grad_op"}
     context = grid.context("recipe.py", "")
@@ -75,7 +82,7 @@ def test_grid_of_several_nodes():
     candidate = choose.Candidate(Option(path, 4, False), FOUND, 1.0)
     command_line = choose.command_line("llama31_8b_lora", candidate, ["--seed", "1"], grid)
     assert command_line.startswith("sbatch --nodes 2 --gpus-per-node 4 launch.sh llama31_8b_lora 2x4gpu_hybrid_shard --seed 1")
-    three = choose.make_grid(ROOT / "recipes/gpt2_xl_wikitext.py", machines.read_machines("3x1xT4")[0], PATHS, [])
+    three = grid_of(ROOT / "recipes/gpt2_xl_wikitext.py", machines.read_machines("3x1xT4")[0])
     assert three.processes == 3 and "3xt4_shard_grad_op" in names_of(three) and "2x4gpu_hybrid_shard" not in names_of(three)
     one = choose.on_machine(machine._replace(nodes=1), FOUND, 1.0, 0)["on_machine"]["price"]
     assert choose.on_machine(machine, FOUND, 1.0, 0)["on_machine"]["price"] == [
@@ -85,7 +92,7 @@ def test_grid_of_several_nodes():
 
 def test_nodes_that_cannot_divide_a_step(error_of):
     machine = machines.read_machines("3x2x3090")[0]
-    assert "3 nodes cannot divide the 16 rows" in error_of(choose.make_grid, RECIPE, machine, PATHS, [])
+    assert "3 nodes cannot divide the 16 rows" in error_of(grid_of, RECIPE, machine)
 
 
 def test_links_of_a_machine():
@@ -166,11 +173,11 @@ def test_nvlink_of_a_card_that_the_user_describes(monkeypatch, capsys, error_of)
 
 
 def test_grid_of_one_and_of_several_gpus():
-    one = choose.make_grid(RECIPE, machines.read_machines("1x3090")[0], PATHS, [])
+    one = grid_of(RECIPE, machines.read_machines("1x3090")[0])
     assert names_of(one) == {"1x3090", "1x3090_offload"} and one.processes == 1 and not one.common_flags
     assert {checkpointing for _, checkpointing in one.settings} == {False, True}
     assert [option.micro_batch for option in next(iter(one.settings.values()))] == [1, 2, 4, 8, 16]
-    several = choose.make_grid(RECIPE, machines.read_machines("3x3090")[0], PATHS, [])
+    several = grid_of(RECIPE, machines.read_machines("3x3090")[0])
     assert several.processes == 2, "three GPUs do not divide 16 rows"
     assert several.idle.startswith("1 of 3 GPUs will be idle") and "--global_batch_size 18 uses all" in several.idle
     assert not one.idle
@@ -179,7 +186,7 @@ def test_grid_of_one_and_of_several_gpus():
 
 def test_grid_leaves_what_a_flag_sets():
     words = ["--per_device_train_batch_size", "4", "--activation_checkpointing", "--load_in_4bit", "--use_peft"]
-    grid = choose.make_grid(RECIPE, machines.read_machines("3xA100")[0], PATHS, words)
+    grid = grid_of(RECIPE, machines.read_machines("3xA100")[0], words)
     assert {option for options in grid.settings.values() for option in options} == {
         Option(path, None, None) for path, _ in grid.settings
     }
@@ -187,7 +194,7 @@ def test_grid_leaves_what_a_flag_sets():
 
 
 def test_gpus_without_bf16_compute_in_fp16():
-    grid = choose.make_grid(RECIPE, machines.read_machines("2xT4")[0], PATHS, ["--use_peft"])
+    grid = grid_of(RECIPE, machines.read_machines("2xT4")[0], ["--use_peft"])
     assert grid.common_flags == ["--bf16", "false", "--fp16", "true", "--dtype", "float16"]
 
 
@@ -269,7 +276,7 @@ def test_what_was_always_refused_is_one_error(error_of):
 
 
 def test_command_has_only_flags_that_change_something():
-    grid = choose.make_grid(RECIPE, machines.read_machines("2x3090")[0], PATHS, [])
+    grid = grid_of(RECIPE, machines.read_machines("2x3090")[0])
     path = next(path for path, _ in grid.settings if path.endswith("4gpu_ddp.yaml"))
     same = choose.Candidate(Option(path, 2, False), FOUND, 1.0)
     assert choose.command_line("r", same, [], grid) == "NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp"

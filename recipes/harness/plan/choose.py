@@ -28,7 +28,6 @@ from harness.plan.ledger import Counts, Peak
 from harness.plan.machines import Machine, is_possible, usable_host, with_margin
 from harness.plan.roofline import middle_seconds
 from harness.plan.simulation import Refused, Simulation
-from harness.start import flags
 
 CLOSE = 1.3  # runners-up that could be within this factor of the fastest are simulated with larger micro-batches
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes")  # whose versions a simulation depends on
@@ -75,14 +74,16 @@ class Grid(NamedTuple):
         return Context(recipe, configs.read(config), self.processes, self.nodes, on_cpu=True)
 
 
-def make_grid(recipe: Path, machine: Machine, paths: list[str], words: list[str]) -> Grid:
-    """The combinations to choose from. What a flag sets is not changed. Raises UserError if no config is for the machine."""
-    is_4bit = flags.is_true("load_in_4bit", words, recipe)
+def make_grid(values: dict[str, Any], machine: Machine, paths: list[str], words: list[str]) -> Grid:
+    """The combinations to choose from. What a flag sets is not changed. Raises UserError if no config is for the machine.
+
+    `values`: see `values_of_recipe`; `words`: the flags.
+    """
+    is_4bit = values["load_in_4bit"]
     given = {word.split("=")[0].replace("-", "_").removeprefix("__").removeprefix("no_") for word in words if word[:2] == "--"}
-    rows = flags.number_of("global_batch_size", words, recipe)
-    default = flags.number_of("per_device_train_batch_size", words, recipe)
+    rows, default = values["global_batch_size"], values["per_device_train_batch_size"]
     is_open = rows is not None and not given & {"per_device_train_batch_size", "gradient_accumulation_steps", "config"}
-    smallest = 1 if is_open else default or 1
+    smallest = 1 if is_open else default
     gpus = machine.gpus
     while rows and gpus > 1 and rows % (machine.nodes * gpus * smallest):
         gpus -= 1
@@ -109,11 +110,9 @@ def make_grid(recipe: Path, machine: Machine, paths: list[str], words: list[str]
     common = []
     if not machine.card.bf16 and not given & {"bf16", "fp16"} and not is_4bit:
         common = ["--bf16", "false", "--fp16", "true"]
-        if flags.is_true("use_peft", words, recipe) and "dtype" not in given:
+        if values["use_peft"] and "dtype" not in given:
             common += ["--dtype", "float16"]
-    recipe_checkpoints = flags.recipe_values(recipe, "activation_checkpointing")
-    default_checkpointing = flags.is_true("activation_checkpointing", [], recipe) if recipe_checkpoints else None
-    return Grid(processes, settings, common, (default, default_checkpointing), machine.nodes, idle)
+    return Grid(processes, settings, common, (default, values["activation_checkpointing"]), machine.nodes, idle)
 
 
 def configs_for(gpus: int, nodes: int, card: Card, is_4bit: bool, paths: list[str]) -> list[str]:

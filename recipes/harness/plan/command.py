@@ -30,6 +30,7 @@ from harness.messages import UserError, exit_on_user_error
 from harness.nodes.cluster import nodes_from_environment
 from harness.nodes.hardware import find_gpus, physical_cores
 from harness.plan.arguments import PlanArguments, read_arguments
+from harness.plan.values import values_of_recipe
 from harness.signals import set_interrupt_handler
 from harness.start import flags, processes
 from harness.start.plans import keep_plan
@@ -168,10 +169,13 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
         chosen_for = [machines.this_machine(gpus, all_cards)]
     else:
         chosen_for = machines.read_machines(plan_flags.machines or DEFAULT_MACHINE, all_cards)
+    code, values = processes.call(can_fork, values_of_recipe, recipe, arguments)
+    if values is None:
+        sys.exit(processes.explain_exit(code))
     count_rows = row_counter(can_fork, recipe, arguments)
     plans = []
     for machine, price in zip(chosen_for, plan_flags.prices_of(len(chosen_for)), strict=True):
-        grid = choose.make_grid(Path(recipe), machine, paths, arguments)
+        grid = choose.make_grid(values, machine, paths, arguments)
         if grid.idle:
             pages.print_progress(f"{machine.name}: {grid.idle}.")
         candidates, simulations = simulate_grid(can_fork, recipe, machine, grid, arguments, plan_flags.json)

@@ -34,7 +34,6 @@ from harness.rehearsal.tiny import PLANNED
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
 from harness.start import preparing
 from harness.start.arguments import Arguments
-from harness.start.flags import is_true, value_of
 from harness.start.launch import allocator_settings, set_training_environment
 from harness.start.processes import build_trainer
 
@@ -53,6 +52,8 @@ class Plan(BuildingContext):
 
     def before_arguments(self, values: argparse.Namespace) -> None:
         values.use_cpu = True
+        if values.fp16:
+            self.no_triton = "fp16 is for GPUs that Triton does not support"
         if self.is_sharded:
             allow_fsdp_on_cpu()
 
@@ -144,8 +145,6 @@ def simulate(
     began, plan, config = time.monotonic(), Plan(**vars(context)), context.config
     gc.freeze()  # otherwise every garbage collection would look through the libraries
     gc.set_threshold(200_000)
-    if config.mixed_precision == "fp16" or is_true("fp16", flags):
-        plan.no_triton = "fp16 is for GPUs that Triton does not support"
     set_training_environment(plan)
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
     settings = settings or allocator_settings(config, Path(plan.recipe), flags)
@@ -169,7 +168,7 @@ def simulate(
     simulation.peaks, simulation.host_peaks = ledger.peaks(), ledger.peaks("host")
     simulation.reserved, simulation.needed = replay(ledger.sizes(), "expandable_segments:True" in settings)
     simulation.hull, simulation.curve = ledger.hull(), ledger.curve()
-    simulation.has_global_batch_flag = bool(value_of("global_batch_size", flags))
+    simulation.has_global_batch_flag = "global_batch_size" in plan.arguments[0].given
     simulation.seconds = time.monotonic() - began
     simulation.own_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return simulation

@@ -132,12 +132,6 @@ def is_true(name: str, words: list[str], recipe: Path | None = None) -> bool:
     return value_of(name, words, recipe).lower() in ("yes", "true", "t", "y", "1")  # as transformers reads them
 
 
-def number_of(name: str, words: list[str], recipe: Path | None = None) -> int | None:
-    """The whole number that the flags `words`, or else the recipe, set for an argument; None if neither does."""
-    value = value_of(name, words, recipe)
-    return int(value) if value.isdecimal() and int(value) > 0 else None
-
-
 def without(name: str, words: list[str]) -> list[str]:
     """`words` without a flag and its value."""
     return _parse_one(name, words, "")[1]

@@ -154,8 +154,8 @@ def _to_json(value: Any) -> str | None:
 def make_once(rows: Callable[[], Iterator[dict]], features: Features, key: list) -> Dataset:
     """A dataset of `rows()`, made by the first process that asks; all others wait, and read it from the cache of `datasets`.
 
-    `key`: what the rows depend on besides the code: a new version of this folder converts all rows again, and a function that it
-    calls is never forgotten.
+    `key`: what the rows depend on besides the code. Any change in this folder converts all rows again: simpler than to know which
+    modules can change a row, and none is forgotten.
     """
     getLogger("datasets.builder").setLevel(ERROR)
     code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))

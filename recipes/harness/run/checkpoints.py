@@ -137,7 +137,7 @@ def find_checkpoint(args: TrainingArguments) -> Path | None:
 
 def damage_of_state(checkpoint: Path) -> str:
     """What is wrong with trainer_state.json, which transformers reads without a check, "" for nothing."""
-    no_state = {"global_step": folder.step_of(checkpoint)}  # of a checkpoint that is on the disks of several nodes
+    no_state = {"global_step": folder.step_of(checkpoint)}  # if it is missing, `find_damage` says so
     try:
         state = read_json(checkpoint / TRAINER_STATE_NAME, STATE) or no_state
         known = {field.name for field in dataclasses.fields(TrainerState)}
@@ -189,7 +189,7 @@ def print_changed_rows(checkpoint: Path, args: TrainingArguments, is_stream: boo
 def print_kept_learning_rate(checkpoint: Path, args: TrainingArguments) -> None:
     """Prints a warning if --learning_rate has no effect: the scheduler continues with the learning rate of the checkpoint."""
     file = checkpoint / "scheduler.pt"
-    if not file.is_file():  # written by the first node, and not on a shared file system
+    if not file.is_file():
         return
     rates = torch.load(file, weights_only=True).get("base_lrs", [])
     if rates and args.learning_rate not in rates:

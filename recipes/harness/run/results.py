@@ -79,7 +79,7 @@ def write_results(
 
 
 def measure_process(trainer: Trainer, progress: Progress) -> dict:
-    """The numbers of this process. Memory in GB (1e9 bytes); "gpus": see `whole_run` in `steps.py`."""
+    """The numbers of this process. Memory in GB (1e9 bytes); "gpus": see `GpuMonitor` in `progress.py`."""
     host_unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
     has_gpu = torch.cuda.is_available()
     return {
@@ -163,7 +163,7 @@ def measure_speed(progress: Progress) -> dict:
 
 
 def describe_data(trainer: Trainer) -> dict:
-    """How much of the data was read, and which local files changed during the run."""
+    """How much of the data was read."""
     output_dir, state = Path(trainer.args.output_dir), trainer.state
     data = read_json(output_dir / DATA)
     add_reading(data, state.epoch or 0)
@@ -242,7 +242,10 @@ def print_summary(results: dict, output_dir: str) -> None:
     gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
     if "eval_loss" in results:
         evaluation += "".join(f"\n{line}" for line in describe_datasets(results))
-    forecast = "".join(f"{line}\n" for line in describe_forecast(results)) if "forecast" in results else ""
+    forecast = ""
+    if "forecast" in results:
+        with only_report("the comparison with the forecast"):  # of a file that anyone can change
+            forecast = "".join(f"{line}\n" for line in describe_forecast(results))
     seen = f", every row seen {results['times_seen']:g} times" if "times_seen" in results else ""
     print_once(
         f"{kind} on {processes}, {results['global_step']} steps{seen}: loss {results['final_loss']:.4f}{mean}{evaluation}\n"

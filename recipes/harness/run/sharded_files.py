@@ -71,7 +71,7 @@ def _check_folder(path: Path) -> None:
         file = path.parent / place.relative_path
         if file.parent != path.parent or place.transform_descriptors:
             raise Refused(f"an entry in {place.relative_path} {place.transform_descriptors or ''}".strip())
-        if not file.is_file():  # of another node, whose disk this one does not see
+        if not file.is_file():  # the best checkpoint, on a disk of each node's own, has that node's files only
             continue
         with file.open("rb") as entries:
             entries.seek(place.offset)

@@ -146,6 +146,32 @@ def test_errors_after_the_training_are_reported_only(rehearse_recipe):
     assert "eval_loss" not in read(run) and read(run)["final_loss"] > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "has_results"), [("evaluate", False), ("generate_samples", True)], ids=["evaluation", "samples"]
+)
+def test_error_in_one_of_several_processes_ends_the_run(fork_launch, tmp_path, name, has_results):
+    """The others would wait for it until --ddp_timeout. The model is saved before."""
+    lines = f"""
+    import os
+    from harness.run import session
+    def fail(*arguments):
+        raise ValueError("of one process")
+    if os.environ["RANK"] == "1":
+        session.{name} = fail
+"""
+    data, recipe, run = tmp_path / "rows.jsonl", tmp_path / "mine.py", tmp_path / "run"
+    data.write_text("\n".join(map(json.dumps, LABELED)))
+    trainer = lines + OF_TRL.replace("{name}", "SFTTrainer")
+    recipe.write_text(RECIPE.format(parse="SFTConfig", trainer=trainer, formats="text", data=data, model="Qwen/Qwen2-0.5B"))
+    flags = ["--output_dir", run, "--max_steps", "1", "--eval_strategy", "no", "--ddp_timeout", "60"]
+    flags += ["--global_batch_size", "4"]
+    process = fork_launch("--tiny", recipe, "4gpu_full_shard", *flags, cwd=tmp_path, NPROC_PER_NODE="2")
+    what = "samples.txt" if has_results else "the last evaluation"
+    assert f"warning: {what} failed in process 1, the model is saved; the run ends." in process.stdout, process.stderr
+    assert process.returncode == 1 and "ValueError: of one process" in process.stderr, process.stderr
+    assert (run / "model.safetensors").is_file() and (run / "train_results.json").exists() == has_results
+
+
 def test_links_in_the_folder_of_a_run_are_not_written_through(fork_launch, tmp_path):
     """Also a link in place of a checkpoint that is deleted."""
     run, other = tmp_path / "run", tmp_path / "other"

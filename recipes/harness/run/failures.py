@@ -27,13 +27,30 @@ def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
 
 @contextlib.contextmanager
 def only_report(what: str) -> Iterator[None]:
-    """Prints an error of this block in one line: once the model is saved, nothing makes the run fail. `what`: what is lost."""
+    """Prints an error of this block in one line: once the model is saved, nothing makes the run fail. `what`: what is lost.
+
+    For work in which no process waits for another.
+    """
     try:
         yield
     except Exception as error:
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exc()
         print_once(f"warning: {what} failed, the model is saved: {type(error).__name__}: {last_line(error)}")
+
+
+@contextlib.contextmanager
+def only_report_if_alone(what: str) -> Iterator[None]:
+    """As `only_report`, for collective work. Of several processes the others wait for this one, so the error ends the run."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        with only_report(what):
+            yield
+        return
+    try:
+        yield
+    except Exception:
+        print(f"warning: {what} failed in process {os.environ['RANK']}, the model is saved; the run ends.", flush=True)
+        raise
 
 
 def exit_if_out_of_memory(error: Exception, trainer: Any = None) -> None:

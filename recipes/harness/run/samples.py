@@ -6,6 +6,7 @@ from pathlib import Path
 from harness.compat.transformers import generate_on
 from harness.folder import draft_of
 from harness.messages import print_once
+from harness.run.failures import only_report
 
 import torch
 from transformers import PreTrainedTokenizerBase, Trainer
@@ -21,7 +22,7 @@ def why_no_text(trainer: Trainer) -> str:
 
 
 def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> None:
-    """Continues a few evaluation rows, or answers their prompts; prints the texts and writes them to samples.txt.
+    """Continues a few evaluation rows, or answers their prompts; prints the texts and writes them to samples.txt. Collective.
 
     One batch for all: where weights are all-gathered for every token, three texts cost as much as one.
     """
@@ -58,12 +59,14 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> No
             use_cache=True,
             synced_gpus=trainer.accelerator.num_processes > 1,  # a process that is done continues for the others
         )
-    texts = []
-    for prompt, tokens in zip(prompts, generated[:, width:].tolist(), strict=True):
-        texts.append(f"> {tokenizer.decode(prompt)}\n{_decode_answer(tokens, model, tokenizer)}\n")
-    note = "; random weights write nonsense" if is_rehearsal else ""
-    print_once(f"\nSamples, prompted with evaluation rows (samples.txt{note}):\n\n" + "\n".join(texts))
-    if trainer.is_world_process_zero():
+    if not trainer.is_world_process_zero():
+        return
+    with only_report("samples.txt"):  # the other processes no longer wait for this one
+        texts = []
+        for prompt, tokens in zip(prompts, generated[:, width:].tolist(), strict=True):
+            texts.append(f"> {tokenizer.decode(prompt)}\n{_decode_answer(tokens, model, tokenizer)}\n")
+        note = "; random weights write nonsense" if is_rehearsal else ""
+        print_once(f"\nSamples, prompted with evaluation rows (samples.txt{note}):\n\n" + "\n".join(texts))
         with draft_of(Path(trainer.args.output_dir, "samples.txt")) as draft:
             draft.write_text("\n".join(texts), "utf-8")
 

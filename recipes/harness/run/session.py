@@ -14,7 +14,7 @@ from harness.run.checkpoints import find_checkpoint, print_changed_rows, print_k
 from harness.run.disk import check_disk_space
 from harness.run.evaluation import MeanEvaluation, check_metric_is_computed, evaluate
 from harness.run.expectations import save_expectations
-from harness.run.failures import exit_for_known_failure, only_report
+from harness.run.failures import exit_for_known_failure, only_report, only_report_if_alone
 from harness.run.mirror import Mirror
 from harness.run.parameters import count_parameters, describe_training, modules_with_adapter
 from harness.run.profile import Profile
@@ -112,7 +112,7 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
 
     save_model(trainer, original)
     evaluation: dict[str, float] = {}
-    with only_report("the last evaluation"):
+    with only_report_if_alone("the last evaluation"):
         evaluation = evaluate(trainer)
     folder.remove_link(output_dir / TRAINER_STATE_NAME)
     trainer.save_state()
@@ -121,7 +121,7 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
             save_expectations(trainer, original, evaluation)
     mirror.finish()
     results = write_results(trainer, output, evaluation, parts.progress, parameters, resumed_from, mirror.results())
-    with only_report("samples.txt"):
+    with only_report_if_alone("samples.txt"):
         generate_samples(trainer, settings.tiny)
     with only_report("the summary"):
         print_summary(results, str(output_dir))

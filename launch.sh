@@ -40,7 +40,7 @@ unset CDPATH
 if [[ ${WORLD_SIZE:-1} != 1 && -z ${NNODES:-} ]]; then
   printf 'WORLD_SIZE=%s is ignored: several machines are set by NNODES, NODE_RANK and MASTER_ADDR.\n' "$WORLD_SIZE" >&2
 fi
-unset RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE # of another launcher; this one starts the processes itself
+unset RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE HARNESS_NODE # of another launcher; this one starts the processes itself
 script=${BASH_SOURCE[0]}
 if [[ ${script##*/} == slurm_script && -n ${SLURM_JOB_ID:-} ]]; then
   # SLURM runs a copy in its spool folder. `scontrol` has the path of the original, with its arguments.

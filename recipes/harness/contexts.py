@@ -86,6 +86,17 @@ class BuildingContext(Context):
         raise RecipeStopped
 
 
+@dataclass
+class CheckedRun:
+    """What the launcher needs to know of a run that passed its checks."""
+
+    output_dir: str
+    identity: dict[str, Any]  # the content of its run.json
+    on_cpu: bool
+    saves: bool  # checkpoints, in `output_dir`
+    has_mirror: bool
+
+
 def current() -> Context | None:
     """The context of this process; None before `parse` in a recipe that was started without launch.sh."""
     return _current

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -338,7 +339,7 @@ def _check_data_files(place: str, existing: dict, identity: dict, choose: str) -
         name, size, _ = file
         times = [time for other, other_size, time in before if (other, other_size) == (name, size) and file in now]
         same = (
-            f"; if its rows have not: touch -d @{times[0] // 10**9}.{times[0] % 10**9:09} gives it its time again"
+            f". If only its time has changed, set it back: touch -d @{times[0] // 10**9}.{times[0] % 10**9:09} {shlex.quote(name)}"
             if times
             else ""
         )

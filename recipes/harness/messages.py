@@ -69,8 +69,10 @@ def print_once(message: str) -> None:
         return
     try:
         print(message, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of the pipe has exited; the run continues without it
+    except OSError:
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 1
+        )  # the reader of the pipe has exited, or the disk is full; the run continues without it
 
 
 def plural(count: int, word: str) -> str:

@@ -44,7 +44,7 @@ KINDS = {
     "missing Python": ("launch.sh qwen2_chat 1x3090", "PYTHON: program not found: /no/python", {"PYTHON": "/no/python"}),
     "misspelled flag": ("qwen2_chat 1x3090 --learning_rte 1", "unknown flag --learning_rte: did you mean --learning_rate?"),
     "earlier name of a flag": ("qwen2_chat 1x3090 --max_seq_length 512", "--max_seq_length is now --max_length"),
-    "stray word": (f"{TINY} stray", "unknown flag stray"),
+    "stray word": (f"{TINY} stray", "stray is no flag, and no value of the flag before it"),
     # the machine
     "too few GPUs": ("launch.sh qwen2_fineweb_edu 4gpu_ddp", "needs 4 GPUs, this machine has none. Rehearse it here"),
     "module that hides a package": (

@@ -190,7 +190,11 @@ def add_overrides(trainer: Any, overrides: type[TrainerWithHooks]) -> None:
     Remove when: TrainerCallback has events for them.
     """
     own = type(trainer)
-    trainer.__class__ = type(f"Run{own.__name__}", (overrides, own), {"__module__": own.__module__})
+    # Methods that a recipe has set on the trainer itself would hide those of the class.
+    names = [name for name in vars(trainer) if any(name in vars(cls) for cls in (overrides, TrainerWithHooks))]
+    methods = {name: staticmethod(vars(trainer).pop(name)) for name in names}
+    of_recipe = type(own.__name__, (own,), methods) if methods else own
+    trainer.__class__ = type(f"Run{own.__name__}", (overrides, of_recipe), {"__module__": own.__module__})
 
 
 @changes("transformers:PreTrainedModel._no_split_modules")

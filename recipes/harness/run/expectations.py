@@ -7,6 +7,7 @@ from pathlib import Path
 
 from harness.folder import draft_of, read_json, write_json
 from harness.model.quantized import SOURCE
+from harness.run.results import is_mean_likelihood
 
 import pyarrow
 import pyarrow.parquet
@@ -40,8 +41,7 @@ def save_expectations(trainer: Trainer, original: PreTrainedConfig, evaluation: 
     name = trainer.accelerator.unwrap_model(trainer.model).config.name_or_path
     conversations = getattr(trainer, "conversations", [])
     columns = ("messages", "prompt", "completion", "tools", "chat_template_kwargs", "input_ids")
-    # Another loss cannot be computed from log-probabilities.
-    is_likelihood = "nll" in getattr(trainer.args, "loss_type", "nll") and not trainer.args.label_smoothing_factor
+    is_likelihood = is_mean_likelihood(trainer)  # another loss cannot be computed from log-probabilities
     losses = {name: f"eval_{name}_loss" if name else "eval_loss" for name in datasets}
     expected = {
         "step": trainer.state.global_step,

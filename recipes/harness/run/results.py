@@ -23,7 +23,9 @@ import torch
 from accelerate.utils import gather_object
 from datasets import IterableDataset
 from transformers import Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import TrainOutput
+from trl import SFTConfig
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes", "datasets")
 
@@ -131,6 +133,16 @@ def measure_memory(processes: list[dict], by_node: dict[str, list[dict]]) -> dic
     }
 
 
+def is_mean_likelihood(trainer: Trainer) -> bool:
+    """Whether the loss is the mean negative log-likelihood of tokens; not with DPO, classifiers, DFT and label smoothing."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    classes = {cls.__name__ for cls in type(base).__mro__}  # FSDP makes a subclass
+    is_language_model = isinstance(trainer.args, SFTConfig) or classes & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    has_likelihood = "nll" in getattr(trainer.args, "loss_type", "nll") and not trainer.args.label_smoothing_factor
+    return bool(is_language_model and has_likelihood)
+
+
 def collect_losses(trainer: Trainer, output: TrainOutput | None, evaluation: dict[str, float]) -> dict:
     """The losses of training, and those of evaluation (for each dataset, if there are several), at the start and at the end."""
     log_history = trainer.state.log_history
@@ -145,7 +157,7 @@ def collect_losses(trainer: Trainer, output: TrainOutput | None, evaluation: dic
         "train_loss": mean_loss(log_history),
         **{f"eval_{f'{label}_' if label else ''}loss_on_start": loss for label, loss in on_start.items()},
         **{f"eval_{f'{label}_' if label else ''}loss": loss for label, loss in at_end.items()},
-        **({"perplexity": math.exp(min(at_end[""], 700))} if "" in at_end else {}),
+        **({"perplexity": math.exp(min(at_end[""], 700))} if "" in at_end and is_mean_likelihood(trainer) else {}),
     }
 
 
@@ -238,7 +250,8 @@ def print_summary(results: dict, output_dir: str) -> None:
     if "eval_loss" in results:
         on_start = f"{results['eval_loss_on_start']:.4f} before, " if "eval_loss_on_start" in results else ""
         after = f"{results['eval_loss']:.4f}{' after' if on_start else ''}"
-        evaluation = f", evaluation loss {on_start}{after} (perplexity {results['perplexity']:.1f})"
+        perplexity = f" (perplexity {results['perplexity']:.1f})" if "perplexity" in results else ""
+        evaluation = f", evaluation loss {on_start}{after}{perplexity}"
     gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
     if "eval_loss" in results:
         evaluation += "".join(f"\n{line}" for line in describe_datasets(results))

@@ -26,7 +26,7 @@ from harness.run.settings import RunSettings
 from harness.run.sharded_files import check_sharded_files
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
 from harness.run.stopping import LastStepReached, MissedEvaluation, StopAfterSignal, StopAtLastStep, StopOnNan
-from harness.run.trainer import add_parts
+from harness.run.trainer import RunTrainer, add_parts
 
 from datasets import IterableDataset
 from transformers import Trainer
@@ -55,6 +55,7 @@ def train(trainer: Trainer, settings: RunSettings) -> None:
 
 def _train(trainer: Trainer, settings: RunSettings) -> None:
     """The run from its preparation to its report, in the order in which it happens."""
+    check_trainer(trainer)
     output_dir = Path(trainer.args.output_dir)
     # launch.sh locks the folder itself.
     held = folder.lock(output_dir) if trainer.is_world_process_zero() and not settings.is_locked else None
@@ -130,6 +131,20 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     disconnect(trainer, stop, parts.reader)
     if held:
         held.release()
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """Raises UserError for what cannot be trained."""
+    if isinstance(trainer, RunTrainer):
+        raise UserError("train() was called a second time with this trainer: a recipe calls it once, at its end")
+    if trainer.model_init is not None and trainer.args.world_size > 1:
+        raise UserError("model_init makes the model anew when it was prepared for several processes: pass model= to the trainer")
+    other = getattr(trainer, "ref_model", None)
+    if other is not None and any(weight.is_meta for weight in other.parameters()):
+        raise UserError(
+            "only the first process has the weights of ref_model: set fsdp_cpu_ram_efficient_loading: false in a copy of the "
+            "config, or pass --use_peft, which needs no second model"
+        )
 
 
 def prepare_trainer(trainer: Trainer) -> None:

@@ -79,6 +79,8 @@ class Parser(trl.TrlParser):
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
         values, rest = super().parse_known_args(*args, **kwargs)
+        if rest and not rest[0].startswith("-"):
+            raise UserError(f"{rest[0]} is no flag, and no value of the flag before it: RECIPE and CONFIG come first, then flags")
         if rest:
             raise UserError(unknown_flag(rest[0], [f"--{name}" for name in vars(values)]))
         self.look(values)

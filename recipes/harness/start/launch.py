@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from harness import configs, folder, hub
 from harness.configs import AccelerateConfig
-from harness.contexts import Context
+from harness.contexts import CheckedRun, Context
 from harness.messages import NODE_VARIABLE, UserError, exit_on_user_error, plural, print_once
 from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
 from harness.nodes.hardware import physical_cores
@@ -35,8 +35,6 @@ from harness.start.plans import copy_plan
 from harness.start.processes import Worker, idle_workers
 
 if TYPE_CHECKING:
-    from harness.start.training import CheckedRun
-
     from torch.distributed import TCPStore
 
 
@@ -119,8 +117,10 @@ def set_environment(tiny: bool, gpu_ids: str = "") -> None:
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads == "":
         del os.environ["OMP_NUM_THREADS"]
-    elif threads and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", threads):
+    elif threads and not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", threads):
         raise UserError(f"OMP_NUM_THREADS is {threads!r}, expected a number of threads: set another one, or unset it")
+    elif threads:
+        os.environ["OMP_NUM_THREADS"] = threads.split(",")[0]  # accelerate reads no list, which has numbers for nested loops
     os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file at once
     # datasets would tell a server about every file that a process opens, and without a network wait for it.
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
@@ -157,7 +157,7 @@ def allocator_settings(config: AccelerateConfig, recipe: Path, arguments: list[s
 def find_gpu_features(can_fork: bool) -> tuple[list[str], str, str, str]:
     """What the GPUs of this machine support, see `Context`; asked in a process of its own, because it uses a GPU."""
     code, features = processes.call(can_fork, gpu_features)
-    if features is None:
+    if code or features is None:
         sys.exit(processes.explain_exit(code))
     return features
 
@@ -168,19 +168,19 @@ def gpu_features() -> tuple[list[str], str, str, str]:
     return find_gpu_features()
 
 
-def check_in_worker(worker: Worker, context: Context, arguments: list[str]) -> "CheckedRun":
+def check_in_worker(worker: Worker, context: Context, arguments: list[str]) -> CheckedRun:
     """Checks the run in a process of its own, which may use a GPU. Exits if something is wrong."""
     worker.start(run_check, context, arguments)
     code, _ = processes.wait_for([worker])
     set_signal_handler(processes.exit_for_signal)
-    if worker.result is None:
+    if code or worker.result is None:
         sys.exit(processes.explain_exit(code))
     if last_signal():  # the check ended before the signal reached it
         processes.exit_for_signal(last_signal(), None)
     return worker.result
 
 
-def run_check(context: Context, arguments: list[str]) -> "CheckedRun":
+def run_check(context: Context, arguments: list[str]) -> CheckedRun:
     """Checks the machine, and the recipe up to the end of `parse`."""
     from harness.start.machine import print_untested_versions
     from harness.start.training import Check
@@ -228,7 +228,7 @@ def set_training_environment(context: Context) -> None:
 def train(
     workers: list[Worker],
     context: Context,
-    checked: "CheckedRun",
+    checked: CheckedRun,
     arguments: list[str],
     meeting_point: tuple[str, int] | None,
     node: int = 0,

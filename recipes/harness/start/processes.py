@@ -211,7 +211,7 @@ def wait_for(workers: list[Worker]) -> tuple[int, int]:
     set_signal_handler(forward)
     if last_signal():
         forward(last_signal(), None)
-    failure, deadline, was_killed = (0, 0), None, False
+    failure, deadline, was_killed, was_interrupted = (0, 0), None, False, False
     # A worker that dies after this line is in `running`, so that `wait` returns at once; one that died before has an exit code.
     while running := [worker for worker in workers if worker.process.is_alive()]:
         failed = [index for index, worker in enumerate(workers) if worker.process.exitcode not in (None, 0)]
@@ -231,13 +231,14 @@ def wait_for(workers: list[Worker]) -> tuple[int, int]:
                 worker.receive()
         except KeyboardInterrupt:
             # Ctrl-C reaches the processes too, and the first of them prints where it stopped; `kill -INT` does not.
+            was_interrupted = True
             _interrupt(workers)
     for index, worker in enumerate(workers):
         worker.process.join()
         worker.receive()
         if failure[0] == 0 and worker.process.exitcode:
             failure = worker.process.exitcode, index
-    return failure
+    return (130, 0) if was_interrupted and not failure[0] else failure
 
 
 def _interrupt(workers: list[Worker]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from harness import configs, contexts, folder
 from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.trl import record_conversations
-from harness.contexts import Context, RecipeStopped
+from harness.contexts import CheckedRun, Context, RecipeStopped
 from harness.data import reading
 from harness.messages import NODE_VARIABLE, UserError, print_once
 from harness.model.attention import print_attention
@@ -38,17 +38,6 @@ import torch
 from transformers import Trainer
 
 CONVERSATIONS = 16  # for evaluation, that a run keeps for --verify
-
-
-@dataclass
-class CheckedRun:
-    """What the launcher needs to know of a run that passed its checks."""
-
-    output_dir: str
-    identity: dict[str, Any]  # the content of its run.json
-    on_cpu: bool
-    saves: bool  # checkpoints, in `output_dir`
-    has_mirror: bool
 
 
 @dataclass
@@ -176,7 +165,10 @@ def settings_of_continued_run(context: Context, output_dir: str) -> dict[str, An
         run = folder.read_json(Path(output_dir, folder.RUN))
         if (run.get("config"), run.get("recipe_digest")) != (context.config.name, digest_of_recipe(context.recipe)):
             return {}
-    return settings_of_checkpoint(Path(output_dir))
+    try:
+        return settings_of_checkpoint(Path(output_dir))
+    except OSError as error:
+        raise UserError(f"--output_dir: {output_dir} cannot be read ({error.strerror}): choose another folder") from error
 
 
 def check_and_claim_run(context: Context, arguments: Arguments) -> dict[str, Any]:

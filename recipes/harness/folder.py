@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -339,7 +338,7 @@ def _check_data_files(place: str, existing: dict, identity: dict, choose: str) -
         name, size, _ = file
         times = [time for other, other_size, time in before if (other, other_size) == (name, size) and file in now]
         same = (
-            f". If only its time has changed, set it back: touch -d @{times[0] // 10**9}.{times[0] % 10**9:09} {shlex.quote(name)}"
+            f". If only its time has changed: `touch -d @{times[0] // 10**9}.{times[0] % 10**9:09} FILE` sets it back"
             if times
             else ""
         )

@@ -103,6 +103,7 @@ def test_trainers_that_write_no_samples(rehearse_recipe, parse, trainer, rows, r
     lines = [line for line in printed.splitlines() if reason in line]
     assert len(lines) == 1 and lines[0].startswith("No samples: "), printed
     assert read(run)["eval_loss"] > 0 and not (run / "expected.json").exists() and not (run / "samples.txt").exists()
+    assert "perplexity" not in read(run) or trainer == WITHOUT_TOKENIZER, "of another loss"
     assert ("text-generation" in (run / "README.md").read_text()) == ("CausalLM" in read(run, "config.json")["architectures"][0])
 
 

@@ -4,10 +4,12 @@ import os
 import signal
 
 from harness.compat.transformers import TrainerWithHooks
+from harness.run import session
 from harness.run.settings import RunSettings
 from harness.run.trainer import add_parts, keep_workers_after_sigterm
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
@@ -40,3 +42,25 @@ def test_class_of_the_recipe_stays(build_trainer):
     add_parts(trainer, None, None, RunSettings())
     assert isinstance(trainer, SFTTrainer) and isinstance(trainer, TrainerWithHooks)
     assert type(trainer).__module__ == own.__module__ and own is SFTTrainer
+
+
+def test_methods_that_a_recipe_sets_on_its_trainer_are_called(build_trainer):
+    """They would hide those of the class, without which a run neither logs nor saves completely."""
+    trainer, calls = build_trainer("qwen2_chat", "--max_steps", "2", "--save_strategy", "no", "--max_length", "32"), []
+    log, loader = trainer.log, trainer.get_train_dataloader
+    trainer.log = lambda logs, *args: (calls.append(logs), log(logs, *args))
+    trainer.get_train_dataloader = lambda: (calls.append("loader"), loader())[1]
+    session.train(trainer, RunSettings())
+    assert "loader" in calls and any("tokens_per_second" in logs for logs in calls if isinstance(logs, dict))
+
+
+def test_a_trainer_trains_once(build_trainer, error_of):
+    trainer = build_trainer("qwen2_chat")
+    add_parts(trainer, None, None, RunSettings())
+    assert "train() was called a second time" in error_of(session.check_trainer, trainer)
+
+
+def test_reference_model_without_weights_is_an_error(build_trainer, error_of):
+    trainer = build_trainer("qwen2_chat")
+    trainer.ref_model = torch.nn.Linear(2, 2, device="meta")
+    assert "fsdp_cpu_ram_efficient_loading: false" in error_of(session.check_trainer, trainer)

@@ -48,16 +48,17 @@ def place(tmp_path, monkeypatch):
         one.close()
 
 
-def save(one: mirror.Mirror, step: int, finish: bool = True):
-    """Writes a complete checkpoint, and uploads it as a run does."""
+def save(one: mirror.Mirror, step: int, finish: bool = True, best: str | None = None):
+    """Writes a complete checkpoint, and uploads it as a run does. `best`: the path of the best checkpoint until now."""
     checkpoint = one.output_dir / f"checkpoint-{step}"
     marker.begin_writing(checkpoint)
     (checkpoint / "part").mkdir()
     (checkpoint / "model.bin").write_bytes(os.urandom(1000))
     (checkpoint / "part/__0_0.distcp").write_bytes(os.urandom(3000))
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step, "best_model_checkpoint": best}))
     content = {"model": "m", "geometry": dict.fromkeys(marker.GEOMETRY, 1), "progress": {}}
     marker.write_marker(checkpoint, content | {"files": marker.sync_files(checkpoint, lambda name: True)})
-    one.on_save(None, SimpleNamespace(global_step=step, best_model_checkpoint=None), None)
+    one.on_save(None, SimpleNamespace(global_step=step, best_model_checkpoint=best), None)
     if finish:
         one.finish()
 
@@ -80,6 +81,51 @@ def test_old_checkpoints_are_removed_and_the_newest_comes_back(place, tmp_path):
     place("fresh")
     assert complete(tmp_path / "fresh") == ["checkpoint-6"]
     assert content(tmp_path / "fresh/checkpoint-6") == content(tmp_path / "first/checkpoint-6")
+
+
+BEST = "/of/another/machine/checkpoint-2"
+
+
+def test_the_best_checkpoint_comes_back(place, tmp_path):
+    """It stays in the mirror when the fresh machine uploads the next one, also while it starts."""
+    run = place("first")
+    for step in (2, 4, 6):
+        save(run, step, best=BEST)
+    run.close()
+    run = place("fresh")
+    assert complete(tmp_path / "fresh") == ["checkpoint-2", "checkpoint-6"]
+    assert content(tmp_path / "fresh/checkpoint-2") == content(tmp_path / "first/checkpoint-2")
+    save(run, 8, best=BEST)
+    assert complete(tmp_path / "mirror") == ["checkpoint-2", "checkpoint-6", "checkpoint-8"]
+    run.close()
+    shutil.rmtree(tmp_path / "mirror/checkpoint-8")  # its upload had not finished
+    place("fresh", limit=1).finish()
+    assert complete(tmp_path / "mirror") == ["checkpoint-2", "checkpoint-8"]
+
+
+@pytest.mark.parametrize("separate_disks", [False, True])
+@pytest.mark.parametrize(
+    ("best", "damage", "words"),
+    [
+        (BEST, lambda path: shutil.rmtree(path), "checkpoint-2, the best checkpoint, is lost: it is not in file:///"),
+        (BEST, lambda path: (path / "model.bin").write_bytes(bytes(1000)), "is lost: model.bin was changed"),
+        ("checkpoint-2/..", lambda path: None, ""),
+    ],
+    ids=["missing", "changed", "name"],
+)
+def test_a_best_checkpoint_that_is_lost_ends_no_run(place, tmp_path, capsys, separate_disks, best, damage, words):
+    run = place("first")
+    for step in (2, 4, 6):
+        save(run, step, best=best)
+    run.close()
+    damage(tmp_path / "mirror/checkpoint-2")
+    capsys.readouterr()
+    run = place("fresh", separate_disks=separate_disks)
+    printed = capsys.readouterr().out
+    assert words in printed and ("is lost" in printed) == bool(words)
+    assert [path.name for path in (tmp_path / "fresh").glob("checkpoint-*")] == ["checkpoint-6"]
+    save(run, 8)
+    assert complete(tmp_path / "mirror") == ["checkpoint-6", "checkpoint-8"]
 
 
 @pytest.mark.parametrize("limit", [0, -1])

@@ -23,12 +23,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness import folder
-from harness.folder import COMPLETION_MARKER, NUMBER, RESULT_TYPES, RESULTS, RUN, DamagedFile
+from harness.folder import COMPLETION_MARKER, NUMBER, RESULT_TYPES, RESULTS, RUN, DamagedFile, read_json
 from harness.messages import UserError, print_once, readable_size
 from harness.nodes.variables import seconds_of_silence
 from harness.run.agreement import maximum
 from harness.run.checkpoints import belongs_to
-from harness.run.marker import begin_writing, delete, parse_marker, path_in, read_marker, write_marker, wrong_files
+from harness.run.marker import (
+    begin_writing,
+    delete,
+    is_incomplete,
+    parse_marker,
+    path_in,
+    read_marker,
+    write_marker,
+    wrong_files,
+)
 from harness.run.settings import RunSettings
 from harness.run.storage import PATIENCE, Storage, at_start, describe, retry
 
@@ -36,6 +45,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed import ProcessGroup
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
 HEARTBEAT = "heartbeat.json"
 MAX_SILENCE = 3600  # seconds; NODE_SILENCE is 60
@@ -190,7 +200,7 @@ class Transfer:
 
 
 class Mirror(TrainerCallback):
-    """Uploads every complete checkpoint and the model, and brings the newest checkpoint back. Does nothing without --mirror."""
+    """Uploads every complete checkpoint and the model, and brings the newest and the best back. Does nothing without --mirror."""
 
     def __init__(self, trainer: Trainer, group: ProcessGroup | None, settings: RunSettings) -> None:
         """Raises UserError for options that need all files of a checkpoint on every node. `group`: see `make_cpu_group`."""
@@ -235,10 +245,10 @@ class Mirror(TrainerCallback):
     # Before the training
 
     def pull(self) -> None:
-        """Brings the newest complete checkpoint of the mirror into the output directory of every disk. Collective.
+        """Brings the newest complete checkpoint of the mirror, and the best one, into the output directory of every disk.
 
-        Files that are there already are kept if their checksums are right. Damaged checkpoints are skipped. Nothing is pulled
-        if the output directory has a newer complete one.
+        Collective. Files that are there already are kept if their checksums are right. Damaged checkpoints are skipped. Nothing
+        is pulled if the output directory has a newer complete one.
         """
         if not self.storage:
             return
@@ -249,6 +259,7 @@ class Mirror(TrainerCallback):
             if name not in in_mirror:
                 if not self._is_on_disks(name, on_disk[name]["files"]):
                     continue  # `find_checkpoint` says why
+                self.best = self._read_best(name)  # the upload removes the old ones but this
                 reason = self._begin_upload(name)
                 if not reason:
                     damaged.pop(name, None)  # what the mirror had was removed
@@ -262,6 +273,10 @@ class Mirror(TrainerCallback):
             else:
                 pulled = name
                 break
+        if pulled:
+            self.best = self._read_best(pulled)
+            if damage := self._download_best(in_mirror, on_disk):
+                damaged[self.best] = damage
         self._at_start(lambda: self._skip(damaged, is_error=not pulled and (self.has_own_disk or not on_disk)))
         if self.has_own_disk and self.process.is_local_main_process:
             for path in folder.checkpoints(self.output_dir):
@@ -295,9 +310,34 @@ class Mirror(TrainerCallback):
         own = {file: entry for file, entry in files.items() if self._is_mine(file)}
         return not any(gather_object([bool(wrong_files(self.output_dir / name, own))]))
 
+    def _read_best(self, name: str) -> str:
+        """The name of the best checkpoint when `name` was written, "" for none. Collective."""
+
+        def read() -> str:
+            state = read_json(self.output_dir / name / TRAINER_STATE_NAME)
+            best = folder.best_checkpoint(self.output_dir, state.get("best_model_checkpoint"))
+            return best.name if best else ""
+
+        return self._on_first_process(read)[0] or ""  # of a damaged file, `find_checkpoint` says what is wrong
+
+    def _download_best(self, in_mirror: dict[str, dict], on_disk: dict[str, dict]) -> str:
+        """Brings the best checkpoint to every disk. Returns what is wrong with it in the mirror, "" for nothing. Collective."""
+        if not self.best or (self.best in on_disk and not self.has_own_disk):
+            return ""
+        damage = self._download(self.best, in_mirror[self.best]) if self.best in in_mirror else ""
+        if damage and self._downloads() and is_incomplete(self.output_dir / self.best):
+            delete(self.output_dir / self.best)
+        if damage or self.best not in in_mirror | on_disk:
+            reason = damage or f"it is not in {self.storage.url}"
+            print_once(f"warning: {self.best}, the best checkpoint, is lost: {reason}. The run continues without it.")
+        return damage
+
+    def _downloads(self) -> bool:
+        return self.process.is_local_main_process if self.has_own_disk else self.process.is_main_process
+
     def _download(self, name: str, marker: dict) -> str:
         """Brings a checkpoint to every disk. Returns what is wrong with it in the mirror, "" for nothing. Collective."""
-        downloads = self.process.is_local_main_process if self.has_own_disk else self.process.is_main_process
+        downloads = self._downloads()
         self.transfer = Transfer(name, lambda _: self._download_lacking(name, marker) if downloads else None)
         errors = self._wait(math.inf)
         for is_damage, error in errors:

@@ -7,7 +7,6 @@ from harness.configs import AccelerateConfig
 from harness.contexts import Context
 from harness.folder import read_json
 from harness.run.forecast import describe_forecast, read_forecast
-from harness.run.results import print_summary
 from harness.start import plans
 
 import pytest
@@ -72,9 +71,10 @@ def test_unknown_utilization_explains_nothing(forecast):
     assert lines[-1] == "seconds per step: 4.10 measured, 1.36–2.73 forecast on RTX 3090"
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("odd", [{"step_seconds": {"RTX 3090": 3}}, {"step_seconds": {"RTX 3090": ["a", "b"]}}])
 def test_odd_plan_leaves_out_the_comparison(tmp_path, capsys, odd):
+    from harness.run.results import print_summary
+
     (tmp_path / "plan.json").write_text(json.dumps(PLAN | odd))
     more = {"num_nodes": 1, "fsdp_enabled": False, "world_size": 1, "replicas": 1, "train_loss": None, "final_loss": 2.5}
     forecast = read_forecast(tmp_path, "NVIDIA GeForce RTX 3090")

@@ -152,7 +152,7 @@ def test_accelerate_launch_without_config_file(monkeypatch, capsys, no_context, 
     for name, value in ({"ACCELERATE_MIXED_PRECISION": "no"} | variables).items():
         monkeypatch.setenv(name, value)
     context = training.start_without_launcher()
-    context.before_arguments(argparse.Namespace(use_cpu=True))
+    context.before_arguments(argparse.Namespace(use_cpu=True, bf16=True))
     assert not context.config.path and context.processes == int(variables.get("WORLD_SIZE", 1))
     printed = "".join(capsys.readouterr())
     assert printed.count("warning") == warnings and all((key in printed) == bool(warnings) for key in configs.OWN_KEYS)
@@ -163,7 +163,17 @@ def test_accelerate_launch_without_a_gpu(monkeypatch, error_of, no_context):
     for name, value in {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
     context = training.start_without_launcher()
-    assert "pass --use_cpu" in error_of(context.before_arguments, argparse.Namespace(use_cpu=False))
+    assert "pass --use_cpu" in error_of(context.before_arguments, argparse.Namespace(use_cpu=False, bf16=False))
+
+
+def test_python_without_a_gpu(monkeypatch, error_of, no_context):
+    """transformers' words about bf16 do not say what to do."""
+    for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
+        monkeypatch.delenv(name, raising=False)
+    context = training.start_without_launcher()
+    message = error_of(context.before_arguments, argparse.Namespace(use_cpu=False, bf16=True))
+    assert "no GPU that PyTorch can use: pass --use_cpu" in message and "./launch.sh --tiny" in message
+    context.before_arguments(argparse.Namespace(use_cpu=True, bf16=True))
 
 
 def test_python_has_no_config(monkeypatch, capsys, no_context):

@@ -138,7 +138,9 @@ def check_trainer(trainer: Trainer) -> None:
     if isinstance(trainer, RunTrainer):
         raise UserError("train() was called a second time with this trainer: a recipe calls it once, at its end")
     if trainer.model_init is not None and trainer.args.world_size > 1:
-        raise UserError("model_init makes the model anew when it was prepared for several processes: pass model= to the trainer")
+        raise UserError(
+            "model_init makes the model again after it was prepared for several processes: pass model= to the trainer"
+        )
     other = getattr(trainer, "ref_model", None)
     if other is not None and any(weight.is_meta for weight in other.parameters()):
         raise UserError(

@@ -80,7 +80,7 @@ class Train(RunContext):
     def before_arguments(self, values: argparse.Namespace) -> None:
         if not self.is_checked:
             self.on_cpu = values.use_cpu
-            check_start_without_launcher(self)
+            check_start_without_launcher(self, values)
         values.use_cpu = self.on_cpu
         if self.is_sharded and self.on_cpu:
             allow_fsdp_on_cpu()
@@ -135,8 +135,13 @@ def features_of_gpu(device: torch.device) -> list[str]:
     return [VARLEN] if torch.cuda.get_device_capability(device) >= (8, 0) else []
 
 
-def check_start_without_launcher(context: Train) -> None:
-    """Raises UserError if `accelerate launch` would shard on GPUs that are not there. Prints what is not checked."""
+def check_start_without_launcher(context: Train, values: argparse.Namespace) -> None:
+    """Raises UserError for a run on GPUs that are not there. Prints what is not checked."""
+    if values.bf16 and not context.on_cpu and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        raise UserError(
+            "this machine has no GPU that PyTorch can use: pass --use_cpu to train on the CPU, or rehearse the recipe: "
+            f"./launch.sh --tiny {Path(context.recipe).stem} CONFIG"
+        )
     if os.environ.get("ACCELERATE_USE_FSDP") != "true":
         return
     if not context.on_cpu and not torch.cuda.is_available():

@@ -50,11 +50,14 @@ def test_merged_logits_equal_adapter_logits(launch, adapter, tmp_path, error_of)
     assert "exists already" in error_of(merge.main, str(adapter), str(tmp_path / "plain"))
 
 
-def test_merge_without_comparison_is_a_success(adapter, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "error", [UserError("the 4-bit weights do not fit"), torch.OutOfMemoryError("the 4-bit weights do not fit")]
+)
+def test_merge_without_comparison_is_a_success(adapter, tmp_path, monkeypatch, capsys, error):
     """Where the adapter's base model, which a merge does not load, is too large for the GPU."""
 
     def load_model(run):
-        raise UserError("the 4-bit weights do not fit")
+        raise error
 
     monkeypatch.setattr(chat, "load_model", load_model)
     assert merge.main(str(adapter), str(tmp_path / "plain")) == 0 and (tmp_path / "plain/config.json").is_file()

@@ -48,10 +48,13 @@ def main(*words: str) -> int:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     print_once(f"Merged into {target}. To load it: AutoModelForCausalLM.from_pretrained({str(target)!r})")
+    import torch
+
     try:
         return compare_merged(source, target)
-    except UserError as error:  # the merged model is complete
-        print_once(f"Not compared with the adapter: {error}. On another machine: ./launch.sh --verify {source} {target}")
+    except (UserError, torch.OutOfMemoryError) as error:  # the merged model is complete
+        reason = str(error).split("\n")[0].rstrip(".")
+        print_once(f"Not compared with the adapter: {reason}. On another machine: ./launch.sh --verify {source} {target}")
         return 0
 
 

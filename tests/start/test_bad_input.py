@@ -43,6 +43,10 @@ KINDS = {
     "two commands": ("launch.sh --plan --preview qwen2_chat", "--plan and --preview are two commands"),
     "missing Python": ("launch.sh qwen2_chat 1x3090", "PYTHON: program not found: /no/python", {"PYTHON": "/no/python"}),
     "misspelled flag": ("qwen2_chat 1x3090 --learning_rte 1", "unknown flag --learning_rte: did you mean --learning_rate?"),
+    "flag of accelerate": ("qwen2_chat 1x3090 --num_processes 2", "--num_processes: the config says how many there are"),
+    "short name of a flag": ("qwen2_chat 1x3090 --lr 2e-5", "--lr: pass --learning_rate"),
+    "flag of an earlier version": ("qwen2_chat 1x3090 --group_by_length", "pass --train_sampling_strategy group_by_length"),
+    "flag to overwrite": ("qwen2_chat 1x3090 --overwrite_output_dir", "nothing is overwritten: pass another --output_dir"),
     "earlier name of a flag": ("qwen2_chat 1x3090 --max_seq_length 512", "--max_seq_length is now --max_length"),
     "stray word": (f"{TINY} stray", "stray is no flag, and no value of the flag before it"),
     # the machine

@@ -32,6 +32,15 @@ RENAMED = {
     "torch_dtype": "dtype",
     "warmup_ratio": "warmup_steps: a value below 1 is a share of all steps",
 }
+# Flags of other programs and of earlier versions, and what does the same here.
+INSTEAD = {
+    "group_by_length": "pass --train_sampling_strategy group_by_length",
+    "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
+    "lr": "pass --learning_rate",
+    "num_cpu_threads_per_process": "set the variable OMP_NUM_THREADS",
+    "num_processes": "the config says how many there are: set the variable NPROC_PER_NODE for another number per node",
+    "overwrite_output_dir": "nothing is overwritten: pass another --output_dir, or move that folder away",
+}
 NOT_FLAGS = ("dataset_formats",)  # arguments of `parse` itself
 OF_CONFIG = ("deepspeed", "fsdp", "fsdp_config")  # flags for what the Accelerate config says here
 COMMANDS = ("tiny", "plan", "preview", "prepare", "debug")  # of launch.sh, which come before the recipe
@@ -99,6 +108,8 @@ def check_flags(recipe: Path, words: list[str], more: Iterable[str] = ()) -> Non
             raise UserError(
                 f"--{name}: the config says how a run is sharded: pass a config, or translate yours with ./launch.sh --convert"
             )
+        if name in INSTEAD and name not in names:
+            raise UserError(f"--{name}: {INSTEAD[name]}")
         if name in RENAMED:
             raise UserError(f"--{name} is now --{RENAMED[name]}")
         if name not in names and name.removeprefix("no_") not in names:

@@ -115,7 +115,7 @@ def parse_command_line(context: Context, config_class: type, recipe: dict[str, A
     )
     parser.given = frozenset()  # from here on, what the file of --config sets
     *parsed, rest = _parse(parser)
-    if rest:
+    if rest:  # keys of the file of --config; `Parser` refuses flags
         raise UserError(unknown_flag(rest[0], [f"--{name}" for name in names]))
     _check_lists(classes, parsed, parser.given)
     flags = (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--"))

@@ -15,6 +15,7 @@ from harness.run.disk import check_disk_space
 from harness.run.evaluation import MeanEvaluation, check_metric_is_computed, evaluate
 from harness.run.expectations import save_expectations
 from harness.run.failures import exit_for_known_failure, only_report, only_report_if_alone
+from harness.run.loss_scale import set_loss_scale
 from harness.run.mirror import Mirror
 from harness.run.parameters import count_parameters, describe_training, modules_with_adapter
 from harness.run.profile import Profile
@@ -155,7 +156,8 @@ def prepare_trainer(trainer: Trainer) -> None:
     compile_layers(trainer)
     install_byte_check(trainer.model)
     repeat_stream(trainer)
-    fill_last_step(trainer)
+    set_loss_scale(trainer)
+    fill_last_step(trainer)  # it depends on the loss
     hide_tied_weight_warning(trainer)
     replace_progress_bar(trainer)
     # The default waits, for each tensor of a batch, until the GPU has computed everything that was queued before.

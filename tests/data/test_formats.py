@@ -199,11 +199,44 @@ def as_assistant(content):
         ),
         pytest.param({"messages": [CHAT[0], as_assistant(" ")]}, "messages", None, id="empty answer"),
         pytest.param({"messages": ["Why?", "So."]}, "messages", {"messages": CHAT}, id="texts that alternate"),
+        pytest.param(
+            {"messages": [SYSTEM | {"tools": [TOOL]}, *CHAT]},
+            "messages",
+            {"messages": [SYSTEM, *CHAT], "tools": [{"type": "function", "function": TOOL}]},
+            id="tools in the system turn",
+        ),
+        pytest.param(
+            {"prompt": [SYSTEM | {"functions": json.dumps([TOOL])}, CHAT[0]], "completion": CHAT[1:]},
+            "messages",
+            {"prompt": [SYSTEM, CHAT[0]], "completion": CHAT[1:], "tools": [{"type": "function", "function": TOOL}]},
+            id="functions as JSON in the system turn of a prompt",
+        ),
+        pytest.param(
+            {"messages": [CHAT[0], CHAT[1] | {"id": 7, "images": []}]},
+            "messages",
+            {"messages": [CHAT[0], CHAT[1] | {"id": 7, "images": []}]},
+            id="keys that only some chat templates read",
+        ),
         pytest.param({"anything": 1, "text": None}, "", {"anything": 1, "text": None}, id="no format"),
     ],
 )
 def test_convert(row, format, expected):
     assert formats.convert(json.loads(json.dumps(row)), format, "text") == expected
+
+
+@pytest.mark.parametrize("key", [*formats.TRAINED, *formats.MASKED, *formats.TRAINED_PARTS])
+def test_answers_that_do_not_count(key):
+    """By each name that a key of a turn has for it."""
+
+    def mark(counts):
+        return {
+            "masked": int(not counts),
+            "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": counts}],
+            "training_detail": json.dumps([{"train": counts}, {"train": counts}]),
+        }.get(key, counts)
+
+    turns = [CHAT[0], CHAT[1] | {key: mark(False)}, CHAT[0], CHAT[1] | {key: mark(True)}]
+    assert formats.convert({"messages": turns}, "messages") == {"messages": [CHAT[0], CHAT[1] | {"train": False}, *CHAT]}
 
 
 @pytest.mark.parametrize(
@@ -213,6 +246,16 @@ def test_convert(row, format, expected):
         ({"messages": [CHAT[0], as_assistant("")]}, "messages", "with a turn that is empty"),
         ({"messages": [*CHAT, {"role": "critic", "content": "No."}]}, "messages", "with the unknown role critic"),
         ({"messages": [CHAT[0], CHAT[1] | {"weight": 0.5}]}, "messages", "neither true nor false"),
+        (
+            {"messages": [CHAT[0], CHAT[1] | {"train_detail": [{"train": True}, {"train": False}]}]},
+            "messages",
+            "with a turn of which a part counts in the loss",
+        ),
+        (
+            {"messages": [SYSTEM | {"tools": [TOOL]}, *CHAT], "tools": [BUILT_IN]},
+            "messages",
+            "with different tools in two places",
+        ),
         ({"messages": [CHAT[1], CHAT[0]]}, "messages", "whose only answer is its first message"),
         ({"text": ""}, "text", "without a text"),
         ({"text": 5}, "text", "whose text is not a string"),
@@ -314,9 +357,12 @@ def test_docstring_of_recipe_names_columns(recipe):
         ({"content": "<think>so</think>Yes"}, "assistant+thought"),
         ({"train": False}, "assistant+untrained"),
         ({"tool_calls": [{}], "train": True}, "assistant+calls"),
+        ({"name": "Ann", "images": []}, "assistant"),
     ],
 )
 def test_kind_of_conversation(turn, kind):
     row = {"messages": [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes"} | turn]}
     assert formats.kind_of_conversation(row) == f"user {kind}"
     assert formats.kind_of_conversation(row | {"tools": [{}]}) == f"user {kind}, tools"
+    row["messages"][0] |= {"score": 0, "id": "a"}
+    assert formats.kind_of_conversation(row) == f"user {kind}, keys id score"

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.data.conversion import PlacedRow
-from harness.data.formats import REASONING, TEMPLATE_ARGUMENTS, THOUGHT, split_answers
+from harness.data.formats import REASONING, TEMPLATE_ARGUMENTS, THOUGHT, other_keys, split_answers
 from harness.hub import hub_errors
-from harness.messages import UserError
+from harness.messages import UserError, print_once
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
@@ -143,6 +143,9 @@ def check_conversations(
     if splits_answers:
         rows = [(place, part) for place, row in rows for part in split_answers(row)]
     check_rendering(tokenizer, path or f"of {model_name}", rows)
+    if ignored := find_ignored_keys(tokenizer, rows):
+        examples = ", ".join(f"{key} ({place})" for key, place in ignored.items())
+        print_once(f"The chat template {path or f'of {model_name}'} ignores these keys of turns: {examples}.")
     rows = [row for _, row in rows]
     has_untrained = any(not turn.get("train", True) for row in rows for turn in turns_of(row))
     if not training_args.assistant_only_loss:
@@ -211,6 +214,27 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[Pl
         f"--chat_template_path: the chat template {name} leaves out the {part} of {where}, in {count} of {len(rows)} checked "
         f"conversations: {advice}"
     )
+
+
+def find_ignored_keys(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> dict[str, str]:
+    """The keys of turns that change nothing in the rendered conversations, each with the place of a row that has it."""
+    places, read = {}, set()
+    for place, row in rows:
+        turns = turns_of(row)
+        for key in {key for turn in turns for key in other_keys(turn)} - read:
+            without = [{name: value for name, value in turn.items() if name != key} for turn in turns]
+            places.setdefault(key, place)
+            if _text_of(tokenizer, turns, options_of(row)) != _text_of(tokenizer, without, options_of(row)):
+                read.add(key)
+    return {key: place for key, place in places.items() if key not in read}
+
+
+def _text_of(tokenizer: PreTrainedTokenizerBase, turns: list[dict], options: dict) -> str | None:
+    """A rendered conversation, None if the chat template refuses it."""
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False, **options)
+    except (TemplateError, TypeError, ValueError):
+        return None
 
 
 def refusal_message(place: str, name: str, row: dict, error: Exception) -> str:

@@ -28,7 +28,11 @@ ROLES = {
 CALLS = ("function_call", "tool_call")  # roles whose content is a call as JSON
 TOOLS, TEMPLATE_ARGUMENTS = ("tools", "functions"), "chat_template_kwargs"  # columns a chat template reads besides the turns
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a turn, by the names that chat templates have for it
-TRAINED = ("train", "training", "weight", "loss")  # keys of a turn that say whether it counts in the loss
+# Keys of a turn that say whether it counts in the loss (1, true), whether it does not, and which parts of it do.
+TRAINED, MASKED = ("train", "training", "trainable", "weight", "loss", "loss_mask"), ("masked",)
+TRAINED_PARTS = ("train_detail", "training_detail")
+# Keys of a converted turn; others are passed on too, because a chat template can read them.
+TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "train", *REASONING)
 THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 EMPTY_TURN, NO_ANSWER = "with a turn that is empty", "without an answer"
 
@@ -135,13 +139,14 @@ def _to_messages(row: dict, text_field: str) -> dict:
     for column in ("messages", "conversations"):
         if turns := _turns_of(row.get(column), is_conversation=True):
             messages = _clean_conversation(turns, row.get("system"))
+            extra = _with_tools_of_turns(extra, turns)
             if not any(turn["role"] == "assistant" and turn.get("train", True) for turn in messages[1:]):
                 raise SkippedRow("whose only answer is its first message")
             return {"messages": messages} | extra
     prompt, completion = _turns_of(row.get("prompt")), _turns_of(row.get("completion"))
     if prompt and completion:
         context = _clean_conversation(prompt, row.get("system"), is_complete=False)
-        return {"prompt": context, "completion": _clean_conversation(completion)} | extra
+        return {"prompt": context, "completion": _clean_conversation(completion)} | _with_tools_of_turns(extra, prompt)
     if isinstance(row.get("prompt"), str) and _has_text(row, "completion"):
         question, answer = row["prompt"], row["completion"]
     elif _has_text(row, "instruction") and _has_text(row, "output"):
@@ -220,7 +225,9 @@ def _clean_turn(turn: dict) -> dict | None:
         if role == "system":
             return None
         raise SkippedRow(EMPTY_TURN)
-    dropped = {"from", "value", "tool_calls", "function_call", *TRAINED, *REASONING}
+    dropped = {"from", "value", "tool_calls", "function_call", *TRAINED, *MASKED, *TRAINED_PARTS, *REASONING}
+    if role == "system":  # see `_with_tools_of_turns`
+        dropped |= {key for key in TOOLS if isinstance(_from_json(turn.get(key)), list)}
     kept = {key: value for key, value in turn.items() if key not in dropped and value is not None}
     kept |= {"role": role, "content": content}
     if calls:
@@ -239,14 +246,24 @@ def _text_of_part(part: Any) -> str:
 
 def _counts_in_loss(turn: dict, role: str) -> bool:
     """False for an answer that is marked so. Only answers can count in the loss."""
-    marks = [turn[key] for key in TRAINED if turn.get(key) is not None]
-    if any(mark not in (0, 1) for mark in marks):
-        raise SkippedRow(f"with a turn whose {' or '.join(TRAINED)} is neither true nor false, 1 nor 0")
+    found = {key: turn[key] for key in (*TRAINED, *MASKED) if turn.get(key) is not None}
+    if wrong := [key for key, mark in found.items() if mark not in (0, 1)]:
+        raise SkippedRow(f"with a turn whose {wrong[0]} is neither true nor false, 1 nor 0")
+    marks = [not mark if key in MASKED else mark for key, mark in found.items()] + _marks_of_parts(turn)
     if role == "assistant":
         return all(marks)
     if any(marks) and "weight" not in turn:
         raise SkippedRow(f"in which a turn of the {role} is marked to be trained on")
     return True
+
+
+def _marks_of_parts(turn: dict) -> list[bool]:
+    """Whether the parts of an answer count in the loss (Axolotl's `train_detail`): all of them must, or none."""
+    parts = next((value for key in TRAINED_PARTS if isinstance(value := _from_json(turn.get(key)), list)), [])
+    marks = {part.get("train", True) for part in parts if isinstance(part, dict)}
+    if len(marks) > 1:
+        raise SkippedRow("with a turn of which a part counts in the loss and a part does not")
+    return [bool(mark) for mark in marks]
 
 
 def _clean_call(call: Any) -> dict:
@@ -284,6 +301,17 @@ def _template_columns(row: dict) -> dict:
         raise SkippedRow("with tools that are not a list")
     if arguments and isinstance(arguments, dict):
         columns[TEMPLATE_ARGUMENTS] = arguments
+    return columns
+
+
+def _with_tools_of_turns(columns: dict, turns: list[dict]) -> dict:
+    """The columns that chat templates read, with the tools that a system turn has."""
+    for turn in turns:
+        tools = next((value for key in TOOLS if isinstance(value := _from_json(turn.get(key)), list)), None)
+        if _role(turn) == "system" and tools:
+            found = [_clean_tool(_from_json(tool)) for tool in tools]
+            if columns.setdefault("tools", found) != found:
+                raise SkippedRow("with different tools in two places")
     return columns
 
 
@@ -397,14 +425,23 @@ def split_answers(row: dict) -> list[dict]:
 
 
 def kind_of_conversation(row: dict) -> str:
-    """The roles of a converted row's turns, in words: "user assistant+calls tool assistant, tools"; "" without turns."""
+    """The roles of a converted row's turns, in words: "user assistant+calls tool assistant, tools, keys id"; "" without turns.
+
+    The keys are those that only some chat templates read.
+    """
     turns = [turn for name in ("messages", "prompt", "completion") for turn in row.get(name) or [] if isinstance(turn, dict)]
     words = []
     for turn in turns:
         has_thought = "reasoning_content" in turn or "</think>" in turn["content"]
         parts = [turn["role"], "calls" if "tool_calls" in turn else "", "thought" if has_thought else ""]
         words.append("+".join(part for part in [*parts, "" if turn.get("train", True) else "untrained"] if part))
-    return " ".join(words) + (", tools" if row.get("tools") else "")
+    keys = " ".join(sorted({key for turn in turns for key in other_keys(turn)}))
+    return " ".join(words) + (", tools" if row.get("tools") else "") + (f", keys {keys}" if keys else "")
+
+
+def other_keys(turn: dict) -> list[str]:
+    """The keys of a converted turn that hold something, and that only some chat templates read."""
+    return [key for key, value in turn.items() if key not in TURN_KEYS and value not in ("", [], {})]
 
 
 # What people call the columns of the formats, for the --column_map of an error message.

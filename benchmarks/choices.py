@@ -31,7 +31,7 @@ PAIRS = (
 def main(numbers: list[int]) -> None:
     from harness.plan import command
 
-    can_fork = command.import_libraries()
+    method = command.start_server()
     from harness.plan import choose, machines, roofline
     from harness.plan.values import values_of_recipe
 
@@ -43,7 +43,7 @@ def main(numbers: list[int]) -> None:
         grid = choose.make_grid(values_of_recipe(recipe, []), machine, paths, [])
 
         def simulate(options: list, recipe: str = recipe, grid: choose.Grid = grid) -> list:
-            return command.simulate_options(can_fork, recipe, grid, grid.common_flags, options, is_quiet=True)
+            return command.simulate_options(method, recipe, grid, grid.common_flags, options, is_quiet=True)
 
         began = time.monotonic()
         candidates, found = choose.choose(machine, grid.settings, simulate)

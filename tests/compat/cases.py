@@ -173,14 +173,6 @@ def run_exit_handlers(changed: bool) -> str:
     return os.read(reader, 10).decode()
 
 
-def use_store_of_launcher(changed: bool) -> str:
-    """Whether the first process can join while its launcher has the store."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    as_launched(MASTER_PORT=str(store.port), **(torch_changes.use_store_of_launcher() if changed else {}))
-    dist.init_process_group("gloo")
-    return "joined"
-
-
 def read_no_weights(changed: bool) -> list[str]:
     """Devices of the weights that `from_pretrained` made."""
     with tempfile.TemporaryDirectory() as folder:
@@ -240,7 +232,6 @@ CASES = [
     sharded_adamw,
     keep_states_paged,
     run_exit_handlers,
-    use_store_of_launcher,
     read_no_weights,
     load_tokenizers_as_offline,
     install_training_template,

@@ -25,7 +25,6 @@ EXPECTED = {
     "read_no_weights": (["cpu"], ["meta"]),
     "run_exit_handlers": ("", "called"),
     "sharded_adamw": ("RuntimeError", [True, True, False, True, True, True]),
-    "use_store_of_launcher": ("DistNetworkError", "joined"),
 }
 # Changes that add something or read a private name, and the test that fails without them.
 TESTED_ELSEWHERE = {
@@ -36,11 +35,13 @@ TESTED_ELSEWHERE = {
     "generate_on": "run/test_outputs.py::test_samples_of_an_adapter_with_offload",
     "hide_store_warnings": "nodes/test_meeting.py::test_another_server_in_place_of_the_head_is_an_error",
     "launch_environment": "start/test_plain_launchers.py::test_accelerate_launch",
+    "make_agent": "start/test_processes.py::test_others_are_ended_when_one_fails",
     "load_models_with": "commands/test_preview.py::test_every_recipe",
     "never_ask_for_code": "start/test_remote_code.py::test_code_of_a_model_does_not_run",
     "multiply_in_float32": "rehearsal/test_products.py::test_factors_are_copied_to_float32",
     "record_conversations": "commands/test_verify.py::test_full_run_on_two_processes",
     "record_whole_rows": "commands/test_preview.py::test_json",
+    "start_fork_server": "start/test_processes.py::test_process_has_environment_and_stdin",
     "supports_flash_attention_2": "model/test_attention.py::test_choice",
     "takes_other_attention": "model/test_attention.py::test_choice",
     "transformer_layers": "run/test_sharding.py::test_run_that_is_not_sharded_as_its_config_says",

@@ -88,38 +88,38 @@ def measure_peak(context: Context, flags: list[str]) -> int:
     return tensors.peak()
 
 
-def run_real(can_fork: bool, context: Context, flags: list[str], port: int) -> int:
+def run_real(method: str, context: Context, flags: list[str], port: int) -> int:
     """Calls `measure_peak` in all processes of the config; returns the peak of the first one."""
-    with processes.idle_workers(context.processes, can_fork) as workers:
-        for rank, worker in enumerate(workers):
-            ranks = {}
-            if context.processes > 1:
-                ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": context.processes}
-                ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            environment = {name: str(value) for name, value in ranks.items()}
-            worker.start(measure_peak, context, flags, environment=environment)
-        code, _ = processes.wait_for(workers)
-    if code:
-        raise RuntimeError(f"the run on real tensors failed with exit code {code}")
-    return workers[0].result
+    started = []
+    for rank in range(context.processes):
+        ranks = {}
+        if context.processes > 1:
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": context.processes}
+            ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {name: str(value) for name, value in ranks.items()}
+        started.append(processes.Process(method, measure_peak, context, flags, environment=environment))
+    ends = [process.wait() for process in started]
+    if any(code for code, _ in ends):
+        raise RuntimeError(f"the run on real tensors failed with exit codes {[code for code, _ in ends]}")
+    return ends[0][1]
 
 
-def run_simulation(can_fork: bool, context: Context, flags: list[str], kind: str) -> dict[str, Any]:
+def run_simulation(method: str, context: Context, flags: list[str], kind: str) -> dict[str, Any]:
     make_fakes = functools.partial(fakes.Fakes, cuda=kind != "cpu")
-    code, found = processes.call(can_fork, simulation.simulate, context, flags, make_fakes, kind == "cuda to the end")
+    code, found = processes.call(method, simulation.simulate, context, flags, make_fakes, kind == "cuda to the end")
     if found is None:
         raise RuntimeError(f"the simulation failed with exit code {code}")
     return dataclasses.asdict(found)
 
 
 def main(runs: str, port: str) -> None:
-    can_fork = processes.import_libraries()
+    method = processes.start_server()
     for number, (recipe, path, flags, kind) in enumerate(json.loads(runs)):
         context = command.fit_processes(recipe, configs.read(path))
         if kind == "real":
-            result = run_real(can_fork, context, flags, int(port) + number)
+            result = run_real(method, context, flags, int(port) + number)
         else:
-            result = run_simulation(can_fork, context, flags, kind)
+            result = run_simulation(method, context, flags, kind)
         Path(f"{number}.json").write_text(json.dumps(result))
 
 

@@ -80,7 +80,7 @@ def test_library_of_other_version_is_one_error(monkeypatch, error_of):
     monkeypatch.delattr(fake_tensor, "FakeTensorMode")
     for name in [name for name in sys.modules if name.startswith("harness.plan.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(command.processes, "import_libraries", lambda: True)
+    monkeypatch.setattr(command.processes, "start_server", lambda: "spawn")
     message = error_of(command.main, str(ROOT / "recipes/qwen2_chat.py"), str(ROOT / "accelerate_configs/1x3090.yaml"))
     assert "FakeTensorMode" in message and "requirements.txt" in message
 
@@ -181,7 +181,7 @@ def test_run_after_the_choice_sees_the_gpus(monkeypatch, one_gpu, visible):
     monkeypatch.setattr(os, "environ", dict(variables))
     config, seen = str(ROOT / "accelerate_configs/1x3090.yaml"), []
     candidates = [choose.Candidate(choose.Option(config, 1, False), FOUND, 1.0)]
-    monkeypatch.setattr(command, "import_libraries", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.setattr(command, "start_server", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
     monkeypatch.setattr(command, "simulate_grid", lambda *args: (candidates, {}))
     monkeypatch.setattr(os, "execve", lambda path, words, environment: seen.append((words[3:5], environment)))
     recipe = str(ROOT / "recipes/qwen2_chat.py")

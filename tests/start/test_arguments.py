@@ -127,7 +127,7 @@ def test_allocator_settings_of_a_recipe_that_offloads_activations(tmp_path):
 def test_allocator_variable_of_the_user_is_kept(monkeypatch, variables, expected):
     """The newer or the older name of the variable. The run is stopped after it was set."""
     monkeypatch.setattr(os, "environ", dict(variables))
-    monkeypatch.setattr(launch.processes, "import_libraries", lambda: sys.exit())
+    monkeypatch.setattr(launch.processes, "start_server", lambda: sys.exit())
     with pytest.raises(SystemExit):
         launch.main(["--tiny", str(ROOT / "recipes/qwen2_chat.py"), str(ROOT / "accelerate_configs/1x3090.yaml")])
     assert os.environ.get("PYTORCH_ALLOC_CONF") == expected

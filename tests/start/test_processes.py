@@ -6,10 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from harness.nodes import network
-from harness.start import launch
 
 import psutil
 import pytest
@@ -41,7 +39,6 @@ def python(environment, tmp_path):
 
 IMPORT = """
 import os, sys, threading
-from pathlib import Path
 import torch
 touches = []
 def touch(*args, **kwargs):
@@ -70,52 +67,48 @@ def test_imports_touch_no_gpu_and_start_no_thread(python):
     assert process.stdout.splitlines() == ["True", "1 ['python'] 0", "True"], process.stderr
 
 
-WORKER = """
+PROCESS = """
 import os
 from harness.start import processes
 import work
-os.environ["DELETED"] = "before the fork"
 processes.LIBRARIES = ("torch", "accelerate")  # the others would only take time
-can_fork = processes.import_libraries()
-worker = processes.Worker(can_fork)
+method = processes.start_server()
 os.environ["SET"] = "after the fork"
-del os.environ["DELETED"]
-worker.start(work.run, environment={"RANK": "1", "OMP_NUM_THREADS": "1"})
-code, _ = processes.wait_for([worker])
-*small, large = worker.result
-print(can_fork, code, small, len(large))
+code, (*small, large) = processes.Process(method, work.run, environment={"RANK": "1", "OMP_NUM_THREADS": "1"}).wait()
+print(method, code, small, len(large))
 """
 WORK = """
 import os, sys
 def run():
     has_imported = "accelerate" in sys.modules
     import torch
-    variables = [os.environ.get(name) for name in ("SET", "DELETED", "RANK")]
-    return has_imported, *variables, sys.stdin.readline(), torch.get_num_threads(), "x" * 1_000_000
+    variables = [os.environ.get(name) for name in ("SET", "RANK")]
+    return has_imported, *variables, sys.stdin.readline(), os.read(0, 9), torch.get_num_threads(), "x" * 1_000_000
 """
 
 
-@pytest.mark.parametrize("starts_a_thread", [False, True], ids=["forked", "spawned after an import started a thread"])
-def test_worker_has_environment_and_stdin(python, tmp_path, starts_a_thread):
-    """Every worker has the environment that it is started with, a forked one also the imports and the stdin of its launcher.
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_process_has_environment_and_stdin(python, tmp_path, method):
+    """A process has the environment and the stdin of its launcher, a forked one also the imports.
 
-    OMP_NUM_THREADS has an effect, although torch reads it when it is imported. The result can be larger than a pipe holds.
+    It is not forked after an import has started a thread. OMP_NUM_THREADS has an effect, although torch reads it when it is
+    imported. The result can be larger than a pipe holds.
     """
-    if starts_a_thread:
+    if method == "spawn":
         (tmp_path / "sitecustomize.py").write_text(STARTS_A_THREAD)
-    process = python(WORKER, WORK, input="typed\n", variables={"OMP_NUM_THREADS": "2"})
+    process = python(PROCESS, WORK, input="typed\n", variables={"OMP_NUM_THREADS": "2"})
     assert process.returncode == 0, process.stderr
-    result = [not starts_a_thread, "after the fork", None, "1", "" if starts_a_thread else "typed\n", 1]
-    assert process.stdout == f"{not starts_a_thread} 0 {result} 1000000\n"
+    result = [method == "forkserver", "after the fork", "1", "typed\n", b"", 1]
+    assert process.stdout == f"{method} 0 {result} 1000000\n"
 
 
 RUN_RECIPES = """
 import sys
 from harness.contexts import Context
 from harness.start import processes
-can_fork = processes.import_libraries()
+method = processes.start_server()
 for path in sys.argv[1:]:
-    code, result = processes.call(can_fork, processes.run_recipe, Context(path), [])
+    code, result = processes.call(method, processes.run_recipe, Context(path), [])
     print(code, result, flush=True)
     print("---", flush=True)
 """
@@ -151,79 +144,99 @@ def test_exit_codes_exit_handlers_and_traceback(python, tmp_path):
     assert lines[-1] == "KeyError: 'column'" and process.stderr.count("Traceback") == 1
 
 
-WORKERS = """
-import signal, sys, time
+TRAIN = """
+import sys
+from harness.configs import AccelerateConfig
+from harness.contexts import Context
+from harness.nodes.rendezvous import FixedNodes
 from harness.start import processes
-import work
-processes.LEAVE_TIMEOUT = 2
-with processes.idle_workers(3, True) as workers:
-    for worker, function in zip(workers, work.FUNCTIONS):
-        worker.start(function)
-    started = [worker for worker in workers if not worker.is_idle]
-    time.sleep(float(sys.argv[1]))
-    print(*processes.wait_for(started), [worker.process.exitcode for worker in started])
-workers[-1].process.join(5)
-print(workers[-1].process.exitcode)
+processes.LIBRARIES = ("torch",)  # the others would only take time
+method = processes.start_server()
+context = Context(sys.argv[1], AccelerateConfig(distributed_type="FSDP"), processes=int(sys.argv[2]))
+code = processes.train(method, context, [], {}, FixedNodes())
+print("code", code)
+processes.exit_quickly(code)
 """
-FUNCTIONS = """
-import signal, sys, time
-def fail():
-    time.sleep(0.5)
-    sys.exit(9)
-def wait():
-    time.sleep(60)
-def ignore():
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    wait()
-def finish():
-    pass
+# What each process does, and what is expected: the exit code, the end of the message, and how often a process was ended.
+FAILURES = [
+    (["finish", "os._exit(0)"], 0, "", 0),
+    (["finish", "sys.exit(9)"], 9, "process 1 failed first (exit code 9); see its output above", 0),
+    (["wait", "fail"], 9, "process 1 failed first (exit code 9); see its output above", 1),
+    (["wait", "die", "wait"], 137, "process 1 failed first (exit code 137): it was killed", 2),
+    (["lose", "die"], 137, "process 1 failed first (exit code 137): it was killed", 0),
+    (["wait", "raise UserError('mine')"], 2, "error: process 1: mine", 1),
+]
+BEHAVIOUR = """
+import os, signal, sys, time
+from harness.messages import UserError
+from harness.nodes import network
+def stop(number, frame):
+    print("ended", flush=True)
+    sys.exit(1)
+signal.signal(signal.SIGTERM, stop)
+rank = int(os.environ["RANK"])
+assert (os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("{count}", str(rank))
+def fail(): time.sleep(0.5); sys.exit(9)
+def wait(): time.sleep(60)
+def die(): time.sleep(0.5); os.kill(os.getpid(), 9)
+def lose():
+    from harness.signals import record_signal
+    signal.signal(signal.SIGTERM, record_signal)
+    time.sleep(0.51)
+    network._exit("the connection was lost")
+def finish(): pass
 """
 
 
-@pytest.mark.parametrize(
-    ("functions", "expected"),
-    [
-        ("finish, finish", ["0 0 [0, 0]", "0"]),
-        ("finish, fail", ["9 1 [0, 9]", "0"]),
-        ("wait, fail", ["9 1 [-15, 9]", "0"]),
-        ("fail, ignore", ["9 0 [9, -9]", "0"]),
-        ("fail, ignore, wait", ["9 0 [9, -9, -15]", "-15"]),
-    ],
-)
-@pytest.mark.parametrize("pause", [0, 1], ids=["during the wait", "before the wait"])
-def test_others_are_stopped_when_one_fails(python, functions, expected, pause):
-    """By SIGTERM, and by SIGKILL if they ignore it. The result is the exit code and index of the first one that failed.
-
-    A worker that was not started exits with code 0.
-    """
-    process = python(WORKERS, f"{FUNCTIONS}\nFUNCTIONS = [{functions}]\n", [str(pause)])
-    assert process.stdout.splitlines() == expected and not process.stderr, process.stdout + process.stderr
+@pytest.mark.parametrize(("acts", "code", "message", "ended"), FAILURES, ids=[" | ".join(acts) for acts, *_ in FAILURES])
+def test_others_are_ended_when_one_fails(python, tmp_path, acts, code, message, ended):
+    """The message is about the first one that failed, also if others lose their connection to it at the same moment."""
+    recipe = tmp_path / "recipe.py"
+    calls = [f"if rank == {rank}: {act if '(' in act else act + '()'}" for rank, act in enumerate(acts)]
+    recipe.write_text("\n".join([BEHAVIOUR.replace("{count}", str(len(acts))), *calls]))
+    process = python(TRAIN, arguments=[str(recipe), str(len(acts))])
+    assert process.returncode == code and f"code {code}\n" in process.stdout, process.stdout + process.stderr
+    assert message in process.stderr and process.stderr.count("error: ") == bool(code), process.stderr
+    assert process.stdout.count("ended") == ended and "Traceback" not in process.stderr
 
 
-SIGNAL_BEFORE_WAIT = """
+IGNORES_SIGTERM = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.environ["RANK"] == "0": os._exit(9)
+time.sleep(90)
+"""
+
+
+@slow
+def test_process_that_ignores_sigterm_is_killed(python, tmp_path):
+    """After 30 s, for which torch has no setting."""
+    (tmp_path / "recipe.py").write_text(IGNORES_SIGTERM)
+    started = time.monotonic()
+    assert python(TRAIN, arguments=[str(tmp_path / "recipe.py"), "2"]).returncode == 9
+    assert 25 < time.monotonic() - started < 60
+
+
+SIGNAL_BEFORE_END = """
 import os, signal, sys
-from harness.signals import record_signal
 from harness.start import processes
 import work
-worker, not_started = processes.Worker(True), processes.Worker(True)
-print(worker.process.pid, not_started.process.pid, flush=True)
-worker.start(work.wait)
-if sys.argv[1] == "recorded":
-    record_signal(signal.SIGTERM)
-    print(*processes.wait_for([worker]), flush=True)
+processes.LIBRARIES = ("torch",)
+method = processes.start_server()
+started = processes.Process(method, work.wait)
+print(started.process.pid, flush=True)
 processes.exit_quickly(143)
 """
+WAIT = "import time\ndef wait():\n    time.sleep(60)\n"
 
 
-@pytest.mark.parametrize(("signal_is", "printed"), [("recorded", ["-15 0"]), ("none", [])])
-def test_signal_before_the_launcher_waits_for_its_workers(python, signal_is, printed):
-    """A signal that came before is passed on; a launcher that exits before it waits ends its workers, also one that is idle."""
+def test_launcher_that_exits_leaves_no_process(python):
+    """It does not wait for them."""
     started = time.monotonic()
-    process = python(SIGNAL_BEFORE_WAIT, FUNCTIONS, [signal_is])
-    pids, *lines = process.stdout.splitlines()
-    assert process.returncode == 143 and lines == printed and not process.stderr, process.stdout + process.stderr
+    process = python(SIGNAL_BEFORE_END, WAIT)
+    assert process.returncode == 143 and not process.stderr, process.stderr
     assert time.monotonic() - started < 50  # `work.wait` takes 60 s
-    assert not any(psutil.pid_exists(int(pid)) for pid in pids.split())
+    assert not psutil.pid_exists(int(process.stdout))
 
 
 BLOCKED = """
@@ -231,33 +244,23 @@ import multiprocessing, signal, time
 def block():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(60)
-def block_until_sigterm():
-    time.sleep(60)
 def finish():
     multiprocessing.get_context("fork").Process(target=block, daemon=True).start()
     time.sleep(0.5)
     return "finished"
 """
-CALLS = """
-import signal
+CALL = """
 from harness.start import processes
 import work
-signal.signal(signal.SIGTERM, lambda *of: print("as before", flush=True))
-print(*processes.call(True, work.finish), flush=True)
-signal.raise_signal(signal.SIGTERM)
-signal.setitimer(signal.ITIMER_REAL, 1)
-signal.signal(signal.SIGALRM, lambda *of: signal.raise_signal(signal.SIGTERM))
-print(*processes.call(True, work.block_until_sigterm), flush=True)
+print(*processes.call(processes.start_server(), work.finish), flush=True)
 """
 
 
 def test_process_does_not_wait_for_a_daemon(python):
-    """For a DataLoader's worker that reads: it ignores SIGTERM. Afterwards signals have the effect that they had before."""
+    """For a DataLoader's worker that reads: it ignores SIGTERM."""
     started = time.monotonic()
-    process = python(CALLS, BLOCKED)
-    assert process.stdout == "0 finished\nas before\nas before\n-15 None\n" and not process.stderr, (
-        process.stdout + process.stderr
-    )
+    process = python(CALL, BLOCKED)
+    assert process.stdout == "0 finished\n" and not process.stderr, process.stdout + process.stderr
     assert time.monotonic() - started < 50  # `block` takes 60 s
 
 
@@ -359,7 +362,7 @@ def test_ctrl_c_prints_one_message(session, workdir, to):
 def test_killed_launcher_leaves_no_process(session, workdir):
     process, log, alive = session(workdir / "runs/killed-launcher")
     _wait_for_steps(process, log)
-    assert len(alive()) >= 3  # the launcher and two that train
+    assert len(alive()) >= 4  # the launcher, the fork server and two that train
     process.kill()
     process.wait()
     wait_until(lambda: not alive(), 20, lambda: str(alive()))
@@ -487,22 +490,10 @@ def test_suspended_process_ends_the_run(session, workdir):
     """As `kill -STOP` does. Within --ddp_timeout the others print one message and exit; no process is left."""
     process, log, alive = session(workdir / "runs/suspended", "--ddp_timeout", "10")
     _wait_for_steps(process, log)
-    ranks = sorted(one.pid for one in alive() if one.ppid() == process.pid)
+    ranks = sorted(one.pid for one in alive() if one.ppid() != process.pid != one.pid)  # those of the fork server
     assert len(ranks) == 2
     psutil.Process(ranks[-1]).suspend()
     assert process.wait(timeout=90) not in (0, 2), log.read_text()
     errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "was lost at step" in errors[0] and "Traceback" not in log.read_text(), log.read_text()
     wait_until(lambda: not alive(), 20, lambda: str(alive()))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net/tcp")
-def test_store_listens_on_this_machine_only():
-    from torch.distributed import TCPStore
-
-    store = launch.open_store()
-    store.set("key", "value")
-    assert TCPStore(store.host, store.port, is_master=False).get("key") == b"value"
-    sockets = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
-    listening = [words[1] for words in sockets if words[1].endswith(f":{store.port:04X}") and words[3] == "0A"]
-    assert listening == [f"0100007F:{store.port:04X}"]

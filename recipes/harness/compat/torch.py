@@ -62,19 +62,6 @@ def can_use_gpu_after_fork() -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-@changes("torch.distributed.rendezvous:_torchelastic_use_agent_store()")
-def use_store_of_launcher() -> dict[str, str]:
-    """Environment variables that make the processes connect to the store of their launcher at MASTER_ADDR:MASTER_PORT.
-
-    Without them the process with rank 0 opens the store and closes it when it exits, while the others may still use it:
-    they print tracebacks after a run that ended well.
-    Upstream: no issue found; pytorch/pytorch#128096 describes the cause.
-    Checked with: torch 2.13.0.
-    Remove when: `init_process_group("env://")` has a documented way to join an existing store.
-    """
-    return {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-
-
 @changes("torch:_C")
 def hide_store_warnings() -> None:
     """Hides the C++ log of this process up to errors, unless TORCH_CPP_LOG_LEVEL is set.

@@ -86,6 +86,7 @@ def exit_if_connection_lost(error: Exception, step: int, resume: str) -> None:
 
 def _exit(message: str) -> NoReturn:
     """Exits without waiting for the others, which cannot be reached. The first process of each node prints the message."""
+    time.sleep(1)  # if another process of this node has failed, the launcher sees it first, and sends a signal
     if last_signal():  # the launcher says why the other process exited
         os._exit(LOST)
     die(message, LOST)

@@ -64,7 +64,7 @@ def main(*words: str) -> None:
 def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, arguments: list[str]) -> None:
     """Prints the plan of one config, or of several side by side."""
     read = [configs.read(path) for path in paths]
-    can_fork = import_libraries()
+    method = start_server()
     from harness.plan import pages, proposals, summary  # they import torch, which a misspelt flag need not wait for
     from harness.plan.simulation import Refused
 
@@ -73,9 +73,9 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
     for config in read:
         if not plan_flags.json:
             pages.print_progress(f"Simulating {Path(recipe).stem} with {config.name} …")
-        simulations.append(simulate_in_process(can_fork, fit_processes(recipe, config), arguments, optional=len(read) > 1))
+        simulations.append(simulate_in_process(method, fit_processes(recipe, config), arguments, optional=len(read) > 1))
 
-    count_rows = row_counter(can_fork, recipe, arguments)
+    count_rows = row_counter(method, recipe, arguments)
     plans = [
         simulation if isinstance(simulation, Refused) else summary.make_plan(with_steps(simulation, count_rows), price, all_cards)
         for simulation in simulations
@@ -98,7 +98,7 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
         def simulate_change(path: str, flags_of_change: list[str]) -> "Simulation | Refused":
             pages.print_progress(f"Trying {' '.join([Path(path).stem, *flags_of_change])} …")
             return simulate_in_process(
-                can_fork, fit_processes(recipe, configs.read(path)), [*arguments, *flags_of_change], optional=True
+                method, fit_processes(recipe, configs.read(path)), [*arguments, *flags_of_change], optional=True
             )
 
         card = proposals.card_of_config(paths[0], all_cards)
@@ -112,16 +112,16 @@ def known_cards(plan_flags: PlanArguments) -> tuple["Card", ...]:
     return (*(cards.card_of_user(*numbers) for numbers in plan_flags.cards), *cards.CARDS)
 
 
-def import_libraries() -> bool:
-    """Imports what a simulation needs; returns whether this process can be forked afterwards."""
-    can_fork = processes.import_libraries()
+def start_server() -> str:
+    """Imports what a simulation needs; returns how to start processes."""
+    method = processes.start_server()
     warnings.filterwarnings("ignore")
-    return can_fork
+    return method
 
 
-def simulate_in_process(can_fork: bool, context: Context, arguments: list[str], optional: bool = False) -> "Simulation | Refused":
+def simulate_in_process(method: str, context: Context, arguments: list[str], optional: bool = False) -> "Simulation | Refused":
     """One simulation in a process of its own. If it is refused, this process exits, or with `optional` returns the reason."""
-    code, simulation = processes.call(can_fork, simulate_quietly, context, arguments, optional)
+    code, simulation = processes.call(method, simulate_quietly, context, arguments, optional)
     if simulation is None:
         sys.exit(processes.explain_exit(code))
     from harness.plan.simulation import Refused
@@ -161,7 +161,7 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
         check_start(Path(recipe).stem, plan_flags, gpus, is_tiny=plan_flags.tiny)
     # bitsandbytes asks every visible GPU when it is imported, and then CUDA would fail in the forked processes that simulate.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    can_fork = import_libraries()
+    method = start_server()
     from harness.plan import choose, machines, pages, summary
 
     all_cards = known_cards(plan_flags)
@@ -169,25 +169,25 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
         chosen_for = [machines.this_machine(gpus, all_cards)]
     else:
         chosen_for = machines.read_machines(plan_flags.machines or DEFAULT_MACHINE, all_cards)
-    code, values = processes.call(can_fork, values_of_recipe, recipe, arguments)
+    code, values = processes.call(method, values_of_recipe, recipe, arguments)
     if values is None:
         sys.exit(processes.explain_exit(code))
-    count_rows = row_counter(can_fork, recipe, arguments)
+    count_rows = row_counter(method, recipe, arguments)
     plans = []
     for machine, price in zip(chosen_for, plan_flags.prices_of(len(chosen_for)), strict=True):
         grid = choose.make_grid(values, machine, paths, arguments)
         if grid.idle:
             pages.print_progress(f"{machine.name}: {grid.idle}.")
-        candidates, simulations = simulate_grid(can_fork, recipe, machine, grid, arguments, plan_flags.json)
+        candidates, simulations = simulate_grid(method, recipe, machine, grid, arguments, plan_flags.json)
         if not candidates:
-            proposals = propose_changes(can_fork, recipe, machine, grid, arguments, simulations)
+            proposals = propose_changes(method, recipe, machine, grid, arguments, simulations)
             plans.append({"machine": machine.name, "config": None, "proposals": proposals})
             continue
         best, described = candidates[0], choose.describe(Path(recipe).stem, machine, grid, candidates, arguments)
         simulation = best.simulation
         if not is_started:  # once more, with an evaluation and the length of the run
             words = [*arguments, *grid.common_flags, *best.option.flags]
-            simulation = simulate_in_process(can_fork, grid.context(recipe, best.option.config), words)
+            simulation = simulate_in_process(method, grid.context(recipe, best.option.config), words)
             simulation = with_steps(simulation, count_rows)
         plan = summary.make_plan(simulation, all_cards=all_cards) | choose.on_machine(
             machine, simulation, price, plan_flags.within
@@ -214,19 +214,19 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
 
 
 def simulate_grid(
-    can_fork: bool, recipe: str, machine: "Machine", grid: "Grid", arguments: list[str], is_quiet: bool
+    method: str, recipe: str, machine: "Machine", grid: "Grid", arguments: list[str], is_quiet: bool
 ) -> tuple[list["Candidate"], dict["Option", "Simulation | Refused"]]:
     """What `choose.choose` finds: the combinations that fit a machine, best first, and all that was simulated for it."""
     from harness.plan import choose
 
     def simulate(new: list["Option"]) -> list["Simulation | Refused"]:
-        return simulate_options(can_fork, recipe, grid, [*arguments, *grid.common_flags], new, is_quiet)
+        return simulate_options(method, recipe, grid, [*arguments, *grid.common_flags], new, is_quiet)
 
     return choose.choose(machine, grid.settings, simulate)
 
 
 def propose_changes(
-    can_fork: bool,
+    method: str,
     recipe: str,
     machine: "Machine",
     grid: "Grid",
@@ -238,7 +238,7 @@ def propose_changes(
 
     def run_again(path: str, more: list[str]) -> "Simulation | Refused":
         words = [*arguments, *grid.common_flags, *more]
-        return simulate_in_process(can_fork, grid.context(recipe, path), words, optional=True)
+        return simulate_in_process(method, grid.context(recipe, path), words, optional=True)
 
     option, least = choose.option_with_least_memory(machine, simulations)
     pages.print_progress(f"No combination fits {machine.name} with its margin: trying what would make it fit …")
@@ -274,7 +274,7 @@ def start(words: list[str], environment: dict[str, str]) -> None:
 
 
 def simulate_options(
-    can_fork: bool, recipe: str, grid: "Grid", arguments: list[str], options: list["Option"], is_quiet: bool
+    method: str, recipe: str, grid: "Grid", arguments: list[str], options: list["Option"], is_quiet: bool
 ) -> list["Simulation | Refused"]:
     """Simulates options side by side, as many as there are cores. Simulations are kept in a cache."""
     from harness.plan import choose, pages
@@ -289,18 +289,17 @@ def simulate_options(
     side_by_side = physical_cores()
     for first in range(0, len(new), side_by_side):
         batch = new[first : first + side_by_side]
-        with processes.idle_workers(len(batch), can_fork) as workers:
-            for worker, option in zip(workers, batch, strict=True):
-                context = grid.context(recipe, option.config)
-                worker.start(simulate_quietly, context, [*arguments, *option.flags], True, False)
-            with processes.restored_signal_handlers():
-                code, _ = processes.wait_for(workers)
-        for worker, option in zip(workers, batch, strict=True):
-            if worker.result is None:
+        started = []
+        for option in batch:
+            words = [*arguments, *option.flags]
+            started.append(processes.Process(method, simulate_quietly, grid.context(recipe, option.config), words, True, False))
+        for process, option in zip(started, batch, strict=True):
+            code, simulation = process.wait()
+            if simulation is None:
                 sys.exit(processes.explain_exit(code))
-            simulations[option] = worker.result
-            if not isinstance(worker.result, Refused):
-                choose.keep_simulation(files[option], worker.result)
+            simulations[option] = simulation
+            if not isinstance(simulation, Refused):
+                choose.keep_simulation(files[option], simulation)
     return [simulations[option] for option in options]
 
 
@@ -339,7 +338,7 @@ def with_steps(simulation: "Simulation", count_rows: Callable[[], float | None])
     return dataclasses.replace(simulation, max_steps=steps, steps_are_estimated=True)
 
 
-def row_counter(can_fork: bool, recipe: str, arguments: list[str]) -> Callable[[], float | None]:
+def row_counter(method: str, recipe: str, arguments: list[str]) -> Callable[[], float | None]:
     """A function that returns the rows of an epoch, None if they are not known.
 
     It counts them, in a process of its own, when it is first called. Configs and the changes that `--plan` proposes do not alter
@@ -348,7 +347,7 @@ def row_counter(can_fork: bool, recipe: str, arguments: list[str]) -> Callable[[
 
     @functools.cache
     def count_rows() -> float | None:
-        _, rows = processes.call(can_fork, rows_of_epoch, recipe, arguments)
+        _, rows = processes.call(method, rows_of_epoch, recipe, arguments)
         return rows
 
     return count_rows

@@ -16,11 +16,11 @@ import logging
 import os
 import re
 import shlex
-import socket
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
 
 from harness import configs, folder, hub
 from harness.configs import AccelerateConfig
@@ -29,13 +29,11 @@ from harness.messages import NODE_VARIABLE, UserError, exit_on_user_error, plura
 from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
 from harness.nodes.hardware import physical_cores
 from harness.nodes.variables import integer_from_environment
-from harness.signals import last_signal, set_signal_handler
+from harness.signals import set_signal_handler
 from harness.start import flags, processes
 from harness.start.plans import copy_plan
-from harness.start.processes import Worker, idle_workers
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+T = TypeVar("T")
 
 
 def main(words: list[str]) -> int:
@@ -57,22 +55,18 @@ def main(words: list[str]) -> int:
     set_environment(context.tiny, config.gpu_ids)
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():  # the latter is its older name
         os.environ["PYTORCH_ALLOC_CONF"] = allocator_settings(config, Path(recipe), arguments)
-    can_fork = processes.import_libraries()
-    context.attention, context.no_flash, context.no_triton, context.gpu_problem = find_gpu_features(can_fork)
-    # All workers are forked here, while this process has no threads and has not used a GPU. They wait until they are started.
-    with idle_workers(context.processes // context.nodes, can_fork) as workers, idle_workers(1, can_fork) as (checker,):
-        warnings.filterwarnings("ignore")  # in the launcher only; the processes that train are forked already
-        if nodes.count > 1:
-            return train_on_several_nodes(nodes, context, options, arguments, workers, checker)
-        checked = check_in_worker(checker, context, arguments)
-        # Not in a `with`: after an error it stays locked until this process exits.
-        held = folder.lock_run(Path(checked.output_dir), checked.identity)
-        store = None if config.distributed_type == "NO" else open_store()
-        meeting_point = (store.host, store.port) if store else None
-        copy_plan(context, arguments, Path(checked.output_dir))
-        code = train(workers, context, checked, arguments, meeting_point)
-        held.release()
-        return code
+    method = processes.start_server()
+    warnings.filterwarnings("ignore")  # in the launcher only
+    context.attention, context.no_flash, context.no_triton, context.gpu_problem = ask_process(method, gpu_features)
+    if nodes.count > 1:
+        return train_on_several_nodes(nodes, context, options, arguments, method)
+    checked = ask_process(method, run_check, context, arguments)
+    # Not in a `with`: after an error it stays locked until this process exits.
+    held = folder.lock_run(Path(checked.output_dir), checked.identity)
+    copy_plan(context, arguments, Path(checked.output_dir))
+    code = train(method, context, checked, arguments, nodes)
+    held.release()
+    return code
 
 
 def count_processes(context: Context, nodes: Nodes) -> int:
@@ -154,30 +148,18 @@ def allocator_settings(config: AccelerateConfig, recipe: Path, arguments: list[s
     return settings
 
 
-def find_gpu_features(can_fork: bool) -> tuple[list[str], str, str, str]:
-    """What the GPUs of this machine support, see `Context`; asked in a process of its own, because it uses a GPU."""
-    code, features = processes.call(can_fork, gpu_features)
-    if code or features is None:
+def ask_process(method: str, function: Callable[..., T], *arguments: Any) -> T:
+    """What `function` returns in a process of its own, which may use a GPU. Exits as that process does if it fails."""
+    code, answer = processes.call(method, function, *arguments)
+    if code or answer is None:
         sys.exit(processes.explain_exit(code))
-    return features
+    return answer
 
 
 def gpu_features() -> tuple[list[str], str, str, str]:
     from harness.model.gpu_features import find_gpu_features
 
     return find_gpu_features()
-
-
-def check_in_worker(worker: Worker, context: Context, arguments: list[str]) -> CheckedRun:
-    """Checks the run in a process of its own, which may use a GPU. Exits if something is wrong."""
-    worker.start(run_check, context, arguments)
-    code, _ = processes.wait_for([worker])
-    set_signal_handler(processes.exit_for_signal)
-    if code or worker.result is None:
-        sys.exit(processes.explain_exit(code))
-    if last_signal():  # the check ended before the signal reached it
-        processes.exit_for_signal(last_signal(), None)
-    return worker.result
 
 
 def run_check(context: Context, arguments: list[str]) -> CheckedRun:
@@ -200,19 +182,6 @@ def hide_library_warnings() -> None:
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # a UserError says what is wrong with a file
 
 
-def open_store() -> "TCPStore":
-    """The TCPStore at which the processes of one machine meet. It has threads: call this after the processes were forked.
-
-    Other machines cannot connect to it: it would listen at all addresses of this one without a socket of its own. torch unpickles
-    what processes send each other through it.
-    """
-    from torch.distributed import TCPStore
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
 def set_training_environment(context: Context) -> None:
     """Sets what the processes that train inherit."""
     # accelerate sets one thread per process. An optimizer on the CPU (offload) needs every core, a rehearsal only one.
@@ -226,36 +195,28 @@ def set_training_environment(context: Context) -> None:
 
 
 def train(
-    workers: list[Worker],
+    method: str,
     context: Context,
     checked: CheckedRun,
     arguments: list[str],
-    meeting_point: tuple[str, int] | None,
-    node: int = 0,
+    nodes: Nodes,
     separate_disks: bool = False,
 ) -> int:
-    """Runs the recipe in the processes of this node; returns the exit code.
-
-    `meeting_point`: address and port of the TCPStore of all processes, None for a config without torch.distributed.
-    `separate_disks`: see `Train`.
-    """
+    """Runs the recipe in the processes of this node; returns the exit code. `separate_disks`: see `Train`."""
+    from harness.compat.accelerate import launch_environment
+    from harness.nodes.rendezvous import FixedNodes
     from harness.start.training import Train
 
     training = Train(**vars(context) | {"on_cpu": checked.on_cpu}, separate_disks=separate_disks)
     set_training_environment(training)
-    if meeting_point is None:
-        return processes.train_in_one_process(workers[0], training, arguments)
-    from harness.compat.accelerate import launch_environment
-    from harness.compat.torch import use_store_of_launcher
-
-    environment = launch_environment(context.config.path, context.processes, context.nodes, context.recipe)
-    environment |= use_store_of_launcher() | {"MASTER_ADDR": meeting_point[0], "MASTER_PORT": str(meeting_point[1])}
-    return processes.train_in_processes(workers, training, arguments, environment, node)
+    if context.config.distributed_type == "NO":
+        return processes.train(method, training, arguments, {}, FixedNodes(port=0))
+    variables = launch_environment(context.config.path, context.processes, context.nodes, context.recipe)
+    known = FixedNodes(nodes.rank, nodes.count, nodes.head, nodes.port) if nodes.count > 1 else FixedNodes()
+    return processes.train(method, training, arguments, variables, known)
 
 
-def train_on_several_nodes(
-    nodes: Nodes, context: Context, options: list[str], arguments: list[str], workers: list[Worker], checker: Worker
-) -> int:
+def train_on_several_nodes(nodes: Nodes, context: Context, options: list[str], arguments: list[str], method: str) -> int:
     """Meets the launchers of the other nodes, checks in turn, and runs this node's processes."""
     from harness.nodes.meeting import Meeting
     from harness.nodes.network import interface_to
@@ -265,12 +226,12 @@ def train_on_several_nodes(
     facts = {
         "command": shlex.join([*options, Path(context.recipe).stem, context.config.name, *arguments]),
         "attention implementation": ", ".join(context.attention),
-        "NPROC_PER_NODE": len(workers),
+        "NPROC_PER_NODE": context.processes // context.nodes,
     }
     for path in (context.recipe, context.config.path):
         facts[f"digest of {Path(path).name}"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
     with Meeting(nodes, facts) as meeting:
-        checked = meeting.check_in_turn(lambda: check_in_worker(checker, context, arguments))
+        checked = meeting.check_in_turn(lambda: ask_process(method, run_check, context, arguments))
         output_dir = Path(checked.output_dir)
         separate_disks = checked.saves and not meeting.all_see(output_dir)
         if separate_disks and not checked.has_mirror:
@@ -283,10 +244,9 @@ def train_on_several_nodes(
         held = folder.lock_run(output_dir, checked.identity) if nodes.rank == 0 or separate_disks else None
         if interface := interface_to(meeting.another_address()):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo takes the one that the machine's name resolves to
-        store = (nodes.head if nodes.rank else "127.0.0.1", nodes.port)
         if nodes.rank == 0:
             copy_plan(context, arguments, Path(checked.output_dir))
-        code = meeting.run(lambda: train(workers, context, checked, arguments, store, nodes.rank, separate_disks))
+        code = meeting.run(lambda: train(method, context, checked, arguments, nodes, separate_disks))
         if held:
             held.release()
         return code

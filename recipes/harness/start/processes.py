@@ -1,45 +1,65 @@
-"""The processes of one machine: forked from a launcher that has imported the libraries, then started and watched together.
+"""The processes of one machine. Those that train are started and watched by torch's elastic agent.
 
-Importing torch, transformers and TRL takes 10 to 14 seconds of CPU time, so the launcher does it once. It forks its processes
-before it starts a thread and before anything uses a GPU: a fork copies locks but not the threads that hold them, and CUDA does
-not survive it. Where forking is not possible, on macOS for example, every process starts a new Python ("spawn").
+Importing torch, transformers and TRL takes seconds of CPU time, so the launcher does it once, and forks a server from which all
+processes are forked. It does so before it starts a thread and before anything uses a GPU: a fork copies locks but not the threads
+that hold them, and CUDA does not survive it. Where forking is not possible, on macOS for example, every process starts a new
+Python ("spawn").
 """
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import importlib.machinery
 import importlib.util
+import logging
 import multiprocessing
 import os
-import pickle
 import runpy
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness import contexts
 from harness.compat.guards import run_exit_handlers
+from harness.compat.multiprocessing import start_fork_server
 from harness.contexts import BuildingContext, Context
 from harness.folder import NOT_WRITABLE
 from harness.hub import HubLost
-from harness.messages import UserError, exit_on_user_error
+from harness.messages import DEBUG_VARIABLE, UserError, exit_on_user_error
 from harness.nodes.network import LOST
 from harness.run.failures import HOST_ADVICE, OUT_OF_MEMORY, exit_for_known_failure
-from harness.signals import OUT_OF_TIME, SIGNALS, exit_at_once, exit_with_parent, last_signal, record_signal, set_signal_handler
+from harness.signals import (
+    OUT_OF_TIME,
+    SIGNALS,
+    exit_at_once,
+    exit_with_parent,
+    last_signal,
+    record_signal,
+    set_interrupt_handler,
+    set_signal_handler,
+)
+
+if TYPE_CHECKING:
+    from harness.nodes.rendezvous import FixedNodes
 
 DAEMON_TIMEOUT = 2  # seconds for the daemons of a process to exit when it exits
-LEAVE_TIMEOUT = 30  # seconds for the other processes to exit after one has failed
 # PyTorch's FlashAttention looks through all loaded modules when it is imported, which takes a second after the others.
 LIBRARIES = ("torch", "torch.nn.attention.varlen", "datasets", "transformers.trainer", "trl.trainer.sft_trainer")
 # Exit codes of a process that has printed why it ends; 130 is Ctrl-C.
 EXPLAINED = {0, 2, 130, LOST, OUT_OF_MEMORY, NOT_WRITABLE, OUT_OF_TIME, *(128 + number for number in SIGNALS)}
+# Environment variables that the agent sets in each process.
+OF_AGENT = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+)
 KILLED = f": it was killed, usually by the kernel because the host's memory was full (`dmesg` shows it): {HOST_ADVICE}"
 
 
@@ -103,66 +123,79 @@ def prepare_loading() -> None:
         get_checkpoint_conversion_mapping("llama")
 
 
-class Worker:
-    """A process that waits for a function, runs it once, and returns its result."""
+def start_server() -> str:
+    """Imports the libraries; returns how to start processes: "forkserver", or "spawn" where forking is not possible.
 
-    def __init__(self, can_fork: bool) -> None:
-        context = multiprocessing.get_context("fork" if can_fork else "spawn")
-        self.connection, theirs = context.Pipe()
-        stdin = None
-        if can_fork:
-            with contextlib.suppress(OSError):  # stdin is closed
-                stdin = os.dup(0)
-        # Until the process has started its function, a signal to it waits.
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        self.process = context.Process(target=_work, args=(theirs, os.getpid(), stdin))
+    Call it before this process starts a thread or uses a GPU.
+    """
+    if not import_libraries():
+        return "spawn"
+    start_fork_server()
+    return "forkserver"
+
+
+class Process:
+    """A process that runs a function once."""
+
+    def __init__(self, method: str, function: Callable, *args: Any, environment: dict[str, str] | None = None) -> None:
+        """Starts it, with this process's environment variables and those of `environment`."""
+        context = multiprocessing.get_context(method)
+        self.receiver, sender = context.Pipe(duplex=False)
+        variables = {**os.environ, **(environment or {})}
+        self.process = context.Process(target=_send_result, args=(sender, variables, os.getpid(), function, args))
+        # Until the process has set its handlers, a signal to it waits.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
         self.process.start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        theirs.close()
-        if stdin is not None:
-            os.close(stdin)
-        self.result: Any = None
-        self.is_idle = True
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        sender.close()
 
-    def start(self, function: Callable, *args: Any, environment: dict[str, str] | None = None) -> None:
-        """Runs `function` in the process, with this process's environment variables and those of `environment`."""
-        self.is_idle = False
-        self.connection.send((pickle.dumps((function, args)), {**os.environ, **(environment or {})}))
-
-    def dismiss(self) -> None:
-        """Ends the process if it was not started."""
-        if self.is_idle:
-            with contextlib.suppress(OSError):  # it has exited
-                self.connection.send(None)
-
-    def receive(self) -> None:
-        with contextlib.suppress(EOFError, OSError):  # it exited without a result
-            if self.connection.poll():
-                self.result = self.connection.recv()
-
-    def send_signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self.process.is_alive():
-                os.kill(self.process.pid, number)
+    def wait(self) -> tuple[int, Any]:
+        """The exit code, -N for signal N, and the function's result, None if there is none."""
+        result = None
+        with contextlib.suppress(EOFError):  # it exited without a result
+            result = self.receiver.recv()
+        self.process.join()
+        return self.process.exitcode, result
 
 
-def _work(connection: Connection, launcher: int, stdin: int | None) -> None:
-    """The process of a Worker: waits for a function, its arguments and environment variables, runs it, and sends its result."""
-    exit_with_parent(launcher)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    message = None
-    with contextlib.suppress(EOFError):  # the launcher has exited
-        message = connection.recv()
-    if message is None:  # this process is not needed
-        os._exit(0)
-    call, environment = message
-    _restore_defaults(environment, stdin)
+def call(method: str, function: Callable, *args: Any) -> tuple[int, Any]:
+    """Runs `function` in a process of its own; returns what `Process.wait` does. If this process is stopped, so is that one."""
+    process = Process(method, function, *args)
+    try:
+        return process.wait()
+    finally:
+        process.process.kill()
+
+
+def _send_result(sender: Connection, variables: dict[str, str], launcher: int, function: Callable, args: tuple) -> None:
+    """What a `Process` does."""
+    with new_process(variables, launcher):
+        sender.send(function(*args))
+
+
+@contextlib.contextmanager
+def new_process(variables: dict[str, str], launcher: int) -> Iterator[None]:
+    """The block runs as in a newly started Python: environment variables, threads, standard input and signals."""
+    exit_with_parent(os.getppid())
+    if not multiprocessing.parent_process().is_alive():  # the launcher was killed before the line above
+        os._exit(128 + signal.SIGKILL)
+    multiprocessing.set_start_method(None, force=True)  # processes that the recipe starts use Python's default again
+    os.environ.update(variables)
+    if "torch" in sys.modules and "OMP_NUM_THREADS" in variables:  # torch has read the variable when it was imported
+        sys.modules["torch"].set_num_threads(int(variables["OMP_NUM_THREADS"].split(",")[0]))
+    with contextlib.suppress(OSError):  # it is closed, or this is not Linux
+        stdin = os.open(f"/proc/{launcher}/fd/0", os.O_RDONLY)  # multiprocessing has closed it; a debugger in a recipe needs it
+        os.dup2(stdin, 0)
+        os.close(stdin)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 (as long as the process lives)
+    set_signal_handler(signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with exit_on_user_error():
-            function, args = pickle.loads(call)  # not before: it can import libraries, which read the environment
-            connection.send(function(*args))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *SIGNALS))
+            yield
     finally:
-        for number in (signal.SIGINT, *SIGNALS):  # the function has ended: a signal would only interrupt the exit handlers
+        for number in (signal.SIGINT, *SIGNALS):  # the block has ended: a signal would only interrupt the exit handlers
             signal.signal(number, signal.SIG_IGN)
         # The exit handler of multiprocessing waits for daemons, such as a DataLoader's worker that reads and ignores SIGTERM. It
         # has some time, because a Pool ends its workers itself. torch's handler of SIGCHLD would raise when a worker is killed.
@@ -179,142 +212,68 @@ def _kill_daemons() -> None:
             child.kill()
 
 
-def _restore_defaults(environment: dict[str, str], stdin: int | None) -> None:
-    """Makes this process what a newly started Python would be: its environment, threads, standard input and signals."""
-    multiprocessing.set_start_method(None, force=True)  # processes that the recipe starts use Python's default again
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update(environment)
-    if "torch" in sys.modules and "OMP_NUM_THREADS" in environment:  # torch has read the variable when it was imported
-        sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"].split(",")[0]))
-    if stdin is not None:  # multiprocessing has closed it; a debugger in a recipe needs it
-        os.dup2(stdin, 0)
-        sys.stdin = open(0, closefd=False)  # noqa: SIM115 (as long as the process lives)
-    set_signal_handler(signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked since Worker started this process
+def train(method: str, context: Context, flags: list[str], variables: dict[str, str], nodes: "FixedNodes") -> int:
+    """Runs a recipe in the processes of this node, with torch's elastic agent; returns the exit code for the shell.
 
-
-def wait_for(workers: list[Worker]) -> tuple[int, int]:
-    """Waits until all have exited; returns the exit code and the index of the first one that failed, (0, 0) if none has.
-
-    Signals are passed on to the workers, also one that was recorded before. When a worker fails, the others get SIGTERM, and
-    after LEAVE_TIMEOUT SIGKILL.
+    `variables`: environment variables of the processes besides this process's and those that the agent sets.
     """
+    from harness.compat.elastic import make_agent
+
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+    if not os.environ.get(DEBUG_VARIABLE):
+        for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # of the agent: the messages here replace them
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    variables = {name: value for name, value in {**os.environ, **variables}.items() if name not in OF_AGENT}
+    spec = WorkerSpec(
+        role="",
+        local_world_size=context.processes // context.nodes,
+        rdzv_handler=nodes,
+        entrypoint=train_in_process,
+        args=(context, flags, variables, os.getpid()),
+        max_restarts=0,
+        monitor_interval=0.1,
+    )
+    agent = make_agent(spec, method, EXPLAINED - {LOST})
 
     def forward(number: int, frame: FrameType | None) -> None:
+        if agent.pids is None:
+            exit_for_signal(number, frame)
         if number in SIGNALS:
             record_signal(number)
-        for worker in workers:
-            worker.send_signal(last_signal())
+        else:
+            time.sleep(1)  # Ctrl-C reaches the processes too, and the first of them prints where it stopped
+        agent.send_signal(number)
 
     set_signal_handler(forward)
-    if last_signal():
-        forward(last_signal(), None)
-    failure, deadline, was_killed, was_interrupted = (0, 0), None, False, False
-    # A worker that dies after this line is in `running`, so that `wait` returns at once; one that died before has an exit code.
-    while running := [worker for worker in workers if worker.process.is_alive()]:
-        failed = [index for index, worker in enumerate(workers) if worker.process.exitcode not in (None, 0)]
-        if failed and deadline is None:
-            failure = workers[failed[0]].process.exitcode, failed[0]
-            deadline = time.monotonic() + LEAVE_TIMEOUT
-            for worker in workers:
-                worker.send_signal(signal.SIGTERM)
-        elif deadline is not None and time.monotonic() >= deadline and not was_killed:
-            was_killed = True
-            for worker in workers:
-                worker.send_signal(signal.SIGKILL)
-        timeout = None if deadline is None or was_killed else max(0.0, deadline - time.monotonic())
-        try:
-            wait([end for worker in running for end in (worker.connection, worker.process.sentinel)], timeout)
-            for worker in running:
-                worker.receive()
-        except KeyboardInterrupt:
-            # Ctrl-C reaches the processes too, and the first of them prints where it stopped; `kill -INT` does not.
-            was_interrupted = True
-            _interrupt(workers)
-    for index, worker in enumerate(workers):
-        worker.process.join()
-        worker.receive()
-        if failure[0] == 0 and worker.process.exitcode:
-            failure = worker.process.exitcode, index
-    return (130, 0) if was_interrupted and not failure[0] else failure
-
-
-def _interrupt(workers: list[Worker]) -> None:
-    with contextlib.suppress(KeyboardInterrupt):
-        wait([worker.process.sentinel for worker in workers], 1)
-        for worker in workers:
-            worker.send_signal(signal.SIGINT)
-
-
-@contextlib.contextmanager
-def idle_workers(count: int, can_fork: bool) -> Iterator[list[Worker]]:
-    """Workers that can be started within the block."""
-    workers = [Worker(can_fork) for _ in range(count)]
-    try:
-        yield workers
-    finally:
-        for worker in workers:
-            worker.dismiss()
-
-
-def call(can_fork: bool, function: Callable, *args: Any) -> tuple[int, Any]:
-    """Runs `function` in a process of its own; returns the exit code (-N for signal N) and the function's result.
-
-    A signal meanwhile goes to that process, and then to the handler that was set before the call.
-    """
-    worker = Worker(can_fork)
-    worker.start(function, *args)
-    with restored_signal_handlers():
-        code, _ = wait_for([worker])
-    return code, worker.result
-
-
-@contextlib.contextmanager
-def restored_signal_handlers() -> Iterator[None]:
-    """Restores the handlers after the block, in which `wait_for` sets its own, and gives them a signal that came in the block."""
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    if last_signal():
-        os.kill(os.getpid(), last_signal())
-
-
-def train_in_one_process(worker: Worker, context: Context, flags: list[str]) -> int:
-    """Runs a recipe in a process without torch.distributed; returns the exit code for the shell."""
-    worker.start(run_recipe, context, flags)
-    code, _ = wait_for([worker])
-    return explain_exit(code)
-
-
-def train_in_processes(
-    workers: list[Worker], context: Context, flags: list[str], environment: dict[str, str], node: int = 0
-) -> int:
-    """Runs a recipe in the processes of this node; returns the exit code for the shell.
-
-    `environment` is what `accelerate launch` sets, with MASTER_ADDR and MASTER_PORT of the store in the first launcher.
-    """
-    for local_rank, worker in enumerate(workers):
-        ranks = {
-            "RANK": node * len(workers) + local_rank,
-            "LOCAL_RANK": local_rank,
-            "GROUP_RANK": node,
-            "WORLD_SIZE": context.processes,
-            "LOCAL_WORLD_SIZE": len(workers),
-        }
-        own = environment | {name: str(value) for name, value in ranks.items()}
-        worker.start(run_recipe, context, flags, environment=own)
-    code, local_rank = wait_for(workers)
-    if code == LOST and local_rank and not last_signal():
+    set_interrupt_handler(forward)
+    result = agent.run()
+    if not result.is_failed():
+        return 0
+    rank, failure = next(iter(result.failures.items()))
+    if failure.exitcode == LOST and failure.local_rank and not last_signal():
         # The process that prints the message for its node is the one that was lost.
         print(
-            f"\nerror: process {local_rank} lost the connection to the first one, which hangs or was killed. The same command "
-            "resumes from the newest checkpoint",
+            f"\nerror: process {failure.local_rank} lost the connection to the first one, which hangs or was killed. The same "
+            "command resumes from the newest checkpoint",
             file=sys.stderr,
         )
-    return explain_exit(code, node * len(workers) + local_rank)
+    return explain_exit(failure.exitcode, None if context.config.distributed_type == "NO" else rank)
+
+
+def train_in_process(context: Context, flags: list[str], variables: dict[str, str], launcher: int) -> None:
+    """What each process that the agent starts does. Ends the process, always."""
+    if not os.environ.get(DEBUG_VARIABLE):
+        faulthandler.disable()  # the agent's wrapper has enabled it
+    if context.config.distributed_type == "NO":
+        for name in OF_AGENT:
+            os.environ.pop(name, None)
+    try:
+        with new_process(variables, launcher):
+            run_recipe(context, flags)
+    except SystemExit as end:
+        sys.exit(end.code or None)  # for the agent, code 0 is a result, after which it would not let the process end
+    sys.exit()
 
 
 def explain_exit(exit_code: int, rank: int | None = None) -> int:

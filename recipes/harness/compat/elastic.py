@@ -1,0 +1,80 @@
+"""PyTorch's elastic agent, which starts and watches the processes of a node: what it lacks, and private names of it."""
+
+import contextlib
+import os
+import signal
+from typing import Any
+
+from harness.compat.guards import changes
+from harness.signals import SIGNALS
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events import Event, EventSource
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+_AGENT = "torch.distributed.elastic.agent.server"
+
+
+class Agent(LocalElasticAgent):
+    """An agent whose processes end by themselves, and that passes signals on to them."""
+
+    def __init__(self, spec: WorkerSpec, start_method: str, final_codes: set[int]) -> None:
+        """`final_codes`: exit codes after which the processes are not started again."""
+        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method)
+        self.final_codes = final_codes
+        self.pids: list[int] | None = None  # of the processes, [] when they have ended, None while they will be started
+
+    def send_signal(self, number: int) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.kill(pid, number)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))  # until the processes are known
+        pids = super()._start_workers(worker_group)
+        self.pids = list(pids.values())
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """The state of the processes. They have succeeded when all have ended with exit code 0.
+
+        For torch, a process that ends without a result, as after `os._exit(0)`, never ends, and those with a result wait for it.
+        """
+        result = super()._monitor_workers(worker_group)
+        if result.state == WorkerState.HEALTHY and not self._pcontext._pc.sentinels:
+            result = RunResult(WorkerState.SUCCEEDED, dict.fromkeys(worker.global_rank for worker in worker_group.workers))
+        if any(failure.exitcode in self.final_codes for failure in result.failures.values()):
+            self._remaining_restarts = 0
+        if result.state != WorkerState.HEALTHY:
+            self.pids = None if result.is_failed() and self._remaining_restarts else []
+        return result
+
+    def _exit_barrier(self) -> None:
+        """Does not wait for the other agents: `Meeting.end` does."""
+
+    def _construct_event(self, state: str, source: EventSource, *arguments: Any, **values: Any) -> Event:
+        """An event without the name of the host, for which torch would ask the DNS at every event."""
+        return Event(state, source)
+
+
+@changes(
+    f"{_AGENT}.local_elastic_agent:LocalElasticAgent._start_workers(self, worker_group)",
+    f"{_AGENT}.local_elastic_agent:LocalElasticAgent._monitor_workers(self, worker_group)",
+    f"{_AGENT}.api:SimpleElasticAgent._construct_event",
+    f"{_AGENT}.api:SimpleElasticAgent._exit_barrier(self)",
+    "torch.distributed.elastic.multiprocessing.api:MultiprocessContext",
+)
+def make_agent(spec: WorkerSpec, start_method: str, final_codes: set[int]) -> Agent:
+    """An agent whose processes end by themselves, see `Agent`.
+
+    The agent has no public way to learn which processes it has started, or to give up after some exit codes. At a signal, it ends
+    the processes and drops their exit codes, so the launcher handles signals instead.
+    Upstream: no issue found.
+    Checked with: torch 2.13.0.
+    Remove when: the agent forwards signals and returns the exit codes.
+    """
+    os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # all nodes have the same number of processes
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGURG"  # one that nobody sends
+    return Agent(spec, start_method, final_codes)

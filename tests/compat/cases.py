@@ -20,7 +20,6 @@ from typing import Any
 from harness.compat import accelerate as accelerate_changes
 from harness.compat import bitsandbytes as bitsandbytes_changes
 from harness.compat import guards
-from harness.compat import torch as torch_changes
 from harness.compat import transformers as transformers_changes
 from harness.compat import trl as trl_changes
 

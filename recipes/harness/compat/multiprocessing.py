@@ -9,7 +9,7 @@ from harness.compat.guards import changes
 from harness.signals import SIGNALS, exit_with_parent
 
 
-def open_files() -> set[int]:
+def _open_files() -> set[int]:
     """The file descriptors of this process."""
     files = list(Path("/proc/self/fd").iterdir())
     return {int(file.name) for file in files if file.exists()}  # not that of the folder itself
@@ -33,7 +33,7 @@ def start_fork_server() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     resource_tracker.ensure_running()  # a new Python, which ignores all but SIGUSR1
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
-    files = open_files()
+    files = _open_files()
 
     def fork(path: str, args: list[str], passfds: list[int]) -> int:
         pid = os.fork()
@@ -41,7 +41,7 @@ def start_fork_server() -> None:
             return pid
         try:
             exit_with_parent(launcher)
-            for descriptor in open_files() - files - set(passfds):  # the launcher's end of the pipe whose end stops the server
+            for descriptor in _open_files() - files - set(passfds):  # the launcher's end of the pipe whose end stops the server
                 os.close(descriptor)
             exec(args[-1])  # of `python -c 'from multiprocessing.forkserver import main; main(…)'`
         finally:

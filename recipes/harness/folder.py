@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ NOT_WRITABLE = 74  # exit code of a run that could not write into its output dir
 # The arguments that decide which rows a run trains on, and which it evaluates on.
 CHOICE_OF_ROWS = ("max_samples", "max_eval_samples", "dataset_streaming", "column_map", "split_conversations", "text_rows")
 # The keys of run.json that may differ between two starts of a run, under the conditions of `_check_same_run`.
-MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", *CHOICE_OF_ROWS)
+MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", *CHOICE_OF_ROWS)
 
 Types = dict[str, type | tuple[type, ...]]  # the exact ones of a JSON object's values, by their keys
 NUMBER = (int, float)
@@ -148,6 +149,14 @@ def resume_hint(folder: Path) -> str:
     return f"The same command resumes from {checkpoint}." if checkpoint else "No checkpoint was written yet."
 
 
+def date_of(run: dict) -> datetime | None:
+    """When a run was started for the first time. `run`: the content of run.json; None if that does not say it."""
+    try:
+        return datetime.fromisoformat(run.get("date", ""))
+    except (TypeError, ValueError):
+        return None
+
+
 def lock(folder: Path) -> FileLock:
     """Locks the output directory, as long as the returned lock is kept. Raises UserError if another run has locked it."""
     held = FileLock(folder / LOCK)
@@ -251,8 +260,9 @@ def _is_replaced_rehearsal(existing: dict, identity: dict, is_default: bool) -> 
 
 
 def _is_same_run(existing: dict, identity: dict) -> bool:
-    """Whether two run.json are equal, but for the paths and times of the same local files."""
-    different = [key for key in existing.keys() | identity.keys() if existing.get(key) != identity.get(key)]
+    """Whether two run.json are equal, but for their dates, and the paths and times of the same local files."""
+    keys = (existing.keys() | identity.keys()) - {"date"}
+    different = [key for key in keys if existing.get(key) != identity.get(key)]
     return all(names_same_files(key, existing, identity) for key in different)
 
 

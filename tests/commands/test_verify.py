@@ -1,5 +1,6 @@
 """`--verify` compares what was trained with what is saved, merged, quantized or served; a difference has exit code 1."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -122,6 +123,32 @@ def test_changed_chat_template_fails(copied, table):
     code, rows, last = table(run)
     assert code == 1 and failed(rows) == ["chat template (checksum)", "prompts with the trained tokens"]
     assert last == f"{len(rows) - 2} of {len(rows)} checks passed."
+
+
+CLOCK = "{{ strftime_now('%H:%M:%S') }}{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+
+
+def test_template_that_prints_the_date(fork_launch, tmp_path, table, monkeypatch):
+    """The date is that of the first start, also when the run resumes, and for --verify. A server prints today's."""
+    (tmp_path / "clock.jinja").write_text(CLOCK)
+    run = tmp_path / "run"
+    flags = ["--chat_template_path", tmp_path / "clock.jinja", "--assistant_only_loss", "false", "--output_dir", run]
+    found = []
+    for steps in ("2", "4"):
+        process = fork_launch("--tiny", "qwen2_chat", "1x3090", *flags, "--max_steps", steps, "--save_steps", "2")
+        assert process.returncode == 0, process.stderr
+        assert "prints the date: always that of the first start of this run" in process.stdout
+        found.append((read(run, "expected.json")["conversations"], read(run, "run.json")["date"]))
+    assert found[0] == found[1] and read(run)["resumed_from_step"] == 2
+    tokenizer = AutoTokenizer.from_pretrained(run)
+    assert tokenizer.decode(found[0][0][0]["input_ids"]).startswith(found[0][1].split("T")[1])
+    code, rows, _ = table(run)
+    assert code == 0 and rows["run", "prompts with the trained tokens"] == "ok"
+    expected, _ = verify.read_expectations(run)
+    prompts = verify.make_prompts(functools.partial(verify.render, tokenizer), expected)
+    assert all(prompt.is_trained for prompt in prompts)
+    served_today = verify.render_as_a_server(tokenizer, prompts)
+    assert all(prompt.is_trained and prompt.tokens != before.tokens for prompt, before in zip(served_today, prompts, strict=True))
 
 
 def test_changed_generation_and_end_token_fail(copied, table):

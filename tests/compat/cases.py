@@ -15,6 +15,7 @@ import tempfile
 import traceback
 import types
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 from harness.compat import accelerate as accelerate_changes
@@ -195,6 +196,15 @@ def load_tokenizers_as_offline(changed: bool) -> bool:
     return len(hashes) == 1
 
 
+def set_date_of_chat_templates(changed: bool) -> str:
+    """What a chat template prints as the year."""
+    tokenizer = tiny_tokenizer()
+    if changed:
+        transformers_changes.set_date_of_chat_templates(datetime(2001, 2, 3))
+    year = tokenizer.apply_chat_template([{}], chat_template="{{ strftime_now('%Y') }}", tokenize=False)
+    return "this year" if year == str(datetime.now().year) else year
+
+
 def install_training_template(changed: bool) -> str:
     """The template that SFTTrainer uses with assistant_only_loss, for a tokenizer whose template TRL does not know."""
     tokenizer = tiny_tokenizer()
@@ -233,6 +243,7 @@ CASES = [
     run_exit_handlers,
     read_no_weights,
     load_tokenizers_as_offline,
+    set_date_of_chat_templates,
     install_training_template,
     pack_streams_in_batches,
     compute_loss_without_triton,

@@ -24,6 +24,7 @@ EXPECTED = {
     "pack_streams_in_batches": (1000, 7),
     "read_no_weights": (["cpu"], ["meta"]),
     "run_exit_handlers": ("", "called"),
+    "set_date_of_chat_templates": ("this year", "2001"),
     "sharded_adamw": ("RuntimeError", [True, True, False, True, True, True]),
 }
 # Changes that add something or read a private name, and the test that fails without them.

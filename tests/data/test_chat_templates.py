@@ -1,10 +1,12 @@
 """A marked chat template renders the same text as the model's own, and marks the answers with their end tokens."""
 
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 from harness.data import chat_templates
 from harness.data.chat_templates import check_conversations, find_ignored_keys, training_template
+from harness.data.sources import DataSettings
 from harness.rehearsal import tiny
 
 import pytest
@@ -134,6 +136,44 @@ def test_keys_that_a_template_ignores_are_named(tokenizer, capsys, monkeypatch):
     assert "template of a model ignores these keys of turns: score (a.jsonl, line 2)." in capsys.readouterr().out
     check_conversations(training_args, SimpleNamespace(), frozenset(), placed(rows[:1]), "a model")
     assert "ignores" not in capsys.readouterr().out
+
+
+# Which family's template needs the arguments of a call as JSON. TRL's copy of DeepSeek's for the training needs objects.
+AS_TEXT = {"deepseekv3": True, "deepseekv3_training": False, "qwen2_5": False, "gemma3": False}
+
+
+@pytest.mark.parametrize("family", [*AS_TEXT, "python"])
+def test_arguments_of_calls(tokenizer, monkeypatch, family):
+    """They are objects, or JSON if the template fails on objects or writes them as Python does."""
+    if family == "python":
+        text = (
+            "{% for m in messages %}{{ m.role ~ m.content }}{% for c in m.tool_calls %}{{ c.function }}{% endfor %}{% endfor %}"
+        )
+        tokenizer.chat_template = text.replace("c.function", "c.function.name ~ c.function.arguments")
+    else:
+        tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
+    row = WITH_CALL if family in ("qwen2_5", "gemma3") else {"messages": WITH_CALL["messages"]}
+    ((_, fitted),) = chat_templates.fit_arguments(tokenizer, placed([row]))
+    text = tokenizer.apply_chat_template(fitted["messages"], tokenize=False) if family != "gemma3" else '{"city": "Paris"}'
+    assert '{"city": "Paris"}' in text
+    arguments = fitted["messages"][1]["tool_calls"][0]["function"]["arguments"]
+    assert arguments == ('{"city": "Paris"}' if AS_TEXT.get(family, True) else {"city": "Paris"})
+    assert WITH_CALL["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}, "the row is another one"
+
+
+def test_arguments_of_calls_in_the_run(tokenizer, monkeypatch):
+    """As the template needs them that makes the tokens: DeepSeek's own, or TRL's copy that marks the answers."""
+    tokenizer.chat_template = (TEMPLATES / "deepseekv3.jinja").read_text()
+    monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
+    rows = placed([{"messages": WITH_CALL["messages"]}])
+    for assistant_only_loss, has_text in ((False, True), (True, False)):
+        training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=assistant_only_loss)
+        check_conversations(training_args, SimpleNamespace(), frozenset(), rows, "a model")
+        data = chat_templates.fit_template(DataSettings((), ("messages",)), training_args, SimpleNamespace())
+        assert data.has_text_arguments == has_text and data.template_date == ""
+    tokenizer.chat_template = (TEMPLATES / "llama3_2.jinja").read_text()
+    date = datetime.now().strftime("%d %b %Y")
+    assert date in chat_templates.fit_template(DataSettings((), ("messages",)), training_args, SimpleNamespace()).template_date
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_1"])

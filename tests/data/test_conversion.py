@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 from harness.data import formats
@@ -99,6 +100,26 @@ def test_row_that_cannot_be_converted(tmp_path, error_of, streaming):
     message = error_of(lambda: load(script_args, keep=lambda row: 1 / (int(row["text"]) - 45)))
     assert f"{tmp_path}/rows.parquet" in message and "ZeroDivisionError" in message
     assert ("a row that begins with {'text': '45'}" if streaming else "row 46 of train") in message
+
+
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_what_the_chat_template_needs(tmp_path, is_mixture):
+    """Arguments of calls as JSON; and if it prints the date, rows of another day are not those whose tokens are in the cache."""
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
+    names = [write(tmp_path / f"{name}.jsonl", [conversation(number, tool_calls=[call]) for number in range(9)]) for name in "ab"]
+    weights = {"dataset_weights": [1, 1]} if is_mixture else {}
+    script_args = arguments_for(names[0])
+    script_args = ScriptArguments(dataset_name=list(map(str, names[: 1 + is_mixture])), **weights)
+    script_args.data = settings_of_data(script_args, SimpleNamespace(seed=0, output_dir="", max_steps=1), ("messages",))
+    found = set()
+    for date in ("", "Monday", "Tuesday", "Tuesday"):
+        script_args.data = replace(script_args.data, template_date=date, has_text_arguments=bool(date))
+        train, test = load(script_args)
+        for rows in (train, *(test.values() if is_mixture else [test])):
+            arguments = rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]
+            assert arguments == ('{"at": 1}' if date else {"at": 1})
+            found.add(rows._fingerprint)
+    assert len(found) == 3 * 2
 
 
 TEMPLATE = """{% for message in messages %}{% if 'Why 45?' in message['content'] %}{{ raise_exception('no') }}{% endif %}

@@ -422,6 +422,7 @@ def test_fresh_machine_continues(fork_launch, workdir):
     assert "The model and 2 checkpoints are in file:///" in process.stdout and not (place / "heartbeat.json").exists()
     assert read(run)["mirror"] == {"uploaded": 3, "failed": {}, "seconds_waited": 0.0}
     uninterrupted, model = losses(run), (run / "model.safetensors").read_bytes()
+    date = read(run, "run.json")["date"]
     assert (place / "model.safetensors").read_bytes() == model
 
     shutil.rmtree(run)
@@ -432,6 +433,7 @@ def test_fresh_machine_continues(fork_launch, workdir):
     process = fork_launch(*command, NPROC_PER_NODE="2")
     assert process.returncode == 0, process.stderr
     assert read(run)["resumed_from_step"] == 4 and losses(run) == uninterrupted
+    assert read(run, "run.json")["date"] == date
     assert (place / "model.safetensors").read_bytes() == model
     assert complete(place) == complete(run) == ["checkpoint-4", "checkpoint-6"]
 

@@ -29,7 +29,7 @@ from harness.commands.expectations import (
     read_expectations,
 )
 from harness.commands.served import check_served_model, is_address
-from harness.folder import RESULTS, check_saved_model, read_json
+from harness.folder import RESULTS, RUN, check_saved_model, date_of, read_json
 from harness.messages import UserError, exit_on_user_error, print_once
 
 # How far a loss may be from the one it is compared with, in nats per token.
@@ -57,6 +57,7 @@ def main(*words: str) -> int:
         )
     check_saved_model(folder)
     expected, rows = read_expectations(folder)
+    use_date_of_run(folder)
     if not model and (folder / "merged").is_dir():
         model = str(folder / "merged")
     if is_address(model) and not expected.conversations:
@@ -87,7 +88,7 @@ def compare(folder: Path, model: str, served_name: str, expected: Expected, rows
     checks = check_loss(str(folder), saved, expected, rows, TOLERANCE)
     checks += check_tokenizer_and_configs(str(folder), loaded, tokenizer, expected, (folder / "adapter_config.json").is_file())
     if is_address(model):
-        prompts = make_prompts(functools.partial(render, tokenizer), expected)
+        prompts = render_as_a_server(tokenizer, make_prompts(functools.partial(render, tokenizer), expected))
         return checks + check_served_model(model, served_name, loaded, tokenizer, prompts, expected)
     if not model or Path(model).resolve() == folder.resolve():
         return checks
@@ -216,13 +217,31 @@ def sampling(config: dict) -> dict:
     return {key: config[key] for key in sorted(config) if key not in OTHER_GENERATION_KEYS and not key.endswith("_token_id")}
 
 
+def use_date_of_run(run: Path) -> None:
+    """Makes chat templates that print the date print that of the run."""
+    from harness.compat.transformers import set_date_of_chat_templates
+
+    set_date_of_chat_templates(date_of(read_json(run / RUN)))
+
+
+def render_as_a_server(tokenizer: Any, prompts: list[Prompt]) -> list[Prompt]:
+    """The prompts with the tokens that a server makes of them today."""
+    from harness.compat.transformers import set_date_of_chat_templates
+
+    set_date_of_chat_templates(None)
+    return [
+        dataclasses.replace(prompt, tokens=render(tokenizer, prompt.turns, prompt.tools, prompt.options)) for prompt in prompts
+    ]
+
+
 def render(tokenizer: Any, turns: list[dict], tools: list[dict] | None, options: dict) -> list[int]:
     """The tokens of a prompt, [] if the tokenizer has no chat template that can render it."""
-    from jinja2 import TemplateError
+    from harness.data.chat_templates import fit_arguments
 
     try:
-        return tokenizer.apply_chat_template(turns, tools=tools, add_generation_prompt=True, **options)["input_ids"]
-    except (ValueError, TemplateError):
+        ((_, row),) = fit_arguments(tokenizer, [("", {"messages": turns})])
+        return tokenizer.apply_chat_template(row["messages"], tools=tools, add_generation_prompt=True, **options)["input_ids"]
+    except Exception:  # a template is a program: it can fail in any way
         return []
 
 
@@ -266,6 +285,7 @@ def compare_merged(run: Path, merged: Path) -> int:
         )
         return 0
     expected, rows = read_expectations(run)
+    use_date_of_run(run)
     few = rows if gpus else rows_within(rows, MERGE_TOKENS)
     adapter = measure(chat.load_model(run), few, str(run))
     model = chat.load_model(merged)

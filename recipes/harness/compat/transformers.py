@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from datetime import datetime, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,26 @@ def load_tokenizers_as_offline() -> None:
     from transformers import tokenization_utils_base
 
     tokenization_utils_base.is_offline_mode = lambda: True
+
+
+@changes("transformers.utils.chat_template_utils:datetime")
+def set_date_of_chat_templates(moment: datetime | None) -> None:
+    """From here on, `strftime_now` in chat templates gives `moment`; None: the current date, as without this function.
+
+    The templates of Llama 3.2, gpt-oss and others print the date, so a run that resumes on another day, and --verify, would get
+    other tokens than the run had.
+    Upstream: no issue: it is not a fault of transformers.
+    Checked with: transformers 5.23.0.
+    Remove when: `apply_chat_template` has an argument for it.
+    """
+    from transformers.utils import chat_template_utils
+
+    class FixedDate(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return moment
+
+    chat_template_utils.datetime = FixedDate if moment else datetime
 
 
 class TrainerWithHooks:

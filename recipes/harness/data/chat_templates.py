@@ -5,7 +5,9 @@ Here any template is marked: MARKED renders the conversation answer by answer wi
 answer added. Its output is the same text.
 """
 
+import contextlib
 import copy
+import dataclasses
 import itertools
 import json
 from collections import Counter
@@ -15,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.data.conversion import PlacedRow
-from harness.data.formats import REASONING, TEMPLATE_ARGUMENTS, THOUGHT, other_keys, split_answers
+from harness.data.formats import REASONING, TEMPLATE_ARGUMENTS, THOUGHT, other_keys, split_answers, with_text_arguments
+from harness.data.sources import DataSettings
 from harness.hub import hub_errors
 from harness.messages import UserError, print_once
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import ModelConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
@@ -83,15 +85,10 @@ def _hide_end_of_turn_warning(tokenizer: PreTrainedTokenizerBase, template: str)
         logger.addFilter(lambda record: "end-of-turn token in the loss mask" not in record.getMessage())
 
 
-def _renders_the_same(
-    tokenizer: PreTrainedTokenizerBase, template: str, conversation: list[dict], options: dict | None = None
-) -> bool:
+def _renders_the_same(tokenizer: PreTrainedTokenizerBase, template: str, conversation: list[dict]) -> bool:
     """Whether `template` writes a conversation as the tokenizer's own template does."""
-    try:
-        own = tokenizer.apply_chat_template(conversation, tokenize=False, **(options or {}))
-        return own == tokenizer.apply_chat_template(conversation, tokenize=False, chat_template=template, **(options or {}))
-    except (TemplateError, TypeError):
-        return False
+    own = _text_of(tokenizer, conversation)
+    return own is not None and own == _text_of(tokenizer, conversation, chat_template=template)
 
 
 def template_file(training_args: TrainingArguments, tokenizer: PreTrainedTokenizerBase, given: frozenset[str]) -> str | None:
@@ -112,6 +109,59 @@ def set_template_file(training_args: TrainingArguments, model_args: ModelConfig,
     """Sets `chat_template_path` to the file that this model needs, None if it has a template."""
     if getattr(training_args, "chat_template_path", None):
         training_args.chat_template_path = template_file(training_args, load_tokenizer(model_args), given)
+
+
+def tokenizer_of_run(training_args: TrainingArguments, model_args: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer with the chat template of the run. After `set_template_file`."""
+    tokenizer = load_tokenizer(model_args)
+    if path := getattr(training_args, "chat_template_path", None):
+        tokenizer.chat_template = Path(path).read_text("utf-8")
+    return tokenizer
+
+
+def fit_template(data: DataSettings, training_args: TrainingArguments, model_args: ModelConfig) -> DataSettings:
+    """The settings for rows that the chat template of the run renders. After `set_template_file`."""
+    tokenizer = tokenizer_of_run(training_args, model_args) if "messages" in data.formats else None
+    if not tokenizer or not tokenizer.chat_template:
+        return data
+    template = None
+    if getattr(training_args, "assistant_only_loss", False):
+        with contextlib.suppress(ValueError):  # which the run will not need: its rows are no conversations
+            template = training_template(tokenizer)
+    return dataclasses.replace(
+        data,
+        template_date=_text_of(tokenizer, ONE_ANSWER) or "" if prints_date(tokenizer) else "",
+        has_text_arguments=expects_text_arguments(tokenizer, template),
+    )
+
+
+def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return "strftime_now" in tokenizer.get_chat_template()
+
+
+def expects_text_arguments(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> bool:
+    """Whether a chat template needs the arguments of tool calls as JSON: it fails on an object, or writes it as Python does.
+
+    `template`: None for the tokenizer's own.
+    """
+    arguments = {"city": "Paris"}
+
+    def render(value: dict | str) -> str:
+        call = {"type": "function", "function": {"name": "look", "arguments": value}}
+        turns = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "1"}, ANSWER]
+        return _text_of(tokenizer, turns, chat_template=template) or ""
+
+    text = json.dumps(arguments)
+    from_object = render(arguments)
+    return (not from_object or str(arguments) in from_object) and text in render(text)
+
+
+def fit_arguments(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow], template: str | None = None) -> list[PlacedRow]:
+    """The rows with the arguments of tool calls as the template needs them, None for the tokenizer's own."""
+    has_calls = any("tool_calls" in turn for _, row in rows for turn in turns_of(row))
+    if has_calls and expects_text_arguments(tokenizer, template):
+        return [(place, with_text_arguments(row)) for place, row in rows]
+    return rows
 
 
 def check_conversations(
@@ -142,19 +192,21 @@ def check_conversations(
         )
     if splits_answers:
         rows = [(place, part) for place, row in rows for part in split_answers(row)]
-    check_rendering(tokenizer, path or f"of {model_name}", rows)
-    if ignored := find_ignored_keys(tokenizer, rows):
+    fitted = fit_arguments(tokenizer, rows)
+    check_rendering(tokenizer, path or f"of {model_name}", fitted)
+    if prints_date(tokenizer):
+        print_once(f"The chat template {path or f'of {model_name}'} prints the date: always that of the first start of this run.")
+    if ignored := find_ignored_keys(tokenizer, fitted):
         examples = ", ".join(f"{key} ({place})" for key, place in ignored.items())
         print_once(f"The chat template {path or f'of {model_name}'} ignores these keys of turns: {examples}.")
-    rows = [row for _, row in rows]
-    has_untrained = any(not turn.get("train", True) for row in rows for turn in turns_of(row))
+    has_untrained = any(not turn.get("train", True) for _, row in rows for turn in turns_of(row))
     if not training_args.assistant_only_loss:
         if has_untrained:
             raise UserError(
                 "--assistant_only_loss: some turns are marked not to count in the loss (weight 0 or train false), but without "
                 "this flag every turn counts: pass --assistant_only_loss true"
             )
-        if len({"messages" in row for row in rows}) > 1:
+        if len({"messages" in row for _, row in rows}) > 1:
             raise UserError(
                 "--assistant_only_loss: some rows are messages, some are a prompt and a completion. They become messages, and "
                 "without this flag the prompts would count in the loss: pass --assistant_only_loss true"
@@ -162,7 +214,8 @@ def check_conversations(
         return
     try:
         template = training_template(tokenizer)
-        can_mark = all(_renders_the_same(tokenizer, template, turns_of(row), options_of(row)) for row in rows if template)
+        marked = [_text_of_row(tokenizer, row, template) for _, row in fit_arguments(tokenizer, rows, template)]
+        can_mark = not template or marked == [_text_of_row(tokenizer, row) for _, row in fitted]
     except ValueError:
         can_mark, template = False, ""
     if not can_mark:
@@ -193,7 +246,7 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[Pl
     for place, row in rows:
         try:
             found = find_missing(tokenizer, row)
-        except (TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template is a program: it can fail in any way
             raise UserError(refusal_message(place, name, row, error)) from error
         if found:
             missing[found[1]] += 1
@@ -224,16 +277,20 @@ def find_ignored_keys(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow])
         for key in {key for turn in turns for key in other_keys(turn)} - read:
             without = [{name: value for name, value in turn.items() if name != key} for turn in turns]
             places.setdefault(key, place)
-            if _text_of(tokenizer, turns, options_of(row)) != _text_of(tokenizer, without, options_of(row)):
+            if _text_of(tokenizer, turns, **options_of(row)) != _text_of(tokenizer, without, **options_of(row)):
                 read.add(key)
     return {key: place for key, place in places.items() if key not in read}
 
 
-def _text_of(tokenizer: PreTrainedTokenizerBase, turns: list[dict], options: dict) -> str | None:
+def _text_of_row(tokenizer: PreTrainedTokenizerBase, row: dict, template: str | None = None) -> str | None:
+    return _text_of(tokenizer, turns_of(row), chat_template=template, **options_of(row))
+
+
+def _text_of(tokenizer: PreTrainedTokenizerBase, turns: list[dict], **options: Any) -> str | None:
     """A rendered conversation, None if the chat template refuses it."""
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, **options)
-    except (TemplateError, TypeError, ValueError):
+    except Exception:  # a template is a program: it can fail in any way
         return None
 
 
@@ -245,13 +302,21 @@ def refusal_message(place: str, name: str, row: dict, error: Exception) -> str:
     )
 
 
-def refusal_of(tokenizer: PreTrainedTokenizerBase, row: dict, marks_answers: bool) -> Exception | None:
-    """The error with which the chat template refuses a conversation, or `marks_answers`, the marking of its answers."""
+def templates_of_run(tokenizer: PreTrainedTokenizerBase, marks_answers: bool) -> list[str | None]:
+    """The chat templates that render a row of the run: None for the tokenizer's own, and the one that marks the answers."""
     try:
-        templates = {tokenizer.chat_template, training_template(tokenizer) if marks_answers else None} - {None}
+        return list({None, training_template(tokenizer) if marks_answers else None})
+    except ValueError:  # which a run without conversations does not need
+        return [None]
+
+
+def refusal_of(tokenizer: PreTrainedTokenizerBase, row: dict, templates: list[str | None]) -> Exception | None:
+    """The error with which one of `templates` refuses a conversation."""
+    try:
         for template in templates:
-            tokenizer.apply_chat_template(turns_of(row), tokenize=False, chat_template=template, **options_of(row))
-    except (TemplateError, TypeError, ValueError) as error:
+            ((_, fitted),) = fit_arguments(tokenizer, [("", row)], template)
+            tokenizer.apply_chat_template(turns_of(fitted), tokenize=False, chat_template=template, **options_of(fitted))
+    except Exception as error:  # a template is a program: it can fail in any way
         return error
     return None
 

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from harness.data import chat_templates, formats, reading
@@ -109,14 +108,12 @@ def find_refused_row(script_args: Any, training_args: Any, model_args: Any) -> U
 
     The rows are read again up to the first one that is refused.
     """
-    tokenizer = chat_templates.load_tokenizer(model_args)
-    path = getattr(training_args, "chat_template_path", None)
-    if path:
-        tokenizer.chat_template = Path(path).read_text("utf-8")
-    name = path or f"of {model_args.model_name_or_path}"
+    tokenizer = chat_templates.tokenizer_of_run(training_args, model_args)
+    name = getattr(training_args, "chat_template_path", None) or f"of {model_args.model_name_or_path}"
+    templates = chat_templates.templates_of_run(tokenizer, getattr(training_args, "assistant_only_loss", False))
     for place, row in _converted_rows(script_args.data):
         for part in formats.split_answers(row) if script_args.split_conversations else [row]:
-            if error := chat_templates.refusal_of(tokenizer, part, getattr(training_args, "assistant_only_loss", False)):
+            if error := chat_templates.refusal_of(tokenizer, part, templates):
                 return UserError(chat_templates.refusal_message(place, name, part, error))
     return None
 

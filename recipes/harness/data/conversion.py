@@ -93,24 +93,30 @@ class Shape:
 
     features: Features
     splits_answers: bool
+    has_text_arguments: bool = False  # of tool calls: JSON, not objects
 
     def finish(self, row: dict, cuts_texts: bool, encodes: bool = True) -> list[dict]:
         """A converted row, or one for every answer, in this shape; cut for a rehearsal."""
         if "messages" in self.features and "completion" in row:
             row = formats.as_messages(row)
+        if self.has_text_arguments:
+            row = formats.with_text_arguments(row)
         rows = formats.split_answers(row) if self.splits_answers else [row]
         return [formats.complete(cut_row(part) if cuts_texts else part, self.features, encodes) for part in rows]
 
 
-def shape_of(has: Iterable[str], stored: Features, splits_answers: bool) -> Shape:
+def shape_of(has: Iterable[str], stored: Features, data: DataSettings) -> Shape:
     """The shape of rows: `messages` if some have these and others a completion.
 
     `has`: values of the fact HAS; `stored`: the columns of the format.
     """
+    splits_answers = data.split_conversations
     found = {name for words in set(has) for name in words.split()}
     if splits_answers or {"messages", "completion"} <= found:
         found = found - {"prompt", "completion"} | {"messages"}
-    return Shape(Features({name: kind for name, kind in stored.items() if name in found}), splits_answers)
+    return Shape(
+        Features({name: kind for name, kind in stored.items() if name in found}), splits_answers, data.has_text_arguments
+    )
 
 
 def cut_row(row: dict) -> dict:

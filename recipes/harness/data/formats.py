@@ -78,6 +78,25 @@ def as_messages(row: dict) -> dict:
     return {"messages": context + row["completion"], **others}
 
 
+def with_text_arguments(row: dict) -> dict:
+    """A converted row in which the arguments of tool calls are JSON, as in OpenAI's form."""
+
+    def change(turn: dict) -> dict:
+        functions = [call["function"] for call in turn["tool_calls"]]
+        texts = [
+            f["arguments"] if isinstance(f["arguments"], str) else json.dumps(f["arguments"], ensure_ascii=False)
+            for f in functions
+        ]
+        calls = [
+            call | {"function": function | {"arguments": text}}
+            for call, function, text in zip(turn["tool_calls"], functions, texts, strict=True)
+        ]
+        return turn | {"tool_calls": calls}
+
+    columns = [name for name in ("messages", "prompt", "completion") if isinstance(row.get(name), list)]
+    return row | {name: [change(turn) if turn.get("tool_calls") else turn for turn in row[name]] for name in columns}
+
+
 def rename(row: dict, column_map: dict[str, str] | None) -> dict:
     """`row` with the new names of its columns, which replace columns that have these names already."""
     if not column_map:

@@ -97,7 +97,7 @@ def load(
     held_out = [choose_held_out(data, one) for one in opened]
     digests = {digest for _, found in held_out for digest in found}
     has = {value for one in opened for value in (*one.facts[HAS], *map(" ".join, one.eval_rows or []), one.later_columns)}
-    shape = shape_of(has, opened[0].conversion.stored, data.split_conversations)
+    shape = shape_of(has, opened[0].conversion.stored, data)
 
     rows, summaries = [], []
     for one, (chosen, _) in zip(opened, held_out, strict=True):
@@ -119,6 +119,7 @@ def load(
         one.source.label: evaluation_rows(data, one, one.eval_rows if one.eval_rows is not None else chosen, shape)
         for one, (chosen, _) in zip(opened, held_out, strict=True)
     }
+    train, evaluated = of_date(train, data), {label: of_date(rows, data) for label, rows in evaluated.items()}
     return train, DatasetDict(evaluated) if data.is_mixture else evaluated[""]
 
 
@@ -362,6 +363,13 @@ def training_rows(
     return shuffle(rows, data.seed) if isinstance(rows, IterableDataset) else rows
 
 
+def of_date(rows: Dataset | IterableDataset, data: DataSettings) -> Dataset | IterableDataset:
+    """The same rows. If the chat template prints the date, the tokens of another day in the cache are not those of these rows."""
+    if not data.template_date or isinstance(rows, IterableDataset):
+        return rows
+    return rows.select(range(len(rows)), new_fingerprint=Hasher.hash([generate_fingerprint(rows), data.template_date]))
+
+
 def finish(rows: Dataset | IterableDataset, one: Opened, shape: Shape) -> Dataset | IterableDataset:
     """Examined rows in the shape of the training rows."""
     source = one.source
@@ -371,7 +379,8 @@ def finish(rows: Dataset | IterableDataset, one: Opened, shape: Shape) -> Datase
         options = {"fn_kwargs": settings, "remove_columns": stored, "features": shape.features}
         return rows.map(_finish_batch, batched=True, batch_size=1, **options)
     has_completion = any("completion" in has.split() for has in one.facts[HAS])
-    if not (source.cuts_texts or shape.splits_answers or ("messages" in shape.features and has_completion)):
+    changes = source.cuts_texts or shape.splits_answers or shape.has_text_arguments
+    if not (changes or ("messages" in shape.features and has_completion)):
         return rows.select_columns(list(shape.features))
 
     def finished() -> Iterator[dict]:

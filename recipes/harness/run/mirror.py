@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,6 +71,12 @@ def check(url: str, identity: dict, output_dir: Path) -> dict:
         folder.check_same_run("--mirror", url, run, identity, has_checkpoints or bool(results), has_checkpoints, is_copy=True)
     Heartbeat(storage, output_dir).wait_for_silence()
     return results
+
+
+def date_of_run(url: str) -> datetime | None:
+    """When the run in a mirror was started for the first time, None if there is none."""
+    storage = Storage(url)
+    return folder.date_of(at_start(storage, lambda: storage.read(RUN, {}), patience=10))
 
 
 def claim(url: str, identity: dict, output_dir: Path) -> None:

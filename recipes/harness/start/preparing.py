@@ -1,9 +1,11 @@
 """What contexts do at the end of `parse`: check the arguments, name what is loaded instead, change libraries in this process."""
 
 import copy
+from datetime import datetime
 
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.compat.torch import multiply_in_float32
+from harness.compat.transformers import set_date_of_chat_templates
 from harness.compat.trl import install_training_template, pack_streams_in_batches
 from harness.contexts import Context
 from harness.data import chat_templates, reading
@@ -77,8 +79,8 @@ def replace_model_and_dataset(context: Context, arguments: Arguments) -> None:
     script_args.data = use_prepared_files(script_args.data, script_args.max_tokens, training_args, processes)
 
 
-def prepare_process(context: Context, arguments: Arguments) -> None:
-    """Changes the libraries in this process as the arguments need it."""
+def prepare_process(context: Context, arguments: Arguments, date: datetime | None = None) -> None:
+    """Changes the libraries in this process as the arguments need it. `date`: that chat templates print, None for today's."""
     _, training_args, _ = arguments
     if context.on_cpu:
         multiply_in_float32()
@@ -88,6 +90,7 @@ def prepare_process(context: Context, arguments: Arguments) -> None:
     if training_args.use_cpu:
         # It asks for pinned memory, which needs a GPU; the activations are in host memory already.
         (training_args.activation_checkpointing_kwargs or {}).pop("offload", None)
+    set_date_of_chat_templates(date)
     prepare_data(arguments)
 
 
@@ -98,6 +101,7 @@ def prepare_data(arguments: Arguments) -> None:
     install_training_template(chat_templates.training_template)
     pack_streams_in_batches(documents_per_batch)
     chat_templates.set_template_file(training_args, model_args, script_args.given)
+    script_args.data = chat_templates.fit_template(script_args.data, training_args, model_args)
     if training_args.process_index or training_args.disable_tqdm:  # one process shows progress
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()

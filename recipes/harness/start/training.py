@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ class Train(RunContext):
             use_quantized_weights(model_args, training_args)
         if not self.is_checked and training_args.world_size > 1:
             wait_for_first_process()
-        prepare_process(self, arguments)
+        prepare_process(self, arguments, folder.date_of(folder.read_json(Path(training_args.output_dir, folder.RUN))))
         record_conversations(CONVERSATIONS)
         if training_args.world_size > 1:
             check_all_reduce(training_args.device)
@@ -189,12 +190,16 @@ def check_and_claim_run(context: Context, arguments: Arguments) -> dict[str, Any
         machine.check_gpus(training_args, model_args, context)
 
     output_dir, is_default = Path(training_args.output_dir), training_args.output_dir == context.default_output_dir
+    uses_mirror = bool(script_args.mirror) and NODE_VARIABLE not in os.environ  # the first node's launcher
     identity = identity_of_run(context, arguments)
     folder.check_output_dir(output_dir, identity, is_default)
-    uses_mirror = bool(script_args.mirror) and NODE_VARIABLE not in os.environ  # the first node's launcher
     results_in_mirror = mirror.check(script_args.mirror, identity, output_dir) if uses_mirror else {}
     check_model_and_dataset(context, arguments)
 
+    started = folder.date_of(folder.read_json(output_dir / folder.RUN)) or (
+        mirror.date_of_run(script_args.mirror) if uses_mirror else None
+    )
+    identity["date"] = (started or datetime.now()).isoformat(timespec="seconds")
     folder.claim_output_dir(output_dir, identity, is_default)
     if uses_mirror:
         mirror.exit_if_finished(script_args.mirror, results_in_mirror, training_args)

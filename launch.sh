@@ -105,13 +105,14 @@ resolve() {
   local -a known
   mapfile -t known < <(names "$1")
   local near all
-  near=$(nearest "$3" "${known[@]}")
+  near=$(nearest 0.4 "$3" "${known[@]}")
   all=$(printf ', %s' "${known[@]}")
   fail "unknown $4: $3.${near:+ Did you mean $near?} There are: ${all:2}"
 }
 
+# nearest CUTOFF WORD KNOWN…: the known word that is most like WORD, nothing if none is similar enough (0 to 1)
 nearest() {
-  python3 -I -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[1], sys.argv[2:], 1, 0.4))' "$@"
+  python3 -I -c 'import difflib, sys; print(*difflib.get_close_matches(sys.argv[2], sys.argv[3:], 1, float(sys.argv[1])))' "$@"
 }
 
 is_new_enough() { "$1" -I -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
@@ -247,6 +248,7 @@ run() {
     return
   }
   [[ -z $command ]] || check_words "$command" "$@"
+  [[ $1 != -* ]] || fail "write RECIPE before its flags: ./launch.sh ${tiny[*]}${tiny:+${command:+ }}$command RECIPE $1 …"
   files=("$(resolve recipes py "$1" recipe)")
   if [[ -z $command ]]; then
     case ${2:---} in
@@ -262,6 +264,9 @@ runpy.run_module("harness.start.flags", run_name="__main__", alter_sys=True)' "$
         call plan.command --start "${tiny[@]}" "${files[@]}" "$here"/accelerate_configs/*.yaml "${@:2}"
         ;;
     esac
+  fi
+  if [[ $command =~ ^--(preview|prepare)$ && ${2:--} != -* ]]; then
+    fail "$command takes no CONFIG: leave out $2, or write a flag before it"
   fi
   shift
   case $command in
@@ -323,6 +328,10 @@ case ${1:-} in
     check_words "$@"
     call "commands.${1#--}" "${@:2}"
     ;;
-  -*) fail "unknown option $1: ./launch.sh --help lists them" ;;
+  -*)
+    near=$(nearest 0.7 "$1" --tiny --plan --preview --prepare --merge --chat --verify --convert --report --test --install --help)
+    [[ -z $near ]] || fail "unknown option $1. Did you mean $near? ./launch.sh --help lists them"
+    fail "unknown option $1: ./launch.sh --help lists them. Flags of a recipe come last: ./launch.sh RECIPE CONFIG $1 …"
+    ;;
   *) run "$@" ;;
 esac

@@ -70,6 +70,9 @@ class Context:
         """Called at the end of `parse`: checks the arguments, and changes them and the process as this command needs it."""
         raise NotImplementedError
 
+    def tokenized(self, trainer: Any, split: str, rows: Any, tokenized: Any) -> None:
+        """Called by SFTTrainer with the rows of a split, and the same tokenized, before it truncates and packs them."""
+
     def built(self, trainer: Any) -> None:
         """Called by `train`."""
         raise NotImplementedError

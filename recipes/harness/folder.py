@@ -267,10 +267,13 @@ def _is_same_run(existing: dict, identity: dict) -> bool:
 
 
 def names_same_files(key: str, existing: dict, identity: dict) -> bool:
-    """Whether `key` is about the dataset, and both runs have local files of the same names and sizes.
+    """Whether `key` is about the dataset, and both runs have local files of the same names and sizes; or about the same model.
 
     Their paths can differ, relative and absolute ones. On another machine their modification times differ too.
     """
+    if key == "model":  # an earlier version has recorded a relative path
+        before, now = (str(run.get(key)) for run in (existing, identity))
+        return Path(now).is_absolute() and not Path(before).is_absolute() and f"{now}/".endswith(f"/{Path(before)}/")
     if key not in ("dataset", "data_files") or (key == "dataset" and "datasets" in identity):
         return False
     before, now = ([file[:2] for file in run.get("data_files", [])] for run in (existing, identity))

@@ -219,7 +219,7 @@ def version_of(target: Target) -> str:
         (guards.run_exit_handlers, "_run_exitfuncs"),
         (torch.can_use_gpu_after_fork, "_is_in_bad_fork"),
         (transformers.read_no_weights, "_materialize_copy"),
-        (trl.record_whole_rows, "SFTTrainer._prepare_dataset"),
+        (trl.prepare_rows_in_two_steps, "SFTTrainer._prepare_dataset"),
         (fakes.use_triton_loss, "_backward_kernel"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -238,7 +238,7 @@ def test_renamed_attribute_is_an_error(monkeypatch, error_of, declare_again, fun
     [
         (accelerate.launch_environment, "prepare_multi_gpu_env"),
         (transformers.add_overrides, "Trainer.log"),
-        (trl.record_whole_rows, "SFTTrainer._prepare_dataset"),
+        (trl.prepare_rows_in_two_steps, "SFTTrainer._prepare_dataset"),
         (fakes.use_triton_loss, "_use_triton"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -183,6 +183,7 @@ FILES: dict[str, tuple] = {
     "UTF-16": (TEXT, {"a.jsonl": TEXTS.encode("utf-16")}, "a.jsonl", "a.jsonl, line 1: the file is UTF-16"),
     "Latin-1": (TEXT, {"a.jsonl": '{"text": "a"}\n{"text": "ä"}'.encode("latin-1")}, "a.jsonl", "line 2: byte 0xe4 is not UTF-8"),
     "broken JSON": (TEXT, {"a.jsonl": TEXTS + '\n{"text": "a'}, "a.jsonl", "a.jsonl, line 31: JSON parse error"),
+    "control character in JSON": (TEXT, {"a.jsonl": '{"text": "a\tb"}'}, "a.jsonl", "Invalid control character at character 12"),
     "broken JSON list": (TEXT, {"a.json": '[{"text": "a"},\n{"text": }]'}, "a.json", "a.json, line 2: JSON parse error"),
     "deep JSON": (TEXT, {"a.jsonl": TEXTS + "\n" + "[" * 100_000}, "a.jsonl", "a.jsonl, line 31: the brackets are nested"),
     "numbers instead of objects": (TEXT, {"a.jsonl": "1\n2"}, "a.jsonl", "line 1: found 1, expected an object"),

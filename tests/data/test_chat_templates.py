@@ -169,11 +169,16 @@ def test_arguments_of_calls_in_the_run(tokenizer, monkeypatch):
     for assistant_only_loss, has_text in ((False, True), (True, False)):
         training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=assistant_only_loss)
         check_conversations(training_args, SimpleNamespace(), frozenset(), rows, "a model")
-        data = chat_templates.fit_template(DataSettings((), ("messages",)), training_args, SimpleNamespace())
+        data = chat_templates.fit_template(DataSettings((), ("messages",)), training_args, SimpleNamespace(), frozenset())
         assert data.has_text_arguments == has_text and data.template_date == ""
     tokenizer.chat_template = (TEMPLATES / "llama3_2.jinja").read_text()
     date = datetime.now().strftime("%d %b %Y")
-    assert date in chat_templates.fit_template(DataSettings((), ("messages",)), training_args, SimpleNamespace()).template_date
+    assert (
+        date
+        in chat_templates.fit_template(
+            DataSettings((), ("messages",)), training_args, SimpleNamespace(), frozenset()
+        ).template_date
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_1"])

@@ -134,7 +134,10 @@ def test_row_that_the_chat_template_refuses(tmp_path):
     training_args = SimpleNamespace(chat_template_path=str(tmp_path / "refuses.jinja"), assistant_only_loss=False)
     path = write(tmp_path / "rows.jsonl", [conversation(number) for number in range(60)])
     for streaming in (False, True):
-        script_args = arguments_for(path, dataset_streaming=streaming)
+        script_args = arguments_for(path, dataset_streaming=streaming, max_eval_samples=1)
+        load(script_args, keep=lambda row: "45" not in row["messages"][0]["content"])
+        assert find_refused_row(script_args, training_args, model_args) is None, "the recipe drops this row"
+        load(script_args)
         error = find_refused_row(script_args, training_args, model_args)
         assert f"{path}, line 46: the chat template" in str(error) and "fails (no) on this conversation of user" in str(error)
         (tmp_path / "texts").mkdir(exist_ok=True)
@@ -142,12 +145,24 @@ def test_row_that_the_chat_template_refuses(tmp_path):
         write(tmp_path / "texts/test.jsonl", [conversation(45)])
         script_args = arguments_for(tmp_path / "texts", ("messages", "text"), dataset_streaming=streaming)
         assert find_refused_row(script_args, training_args, model_args) is None, "the run reads texts"
-    training_args.chat_template_path = None
+    (tmp_path / "fails.jinja").write_text(TEMPLATE.replace("raise_exception('no')", "1 / 0"))
+    training_args.chat_template_path = str(tmp_path / "fails.jinja")
+    script_args = arguments_for(path)
+    assert "fails (division by zero) on this conversation" in str(find_refused_row(script_args, training_args, model_args))
+    answer = "{% generation %}{{ m.content }}{% endgeneration %}"
+    marked = (
+        "{% if m.role == 'assistant' and messages[0].content != 'Why 45?' %}" + answer + "{% else %}{{ m.content }}{% endif %}"
+    )
+    (tmp_path / "marks.jinja").write_text("{% for m in messages %}{{ m.role }}: " + marked + "{% endfor %}")
+    training_args.chat_template_path, training_args.assistant_only_loss = str(tmp_path / "marks.jinja"), True
+    error = find_refused_row(script_args, training_args, model_args)
+    assert f"{path}, line 46" in str(error) and "marks no token of an answer" in str(error)
+    training_args.chat_template_path, training_args.assistant_only_loss = None, False
     assert find_refused_row(arguments_for(path), training_args, model_args) is None
 
 
 def test_run_whose_chat_template_refuses_a_row(fork_launch, tmp_path):
-    (tmp_path / "refuses.jinja").write_text(TEMPLATE)
+    (tmp_path / "refuses.jinja").write_text(TEMPLATE.replace("raise_exception('no')", "1 / 0"))  # not an error of Jinja's own
     path = write(tmp_path / "rows.jsonl", [conversation(number) for number in range(60)])
     flags = ["--dataset_name", path, "--chat_template_path", tmp_path / "refuses.jinja", "--assistant_only_loss", "false"]
     process = fork_launch("--tiny", "qwen2_chat", "1x3090", *flags, "--output_dir", tmp_path / "run")

@@ -1,6 +1,7 @@
 """Datasets of every kind are opened, split and converted; a dataset that cannot be used is an error with what to do."""
 
 import json
+import os
 from types import SimpleNamespace
 
 from harness.data import loading, reading, text_rows
@@ -11,6 +12,7 @@ from harness.data.reading import print_how_files_are_read
 from harness.data.script_arguments import ScriptArguments
 
 import datasets
+import pyarrow.parquet
 import pytest
 
 TASK = {"instruction": "Add.", "input": "1 2", "output": "3"}
@@ -95,6 +97,44 @@ def test_held_out_rows_of_a_recipe_without_formats(tmp_path, kind, streaming):
     train, test = load(arguments_for(tmp_path / f"rows.{kind}", (), dataset_streaming=streaming, max_eval_samples=4))
     assert len(test) == 4 and len(list(train)) == 46
     assert not {row["question"] for row in train} & set(test["question"])
+
+
+def write_table(path, rows):
+    table = pyarrow.Table.from_pylist(rows)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+
+
+@pytest.mark.parametrize(("kind", "streaming"), [("parquet", False), ("parquet", True), ("arrow", False), ("arrow", True)])
+def test_columns_of_other_types_in_other_files(tmp_path, error_of, kind, streaming):
+    """They get a type that all values fit. If there is none, the column and the files are named."""
+    rows = [
+        {"text": "a", "number": 1, "empty": None, "object": {"x": 1}, "list": [1], "objects": [{"x": None}]},
+        {"text": "b", "number": 2.5, "empty": "b", "object": {"y": "b"}, "list": [0.5], "objects": [{"x": {"z": 1}}]},
+    ]
+    for row in rows:
+        write_table(tmp_path / f"{row['text']}.{kind}", [row])
+    found = list(reading.open_splits(str(tmp_path), None, streaming)["train"])
+    objects = [{name: value for name, value in row["object"].items() if value is not None} for row in found]
+    assert [row | {"object": value} for row, value in zip(found, objects, strict=True)] == rows
+    assert all(isinstance(value, float) for row in found for value in (row["number"], *row["list"])) or streaming
+    write_table(tmp_path / f"c.{kind}", [{"text": "c", "number": "3"}])
+    message = error_of(reading.open_splits, str(tmp_path), None, streaming)
+    assert f"{tmp_path}/c.{kind}: the column number is string, but float64 in {tmp_path}/b.{kind}" in message
+    (tmp_path / f"c.{kind}").unlink()
+    write_table(tmp_path / f"d.{kind}", [{"text": b"c"}])
+    assert f"d.{kind}: the column text is binary, but string in" in error_of(reading.open_splits, str(tmp_path), None, streaming)
+
+
+def test_pipe_is_an_error(tmp_path, error_of):
+    """A run would wait without end for what it has read before."""
+    os.mkfifo(tmp_path / "rows.jsonl")
+    for function in (reading.open_splits, print_how_files_are_read):
+        message = error_of(function, str(tmp_path / "rows.jsonl"), None, None)
+        assert f"--dataset_name: {tmp_path}/rows.jsonl is neither a file nor a folder (a pipe?)" in message
 
 
 @pytest.mark.parametrize("streaming", [False, True])

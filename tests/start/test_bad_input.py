@@ -28,6 +28,16 @@ KINDS = {
     "no config": ("launch.sh qwen2_chat", "CONFIG is missing, and this machine has no GPU to choose one for"),
     "no recipe": ("launch.sh --tiny", "--tiny needs a RECIPE"),
     "unknown option": ("launch.sh --tinny qwen2_chat 1x3090", "unknown option --tinny"),
+    "misspelled option": ("launch.sh --mrge outputs", "unknown option --mrge. Did you mean --merge?"),
+    "flags before the recipe": (
+        "launch.sh --max_steps 3 qwen2_chat",
+        "Flags of a recipe come last: ./launch.sh RECIPE CONFIG --max_steps",
+    ),
+    "flags before the recipe of --tiny": (
+        "launch.sh --tiny --max_steps 3 qwen2_chat",
+        "write RECIPE before its flags: ./launch.sh --tiny RECIPE",
+    ),
+    "--preview of a config": ("launch.sh --preview qwen2_chat 1x3090", "--preview takes no CONFIG: leave out 1x3090"),
     "--tiny at the end": ("qwen2_chat 1x3090 --tiny", "--tiny comes first"),
     "--tiny in the middle": ("launch.sh qwen2_chat --tiny 1x3090", "--tiny comes first: ./launch.sh --tiny qwen2_chat 1x3090"),
     "--preview at the end": ("launch.sh qwen2_chat 1x3090 --preview", "--preview comes first: ./launch.sh --preview RECIPE"),

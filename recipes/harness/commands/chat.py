@@ -146,11 +146,21 @@ def chat(model: Any, tokenizer: Any, new_tokens: int) -> None:
                 inputs = encode_prompt(tokenizer, turns)
             turns.append({"role": "assistant", "content": generate(model, tokenizer, inputs, new_tokens)})
         else:
-            generate(model, tokenizer, tokenizer(line.replace("\\n", "\n"), return_tensors="pt"), new_tokens)
+            generate(model, tokenizer, encode_text(tokenizer, line.replace("\\n", "\n")), new_tokens)
 
 
 def encode_prompt(tokenizer: Any, turns: list[dict[str, str]]) -> Any:
     return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+
+
+def encode_text(tokenizer: Any, text: str) -> Any:
+    """The tokens of a text that the model is to continue: without the EOS token, which some tokenizers add."""
+    from transformers import BatchEncoding
+
+    inputs = tokenizer(text, return_tensors="pt")
+    if int(inputs["input_ids"][0, -1]) == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        inputs = BatchEncoding({name: tensor[:, :-1] for name, tensor in inputs.items()})
+    return inputs
 
 
 def generate(model: Any, tokenizer: Any, inputs: Any, new_tokens: int) -> str:

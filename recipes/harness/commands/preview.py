@@ -111,7 +111,6 @@ class Preview(BuildingContext):
     is_sharded = True  # the config is not known, and what can be sharded can also be trained on one GPU
 
     def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
-        from harness.compat.trl import record_whole_rows
         from harness.model.loading import load_small_models
         from harness.start import preparing
 
@@ -120,11 +119,10 @@ class Preview(BuildingContext):
         preparing.check_model_and_dataset(self, arguments, with_weights=False)
         preparing.replace_model_and_dataset(self, arguments)
         preparing.prepare_process(self, arguments)
-        record_whole_rows(self.record)
         load_small_models()
 
-    def record(self, split: str, rows: Any, tokenized: Any) -> None:
-        """Keeps the rows of a split before SFTTrainer truncates and packs them."""
+    def tokenized(self, trainer: Any, split: str, rows: Any, tokenized: Any) -> None:
+        """Keeps the tokenized rows of a split."""
         from trl.data_utils import is_conversational
 
         self.conversational.append(is_conversational(next(iter(rows))))
@@ -355,7 +353,9 @@ def print_data(data: dict[str, Any]) -> None:
     if not data:
         return
     first = "" if data["is_complete"] else "of the first "
-    parts = [f"{first}{data['rows']:,}", *(f"{number:,} skipped {reason}" for reason, number in data["skipped"].items())]
+    first_skipped = {reason: f" (the first is row {row:,})" for reason, row in data.get("first_skipped", {}).items()}
+    parts = [f"{number:,} skipped {reason}{first_skipped.get(reason, '')}" for reason, number in data["skipped"].items()]
+    parts = [f"{first}{data['rows']:,}", *parts]
     for dataset in data.get("datasets", []):
         seen = f", {dataset['epoch_rows']:,} in an epoch" if "epoch_rows" in dataset else ""
         print_once(f"dataset      {dataset['name']}: {dataset['rows']:,} rows{seen}")

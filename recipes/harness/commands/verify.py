@@ -162,7 +162,7 @@ def check_loss(
 
     If the run has logged another loss or none, the comparison is with `saved`, the losses of the saved model.
     """
-    what, found = f"loss of {len(rows)} evaluation rows", per_token(losses)
+    what, found = f"loss of {len(rows)} evaluation sequences", per_token(losses)
     if not expected.eval_losses and saved is not None:
         return [numeric_check(model, what, per_token(saved), found, tolerance, " (saved model)")]
     if not expected.eval_losses:
@@ -171,7 +171,7 @@ def check_loss(
     for dataset, logged in expected.eval_losses.items():
         of_dataset = [loss for loss, row in zip(losses, rows, strict=True) if row.dataset == dataset]
         found = mean_as_logged(of_dataset, expected.batch_size, expected.processes)
-        what = f"loss of {len(of_dataset)} evaluation rows{f' of {dataset}' if dataset else ''}"
+        what = f"loss of {len(of_dataset)} evaluation sequences{f' of {dataset}' if dataset else ''}"
         source = f" (logged at step {expected.step})"
         checks.append(numeric_check(model, what, logged, found, tolerance, source))
     return checks
@@ -260,7 +260,7 @@ def check_ends(model: str, stops: set[int], expected: Expected) -> list[Check]:
         return []
     wanted = ", ".join(f"{name} ({index})" for name, index in expected.end_tokens.items())
     result = "ok" if set(expected.end_tokens.values()) <= stops else "FAILED"
-    return [Check(model, "tokens that end an answer", wanted, ", ".join(map(str, sorted(stops))), "among", result)]
+    return [Check(model, "tokens that end an answer", wanted, ", ".join(map(str, sorted(stops))), "contained", result)]
 
 
 def compare_merged(run: Path, merged: Path) -> int:
@@ -294,7 +294,7 @@ def compare_merged(run: Path, merged: Path) -> int:
         checks = check_loss(str(run), adapter, expected, rows, TOLERANCE)
         checks += check_loss(str(merged), found, expected, rows, tolerance, adapter)
     else:
-        what = f"loss of {len(few)} of {len(rows)} evaluation rows"
+        what = f"loss of {len(few)} of {len(rows)} evaluation sequences"
         checks = [numeric_check(str(merged), what, per_token(adapter), per_token(found), tolerance, " (adapter)")]
     checks += check_tokenizer_and_configs(str(merged), model, chat.load_saved_tokenizer(merged), expected, is_adapter=False)
     print_checks(checks)

@@ -72,46 +72,23 @@ def compute_loss_without_triton() -> None:
     utils._CHUNKED_LOGPROB_CHUNK_SIZE = 4096
 
 
-@changes("trl:SFTTrainer._prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name)")
-def record_whole_rows(record: Callable[[str, Any, Any], None]) -> None:
-    """Makes SFTTrainer call `record(split, rows, tokenized)` before it truncates and packs; `split` is "train" or "eval".
-
-    A preview shows how much of each document is cut off, which the packed rows no longer show.
-    Upstream: no issue: it is not a fault of TRL.
-    Checked with: trl 1.16.0.
-    Remove when: SFTTrainer has a step for it.
-    """
-    from trl import SFTTrainer
-
-    prepare = SFTTrainer._prepare_dataset
-
-    def prepare_dataset(
-        trainer: Any, dataset: Any, tokenizer: Any, args: Any, packing: bool, formatting_func: Any, name: str
-    ) -> Any:
-        untruncated = copy.copy(args)
-        untruncated.max_length, untruncated.shuffle_dataset = None, False
-        tokenized = prepare(trainer, dataset, tokenizer, untruncated, False, formatting_func, name)
-        record(name, dataset, tokenized)
-        return prepare(trainer, tokenized, tokenizer, args, packing, None, name)
-
-    SFTTrainer._prepare_dataset = prepare_dataset
-
-
 @changes(
     "trl.trainer.sft_trainer:SFTTrainer._prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, "
     "dataset_name)"
 )
-def record_conversations(count: int) -> None:
-    """Makes SFTTrainer keep its first `count` evaluation conversations, with their tokens, in its attribute `conversations`.
+def prepare_rows_in_two_steps(finish: Callable[..., Any]) -> None:
+    """Makes SFTTrainer only tokenize rows, and then use the rows that `finish` returns.
 
-    --verify compares the prompts of a server with the tokens that were trained, and the packed rows have no messages. Each
-    conversation is a dict with the columns of its row, "input_ids" and "labels", which are not truncated.
-    Upstream: no issue: it is not a fault of TRL.
+    `finish(trainer, split, rows, tokenized, tokenizer, args, packing, truncate_and_pack)` gets the rows, the same tokenized, and
+    a function that truncates and packs tokenized rows as SFTTrainer does. `split` is "train", "eval" or a name of one of
+    several evaluation sets. Rows that the recipe has tokenized itself are prepared as before.
+    What is cut off, which rows are dropped and where the conversations are, is not to be seen in the packed rows, and SFTTrainer
+    does not say it; nor has it a step for tokens that the tokenizer adds, such as a second EOS token.
+    Upstream: no issue found.
     Checked with: trl 1.16.0.
-    Remove when: SFTTrainer keeps the rows that it was given.
+    Remove when: SFTTrainer has methods for the steps of its preparation.
     """
-    from datasets import Dataset
-    from trl.data_utils import is_conversational
+    from trl.data_utils import get_dataset_column_names
     from trl.trainer.sft_trainer import SFTTrainer
 
     prepare = getattr(SFTTrainer._prepare_dataset, "__wrapped__", SFTTrainer._prepare_dataset)  # not twice in one process
@@ -120,12 +97,14 @@ def record_conversations(count: int) -> None:
     def prepare_dataset(
         trainer: Any, dataset: Any, tokenizer: Any, args: Any, packing: bool, formatting_func: Any, name: str
     ) -> Any:
-        is_new = isinstance(dataset, Dataset) and len(dataset) > 0 and "input_ids" not in dataset.column_names
-        if name != "train" and is_new and is_conversational(dataset[0]):
-            untruncated = copy.copy(args)
-            untruncated.max_length, untruncated.shuffle_dataset = None, False
-            tokenized = prepare(trainer, dataset.take(count), tokenizer, untruncated, False, formatting_func, name)
-            trainer.conversations = [*getattr(trainer, "conversations", []), *tokenized]
-        return prepare(trainer, dataset, tokenizer, args, packing, formatting_func, name)
+        def truncate_and_pack(rows: Any) -> Any:
+            return prepare(trainer, rows, tokenizer, args, packing, None, name)
+
+        if "input_ids" in get_dataset_column_names(dataset):
+            return prepare(trainer, dataset, tokenizer, args, packing, formatting_func, name)
+        untruncated = copy.copy(args)
+        untruncated.max_length, untruncated.shuffle_dataset = None, False
+        tokenized = prepare(trainer, dataset, tokenizer, untruncated, False, formatting_func, name)
+        return finish(trainer, name, dataset, tokenized, tokenizer, args, packing, truncate_and_pack)
 
     SFTTrainer._prepare_dataset = prepare_dataset

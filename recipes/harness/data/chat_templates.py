@@ -44,6 +44,7 @@ MARKED = """
 {{- complete[done.text|length:] }}
 """
 PROJECT = Path(__file__).resolve().parents[3]
+MOST_COMPARED, MOST_ANSWERS = 50, 4  # conversations, and answers of each, whose prompts are tokenized for a comparison
 REASON = "its chat template renders a turn differently when another turn follows"
 QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 ONE_ANSWER, TWO_ANSWERS = [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER]
@@ -105,24 +106,27 @@ def template_file(training_args: TrainingArguments, tokenizer: PreTrainedTokeniz
     return path
 
 
-def set_template_file(training_args: TrainingArguments, model_args: ModelConfig, given: frozenset[str]) -> None:
-    """Sets `chat_template_path` to the file that this model needs, None if it has a template."""
-    if getattr(training_args, "chat_template_path", None):
-        training_args.chat_template_path = template_file(training_args, load_tokenizer(model_args), given)
-
-
 def tokenizer_of_run(training_args: TrainingArguments, model_args: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer with the chat template of the run. After `set_template_file`."""
+    """The tokenizer with the chat template of the run. After `fit_template`."""
     tokenizer = load_tokenizer(model_args)
     if path := getattr(training_args, "chat_template_path", None):
         tokenizer.chat_template = Path(path).read_text("utf-8")
     return tokenizer
 
 
-def fit_template(data: DataSettings, training_args: TrainingArguments, model_args: ModelConfig) -> DataSettings:
-    """The settings for rows that the chat template of the run renders. After `set_template_file`."""
-    tokenizer = tokenizer_of_run(training_args, model_args) if "messages" in data.formats else None
-    if not tokenizer or not tokenizer.chat_template:
+def fit_template(
+    data: DataSettings, training_args: TrainingArguments, model_args: ModelConfig, given: frozenset[str]
+) -> DataSettings:
+    """The settings for rows that the chat template of the run renders. Sets `chat_template_path` to None if the model has one."""
+    has_path = bool(getattr(training_args, "chat_template_path", None))
+    if "messages" not in data.formats and not has_path:
+        return data
+    tokenizer = load_tokenizer(model_args)
+    if has_path:
+        path = training_args.chat_template_path = template_file(training_args, tokenizer, given)
+        if path and Path(path).is_file():  # else the run has no conversations, which it is for
+            tokenizer.chat_template = Path(path).read_text("utf-8")
+    if not tokenizer.chat_template:
         return data
     template = None
     if getattr(training_args, "assistant_only_loss", False):
@@ -194,6 +198,13 @@ def check_conversations(
         rows = [(place, part) for place, row in rows for part in split_answers(row)]
     fitted = fit_arguments(tokenizer, rows)
     check_rendering(tokenizer, path or f"of {model_name}", fitted)
+    merged = [(place, end) for place, row in fitted[:MOST_COMPARED] if (end := find_merged_prompt(tokenizer, row)) is not None]
+    if merged:
+        print_once(
+            f"warning: in {len(merged)} of {len(fitted[:MOST_COMPARED])} checked conversations ({merged[0][0]}) the end of the "
+            f"prompt, {merged[0][1]!r}, is one token with the begin of the answer. A server makes other tokens: remove the "
+            "spaces and line breaks at the begin of the answers"
+        )
     if prints_date(tokenizer):
         print_once(f"The chat template {path or f'of {model_name}'} prints the date: always that of the first start of this run.")
     if ignored := find_ignored_keys(tokenizer, fitted):
@@ -282,6 +293,23 @@ def find_ignored_keys(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow])
     return {key: place for key, place in places.items() if key not in read}
 
 
+def find_merged_prompt(tokenizer: PreTrainedTokenizerBase, row: dict) -> str | None:
+    """The end of a prompt, if it is one token with the begin of the answer, so that a server makes other tokens of the prompt.
+
+    For example the line break in front of an answer that begins with a line break.
+    """
+    whole, turns = _text_of_row(tokenizer, row) or "", turns_of(row)
+    answers = [number for number, turn in enumerate(turns) if number and turn["role"] == "assistant" and turn.get("train", True)]
+    for number in answers[:MOST_ANSWERS]:
+        prompt = _text_of(tokenizer, turns[:number], add_generation_prompt=True, **options_of(row))
+        if prompt and whole.startswith(prompt):
+            alone, merged = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, whole))
+            same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, merged, strict=False))))
+            if same < len(alone):
+                return tokenizer.decode(alone[same:])
+    return None
+
+
 def _text_of_row(tokenizer: PreTrainedTokenizerBase, row: dict, template: str | None = None) -> str | None:
     return _text_of(tokenizer, turns_of(row), chat_template=template, **options_of(row))
 
@@ -302,20 +330,18 @@ def refusal_message(place: str, name: str, row: dict, error: Exception) -> str:
     )
 
 
-def templates_of_run(tokenizer: PreTrainedTokenizerBase, marks_answers: bool) -> list[str | None]:
-    """The chat templates that render a row of the run: None for the tokenizer's own, and the one that marks the answers."""
-    try:
-        return list({None, training_template(tokenizer) if marks_answers else None})
-    except ValueError:  # which a run without conversations does not need
-        return [None]
+def refusal_of(tokenizer: PreTrainedTokenizerBase, row: dict, training: str | None, marks_answers: bool) -> Exception | None:
+    """The error with which the chat template refuses a conversation, or with `marks_answers` the marking of its answers.
 
-
-def refusal_of(tokenizer: PreTrainedTokenizerBase, row: dict, templates: list[str | None]) -> Exception | None:
-    """The error with which one of `templates` refuses a conversation."""
+    `training`: what `training_template` returned.
+    """
+    mask = {"return_dict": True, "return_assistant_tokens_mask": True}
     try:
-        for template in templates:
+        for template, options in ((None, {"tokenize": False}), *([(training, mask)] if marks_answers else [])):
             ((_, fitted),) = fit_arguments(tokenizer, [("", row)], template)
-            tokenizer.apply_chat_template(turns_of(fitted), tokenize=False, chat_template=template, **options_of(fitted))
+            found = tokenizer.apply_chat_template(turns_of(fitted), chat_template=template, **options, **options_of(fitted))
+            if options == mask and 1 not in found["assistant_masks"]:
+                return ValueError("it marks no token of an answer")
     except Exception as error:  # a template is a program: it can fail in any way
         return error
     return None

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from harness.data import chat_templates, formats, reading
@@ -104,28 +105,32 @@ def check_column_map(data: DataSettings) -> None:
 
 
 def find_refused_row(script_args: Any, training_args: Any, model_args: Any) -> UserError | None:
-    """The error of a run whose chat template refused a row: which row it is. None if no row is refused.
+    """The error of a run whose chat template refused a row: which row it is. None if no row of the run is refused.
 
     The rows are read again up to the first one that is refused.
     """
     tokenizer = chat_templates.tokenizer_of_run(training_args, model_args)
     name = getattr(training_args, "chat_template_path", None) or f"of {model_args.model_name_or_path}"
-    templates = chat_templates.templates_of_run(tokenizer, getattr(training_args, "assistant_only_loss", False))
+    marks_answers, training = getattr(training_args, "assistant_only_loss", False), None
+    if marks_answers:
+        with contextlib.suppress(ValueError):  # rows without an answer for the loss are not marked
+            training = chat_templates.training_template(tokenizer)
     for place, row in _converted_rows(script_args.data):
         for part in formats.split_answers(row) if script_args.split_conversations else [row]:
-            if error := chat_templates.refusal_of(tokenizer, part, templates):
+            if error := chat_templates.refusal_of(tokenizer, part, training, marks_answers):
                 return UserError(chat_templates.refusal_message(place, name, part, error))
     return None
 
 
 def _converted_rows(data: DataSettings) -> Iterator[PlacedRow]:
-    """The conversations of all splits that a run reads, of each the first ones, also those that the recipe's `keep` drops."""
+    """The conversations of all splits that a run reads, of each the first ones."""
     for source in data.sources:
         splits = open_dataset(source, streaming=True)
         test, first = evaluation_split(source, splits, data.needs_test_split), splits_of(source.train_split)[0]
         conversion, _ = find_conversion(data, source, placed(splits[first], source, first), features_of(splits[first]))
         if conversion.format != "messages":
             continue
+        conversion = replace(conversion, keep=data.keep)
         for split in (*splits_of(source.train_split), *splits_of(test)):
             for place, row in itertools.islice(placed(splits.get(split, []), source, split), MOST_RENDERED):
                 examined = examine(place, row, conversion, encodes=False)

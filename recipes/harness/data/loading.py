@@ -92,6 +92,7 @@ def load(
     data = script_args.data
     if not data.sources:
         raise UserError("--dataset_name is missing: pass a Hub ID, a folder or a file")
+    script_args.data = replace(data, keep=keep)  # for `find_refused_row`
     opened = [open_source(data, source, keep) for source in data.sources]
     check_same_kind(opened)
     held_out = [choose_held_out(data, one) for one in opened]

@@ -15,6 +15,7 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
+from harness.data.columns import Columns, schema_of
 from harness.data.stream_rows import open_parquet
 from harness.data.text_rows import COMPRESSED, SUFFIXES, kind_of_file, read_rows, separator_of, suffix_of
 from harness.hub import hub_errors
@@ -27,7 +28,6 @@ from datasets import (
     IterableDataset,
     Json,
     Value,
-    concatenate_datasets,
     load_dataset,
     load_dataset_builder,
     load_from_disk,
@@ -36,7 +36,6 @@ from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS, sanitize_patter
 from datasets.utils.metadata import MetadataConfigs
 from huggingface_hub import HfApi, metadata_load
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from pyarrow import parquet
 from yaml import YAMLError
 
 Split = Dataset | IterableDataset
@@ -74,6 +73,11 @@ def is_local(name: str | None) -> bool:
     return bool(_local_paths(name))
 
 
+def absolute_name(name: str) -> str:
+    """What --dataset_name names, with the absolute path of a file or folder."""
+    return str(Path(name).expanduser().absolute()) if Path(name).expanduser().exists() else name
+
+
 def file_versions(name: str | None) -> list[list]:
     """Of each local file its name, its size and its modification time in nanoseconds, by which a changed file is found.
 
@@ -94,7 +98,16 @@ def is_small(name: str | None) -> bool:
 
 
 def check_exists(name: str) -> None:
-    """Raises UserError for the name of a file, folder or glob that is not there, and not that of a dataset of the Hub."""
+    """Raises UserError for the name of a file, folder or glob that is not there, and not that of a dataset of the Hub.
+
+    Also for a pipe or a device: a run reads its data several times.
+    """
+    for path in _local_paths(name):
+        if not path.is_file() and not path.is_dir():
+            raise UserError(
+                f"--dataset_name: {path} is neither a file nor a folder (a pipe?): a run reads its data more than once, so write "
+                "the data into a file"
+            )
     path = Path(name)
     is_path = name.startswith(("/", ".", "~")) or any(sign in name for sign in "*?[ ,") or name.count("/") > 1
     if not is_local(name) and (is_path or suffix_of(path) in SUFFIXES or path.suffix.lower() in COMPRESSED):
@@ -310,6 +323,7 @@ def is_text(name: str) -> bool:
 
 def print_how_files_are_read(name: str, config: str | None, text_rows: str | None) -> None:
     """Prints what a reader of the files should know: ignored files, a separator that is not a comma, what a row of text is."""
+    check_exists(name)
     paths = _local_paths(name)
     if not paths or any((paths[0] / saved).is_file() for saved in ("dataset_dict.json", "state.json")):
         return
@@ -347,14 +361,11 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def _open_tables(files: list[Path], kind: str, streaming: bool) -> Split:
-    """Parquet or Arrow files; those with other columns become rows in which these are null."""
+    """Parquet or Arrow files; those without a column that others have become rows in which it is null."""
     if streaming and kind == "parquet":
         return open_parquet([str(file) for file in files])
-    shapes: dict[tuple, list[Path]] = {}
+    columns = Columns()
     for file in files:
-        shapes.setdefault(tuple(parquet.read_schema(file).names) if kind == "parquet" else (), []).append(file)
-    groups = [
-        load_dataset(kind, data_files={"train": [glob.escape(str(file)) for file in group]}, split="train", streaming=streaming)
-        for group in shapes.values()
-    ]
-    return groups[0] if len(groups) == 1 else concatenate_datasets(groups)
+        columns.add(str(file), schema_of(str(file), kind))
+    paths = {"train": [glob.escape(str(file)) for file in files]}
+    return load_dataset(kind, data_files=paths, split="train", streaming=streaming, features=columns.features)

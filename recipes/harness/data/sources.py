@@ -38,6 +38,7 @@ class DataSettings:
     seed: int = 0
     output_dir: str = ""  # where `load` writes data.json; "": nowhere
     keeps_samples: bool = False  # the max_samples rows of a stream are read once, for all epochs
+    keep: Callable[[dict], bool] | None = None  # of the recipe; set by `load`
     template_date: str = ""  # what a chat template that prints the date makes of a conversation today, "" of another template
     has_text_arguments: bool = False  # the chat template expects the arguments of a tool call as JSON, not as an object
     needs_test_split: bool = False  # --dataset_test_split was given, so it must exist

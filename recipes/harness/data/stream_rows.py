@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from harness.data.columns import Columns
 from harness.messages import UserError
 
 import numpy
 import xxhash
-from datasets import DatasetInfo, Features, IterableDataset, NamedSplit, Value, concatenate_datasets, interleave_datasets
+from datasets import DatasetInfo, IterableDataset, NamedSplit, concatenate_datasets, interleave_datasets
 from fsspec.core import url_to_fs
 from pyarrow import ArrowException, Schema, parquet
 
@@ -38,27 +39,21 @@ def open_parquet(files: list[str], split: str = "train", info: DatasetInfo | Non
     Its shards are blocks: each has some row groups of a file, so that a resumed run does not read a file from its beginning.
     `info`: of the dataset, with its features if they are known.
     """
-    features = Features((info and info.features) or {})
+    columns = Columns()
+    columns.features |= (info and info.features) or {}
     with ThreadPoolExecutor(16) as pool:
         some = files[:: math.ceil(len(files) / FEW_FILES)]
         footers = dict(zip(some, pool.map(_read_footer, some), strict=True))
-    for _, schema in footers.values():
-        _add_columns(features, schema)
+    for file, (_, schema) in footers.items():
+        columns.add(file, schema)
     most = max(1, min(BLOCKS_PER_FILE, MOST_BLOCKS // len(files)))
     counts = {file: max(1, min(most, footers[file][0])) if file in footers else most for file in files}
     blocks = [(file, number, count) for file, count in counts.items() for number in range(count)]
     stream = IterableDataset.from_generator(
-        read_blocks, features=features, gen_kwargs={"blocks": blocks}, split=NamedSplit(str(split))
+        read_blocks, features=columns.features, gen_kwargs={"blocks": blocks}, split=NamedSplit(str(split))
     )
     stream.info.splits = info and info.splits
     return stream
-
-
-def _add_columns(features: Features, schema: Schema) -> None:
-    """Adds the columns of a file that are missing, or that had only nulls in earlier files."""
-    for name, feature in Features.from_arrow_schema(schema).items():
-        if features.get(name, Value("null")) == Value("null"):
-            features[name] = feature
 
 
 def _open(file: str) -> Any:

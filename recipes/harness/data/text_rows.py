@@ -171,10 +171,11 @@ def _parse(path: Path, text: str, line: int = 1, position: int = 0) -> tuple[Any
     try:
         return DECODER.raw_decode(text, position)
     except json.JSONDecodeError as error:
+        problem = error.msg.removesuffix(" at")
         shown = text.split("\n")[error.lineno - 1].strip()
         shown = shown if len(shown) <= 80 else f"{shown[:77]}…"
         raise UserError(
-            f"{path}, line {line + error.lineno - 1}: JSON parse error: {error.msg} at character {error.colno}: {shown}"
+            f"{path}, line {line + error.lineno - 1}: JSON parse error: {problem} at character {error.colno}: {shown}"
         ) from error
     except RecursionError as error:
         raise UserError(f"{path}, line {line}: the brackets are nested too deeply for a row") from error

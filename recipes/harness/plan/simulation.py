@@ -66,7 +66,7 @@ class Plan(BuildingContext):
         check_module_names(model_args, self.config, name)
         if getattr(training_args, "activation_offloading", False):
             training_args.activation_offloading = False  # the plan's page says so
-        preparing.prepare_data(arguments)
+        preparing.prepare_data(self, arguments)
 
 
 @dataclass

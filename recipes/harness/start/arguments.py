@@ -56,7 +56,9 @@ def read_arguments(
 
     Raises UserError for anything that the user can fix.
     """
-    arguments = script_args, training_args, _ = parse_command_line(context, config_class, recipe)
+    arguments = script_args, training_args, model_args = parse_command_line(context, config_class, recipe)
+    if model_args.model_name_or_path and Path(model_args.model_name_or_path).is_dir():  # an adapter records it
+        model_args.model_name_or_path = str(Path(model_args.model_name_or_path).absolute())
     set_dependent_values(script_args, training_args, recipe, context)
     checks.check_numbers(*arguments)
     processes = context.processes or int(os.environ.get("WORLD_SIZE", 1))

@@ -1,17 +1,19 @@
 """What contexts do at the end of `parse`: check the arguments, name what is loaded instead, change libraries in this process."""
 
 import copy
+import functools
 from datetime import datetime
 
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.compat.torch import multiply_in_float32
 from harness.compat.transformers import set_date_of_chat_templates
-from harness.compat.trl import install_training_template, pack_streams_in_batches
+from harness.compat.trl import install_training_template, pack_streams_in_batches, prepare_rows_in_two_steps
 from harness.contexts import Context
 from harness.data import chat_templates, reading
 from harness.data.checking import check_dataset
 from harness.data.prepared import use_prepared_files
 from harness.data.streams import documents_per_batch
+from harness.data.tokenized import finish_rows
 from harness.hub import wait_for_hub
 from harness.messages import print_once
 from harness.model.loading import (
@@ -91,17 +93,17 @@ def prepare_process(context: Context, arguments: Arguments, date: datetime | Non
         # It asks for pinned memory, which needs a GPU; the activations are in host memory already.
         (training_args.activation_checkpointing_kwargs or {}).pop("offload", None)
     set_date_of_chat_templates(date)
-    prepare_data(arguments)
+    prepare_data(context, arguments)
 
 
-def prepare_data(arguments: Arguments) -> None:
+def prepare_data(context: Context, arguments: Arguments) -> None:
     """Changes how rows are downloaded, rendered and packed in this process, and which process shows progress."""
     script_args, training_args, model_args = arguments
     wait_for_hub()
     install_training_template(chat_templates.training_template)
     pack_streams_in_batches(documents_per_batch)
-    chat_templates.set_template_file(training_args, model_args, script_args.given)
-    script_args.data = chat_templates.fit_template(script_args.data, training_args, model_args)
+    prepare_rows_in_two_steps(functools.partial(finish_rows, context.tokenized, context.only_first_rows))
+    script_args.data = chat_templates.fit_template(script_args.data, training_args, model_args, script_args.given)
     if training_args.process_index or training_args.disable_tqdm:  # one process shows progress
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()

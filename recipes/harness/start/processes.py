@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -313,7 +314,7 @@ def run_recipe(context: Context, flags: list[str]) -> None:
         sys.exit(OUT_OF_TIME)
     except Exception as error:
         exit_for_known_failure(error)
-        if type(error).__module__.startswith("jinja2") and context.arguments:
+        if context.arguments and is_about_a_conversation(error):
             from harness.data.checking import find_refused_row
 
             if refused := find_refused_row(*context.arguments):
@@ -327,6 +328,13 @@ def run_recipe(context: Context, flags: list[str]) -> None:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
+
+
+def is_about_a_conversation(error: Exception) -> bool:
+    """Whether a chat template has failed, with whatever error, or has marked no answer."""
+    files = {Path(frame.f_code.co_filename).name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    is_of_template = "chat_template_utils.py" in files or type(error).__module__.startswith("jinja2")
+    return is_of_template or "has no assistant tokens" in str(error)
 
 
 def build_trainer(context: BuildingContext, flags: list[str]) -> Any:

@@ -12,7 +12,6 @@ from typing import Any
 
 from harness import configs, contexts, folder
 from harness.compat.accelerate import allow_fsdp_on_cpu
-from harness.compat.trl import record_conversations
 from harness.contexts import CheckedRun, Context, RecipeStopped
 from harness.data import reading
 from harness.messages import NODE_VARIABLE, UserError, print_once
@@ -36,7 +35,9 @@ from harness.start.preparing import (
 )
 
 import torch
+from datasets import Dataset
 from transformers import Trainer
+from trl.data_utils import is_conversational
 
 CONVERSATIONS = 16  # for evaluation, that a run keeps for --verify
 
@@ -101,7 +102,6 @@ class Train(RunContext):
         if not self.is_checked and training_args.world_size > 1:
             wait_for_first_process()
         prepare_process(self, arguments, folder.date_of(folder.read_json(Path(training_args.output_dir, folder.RUN))))
-        record_conversations(CONVERSATIONS)
         if training_args.world_size > 1:
             check_all_reduce(training_args.device)
         data = script_args.data
@@ -116,6 +116,14 @@ class Train(RunContext):
             dataset_weights={source.label: source.weight for source in data.sources} if data.is_mixture else None,
             asked_accumulation_steps=script_args.asked_accumulation_steps,
         )
+
+    def tokenized(self, trainer: Trainer, split: str, rows: Any, tokenized: Any) -> None:
+        """Keeps the first evaluation conversations, with their tokens, in the attribute `conversations` of the trainer.
+
+        --verify compares the prompts of a server with the tokens that were trained, and the packed rows have no messages.
+        """
+        if split != "train" and isinstance(rows, Dataset) and is_conversational(rows[0]):
+            trainer.conversations = [*getattr(trainer, "conversations", []), *tokenized.take(CONVERSATIONS)]
 
     def built(self, trainer: Trainer) -> None:
         session.train(trainer, self.settings)
@@ -235,13 +243,13 @@ def identity_of_run(context: Context, arguments: Arguments) -> dict[str, Any]:
     of_mixture = {}
     sources = script_args.data.sources
     if script_args.data.is_mixture:
-        of_mixture["datasets"] = [source.name for source in sources]
+        of_mixture["datasets"] = [reading.absolute_name(source.name) for source in sources]
         of_mixture["dataset_weights"] = [round(source.weight, 9) for source in sources]
     identity = {
         "recipe": Path(context.recipe).stem,
         "config": context.config.name,
         "model": model_args.model_name_or_path,
-        "dataset": script_args.data.display_name,
+        "dataset": script_args.data.display_name if of_mixture or not sources else reading.absolute_name(sources[0].display_name),
         **of_mixture,
         "dataset_config": None if of_mixture else script_args.dataset_config,
         "dataset_train_split": script_args.dataset_train_split,

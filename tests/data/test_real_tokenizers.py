@@ -1,0 +1,185 @@
+"""Real vocabularies: masks, end tokens, boundaries of prompt and answer, packing and previews are what the texts say.
+
+A tiny tokenizer of bytes cannot show tokens that go over a boundary, such as a line break of the prompt and one of the answer.
+"""
+
+import functools
+from pathlib import Path
+
+from harness.commands import preview
+from harness.compat.trl import install_training_template, prepare_rows_in_two_steps
+from harness.data import chat_templates
+from harness.data.chat_templates import training_template
+from harness.data.tokenized import finish_rows
+from harness.run.expectations import end_tokens
+
+import pytest
+import real_tokenizers
+import trl
+from conftest import ROOT
+from datasets import Dataset
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+# The vocabulary, the header of an answer, and the token that ends it, of chat templates.
+FAMILIES = {
+    "qwen2_5": ("qwen", "<|im_start|>assistant\n", "<|im_end|>"),
+    "qwen3": ("qwen", "<|im_start|>assistant\n", "<|im_end|>"),
+    "qwen3_instruct_2507": ("qwen", "<|im_start|>assistant\n", "<|im_end|>"),
+    "llama3": ("llama3", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+    "llama3_1": ("llama3", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+    "llama3_2": ("llama3", "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+    "headings": ("gpt2", "### Assistant\n", "<|endoftext|>"),
+}
+ANSWERS = ["def f():\n    return 'naïve café'  # 東京 🎉", "It's 12345 , isn't it ?", "- one\n- two\n\nYes."]
+
+
+def question(text):
+    return {"role": "user", "content": text}
+
+
+def answer(text):
+    return {"role": "assistant", "content": text}
+
+
+CONVERSATION = [{"role": "system", "content": "Be brief."}]
+for text in ANSWERS:
+    CONVERSATION += [question(f"Why {len(CONVERSATION)}?\n"), answer(text)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_of():
+    """The tokenizer of a family, with its chat template."""
+    load = functools.cache(real_tokenizers.load)
+
+    def call(family):
+        tokenizer = load(FAMILIES.get(family, (family,))[0])
+        file = ROOT / "recipes/headings.jinja" if family == "headings" else TEMPLATES / f"{family}.jinja"
+        if family in FAMILIES:
+            tokenizer.chat_template = file.read_text("utf-8")
+        return tokenizer
+
+    return call
+
+
+@pytest.fixture
+def train_rows(monkeypatch, tmp_path):
+    """The rows that SFTTrainer trains on, as a run prepares it, and the same before they were truncated and packed."""
+    monkeypatch.setattr(SFTTrainer, "_prepare_dataset", SFTTrainer._prepare_dataset)  # restored afterwards
+    recorded = []
+    prepare_rows_in_two_steps(functools.partial(finish_rows, lambda *what: recorded.append(what[3]), False))
+    install_training_template(training_template)
+
+    def call(tokenizer, rows, **settings):
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=1, **sizes))
+        args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=1, **settings)
+        trainer = SFTTrainer(model=model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+        return list(trainer.train_dataset), list(recorded[-1])
+
+    return call
+
+
+@pytest.mark.parametrize(("family", "tokens"), [("qwen", [9707, 1879]), ("llama3", [128000, 9906, 1917]), ("gpt2", [15496, 995])])
+def test_vocabularies_are_the_real_ones(tokenizer_of, family, tokens):
+    tokenizer = tokenizer_of(family)
+    assert tokenizer("Hello world")["input_ids"] == tokens
+    for text in ANSWERS:
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_answers_and_their_end_tokens_count(tokenizer_of, train_rows, family):
+    """In every conversation each answer is trained after the tokens of the prompt that a server makes."""
+    tokenizer, (_, header, end) = tokenizer_of(family), FAMILIES[family]
+    conversations = [CONVERSATION[:3], CONVERSATION]
+    if family == "qwen3":  # it drops the reasoning of earlier answers
+        conversations = conversations[:1]
+    rows = [{"messages": turns} for turns in conversations]
+    _, found = train_rows(tokenizer, rows, assistant_only_loss=True, max_length=None)
+    for row, turns in zip(found, conversations, strict=True):
+        ids, labels = row["input_ids"], row["labels"]
+        expected = [-100] * len(ids)
+        for number, turn in enumerate(turns):
+            if turn["role"] != "assistant":
+                continue
+            prompt = tokenizer.apply_chat_template(turns[:number], add_generation_prompt=True)["input_ids"]
+            assert ids[: len(prompt)] == prompt and tokenizer.decode(prompt).endswith(header)
+            tokens = tokenizer(turn["content"] + end, add_special_tokens=False)["input_ids"]
+            if family == "qwen3":  # which writes empty thoughts before the last answer
+                tokens = tokenizer(f"<think>\n\n</think>\n\n{turn['content']}{end}", add_special_tokens=False)["input_ids"]
+            expected[len(prompt) : len(prompt) + len(tokens)] = tokens
+        assert labels == expected, tokenizer.decode([label for label in labels if label != -100])
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(turns, tokenize=False)
+    assert list(end_tokens(found, tokenizer)) == [end]
+    assert tokenizer.decode(preview.tokens_that_end_a_turn(tokenizer)).strip() == end
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preview_shows_the_texts(tokenizer_of, train_rows, family):
+    tokenizer, (_, header, end) = tokenizer_of(family), FAMILIES[family]
+    turns = CONVERSATION[:3]
+    _, (row,) = train_rows(tokenizer, [{"messages": turns}], assistant_only_loss=True, max_length=None)
+    shown = preview.paint(tokenizer, row["input_ids"], row["labels"], has_colour=False, is_complete=True)
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    start = text.rindex(header) + len(header)
+    stop = text.rindex(end) + len(end)
+    expected = f"{text[:start]}⟦{text[start:stop]}⟧{text[stop:]}"
+    assert shown.replace("◆", "") == expected and shown.count("◆") == sum(text.count(t) for t in special_of(tokenizer))
+
+
+def special_of(tokenizer) -> list[str]:
+    return [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+@pytest.mark.parametrize("family", ["qwen", "llama3", "gpt2"])
+def test_prompt_and_completion(tokenizer_of, train_rows, family):
+    """All of the completion counts, and nothing of the prompt but letters that are one token with the begin of the completion."""
+    tokenizer = tokenizer_of(family)
+    first, end = tokenizer.bos_token if family == "llama3" else "", tokenizer.eos_token
+    pairs = [
+        ("### Task\nAdd.\n\n### Python\n", "def f(x):\n    return x + 1"),
+        ("Why?", " So."),
+        ("Why? ", "So."),
+        ("Why?\n", "\nSo."),
+    ]
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
+    _, found = train_rows(tokenizer, rows, max_length=None)
+    for row, (prompt, completion) in zip(found, pairs, strict=True):
+        assert tokenizer.decode(row["input_ids"]) == f"{first}{prompt}{completion}{end}"
+        in_loss = tokenizer.decode([label for label in row["labels"] if label != -100])
+        goes_over = in_loss.removesuffix(f"{completion}{end}")
+        assert in_loss.endswith(f"{completion}{end}") and prompt.endswith(goes_over)
+        assert len(goes_over) <= 2 and (not goes_over or pairs.index((prompt, completion)) > 1)
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split"])
+def test_packing_keeps_documents(tokenizer_of, train_rows, strategy):
+    """Their tokens and labels in order; those of a longer document are split, or cut off with bfd."""
+    tokenizer = tokenizer_of("llama3_1")
+    rows = [{"messages": CONVERSATION[: 3 + 2 * (number % 3)]} for number in range(9)]
+    packed, whole = train_rows(tokenizer, rows, assistant_only_loss=True, packing=True, packing_strategy=strategy, max_length=64)
+    documents = []
+    for row in packed:
+        assert len(row["input_ids"]) == sum(row["seq_lengths"]) <= 64
+        start = 0
+        for length in row["seq_lengths"]:
+            documents.append((row["input_ids"][start : start + length], row["labels"][start : start + length]))
+            start += length
+    expected = []
+    for row in whole:
+        length = len(row["input_ids"])
+        starts = range(0, length, 64) if strategy == "bfd_split" else [0]
+        expected += [(row["input_ids"][start : start + 64], row["labels"][start : start + 64]) for start in starts]
+    assert sorted(documents) == sorted(expected)
+
+
+def test_tokens_over_the_boundary_of_an_answer_are_found(tokenizer_of):
+    """An answer that begins with a line break: the prompt of a server ends with another token than the one that is trained."""
+    tokenizer = tokenizer_of("qwen2_5")
+    row = {"messages": [question("Why?"), answer("\n\nSo.")]}
+    assert chat_templates.find_merged_prompt(tokenizer, row) == "\n"
+    assert chat_templates.find_merged_prompt(tokenizer, {"messages": CONVERSATION}) is None
+    tokenizer = tokenizer_of("llama3_1")  # it removes white space around a text
+    assert chat_templates.find_merged_prompt(tokenizer, row) is None

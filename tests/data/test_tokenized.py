@@ -1,0 +1,71 @@
+"""What a run does with tokenized rows before SFTTrainer truncates and packs them: double ends, rows that nothing is left of."""
+
+import functools
+
+from harness.compat.trl import prepare_rows_in_two_steps
+from harness.data.tokenized import finish_rows
+from harness.rehearsal import tiny
+
+import pytest
+from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
+from transformers import Qwen2Config, Qwen2ForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+FIRST, LAST = "<|begin_of_text|>", "<|end_of_text|>"
+
+
+@pytest.fixture
+def tokenizer():
+    return tiny.make_tokenizer(tiny.family_of("meta-llama/Llama-3.1-8B"))
+
+
+@pytest.fixture
+def prepare(tokenizer, tmp_path, monkeypatch):
+    """The rows that SFTTrainer trains on, of rows of a dataset."""
+    monkeypatch.setattr(SFTTrainer, "_prepare_dataset", SFTTrainer._prepare_dataset)  # restored afterwards
+    prepare_rows_in_two_steps(functools.partial(finish_rows, lambda *what: None, False))
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=1, **sizes))
+
+    def call(rows, streams=False, **settings):
+        settings = {"max_length": 64, "packing": False, "use_cpu": True, "bf16": False, "max_steps": 1} | settings
+        args = SFTConfig(output_dir=str(tmp_path), **settings)
+        dataset = Dataset.from_list(rows)
+        dataset = dataset.to_iterable_dataset() if streams else dataset
+        return list(SFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=tokenizer).train_dataset)
+
+    return call
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("adds", ["nothing", "first", "last", "both"])
+def test_ends_are_there_once(tokenizer, prepare, adds, streams):
+    """Some tokenizers add the EOS token that SFTTrainer writes too, or a BOS token that the text has."""
+    sequence = f"{FIRST if adds in ('first', 'both') else ''} $A {LAST if adds in ('last', 'both') else ''}".strip()
+    ends = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (FIRST, LAST)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(sequence, None, [end for end in ends if end[0] in sequence])
+    texts = ["One text.", f"{FIRST}Another text.{LAST}", f"{LAST} in the middle{LAST}"]
+    found = [tokenizer.decode(row["labels"]) for row in prepare([{"text": text} for text in texts], streams)]
+    first = FIRST if FIRST in sequence else ""
+    assert found == [f"{first}One text.{LAST}", f"{FIRST}Another text.{LAST}", f"{first}{LAST} in the middle{LAST}"]
+    (row,) = prepare([{"prompt": "How?\n", "completion": "So."}], streams)
+    assert tokenizer.decode(row["input_ids"]) == f"{first}How?\nSo.{LAST}"
+    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == f"So.{LAST}"
+
+
+SHORT, LONG = {"prompt": "How? ", "completion": "So."}, {"prompt": "How? " * 99, "completion": "So."}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"packing": True, "packing_strategy": "bfd"}], ids=["rows", "bfd"])
+def test_rows_that_are_cut_to_nothing(prepare, capsys, error_of, streams, settings):
+    prepare([SHORT, LONG] * 10, streams, **settings)
+    message = "warning: 10 of the 20 training rows are not used: no token within --max_length 64 counts in the loss"
+    assert message in capsys.readouterr().out
+    message = error_of(prepare, [LONG] * 20, streams, **settings)
+    assert "--max_length: none of the 20 training rows has a token in the loss within 64 tokens" in message
+    prepare([SHORT] * 20, streams, **settings)
+    prepare([SHORT, LONG] * 10, streams, **settings | {"max_length": 400})
+    prepare([SHORT, LONG] * 10, streams, packing=True, packing_strategy="bfd_split")
+    assert "not used" not in capsys.readouterr().out

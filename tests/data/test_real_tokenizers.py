@@ -68,7 +68,7 @@ def train_rows(monkeypatch, tmp_path):
     """The rows that SFTTrainer trains on, as a run prepares it, and the same before they were truncated and packed."""
     monkeypatch.setattr(SFTTrainer, "_prepare_dataset", SFTTrainer._prepare_dataset)  # restored afterwards
     recorded = []
-    prepare_rows_in_two_steps(functools.partial(finish_rows, lambda *what: recorded.append(what[3]), False))
+    prepare_rows_in_two_steps(functools.partial(finish_rows, lambda *what: recorded.append(what[3]), True))
     install_training_template(training_template)
 
     def call(tokenizer, rows, **settings):

@@ -24,7 +24,7 @@ def tokenizer():
 def prepare(tokenizer, tmp_path, monkeypatch):
     """The rows that SFTTrainer trains on, of rows of a dataset."""
     monkeypatch.setattr(SFTTrainer, "_prepare_dataset", SFTTrainer._prepare_dataset)  # restored afterwards
-    prepare_rows_in_two_steps(functools.partial(finish_rows, lambda *what: None, False))
+    prepare_rows_in_two_steps(functools.partial(finish_rows, lambda *what: None, True))
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=1, **sizes))
 

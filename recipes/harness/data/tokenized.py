@@ -20,7 +20,7 @@ IGNORED = -100  # the label of a token that does not count in the loss
 
 def finish_rows(
     record: Callable[[Any, str, Rows, Rows], None],
-    is_preview: bool,
+    is_training_run: bool,
     trainer: Any,
     split: str,
     rows: Rows,
@@ -32,16 +32,16 @@ def finish_rows(
 ) -> Rows:
     """The rows to train on, or to evaluate on. See `prepare_rows_in_two_steps` in compat/trl.py.
 
-    `record(trainer, split, rows, tokenized)` is called with the tokenized rows. `is_preview`: rows without a token in the loss
-    are shown, so they are no error as long as there are others.
+    `record(trainer, split, rows, tokenized)` is called with the tokenized rows. Without `is_training_run`, rows without a
+    token in the loss are only an error if there are no others.
     """
     tokenized = without_double_ends(rows, tokenized, tokenizer)
     record(trainer, split, rows, tokenized)
     cuts = args.max_length is not None and not (is_packed and args.packing_strategy != "bfd")
-    if cuts and not is_preview and (isinstance(tokenized, IterableDataset) or is_packed):
+    if cuts and is_training_run and (isinstance(tokenized, IterableDataset) or is_packed):
         count_first_rows_without_loss(split, tokenized, args)
     prepared = truncate_and_pack(tokenized)
-    if cuts and isinstance(tokenized, Dataset) and not is_packed and not (is_preview and len(prepared)):
+    if cuts and isinstance(tokenized, Dataset) and not is_packed and (is_training_run or not len(prepared)):
         report_rows_without_loss(split, len(tokenized) - len(prepared), len(tokenized), "", args)
     return prepared
 
@@ -55,6 +55,9 @@ def without_double_ends(rows: Rows, tokenized: Rows, tokenizer: PreTrainedTokeni
     first, last = added_tokens(tokenizer)
     if (first is None and last is None) or is_conversational(next(iter(rows))):
         return tokenized
+    begin = [first, first]
+    if last is None and not any(row["input_ids"][:2] == begin for row in tokenized.take(FIRST_ROWS_OF_STREAM)):
+        return tokenized  # as most texts are: no pass over all of them is needed
     settings = {"fn_kwargs": {"first": first, "last": last}}
     if isinstance(tokenized, IterableDataset):
         return tokenized.map(_drop_double_ends, **settings)

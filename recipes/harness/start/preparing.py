@@ -102,7 +102,7 @@ def prepare_data(context: Context, arguments: Arguments) -> None:
     wait_for_hub()
     install_training_template(chat_templates.training_template)
     pack_streams_in_batches(documents_per_batch)
-    prepare_rows_in_two_steps(functools.partial(finish_rows, context.tokenized, context.only_first_rows))
+    prepare_rows_in_two_steps(functools.partial(finish_rows, context.tokenized, context.is_training_run))
     script_args.data = chat_templates.fit_template(script_args.data, training_args, model_args, script_args.given)
     if training_args.process_index or training_args.disable_tqdm:  # one process shows progress
         datasets.disable_progress_bars()

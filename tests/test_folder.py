@@ -64,6 +64,24 @@ def test_local_files_can_be_named_in_another_way(tmp_path, identity):
     assert read(tmp_path / "run", "run.json")["dataset"] == "/b/a" and not (tmp_path / "run.c").exists()
 
 
+@pytest.mark.parametrize(("key", "make"), [("model", str), ("datasets", lambda path: [str(path), "hub/b"])])
+def test_paths_can_be_named_in_another_way(tmp_path, error_of, key, make):
+    """By an absolute instead of a relative path, or by the new path of a folder that was moved."""
+    (tmp_path / "here/m").mkdir(parents=True)
+    here = tmp_path / "here/m"
+    for before, is_same in ((Path("m"), True), (Path("here/m"), True), (tmp_path / "gone/m", True), (Path("n"), False)):
+        run = tmp_path / str(before).replace("/", "-")
+        claim(run, IDENTITY | {key: make(before)})
+        if is_same:
+            claim(run, IDENTITY | {key: make(here)})
+            assert read(run, "run.json")[key] == make(here)
+        else:
+            assert f"holds a run with {key}" in error_of(claim, run, IDENTITY | {key: make(here)})
+    (tmp_path / "other/m").mkdir(parents=True)
+    claim(tmp_path / "run", IDENTITY | {key: make(tmp_path / "other/m")})
+    assert f"holds a run with {key}" in error_of(claim, tmp_path / "run", IDENTITY | {key: make(here)}), "both are there"
+
+
 def test_folder_of_another_dataset_of_the_hub_is_refused(tmp_path, error_of):
     claim(tmp_path / "run", IDENTITY | {"data_files": []})
     assert "dataset a" in error_of(claim, tmp_path / "run", IDENTITY | {"data_files": [], "dataset": "b"})

@@ -271,13 +271,27 @@ def names_same_files(key: str, existing: dict, identity: dict) -> bool:
 
     Their paths can differ, relative and absolute ones. On another machine their modification times differ too.
     """
-    if key == "model":  # an earlier version has recorded a relative path
-        before, now = (str(run.get(key)) for run in (existing, identity))
-        return Path(now).is_absolute() and not Path(before).is_absolute() and f"{now}/".endswith(f"/{Path(before)}/")
+    if key == "model":
+        return _is_same_path(str(existing.get(key)), str(identity.get(key)))
+    if key == "datasets":
+        before, now = (run.get(key) or [] for run in (existing, identity))
+        return len(before) == len(now) and all(
+            one == other or _is_same_path(one, other) for one, other in zip(before, now, strict=True)
+        )
     if key not in ("dataset", "data_files") or (key == "dataset" and "datasets" in identity):
         return False
     before, now = ([file[:2] for file in run.get("data_files", [])] for run in (existing, identity))
     return before == now != []
+
+
+def _is_same_path(before: str, now: str) -> bool:
+    """Whether the path that a run has recorded can be the absolute path `now`.
+
+    An earlier version has recorded relative paths; or the folder is elsewhere now, or on another machine.
+    """
+    path = Path(before)
+    is_moved = path.is_absolute() and path.name == Path(now).name and not path.exists()
+    return Path(now).is_absolute() and (is_moved or (not path.is_absolute() and f"{now}/".endswith(f"/{path}/")))
 
 
 def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bool) -> None:

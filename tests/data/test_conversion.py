@@ -165,6 +165,7 @@ def test_run_whose_chat_template_refuses_a_row(fork_launch, tmp_path):
     (tmp_path / "refuses.jinja").write_text(TEMPLATE.replace("raise_exception('no')", "1 / 0"))  # not an error of Jinja's own
     path = write(tmp_path / "rows.jsonl", [conversation(number) for number in range(60)])
     flags = ["--dataset_name", path, "--chat_template_path", tmp_path / "refuses.jinja", "--assistant_only_loss", "false"]
+    flags += ["--dataset_num_proc", "2"]
     process = fork_launch("--tiny", "qwen2_chat", "1x3090", *flags, "--output_dir", tmp_path / "run")
     assert process.returncode == 2 and f"{path}, line 46: the chat template" in process.stderr, process.stderr
     assert "Traceback" not in process.stderr

@@ -129,6 +129,21 @@ def test_columns_of_other_types_in_other_files(tmp_path, error_of, kind, streami
     assert f"d.{kind}: the column text is binary, but string in" in error_of(reading.open_splits, str(tmp_path), None, streaming)
 
 
+def test_absolute_names(tmp_path, monkeypatch):
+    """Of what a run records: it is read in another working directory too."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl"):
+        write(tmp_path / name, texts(2))
+    named = {"a.jsonl": "/a.jsonl", ".": "", "*.jsonl": "/*.jsonl"}
+    assert {name: reading.absolute_name(name) for name in named} == {name: f"{tmp_path}{end}" for name, end in named.items()}
+    assert (
+        reading.absolute_name("a.jsonl b.jsonl")
+        == reading.absolute_name("a.jsonl,b.jsonl")
+        == f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl"
+    )
+    assert reading.absolute_name("trl-lib/Capybara") == "trl-lib/Capybara"
+
+
 def test_pipe_is_an_error(tmp_path, error_of):
     """A run would wait without end for what it has read before."""
     os.mkfifo(tmp_path / "rows.jsonl")

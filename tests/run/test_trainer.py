@@ -2,6 +2,7 @@
 
 import os
 import signal
+from types import SimpleNamespace
 
 from harness.compat.transformers import TrainerWithHooks
 from harness.run import session
@@ -10,6 +11,7 @@ from harness.run.trainer import add_parts, keep_workers_after_sigterm
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
@@ -26,6 +28,11 @@ def test_data_workers_survive_sigterm(build_trainer, split):
     next(batches)
     os.kill(batches._workers[0].pid, signal.SIGTERM)
     assert [len(next(batches)["input_ids"]) for _ in range(4)]
+
+
+def test_trainer_without_rows_is_an_error(error_of):
+    trainer = SimpleNamespace(train_dataset=Dataset.from_dict({"input_ids": []}))
+    assert "train_dataset of the trainer has no row" in error_of(session.check_trainer, trainer)
 
 
 def test_workers_are_initialized_as_before():

@@ -45,6 +45,7 @@ MARKED = """
 """
 PROJECT = Path(__file__).resolve().parents[3]
 MOST_COMPARED, MOST_ANSWERS = 50, 4  # conversations, and answers of each, whose prompts are tokenized for a comparison
+NEAR = 200  # letters on both sides of the end of a prompt that are tokenized for it
 REASON = "its chat template renders a turn differently when another turn follows"
 QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 ONE_ANSWER, TWO_ANSWERS = [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER]
@@ -202,8 +203,8 @@ def check_conversations(
     if merged:
         print_once(
             f"warning: in {len(merged)} of {len(fitted[:MOST_COMPARED])} checked conversations ({merged[0][0]}) the end of the "
-            f"prompt, {merged[0][1]!r}, is one token with the begin of the answer. A server makes other tokens: remove the "
-            "spaces and line breaks at the begin of the answers"
+            f"prompt, {merged[0][1]!r}, is one token with the begin of the answer, so a server makes other tokens of the prompt: "
+            "remove spaces and line breaks at the begin of answers, or where the chat template writes them there"
         )
     if prints_date(tokenizer):
         print_once(f"The chat template {path or f'of {model_name}'} prints the date: always that of the first start of this run.")
@@ -303,7 +304,9 @@ def find_merged_prompt(tokenizer: PreTrainedTokenizerBase, row: dict) -> str | N
     for number in answers[:MOST_ANSWERS]:
         prompt = _text_of(tokenizer, turns[:number], add_generation_prompt=True, **options_of(row))
         if prompt and whole.startswith(prompt):
-            alone, merged = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, whole))
+            end = prompt[-NEAR:]
+            texts = (end, end + whole[len(prompt) : len(prompt) + NEAR])
+            alone, merged = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
             same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, merged, strict=False))))
             if same < len(alone):
                 return tokenizer.decode(alone[same:])

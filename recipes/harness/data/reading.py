@@ -55,11 +55,18 @@ def _local_paths(name: str | None) -> list[Path]:
     """The paths that `--dataset_name` names: one, or several or globs, separated by commas or spaces; [] if one is missing."""
     if not name:
         return []
-    for words in ([name], name.split(","), name.split()):  # a path can have commas and spaces in it
-        found = [_matches(word.strip()) for word in words if word.strip()]
-        if found and all(found):
+    for words in _readings(name):
+        found = [_matches(word) for word in words]
+        if all(found):
             return list(dict.fromkeys(path for paths in found for path in paths))
     return []
+
+
+def _readings(name: str) -> Iterator[list[str]]:
+    """The paths that a value of --dataset_name can mean: a path can have commas and spaces in it."""
+    for words in ([name], name.split(","), name.split()):
+        if words := [word.strip() for word in words if word.strip()]:
+            yield words
 
 
 def _matches(word: str) -> list[Path]:
@@ -74,8 +81,9 @@ def is_local(name: str | None) -> bool:
 
 
 def absolute_name(name: str) -> str:
-    """What --dataset_name names, with the absolute path of a file or folder."""
-    return str(Path(name).expanduser().absolute()) if Path(name).expanduser().exists() else name
+    """What --dataset_name names, with the absolute paths of files, folders and globs; the ID of a dataset of the Hub as it is."""
+    words = next((words for words in _readings(name) if all(map(_matches, words))), None)
+    return name if words is None else ",".join(str(Path(word).expanduser().absolute()) for word in words)
 
 
 def file_versions(name: str | None) -> list[list]:

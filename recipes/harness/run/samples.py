@@ -86,4 +86,4 @@ def _prompt_of(row: dict, length: int = 24) -> list[int]:
     ids = row["input_ids"][: row["seq_lengths"][0]] if "seq_lengths" in row else row["input_ids"]
     labels = list(row.get("labels", ids))[: len(ids)]
     masked = next((index for index, label in enumerate(labels) if label != -100), 0)
-    return list(ids[: masked if masked > 1 else length])
+    return list(ids[: masked if masked > 1 else min(length, max(1, len(ids) - 1))])  # not the end token of a short text

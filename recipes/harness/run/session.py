@@ -29,7 +29,7 @@ from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient
 from harness.run.stopping import LastStepReached, MissedEvaluation, StopAfterSignal, StopAtLastStep, StopOnNan
 from harness.run.trainer import RunTrainer, add_parts
 
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -136,6 +136,8 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
 
 def check_trainer(trainer: Trainer) -> None:
     """Raises UserError for what cannot be trained."""
+    if isinstance(trainer.train_dataset, Dataset) and not len(trainer.train_dataset):
+        raise UserError("the train_dataset of the trainer has no row: see what the recipe drops, and the rows with --preview")
     if isinstance(trainer, RunTrainer):
         raise UserError("train() was called a second time with this trainer: a recipe calls it once, at its end")
     if trainer.model_init is not None and trainer.args.world_size > 1:

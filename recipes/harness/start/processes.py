@@ -333,7 +333,8 @@ def run_recipe(context: Context, flags: list[str]) -> None:
 def is_about_a_conversation(error: Exception) -> bool:
     """Whether a chat template has failed, with whatever error, or has marked no answer."""
     files = {Path(frame.f_code.co_filename).name for frame, _ in traceback.walk_tb(error.__traceback__)}
-    is_of_template = "chat_template_utils.py" in files or type(error).__module__.startswith("jinja2")
+    in_subprocess = "chat_template_utils.py" in str(error.__cause__)  # --dataset_num_proc
+    is_of_template = "chat_template_utils.py" in files or in_subprocess or type(error).__module__.startswith("jinja2")
     return is_of_template or "has no assistant tokens" in str(error)
 
 

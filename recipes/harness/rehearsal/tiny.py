@@ -20,6 +20,7 @@ import shutil
 import tempfile
 import textwrap
 from collections.abc import Callable
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,9 @@ def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str])
     """A value for one column of a row that holds `text`."""
     if kind == "messages":
         return _conversation(text)
+    if kind == "messages with thinking":  # other turns have the key too, as in every row of a Parquet file
+        thoughts = {"user": None, "assistant": "A short thought."}
+        return [turn | {"thinking": thoughts[turn["role"]]} for turn in _conversation(text)]
     if kind == "int64":
         return index
     if kind == "float64":
@@ -362,7 +366,10 @@ def make_tokenizer(family: dict) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(documents(), trainer)
     if first := family.get("begins_with"):
         tokenizer.post_processor = processors.TemplateProcessing(f"{first} $A", None, [(first, tokenizer.token_to_id(first))])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **family["tokenizer"])
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **family["tokenizer"])
+    if name := family.get("chat_template_of_trl"):
+        made.chat_template = resources.files("trl").joinpath("chat_templates", f"{name}.jinja").read_text("utf-8")
+    return made
 
 
 def config_file(name: str, revision: str) -> Path:

@@ -1,0 +1,69 @@
+"""QLoRA of Qwen3-8B on conversations with reasoning, on one 24 GB GPU.
+
+    ./launch.sh qwen3_8b_qlora 1x3090
+    ./launch.sh qwen3_8b_qlora 2x3090_qlora                          # 4-bit weights in host memory: for longer rows
+    ./launch.sh qwen3_8b_qlora 1x3090 --dataset_name my.jsonl
+
+Rows: conversations (`messages` with role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
+`instruction`, `input` and `output`. Reasoning is in an answer as <think>…</think>, or under `reasoning_content` or `thinking`.
+Of preference data (`prompt`, `chosen`, `rejected`) `chosen` is trained on.
+"""
+
+from harness import load, parse, train
+
+from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
+
+
+def main():
+    script_args, training_args, model_args = parse(
+        SFTConfig,
+        # This project's arguments
+        dataset_formats="messages",
+        global_batch_size=8,  # rows per optimizer step on all GPUs together; sets gradient_accumulation_steps
+        max_eval_samples=64,
+        # Qwen3's template drops the reasoning of all answers but the last, as in a chat. One row per answer keeps each.
+        split_conversations=True,
+        # trl.ScriptArguments: the dataset
+        dataset_name="HuggingFaceH4/Multilingual-Thinking",  # 1,000 conversations, reasoning in five languages
+        # trl.ModelConfig: the model
+        model_name_or_path="Qwen/Qwen3-8B",
+        dtype="bfloat16",  # of the arithmetic; adapters are float32
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        use_bnb_nested_quant=True,  # quantizes the scales too: 0.4 GB less
+        use_peft=True,
+        lora_r=16,
+        lora_alpha=32,
+        lora_dropout=0.05,
+        lora_target_modules=["all-linear"],
+        # trl.SFTConfig: the training
+        assistant_only_loss=True,  # the reasoning and the answer, with the model's own chat template
+        num_train_epochs=2,
+        max_length=2048,
+        packing=True,
+        packing_strategy="bfd_split",  # a long conversation continues in the next row
+        per_device_train_batch_size=1,
+        activation_checkpointing=True,
+        learning_rate=2e-4,
+        warmup_steps=0.03,  # below 1: a share of all steps
+        lr_scheduler_type="cosine",
+        logging_steps=5,
+        eval_strategy="steps",
+        eval_on_start=True,  # the loss before the training, to compare with
+        eval_steps=0.25,  # below 1: a share of all steps
+        save_steps=0.25,
+    )
+    train_dataset, eval_dataset = load(script_args)  # converts rows to `messages`, drops those without an answer
+    trainer = SFTTrainer(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        peft_config=get_peft_config(model_args),
+        quantization_config=get_quantization_config(model_args),
+    )
+    train(trainer)
+
+
+if __name__ == "__main__":
+    main()

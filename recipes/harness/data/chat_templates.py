@@ -181,8 +181,9 @@ def check_conversations(
 
     `splits_answers`: whether conversations are split into one row for every answer (--split_conversations).
     """
-    rows = [(place, row) for place, row in rows if _is_conversation(row)]
-    if not rows or not hasattr(training_args, "chat_template_path"):
+    is_read_by_trainer = hasattr(training_args, "chat_template_path") or any("chosen" in row for _, row in rows)
+    rows = [(place, conversation) for place, row in rows for conversation in conversations_of(row)]
+    if not rows or not is_read_by_trainer:
         return
     with hub_errors("model", model_name):
         tokenizer = load_tokenizer(model_args)
@@ -191,9 +192,10 @@ def check_conversations(
             raise UserError(f"--chat_template_path: file not found: {path}. Pass a chat template in Jinja, a .jinja file")
         tokenizer.chat_template = Path(path).read_text("utf-8")
     if not tokenizer.chat_template:
+        headings = ", or train it on plain headings with --chat_template_path recipes/headings.jinja"
         raise UserError(
             f"--model_name_or_path: {model_name} has no chat template, because it is a base model: use its -Instruct or -Chat "
-            "version, or train it on plain headings with --chat_template_path recipes/headings.jinja"
+            f"version{headings if hasattr(training_args, 'chat_template_path') else ''}"
         )
     if splits_answers:
         rows = [(place, part) for place, row in rows for part in split_answers(row)]
@@ -211,6 +213,8 @@ def check_conversations(
     if ignored := find_ignored_keys(tokenizer, fitted):
         examples = ", ".join(f"{key} ({place})" for key, place in ignored.items())
         print_once(f"The chat template {path or f'of {model_name}'} ignores these keys of turns: {examples}.")
+    if not hasattr(training_args, "assistant_only_loss"):
+        return
     has_untrained = any(not turn.get("train", True) for _, row in rows for turn in turns_of(row))
     if not training_args.assistant_only_loss:
         if has_untrained:
@@ -434,8 +438,12 @@ def _replace_texts(turns: list[dict], tools: list[dict] | None) -> None:
         function |= {name: next(words) for name in ("name", "description") if function.get(name)}
 
 
-def _is_conversation(row: dict) -> bool:
-    return isinstance(row.get("messages", row.get("completion")), list)
+def conversations_of(row: dict) -> list[dict]:
+    """The conversations in a converted row, as rows with `messages`, or with `prompt` and `completion`."""
+    if "chosen" in row:
+        others = {name: value for name, value in row.items() if name not in ("chosen", "rejected")}
+        return [others | {"completion": row[name]} for name in ("chosen", "rejected")]
+    return [row] if isinstance(row.get("messages", row.get("completion")), list) else []
 
 
 def load_tokenizer(model_args: ModelConfig) -> PreTrainedTokenizerBase:

@@ -80,9 +80,9 @@ def converted_of(examined: dict) -> dict:
 
 def digest_of(row: dict) -> str:
     """A checksum of a converted row, the same for turns in one column or in two."""
-    turns = [turn for name in ("messages", "prompt", "completion") for turn in row.get(name) or [] if isinstance(turn, dict)]
+    turns = [turn for name in formats.TURNS for turn in row.get(name) or [] if isinstance(turn, dict)]
     if turns:
-        others = {name: value for name, value in row.items() if name not in ("messages", "prompt", "completion")}
+        others = {name: value for name, value in row.items() if name not in formats.TURNS}
         row = others | {"turns": [{key: value for key, value in turn.items() if key != "train"} for turn in turns]}
     return xxhash.xxh3_64_hexdigest(json.dumps(row, ensure_ascii=False, sort_keys=True, default=str).encode())
 

@@ -5,8 +5,10 @@
   "tools" and "chat_template_kwargs". A turn with "train": False does not count in the loss.
 - prompt_completion: {"prompt": str, "completion": str}
 - instruction: {"instruction": str, "input": str, "output": str}
+- preference: {"prompt": […], "chosen": […], "rejected": […]}, lists of messages; also with "tools" and "chat_template_kwargs"
 
-Preference data (`prompt`, `chosen`, `rejected`) is read as `prompt` and `completion`, or as `messages`, without `rejected`.
+For the formats `messages` and `prompt_completion`, preference data is read as `prompt` and `completion`, or as `messages`, without
+`rejected`.
 """
 
 import functools
@@ -33,6 +35,7 @@ TRAINED, MASKED = ("train", "training", "trainable", "weight", "loss", "loss_mas
 TRAINED_PARTS = ("train_detail", "training_detail")
 # Keys of a converted turn; others are passed on too, because a chat template can read them.
 TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "train", *REASONING)
+TURNS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns of a converted row that have turns
 THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 EMPTY_TURN, NO_ANSWER = "with a turn that is empty", "without an answer"
 
@@ -176,6 +179,36 @@ def _to_messages(row: dict, text_field: str) -> dict:
         raise SkippedRow(NO_ANSWER)
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": _clean_conversation([*_earlier_turns(row.get("history")), *turns], row.get("system"))} | extra
+
+
+def _to_preference(row: dict, text_field: str) -> dict:
+    """A row with the turns before the answers as `prompt`, and a chosen and a rejected answer; all three lists of messages."""
+    chosen, rejected = (_answer_of(row.get(name)) for name in ("chosen", "rejected"))
+    prompt = next((turns for name in ("prompt", "messages", "conversations") if (turns := _turns_of(row.get(name)))), None)
+    question = next((row[name] for name in ("prompt", "instruction") if _has_text(row, name)), None)
+    if not prompt and question:
+        prompt = [{"role": "user", "content": f"{question}\n\n{row.get('input') or ''}".strip()}]
+    if not chosen or not rejected:
+        raise SkippedRow("without a chosen and a rejected answer")
+    if _role(chosen[0]) != "assistant":  # two conversations that begin alike
+        pairs = enumerate(zip(chosen, rejected, strict=False))
+        same = next((number for number, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+        prompt, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
+    if not prompt:
+        raise SkippedRow("without a prompt")
+    if not chosen or chosen == rejected:
+        raise SkippedRow("whose chosen and rejected answers are the same")
+    answers = {"chosen": _clean_conversation(chosen), "rejected": _clean_conversation(rejected)}
+    return {"prompt": _clean_conversation(prompt, row.get("system"), is_complete=False), **answers, **_template_columns(row)}
+
+
+def _answer_of(value: Any) -> list[dict] | None:
+    """The turns of an answer: a text, a turn, or several."""
+    if isinstance(value, dict):
+        value = [value]
+    if turns := _turns_of(value):
+        return turns
+    return [{"role": "assistant", "content": value}] if isinstance(value, str) and value.strip() else None
 
 
 def _earlier_turns(history: Any) -> list[dict]:
@@ -383,6 +416,7 @@ CONVERTERS: dict[str, Callable[[dict, str], dict]] = {
     "messages": _to_messages,
     "prompt_completion": _to_prompt_completion,
     "instruction": _to_instruction,
+    "preference": _to_preference,
 }
 PREFERENCE_FORMATS = ("messages", "prompt_completion")
 DESCRIPTIONS = {
@@ -391,6 +425,7 @@ DESCRIPTIONS = {
     "`completion` or `chosen`, or `instruction`, `input` and `output`",
     "prompt_completion": "`prompt` and `completion` or `chosen` as texts",
     "instruction": "`instruction`, `input` and `output`",
+    "preference": "`chosen` and `rejected` answers to a `prompt`, as texts or messages, or two conversations that begin alike",
 }
 
 
@@ -420,7 +455,8 @@ def stored_features(format: str, text_field: str) -> Features:
     }
     if format in texts:
         return Features({name: Value("string") for name in texts[format]})
-    turns = {name: List(Json()) for name in ("messages", "prompt", "completion", "tools")}
+    columns = ("prompt", "chosen", "rejected") if format == "preference" else ("messages", "prompt", "completion")
+    turns = {name: List(Json()) for name in (*columns, "tools")}
     return Features(turns | {TEMPLATE_ARGUMENTS: Json()})
 
 
@@ -448,7 +484,7 @@ def kind_of_conversation(row: dict) -> str:
 
     The keys are those that only some chat templates read.
     """
-    turns = [turn for name in ("messages", "prompt", "completion") for turn in row.get(name) or [] if isinstance(turn, dict)]
+    turns = [turn for name in TURNS for turn in row.get(name) or [] if isinstance(turn, dict)]
     words = []
     for turn in turns:
         has_thought = "reasoning_content" in turn or "</think>" in turn["content"]
@@ -500,6 +536,7 @@ def explain_mismatch(
         "prompt_completion": [{"prompt", "completion"}, {"prompt", "chosen"}],
         "instruction": [{"instruction", "output"}],
         "messages": [{"messages"}, {"conversations"}, {"chosen"}, *pairs],
+        "preference": [{"chosen", "rejected"}],
     }
     rows = [rename(row, column_map) for row in rows]
     columns = ", ".join(rows[0])

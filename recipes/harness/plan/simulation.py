@@ -201,8 +201,13 @@ def simulate_training(plan: Plan, ledger: Ledger, fakes: Any, with_evaluation: b
 
 
 def full_batch(batch: dict, args: TrainingArguments, rows: int) -> dict:
-    """A batch of `rows` rows in which every token counts in the loss. Every row, or packed document, has the maximum length."""
+    """A batch of `rows` rows in which every token counts in the loss. Every row, or packed document, has the maximum length.
+
+    `batch`: of the run's collator. A collator of pairs makes two rows of each.
+    """
     is_packed = batch["input_ids"].shape[0] == 1 and "position_ids" in batch
+    if not is_packed and batch["input_ids"].shape[0] == 2 * rows:
+        rows *= 2
     length = length_of_rows(args) or batch["input_ids"].shape[1] // (rows if is_packed else 1)
     full = {}
     for name, value in batch.items():

@@ -255,6 +255,9 @@ def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str])
     if kind == "messages with thinking":  # other turns have the key too, as in every row of a Parquet file
         thoughts = {"user": None, "assistant": "A short thought."}
         return [turn | {"thinking": thoughts[turn["role"]]} for turn in _conversation(text)]
+    if kind in ("chosen messages", "rejected messages"):
+        first = [turn | {"content": turn["content"].strip()} for turn in _conversation(text)[:2]]
+        return first if kind == "chosen messages" else [*first[:1], {"role": "assistant", "content": "I do not know."}]
     if kind == "int64":
         return index
     if kind == "float64":

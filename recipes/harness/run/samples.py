@@ -31,7 +31,7 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> No
         rows = itertools.chain.from_iterable(itertools.zip_longest(*rows.values()))
     rows = list(itertools.islice(filter(None, rows), count))
     reason = why_no_text(trainer)
-    if not reason and not all("input_ids" in row for row in rows):
+    if not reason and not all("input_ids" in row or "prompt_ids" in row for row in rows):
         reason = "the rows have no column input_ids"
     if reason:
         print_once(f"No samples: {reason}.")
@@ -82,7 +82,9 @@ def _decode_answer(tokens: list[int], model: torch.nn.Module, tokenizer: PreTrai
 
 
 def _prompt_of(row: dict, length: int = 24) -> list[int]:
-    """The tokens of a row before the first one in the loss; its first tokens if all are in the loss."""
+    """The tokens of a row before the first one in the loss; its first tokens if all are in the loss. Of a pair the prompt."""
+    if "prompt_ids" in row:  # of DPOTrainer
+        return list(row["prompt_ids"])
     ids = row["input_ids"][: row["seq_lengths"][0]] if "seq_lengths" in row else row["input_ids"]
     labels = list(row.get("labels", ids))[: len(ids)]
     masked = next((index for index, label in enumerate(labels) if label != -100), 0)

@@ -7,7 +7,7 @@
 - instruction: {"instruction": str, "input": str, "output": str}
 - preference: {"prompt": […], "chosen": […], "rejected": […]}, lists of messages; also with "tools" and "chat_template_kwargs"
 
-For the formats `messages` and `prompt_completion`, preference data is read as `prompt` and `completion`, or as `messages`, without
+For `messages` and `prompt_completion`, preference data is read as `prompt` and `completion`, or as `messages`, without
 `rejected`.
 """
 

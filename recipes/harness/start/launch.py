@@ -118,12 +118,11 @@ def set_environment(tiny: bool, gpu_ids: str = "") -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file at once
     # datasets would tell a server about every file that a process opens, and without a network wait for it.
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
-    # Offline, `kernels` reports that it did not check the publisher of a kernel; it did when the kernel was downloaded.
-    logging.getLogger("kernels.hf_hub").addFilter(lambda record: "offline mode" not in record.getMessage())
+    hub.hide_offline_reports()
     if tiny:
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-    elif "HF_HUB_OFFLINE" not in os.environ and not hub.is_reachable():
-        os.environ["HF_HUB_OFFLINE"] = "1"  # otherwise every process would retry for long
+    else:
+        hub.use_cache_if_unreachable()
 
 
 def allocator_settings(config: AccelerateConfig, recipe: Path, arguments: list[str]) -> str:

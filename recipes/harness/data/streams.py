@@ -23,7 +23,6 @@ from harness.data.stream_rows import MOST_PARTS
 from harness.folder import DamagedFile, read_json, step_of
 from harness.messages import UserError, print_once
 
-import numpy as np
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import gather_object
@@ -78,31 +77,6 @@ def fill_last_step(trainer: Trainer) -> None:
     missing = -len(rows) % (slots_of_step(args) * args.train_batch_size)
     if missing:
         trainer.train_dataset = concatenate_datasets([rows, Dataset.from_list([row] * missing, features=rows.features)])
-
-
-def drop_rows_without_loss(trainer: Trainer) -> None:
-    """Leaves out rows in memory without a token in the loss: pieces of a long conversation before its answer.
-
-    Nothing is learned from them, and in the mean of an evaluation each would count as a loss of 0.
-    """
-    rows = trainer.train_dataset
-    trainer.train_dataset = with_loss(rows)
-    if trainer.train_dataset is not rows:
-        left_out = len(rows) - len(trainer.train_dataset)
-        print_once(f"{left_out:,} of {len(rows):,} rows of tokens have none in the loss, and are left out.")
-    if isinstance(trainer.eval_dataset, dict):
-        trainer.eval_dataset = {label: with_loss(rows) for label, rows in trainer.eval_dataset.items()}
-    else:
-        trainer.eval_dataset = with_loss(trainer.eval_dataset)
-
-
-def with_loss(rows: Any) -> Any:
-    """The rows that have a label other than -100; all of them if none has one, or if they are no `Dataset` with labels."""
-    if not isinstance(rows, Dataset) or "labels" not in rows.column_names or not len(rows):
-        return rows
-    labels = rows.with_format("numpy", columns=["labels"])
-    kept = [number for number, row in enumerate(labels["labels"]) if (np.asarray(row)[1:] != -100).any()]
-    return rows.select(kept) if 0 < len(kept) < len(rows) else rows
 
 
 def documents_per_batch(stream: IterableDataset, max_length: int, strategy: str) -> int:

@@ -41,6 +41,8 @@ def finish_rows(
     if cuts and is_training_run and (isinstance(tokenized, IterableDataset) or is_packed):
         count_first_rows_without_loss(split, tokenized, args)
     prepared = truncate_and_pack(tokenized)
+    if is_packed and isinstance(prepared, Dataset):
+        prepared = without_rows_without_loss(prepared)
     if cuts and isinstance(tokenized, Dataset) and not is_packed and (is_training_run or not len(prepared)):
         report_rows_without_loss(split, len(tokenized) - len(prepared), len(tokenized), "", args)
     return prepared
@@ -79,6 +81,20 @@ def _drop_double_ends(row: dict, first: int | None, last: int | None) -> dict:
     start = int(first is not None and ids[:2] == [first, first])
     end = len(ids) - int(last is not None and ids[-2:] == [last, last])
     return {name: row[name][start:end] for name in ("input_ids", "labels")}
+
+
+def without_rows_without_loss(packed: Dataset) -> Dataset:
+    """The rows that have a token in the loss, all if none has: a piece of a long conversation before its answer has none.
+
+    Nothing is learned from the others, and in the mean of an evaluation each would count as a loss of 0.
+    """
+    with PartialState().main_process_first():
+        kept = packed.filter(_has_loss, input_columns=["labels"], desc="Dropping rows without a token in the loss")
+    return kept if len(kept) else packed
+
+
+def _has_loss(labels: list[int]) -> bool:
+    return any(label != IGNORED for label in labels)
 
 
 def count_first_rows_without_loss(split: str, tokenized: Rows, args: SFTConfig) -> None:

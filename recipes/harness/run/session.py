@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from harness import folder
-from harness.data.streams import drop_rows_without_loss, fill_last_step, repeat_stream
+from harness.data.streams import fill_last_step, repeat_stream
 from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
 from harness.run.agreement import make_cpu_group
@@ -159,7 +159,6 @@ def prepare_trainer(trainer: Trainer) -> None:
     install_byte_check(trainer.model)
     repeat_stream(trainer)
     set_loss_scale(trainer)
-    drop_rows_without_loss(trainer)
     fill_last_step(trainer)  # it depends on the loss
     hide_tied_weight_warning(trainer)
     replace_progress_bar(trainer)

@@ -7,6 +7,7 @@
 Rows: conversations (`messages` with role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
 `instruction`, `input` and `output`. Reasoning is in an answer as <think>…</think>, or under `reasoning_content` or `thinking`.
 Of preference data (`prompt`, `chosen`, `rejected`) `chosen` is trained on.
+Needs one 24 GB GPU. Forecast, not measured: 8.1 GB and 470 to 950 tokens/s on 1x3090; 16.8 GB with --max_length 16384.
 """
 
 from harness import load, parse, train

@@ -343,6 +343,7 @@ def test_docstring_of_recipe_names_columns(recipe):
         "`instruction`, `input` and `output`",
         "prompt_completion": "`prompt` and `completion`",
         "instruction": "`instruction`, `input` and `output`",
+        "preference": "`chosen` and `rejected` answers to a `prompt`, as texts or messages",
     }
     for format in [accepted] if isinstance(accepted, str) else accepted:
         assert columns[format] in docstring

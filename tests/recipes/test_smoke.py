@@ -19,6 +19,7 @@ from trained import held_out_loss, reload
 from transformers import AutoConfig, AutoTokenizer
 
 RECIPE, CONFIG = "qwen2_fineweb_edu", "1x3090"
+PAIRS_OF_ANSWERS = "qwen3_dpo"  # the recipe that trains on these
 HYBRID = "2x4gpu_hybrid_shard"  # eight processes; tested as two replicas of two shards
 PAIRS = {(recipe, config): (processes, sharded) for recipe, config, processes, sharded in README_PAIRS}
 
@@ -82,12 +83,16 @@ def test_pair_trains_and_saves_a_model(rehearse, workdir, build_trainer, trainer
     model = reload(run, workdir)
     if trainer.eval_dataset is not None:  # also of a recipe that README does not name
         assert results.get("eval_loss_on_start", logged[0]) > results["eval_loss"]
-        assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
+        if recipe == PAIRS_OF_ANSWERS:
+            assert "perplexity" not in results and results["eval_loss_on_start"] == pytest.approx(math.log(2), abs=1e-3)
+        else:
+            assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
         if "seq_lengths" in trainer.eval_dataset.column_names:
             assert held_out_loss(model, trainer.eval_dataset) == pytest.approx(results["eval_loss"], rel=0.01)
     assert results["attention"] == trainer.model.config._attn_implementation
     if recipe in {name for name, _ in PAIRS}:
-        assert results["attention"] == ("sdpa" if recipe == "gpt2_xl_wikitext" else "varlen")  # GPT-2 has attention dropout
+        is_packed = recipe not in ("gpt2_xl_wikitext", PAIRS_OF_ANSWERS)  # GPT-2 has attention dropout
+        assert results["attention"] == ("varlen" if is_packed else "sdpa")
     # Nothing that a later run, a merge or another program reads depends on it.
     assert not [file for file in run.rglob("*.json") if "varlen" in file.read_text() and file != run / "train_results.json"]
     if not results["use_peft"]:
@@ -113,7 +118,11 @@ def check_recipe_of_readme(run, results, logged, processes, sharded):
     assert (run / "samples.txt").read_text().count("> ") >= 3
     # Packed rows are nearly full (short conversations leave gaps); only a part of a conversation counts in the loss.
     rows = results["global_step"] * results["global_batch_size"]
-    assert results["global_batch_size"] == processes * 2 * 2 and 0.7 * 128 * rows < results["tokens"] <= 128 * rows
+    assert results["global_batch_size"] == processes * 2 * 2
+    if results["recipe"] == PAIRS_OF_ANSWERS:
+        assert 0.2 * 256 * rows < results["tokens"] <= 256 * rows
+        return
+    assert 0.7 * 128 * rows < results["tokens"] <= 128 * rows
     text_only = results["recipe"] in ("qwen2_fineweb_edu", "gpt2_xl_wikitext")
     assert (0.9 if text_only else 0.1) < results["loss_tokens"] / results["tokens"] <= 1
     assert results["tokens_per_second"] / results["loss_tokens_per_second"] == pytest.approx(

@@ -1,0 +1,22 @@
+"""qwen3_8b_qlora: the loss is on the reasoning and the answer, and every answer of a conversation keeps its reasoning."""
+
+from trained import texts_in_loss
+
+
+def test_reasoning_of_every_answer_counts(build_trainer):
+    trainer = build_trainer("qwen3_8b_qlora", "--load_in_4bit", "false", "--max_length", "8192")
+    row = trainer.train_dataset[0]
+    documents = trainer.processing_class.decode(row["input_ids"]).split("<|im_start|>user\n")
+    assert any("</think>" not in part for part in documents), "the template drops the reasoning of earlier answers"
+    counted = texts_in_loss(trainer, row)
+    assert len(counted) > 3
+    for text in counted:
+        assert text.startswith("<think>\nA short thought.\n</think>\n\n") and text.endswith("<|im_end|>"), text
+        assert text.count("<think>") == 1
+
+
+def test_base_weights_are_in_4_bit(build_trainer):
+    trainer = build_trainer("qwen3_8b_qlora")
+    layer = trainer.model.get_base_model().model.layers[0]
+    for part in (layer.self_attn.q_proj, layer.mlp.down_proj):
+        assert part.base_layer.weight.quant_type == "nf4" and part.base_layer.weight.requires_grad is False

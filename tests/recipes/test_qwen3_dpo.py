@@ -1,0 +1,57 @@
+"""qwen3_dpo: rows of preference data, the reference without the adapter, and the saved adapter's loss."""
+
+import json
+
+import pytest
+import torch
+from conftest import read
+from torch.nn.functional import logsigmoid
+from trained import reload
+
+PROMPT = [{"role": "user", "content": "Why?"}]
+GOOD, BAD = ([{"role": "assistant", "content": text}] for text in ("So.", "No."))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Why?", "chosen": "So.", "rejected": "No."},
+        {"prompt": PROMPT, "chosen": GOOD, "rejected": BAD},
+        {"chosen": PROMPT + GOOD, "rejected": PROMPT + BAD},
+        {"prompt": "Why?", "chosen": PROMPT + GOOD, "rejected": PROMPT + BAD},
+        {"conversations": [{"from": "human", "value": "Why?"}], "chosen": {"from": "gpt", "value": "So."}, "rejected": BAD[0]},
+        {"instruction": "Why?", "input": "", "chosen": "So.", "rejected": "No."},
+    ],
+    ids=["texts", "messages", "conversations", "prompt twice", "ShareGPT", "instruction"],
+)
+def test_forms_of_preference_data(build_trainer, tmp_path, row):
+    """Each form makes the same prompt and answers, which end with the end of a turn."""
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("\n".join(json.dumps(row | {"system": f"Number {number}."}) for number in range(12)))
+    trainer = build_trainer("qwen3_dpo", "--dataset_name", str(data), "--eval_strategy", "no", "--eval_on_start", "false")
+    tokenizer = trainer.processing_class
+    found = {name: tokenizer.decode(trainer.train_dataset[0][f"{name}_ids"]) for name in ("prompt", "chosen", "rejected")}
+    assert found["prompt"].split("<|im_end|>\n", 1)[1] == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert (found["chosen"].rstrip(), found["rejected"].rstrip()) == ("So.<|im_end|>", "No.<|im_end|>")
+
+
+def test_saved_adapter_has_the_loss_of_the_run(rehearse, workdir, build_trainer):
+    """The loss of its evaluation rows, from a plain model that gets every answer alone, and the base model as reference."""
+    run = rehearse("qwen3_dpo", "1x3090")
+    model, rows = reload(run, workdir), build_trainer("qwen3_dpo").eval_dataset
+    losses = []
+    for row in rows:
+        margin = 0.0
+        for name, sign in (("chosen", 1), ("rejected", -1)):
+            ids = torch.tensor([(row["prompt_ids"] + row[f"{name}_ids"])[:128]])
+            trained = log_probability(model, ids, len(row["prompt_ids"]))
+            with model.disable_adapter():
+                margin += sign * (trained - log_probability(model, ids, len(row["prompt_ids"])))
+        losses.append(-logsigmoid(torch.tensor(0.1 * margin)).item())
+    assert sum(losses) / len(losses) == pytest.approx(read(run)["eval_loss"], rel=0.02)
+
+
+def log_probability(model: torch.nn.Module, ids: torch.Tensor, prompt: int) -> float:
+    with torch.no_grad():
+        of_all = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+    return of_all.gather(1, ids[0, 1:, None])[prompt - 1 :].sum().item()

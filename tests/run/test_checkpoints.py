@@ -62,6 +62,27 @@ def test_run_killed_after_last_step_saves_the_best_model(rehearse, fork_launch, 
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_best_evaluation_has_a_checkpoint(fork_launch, workdir):
+    """Also between two saves. If it is deleted, the best one that exists is chosen. Here the best is that with the largest loss.
+
+    The resumed run logs as often as it is told to, not as the run did before, and transformers' warning about that is hidden.
+    """
+    run = workdir / "runs/best-between-saves"
+    flags = ["--save_steps", "4", "--eval_steps", "2", "--load_best_model_at_end", "true", "--greater_is_better", "true"]
+    flags += ["--output_dir", run, "--eval_on_start", "false"]
+    process = fork_launch("--tiny", RECIPE, "1x3090", *flags, "--max_steps", "4", "--logging_steps", "0.5")
+    assert process.returncode == 0 and "The saved model is that of step 2" in process.stdout, process.stderr
+    evaluations = [log["eval_loss"] for log in read(run, "trainer_state.json")["log_history"] if "eval_loss" in log]
+    assert read(run)["eval_loss"] == evaluations[0] > evaluations[1]
+
+    shutil.rmtree(run / "checkpoint-2")
+    process = fork_launch("--tiny", RECIPE, "1x3090", *flags, "--max_steps", "6", "--logging_steps", "0.1")
+    assert process.returncode == 0 and "do not match" not in process.stderr, process.stderr
+    assert "the best evaluation was that of step 2, whose checkpoint is gone: checkpoint-4 takes its place" in process.stdout
+    assert "The saved model is that of step 4" in process.stdout
+    assert list(losses(run)) == [1, 2, 4, 5, 6]
+
+
 @pytest.mark.parametrize(
     ("recipe", "config"),
     [
@@ -331,8 +352,9 @@ def test_best_checkpoint_is_in_the_output_directory(tmp_path, saved, used):
     for path in ("elsewhere/checkpoint-2", "elsewhere/checkpoint-3", "run/checkpoint-2"):
         (tmp_path / path).mkdir(parents=True)
     trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path / "run"), save_total_limit=None))
-    state = SimpleNamespace(best_model_checkpoint=saved and str(tmp_path / saved))
-    checkpoints.Checkpoints(trainer, None, RunSettings()).on_train_begin(None, state, None)
+    state = transformers.TrainerState(best_model_checkpoint=saved and str(tmp_path / saved))
+    args = transformers.TrainingArguments(use_cpu=True)
+    checkpoints.Checkpoints(trainer, None, RunSettings()).on_train_begin(args, state, None)
     assert state.best_model_checkpoint == (used and str(tmp_path / used))
 
 

@@ -176,6 +176,13 @@ class TrainerWithHooks:
         self.before_checkpoint(Path(self.args.output_dir, f"checkpoint-{self.state.global_step}"))
         super()._save_checkpoint(model, trial)
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """Saves at the best evaluation. With save_steps above eval_steps, transformers saves only at some, and then the last model."""
+        is_new_best = super()._determine_best_metric(metrics, trial)
+        if is_new_best and self.args.load_best_model_at_end:
+            self.control.should_save = True
+        return is_new_best
+
     def load_best_checkpoint(self) -> None:
         """Loads the weights of the best checkpoint with `load_best_model_at_end`.
 
@@ -185,8 +192,11 @@ class TrainerWithHooks:
             self._load_best_model()
 
     def evaluate_step(self) -> None:
-        """Evaluates as `Trainer.train` does: also for a scheduler that depends on the loss, and for the best checkpoint."""
-        self._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
+        """Evaluates as `Trainer.train` does: also for a scheduler that depends on the loss, and for the best checkpoint.
+
+        At the step of a checkpoint, so that nothing is saved.
+        """
+        super()._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
 
 
 @changes(

@@ -40,9 +40,17 @@ class Checkpoints(TrainerCallback):
         self.limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None  # transformers deletes none
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """The best checkpoint is in the output directory, wherever the state of a resumed run says that it was."""
+        """Mends the state of a resumed run: which checkpoint is the best, and how often this run logs, evaluates and saves.
+
+        The best checkpoint is in the output directory, wherever the state says that it was. transformers would log, evaluate and
+        save as often as the run did before.
+        """
+        state.compute_steps(args, state.max_steps)
         best = folder.best_checkpoint(self.output_dir, state.best_model_checkpoint)
         state.best_model_checkpoint = str(best) if best and best.is_dir() else None
+        is_gone = state.best_global_step and not (self.output_dir / f"checkpoint-{state.best_global_step}").is_dir()
+        if args.load_best_model_at_end and is_gone:
+            choose_best_again(self.output_dir, args, state)
 
     def before_save(self, checkpoint: Path) -> None:
         """Deletes old checkpoints on every disk, and marks the new one as incomplete. Collective."""
@@ -85,6 +93,20 @@ class Checkpoints(TrainerCallback):
             content = {"model": model.config.name_or_path, "geometry": data_settings(args), "progress": progress}
             content["geometry"]["asked_accumulation_steps"] = self.settings.asked_accumulation_steps
             write_marker(checkpoint, content | {"files": files})
+
+
+def choose_best_again(output_dir: Path, args: TrainingArguments, state: TrainerState) -> None:
+    """Makes the best of the evaluations that have a checkpoint the best one of a run whose best checkpoint is gone."""
+    gone, metric = state.best_global_step, f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+    found = {folder.step_of(path): path for path in folder.checkpoints(output_dir) if (path / folder.COMPLETION_MARKER).is_file()}
+    measured = {entry["step"]: entry[metric] for entry in state.log_history if metric in entry and entry["step"] in found}
+    state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+    if measured:
+        state.best_global_step = (max if args.greater_is_better else min)(measured, key=measured.get)
+        state.best_metric = measured[state.best_global_step]
+        state.best_model_checkpoint = str(found[state.best_global_step])
+    instead = f"checkpoint-{state.best_global_step}" if measured else "the best evaluation from here on"
+    print_once(f"warning: the best evaluation was that of step {gone}, whose checkpoint is gone: {instead} takes its place")
 
 
 def belongs_to(name: str, process: PartialState, is_first: bool) -> bool:

@@ -1,6 +1,9 @@
 """The evaluation of a run: the last one, the mean of several datasets, and the metric that chooses the best checkpoint."""
 
-from harness.messages import UserError
+from pathlib import Path
+
+from harness import folder
+from harness.messages import UserError, print_once
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -38,6 +41,18 @@ class MeanEvaluation(TrainerCallback):
             metrics["eval_loss"] = sum(weights[label] * loss for label, loss in self.losses.items())
             self.trainer.log({"eval_loss": metrics["eval_loss"]})
             self.losses = {}
+
+
+def print_best_checkpoint(trainer: Trainer) -> None:
+    """Prints which evaluation chose the weights that are saved, with `load_best_model_at_end`."""
+    state = trainer.state
+    if not trainer.args.load_best_model_at_end:
+        return
+    if state.best_model_checkpoint:
+        best = f"eval_{trainer.args.metric_for_best_model.removeprefix('eval_')} {state.best_metric:.4f}"
+        print_once(f"The saved model is that of step {folder.step_of(Path(state.best_model_checkpoint))}, the best one: {best}.")
+    else:
+        print_once("warning: no checkpoint has an evaluation, so the saved model is that of the last step, not the best one")
 
 
 def check_metric_is_computed(trainer: Trainer) -> None:

@@ -12,7 +12,7 @@ from harness.run.agreement import make_cpu_group
 from harness.run.batches import AgreedReader
 from harness.run.checkpoints import find_checkpoint, print_changed_rows, print_kept_learning_rate
 from harness.run.disk import check_disk_space
-from harness.run.evaluation import MeanEvaluation, check_metric_is_computed, evaluate
+from harness.run.evaluation import MeanEvaluation, check_metric_is_computed, evaluate, print_best_checkpoint
 from harness.run.expectations import save_expectations
 from harness.run.failures import exit_for_known_failure, only_report, only_report_if_alone
 from harness.run.loss_scale import set_loss_scale
@@ -112,6 +112,7 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
         disconnect(trainer, stop, parts.reader)
         raise SystemExit(code)
 
+    print_best_checkpoint(trainer)
     save_model(trainer, original)
     evaluation: dict[str, float] = {}
     with only_report_if_alone("the last evaluation"):

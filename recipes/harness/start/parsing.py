@@ -45,14 +45,16 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # about accelerate's calls
     # `check_model_and_dataset` prints that a dataset comes from the cache where the Hub cannot be reached; a CPU has no TF32.
     # Offline, `kernels` reports that it did not check the publisher of a kernel; it did when the kernel was downloaded.
+    # transformers compares --save_steps 0.1 with the number of steps that it became; run.json says what has really changed.
     names = ("datasets.load", "datasets.packaged_modules.cache.cache", "transformers.training_args", "kernels.hf_hub")
-    for name in names:
+    for name in (*names, "transformers.trainer_utils"):
         logging.getLogger(name).addFilter(_is_useful)
 
 
 def _is_useful(record: logging.LogRecord) -> bool:
     message = record.getMessage()
-    return not any(words in message for words in ("offline mode", "Found the latest", "The speedups for torchdynamo"))
+    hidden = ("offline mode", "Found the latest", "The speedups for torchdynamo", "do not match the ones in the `trainer_state.json`")
+    return not any(words in message for words in hidden)
 
 
 def disable_peer_to_peer() -> None:

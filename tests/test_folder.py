@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import folder
+from harness import folder, restarts
 from harness.contexts import Context
 from harness.data.reading import file_versions
 from harness.messages import NODE_VARIABLE
@@ -24,6 +24,7 @@ IDENTITY |= {
     "sharded": True,
     "use_peft": False,
     "load_in_4bit": False,
+    "settings": {"learning_rate": 1e-3, "lora_r": 8, "logging_steps": 1, "max_grad_norm": 0.5, "max_steps": 10},
 }
 IDENTITY_OF_REHEARSAL = IDENTITY | {"tiny": True}
 
@@ -33,8 +34,13 @@ def claim(run, identity, is_default=False):
     folder.claim_output_dir(run, identity, is_default)
 
 
+def with_settings(**settings):
+    return IDENTITY | {"settings": IDENTITY["settings"] | settings}
+
+
 def begin_training(run):
     (run / "checkpoint-5").mkdir()
+    (run / "checkpoint-5/complete.json").touch()
 
 
 def test_claim(tmp_path):
@@ -49,6 +55,7 @@ KEYS_OF_ANOTHER_RUN = ["recipe", "model", "dataset", "dataset_config", "dataset_
 @pytest.mark.parametrize("key", KEYS_OF_ANOTHER_RUN)
 def test_folder_of_another_run_is_refused(tmp_path, error_of, key):
     claim(tmp_path / "run", IDENTITY)
+    begin_training(tmp_path / "run")
     other_files = {"data_files": [["other.jsonl", 9, 10**9]]} if key == "dataset" else {}
     message = error_of(claim, tmp_path / "run", IDENTITY | other_files | {key: True})
     assert key in message and "--output_dir" in message
@@ -72,6 +79,7 @@ def test_paths_can_be_named_in_another_way(tmp_path, error_of, key, make):
     for before, is_same in ((Path("m"), True), (Path("here/m"), True), (tmp_path / "gone/m", True), (Path("n"), False)):
         run = tmp_path / str(before).replace("/", "-")
         claim(run, IDENTITY | {key: make(before)})
+        begin_training(run)
         if is_same:
             claim(run, IDENTITY | {key: make(here)})
             assert read(run, "run.json")[key] == make(here)
@@ -79,11 +87,13 @@ def test_paths_can_be_named_in_another_way(tmp_path, error_of, key, make):
             assert f"holds a run with {key}" in error_of(claim, run, IDENTITY | {key: make(here)})
     (tmp_path / "other/m").mkdir(parents=True)
     claim(tmp_path / "run", IDENTITY | {key: make(tmp_path / "other/m")})
+    begin_training(tmp_path / "run")
     assert f"holds a run with {key}" in error_of(claim, tmp_path / "run", IDENTITY | {key: make(here)}), "both are there"
 
 
 def test_folder_of_another_dataset_of_the_hub_is_refused(tmp_path, error_of):
     claim(tmp_path / "run", IDENTITY | {"data_files": []})
+    begin_training(tmp_path / "run")
     assert "dataset a" in error_of(claim, tmp_path / "run", IDENTITY | {"data_files": [], "dataset": "b"})
 
 
@@ -116,7 +126,7 @@ def test_folder_that_cannot_be_written_is_refused(tmp_path, error_of):
     assert "cannot be written" in error_of(claim, tmp_path / "file" / "run", IDENTITY)
 
 
-def test_one_of_several_simultaneous_runs_claims_the_folder(tmp_path):
+def test_one_of_several_simultaneous_runs_gets_the_folder(tmp_path):
     script = (
         f"import sys; sys.path.insert(0, {str(ROOT / 'recipes')!r}); from pathlib import Path\n"
         "from harness import folder\n"
@@ -124,7 +134,9 @@ def test_one_of_several_simultaneous_runs_claims_the_folder(tmp_path):
         f"run, identity = Path({str(tmp_path / 'run')!r}), {IDENTITY!r} | {{'recipe': sys.argv[1]}}\n"
         "with exit_on_user_error():\n"
         "    folder.check_output_dir(run, identity, False); print(flush=True); sys.stdin.readline()\n"
-        "    folder.claim_output_dir(run, identity, False)"
+        "    folder.claim_output_dir(run, identity, False)\n"
+        "    held = folder.lock_run(run, identity)\n"
+        "    (run / 'checkpoint-1').mkdir()"
     )
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     runs = [subprocess.Popen([sys.executable, "-c", script, f"{number}"], text=True, **pipes) for number in range(6)]
@@ -255,11 +267,13 @@ def test_another_choice_of_rows_is_refused(tmp_path, error_of, key):
     claim(run, IDENTITY | {key: 8}, is_default=True)
     begin_training(run)
     message = error_of(claim, run, IDENTITY, is_default=True)
-    assert f"--{key}: " in message and f"run with 8, this run has {IDENTITY[key]}" in message
+    assert f"a run with --{key} 8, this run has --{key} " in message and "Evaluation rows" in message
 
 
 def test_changed_recipe_is_printed(tmp_path, capsys):
     claim(tmp_path / "run", IDENTITY, is_default=True)
+    claim(tmp_path / "run", IDENTITY | {"recipe_digest": "before"}, is_default=True)  # nothing was trained
+    begin_training(tmp_path / "run")
     assert "changed" not in capsys.readouterr().out
     claim(tmp_path / "run", IDENTITY | {"recipe_digest": "after"}, is_default=True)
     assert "a.py has changed since" in capsys.readouterr().out
@@ -318,15 +332,88 @@ def test_run_is_finished_when_it_has_trained_as_far_as_is_asked_for(tmp_path):
 
 def test_finished_run_exits(tmp_path, capsys, error_of):
     results = {"global_step": 10, "epoch": 1.0, "final_loss": 2.5}
-    folder.write_json(tmp_path / "train_results.json", results)
-    with pytest.raises(SystemExit) as end:
-        folder.exit_if_finished(tmp_path, 10, 3.0)
-    assert end.value.code == 0
-    printed = capsys.readouterr().out
-    assert "10 steps" in printed and "2.5" in printed and "--max_steps" in printed
-    assert "checkpoints were deleted" in error_of(folder.exit_if_finished, tmp_path, 11, 3.0)
+    folder.write_json(tmp_path / "train_results.json", IDENTITY | results)
+    for identity in (IDENTITY, with_settings(logging_steps=5, max_steps=8)):  # which do not matter for what is finished
+        with pytest.raises(SystemExit) as end:
+            folder.exit_if_finished(tmp_path, identity, 10, 3.0)
+        assert end.value.code == 0
+        printed = capsys.readouterr().out
+        assert "10 steps" in printed and "2.5" in printed and "--max_steps" in printed
+    assert "checkpoints were deleted" in error_of(folder.exit_if_finished, tmp_path, IDENTITY, 11, 3.0)
     begin_training(tmp_path)
-    folder.exit_if_finished(tmp_path, 11, 3.0)  # it resumes
+    folder.exit_if_finished(tmp_path, IDENTITY, 11, 3.0)  # it resumes
+
+
+def test_finished_run_names_other_settings(tmp_path, error_of):
+    """They would train nothing."""
+    folder.write_json(tmp_path / "train_results.json", IDENTITY | {"global_step": 10, "epoch": 1.0, "final_loss": 2.5})
+    other = with_settings(learning_rate=2e-3, weight_decay=0.1)
+    message = error_of(folder.exit_if_finished, tmp_path, other, 10, 3.0)
+    assert "is finished: 10 steps" in message
+    assert (
+        "with --learning_rate 0.001, --weight_decay the default, this run has --learning_rate 0.002, --weight_decay 0.1"
+        in message
+    )
+
+
+def test_all_differences_of_another_run_are_named_at_once(tmp_path, error_of):
+    claim(tmp_path, IDENTITY)
+    begin_training(tmp_path)
+    message = error_of(claim, tmp_path, with_settings(lora_r=16, optim="adafactor") | {"model": "b", "max_samples": 9})
+    assert (
+        "it holds a run with model a, --max_samples the default, --lora_r 8, --optim the default, this run has model b, "
+        in message
+    )
+    assert "--max_samples 9, --lora_r 16, --optim adafactor. Evaluation rows" in message
+    assert read(tmp_path, "run.json") == IDENTITY
+
+
+@pytest.mark.parametrize("name", restarts.MUST_BE_EQUAL)
+def test_setting_that_must_be_equal(tmp_path, error_of, name):
+    """A checkpoint with another one cannot be loaded, or what it has learned would mean something else."""
+    claim(tmp_path / "run", with_settings(**{name: ["a", "b"]}))
+    begin_training(tmp_path / "run")
+    claim(tmp_path / "run", with_settings(**{name: ["b", "a"]}))
+    assert f"--{name} b, this run has --{name} c" in error_of(claim, tmp_path / "run", with_settings(**{name: "c"})).replace(
+        "b a", "b"
+    )
+
+
+def test_settings_that_may_change(tmp_path, capsys):
+    """A line for each. Those that are in the checkpoint of the optimizer stay as they are, and run.json says so."""
+    claim(tmp_path, IDENTITY)
+    begin_training(tmp_path)
+    claim(
+        tmp_path, with_settings(max_grad_norm=1, logging_steps=9, learning_rate=2e-3, adam_beta1=0.8, lr_scheduler_type="linear")
+    )
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 4
+    assert "--max_grad_norm: 0.5 until now, 1 from here on." in printed
+    assert "--lr_scheduler_type: the default until now, linear from here on." in printed
+    assert any("--learning_rate 0.001 and continues with it: 0.002 has no effect" in line for line in printed)
+    assert any("--adam_beta1 the default and continues with it: 0.8 has no effect" in line for line in printed)
+    used = {"max_grad_norm": 1, "logging_steps": 9, "lr_scheduler_type": "linear"}
+    assert read(tmp_path, "run.json") == with_settings(**used)
+    claim(tmp_path, with_settings(**used))
+    assert not capsys.readouterr().out
+
+
+def test_schedulers_that_load_no_other_state(tmp_path, error_of):
+    claim(tmp_path, IDENTITY)
+    begin_training(tmp_path)
+    other = with_settings(lr_scheduler_type="reduce_lr_on_plateau")
+    assert "--lr_scheduler_type the default, this run has --lr_scheduler_type reduce" in error_of(claim, tmp_path, other)
+
+
+def test_run_that_trained_nothing_does_not_keep_its_folder(tmp_path, error_of):
+    """It died before its first checkpoint, perhaps because of a wrong data set. What it read is of no use."""
+    claim(tmp_path, IDENTITY)
+    (tmp_path / "data.json").touch()
+    other = IDENTITY | {"dataset": "b", "data_files": [], "model": "b"}
+    claim(tmp_path, other)
+    assert read(tmp_path, "run.json") == other and not (tmp_path / "data.json").exists()
+    (tmp_path / "model.safetensors").touch()
+    assert "model b" in error_of(claim, tmp_path, IDENTITY)
 
 
 def test_default_output_dir():

@@ -1,7 +1,8 @@
 """The output directory of a run: which run it belongs to, whether it may be used, whether the run is finished.
 
-`run.json` is written before the first process starts. It names the recipe, config, model and dataset, and has the name, size and
-modification time of each local file of the dataset, by which a changed file is found.
+`run.json` is written before the first process starts. It names the recipe, config, model and dataset, and has the settings that
+are not defaults, and the name, size and modification time of each local file of the dataset, by which a changed file is found.
+`starts.json` has an entry for each start of the run, see `start/record.py`.
 `train_results.json` is written last and marks a finished run.
 """
 
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from harness.messages import NODE_VARIABLE, UserError, print_once
+from harness.restarts import LENGTHS, before_and_now, changed_settings, keep_settings, must_be_equal
 
 from filelock import FileLock, Timeout
 
 RUN = "run.json"
 RESULTS = "train_results.json"
+STARTS = "starts.json"
 DATA = "data.json"  # what `load` read and skipped
 LOCK = ".lock"
 COMPLETION_MARKER = "complete.json"  # in a checkpoint: every process has written its part
@@ -30,7 +33,9 @@ NOT_WRITABLE = 74  # exit code of a run that could not write into its output dir
 # The arguments that decide which rows a run trains on, and which it evaluates on.
 CHOICE_OF_ROWS = ("max_samples", "max_eval_samples", "dataset_streaming", "column_map", "split_conversations", "text_rows")
 # The keys of run.json that may differ between two starts of a run, under the conditions of `_check_same_run`.
-MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", *CHOICE_OF_ROWS)
+MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "settings", *CHOICE_OF_ROWS)
+# What is there once a run has trained: such a folder belongs to its run.
+TRAINED = ("checkpoint-*", "damaged-checkpoint-*", "*.safetensors", RESULTS)
 
 Types = dict[str, type | tuple[type, ...]]  # the exact ones of a JSON object's values, by their keys
 NUMBER = (int, float)
@@ -176,10 +181,13 @@ def lock_run(folder: Path, identity: dict) -> FileLock:
 
     Raises UserError if another run is writing into the folder, or has replaced that rehearsal since.
     """
+    replaced = UserError(f"--output_dir: another run has started in {folder}: wait for it, stop it, or choose another folder")
+    if not _is_same_run(read_json(folder / RUN), identity):  # before the lock, which that run is about to take
+        raise replaced
     held = lock(folder)
     if not _is_same_run(read_json(folder / RUN), identity):
         held.release()
-        raise UserError(f"--output_dir: another run has started in {folder}: wait for it, stop it, or choose another folder")
+        raise replaced
     return held
 
 
@@ -201,10 +209,13 @@ def check_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
 
 
 def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
-    """Writes run.json into a folder that passed `check_output_dir`. Safe if two runs start at the same time."""
+    """Writes run.json into a folder that passed `check_output_dir`. Safe if two runs start at the same time.
+
+    Prints what is different from the run that the folder has; `identity` then says what this start uses of it.
+    """
     existing = _read_run_file(folder)
     try:
-        if _is_replaced_rehearsal(existing, identity, is_default):
+        if is_replaced_rehearsal(folder, identity, is_default):
             held = lock(folder)  # raises UserError if it has started since `check_output_dir`
             moved, replaced = folder.with_name(f"{folder.name}.{Path(existing['config']).name}"), ""
             if read_json(moved / RUN).get("tiny"):
@@ -217,20 +228,39 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         held = lock(folder)
         _check_same_run(folder, _read_run_file(folder), identity, is_default)
+        messages = keep_settings(existing, identity) if newest_complete_checkpoint(folder) else []
         written = read_json(folder / RUN)
+        if written and not has_trained(folder) and not _is_same_run(written, identity):
+            for name in (DATA, STARTS):  # of a run that has trained nothing
+                (folder / name).unlink(missing_ok=True)
         # That of the first node stays, so that it is the same on all.
         if written != identity and not (NODE_VARIABLE in os.environ and _is_same_run(written, identity)):
             write_json(folder / RUN, identity)
         held.release()
     except OSError as error:
         raise UserError(f"--output_dir: {folder} cannot be written ({error.strerror}): choose another folder") from error
-    if existing.get("recipe_digest", identity["recipe_digest"]) != identity["recipe_digest"]:
+    for message in messages:
+        print_once(message)
+    if existing.get("recipe_digest", identity["recipe_digest"]) != identity["recipe_digest"] and has_trained(folder):
         print_once(f"{identity['recipe']}.py has changed since {folder} was last trained; the run resumes with the new version.")
     if existing and identity["data_files"] and "data_files" not in _with_data_files(folder, existing, identity):
         print_once(
             f"warning: whether the files of {identity['dataset']} have changed since the run in {folder} began cannot be "
             "checked: an earlier version of this project did not record them"
         )
+
+
+def has_trained(folder: Path) -> bool:
+    """Whether there is something of a run that another run must not replace."""
+    return any(path for pattern in TRAINED for path in folder.glob(pattern))
+
+
+def read_starts(folder: Path) -> list[dict]:
+    """The starts of a run, the last one at the end. Nothing depends on them, so a damaged file counts as none."""
+    with contextlib.suppress(DamagedFile):
+        starts = read_json(folder / STARTS, {"starts": list}).get("starts", [])
+        return [start for start in starts if isinstance(start, dict)]
+    return []
 
 
 def _read_run_file(folder: Path) -> dict:
@@ -243,7 +273,7 @@ def _read_run_file(folder: Path) -> dict:
 def check_types_of_run(run: dict, name: str) -> dict:
     """`run`, which is the content of a run.json or {}. Raises DamagedFile unless it has what this project reads of it."""
     if run:
-        check_types(run, RUN_TYPES, name)
+        check_types(run, RUN_TYPES | ({"settings": dict} if "settings" in run else {}), name)
         files = run.get("data_files", [])
         if not isinstance(files, list) or not all(
             isinstance(file, list) and [type(value) for value in file] == [str, int, int] for file in files
@@ -252,18 +282,20 @@ def check_types_of_run(run: dict, name: str) -> dict:
     return run
 
 
-def _is_replaced_rehearsal(existing: dict, identity: dict, is_default: bool) -> bool:
+def is_replaced_rehearsal(folder: Path, identity: dict, is_default: bool) -> bool:
     """Whether a rehearsal in the default folder is moved away, because it is not the one that `identity` describes."""
-    if not (is_default and identity["tiny"] and existing.get("tiny")):
+    if not (is_default and identity["tiny"]):
         return False
-    return not _is_same_run(existing, identity)
+    existing = _read_run_file(folder)
+    return existing.get("tiny", False) and not _is_same_run(existing, identity)
 
 
 def _is_same_run(existing: dict, identity: dict) -> bool:
-    """Whether two run.json are equal, but for their dates, and the paths and times of the same local files."""
-    keys = (existing.keys() | identity.keys()) - {"date"}
+    """Whether two run.json are equal, but for their dates, the paths and times of the same files, and what may change."""
+    keys = (existing.keys() | identity.keys()) - {"date", "settings"}
     different = [key for key in keys if existing.get(key) != identity.get(key)]
-    return all(names_same_files(key, existing, identity) for key in different)
+    is_same = all(names_same_files(key, existing, identity) for key in different)
+    return is_same and not must_be_equal(changed_settings(existing, identity))
 
 
 def names_same_files(key: str, existing: dict, identity: dict) -> bool:
@@ -296,16 +328,15 @@ def _is_same_path(before: str, now: str) -> bool:
 
 def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bool) -> None:
     """Raises UserError unless `folder` is free, or its run is the one that `identity` describes."""
-    if _is_replaced_rehearsal(existing, identity, is_default):
+    if is_replaced_rehearsal(folder, identity, is_default):
         return
     if not existing:
         if folder.is_dir() and any(not path.name.startswith((LOCK, f".{RUN}.")) for path in folder.iterdir()):
             raise UserError(f"--output_dir: {folder} has files that are not from a run: choose an empty or new folder")
         return
     existing = _with_data_files(folder, existing, identity)
-    has_checkpoints = bool(list(folder.glob("checkpoint-*")))
-    has_begun = has_checkpoints or (folder / RESULTS).exists()
-    check_same_run("--output_dir", str(folder), existing, identity, has_begun, has_checkpoints)
+    if has_trained(folder):
+        check_same_run("--output_dir", str(folder), existing, identity, bool(list(folder.glob("checkpoint-*"))))
 
 
 def _with_data_files(folder: Path, existing: dict, identity: dict) -> dict:
@@ -324,55 +355,51 @@ def _with_data_files(folder: Path, existing: dict, identity: dict) -> dict:
     return existing | {"data_files": files}
 
 
-def check_same_run(
-    flag: str, place: str, existing: dict, identity: dict, has_begun: bool, has_checkpoints: bool, is_copy: bool = False
-) -> None:
-    """Raises UserError unless `existing`, the run.json of a folder or a mirror, is of the run that `identity` describes.
+def check_same_run(flag: str, place: str, existing: dict, identity: dict, has_checkpoints: bool, is_copy: bool = False) -> None:
+    """Raises UserError, with all differences, unless `existing` is of the run that `identity` describes.
 
-    `flag`, `place`: what the user has passed. `is_copy`: perhaps of another machine, whose data files have times of their own.
+    `existing`: the run.json of a folder or a mirror whose run has trained. `flag`, `place`: what the user has passed. `is_copy`:
+    perhaps of another machine, whose data files have times of their own.
     """
-    choose = f"choose another {flag}" + ("" if is_copy else ", or move that folder away")
-    for key in identity:
-        if key not in MAY_DIFFER and existing.get(key) != identity[key] and not names_same_files(key, existing, identity):
-            raise UserError(
-                f"{flag}: {place} holds a run with {key} {existing.get(key)}, this run has {key} {identity[key]}: {choose}"
-            )
-    if not has_begun:
-        return
-    for key in CHOICE_OF_ROWS:
-        if existing.get(key, identity[key]) != identity[key]:
-            raise UserError(
-                f"--{key}: {place} holds a run with {existing[key]}, this run has {identity[key]}. Evaluation rows might be "
-                f"trained on: pass the same value, or choose another {flag}"
-            )
+    keys = [key for key in identity if key not in MAY_DIFFER and not names_same_files(key, existing, identity)]
+    differences = {key: (existing.get(key), identity[key]) for key in keys}
+    rows = {key: (existing.get(key, identity[key]), identity[key]) for key in CHOICE_OF_ROWS if key in identity}
+    differences |= {f"--{key}": values for key, values in rows.items()}
+    differences |= {f"--{key}": values for key, values in must_be_equal(changed_settings(existing, identity)).items()}
+    differences = {name: values for name, values in differences.items() if values[0] != values[1]}
+    problems = []
+    if differences:
+        before, now = before_and_now(differences)
+        problems.append(f"it holds a run with {before}, this run has {now}")
     # Copies on the disks of other nodes have times of their own, so only their sizes are compared.
     if not ((is_copy or NODE_VARIABLE in os.environ) and names_same_files("data_files", existing, identity)):
-        _check_data_files(place, existing, identity, choose)
+        problems += _changed_data_files(existing, identity)
     if has_checkpoints and existing.get("sharded") != identity["sharded"]:
         kinds = {True: "FSDP", False: "unsharded"}
-        raise UserError(
-            f"{flag}: {place} holds {kinds[not identity['sharded']]} checkpoints of {existing.get('config')}, which "
-            f"{identity['config']} ({kinds[identity['sharded']]}) cannot resume: {choose}"
+        problems.append(
+            f"it holds {kinds[not identity['sharded']]} checkpoints of {existing.get('config')}, which {identity['config']} "
+            f"({kinds[identity['sharded']]}) cannot resume"
         )
+    if problems:
+        of_rows = any(values[0] != values[1] for values in rows.values()) or "has changed since" in " ".join(problems)
+        reason = ". Evaluation rows might be trained on" if of_rows else ""
+        choose = f"pass the same values, choose another {flag}" + ("" if is_copy else ", or move that folder away")
+        raise UserError(f"{flag}: {place}: {'; '.join(problems)}{reason}: {choose}")
 
 
-def _check_data_files(place: str, existing: dict, identity: dict, choose: str) -> None:
-    """Raises UserError if a local file of the dataset has changed since run.json was written."""
+def _changed_data_files(existing: dict, identity: dict) -> list[str]:
+    """Which local files of the dataset have changed since run.json was written."""
     before, now = existing.get("data_files", identity["data_files"]), identity["data_files"]
-    for file in [*now, *before]:
-        if file in now and file in before:
-            continue
-        name, size, _ = file
-        times = [time for other, other_size, time in before if (other, other_size) == (name, size) and file in now]
+    names = dict.fromkeys(file[0] for file in [*now, *before] if file not in now or file not in before)
+    problems = []
+    for name in names:
+        sizes = {size for other, size, _ in now if other == name}
+        times = [time for other, size, time in before if other == name and size in sizes]
         same = (
-            f". If only its time has changed: `touch -d @{times[0] // 10**9}.{times[0] % 10**9:09} FILE` sets it back"
-            if times
-            else ""
+            f" (if only its time has: `touch -d @{times[0] // 10**9}.{times[0] % 10**9:09} FILE` sets it back)" if times else ""
         )
-        raise UserError(
-            f"--dataset_name: {name} of {identity['dataset']} has changed since the run in {place} began. Evaluation rows might "
-            f"be trained on: {choose}{same}"
-        )
+        problems.append(f"{name} of {identity['dataset']} has changed since the run began{same}")
+    return problems
 
 
 def check_saved_model(folder: Path) -> None:
@@ -417,9 +444,24 @@ def describe_end(results: dict) -> str:
     return f"{results['global_step']} steps{loss}"
 
 
-def exit_if_finished(folder: Path, max_steps: int, num_train_epochs: float) -> None:
-    """Exits with code 0 if the run has trained as far as is asked for. Raises UserError if it has not and cannot resume."""
+def check_settings_of_finished(flag: str, place: str, results: dict, identity: dict) -> None:
+    """Raises UserError if a finished run with these results had other settings than `identity` has: they would train nothing."""
+    changes = changed_settings(results, identity)
+    if changes := {f"--{name}": values for name, values in changes.items() if name not in LENGTHS}:
+        before, now = before_and_now(changes)
+        raise UserError(
+            f"{flag}: {place} is finished: {describe_end(results)}. It was trained with {before}, this run has {now}: choose "
+            f"another {flag} to train with that"
+        )
+
+
+def exit_if_finished(folder: Path, identity: dict, max_steps: int, num_train_epochs: float) -> None:
+    """Exits with code 0 if the run has trained as far as is asked for. Raises UserError if it has not and cannot resume.
+
+    Also raises UserError if it is finished with other settings than `identity` has.
+    """
     if results := finished_results(folder, max_steps, num_train_epochs):
+        check_settings_of_finished("--output_dir", str(folder), results, identity)
         flag = "--max_steps" if max_steps > 0 else "--num_train_epochs"
         print_once(
             f"{folder} is finished: {describe_end(results)}.\n"

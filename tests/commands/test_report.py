@@ -1,5 +1,6 @@
 """`--report` compares finished runs: as a table with a picture, or as JSON."""
 
+import itertools
 import json
 
 from harness.commands import report
@@ -21,7 +22,8 @@ def runs(rehearse):
 def test_table_and_picture(runs, launch, tmp_path):
     process = launch("--report", *runs, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in process.stdout.splitlines() if line[:1] == "|"]
+    lines = itertools.takewhile(lambda line: line[:1] == "|", process.stdout.splitlines())
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     rows = [dict(zip(table[0], row, strict=True)) for row in table[2:]]
     assert [row["processes"] for row in rows] == ["1", "2"]
     one, rates = read(runs[1]), {str(read(run)["world_size"]): read(run)["tokens_per_second"] for run in runs}
@@ -66,10 +68,20 @@ def test_runs_that_differ(tmp_path, capsys, monkeypatch):
         (tmp_path / name).mkdir()
         results = numbers | {"world_size": processes, "final_loss": 1.0, "recipe": name, "gpu_utilization": [97.0] * processes}
         results["gpu_memory_gb"] = [14.21] * processes
+        results |= {"settings": {"seed": 3, "output_dir": name} | ({"lora_r": 16} if name == "b" else {})}
+        results |= {"versions": {"torch": "2.13", "trl": f"1.{processes}"}, "data_files": [["rows.jsonl", processes, 0]]}
         (tmp_path / name / "train_results.json").write_text(json.dumps(results))
     report.main("a", "b")
     printed = capsys.readouterr()
     assert "differ in recipe" in printed.err and "| 97 97 | 14.2 14.2" in printed.out
+    differences = printed.out.partition("In what these runs differ")[2].splitlines()[2:8]
+    assert [line.split() for line in differences if "---" not in line] == [
+        ["|", "setting", "|", "a", "|", "b", "|"],
+        ["|", "recipe", "|", "a", "|", "b", "|"],
+        ["|", "data_files", "|", "1", "with", "1", "bytes", "|", "1", "with", "2", "bytes", "|"],
+        ["|", "trl", "|", "1.1", "|", "1.2", "|"],
+        ["|", "lora_r", "|", "|", "16", "|"],
+    ]
 
 
 @pytest.fixture

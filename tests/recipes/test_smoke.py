@@ -58,7 +58,10 @@ def trainers():
     return {}
 
 
-def test_pair_trains_and_saves_a_model(rehearse, workdir, build_trainer, trainers, hybrid_2x2, recipe, config):
+def test_pair_trains_and_saves_a_model(
+    rehearse, fork_launch, workdir, build_trainer, trainers, hybrid_2x2, tmp_path, recipe, config
+):
+    check_start(fork_launch, recipe, config, tmp_path)
     rehearsed_config = hybrid_2x2 if config == HYBRID else config
     run = rehearse(recipe, rehearsed_config)
     results = read(run)
@@ -101,6 +104,24 @@ def test_pair_trains_and_saves_a_model(rehearse, workdir, build_trainer, trainer
     assert AutoTokenizer.from_pretrained(run).chat_template == trainer.processing_class.chat_template
     if (recipe, config) in PAIRS:
         check_recipe_of_readme(run, results, logged, *PAIRS[recipe, config])
+
+
+def check_start(fork_launch, recipe, config, folder):
+    """A config that is rehearsed with fewer processes than it has starts with all of them."""
+    if fewer_processes(config) or config == HYBRID:
+        process = fork_launch("--tiny", recipe, config, "--output_dir", folder / "checked", trains=False)
+        assert process.returncode == 0, process.stderr
+
+
+def test_pair_that_starts_with_fewer_processes_only(fork_launch, tmp_path):
+    """Two processes can divide the rows of its steps, the four of the config cannot."""
+    recipe = tmp_path / "mine.py"
+    source = (ROOT / f"recipes/{RECIPE}.py").read_text()
+    recipe.write_text(
+        re.sub(r"global_batch_size=\d+", "global_batch_size=4", re.sub(r"train_batch_size=\d+", "train_batch_size=2", source))
+    )
+    with pytest.raises(AssertionError, match="--global_batch_size 4 is not a multiple of 8"):
+        check_start(fork_launch, str(recipe), "4gpu_ddp", tmp_path)
 
 
 def check_recipe_of_readme(run, results, logged, processes, sharded):

@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, losses, read, slow
+from peft import LoraConfig
 from rehearsals import SHORT, fewer_processes
 from safetensors.torch import load_file
 from trl import SFTTrainer
@@ -187,18 +188,24 @@ def test_warnings_compare_rows(tmp_path, capsys, monkeypatch, now, is_stream, me
     assert message in printed and bool(printed) == bool(message)
 
 
-@pytest.mark.parametrize("rate", [5e-3, 1e-6])
-def test_another_learning_rate_on_resume_is_a_warning(tmp_path, capsys, rate):
-    """transformers restores the schedule."""
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=5e-3)
-    schedule = transformers.get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=10)
-    torch.save(schedule.state_dict(), tmp_path / "scheduler.pt")
-    checkpoints.print_kept_learning_rate(tmp_path, SimpleNamespace(learning_rate=rate))
-    printed = capsys.readouterr().out
-    if rate == 5e-3:
-        assert printed == ""
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, ""),
+        ({"target_modules": ["v_proj", "q_proj"]}, ""),
+        ({"r": 16, "lora_alpha": 64}, "has r 8, lora_alpha 8, that of this run has r 16, lora_alpha 64"),
+        ({"target_modules": ["q_proj"]}, "has target_modules q_proj v_proj, that of this run has target_modules q_proj"),
+    ],
+)
+def test_adapter_of_another_shape_or_scale_is_refused(tmp_path, error_of, changes, words):
+    """Of a recipe that makes its own: run.json does not have its settings."""
+    settings = {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    LoraConfig(**settings).save_pretrained(tmp_path)
+    model = SimpleNamespace(peft_config={"default": LoraConfig(**settings | changes)})
+    if words:
+        assert words in error_of(checkpoints.check_adapter, tmp_path, model)
     else:
-        assert "--learning_rate 0.005 and continues with it: 1e-06 has" in printed
+        checkpoints.check_adapter(tmp_path, model)
 
 
 def test_checkpoint_with_nan_is_not_complete(build_trainer, monkeypatch):

@@ -288,9 +288,12 @@ def test_a_second_run_is_refused(place, tmp_path, error_of, capsys):
     assert "waiting" not in capsys.readouterr().out
     kill(run)
     began = time.monotonic()
-    place("second")
+    second = place("second")
     assert time.monotonic() - began >= 1 and "waiting 1 s for a sign" in capsys.readouterr().out
-    with pytest.raises(UserError, match="holds a run with model tiny, this run has model other: choose another --mirror"):
+    save(second, 2)
+    with pytest.raises(
+        UserError, match="holds a run with model tiny, this run has model other: pass the same values, choose another --mirror"
+    ):
         mirror.check(run.storage.url, IDENTITY | {"model": "other"}, tmp_path / "third")
 
 
@@ -376,6 +379,7 @@ BEAT = {"run": "other", "host": "a", "silence": 1, "written": 1.0}
         ("run.json", "[]", "run.json is damaged"),
         ("run.json", '{"recipe": 3}', "recipe is 3, expected a text"),
         ("run.json", json.dumps(IDENTITY | {"data_files": [[1]]}), "data_files has other entries"),
+        ("run.json", json.dumps(IDENTITY | {"settings": []}), "settings is [], expected an object"),
         ("run.json", "[" * 100_000, "run.json is damaged"),
         ("train_results.json", '{"global_step": "6"}', "global_step is '6', expected a whole number"),
         ("train_results.json", '{"global_step": 6, "final_loss": 1}', "epoch is missing"),

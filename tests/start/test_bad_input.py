@@ -281,6 +281,7 @@ FILES = {
     "more.jsonl": "\n".join(json.dumps({"text": f"more {row}"}) for row in range(50)),
     "damaged/run.json": "{",
     "taken/run.json": json.dumps({"recipe": "another", "tiny": False, "sharded": False, "config": "c"}),
+    "taken/checkpoint-1/complete.json": "{}",
     "busy/run.json": json.dumps({"recipe": "another", "tiny": False, "sharded": False, "config": "c"}),
 }
 

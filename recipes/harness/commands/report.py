@@ -15,6 +15,7 @@ from typing import Any
 from harness.commands import arguments
 from harness.folder import RESULTS, read_json
 from harness.messages import UserError, exit_on_user_error
+from harness.restarts import in_words
 from harness.run.forecast import describe_forecast, forecast_of
 
 COLUMNS = (
@@ -39,6 +40,7 @@ COLUMNS = (
 NEEDED = ("num_nodes", "world_size", "train_runtime", "tokens_per_second", "peak_gpu_gb", "peak_host_gb", "final_loss")
 MEASURED = {"forecast", "tokens", "global_step", "peak_gpu_reserved_gb"}  # what a run with a plan has besides
 COMPARED = ("recipe", "model", "dataset", "device", "tiny")
+DESCRIBED = (*COMPARED, "recipe_digest", "config", "dataset_config", "use_peft", "load_in_4bit", "attention", "global_step")
 
 
 def main(*words: str) -> None:
@@ -63,6 +65,9 @@ def main(*words: str) -> None:
     print_table(rows if any("peak_gpu_gb" in (run.get("forecast") or {}) for run in runs) else [row[:-2] for row in rows])
     for name, lines in compared.items():
         print("\n" + "\n".join([f"{name}, against its plan:", *lines]))
+    if differing := differences_of(runs):
+        print("\nIn what these runs differ (an empty cell: the default):\n")
+        print_table([("setting", *(run["name"] for run in runs)), *differing])
     differences = [name for name in COMPARED if len({str(run.get(name)) for run in runs}) > 1]
     if differences:
         print(f"\nwarning: these runs differ in {', '.join(differences)}, so their speeds may not be comparable", file=sys.stderr)
@@ -125,6 +130,19 @@ def table_row(run: dict[str, Any]) -> tuple[str, ...]:
         "–".join(f"{speed:,}" for speed in forecast.get("tokens_per_second") or []),
         f"{forecast['peak_gpu_gb']:.1f}" if "peak_gpu_gb" in forecast else "",
     )
+
+
+def differences_of(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A row for everything in which runs differ: what they trained, their settings, the versions of packages."""
+    described = []
+    for run in runs:
+        files = run.get("data_files") or []
+        data = {"data_files": f"{len(files)} with {sum(size for _, size, _ in files):,} bytes"} if files else {}
+        told = {name: run.get(name) for name in DESCRIBED} | data | run.get("settings", {}) | run.get("versions", {})
+        described.append({name: value for name, value in told.items() if name not in ("output_dir", "run_name")})
+    names = dict.fromkeys(name for told in described for name in told)
+    rows = [(name, *("" if told.get(name) is None else in_words(told[name]) for told in described)) for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

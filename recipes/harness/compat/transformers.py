@@ -177,7 +177,7 @@ class TrainerWithHooks:
         super()._save_checkpoint(model, trial)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        """Saves at the best evaluation. With save_steps above eval_steps, transformers saves only at some, and then the last model."""
+        """Saves at the best evaluation. transformers saves at save_steps only, and the model of the last step at the end."""
         is_new_best = super()._determine_best_metric(metrics, trial)
         if is_new_best and self.args.load_best_model_at_end:
             self.control.should_save = True

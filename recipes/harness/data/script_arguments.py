@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from harness.data.sources import DataSettings
 from harness.messages import UserError
@@ -62,6 +63,9 @@ class ScriptArguments(trl.ScriptArguments):
     )
 
     data: DataSettings | None = field(default=None, init=False)  # set by `parse` from these and other arguments; no flag
+    # The values that are not defaults, by where they come from (see `start/record.py`), and all values as the parser made them.
+    asked: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
+    parsed: dict[str, Any] = field(default_factory=dict, init=False)
     # Set by `parse`. Without an annotation they are no fields, so they are no flags.
     given = frozenset()  # names of all arguments that the user passed
     asked_accumulation_steps = None  # the gradient_accumulation_steps that were asked for, without global_batch_size

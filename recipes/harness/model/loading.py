@@ -190,6 +190,15 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, with_
         raise UserError(f"--max_length is {length}, but {name} has {positions} positions: pass {positions} or less")
 
 
+def host_memory_of_node(processes: int, loading: float, training: float, saving: float) -> float:
+    """Bytes of host memory that a run needs on a node with so many processes.
+
+    `loading`: of all copies of the model while they are loaded. `training`: of what offload keeps there. `saving`: of the model
+    that the first process gathers, in float32.
+    """
+    return processes * PROCESS_BYTES + max(loading, training, saving)
+
+
 def check_host_memory(model_args: ModelConfig, config: AccelerateConfig, context: Context) -> None:
     """Prints and checks what a run that keeps weights in host memory needs there. Raises UserError if it is too little.
 
@@ -226,7 +235,8 @@ def check_host_memory(model_args: ModelConfig, config: AccelerateConfig, context
             adapter = build_adapter_on_meta(model_args, model_args.model_name_or_path)
             trained, frozen = sum(weight.numel() for weight in adapter.parameters() if weight.requires_grad), shards
         training = frozen + 16 * trained * processes // context.processes  # weights, gradients and two moments in float32
-    needed = processes * PROCESS_BYTES + max(loading, training)
+    saving = 0 if model_args.use_peft else 4 * parameters
+    needed = host_memory_of_node(processes, loading, training, saving)
     free, swap = min(psutil.virtual_memory().available, memory_limit()), psutil.swap_memory().free
     numbers = f"about {needed / 1e9:.0f} GB of host memory, {free / 1e9:.0f} GB are free"
     if needed > free + swap:

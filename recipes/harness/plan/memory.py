@@ -1,6 +1,6 @@
 """The memory of a run: what must stay free on a GPU next to the peak, on which cards it fits, host memory and disk."""
 
-from harness.model.loading import PROCESS_BYTES
+from harness.model.loading import host_memory_of_node
 from harness.plan.cards import GB, Card
 from harness.plan.links import has_nvlink_rate
 from harness.plan.simulation import Simulation
@@ -59,7 +59,7 @@ def needed_host_memory(simulation: Simulation) -> float:
         loading = simulation.copies * max(0, simulation.host_peaks["load"].bytes - simulation.quantized)
     training = max((peak.bytes for moment, peak in simulation.host_peaks.items() if moment != "load"), default=0)
     saving = 0 if simulation.is_adapter else 4 * simulation.parameters  # gathered on the first process, in float32
-    return per_node * PROCESS_BYTES + max(loading, per_node * training, saving)
+    return host_memory_of_node(per_node, loading, per_node * training, saving)
 
 
 def disk_space(simulation: Simulation) -> float:

@@ -28,3 +28,19 @@ def maximum(number: int, group: ProcessGroup | None) -> int:
     tensor = torch.tensor([number])
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
     return int(tensor)
+
+
+def make_group_for_failures(seconds: float = 30) -> ProcessGroup | None:
+    """A group for `all_failed`, in which a process waits `seconds` for the others; None for one process."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
+
+
+def all_failed(group: ProcessGroup | None) -> bool:
+    """Whether all processes have failed. Only those call this that have; False if the others do not in time."""
+    try:
+        maximum(1, group)
+        return True
+    except RuntimeError:
+        return False

@@ -8,6 +8,7 @@ from pathlib import Path
 from harness import folder
 from harness.folder import NUMBER, DamagedFile, read_json
 from harness.messages import UserError, print_once
+from harness.restarts import before_and_now
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
 from harness.run.progress import Progress
 from harness.run.settings import RunSettings
@@ -24,6 +25,9 @@ DATA_SETTINGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "
 STATE = {"global_step": int, "max_steps": int, "epoch": (*NUMBER, type(None)), "log_history": list, "num_input_tokens_seen": int}
 STATE |= {"total_flos": NUMBER, "best_metric": (*NUMBER, type(None)), "best_global_step": (int, type(None))}
 STATE |= {"best_model_checkpoint": (str, type(None)), "stateful_callbacks": dict}
+# What decides the shape of an adapter, and how much it adds, in its settings.
+ADAPTER = ("peft_type", "r", "lora_alpha", "target_modules", "target_parameters", "modules_to_save", "rank_pattern")
+ADAPTER += ("alpha_pattern", "use_rslora", "use_dora", "bias")
 RANK_IN_NAME = re.compile(r"_(\d+)(?:_\d+)?\.\w+$")  # rng_state_3.pth, __3_0.distcp: a file that one process writes
 
 
@@ -208,17 +212,19 @@ def print_changed_rows(checkpoint: Path, args: TrainingArguments, is_stream: boo
     print_once(f"warning: the steps of {checkpoint} had {old_rows} rows, those of this run have {new_rows}: {outcome}")
 
 
-def print_kept_learning_rate(checkpoint: Path, args: TrainingArguments) -> None:
-    """Prints a warning if --learning_rate has no effect: the scheduler continues with the learning rate of the checkpoint."""
-    file = checkpoint / "scheduler.pt"
-    if not file.is_file():
-        return
-    rates = torch.load(file, weights_only=True).get("base_lrs", [])
-    if rates and args.learning_rate not in rates:
-        print_once(
-            f"warning: the run began with --learning_rate {rates[0]:g} and continues with it: {args.learning_rate:g} has no "
-            "effect; pass another --output_dir to train with it from the start"
-        )
+def check_adapter(checkpoint: Path, model: torch.nn.Module) -> None:
+    """Raises UserError if the adapter of a checkpoint is not like that of the model, also where a recipe makes its own."""
+    saved = read_json(checkpoint / "adapter_config.json")
+    for adapter in getattr(model, "peft_config", {}).values() if saved else ():
+        now = {name: sorted(value) if isinstance(value, set | list) else value for name, value in adapter.to_dict().items()}
+        before = {name: sorted(value) if isinstance(value, list) else value for name, value in saved.items()}
+        changes = {name: (before[name], now.get(name)) for name in ADAPTER if name in before and before[name] != now.get(name)}
+        if changes:
+            of_checkpoint, of_run = before_and_now(changes)
+            raise UserError(
+                f"--output_dir: the adapter in {checkpoint} has {of_checkpoint}, that of this run has {of_run}: pass the same "
+                "values, or choose another --output_dir"
+            )
 
 
 def rows_per_step(settings: dict) -> int:

@@ -40,17 +40,22 @@ def only_report(what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def only_report_if_alone(what: str) -> Iterator[None]:
-    """As `only_report`, for collective work. Of several processes the others wait for this one, so the error ends the run."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        with only_report(what):
-            yield
-        return
+def only_report_if_all(what: str, group: Any) -> Iterator[None]:
+    """As `only_report`, for collective work, if all processes of the `group` fail. If only some do, the others wait for them.
+
+    `group`: of `make_group_for_failures`.
+    """
+    from harness.run.agreement import all_failed  # here, because a launcher imports this module before torch
+
     try:
         yield
-    except Exception:
+    except Exception as error:
+        if all_failed(group):
+            with only_report(what):
+                raise
+            return
         print(f"warning: {what} failed in process {os.environ['RANK']}, the model is saved; the run ends.", flush=True)
-        raise
+        raise error
 
 
 def exit_if_out_of_memory(error: Exception, trainer: Any = None) -> None:

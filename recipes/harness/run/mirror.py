@@ -27,6 +27,7 @@ from harness import folder
 from harness.folder import COMPLETION_MARKER, NUMBER, RESULT_TYPES, RESULTS, RUN, DamagedFile, read_json
 from harness.messages import UserError, print_once, readable_size
 from harness.nodes.variables import seconds_of_silence
+from harness.restarts import keep_settings
 from harness.run.agreement import maximum
 from harness.run.checkpoints import belongs_to
 from harness.run.marker import (
@@ -66,9 +67,12 @@ def check(url: str, identity: dict, output_dir: Path) -> dict:
         raise UserError(f"--mirror: {url} is in the output directory, so both would be lost together: pass another URL")
     run = at_start(storage, lambda: folder.check_types_of_run(storage.read(RUN, {}), f"{storage.url}/{RUN}"), patience=10)
     results = at_start(storage, lambda: storage.read(RESULTS, RESULT_TYPES))
-    if run:
-        has_checkpoints = bool(at_start(storage, storage.checkpoints))
-        folder.check_same_run("--mirror", url, run, identity, has_checkpoints or bool(results), has_checkpoints, is_copy=True)
+    has_checkpoints = bool(at_start(storage, storage.checkpoints))
+    if run and (has_checkpoints or results):
+        folder.check_same_run("--mirror", url, run, identity, has_checkpoints, is_copy=True)
+        if has_checkpoints and not folder.newest_complete_checkpoint(output_dir):
+            for message in keep_settings(run, identity):  # the newest of the mirror is downloaded
+                print_once(message)
     Heartbeat(storage, output_dir).wait_for_silence()
     return results
 
@@ -86,8 +90,10 @@ def claim(url: str, identity: dict, output_dir: Path) -> None:
     at_start(storage, lambda: storage.write(RUN, identity))
 
 
-def exit_if_finished(url: str, uploaded: dict, training_args: TrainingArguments) -> None:
+def exit_if_finished(url: str, uploaded: dict, identity: dict, training_args: TrainingArguments) -> None:
     """Exits with code 0 if the finished run is in the mirror or in the output directory; the mirror then has it too.
+
+    Raises UserError if it was trained with other settings.
 
     `uploaded`: what `check` returned. Returns if the run is not finished, and if the output directory's own check should exit.
     """
@@ -99,6 +105,7 @@ def exit_if_finished(url: str, uploaded: dict, training_args: TrainingArguments)
             for name, path in finished_files(output_dir).items():
                 at_start(storage, lambda name=name, path=path: storage.upload(path, name))
     elif folder.is_finished(uploaded, steps, epochs):
+        folder.check_settings_of_finished("--mirror", url, uploaded, identity)
         print_once(
             f"The run in {url} is finished: {folder.describe_end(uploaded)}. Its model is there. To train further: the same "
             "command with more steps"

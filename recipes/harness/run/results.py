@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.compat.transformers import attention_of
-from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, write_json
+from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, read_starts, write_json
 from harness.messages import print_once
 from harness.run.failures import only_report
 from harness.run.forecast import describe_forecast, read_forecast
@@ -42,15 +42,17 @@ def write_results(
     """Gathers the numbers of all processes (collective); the first writes them. Memory in GB (1e9 bytes), time in seconds.
 
     Time and tokens are those of the whole run, including its parts before a resume. `train_runtime` includes everything,
-    `tokens_per_second` only the time of optimizer steps. `more`: results of the mirror.
+    `tokens_per_second` only the time of optimizer steps. `more`: what the caller adds.
     """
     output_dir, has_gpu = Path(trainer.args.output_dir), torch.cuda.is_available()
     processes = gather_object([measure_process(trainer, progress)])
     by_node, data = group_by_node(processes), {}
     with only_report("the report about the data"):
         data = describe_data(trainer)
+    starts = read_starts(output_dir)
     results = (
         read_json(output_dir / RUN)
+        | ({"command": starts[-1].get("command"), "starts": len(starts)} if starts else {})
         | describe_model(trainer, processes, parameters)
         | measure_memory(processes, by_node)
         | collect_losses(trainer, output, evaluation)
@@ -61,7 +63,7 @@ def write_results(
         | {
             "device": torch.cuda.get_device_name() if has_gpu else platform.processor() or platform.machine(),
             "finished": datetime.datetime.now().isoformat(timespec="seconds"),
-            "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES},
+            "versions": versions(),
         }
     )
     of_every_node = {key: results[key] for key in ("fsdp_enabled", "world_size", "model_params_b", "final_loss")}
@@ -78,6 +80,11 @@ def write_results(
             draw_losses(trainer.state.log_history, " × ".join(names), output_dir / "loss.png")
         write_json(output_dir / RESULTS, results)
     return results
+
+
+def versions() -> dict[str, str]:
+    """Of Python and the packages."""
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
 
 
 def measure_process(trainer: Trainer, progress: Progress) -> dict:

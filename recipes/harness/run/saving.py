@@ -1,19 +1,23 @@
-"""The model that a run saves: in the dtype and with the settings of the original, with a tokenizer and a model card."""
+"""The model that a run saves: in the dtype and with the settings of the original, with a tokenizer; and its model card."""
 
 import contextlib
 import copy
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from harness.folder import RUN, read_json, remove_link, sync
+from harness.folder import RESULTS, RUN, draft_of, read_json, remove_link, sync
 from harness.model.quantized import SOURCE
-from harness.run.failures import only_report
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer
+
+RESULTS_IN_CARD = ("global_step", "epoch", "tokens", "world_size", "global_batch_size", "final_loss", "train_loss")
+RESULTS_IN_CARD += ("eval_loss_on_start", "eval_loss", "perplexity")
 
 
 def set_base_revision(trainer: Trainer) -> None:
@@ -75,9 +79,6 @@ def save_model(trainer: Trainer, original: PreTrainedConfig) -> None:
             model.config.save_pretrained(draft)
         if trainer.processing_class:
             trainer.processing_class.save_pretrained(draft)
-        with only_report("README.md"):
-            card = model_card(read_json(output_dir / RUN), is_adapter, model.can_generate())
-            (draft / "README.md").write_text(card, "utf-8")
         move_files(draft, output_dir)
     trainer.accelerator.wait_for_everyone()
 
@@ -108,8 +109,20 @@ def full_state_dict(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, tor
     }
 
 
+def write_model_card(trainer: Trainer) -> None:
+    """Writes the model card, once there are results. The first process writes."""
+    if trainer.is_world_process_zero():
+        output_dir, model = Path(trainer.args.output_dir), trainer.accelerator.unwrap_model(trainer.model)
+        card = model_card(read_json(output_dir / RESULTS), not isinstance(model, PreTrainedModel), model.can_generate())
+        with draft_of(output_dir / "README.md") as draft:
+            draft.write_text(card, "utf-8")
+
+
 def model_card(run: dict, is_adapter: bool, generates: bool) -> str:
-    """A model card with what the Hub reads: base model, dataset, library. `run`: the contents of run.json."""
+    """A model card with what the Hub reads (base model, dataset, library), and how the model was trained.
+
+    `run`: the content of train_results.json.
+    """
     links = {"base_model": [run["model"]], "datasets": run.get("datasets", [run["dataset"]])}
     # Hub IDs only: a rehearsal's model and dataset are tiny ones, and a local path means nothing to others.
     links = {key: [name for name in names if not run["tiny"] and not Path(name).exists()] for key, names in links.items()}
@@ -120,5 +133,29 @@ def model_card(run: dict, is_adapter: bool, generates: bool) -> str:
     return (
         f"---\n{header}library_name: {'peft' if is_adapter else 'transformers'}\n{task}---\n\n"
         f"{kind} of {run['model']} on {run['dataset']} with the recipe `{run['recipe']}` "
-        f"({run['config'] or 'no config'}). The results are in train_results.json.{rehearsal}\n"
+        f"({run['config'] or 'no config'}).{rehearsal}\n{''.join(sections_of_card(run))}"
     )
+
+
+def sections_of_card(run: dict) -> Iterator[str]:
+    """How a model was trained, as far as `run` has it: command, settings, data, results, versions."""
+    if run.get("command"):
+        yield f"\n## Command\n\n```bash\n{run['command']}\n```\n"
+    results = {name: run[name] for name in RESULTS_IN_CARD if run.get(name) is not None}
+    used = {name: value for name, value in run.get("used", {}).items() if name in run.get("settings", {})}
+    tables = {
+        "Settings that are not defaults": run.get("settings", {}) | used,
+        "Results": results,
+        "Data": {name: value for name, value in run.get("data", {}).items() if isinstance(value, int | str)},
+        "Versions": run.get("versions", {}),
+    }
+    for title, values in tables.items():
+        if values:
+            rows = "".join(f"| {name} | {cell(value)} |\n" for name, value in values.items())
+            yield f"\n## {title}\n\n| name | value |\n|---|---|\n{rows}"
+
+
+def cell(value: Any) -> str:
+    """A value in a table of Markdown."""
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")

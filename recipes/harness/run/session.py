@@ -8,13 +8,13 @@ from harness import folder
 from harness.data.streams import fill_last_step, repeat_stream
 from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
-from harness.run.agreement import make_cpu_group
+from harness.run.agreement import make_cpu_group, make_group_for_failures
 from harness.run.batches import AgreedReader
-from harness.run.checkpoints import find_checkpoint, print_changed_rows, print_kept_learning_rate
+from harness.run.checkpoints import check_adapter, find_checkpoint, print_changed_rows
 from harness.run.disk import check_disk_space
 from harness.run.evaluation import MeanEvaluation, check_metric_is_computed, evaluate, print_best_checkpoint
 from harness.run.expectations import save_expectations
-from harness.run.failures import exit_for_known_failure, only_report, only_report_if_alone
+from harness.run.failures import exit_for_known_failure, only_report, only_report_if_all
 from harness.run.loss_scale import set_loss_scale
 from harness.run.mirror import Mirror
 from harness.run.parameters import count_parameters, describe_training, modules_with_adapter
@@ -22,7 +22,7 @@ from harness.run.profile import Profile
 from harness.run.progress import replace_progress_bar
 from harness.run.results import print_summary, write_results
 from harness.run.samples import generate_samples, why_no_text
-from harness.run.saving import load_original_config, save_model, set_base_revision
+from harness.run.saving import load_original_config, save_model, set_base_revision, write_model_card
 from harness.run.settings import RunSettings
 from harness.run.sharded_files import check_sharded_files
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
@@ -59,10 +59,11 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     check_trainer(trainer)
     output_dir = Path(trainer.args.output_dir)
     # launch.sh locks the folder itself.
-    held = folder.lock(output_dir) if trainer.is_world_process_zero() and not settings.is_locked else None
+    locks = settings.identity is not None and trainer.is_world_process_zero()
+    held = folder.lock_run(output_dir, settings.identity) if locks else None
     show_buffers = prepare_sharding(trainer, settings.config)  # called by `AfterWrapping`
     prepare_trainer(trainer)
-    group = make_cpu_group(trainer.args.ddp_timeout)
+    group, for_failures = make_cpu_group(trainer.args.ddp_timeout), make_group_for_failures()
     mirror = Mirror(trainer, group, settings)
     mirror.pull()
     checkpoint = find_checkpoint(trainer.args)
@@ -115,7 +116,7 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     print_best_checkpoint(trainer)
     save_model(trainer, original)
     evaluation: dict[str, float] = {}
-    with only_report_if_alone("the last evaluation"):
+    with only_report_if_all("the last evaluation", for_failures):
         evaluation = evaluate(trainer)
     folder.remove_link(output_dir / TRAINER_STATE_NAME)
     trainer.save_state()
@@ -123,13 +124,17 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
         if trainer.is_world_process_zero() and not why_no_text(trainer):
             save_expectations(trainer, original, evaluation)
     mirror.finish()
-    results = write_results(trainer, output, evaluation, parts.progress, parameters, resumed_from, mirror.results())
-    with only_report_if_alone("samples.txt"):
+    more = {"used": settings.used} | mirror.results()
+    results = write_results(trainer, output, evaluation, parts.progress, parameters, resumed_from, more)
+    with only_report("README.md"):
+        write_model_card(trainer)
+    with only_report_if_all("samples.txt", for_failures):
         generate_samples(trainer, settings.tiny)
     with only_report("the summary"):
         print_summary(results, str(output_dir))
     mirror.upload_model()
     mirror.close()
+    del for_failures
     disconnect(trainer, stop, parts.reader)
     if held:
         held.release()
@@ -171,8 +176,8 @@ def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
     """Prints what is different from the run that wrote the checkpoint. Raises UserError if this run cannot continue it."""
     if checkpoint:
         check_sharded_files(checkpoint)
+        check_adapter(checkpoint, trainer.accelerator.unwrap_model(trainer.model))
         print_changed_rows(checkpoint, trainer.args, isinstance(trainer.train_dataset, IterableDataset))
-        print_kept_learning_rate(checkpoint, trainer.args)
         trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation
     check_metric_is_computed(trainer)
     check_disk_space(trainer, checkpoint)

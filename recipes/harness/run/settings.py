@@ -1,6 +1,7 @@
 """What `train` needs to know besides the trainer that a recipe has built."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from harness.configs import AccelerateConfig
 
@@ -12,7 +13,8 @@ class RunSettings:
     config: AccelerateConfig = field(default_factory=AccelerateConfig)
     processes: int = 0  # on all nodes; 0 if no config says how many
     tiny: bool = False  # a rehearsal
-    is_locked: bool = True  # launch.sh holds the lock of the output directory
+    identity: dict[str, Any] | None = None  # the content of run.json, if this process is to lock the output directory
+    used: dict[str, Any] = field(default_factory=dict)  # values of arguments that are others than was asked for
     separate_disks: bool = False  # every node has an output directory of its own, and --mirror has all files
     profile: bool = False
     mirror: str | None = None  # URL

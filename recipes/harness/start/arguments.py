@@ -33,6 +33,7 @@ from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny
 from harness.start import checks
 from harness.start.flags import unknown_flag
+from harness.start.record import asked_values, values_of
 
 import trl
 import yaml
@@ -71,13 +72,14 @@ def read_arguments(
 
 
 class Parser(trl.TrlParser):
-    """TRL's parser. Raises UserError, and records which arguments the file of --config sets.
+    """TRL's parser. Raises UserError, and records which arguments the file of --config sets, and the `values` of all arguments.
 
     `look` is called with the values of all arguments before objects are made of them.
     """
 
     given = frozenset()
     look: Callable[[argparse.Namespace], None] | None = None
+    values = argparse.Namespace()
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
         values, rest = super().parse_known_args(*args, **kwargs)
@@ -85,6 +87,7 @@ class Parser(trl.TrlParser):
             raise UserError(f"{rest[0]} is no flag, and no value of the flag before it: RECIPE and CONFIG come first, then flags")
         if rest:
             raise UserError(unknown_flag(rest[0], [f"--{name}" for name in vars(values)]))
+        self.values = argparse.Namespace(**vars(values))
         self.look(values)
         return values, rest
 
@@ -120,8 +123,19 @@ def parse_command_line(context: Context, config_class: type, recipe: dict[str, A
     if rest:  # keys of the file of --config; `Parser` refuses flags
         raise UserError(unknown_flag(rest[0], [f"--{name}" for name in names]))
     _check_lists(classes, parsed, parser.given)
-    flags = (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--"))
-    parsed[0].given = parser.given | {flag[2:].replace("-", "_").removeprefix("no_") for flag in flags}
+    words = (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--"))
+    flags = {word[2:].replace("-", "_").removeprefix("no_") for word in words}
+    parsed[0].given = parser.given | flags
+    sources = {
+        "flags": flags,
+        "config_file": parser.given,
+        "rehearsal": tiny.VALUES if context.tiny else {},
+        "recipe": recipe,
+        "accelerate_config": values_of_config(context.config),
+        "project": {*DEFAULTS, "output_dir"},
+    }
+    parsed[0].asked = asked_values(parser.values, classes, sources)
+    parsed[0].parsed = values_of(*parsed)
     return tuple(parsed)
 
 

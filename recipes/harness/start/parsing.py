@@ -53,7 +53,7 @@ def quiet_libraries() -> None:
 
 def _is_useful(record: logging.LogRecord) -> bool:
     message = record.getMessage()
-    hidden = ("offline mode", "Found the latest", "The speedups for torchdynamo", "do not match the ones in the `trainer_state.json`")
+    hidden = ("offline mode", "Found the latest", "The speedups for torchdynamo", "do not match the ones in the `trainer_state")
     return not any(words in message for words in hidden)
 
 

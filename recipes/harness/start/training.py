@@ -33,6 +33,7 @@ from harness.start.preparing import (
     replace_model_and_dataset,
     set_model_options,
 )
+from harness.start.record import record_start, settings_of, values_of
 
 import torch
 from datasets import Dataset
@@ -92,8 +93,9 @@ class Train(RunContext):
         if not self.is_checked and training_args.device.type == "cuda":
             machine.check_one_gpu(training_args)
             self.attention, self.no_triton = features_of_gpu(training_args.device), why_not_triton()
+        identity = None
         if not self.is_checked and training_args.process_index == 0:
-            check_and_claim_run(self, arguments)
+            identity = check_and_claim_run(self, arguments, is_checked=False)
         else:
             set_model_options(self, arguments)
             replace_model_and_dataset(self, arguments)
@@ -109,7 +111,7 @@ class Train(RunContext):
             config=self.config,
             processes=self.processes,
             tiny=self.tiny,
-            is_locked=self.is_checked,
+            identity=identity,
             separate_disks=self.separate_disks,
             profile=script_args.profile,
             mirror=script_args.mirror,
@@ -126,6 +128,9 @@ class Train(RunContext):
             trainer.conversations = [*getattr(trainer, "conversations", []), *tokenized.take(CONVERSATIONS)]
 
     def built(self, trainer: Trainer) -> None:
+        script_args, _, model_args = self.arguments
+        used = values_of(script_args, trainer.args, model_args)
+        self.settings.used = {name: value for name, value in used.items() if script_args.parsed.get(name) != value}
         session.train(trainer, self.settings)
 
 
@@ -185,8 +190,10 @@ def settings_of_continued_run(context: Context, output_dir: str) -> dict[str, An
         raise UserError(f"--output_dir: {output_dir} cannot be read ({error.strerror}): choose another folder") from error
 
 
-def check_and_claim_run(context: Context, arguments: Arguments) -> dict[str, Any]:
+def check_and_claim_run(context: Context, arguments: Arguments, is_checked: bool = True) -> dict[str, Any]:
     """Checks a run, claims its output directory and its mirror, and quantizes its model if that is needed; returns its run.json.
+
+    `is_checked`: see `Train`.
 
     Raises UserError for what the user can fix. Exits if the run is finished. Prints what differs from what was asked for. The
     arguments then name what is loaded instead of the model and the dataset.
@@ -204,16 +211,18 @@ def check_and_claim_run(context: Context, arguments: Arguments) -> dict[str, Any
     results_in_mirror = mirror.check(script_args.mirror, identity, output_dir) if uses_mirror else {}
     check_model_and_dataset(context, arguments)
 
+    if not folder.is_replaced_rehearsal(output_dir, identity, is_default):
+        if uses_mirror:
+            mirror.exit_if_finished(script_args.mirror, results_in_mirror, identity, training_args)
+        folder.exit_if_finished(output_dir, identity, training_args.max_steps, training_args.num_train_epochs)
     started = folder.date_of(folder.read_json(output_dir / folder.RUN)) or (
         mirror.date_of_run(script_args.mirror) if uses_mirror else None
     )
     identity["date"] = (started or datetime.now()).isoformat(timespec="seconds")
     folder.claim_output_dir(output_dir, identity, is_default)
     if uses_mirror:
-        mirror.exit_if_finished(script_args.mirror, results_in_mirror, training_args)
-    folder.exit_if_finished(output_dir, training_args.max_steps, training_args.num_train_epochs)
-    if uses_mirror:
         mirror.claim(script_args.mirror, identity, output_dir)
+    record_start(context, output_dir, script_args.asked, is_checked)
     print_differences(context, arguments)
     replace_model_and_dataset(context, arguments)
     if model_args.load_in_4bit and context.is_sharded:
@@ -258,6 +267,7 @@ def identity_of_run(context: Context, arguments: Arguments) -> dict[str, Any]:
         "use_peft": model_args.use_peft,
         "load_in_4bit": model_args.load_in_4bit,
         "recipe_digest": digest_of_recipe(context.recipe),
+        "settings": settings_of(script_args.asked),
         "data_files": [file for source in sources for file in reading.file_versions(source.name)],
         **{name: getattr(script_args, name) for name in folder.CHOICE_OF_ROWS},
     }

@@ -1,0 +1,123 @@
+"""What the folder of a run says about its starts: the command, the settings that are not defaults, when, where, with what.
+
+run.json has what must be equal at every start, and the settings. starts.json has an entry for each start.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import enum
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from harness import folder
+from harness.contexts import Context
+from harness.messages import NODE_VARIABLE
+
+PROJECT = Path(__file__).resolve().parents[3]
+SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD)$")
+SECRET_KEY = re.compile(r"((^|hf_|hub_|auth_|access_)token|key|secret|password)$", re.IGNORECASE)  # of a dict
+OFF = (None, False, "", "no", [])  # the parser changes some into others
+NOT_RECORDED = ("disable_tqdm", "data", "asked", "parsed")
+
+
+def plain(value: Any) -> Any:
+    """A value of an argument as JSON has it."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, str) and value.startswith("{"):  # the JSON of a flag
+        try:
+            return plain(json.loads(value))
+        except ValueError:
+            return value
+    if isinstance(value, dict):
+        return {str(name): plain(part) for name, part in value.items()}
+    if isinstance(value, list | tuple | set):
+        return plain(next(iter(value))) if len(value) == 1 else [plain(part) for part in value]  # as TRL reads a list of one
+    return value if value is None or isinstance(value, str | bool | int | float) else str(value)
+
+
+def without_secrets(value: Any) -> Any:
+    """A plain value without tokens and passwords: those of environment variables become `env:NAME`."""
+    if isinstance(value, dict):
+        hidden = {name: "hidden" for name in value if SECRET_KEY.search(name) and isinstance(value[name], str)}
+        return {name: without_secrets(part) for name, part in value.items()} | hidden
+    if isinstance(value, list):
+        return [without_secrets(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    for name, secret in os.environ.items():
+        if SECRET_VARIABLE.search(name) and len(secret) > 7:
+            value = value.replace(secret, f"env:{name}")
+    value = re.sub(r"\bhf_[A-Za-z0-9]{30,}", "hidden", value)
+    value = re.sub(r"(://)[^/@\s]+@", r"\1", value)  # name and password
+    return re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", value)  # the signature of a URL
+
+
+def asked_values(
+    values: argparse.Namespace, classes: tuple[type, ...], sources: dict[str, Collection[str]]
+) -> dict[str, dict[str, Any]]:
+    """The values that are not defaults, by where they come from.
+
+    `sources`: the names of the arguments that a source sets; of those that name an argument, the first one wins.
+    """
+    asked: dict[str, dict[str, Any]] = {}
+    for field in (field for cls in classes for field in dataclasses.fields(cls) if field.init):
+        default = plain(field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
+        value = plain(getattr(values, field.name, default))
+        is_off = value in OFF and default in OFF
+        if value != default and not is_off and field.name not in NOT_RECORDED:
+            source = next((name for name, names in sources.items() if field.name in names), "other")
+            asked.setdefault(source, {})[field.name] = without_secrets(value)
+    return asked
+
+
+def settings_of(asked: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What `asked_values` returned, without the sources, sorted by name."""
+    merged = {name: value for values in asked.values() for name, value in values.items()}
+    return dict(sorted(merged.items()))
+
+
+def values_of(*objects: Any) -> dict[str, Any]:
+    """All values of argument objects."""
+    names = {field.name: part for part in objects for field in dataclasses.fields(part) if field.name not in NOT_RECORDED}
+    return {name: without_secrets(plain(getattr(part, name))) for name, part in names.items()}
+
+
+def command_of(context: Context, is_checked: bool) -> str:
+    """The command line of this start. `is_checked`: by launch.sh."""
+    words = [Path(sys.executable).name, *sys.argv]
+    if is_checked:
+        files = [Path(context.recipe), Path(context.config.path)]
+        names = [file.stem if file.resolve().is_relative_to(PROJECT) else str(file) for file in files]
+        words = ["./launch.sh", *(["--tiny"] if context.tiny else []), *names, *sys.argv[1:]]
+    return without_secrets(shlex.join(words))
+
+
+def record_start(context: Context, output_dir: Path, asked: dict[str, dict[str, Any]], is_checked: bool) -> None:
+    """Adds this start to starts.json. On the first node only: the others start with the same command."""
+    if NODE_VARIABLE in os.environ:
+        return
+    from harness.run.results import versions  # imports torch
+
+    checkpoint = folder.newest_complete_checkpoint(output_dir)
+    start = {
+        "started": datetime.datetime.now().isoformat(timespec="seconds"),
+        "host": platform.node(),
+        "command": command_of(context, is_checked),
+        "working_directory": str(Path.cwd()),
+        "processes": context.processes,
+        "nodes": context.nodes,
+        "resumes": checkpoint.name if checkpoint else None,
+        "asked": asked,
+        "versions": versions(),
+    }
+    starts = folder.read_starts(output_dir)
+    folder.write_json(output_dir / folder.STARTS, {"starts": [*starts, start]})

@@ -1,0 +1,76 @@
+"""What the folder of a run says about its starts: values that are not defaults, without secrets."""
+
+import argparse
+from dataclasses import dataclass, field
+from enum import Enum
+
+from harness.contexts import Context
+from harness.start import record
+
+import pytest
+from conftest import ROOT
+
+pytestmark = pytest.mark.unit
+
+TOKEN = "hf_" + "a1B2" * 9
+
+
+class Kind(Enum):
+    A = "a"
+
+
+@dataclass
+class Arguments:
+    rate: float = 1e-3
+    steps: int = -1
+    kind: Kind = Kind.A
+    names: list[str] = field(default_factory=list)
+    options: dict | str | None = None
+    disable_tqdm: bool = False
+    computed: int = field(default=0, init=False)
+
+
+def asked(**values):
+    defaults = {"rate": 1e-3, "steps": -1, "kind": "a", "names": [], "options": None, "disable_tqdm": True}
+    sources = {"flags": {"steps"}, "recipe": {"steps", "rate", "options"}}
+    return record.asked_values(argparse.Namespace(**defaults | values), (Arguments,), sources)
+
+
+def test_values_that_are_not_defaults_by_their_source():
+    assert asked() == {}
+    found = asked(steps=4, rate=0.1, names=["a", "b"], options='{"b": [1, 2]}')
+    assert found == {"flags": {"steps": 4}, "recipe": {"rate": 0.1, "options": {"b": [1, 2]}}, "other": {"names": ["a", "b"]}}
+    assert list(record.settings_of(found)) == ["names", "options", "rate", "steps"]
+
+
+def test_a_list_of_one_is_what_it_contains():
+    """TRL reads it so, and a recipe gives the name alone."""
+    assert asked(names=["all-linear"]) == asked(names="all-linear")
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (f"load {TOKEN}", "load hidden"),
+        ({"token": "abc", "revision": "v1", "eos_token": "</s>"}, {"token": "hidden", "revision": "v1", "eos_token": "</s>"}),
+        (
+            {"storage": {"api_key": "k", "secret": "s", "password": "p"}},
+            {"storage": dict.fromkeys(("api_key", "secret", "password"), "hidden")},
+        ),
+        (["s3://me:pass@host/rows"], ["s3://host/rows"]),
+        ("https://host/rows.jsonl?X-Amz-Signature=abc", "https://host/rows.jsonl"),
+        ("--key my-secret-value", "--key env:SERVICE_KEY"),
+        (3, 3),
+    ],
+)
+def test_no_secret_is_recorded(monkeypatch, value, written):
+    monkeypatch.setenv("SERVICE_KEY", "my-secret-value")
+    assert record.without_secrets(value) == written
+
+
+def test_command(monkeypatch):
+    context = Context(str(ROOT / "recipes/qwen2_chat.py"), tiny=True)
+    context.config.path = "/mine/two gpus.yaml"
+    monkeypatch.setattr("sys.argv", [context.recipe, "--run_name", f"a {TOKEN}"])
+    assert record.command_of(context, True) == "./launch.sh --tiny qwen2_chat '/mine/two gpus.yaml' --run_name 'a hidden'"
+    assert record.command_of(context, False).endswith("qwen2_chat.py --run_name 'a hidden'")

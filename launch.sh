@@ -23,6 +23,7 @@
 #   ./launch.sh --install                          installs requirements.txt into .venv, as the first call of any command does
 #   ./launch.sh --test RECIPE [CONFIG]             the smoke test of one recipe
 #   ./launch.sh --test [pytest arguments]          all tests
+#   ./launch.sh --test --cuda_build                the tests of what only PyTorch's CUDA build does; without a GPU
 #
 # --plan RECIPE --for "2x3090,64GB" chooses the config and the micro-batch for a machine. More flags of --plan: --price_per_gpu_hour N,
 # --within 2h (only with --for), --card NAME=GB,TFLOPS,GB/s, --json.
@@ -287,9 +288,35 @@ runpy.run_module("harness.start.flags", run_name="__main__", alter_sys=True)' "$
   esac
 }
 
-# run_tests [RECIPE [CONFIG]] [pytest argument …]
+# Sets $python to .venv-cuda: PyTorch's CUDA build, Liger's kernels, and all other packages of the $python before.
+prepare_cuda_build() {
+  local folder=$here/.venv-cuda requirements=$here/tests/cuda_build/requirements.txt site
+  local -a pip=("$folder/bin/python" -m pip install --disable-pip-version-check --no-compile)
+  site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  if ! cat -- "$here/requirements.txt" "$requirements" <(echo "$site") | cmp -s - "$folder/installed.txt"; then
+    "$python" -m venv --clear "$folder"
+    if ! "$python" -c 'import sys, torch; sys.exit(not torch.version.cuda)'; then
+      printf 'Installing PyTorch with CUDA into %s: 4.5 GB, once, some minutes.\n' "$folder" >&2
+      # === excludes 2.13.0+cpu, which pip would prefer wherever it finds it.
+      "${pip[@]}" "$(sed -n 's/^torch==/torch===/p' "$here/requirements.txt")" >&2
+    fi
+    "${pip[@]}" --no-deps -r "$requirements" >&2
+    echo "$site" >"$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/others.pth"
+    cat -- "$here/requirements.txt" "$requirements" <(echo "$site") >"$folder/installed.txt"
+  fi
+  python=$folder/bin/python
+  export CUDA_VISIBLE_DEVICES='' # nothing runs on a GPU, if there is one
+}
+
+# run_tests [--cuda_build] [RECIPE [CONFIG]] [pytest argument …]
 run_tests() {
   local -a selection=(tests)
+  local has_cuda_build=''
+  if [[ ${1:-} == --cuda_build ]]; then
+    has_cuda_build=yes
+    selection=(tests/{cuda_build,compat,model,start} tests/plan/test_{choose,command}.py tests/recipes/test_smoke.py)
+    shift
+  fi
   if [[ ${1:--} != -* ]]; then
     selection=(tests/recipes/test_smoke.py::test_pair_trains_and_saves_a_model -v --recipe "$(resolve recipes py "$1" recipe)")
     shift
@@ -299,6 +326,7 @@ run_tests() {
     fi
   fi
   prepare_python
+  [[ -z $has_cuda_build ]] || prepare_cuda_build
   cd -- "$here"
   unset PYTHONDONTWRITEBYTECODE # containers often set it, and hundreds of processes would compile the same modules
   unset PYTHONSAFEPATH          # programs of the tests import files next to them

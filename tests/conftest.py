@@ -247,6 +247,17 @@ def build_trainer(workdir, monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def small_model(tmp_path):
+    """Flags of a model of two layers with Qwen2's widths, in the folder `tmp_path`."""
+    from harness.rehearsal import tiny
+
+    tiny.make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-0.5B*"]).save_pretrained(tmp_path / "model")
+    config = json.loads((ROOT / "tests/published/models/Qwen/Qwen2-0.5B/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "max_window_layers": 2}))
+    return ["--model_name_or_path", "./model", "--global_batch_size", "4"]
+
+
+@pytest.fixture
 def error_of(capsys):
     """Calls a function that must raise UserError, or exit with its message; returns the message in one line."""
     from harness.messages import UserError

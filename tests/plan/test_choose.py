@@ -18,7 +18,6 @@ from harness.plan.ledger import Counts, Peak
 from harness.plan.machines import Machine
 from harness.plan.simulation import Refused
 from harness.plan.values import values_of_recipe
-from harness.rehearsal import tiny
 from harness.start import plans
 
 import pytest
@@ -323,15 +322,6 @@ def test_mistake_is_one_error(launch, arguments, words):
 @pytest.mark.parametrize(("text", "hours"), [("12h", 12), ("90m", 1.5), ("2d", 48), ("0.5", 0.5)])
 def test_times_are_read(text, hours):
     assert arguments.read_hours(text) == hours
-
-
-@pytest.fixture
-def small_model(tmp_path):
-    """Flags of a model of two layers with Qwen2's widths."""
-    tiny.make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-0.5B*"]).save_pretrained(tmp_path / "model")
-    config = json.loads((ROOT / "tests/published/models/Qwen/Qwen2-0.5B/config.json").read_text())
-    (tmp_path / "model/config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "max_window_layers": 2}))
-    return ["--model_name_or_path", "./model", "--global_batch_size", "4"]
 
 
 def test_choice_for_a_machine(launch, small_model, tmp_path, monkeypatch):

@@ -1,12 +1,14 @@
 """A Hugging Face Hub on this machine, with the part of its HTTP API that `from_pretrained` and `load_dataset` use.
 
 Serves `root/models/OWNER/NAME/…` and `root/datasets/OWNER/NAME/…` under every revision. A repository with a file
-`.gated` answers as a gated one does without a token.
+`.gated` answers as a gated one does without a token. `server.users` has the answer of whoami for each token. A user can make
+repositories and upload files to them; a file `.private` marks a private one.
 
 `server.failure` is a function of a request's method and path that returns how the request fails: None, a status ("503"; "429"
 has a Retry-After of one second), "incomplete" (half of the promised bytes) or "silent" (nothing for `server.silent_seconds`).
 """
 
+import base64
 import contextlib
 import hashlib
 import http.server
@@ -19,6 +21,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0" * 40
+COMMIT_API = re.compile(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/([^/]+)$")
+LFS = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch$")
 API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?$")
 RESOLVE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
 
@@ -36,7 +40,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
         self._answer(body)
 
-    def _answer(self, body: str = ""):
+    def do_PUT(self):
+        """A large file, by its SHA-256; the commit that follows names the file."""
+        self.server.objects[self.path.rsplit("/", 1)[-1]] = self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(is_stored=True)
+
+    def _answer(self, body: str = "", is_stored: bool = False):
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append(f"{self.command} {path}")
         self.failure = self.server.failure(self.command, path)
@@ -47,6 +56,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.failure and self.failure.isdecimal():
             headers = {"Retry-After": "1"} if self.failure == "429" else {}
             return self._json(int(self.failure), {"error": "a failure that a test asked for"}, headers)
+        if is_stored:
+            return self._json(200, {})
+        if self.command == "POST" or path == "/api/whoami-v2":
+            user = self.server.users.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
+            if path == "/api/whoami-v2":
+                return (
+                    self._json(200, user) if user else self._json(401, {"error": "Invalid credentials in Authorization header"})
+                )
+            if path in ("/api/repos/create", "/api/validate-yaml") or COMMIT_API.match(path) or LFS.match(path):
+                return self._write(user, path, body) if user else self._json(403, {"error": "Forbidden"})
         if match := API.match(path):
             kind, repo, call, _, folder = match.groups()
             return self._api(self._repo(kind, repo), repo, call, folder or "", body)
@@ -54,6 +73,42 @@ class Handler(http.server.BaseHTTPRequestHandler):
             kind, repo, _, name = match.groups()
             return self._file(self._repo("datasets" if kind else "models", repo), name)
         self._json(404, {"error": "no such address"})
+
+    def _write(self, user: dict, path: str, body: str):
+        """The steps of an upload: make the repository, ask how to send each file, send the large ones, commit."""
+        if path == "/api/validate-yaml":
+            return self._json(200, {"errors": [], "warnings": []})
+        if path == "/api/repos/create":
+            wanted = json.loads(body)
+            name = f"{wanted.get('organization') or user['name']}/{wanted['name']}"
+            folder = self._repo("models", name)
+            if folder.exists():
+                return self._json(409, {"error": "You already created this model repo", "url": f"{self.server.url}/{name}"})
+            folder.mkdir(parents=True)
+            if wanted.get("private") or wanted.get("visibility") == "private":
+                (folder / ".private").touch()
+            return self._json(200, {"url": f"{self.server.url}/{name}", "name": name})
+        if LFS.match(path):
+            href = f"{self.server.url}/objects/"
+            objects = [one | {"actions": {"upload": {"href": href + one["oid"]}}} for one in json.loads(body)["objects"]]
+            return self._json(200, {"transfer": "basic", "objects": objects})
+        name, call, _ = COMMIT_API.match(path).groups()
+        if call == "preupload":
+            modes = {True: "lfs", False: "regular"}
+            files = [one | {"uploadMode": modes[one["path"].endswith("safetensors")]} for one in json.loads(body)["files"]]
+            return self._json(200, {"files": [one | {"shouldIgnore": False} for one in files]})
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "lfsFile":
+                content = self.server.objects[value["oid"]]
+            elif line["key"] == "file":
+                content = base64.b64decode(value["content"])
+            else:
+                continue
+            file = self._repo("models", name) / value["path"]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+        return self._json(200, {"success": True, "commitOid": COMMIT, "commitUrl": f"{self.server.url}/{name}/commit/{COMMIT}"})
 
     def _repo(self, kind: str, repo: str) -> Path:
         return self.server.root / kind / repo
@@ -73,7 +128,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         files = sorted(path.relative_to(repository).as_posix() for path in repository.rglob("*") if path.is_file())
         if call in (None, "revision"):
             siblings = [{"rfilename": file, "size": (repository / file).stat().st_size} for file in files]
-            return self._json(200, {"id": name, "sha": COMMIT, "siblings": siblings})
+            is_private = (repository / ".private").exists()
+            return self._json(200, {"id": name, "sha": COMMIT, "siblings": siblings, "private": is_private})
         if call == "tree":
             wanted = [file for file in files if file.startswith(f"{folder}/" if folder else "")]
         else:
@@ -133,7 +189,7 @@ def _object_id(file: Path) -> str:
 def serve(root: Path, port: int = 0):
     """Serves `root` on a port of 127.0.0.1, by default a free one; yields the server, with `url` and `requests`."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    server.root, server.requests = root, []
+    server.root, server.requests, server.users, server.objects = root, [], {}, {}
     server.failure, server.silent_seconds = lambda method, path: None, 2
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -83,7 +83,7 @@ KINDS = {
     "no number of threads": (TINY, "OMP_NUM_THREADS is 'x', expected a number", {"OMP_NUM_THREADS": "x"}),
     "flag for what the config says": (f"{TINY} --deepspeed ds.json", "--deepspeed: the config says how a run is sharded"),
     "run that does not train": (f"{TINY} --do_train false", "--do_train, --do_predict: a recipe trains"),
-    "upload to a repository": (f"{TINY} --hub_model_id me/model", "--hub_model_id: a run uploads nothing"),
+    "upload to a repository": (f"{TINY} --hub_model_id me/model", "--hub_model_id is for uploads: add --push_to_hub"),
     "merge of a damaged adapter": ("launch.sh --merge adapter", "adapter_config.json is damaged"),
     "merge into a missing link": ("launch.sh --merge adapter link", "link exists already"),
     "recipe with an unknown argument": ("--tiny ./misspelled.py 1x3090", "unknown flag max_lenght: did you mean max_length?"),
@@ -198,7 +198,7 @@ KINDS = {
     ),
     "tokens and epochs": (f"{TINY} --max_tokens 9 --num_train_epochs 2", "--max_tokens and --num_train_epochs set the same"),
     "token on the command line": (f"{TINY} --hub_token hf_secret", "hf auth login`"),
-    "upload": (f"{TINY} --push_to_hub", "hf upload OWNER/NAME`"),
+    "upload of checkpoints": (f"{TINY} --push_to_hub --hub_strategy checkpoint", "--hub_strategy: a run uploads its model once"),
     "only one checkpoint": (f"{TINY} --save_total_limit 1", "pass 2 or more"),
     # --config
     "--config without a path": (f"{TINY} --config", "--config needs the path"),

@@ -52,6 +52,14 @@ def merge() -> CommandParser:
     parser = CommandParser("merge", "Merges an adapter into its base model, or a sharded checkpoint into one model.")
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run or of a checkpoint")
     parser.add_argument("out", metavar="OUT", nargs="?", help="the folder to write, default RUN/merged")
+    parser.add_argument(*spellings("push_to_hub"), action="store_true", help="upload the merged model to the Hub")
+    parser.add_argument(*spellings("hub_model_id"), metavar="NAME", help="OWNER/NAME of the repository, default RUN-merged")
+    parser.add_argument(
+        *spellings("hub_private_repo"),
+        choices=("true", "false"),
+        default="true",
+        help="whether it is private, default %(default)s",
+    )
     return parser
 
 

@@ -6,6 +6,7 @@ An adapter is added to the model it was trained on; a sharded checkpoint of an u
 """
 
 import os
+import shlex
 import shutil
 import sys
 import warnings
@@ -32,6 +33,12 @@ def main(*words: str) -> int:
     source = parsed.run
     if not source.is_dir():
         raise UserError(f"{source} is not a folder: pass the folder of a run or of a checkpoint")
+    repository = None
+    if parsed.push_to_hub:
+        from harness.run.publishing import Repository, check_repository
+
+        repository = Repository(parsed.hub_model_id or f"{source.resolve().name}-merged", parsed.hub_private_repo == "true")
+        check_repository(repository)
     target = Path(os.path.normpath(parsed.out)) if parsed.out else source / "merged"
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists already: move it away, or name another folder: ./launch.sh --merge RUN OUT")
@@ -48,11 +55,25 @@ def main(*words: str) -> int:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     print_once(f"Merged into {target}. To load it: AutoModelForCausalLM.from_pretrained({str(target)!r})")
+    code = compare_if_possible(source, target)
+    if repository and code:
+        print_once(f"Not uploaded to {repository.name}, because the merged model differs from what was trained.")
+    elif repository:
+        from harness.run.publishing import publish
+
+        private = ["--private"] if repository.is_private else []
+        upload = shlex.join([".venv/bin/hf", "upload", repository.name, str(target), *private])
+        publish(target, repository, upload)
+    return code
+
+
+def compare_if_possible(source: Path, target: Path) -> int:
+    """The exit code of the comparison, 0 where it is not possible: the merged model is complete."""
     import torch
 
     try:
         return compare_merged(source, target)
-    except (UserError, torch.OutOfMemoryError) as error:  # the merged model is complete
+    except (UserError, torch.OutOfMemoryError) as error:
         reason = str(error).split("\n")[0].rstrip(".")
         print_once(f"Not compared with the adapter: {reason}. On another machine: ./launch.sh --verify {source} {target}")
         return 0

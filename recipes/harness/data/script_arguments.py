@@ -68,6 +68,7 @@ class ScriptArguments(trl.ScriptArguments):
     parsed: dict[str, Any] = field(default_factory=dict, init=False)
     # Set by `parse`. Without an annotation they are no fields, so they are no flags.
     given = frozenset()  # names of all arguments that the user passed
+    repository = None  # of --push_to_hub: a `harness.run.publishing.Repository`
     asked_accumulation_steps = None  # the gradient_accumulation_steps that were asked for, without global_batch_size
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from harness.run.mirror import Mirror
 from harness.run.parameters import count_parameters, describe_training, modules_with_adapter
 from harness.run.profile import Profile
 from harness.run.progress import replace_progress_bar
+from harness.run.publishing import SAME_COMMAND, publish
 from harness.run.results import print_summary, write_results
 from harness.run.samples import generate_samples, why_no_text
 from harness.run.saving import load_original_config, save_model, set_base_revision, write_model_card
@@ -136,6 +137,8 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     mirror.close()
     del for_failures
     disconnect(trainer, stop, parts.reader)
+    if settings.repository and not settings.tiny and trainer.is_world_process_zero():
+        publish(output_dir, settings.repository, SAME_COMMAND)  # meanwhile, no other process waits for this one
     if held:
         held.release()
 

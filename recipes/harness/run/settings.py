@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.configs import AccelerateConfig
+from harness.run.publishing import Repository
 
 
 @dataclass
@@ -19,4 +20,5 @@ class RunSettings:
     profile: bool = False
     mirror: str | None = None  # URL
     dataset_weights: dict[str, float] | None = None  # of a mixture: the share of each dataset, by its label
+    repository: Repository | None = None  # to which the model is uploaded
     asked_accumulation_steps: int | None = None  # the gradient_accumulation_steps that were asked for

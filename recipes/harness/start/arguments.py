@@ -31,6 +31,7 @@ from harness.data.script_arguments import ScriptArguments
 from harness.messages import UserError
 from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny
+from harness.run.publishing import take_repository
 from harness.start import checks
 from harness.start.flags import unknown_flag
 from harness.start.record import asked_values, values_of
@@ -68,6 +69,7 @@ def read_arguments(
     if context.tiny and "max_eval_samples" not in script_args.given:
         data = data.hold_out_at_least(recipe.get("max_eval_samples", ScriptArguments.max_eval_samples))
     script_args.data = data
+    script_args.repository = take_repository(training_args)
     return arguments
 
 

@@ -74,10 +74,6 @@ def check_arguments(script_args: ScriptArguments, training_args: TrainingArgumen
         raise UserError(
             "--hub_token would be saved with the run and shown in the process list: use `.venv/bin/hf auth login` or HF_TOKEN"
         )
-    if training_args.push_to_hub:
-        raise UserError(
-            "--push_to_hub would upload checkpoints: upload the finished folder with `.venv/bin/hf upload OWNER/NAME`"
-        )
     if training_args.resume_from_checkpoint:
         raise UserError(
             "--resume_from_checkpoint is not needed: the same command resumes from the newest checkpoint in --output_dir"
@@ -170,10 +166,11 @@ def check_flags_have_effect(
         raise UserError(f"--{for_4bit[0]} is for 4-bit weights: add --load_in_4bit --use_peft")
     if training_args.do_predict or ("do_train" in given and not training_args.do_train):
         raise UserError("--do_train, --do_predict: a recipe trains and evaluates: leave them out")
-    if for_uploads := sorted(name for name in given if name.startswith("hub_")):
-        raise UserError(
-            f"--{for_uploads[0]}: a run uploads nothing: upload the finished folder with `.venv/bin/hf upload OWNER/NAME`"
-        )
+    for_uploads = sorted(name for name in given if name.startswith("hub_"))
+    if for_uploads and not script_args.repository:
+        raise UserError(f"--{for_uploads[0]} is for uploads: add --push_to_hub")
+    if others := set(for_uploads) - {"hub_model_id", "hub_private_repo"}:
+        raise UserError(f"--{min(others)}: a run uploads its model once, when it is finished: leave out the flag")
     if script_args.ignore_bias_buffers:
         raise UserError("--ignore_bias_buffers is for trainers that these recipes do not use: leave it out")
     for name in ("max_steps", "num_train_epochs"):

@@ -23,6 +23,7 @@ from harness.nodes.network import check_all_reduce, wait_for_first_process
 from harness.rehearsal import tiny
 from harness.run import mirror, session
 from harness.run.marker import settings_of_checkpoint
+from harness.run.publishing import SAME_COMMAND, check_repository, publish
 from harness.run.settings import RunSettings
 from harness.start import machine
 from harness.start.arguments import Arguments
@@ -117,6 +118,7 @@ class Train(RunContext):
             mirror=script_args.mirror,
             dataset_weights={source.label: source.weight for source in data.sources} if data.is_mixture else None,
             asked_accumulation_steps=script_args.asked_accumulation_steps,
+            repository=script_args.repository,
         )
 
     def tokenized(self, trainer: Trainer, split: str, rows: Any, tokenized: Any) -> None:
@@ -210,11 +212,16 @@ def check_and_claim_run(context: Context, arguments: Arguments, is_checked: bool
     folder.check_output_dir(output_dir, identity, is_default)
     results_in_mirror = mirror.check(script_args.mirror, identity, output_dir) if uses_mirror else {}
     check_model_and_dataset(context, arguments)
+    if script_args.repository and not context.tiny:
+        check_repository(script_args.repository)
 
     if not folder.is_replaced_rehearsal(output_dir, identity, is_default):
         if uses_mirror:
             mirror.exit_if_finished(script_args.mirror, results_in_mirror, identity, training_args)
-        folder.exit_if_finished(output_dir, identity, training_args.max_steps, training_args.num_train_epochs)
+        length = training_args.max_steps, training_args.num_train_epochs
+        if script_args.repository and folder.finished_results(output_dir, *length):
+            publish(output_dir, script_args.repository, SAME_COMMAND)
+        folder.exit_if_finished(output_dir, identity, *length)
     started = folder.date_of(folder.read_json(output_dir / folder.RUN)) or (
         mirror.date_of_run(script_args.mirror) if uses_mirror else None
     )
@@ -241,6 +248,8 @@ def print_differences(context: Context, arguments: Arguments) -> None:
         )
     if context.tiny:
         tiny.print_notice(*arguments)
+        if script_args.repository:
+            print_once("A rehearsal uploads nothing: --push_to_hub is for the run.")
     else:
         check_host_memory(model_args, context.config, context)
     print_attention(training_args, model_args, context)

@@ -1,0 +1,122 @@
+"""--push_to_hub, against a Hub on this machine: what is uploaded, what is refused before the training, an upload that fails."""
+
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+from harness.messages import UserError
+from harness.run.publishing import Repository, check_repository, take_repository
+
+import pytest
+from conftest import ROOT
+from local_hub import serve
+from safetensors.torch import load_file
+
+TOKEN = "hf_this_is_a_token_of_a_test"
+USERS = {
+    TOKEN: {"name": "me", "orgs": [{"name": "my-lab"}], "auth": {"accessToken": {"role": "write"}}},
+    "hf_reads": {"name": "me", "orgs": [], "auth": {"accessToken": {"role": "read"}}},
+}
+
+
+@pytest.fixture
+def hub(tmp_path):
+    with serve(tmp_path / "hub") as server:
+        server.users = USERS
+        (server.root / "models/me/open").mkdir(parents=True)
+        yield server
+
+
+@pytest.fixture
+def use_hub(hub, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", hub.url)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    return lambda token: monkeypatch.setenv("HF_TOKEN", token)
+
+
+@pytest.mark.parametrize(
+    ("token", "name", "is_private", "words"),
+    [
+        ("", "mine", True, "needs a token"),
+        ("hf_wrong", "mine", True, "the Hub refuses the token"),
+        ("hf_reads", "mine", True, "may only read"),
+        (TOKEN, "another/mine", True, "cannot write to another, only to me, my-lab"),
+        (TOKEN, "a/b/c", True, "is no name of a repository"),
+        (TOKEN, "me/open", True, "me/open is public: pass --hub_private_repo false"),
+        (TOKEN, "me/open", False, ""),
+        (TOKEN, "my-lab/new", True, ""),
+        (TOKEN, "new", True, ""),
+    ],
+)
+def test_repository_is_checked_before_the_training(use_hub, token, name, is_private, words):
+    use_hub(token)
+    if not words:
+        check_repository(Repository(name, is_private))
+        return
+    with pytest.raises(UserError, match=words) as raised:
+        check_repository(Repository(name, is_private))
+    assert not token or token not in str(raised.value)
+
+
+def test_unreachable_hub_is_no_error(monkeypatch, capsys):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    check_repository(Repository("mine", True))
+    assert "the upload is tried after the training" in capsys.readouterr().out
+
+
+def test_trainer_itself_uploads_nothing():
+    """transformers would upload every checkpoint, into a public repository."""
+    args = SimpleNamespace(push_to_hub=True, hub_model_id=None, hub_private_repo=None, output_dir="outputs/mine")
+    assert take_repository(args) == Repository("mine", is_private=True)
+    assert args.push_to_hub is False and take_repository(args) is None
+
+
+def test_run_is_uploaded_also_after_a_failure(hub, rehearse, workdir, environment, tmp_path):
+    """A run whose upload fails is finished; the same command uploads it, and trains no second time. The merged model too."""
+    rehearse("qwen2_fineweb_edu", "1x3090")
+    made = next((workdir / "outputs/tiny/.made").glob("Qwen--Qwen2-0.5B-*"))
+    model, rows, run = tmp_path / "model", tmp_path / "rows.txt", tmp_path / "run"
+    shutil.copytree(made, model)
+    rows.write_text("\n".join(f"The number {number} comes before {number + 1}." for number in range(60)))
+    command = [sys.executable, ROOT / "recipes/qwen2_fineweb_edu.py", "--use_cpu", "--max_steps", "2", "--max_length", "64"]
+    command += ["--global_batch_size", "2", "--per_device_train_batch_size", "1", "--max_eval_samples", "4"]
+    command += ["--model_name_or_path", model, "--dataset_name", rows, "--output_dir", run, "--use_peft"]
+    command += ["--push_to_hub", "--hub_model_id", "my-lab/mine"]
+    variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(ROOT / "recipes")}
+
+    def call(words):
+        process = subprocess.run(words, cwd=tmp_path, env=environment | variables, capture_output=True, text=True, check=False)
+        assert process.returncode == 0, process.stdout + process.stderr
+        assert TOKEN not in process.stdout + process.stderr
+        return process.stdout
+
+    hub.failure = lambda method, path: "403" if "/commit/" in path else None
+    first = call(command)
+    assert "parameters (" in first and "warning: the upload to my-lab/mine failed" in first
+    assert "the same command again, which does not train again" in first
+    uploaded = hub.root / "models/my-lab/mine"
+    assert [file.name for file in uploaded.iterdir()] == [".private"]
+    hub.failure = lambda method, path: None
+    second = call(command)
+    assert "parameters (" not in second and f"Uploaded to {hub.url}/my-lab/mine (private)" in second and "is finished" in second
+    names = {file.relative_to(uploaded).as_posix() for file in uploaded.rglob("*")}
+    assert {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "tokenizer.json",
+        "README.md",
+        "train_results.json",
+        "loss.png",
+    } <= names
+    others = {name for name in names if "checkpoint" in name or name.startswith(("held_out", "samples", "run.json", "."))}
+    assert others == {".private"}
+    assert (uploaded / "adapter_model.safetensors").read_bytes() == (run / "adapter_model.safetensors").read_bytes()
+    for file in [*run.rglob("*"), *uploaded.rglob("*")]:
+        assert not file.is_file() or TOKEN.encode() not in file.read_bytes(), file
+
+    merged = call([sys.executable, "-m", "harness.commands.merge", run, "--push_to_hub", "--hub_model_id", "me/merged"])
+    assert f"Uploaded to {hub.url}/me/merged (private)" in merged
+    assert load_file(hub.root / "models/me/merged/model.safetensors")

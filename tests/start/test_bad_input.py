@@ -21,7 +21,7 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", 
 # Kind: command, words of the message, environment variables, arguments of `mount`.
 KINDS = {
     # names, options, flags
-    "unknown recipe": ("launch.sh qwen 1x3090", "unknown recipe: qwen. Did you mean qwen2_chat?"),
+    "unknown recipe": ("launch.sh qwen 1x3090", "unknown recipe: qwen. Did you mean qwen3_dpo?"),
     "unknown config": ("launch.sh qwen2_chat 1x309", "unknown config: 1x309. Did you mean 1x3090?"),
     "config before recipe": ("launch.sh --tiny 1x3090 qwen2_chat", "1x3090 is accelerate_configs/1x3090.yaml, but a recipe is"),
     "two recipes": ("launch.sh qwen2_chat llama31_8b_lora", "llama31_8b_lora is recipes/llama31_8b_lora.py, but a config is"),

@@ -3,7 +3,8 @@
     python simulate_runs.py '[["RECIPE.py", "CONFIG.yaml", ["--flag", "value"], "cuda"], …]' PORT
 
 The last word of a run is its kind:
-- "cuda": as on GPUs. "cuda to the end" adds the evaluation and the sample. Writes the fields of `Simulation`.
+- "cuda": as on GPUs. "cuda to the end" adds the evaluation and the sample, "with all layers" simulates all layers also of a
+  model whose layers are alike. Writes the fields of `Simulation`.
 - "cpu": with the CPU's own kernels. Writes the fields of `Simulation`.
 - "real": not simulated, but run on real tensors, in as many processes as the config has, which connect at PORT plus the number
   of the run. Writes the largest number of bytes that PyTorch's allocator held during the step.
@@ -106,7 +107,8 @@ def run_real(method: str, context: Context, flags: list[str], port: int) -> int:
 
 def run_simulation(method: str, context: Context, flags: list[str], kind: str) -> dict[str, Any]:
     make_fakes = functools.partial(fakes.Fakes, cuda=kind != "cpu")
-    code, found = processes.call(method, simulation.simulate, context, flags, make_fakes, kind == "cuda to the end")
+    options = "to the end" in kind, "with all layers" in kind
+    code, found = processes.call(method, simulation.simulate, context, flags, make_fakes, *options)
     if found is None:
         raise RuntimeError(f"the simulation failed with exit code {code}")
     return dataclasses.asdict(found)

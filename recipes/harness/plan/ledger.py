@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.compat.guards import changes, expected_names
 from harness.plan.attention_flops import flops_of_varlen, flops_of_varlen_backward
@@ -44,6 +44,16 @@ class Storage:
     is_pinned: bool = False  # host memory that the GPU can reach, which PyTorch rounds up to powers of two
 
 
+class Event(NamedTuple):
+    """A change of a storage's size."""
+
+    moment: str
+    storage: Storage
+    place: str
+    change: int  # bytes, rounded up to BLOCK
+    asked: int  # bytes of the storage from now on, before they are rounded up
+
+
 @dataclasses.dataclass
 class Peak:
     """The largest memory in one moment of a run."""
@@ -74,7 +84,7 @@ class Ledger(TorchDispatchMode):
         self.paused = False  # if True, nothing is recorded
         self.pinned_limit: int | None = None  # bytes; larger pinned allocations are not rounded up
         self.vocabulary = vocabulary  # a tensor whose last dimension has this size belongs to the loss
-        self.events: list[tuple[str, Storage, str, int]] = []  # moment, storage, place, bytes
+        self.events: list[Event] = []
         self.flops: collections.Counter = collections.Counter()  # this one and the next two: see `Counts`
         self.moved: collections.Counter = collections.Counter()
         self.touched = 0
@@ -143,11 +153,12 @@ class Ledger(TorchDispatchMode):
         weakref.finalize(storage, self._record, entry, 0).atexit = False
 
     def _record(self, entry: Storage, size: int) -> None:
+        asked = size
         if entry.is_pinned and size and (self.pinned_limit is None or size <= self.pinned_limit):
             size = 1 << (size - 1).bit_length()
-        size = -(-size // BLOCK) * BLOCK
+        size = rounded_up(size)
         if size != entry.size:
-            self.events.append((self.moment, entry, entry.place, size - entry.size))
+            self.events.append(Event(self.moment, entry, entry.place, size - entry.size, asked))
             entry.size = size
 
     def holder_of(self, tensor: torch.Tensor) -> str | None:
@@ -212,7 +223,7 @@ class Ledger(TorchDispatchMode):
     def timeline(self, place: str = "gpu") -> Iterator[tuple[str, int, collections.Counter]]:
         """Yields (moment, bytes, bytes by holder) after every event; the counter is the same object each time."""
         held, total = collections.Counter(), 0
-        for moment, entry, where, change in self.events:
+        for moment, entry, where, change, _ in self.events:
             if where == place:
                 held[entry.holder] += change
                 total += change
@@ -221,7 +232,7 @@ class Ledger(TorchDispatchMode):
     def sizes(self) -> Iterator[tuple[Storage, str, int]]:
         """Yields (storage, its stream, its bytes on the GPU from now on), in order; 0 bytes when it is freed."""
         sizes = collections.Counter()
-        for _, entry, place, change in self.events:
+        for _, entry, place, change, _ in self.events:
             if place == "gpu":
                 sizes[entry] += change
                 yield entry, entry.stream, sizes[entry]
@@ -279,6 +290,38 @@ def watch_resize(ledger: Ledger) -> Callable[[], None]:
 
     torch.UntypedStorage.resize_ = resize
     return restore
+
+
+def rounded_up(size: int) -> int:
+    """Bytes of the blocks that CUDA's allocator hands out."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def in_order(events: list[Event], start: int = 0) -> list[Event]:
+    """The events from `start` on, with storages that are freed one after the other by what they are, the oldest first.
+
+    Their order changes nothing, and is not always the same: autocast frees the casts of weights by their addresses.
+    """
+    ordered: list[Event] = []  # also those before `start`
+    freed: list[Event] = []
+    last: dict[Storage, tuple] = {}  # for each storage, its last change that did not free it
+    sizes: collections.Counter = collections.Counter()
+
+    def by_kind(event: Event) -> tuple:
+        return last[event.storage]
+
+    for number, event in enumerate(events):
+        sizes[event.storage] += event.change
+        size = sizes[event.storage]
+        if freed and (size or event.moment != freed[0].moment or number == start):
+            ordered += sorted(freed, key=by_kind)
+            freed = []
+        if size:
+            last[event.storage] = event.moment, event.place, event.storage.holder, size, number
+            ordered.append(event)
+        else:
+            freed.append(event)
+    return (ordered + sorted(freed, key=by_kind))[start:]
 
 
 def tensors_in(values: Iterable) -> list[torch.Tensor]:

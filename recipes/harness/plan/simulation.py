@@ -6,12 +6,17 @@ the process with rank 0 sees them. A simulation changes its process, so it has o
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import resource
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -25,13 +30,15 @@ from harness.configs import AccelerateConfig
 from harness.contexts import BuildingContext, Context, RecipeStopped
 from harness.folder import read_json
 from harness.model.loading import check_module_names
+from harness.plan import layers
 from harness.plan.allocator import replay
 from harness.plan.fakes import Fakes, count_wrapping, install_steps
-from harness.plan.ledger import Counts, Ledger, Peak, counts_of_step
+from harness.plan.ledger import Counts, Ledger, Peak, counts_of_step, in_order
 from harness.plan.shapes import check_bytes, expected_bytes, shapes_of
 from harness.rehearsal import tiny
 from harness.rehearsal.tiny import PLANNED
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
+from harness.signals import exit_with_parent
 from harness.start import preparing
 from harness.start.arguments import Arguments
 from harness.start.launch import allocator_settings, set_training_environment
@@ -39,6 +46,7 @@ from harness.start.processes import build_trainer
 
 import datasets
 import torch
+import tqdm
 import transformers
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -108,6 +116,7 @@ class Simulation:
     needed: int = 0  # bytes that it takes if there is not
     hull: list[tuple[int, int]] = field(default_factory=list)  # (fixed, growing) bytes of possible peaks, see `Ledger.hull`
     curve: list[tuple[str, dict[str, int]]] = field(default_factory=list)
+    simulated_layers: int = 0  # the most, if they were extended to all; 0 if all were simulated
     seconds: float = 0.0  # that the simulation took
     own_memory: int = 0  # that the simulation needed
     download: int = 0
@@ -133,12 +142,14 @@ def simulate(
     flags: list[str],
     make_fakes: Callable[[Ledger], Any] = Fakes,
     with_evaluation: bool = True,
+    with_all_layers: bool = False,
 ) -> Simulation:
     """Simulates a run.
 
     Args:
         make_fakes: makes the replacements; the tests compare with a run on real tensors.
         with_evaluation: also simulate an evaluation and a sample, which need less memory than training.
+        with_all_layers: also of a model whose layers are alike, of which a few would do (see `layers.py`).
 
     Raises RuntimeError if what was counted contradicts the shapes of the model.
     """
@@ -157,6 +168,7 @@ def simulate(
         fakes.join_processes(plan.processes, plan.processes // plan.nodes)
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
+    tqdm.tqdm.monitor_interval = 0  # otherwise a thread watches progress bars, and this process cannot be forked
     with (
         tempfile.TemporaryDirectory(prefix="plan-") as output_dir,
         Path(os.devnull).open("w") as nowhere,
@@ -164,7 +176,8 @@ def simulate(
     ):
         quiet = ["--output_dir", output_dir, "--report_to", "none", "--disable_tqdm", "true"]
         build_trainer(plan, [*flags, *quiet])
-        simulation = simulate_training(plan, ledger, fakes, with_evaluation)
+        simulation = simulate_training(plan, ledger, fakes, with_evaluation, with_all_layers)
+    ledger.events = in_order(ledger.events)
     simulation.peaks, simulation.host_peaks = ledger.peaks(), ledger.peaks("host")
     simulation.reserved, simulation.needed = replay(ledger.sizes(), "expandable_segments:True" in settings)
     simulation.hull, simulation.curve = ledger.hull(), ledger.curve()
@@ -174,10 +187,10 @@ def simulate(
     return simulation
 
 
-def simulate_training(plan: Plan, ledger: Ledger, fakes: Any, with_evaluation: bool) -> Simulation:
+def simulate_training(plan: Plan, ledger: Ledger, fakes: Any, with_evaluation: bool, with_all_layers: bool) -> Simulation:
     """Runs the trainer for one step on fake tensors, with a batch of full length, while `ledger` records what it does.
 
-    Returns what is known of the run; `SimulatedStep` adds the counts of the step.
+    Returns what is known of the run, with the counts of the step.
     """
     trainer, config = plan.trainer, plan.config
     batch = full_batch(next(iter(trainer.get_train_dataloader())), trainer.args, trainer.args.per_device_train_batch_size)
@@ -192,12 +205,86 @@ def simulate_training(plan: Plan, ledger: Ledger, fakes: Any, with_evaluation: b
         trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
     trainer.args.eval_on_start = False  # an evaluation is simulated after the step
     trainer.add_callback(AfterWrapping(trainer, config, plan.processes, show_buffers))
-    trainer.add_callback(SimulatedStep(trainer, config, ledger, fakes, batch, simulation, with_evaluation))
+    step = SimulatedStep(trainer, config, ledger, fakes, batch, simulation, with_evaluation)
+    trainer.add_callback(step)
     count_wrapping(trainer, ledger, fakes)
     trainer.remove_callback(transformers.PrinterCallback)
+    if with_all_layers or not simulate_few_layers(step):
+        with contextlib.suppress(RecipeStopped):
+            trainer.train()
+    simulation.trained_here, simulation.optimizer = step.trained_here, step.optimizer
+    simulation.step = counts_of_step(step.parts, simulation.accumulation)
+    # Clipping and the optimizer have no matrix multiplication, and exchange only the norm of the gradients.
+    simulation.step.touched += step.after.touched
+    return simulation
+
+
+def simulate_few_layers(step: "SimulatedStep") -> bool:
+    """Simulates the model of `step` with a few of its layers, and extends what is recorded to all; returns False if it cannot.
+
+    Each number of layers has a forked process, because training changes the trainer.
+    """
+    trainer, ledger = step.trainer, step.ledger
+    all_layers = layers.equal_layers(trainer.model)
+    if all_layers is None or trainer.optimizer is not None or step.config.distributed_type == "MULTI_GPU":  # of DDP's buckets
+        return False
+    recordings = call_in_forks([functools.partial(record_few_layers, step, all_layers, count) for count in layers.FEW])
+    if recordings is None:
+        return False
+    few, more = recordings
+    added = len(all_layers) - more.layers
+    try:
+        ledger.events += layers.extend(few, more, len(all_layers), layers.live_storages(ledger.events))
+    except layers.Unlike:
+        return False
+    *step.parts, step.after = (layers.linear_counts(*pair, added) for pair in zip(few.counts, more.counts, strict=True))
+    step.simulation.simulated_layers = more.layers
+    step.trained_here, step.optimizer = (layers.linear(*pair, added) for pair in zip(few.sizes, more.sizes, strict=True))
+    return True
+
+
+def record_few_layers(step: "SimulatedStep", all_layers: torch.nn.ModuleList, count: int) -> layers.Recording:
+    """Trains with the first layers only."""
+    trainer, simulation = step.trainer, step.simulation
+    del all_layers[count:]
+    gc.collect()
+    start = len(step.ledger.events)
+    simulation.expected = expected_of(trainer, simulation.shards)
     with contextlib.suppress(RecipeStopped):
         trainer.train()
-    return simulation
+    sizes = [step.trained_here, step.optimizer]
+    return layers.record(step.ledger.events, start, count, [*step.parts, step.after], sizes)
+
+
+def expected_of(trainer: Trainer, shards: int) -> dict[str, int]:
+    is_upcast = trainer.is_fsdp_enabled and (trainer.args.bf16 or trainer.args.fp16)
+    return expected_bytes(shapes_of(trainer.model), shards, upcast=is_upcast)
+
+
+def call_in_forks(functions: list[Callable[[], Any]]) -> list[Any] | None:
+    """The results of functions, each called in a fork of this process. None if one fails, or the process cannot be forked."""
+    if sys.platform != "linux" or threading.active_count() > 1:
+        return None
+    context = multiprocessing.get_context("fork")
+    started = []
+    for function in functions:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=send_result, args=(sender, function, os.getpid()))
+        process.start()
+        sender.close()
+        started.append((process, receiver))
+    results = []
+    for process, receiver in started:
+        with contextlib.suppress(EOFError):  # it failed
+            results.append(receiver.recv())
+        process.join()
+    return results if len(results) == len(functions) else None
+
+
+def send_result(sender: multiprocessing.connection.Connection, function: Callable[[], Any], parent: int) -> None:
+    """Sends what `function` returns, from a process that ends with its parent."""
+    exit_with_parent(parent)
+    sender.send(function())
 
 
 def full_batch(batch: dict, args: TrainingArguments, rows: int) -> dict:
@@ -261,7 +348,7 @@ def describe_run(plan: Plan, batch: dict) -> Simulation:
         has_checkpointing=bool(args.gradient_checkpointing),
         max_steps=args.max_steps,
         epochs=args.num_train_epochs,
-        expected=expected_bytes(shapes_of(model), shards, upcast=trainer.is_fsdp_enabled and (args.bf16 or args.fp16)),
+        expected=expected_of(trainer, shards),
         copies=1 if reads_once else plan.processes // plan.nodes,
     )
 
@@ -296,7 +383,7 @@ class SimulatedStep(TrainerCallback):
         with_evaluation: bool,
     ) -> None:
         self.trainer, self.ledger, self.fakes, self.batch, self.simulation = trainer, ledger, fakes, batch, simulation
-        self.with_evaluation = with_evaluation
+        self.config, self.with_evaluation = config, with_evaluation
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         simulation.is_offloaded = isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy)
         self.place = "host" if simulation.is_offloaded else "gpu"
@@ -307,6 +394,8 @@ class SimulatedStep(TrainerCallback):
         self.micro_batches = 2 if self.has_earlier_batches and keeps_gradients else 1
         trainer.args.gradient_accumulation_steps = self.micro_batches  # `describe_run` has read the real number before
         self.parts: list[Counts] = []  # of the micro-batches
+        self.after = Counts({}, {}, 0)  # of clipping and the optimizer
+        self.trained_here = self.optimizer = 0  # see `Simulation`
         self.optimized: list[torch.Tensor] = []  # the weights that the optimizer updates
         self.forward_labels: Any = None  # entered when the training begins, and left by the labels of what comes after
         add_overrides(trainer, SimulatedTrainer)
@@ -343,7 +432,7 @@ class SimulatedStep(TrainerCallback):
                 if weight.grad is not None:
                     ledger.mark(local_tensor(weight.grad), "gradients")
         check_bytes("weights", [local_tensor(weight) for weight in model.parameters()], self.simulation.expected["weights"])
-        self.simulation.optimizer = sum(state.nbytes for state in self.optimizer_states())
+        self.optimizer = sum(state.nbytes for state in self.optimizer_states())
         if args.optim in ("adamw_torch", "adamw_torch_fused"):
             check_bytes("optimizer states", self.optimizer_states(), self.simulation.expected["optimizer"])
         ledger.take_counts()
@@ -380,12 +469,9 @@ class SimulatedStep(TrainerCallback):
         model: torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Stores the counts of the step, simulates an evaluation, a sample and the final save, and ends the simulation."""
-        simulation = self.simulation
-        simulation.trained_here = sum(local_tensor(weight).numel() for weight in self.optimized)
-        simulation.step = counts_of_step(self.parts, simulation.accumulation)
-        # Clipping and the optimizer have no matrix multiplication, and exchange only the norm of the gradients.
-        simulation.step.touched += self.ledger.take_counts().touched
+        """Counts the step, simulates an evaluation, a sample and the final save, and ends the simulation."""
+        self.trained_here = sum(local_tensor(weight).numel() for weight in self.optimized)
+        self.after = self.ledger.take_counts()
         self.trainer.model_wrapped.eval()
         if self.with_evaluation:
             self.simulate_evaluation(args)

@@ -9,8 +9,6 @@ import contextlib
 import functools
 import gc
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import re
 import resource
@@ -38,11 +36,10 @@ from harness.plan.shapes import check_bytes, expected_bytes, shapes_of
 from harness.rehearsal import tiny
 from harness.rehearsal.tiny import PLANNED
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
-from harness.signals import exit_with_parent
 from harness.start import preparing
 from harness.start.arguments import Arguments
 from harness.start.launch import allocator_settings, set_training_environment
-from harness.start.processes import build_trainer
+from harness.start.processes import Process, build_trainer
 
 import datasets
 import torch
@@ -265,26 +262,9 @@ def call_in_forks(functions: list[Callable[[], Any]]) -> list[Any] | None:
     """The results of functions, each called in a fork of this process. None if one fails, or the process cannot be forked."""
     if sys.platform != "linux" or threading.active_count() > 1:
         return None
-    context = multiprocessing.get_context("fork")
-    started = []
-    for function in functions:
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=send_result, args=(sender, function, os.getpid()))
-        process.start()
-        sender.close()
-        started.append((process, receiver))
-    results = []
-    for process, receiver in started:
-        with contextlib.suppress(EOFError):  # it failed
-            results.append(receiver.recv())
-        process.join()
-    return results if len(results) == len(functions) else None
-
-
-def send_result(sender: multiprocessing.connection.Connection, function: Callable[[], Any], parent: int) -> None:
-    """Sends what `function` returns, from a process that ends with its parent."""
-    exit_with_parent(parent)
-    sender.send(function())
+    started = [Process("fork", function) for function in functions]
+    ends = [process.wait() for process in started]
+    return None if any(code for code, _ in ends) else [result for _, result in ends]
 
 
 def full_batch(batch: dict, args: TrainingArguments, rows: int) -> dict:

@@ -1,6 +1,7 @@
 """Sharding changes no result: the same losses, the same 4-bit weights, and the collectives that the config asks for."""
 
 from harness import configs
+from harness.commands import verify
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
 from harness.data.streams import fill_last_step
@@ -29,11 +30,16 @@ FIVE_STEPS = ["--max_steps", "5", "--logging_steps", "1", "--eval_strategy", "no
 FIVE_STEPS += ["--learning_rate", "3e-3", "--bf16", "false", "--fp16", "false"]
 
 
+# The model has the same weights in both, and the adapter trains a copy of each.
+UNTYING = ["--use_peft", "--lora_modules_to_save", "embed_tokens", "lm_head", "--lora_dropout", "0", "--dtype", "float32"]
+
+
 @pytest.mark.parametrize(
     ("recipe", "config", "processes", "flags"),
     [
         (RECIPE, "4gpu_full_shard", 2, ["--dataset_streaming", "false"]),
-        ("llama31_8b_lora", "hybrid", 4, ["--lora_dropout", "0", "--dtype", "float32"]),
+        ("llama31_8b_lora", "hybrid", 4, ["--lora_dropout", "0", "--dtype", "float32", "--lora_modules_to_save", "lm_head"]),
+        ("qwen2_chat", "4gpu_shard_grad_op", 2, UNTYING),
         ("gpt2_xl_wikitext", "3xt4_shard_grad_op", 3, []),
         pytest.param("qwen2_chat", "4gpu_shard_grad_op", 2, [], marks=slow),
         ("llama31_70b_qlora", "2x3090_qlora", 2, ["--lora_dropout", "0", "--dataset_streaming", "false"]),
@@ -58,6 +64,7 @@ def test_sharded_equals_unsharded(rehearse, build_trainer, tmp_path, hybrid_2x2,
         in_4bit = "70b" in recipe  # computes in bf16
         assert loss == pytest.approx(unsharded[step][0], abs=1e-2 if in_4bit else 1e-4)
         assert grad_norm == pytest.approx(unsharded[step][1], rel=1e-1 if in_4bit else 1e-3)
+    assert flags[:5] != UNTYING[:5] or verify.main(str(run)) == 0, "the saved adapter is what was trained"
 
 
 def test_loss_is_float32_with_mixed_precision_bf16(rehearse):

@@ -34,6 +34,8 @@ def load_model(run: Path) -> Any:
 
     `run`: the folder of a finished run, or of a model that --merge or someone else has made from it.
     """
+    from harness.model.weight_files import check_adapter_weights, check_found
+
     import torch
     import transformers
     from peft import PeftModel
@@ -59,14 +61,16 @@ def load_model(run: Path) -> Any:
         keep_4bit_layout()
     try:
         with hub_errors("model", base):
-            model = AutoModelForCausalLM.from_pretrained(base, **options)
+            model, found = AutoModelForCausalLM.from_pretrained(base, output_loading_info=True, **options)
     except UserError as error:
         if "dispatched on the CPU" not in str(error):  # transformers does not split 4-bit weights between GPU and CPU
             raise
         raise UserError(gpu_memory_message(base)) from error
+    check_found(model, found, base)
     if base != str(run):
         with hub_errors("adapter", str(run)):
             model = PeftModel.from_pretrained(model, run)
+            check_adapter_weights(model, run)
     return model.eval()
 
 

@@ -176,6 +176,7 @@ def put_together(checkpoint: Path, target: Path) -> None:
 def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
     """Writes the model an adapter belongs to, with the adapter added to its weights."""
     from harness.model.quantized import SOURCE, save_readable
+    from harness.model.weight_files import check_weights
 
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
@@ -189,7 +190,8 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
         if not base.is_dir():
             patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
             base = Path(snapshot_download(str(base), revision=settings.revision, allow_patterns=patterns))
-        unties = AutoConfig.from_pretrained(base).tie_word_embeddings and not settings.ensure_weight_tying
+    check_weights(base, str(base))
+    unties = AutoConfig.from_pretrained(base).tie_word_embeddings and not settings.ensure_weight_tying
     unties = unties and any(part in EMBEDDINGS for name in adapter for part in name.split("."))
     if unties or needs_peft(adapter, settings):
         merge_in_memory(base, settings, adapter, unties, target)
@@ -197,8 +199,6 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
         return
     changes = changed_weights(adapter, settings)
     files = sorted(base.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{base} has no weights in safetensors")
     for file in tqdm(files, desc="Merging", unit="file"):
         merged = {}
         with safe_open(file, "pt") as weights:

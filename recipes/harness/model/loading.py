@@ -20,6 +20,7 @@ from harness.contexts import Context
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
 from harness.messages import UserError, print_once
 from harness.model.attention import set_attention
+from harness.model.weight_files import check_weights, folder_of_weights
 from harness.nodes.hardware import memory_limit
 from harness.rehearsal import tiny
 
@@ -37,7 +38,6 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 from trl import ModelConfig, get_peft_config
 
-WEIGHTS = "model.safetensors"
 PROCESS_BYTES = 2_500_000_000  # of host memory: Python, torch, CUDA's libraries; assumed
 
 
@@ -169,8 +169,6 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, with_
     check_model_exists(name, revision)
     with hub_errors("model", name):
         config = AutoConfig.from_pretrained(name, revision=revision).get_text_config()
-    if Path(name).is_dir() and with_weights:
-        check_weight_files(Path(name))
     with hub_errors(TOKENIZER, name):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
         largest_token = max(tokenizer.get_vocab().values())
@@ -188,6 +186,9 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, with_
     positions, length = getattr(config, "max_position_embeddings", None), length_of_rows(training_args)
     if positions and length and length > positions:
         raise UserError(f"--max_length is {length}, but {name} has {positions} positions: pass {positions} or less")
+    folder = folder_of_weights(name, revision) if with_weights else None
+    if folder:
+        check_weights(folder, name)
 
 
 def host_memory_of_node(processes: int, loading: float, training: float, saving: float) -> float:
@@ -327,33 +328,3 @@ def linear_modules(model: PreTrainedModel) -> list[str]:
 
 def _last_parts(names: list[str], count: int = 1) -> list[str]:
     return list(dict.fromkeys(".".join(name.split(".")[-count:]) for name in names))
-
-
-def check_weight_files(folder: Path) -> None:
-    """Raises UserError unless every safetensors file of a model folder exists and has the length that its header says."""
-    index, files = folder / f"{WEIGHTS}.index.json", [WEIGHTS]
-    if index.is_file() and not (folder / WEIGHTS).is_file():
-        with hub_errors("model", str(folder)):
-            files = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    for name in files:
-        path = folder / name
-        if not path.is_file():
-            raise UserError(
-                f"--model_name_or_path: {folder} has no {name}: it is incomplete, or has weights in another format (only "
-                "safetensors are loaded)"
-            )
-        try:
-            with path.open("rb") as file:
-                header_size = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(header_size))
-            ends = [entry["data_offsets"][1] for tensor, entry in header.items() if tensor != "__metadata__"]
-            expected = 8 + header_size + max(ends)
-        except (ValueError, TypeError, KeyError, OverflowError, MemoryError, AttributeError) as error:
-            raise UserError(
-                f"--model_name_or_path: {path} is not a complete safetensors file: copy or download it again"
-            ) from error
-        if path.stat().st_size != expected:
-            raise UserError(
-                f"--model_name_or_path: {path} has {path.stat().st_size:,} bytes, its header says {expected:,}: copy or download "
-                "it again"
-            )

@@ -13,9 +13,10 @@ from harness.model.quantized import prepare_quantized_model
 import torch
 from accelerate import Accelerator
 from accelerate.utils import SCALER_NAME, DynamoBackend
+from peft import PeftModel
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 SHARDED_8BIT = ("adamw_8bit", "adamw_bnb_8bit")  # values of --optim that FSDP can shard, of those of bitsandbytes
 
@@ -26,6 +27,7 @@ def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> Callable[[],
     set_offload(trainer)
     set_layer_classes(trainer)
     prepare_quantized_model(trainer)
+    separate_untied_weights(trainer)
     give_weights_addresses(trainer.model)
     prepare_optimizer(trainer)
     trainer.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # see `compile_layers`
@@ -62,6 +64,35 @@ def set_layer_classes(trainer: Trainer) -> None:
     if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
         names = {type(layer).__name__ for layer in transformer_layers(trainer.model).values()}
         plugin.transformer_cls_names_to_wrap = sorted(names)
+
+
+def separate_untied_weights(trainer: Trainer) -> None:
+    """Keeps accelerate from tying embeddings and output layer again that an adapter has untied, because it trains one of them.
+
+    accelerate 1.15 calls `tie_weights` when it shards: the output layer would become the trained copy of the embeddings, unlike
+    in an unsharded run, and unlike in the saved adapter. PEFT also keeps the frozen weights that the two shared, and FSDP
+    refuses a weight that two of its units have, so each gets its own.
+    Raises UserError if the adapter keeps them tied.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if not trainer.is_fsdp_enabled or not isinstance(model, PeftModel) or not model.config.tie_word_embeddings:
+        return
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or (head.weight is embedding.weight and not embedding.weight.requires_grad):
+        return
+    if head.weight is embedding.weight:
+        raise UserError(
+            "ensure_weight_tying: FSDP cannot shard an adapter that trains embeddings and output layer as one weight: leave it "
+            "out, or use a config without FSDP"
+        )
+    seen = set()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config.tie_word_embeddings = False  # also asked by `tie_weights`, of every part of the model
+        for name, weight in module.named_parameters(recurse=False):
+            if weight in seen:
+                setattr(module, name, torch.nn.Parameter(weight.detach().clone(), weight.requires_grad))
+            seen.add(weight)
 
 
 def prepare_gradient_scaler(trainer: Trainer, checkpoint: Path | None) -> None:
@@ -175,16 +206,19 @@ def reduce_each_batch(model: FSDPModule) -> None:
 
 
 def keep_head_gathered(model: torch.nn.Module) -> None:
-    """All-gathers a frozen output head once and keeps it unsharded on every GPU.
+    """All-gathers an output head that is an FSDP unit of its own, before TRL's loss reads its weight without FSDP's hooks.
 
-    TRL's loss reads the head's weight without FSDP's hooks. A sharded head would be all-gathered for every micro-batch, and
-    with offload the loss would run on the CPU. Cost: the whole head on every GPU, 2.1 GB for a 70B model. A head that is
-    trained, or tied to the embedding, is gathered by FSDP itself.
+    A sharded head would be all-gathered for every micro-batch, its gradient would not be reduced, and with offload the loss would
+    run on the CPU. A frozen head stays unsharded on every GPU: 2.1 GB for a 70B model. A head that is tied to the embedding, or
+    trained without an adapter, is one unit with a module whose hooks run.
     """
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if not isinstance(head, FSDPModule) or head.weight.requires_grad or head.weight is embedding.weight:
+    if not isinstance(head, FSDPModule) or head.weight is embedding.weight:
         return
-    head.set_reshard_after_backward(False)
+    if not head.weight.requires_grad:
+        head.set_reshard_after_backward(False)
+    elif not isinstance(model, PeftModel):
+        return
     model.register_forward_pre_hook(lambda module, inputs: head.unshard())  # does nothing if it is unsharded already
 
 

@@ -1,0 +1,169 @@
+"""Whether the weight files of a model are complete, and have the weights that its config names."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.hub import hub_errors
+from harness.messages import UserError, plural, print_once
+
+import torch
+import transformers
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+NAMED = 3  # weights in a message
+
+
+def folder_of_weights(name: str, revision: str) -> Path | None:
+    """The folder with the weights of a model: its own, or that in the cache of the Hub; None if they are not downloaded."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(name).is_dir():
+        return Path(name)
+    for file in (WEIGHTS, INDEX):
+        cached = try_to_load_from_cache(name, file, revision=revision)
+        if isinstance(cached, str) and all((Path(cached).parent / part).is_file() for part in weight_files(Path(cached).parent)):
+            return Path(cached).parent
+    return None
+
+
+def check_weights(folder: Path, name: str) -> None:
+    """Raises UserError unless the files in `folder` are complete and have every weight of the model, in its shape.
+
+    transformers gives weights that are not in the files random values. It loads the files here onto the meta device, which reads
+    only the names and shapes. `name`: of the model, in messages.
+    """
+    check_weight_files(folder)
+    with hub_errors("model", name):
+        config = AutoConfig.from_pretrained(folder)
+    if getattr(config, "quantization_config", None) is not None:  # its files have other weights, which the quantizer checks
+        return
+    options = {"device_map": {"": "meta"}, "dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with quiet_transformers(), hub_errors("model", name):
+        model, found = class_of_model(config).from_pretrained(folder, **options)
+    check_found(model, found, name)
+    check_tied_weights(model, folder, name)
+
+
+def class_of_model(config: PreTrainedConfig) -> Any:
+    """The class that a config names, with which TRL's trainers load the model."""
+    return getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+
+
+def check_found(model: PreTrainedModel, found: dict[str, Any], name: str) -> None:
+    """Raises UserError if the files of a model lack weights, or have them in other shapes than the config says.
+
+    `found`: what `from_pretrained` returns with `output_loading_info`. Prints a warning for weights that are not used.
+    """
+    if mismatched := sorted(found["mismatched_keys"]):
+        weight, in_file, by_config = mismatched[0]
+        shapes = f"{weight} is {list(in_file)} in the files and {list(by_config)} by config.json"
+        raise UserError(f"{name}: {shapes}: copy config.json from the source of the weights")
+    if missing := sorted(found["missing_keys"]):
+        head = model.get_output_embeddings()
+        of_head = [weight for weight, value in model.named_parameters() if head is not None and value is head.weight]
+        tie = ", or set tie_word_embeddings to true in config.json if the output layer has the weights of the embeddings"
+        raise UserError(
+            f"the files of {name} lack {plural(len(missing), 'weight')} that its config.json requires ({_first(missing)}), which "
+            f"would be random: copy or download it again{tie if missing == of_head else ''}"
+        )
+    if unused := sorted(found["unexpected_keys"]):
+        print_once(
+            f"warning: {name}: {plural(len(unused), 'weight')} in its files ({_first(unused)}) are not used: "
+            f"{type(model).__name__} with this config.json does not have them."
+        )
+
+
+def check_tied_weights(model: PreTrainedModel, folder: Path, name: str) -> None:
+    """Raises UserError if weights that the config ties are in the files with different values, so that they cannot be tied.
+
+    `model` is on the meta device, where transformers leaves them untied if the files have both.
+    """
+    for target, source in model.all_tied_weights_keys.items():
+        if model.get_parameter(target) is model.get_parameter(source):
+            continue
+        first, second = (read_weight(folder, weight) for weight in (target, source))
+        if first is not None and second is not None and not torch.equal(first, second):
+            raise UserError(
+                f"config.json of {name} ties {target} to {source}, but its files have different values for the two: set "
+                "tie_word_embeddings to false in config.json, or copy or download it again"
+            )
+
+
+def check_adapter_weights(model: PeftModel, folder: Path) -> None:
+    """Raises UserError if the file of an adapter lacks weights that its adapter_config.json requires. PEFT only warns."""
+    with safe_open(folder / "adapter_model.safetensors", "pt") as weights:
+        missing = sorted(get_peft_model_state_dict(model, save_embedding_layers=False).keys() - set(weights.keys()))
+    if missing:
+        raise UserError(
+            f"the adapter in {folder} lacks {plural(len(missing), 'weight')} that its adapter_config.json requires "
+            f"({_first(missing)}): copy it again"
+        )
+
+
+def read_weight(folder: Path, name: str) -> torch.Tensor | None:
+    """A weight by its name in the model. Files can leave out the prefix of the model without its head."""
+    for file in weight_files(folder):
+        with safe_open(folder / file, "pt") as weights:
+            for key in weights.keys():  # noqa: SIM118 (safe_open is not a dict)
+                if name == key or name.endswith(f".{key}"):
+                    return weights.get_tensor(key)
+    return None
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' progress bars and its report about loaded weights."""
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)
+        transformers.logging.enable_progress_bar()
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (", …" if len(names) > NAMED else "")
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the safetensors files of a model."""
+    index = folder / INDEX
+    if index.is_file() and not (folder / WEIGHTS).is_file():
+        with hub_errors("model", str(folder)):
+            return sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+    return [WEIGHTS]
+
+
+def check_weight_files(folder: Path) -> None:
+    """Raises UserError unless every safetensors file of a model folder exists and has the length that its header says."""
+    for name in weight_files(folder):
+        path = folder / name
+        if not path.is_file():
+            raise UserError(
+                f"--model_name_or_path: {folder} has no {name}: it is incomplete, or has weights in another format (only "
+                "safetensors are loaded)"
+            )
+        try:
+            with path.open("rb") as file:
+                header_size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(header_size))
+            ends = [entry["data_offsets"][1] for tensor, entry in header.items() if tensor != "__metadata__"]
+            expected = 8 + header_size + max(ends)
+        except (ValueError, TypeError, KeyError, OverflowError, MemoryError, AttributeError) as error:
+            raise UserError(
+                f"--model_name_or_path: {path} is not a complete safetensors file: copy or download it again"
+            ) from error
+        if path.stat().st_size != expected:
+            raise UserError(
+                f"--model_name_or_path: {path} has {path.stat().st_size:,} bytes, its header says {expected:,}: copy or download "
+                "it again"
+            )

@@ -1,0 +1,114 @@
+"""The files of a model have the weights that its config names; transformers would give those that they lack random values."""
+
+import json
+
+from harness.commands import chat
+from harness.model.weight_files import check_weights
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config, Qwen3MoeConfig
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+UNTIED = Qwen2Config(**SIZES, intermediate_size=32, tie_word_embeddings=False)
+EXPERTS = {"intermediate_size": 32, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+# Old files on the Hub have no prefix, masks as buffers, and experts one by one: all of that is complete.
+COMPLETE = {
+    "untied": UNTIED,
+    "tied": Qwen2Config(**SIZES, intermediate_size=32, tie_word_embeddings=True),
+    "gpt2": GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=64),
+    "experts": Qwen3MoeConfig(**SIZES, **EXPERTS),
+}
+
+
+@pytest.fixture
+def make(tmp_path, capsys):
+    """Makes the folder of a model, with weights that `change` has changed, and values of config.json replaced."""
+
+    def call(config, change=lambda weights: weights, **values):
+        folder = tmp_path / "my-model"
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+        settings = json.loads((folder / "config.json").read_text()) | values
+        (folder / "config.json").write_text(json.dumps(settings))
+        capsys.readouterr()  # drops the progress bar
+        return folder
+
+    return call
+
+
+def without(part):
+    return lambda weights: {name: weight for name, weight in weights.items() if part not in name}
+
+
+HEADLESS = without("lm_head")
+
+
+@pytest.mark.parametrize("config", COMPLETE.values(), ids=COMPLETE)
+def test_complete_models(make, config, capsys):
+    check_weights(make(config), "mine")
+    assert not "".join(capsys.readouterr())
+
+
+def test_older_files_of_gpt2(make, capsys):
+    """Those on the Hub have no prefix, and a mask in every layer."""
+
+    def rename(weights):
+        masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64) for layer in range(2)}
+        return {name.removeprefix("transformer."): weight for name, weight in weights.items()} | masks
+
+    check_weights(make(COMPLETE["gpt2"], rename), "mine")
+    assert not "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "values", "words"),
+    [
+        (UNTIED, HEADLESS, {}, ["lack 1 weight", "(lm_head.weight)"]),
+        (UNTIED, without(".layers.1."), {}, ["the files of mine lack 12 weights", "model.layers.1.input_layernorm.weight", "…)"]),
+        (COMPLETE["tied"], without("embed_tokens"), {}, ["model.embed_tokens.weight"]),
+        (COMPLETE["gpt2"], without("h.1.mlp"), {}, ["lack 4 weights", "transformer.h.1.mlp.c_fc.bias"]),
+        (COMPLETE["experts"], without("experts.3."), {}, ["mlp.experts.down_proj is [3, 32, 32] in the files and [4, 32, 32]"]),
+        (UNTIED, dict, {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, ["lack 12 weights", "model.layers.2."]),
+        (UNTIED, dict, {"vocab_size": 60}, ["lm_head.weight is [64, 32] in the files and [60, 32] by config.json"]),
+        (UNTIED, dict, {"tie_word_embeddings": True}, ["ties lm_head.weight to model.embed_tokens.weight", "different values"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_files_without_what_the_config_requires(make, error_of, config, change, values, words):
+    message = error_of(check_weights, make(config, change, **values), "mine")
+    assert all(word in message for word in words), message
+    assert ("or set tie_word_embeddings to true" in message) == (change is HEADLESS), message
+
+
+def test_tied_weights_that_are_in_the_files_twice(make, capsys):
+    """With equal values, as torch's own format has them."""
+    config = COMPLETE["tied"]
+    check_weights(
+        make(config, lambda weights: weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}), "mine"
+    )
+    assert not "".join(capsys.readouterr())
+
+
+def test_weights_that_the_model_does_not_have_are_named(make, capsys):
+    check_weights(make(UNTIED, num_hidden_layers=1, layer_types=["full_attention"]), "mine")
+    assert "warning: mine: 12 weights in its files (model.layers.1.input_layernorm.weight, " in capsys.readouterr().out
+
+
+def test_chat_with_a_folder_that_lacks_weights(make, error_of):
+    """--verify and --merge load models in the same way."""
+    folder = make(UNTIED, without(".layers.1."))
+    assert "lack 12 weights" in error_of(chat.load_model, folder)
+
+
+def test_chat_with_an_adapter_that_lacks_weights(make, error_of, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(make(UNTIED))
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "run")
+    chat.load_model(tmp_path / "run")
+    file = tmp_path / "run/adapter_model.safetensors"
+    save_file(without("layers.1.self_attn.q_proj.lora_A")(load_file(file)), file, {"format": "pt"})
+    message = error_of(chat.load_model, tmp_path / "run")
+    assert "lacks 1 weight that its adapter_config.json requires" in message and "layers.1" in message

@@ -322,3 +322,26 @@ def test_layer_classes_of_the_config(model_args, error_of, classes, is_right):
     message = error_of(loading.check_module_names, args, config, "my/model")
     assert message.startswith("2gpu.yaml: fsdp_transformer_layer_cls_to_wrap is ")
     assert f"is {classes}, but the layers of my/model are Qwen2DecoderLayer" in message
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        (Qwen2Config(max_position_embeddings=128), 128),
+        (Qwen2Config(max_position_embeddings=128, rope_parameters=YARN), 512),
+        (Qwen2Config(max_position_embeddings=512, rope_parameters=YARN), 512),  # they are counted in it
+        (
+            Qwen2Config(max_position_embeddings=128, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            256,
+        ),
+        (AutoConfig.for_model("gemma3_text", max_position_embeddings=128), 128),  # a RoPE for each type of layer
+        (AutoConfig.for_model("gpt2", n_positions=64), 64),
+        (AutoConfig.for_model("bloom"), None),
+    ],
+    ids=lambda value: str(value) if not hasattr(value, "model_type") else value.model_type,
+)
+def test_positions_that_rope_scaling_adds(config, positions):
+    assert loading.count_positions(config) == positions

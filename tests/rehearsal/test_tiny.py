@@ -19,6 +19,7 @@ from conftest import losses, read, slow
 from datasets import load_dataset
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 # The number of weights and the sum of their absolute values.
 GPT2, QWEN2, LLAMA = "openai-community/gpt2", "Qwen/Qwen2-0.5B", "meta-llama/Llama-3.1-8B"
@@ -114,7 +115,9 @@ def make_original(tmp_path):
 
     def call(model_type):
         tiny.make_tokenizer(tiny.family_of("Qwen/Qwen2-0.5B")).save_pretrained(tmp_path / model_type)
-        AutoConfig.for_model(model_type, **CONFIGS.get(model_type, {})).save_pretrained(tmp_path / model_type)
+        config = AutoConfig.for_model(model_type, **CONFIGS.get(model_type, {}))
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type, "T5ForConditionalGeneration")]
+        config.save_pretrained(tmp_path / model_type)
         return model_arguments(str(tmp_path / model_type))
 
     return call

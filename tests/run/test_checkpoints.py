@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from harness import folder
+from harness.messages import UserError
 from harness.run import checkpoints, marker, session, stopping
 from harness.run.evaluation import check_metric_is_computed
 from harness.run.settings import RunSettings
@@ -214,7 +215,7 @@ def test_checkpoint_with_nan_is_not_complete(build_trainer, monkeypatch):
     trainer = build_trainer("qwen2_chat", *flags, "--eval_strategy", "no")
     monkeypatch.setattr(stopping, "set_signal_handler", lambda handler: None)
     next(trainer.model.parameters()).data[0] = float("nan")
-    with pytest.raises(RuntimeError, match="NaN or infinite at step 1: try a lower --learning_rate"):
+    with pytest.raises(UserError, match="NaN or infinite at step 1: try a lower --learning_rate"):
         session.train(trainer, RunSettings())
     assert Path(trainer.args.output_dir, "checkpoint-1").is_dir()
     assert folder.newest_complete_checkpoint(Path(trainer.args.output_dir)) is None

@@ -1,8 +1,12 @@
 """The model that a run saves: the trained weights, in the dtype of the original, and an adapter as it was trained."""
 
+import json
+import shutil
 from pathlib import Path
 
+from harness.configs import AccelerateConfig
 from harness.run.saving import load_original_config, save_model
+from harness.run.sharding import prepare_gradient_scaler, prepare_sharding
 
 import pytest
 import torch
@@ -46,3 +50,42 @@ def test_tokenizer_with_several_templates(build_trainer, tmp_path):
     (tmp_path / "elsewhere/tool_use.jinja").write_text("mine")
     save_model(trainer, load_original_config(trainer))
     assert not folder.is_symlink() and (tmp_path / "elsewhere/tool_use.jinja").read_text() == "mine"
+
+
+def test_weights_keep_the_dtype_of_files_whose_config_has_none(build_trainer, tmp_path):
+    trainer = build_trainer("qwen2_chat")
+    source, run = tmp_path / "source", Path(trainer.args.output_dir)
+    shutil.copytree(trainer.model.config.name_or_path, source)
+    settings = read(source, "config.json")
+    assert settings.pop("dtype") == "bfloat16"
+    (source / "config.json").write_text(json.dumps(settings))
+    trainer.model.config.name_or_path = str(source)
+    save_model(trainer, load_original_config(trainer))
+    assert {weight.dtype for weight in load_file(run / "model.safetensors").values()} == {torch.bfloat16}
+    assert read(run, "config.json")["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected", "warning"),
+    [
+        (["--dtype", "bfloat16"], torch.float32, ""),
+        (["--dtype", "float16", "--fp16", "true", "--bf16", "false"], torch.float32, ""),
+        (["--dtype", "bfloat16", "--bf16", "false"], torch.bfloat16, "trained in bfloat16, because mixed precision is off"),
+        (["--use_peft", "--lora_modules_to_save", "lm_head", "--dtype", "bfloat16"], torch.float32, ""),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_trained_weights_are_float32(build_trainer, capsys, flags, expected, warning):
+    """Also in a run that is not sharded. In bf16, steps of 1e-6 round to nothing."""
+    trainer = build_trainer("qwen2_chat", *flags, "--learning_rate", "1e-6", "--max_steps", "1", "--warmup_steps", "0")
+    capsys.readouterr()
+    prepare_sharding(trainer, AccelerateConfig())
+    assert warning in capsys.readouterr().out if warning else "warning" not in capsys.readouterr().out
+    trained = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
+    assert {weight.dtype for weight in trained.values()} == {expected}
+    before = {name: weight.detach().clone() for name, weight in trained.items()}
+    prepare_gradient_scaler(trainer, None)
+    trainer.train()
+    unchanged = sum(int((weight == before[name]).sum()) for name, weight in trained.items())
+    share = unchanged / sum(weight.numel() for weight in trained.values())
+    assert (share > 0.5) == bool(warning), share

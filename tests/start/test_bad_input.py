@@ -155,6 +155,22 @@ KINDS = {
     "unknown choice": (f"{TINY} --eval_strategy sometimes", "invalid choice: 'sometimes'"),
     "invalid JSON": (f"{TINY} --model_init_kwargs {{bad", "{bad is not JSON"),
     # arguments that contradict each other
+    "schedule without its arguments": (
+        f"{TINY} --lr_scheduler_type warmup_stable_decay",
+        "--lr_scheduler_type warmup_stable_decay: get_wsd_schedule() missing 1 required positional argument: 'num_decay_steps'",
+    ),
+    "schedule with an argument that it does not have": (
+        TINY + """ --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{"min_lrr": 1e-6}'""",
+        "--lr_scheduler_kwargs {'min_lrr': 1e-06}: get_cosine_with_min_lr_schedule_with_warmup() got an unexpected keyword",
+    ),
+    "optimizer that cannot be sharded": ("--tiny qwen2_chat 4gpu_full_shard --optim adafactor", "FSDP cannot shard its states"),
+    "package for kernels that is missing": (f"{TINY} --use_liger_kernel true", "-m pip install liger-kernel"),
+    "rows that would not be cut": (f"{TINY} --packing false --padding_free true", "rows would not be cut at --max_length"),
+    "variable of accelerate": (
+        f"launch.sh {TINY}",
+        "ACCELERATE_USE_DEEPSPEED is set in the environment, and would change what the config says",
+        {"ACCELERATE_USE_DEEPSPEED": "true"},
+    ),
     "4-bit weights without an adapter": (f"{TINY} --load_in_4bit", "add --use_peft"),
     "--prepare with contradicting flags": ("--tiny --prepare qwen2_chat --load_in_4bit", "add --use_peft"),
     "cast of packed weights": ("--tiny llama31_70b_qlora 2x3090_qlora --bf16 true", "--bf16 and --fp16 would cast the weights"),
@@ -224,6 +240,14 @@ KINDS = {
     "model without one of its files": (f"{REAL} ./parts", "parts has no model-2.safetensors"),
     "model without tokenizer": (f"{REAL} ./mute", "mute has no tokenizer"),
     "tokenizer of another model": (f"{REAL} ./other", "has tokens up to 2047, but the model's vocab_size is 500"),
+    "encoder-decoder": (f"{REAL} ./t5", "./t5 is a T5ForConditionalGeneration, and this recipe trains causal language models"),
+    "rehearsal of a masked model": (f"{TINY} --model_name_or_path ./bert", "./bert is a BertForMaskedLM, and this recipe"),
+    "reward model": (f"{REAL} ./reward", "./reward is a Qwen2ForSequenceClassification, and this recipe"),
+    "model without architecture": (f"{REAL} ./unnamed", 'config.json of ./unnamed has no "architectures"'),
+    "quantized model without an adapter": (f"{REAL} ./packed", "the weights of ./packed are quantized and frozen"),
+    "quantized model whose package is missing": (f"{REAL} ./gptq --use_peft", "./gptq is quantized: Loading a GPTQ"),
+    "unknown EOS token": (f"{REAL} ./complete --eos_token <EOS>", "--eos_token <EOS>: the tokenizer of ./complete does not"),
+    "unknown padding token": (f"{REAL} ./complete --pad_token <PAD>", "--pad_token <PAD>: the tokenizer of ./complete does not"),
     "longer than the model": (
         f"{REAL} ./complete --max_length 99999",
         "complete has 32768 positions",
@@ -286,6 +310,17 @@ FILES = {
 }
 
 
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "dtype": "float32"}
+CONFIGS_OF_MODELS = {
+    "t5": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+    "bert": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+    "reward": QWEN2 | {"architectures": ["Qwen2ForSequenceClassification"]},
+    "unnamed": {"model_type": "qwen2"},
+    "packed": QWEN2 | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+    "gptq": QWEN2 | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+}
+
+
 @pytest.fixture(scope="module")
 def bad(workdir, rehearse):
     """A folder with bad recipes, configs, models, datasets and runs."""
@@ -325,6 +360,9 @@ def _models(complete: Path, folder: Path):
     shutil.copy(complete / "model.safetensors", folder / "adapter/adapter_model.safetensors")
     for file in (folder / "mute").glob("tokenizer*"):
         file.unlink()
+    for name, settings in CONFIGS_OF_MODELS.items():
+        shutil.copytree(complete, folder / name)
+        (folder / name / "config.json").write_text(json.dumps(settings))
     config = json.loads((folder / "other/config.json").read_text())
     (folder / "other/config.json").write_text(json.dumps(config | {"vocab_size": 500}))
 

@@ -127,21 +127,29 @@ ENDS = {
 
 
 def test_exit_codes_exit_handlers_and_traceback(python, tmp_path):
-    """The traceback starts in the recipe, not in the harness."""
+    """The traceback starts in the recipe, not in the harness. An error that a library raises is one line."""
     recipes = [tmp_path / f"ends_{number}.py" for number in range(len(ENDS))]
     for recipe, body in zip(recipes, ENDS, strict=True):
         recipe.write_text(f"import atexit, os, sys\n{body}\n")
     fails = tmp_path / "fails.py"
     fails.write_text("def main():\n    raise KeyError('column')\n\n\nmain()\n")
-    process = python(RUN_RECIPES, arguments=[*recipes, fails])
+    called_back = tmp_path / "called_back.py"
+    called_back.write_text("import re\nre.sub('a', lambda match: {}['column'], 'a')\n")
+    in_library = tmp_path / "in_library.py"
+    in_library.write_text("import json\n\njson.loads('{')\n")
+    process = python(RUN_RECIPES, arguments=[*recipes, fails, called_back, in_library])
     assert process.returncode == 0, process.stderr
-    *outputs, of_failure, end = process.stdout.split("---\n")
+    *outputs, of_failure, of_callback, of_library, end = process.stdout.split("---\n")
     for output, (body, (code, printed)) in zip(outputs, ENDS.items(), strict=True):
         assert output.split()[-2:] == [code, "None"] and printed in output, body
-    assert of_failure == "1 None\n" and not end
-    lines = process.stderr.splitlines()
+    assert of_failure == of_callback == "1 None\n" and of_library == "2 None\n" and not end
+    first, second = process.stderr.split("Traceback")[1:]
+    second, _, message = second.partition("error: ")
+    assert "<lambda>" in second and second.endswith("KeyError: 'column'\n")
+    assert message.startswith("in_library.py, line 3: JSONDecodeError: Expecting property name") and message.count("\n") == 1
+    lines = f"Traceback{first}".splitlines()
     assert lines[:2] == ["Traceback (most recent call last):", f'  File "{fails}", line 5, in <module>'], process.stderr
-    assert lines[-1] == "KeyError: 'column'" and process.stderr.count("Traceback") == 1
+    assert lines[-1] == "KeyError: 'column'"
 
 
 TRAIN = """

@@ -141,6 +141,7 @@ def read_sharded(checkpoint: Path, names: list[str] | None) -> dict[str, Any]:
 def put_together(checkpoint: Path, target: Path) -> None:
     """Writes a plain model from a sharded checkpoint, in the dtype of the model that the run started from."""
     from harness.model.quantized import save_readable
+    from harness.model.weight_files import dtype_of_weights
     from harness.run.marker import read_marker
 
     import torch
@@ -150,6 +151,7 @@ def put_together(checkpoint: Path, target: Path) -> None:
 
     base = read_marker(checkpoint)["model"]
     config = AutoConfig.from_pretrained(base)
+    config.dtype = config.dtype or dtype_of_weights(base, "main")
     weight_map, waiting = {}, {}
 
     def write_file() -> None:

@@ -18,13 +18,14 @@ from harness.compat.trl import compute_loss_without_triton
 from harness.configs import LAYER_CLASSES, AccelerateConfig
 from harness.contexts import Context
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
-from harness.messages import UserError, print_once
+from harness.messages import UserError, last_line, print_once
 from harness.model.attention import set_attention
 from harness.model.weight_files import check_weights, folder_of_weights
 from harness.nodes.hardware import memory_limit
 from harness.rehearsal import tiny
 
 import torch
+import transformers
 from peft import PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import (
@@ -35,9 +36,22 @@ from transformers import (
     PreTrainedModel,
     TrainingArguments,
 )
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 from transformers.pytorch_utils import Conv1D
-from trl import ModelConfig, get_peft_config
+from transformers.quantizers import AutoHfQuantizer
+from transformers.utils.quantization_config import QuantizationMethod
+from trl import DPOConfig, ModelConfig, SFTConfig, get_peft_config
 
+# Classes that generate text from tokens; some read images or sound too.
+GENERATING = {
+    *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+    *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
+    *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values(),
+}
 PROCESS_BYTES = 2_500_000_000  # of host memory: Python, torch, CUDA's libraries; assumed
 
 
@@ -167,6 +181,7 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, with_
 
     name, revision = model_args.model_name_or_path, model_args.model_revision
     check_model_exists(name, revision)
+    check_architecture(training_args, model_args, name)
     with hub_errors("model", name):
         config = AutoConfig.from_pretrained(name, revision=revision).get_text_config()
     with hub_errors(TOKENIZER, name):
@@ -183,7 +198,11 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, with_
             f"--model_name_or_path: the tokenizer of {name} has tokens up to {largest_token}, but the model's vocab_size is "
             f"{vocabulary}: copy the tokenizer's files from the source of the weights"
         )
-    positions, length = getattr(config, "max_position_embeddings", None), length_of_rows(training_args)
+    for flag in ("eos_token", "pad_token"):
+        token = getattr(training_args, flag, None)
+        if token and token not in tokenizer.get_vocab():
+            raise UserError(f"--{flag} {token}: the tokenizer of {name} does not have this token: leave out the flag")
+    positions, length = count_positions(config), length_of_rows(training_args)
     if positions and length and length > positions:
         raise UserError(f"--max_length is {length}, but {name} has {positions} positions: pass {positions} or less")
     folder = folder_of_weights(name, revision) if with_weights else None
@@ -198,6 +217,65 @@ def host_memory_of_node(processes: int, loading: float, training: float, saving:
     that the first process gathers, in float32.
     """
     return processes * PROCESS_BYTES + max(loading, training, saving)
+
+
+def check_architecture(training_args: TrainingArguments, model_args: ModelConfig, name: str) -> None:
+    """Raises UserError if the model is no causal language model, and the recipe's trainer loads it by its name to train one.
+
+    TRL's trainers load the class that config.json names. A recipe with a plain Trainer loads its model itself. `name`: of the
+    model, in messages.
+    """
+    if not isinstance(training_args, SFTConfig | DPOConfig):
+        return
+    with hub_errors("model", name):
+        config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+    if not config.architectures:
+        raise UserError(
+            f'--model_name_or_path: config.json of {name} has no "architectures", which names the class of the model, such as '
+            '["Qwen2ForCausalLM"]: copy it from the source of the weights'
+        )
+    architecture = config.architectures[0]
+    if hasattr(transformers, architecture) and architecture not in GENERATING:
+        raise UserError(
+            f"--model_name_or_path: {name} is a {architecture}, and this recipe trains causal language models, such as "
+            "Qwen2ForCausalLM: pass another model, or use a recipe that loads this one itself"
+        )
+
+
+def check_quantization(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool) -> None:
+    """Raises UserError for a model whose files are quantized, and which cannot be trained as it is."""
+    name = model_args.model_name_or_path
+    config = AutoConfig.from_pretrained(name, revision=model_args.model_revision)
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return
+    advice = "pass the model that it was made from (with --load_in_4bit --use_peft for 4-bit weights)"
+    method = settings["quant_method"] if isinstance(settings, dict) else settings.quant_method
+    if method == QuantizationMethod.MXFP4:  # transformers can load it in bf16
+        return
+    try:
+        quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
+        quantizer.validate_environment(device_map=None, dtype=config.dtype)
+    except (ImportError, ValueError, RuntimeError) as error:
+        raise UserError(f"--model_name_or_path: {name} is quantized: {last_line(error).rstrip('.')}: {advice}") from error
+    if not quantizer.is_trainable:
+        raise UserError(f"--model_name_or_path: {name} is quantized ({method}) and cannot be trained: {advice}")
+    if not model_args.use_peft:
+        raise UserError(
+            f"--model_name_or_path: the weights of {name} are quantized and frozen, so nothing would be trained: add --use_peft, "
+            "or pass the model that it was made from"
+        )
+    if is_sharded:
+        raise UserError(f"--model_name_or_path: {name} is quantized, and FSDP cannot shard its files: {advice}")
+
+
+def count_positions(config: PreTrainedConfig) -> int | None:
+    """How many positions a model has, also with a RoPE that scales them; None if it has no such limit."""
+    positions = getattr(config, "max_position_embeddings", None)
+    scaling = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in (scaling, *scaling.values()) if isinstance(kind, dict)]  # one for each type of layer
+    factors = [(kind.get("factor") or 1) * (kind.get("original_max_position_embeddings") or positions or 0) for kind in kinds]
+    return positions and max(positions, *map(int, factors), 0)
 
 
 def check_host_memory(model_args: ModelConfig, config: AccelerateConfig, context: Context) -> None:

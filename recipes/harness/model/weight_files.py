@@ -33,6 +33,18 @@ def folder_of_weights(name: str, revision: str) -> Path | None:
     return None
 
 
+def dtype_of_weights(name: str, revision: str) -> torch.dtype | None:
+    """The dtype of the first floating-point weight in the files of a model, None if they are not on this machine."""
+    folder = folder_of_weights(name, revision)
+    for file in weight_files(folder) if folder else []:
+        with safe_open(folder / file, "pt") as weights:
+            for key in weights.keys():  # noqa: SIM118 (safe_open is not a dict)
+                dtype = weights.get_tensor(key).dtype  # memory-mapped
+                if dtype.is_floating_point:
+                    return dtype
+    return None
+
+
 def check_weights(folder: Path, name: str) -> None:
     """Raises UserError unless the files in `folder` are complete and have every weight of the model, in its shape.
 

@@ -27,7 +27,7 @@ from harness.compat.transformers import TrainerWithHooks, add_overrides
 from harness.configs import AccelerateConfig
 from harness.contexts import BuildingContext, Context, RecipeStopped
 from harness.folder import read_json
-from harness.model.loading import check_module_names
+from harness.model.loading import check_architecture, check_module_names
 from harness.plan import layers
 from harness.plan.allocator import replay
 from harness.plan.fakes import Fakes, count_wrapping, install_steps
@@ -68,6 +68,7 @@ class Plan(BuildingContext):
         preparing.check_all_arguments(self, arguments)
         preparing.set_model_options(self, arguments)
         tiny.use_planned_size(*arguments)
+        check_architecture(training_args, model_args, name)
         check_module_names(model_args, self.config, name)
         if getattr(training_args, "activation_offloading", False):
             training_args.activation_offloading = False  # the plan's page says so

@@ -2,16 +2,18 @@
 
 import contextlib
 import os
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from harness import folder
-from harness.messages import DEBUG_VARIABLE, die, last_line, print_once
+from harness.messages import DEBUG_VARIABLE, UserError, die, last_line, print_once
 from harness.nodes.network import exit_if_connection_lost
 
 OUT_OF_MEMORY = 12  # exit code (ENOMEM)
+HARNESS = str(Path(__file__).parents[1])
 HOST_ADVICE = "request more memory (SLURM: --mem), stop other programs, or use a config without fsdp_offload_params"
 
 
@@ -23,6 +25,25 @@ def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
 
         exit_if_disk_failed(error, trainer)
         exit_if_connection_lost(error, trainer.state.global_step, folder.resume_hint(Path(trainer.args.output_dir)))
+
+
+def raise_if_of_library(error: Exception, recipe: str) -> None:
+    """Raises UserError, with the last line of the error, if a library raised it when the recipe's own lines called it.
+
+    For errors before the first step, which are about arguments. An error in the recipe's own code, or in this project's, keeps
+    its traceback.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [number for number, frame in enumerate(frames) if frame.filename == recipe]
+    called = frames[own[-1] + 1 :] if own else []
+    packages = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
+    if not called or not called[-1].filename.startswith((*packages, "<")):
+        return
+    is_of_user = any(not frame.filename.startswith((*packages, "<", HARNESS)) for frame in called)  # that a library calls
+    if is_of_user or type(error.__cause__).__name__ == "RemoteTraceback":  # or may call in another process
+        return
+    place = f"{Path(recipe).name}, line {frames[own[-1]].lineno}"
+    raise UserError(f"{place}: {type(error).__name__}: {last_line(error)} (--debug shows the traceback)") from error
 
 
 @contextlib.contextmanager

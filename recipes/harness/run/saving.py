@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.folder import RESULTS, RUN, draft_of, read_json, remove_link, sync
 from harness.model.quantized import SOURCE
+from harness.model.weight_files import dtype_of_weights
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -36,7 +37,9 @@ def load_original_config(trainer: Trainer) -> PreTrainedConfig:
     revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision", "main")
     if model.config.name_or_path:
         with contextlib.suppress(OSError):
-            return AutoConfig.from_pretrained(model.config.name_or_path, revision=revision)
+            config = AutoConfig.from_pretrained(model.config.name_or_path, revision=revision)
+            config.dtype = config.dtype or dtype_of_weights(model.config.name_or_path, revision)
+            return config
     return copy.deepcopy(model.config)
 
 

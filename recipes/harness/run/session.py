@@ -43,8 +43,8 @@ def train(trainer: Trainer, settings: RunSettings) -> None:
         settings: what the command line said besides.
 
     Raises:
-        UserError: for what the user can fix.
-        RuntimeError: if the run is not sharded as its config says, if sharding changed 4-bit weights, or if the loss is NaN.
+        UserError: for what the user can fix, also if the loss is NaN.
+        RuntimeError: if the run is not sharded as its config says, or if sharding changed 4-bit weights.
     """
     try:
         _train(trainer, settings)

@@ -7,7 +7,7 @@ from harness.compat.accelerate import give_weights_addresses, hide_saved_buffers
 from harness.compat.bitsandbytes import keep_states_paged, sharded_adamw
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
-from harness.messages import UserError
+from harness.messages import UserError, print_once
 from harness.model.quantized import prepare_quantized_model
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 SHARDED_8BIT = ("adamw_8bit", "adamw_bnb_8bit")  # values of --optim that FSDP can shard, of those of bitsandbytes
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> Callable[[], None]:
@@ -27,6 +28,7 @@ def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> Callable[[],
     set_offload(trainer)
     set_layer_classes(trainer)
     prepare_quantized_model(trainer)
+    train_in_float32(trainer)
     separate_untied_weights(trainer)
     give_weights_addresses(trainer.model)
     prepare_optimizer(trainer)
@@ -49,6 +51,25 @@ def set_mixed_precision(trainer: Trainer, reduce_dtype: str) -> None:
         return
     compute_dtype = plugin.mixed_precision_policy.param_dtype
     plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=getattr(torch, reduce_dtype))
+
+
+def train_in_float32(trainer: Trainer) -> None:
+    """Makes trained weights float32 if the run computes in mixed precision, whatever dtype they were loaded in.
+
+    FSDP does the same. A step of the optimizer below 0.4 % of a bf16 weight rounds to nothing, and torch's gradient scaler
+    refuses fp16 weights. Prints a warning if mixed precision is off.
+    """
+    rounded = [weight for weight in trainer.model.parameters() if weight.requires_grad and weight.dtype in SIXTEEN_BIT]
+    if rounded and trainer.accelerator.mixed_precision == "no":
+        dtype = str(rounded[0].dtype).removeprefix("torch.")
+        print_once(
+            f"warning: weights are trained in {dtype}, because mixed precision is off: steps below "
+            f"{torch.finfo(rounded[0].dtype).eps / 2:.2%} of a weight round to nothing (--learning_rate "
+            f"{trainer.args.learning_rate}): pass --dtype float32, or --bf16 true."
+        )
+        return
+    for weight in rounded:
+        weight.data = weight.data.float()
 
 
 def set_offload(trainer: Trainer) -> None:

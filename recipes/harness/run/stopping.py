@@ -4,7 +4,7 @@ import math
 import signal
 
 from harness.compat.transformers import TrainerWithHooks
-from harness.messages import print_once
+from harness.messages import UserError, print_once
 from harness.run.agreement import maximum
 from harness.run.sharding import local_tensor
 from harness.signals import OUT_OF_TIME, last_signal, record_signal, set_signal_handler
@@ -112,7 +112,7 @@ class StopOnNan(TrainerCallback):
             self._stop("some trained weights are NaN or infinite", state)
 
     def _stop(self, problem: str, state: TrainerState) -> None:
-        raise RuntimeError(
+        raise UserError(
             f"{problem} at step {state.global_step}: try a lower --learning_rate or a longer --warmup_steps, in a new "
             "--output_dir"
         )

@@ -7,13 +7,15 @@ import sys
 from harness.configs import AccelerateConfig
 from harness.data.script_arguments import ScriptArguments
 from harness.data.splits import is_slice
-from harness.messages import UserError
+from harness.messages import UserError, last_line
 from harness.run.sharding import SHARDED_8BIT
 from harness.run.storage import Storage
 from harness.start.flags import check_passwords
 
-from transformers import TrainingArguments
+import torch
+from transformers import SchedulerType, TrainingArguments, get_scheduler
 from transformers.trainer import Trainer
+from transformers.utils import is_liger_kernel_available
 from trl import ModelConfig
 
 
@@ -173,6 +175,10 @@ def check_flags_have_effect(
         raise UserError(f"--{min(others)}: a run uploads its model once, when it is finished: leave out the flag")
     if script_args.ignore_bias_buffers:
         raise UserError("--ignore_bias_buffers is for trainers that these recipes do not use: leave it out")
+    if training_args.use_liger_kernel and not is_liger_kernel_available():
+        raise UserError(f"--use_liger_kernel needs a package: {sys.executable} -m pip install liger-kernel")
+    if getattr(training_args, "padding_free", False) and not training_args.packing and training_args.max_length:
+        raise UserError("--padding_free: without --packing true, rows would not be cut at --max_length: pass --packing true")
     for name in ("max_steps", "num_train_epochs"):
         if script_args.max_tokens and name in given:
             raise UserError(f"--max_tokens and --{name} set the same: pass one of them")
@@ -226,12 +232,20 @@ def check_optimizer(training_args: TrainingArguments, config: AccelerateConfig) 
     """Raises UserError for an optimizer whose package is missing, or whose states FSDP cannot shard."""
     name = training_args.optim.value
     try:
-        optimizer, _ = Trainer.get_optimizer_cls_and_kwargs(training_args)
-    except ImportError as error:
-        raise UserError(f"--optim {name}: {error}") from error
+        optimizer, options = Trainer.get_optimizer_cls_and_kwargs(training_args)
+        is_8bit = optimizer.__module__.startswith("bitsandbytes")  # it would ask every GPU
+        built = None if is_8bit else optimizer([torch.nn.Parameter(torch.zeros(2, 2))], **options)
+    except (ImportError, TypeError) as error:
+        raise UserError(f"--optim {name}{_with(training_args.optim_args, 'optim_args')}: {last_line(error)}") from error
     except ValueError:  # it needs the model, or other arguments
         return
-    if not config.is_fsdp or not optimizer.__module__.startswith("bitsandbytes"):
+    if built is not None:
+        check_schedule(training_args, built)
+    if config.is_fsdp and name == "adafactor":
+        raise UserError(
+            "--optim adafactor: FSDP cannot shard its states: use adamw_8bit, whose states are small too, or adamw_torch_fused"
+        )
+    if not config.is_fsdp or not is_8bit:
         return
     if name not in SHARDED_8BIT:
         raise UserError(
@@ -243,6 +257,23 @@ def check_optimizer(training_args: TrainingArguments, config: AccelerateConfig) 
             f"--optim {name}: with fsdp_offload_params the optimizer runs on the CPU, where bitsandbytes takes many times as "
             "long: use adamw_torch_fused"
         )
+
+
+def check_schedule(training_args: TrainingArguments, optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError for a learning rate schedule that cannot be built, as with an argument that it lacks or does not have."""
+    steps = training_args.max_steps if training_args.max_steps > 0 else 1000  # how many an epoch has is not known yet
+    name, options = training_args.lr_scheduler_type, training_args.lr_scheduler_kwargs
+    try:
+        get_scheduler(name, optimizer, training_args.get_warmup_steps(steps), steps, scheduler_specific_kwargs=options)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserError(
+            f"--lr_scheduler_type {SchedulerType(name).value}{_with(options, 'lr_scheduler_kwargs')}: {last_line(error)}: pass "
+            "--lr_scheduler_kwargs '{…}' with its arguments"
+        ) from error
+
+
+def _with(options: object, flag: str) -> str:
+    return f" --{flag} {options}" if options else ""
 
 
 def check_trackers(names: list[str]) -> None:

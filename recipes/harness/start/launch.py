@@ -104,8 +104,11 @@ def count_processes(context: Context, nodes: Nodes) -> int:
 def set_environment(tiny: bool, gpu_ids: str = "") -> None:
     """Sets what the libraries read when they are imported, and what every process needs. `gpu_ids`: of the config.
 
-    Raises UserError for a number of threads that is none.
+    Raises UserError for a number of threads that is none, and for variables that accelerate reads instead of the config.
     """
+    for name in os.environ:
+        if name.startswith("ACCELERATE_USE_") and os.environ[name].lower() in ("1", "true", "yes", "on"):
+            raise UserError(f"{name} is set in the environment, and would change what the config says: unset it")
     if gpu_ids:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu_ids  # as accelerate does for the processes, and here for the checks too
     threads = os.environ.get("OMP_NUM_THREADS")

@@ -14,13 +14,15 @@ from harness.data.checking import check_dataset
 from harness.data.prepared import use_prepared_files
 from harness.data.streams import documents_per_batch
 from harness.data.tokenized import finish_rows
-from harness.hub import wait_for_hub
+from harness.hub import check_model_exists, wait_for_hub
 from harness.messages import print_once
 from harness.model.loading import (
     build_adapter_on_meta,
+    check_architecture,
     check_experts,
     check_model,
     check_module_names,
+    check_quantization,
     set_loading_options,
 )
 from harness.rehearsal import tiny
@@ -55,6 +57,9 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
         reading.print_how_files_are_read(source.name, source.config, source.text_rows)
     display_name = model_args.model_name_or_path
     if context.tiny:  # in copies: `replace_model_and_dataset` comes later
+        if tiny.family_of(display_name) is None:
+            check_model_exists(display_name, model_args.model_revision)
+            check_architecture(training_args, model_args, display_name)
         tiny.make_replacements(script_args, model_args)
         script_args, training_args, model_args = map(copy.copy, arguments)
         tiny.use_replacements(script_args, training_args, model_args)
@@ -62,6 +67,8 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
         if HF_HUB_OFFLINE:
             print_once("The Hub is not reachable, or HF_HUB_OFFLINE is set: using the files on this machine.")
         check_model(training_args, model_args, with_weights=with_weights)
+        if context.is_training_run:
+            check_quantization(training_args, model_args, context.is_sharded)
     check_module_names(model_args, context.config, display_name)
     check_experts(model_args)
     if model_args.use_peft:

@@ -35,7 +35,7 @@ from harness.folder import NOT_WRITABLE
 from harness.hub import HubLost
 from harness.messages import DEBUG_VARIABLE, UserError, exit_on_user_error
 from harness.nodes.network import LOST
-from harness.run.failures import HOST_ADVICE, OUT_OF_MEMORY, exit_for_known_failure
+from harness.run.failures import HOST_ADVICE, OUT_OF_MEMORY, exit_for_known_failure, raise_if_of_library
 from harness.signals import (
     OUT_OF_TIME,
     SIGNALS,
@@ -319,6 +319,8 @@ def run_recipe(context: Context, flags: list[str]) -> None:
 
             if refused := find_refused_row(*context.arguments):
                 raise refused from error
+        if not context.has_trained:
+            raise_if_of_library(error, path)
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(3)  # if all processes fail alike, the first one prints its traceback, and the launcher stops the others
             if last_signal():

@@ -133,7 +133,11 @@ class Train(RunContext):
         script_args, _, model_args = self.arguments
         used = values_of(script_args, trainer.args, model_args)
         self.settings.used = {name: value for name, value in used.items() if script_args.parsed.get(name) != value}
-        session.train(trainer, self.settings)
+        try:
+            session.train(trainer, self.settings)
+        except Exception:
+            self.has_trained = trainer.state.global_step > 0
+            raise
 
 
 def start_without_launcher() -> Train:

@@ -65,6 +65,15 @@ def test_cast_weights_are_gathered_and_logits_belong_to_the_loss():
     del logits
 
 
+def test_gradient_of_the_head_is_not_of_the_loss():
+    """The loss makes it in float32. It does not grow with the micro-batch."""
+    ledger = Ledger(vocabulary=1000)
+    with ledger, ledger.within(moment="backward", holder="loss"):
+        gradient, logits = torch.zeros(1000, 64), torch.zeros(8, 1000)
+    assert ledger.peaks()["backward"].by_holder == {"gradients": 1000 * 64 * 4, "loss": rounded(8 * 1000 * 4)}
+    del gradient, logits
+
+
 def test_bytes_that_operators_read_and_write():
     """Neither a view of a fake tensor nor a question for its device touches bytes. The FLOPs stand for a matrix product."""
     ledger = Ledger()

@@ -205,7 +205,7 @@ def load_models_from_config(fakes: Fakes) -> None:
         with fakes.mode:
             model = build_from_config(model_class, name, None, config, revision, dtype, attn_implementation)
             if quantization_config is not None:
-                quantize(model, quantization_config)
+                quantize(model, quantization_config, fakes.ledger)
         for tensor in (*model.parameters(), *model.buffers()):
             fakes.ledger.mark(tensor, "weights", "host")  # as loaded weights are, until they are moved to a GPU
         return model
@@ -527,13 +527,13 @@ def use_triton_loss(ledger: Ledger) -> None:
     function.backward = staticmethod(within_loss(function.backward))
 
 
-def quantize(model: torch.nn.Module, settings: BitsAndBytesConfig) -> None:
+def quantize(model: torch.nn.Module, settings: BitsAndBytesConfig, ledger: Ledger) -> None:
     """Replaces linear layers by 4-bit ones, all but the head, as transformers does."""
     head = model.get_output_embeddings()
     for name, module in list(model.named_modules()):
         if type(module) in (torch.nn.Linear, Conv1D) and module is not head:
             rows, columns = module.weight.shape if type(module) is torch.nn.Linear else module.weight.shape[::-1]
-            model.set_submodule(name, Linear4bit.of_size(rows, columns, module.bias, settings))
+            model.set_submodule(name, Linear4bit.of_size(rows, columns, module.bias, settings, ledger))
     model.hf_quantizer = AutoHfQuantizer.from_config(settings)  # the Trainer asks it whether the model can be trained
     model.is_loaded_in_4bit = model.is_quantized = True
     model.config.quantization_config = settings
@@ -543,11 +543,13 @@ class Linear4bit(bitsandbytes.nn.Linear4bit):
     """A 4-bit layer whose weight is a plain tensor: bitsandbytes' own kind of parameter cannot be fake."""
 
     @classmethod
-    def of_size(cls, rows: int, columns: int, bias: torch.Tensor | None, settings: BitsAndBytesConfig) -> "Linear4bit":
+    def of_size(
+        cls, rows: int, columns: int, bias: torch.Tensor | None, settings: BitsAndBytesConfig, ledger: Ledger
+    ) -> "Linear4bit":
         """A layer of this size, with tensors as large as bitsandbytes' packed weight and its scales (of 64 weights each)."""
         layer = cls.__new__(cls)
         torch.nn.Module.__init__(layer)
-        layer.in_features, layer.out_features, layer.bias = columns, rows, bias
+        layer.in_features, layer.out_features, layer.bias, layer.ledger = columns, rows, bias, ledger
         layer.compute_dtype, layer.compute_type_is_set = settings.bnb_4bit_compute_dtype, True
         storage, is_nested = settings.bnb_4bit_quant_storage, settings.bnb_4bit_use_double_quant
         packed = torch.empty(rows * columns // 2 // storage.itemsize, 1, dtype=storage)
@@ -561,7 +563,8 @@ class Linear4bit(bitsandbytes.nn.Linear4bit):
         return layer
 
     def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(self.out_features, self.in_features, dtype=dtype)
+        with self.ledger.within(holder="gathered"):  # it is as large for any micro-batch
+            return torch.empty(self.out_features, self.in_features, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = Product4bit.apply(x.to(self.compute_dtype), self)

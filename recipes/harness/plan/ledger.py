@@ -146,8 +146,11 @@ class Ledger(TorchDispatchMode):
         if storage in self._storages:
             return
         if holder is None:
-            is_logits = self.vocabulary and tensor.dim() > 1 and self.vocabulary in (tensor.shape[-1], tensor.shape[-1] + 1)
-            holder = "loss" if is_logits and self.holder == "activations" else self.holder
+            holder, of_head = self.holder, self.vocabulary and tensor.dim() > 1
+            if holder == "activations" and of_head and self.vocabulary in (tensor.shape[-1], tensor.shape[-1] + 1):
+                holder = "loss"
+            elif holder == "loss" and of_head and tensor.shape[0] == self.vocabulary:  # it does not grow with the micro-batch
+                holder = "gradients"
         entry = self._storages[storage] = Storage(0, self.place, holder)
         self._record(entry, storage.nbytes())
         weakref.finalize(storage, self._record, entry, 0).atexit = False

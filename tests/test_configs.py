@@ -15,6 +15,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
 from conftest import CONFIGS, ROOT
+from fuzz import BOMB
 
 FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
 WRAP = "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
@@ -146,6 +147,23 @@ def test_no_config():
         ),
         (f"distributed_type: MULTI_GPU\nnum_processes: {10**400}\n", ["num_processes", "more than 64 GPUs per machine"]),
         ("distributed_type: MULTI_GPU\nmixed_precision: fp8\n", ["fp8", "bf16"]),
+        (
+            "distributed_type: MULTI_GPU\ndistributed_type: FSDP\n",
+            ["not a readable YAML file", "the key 'distributed_type' is twice"],
+        ),
+        ("distributed_type: MULTI_GPU\n7: 8\n", ["the key 7 is twice, or is no text"]),
+        ("distributed_type: MULTI_GPU\ndebug: [true]\n", ["debug is [True], expected true or false"]),
+        ("distributed_type: MULTI_GPU\nmain_process_port: x\n", ["main_process_port is 'x', expected a whole number"]),
+        ("distributed_type: MULTI_GPU\ngpu_ids: 0-3\n", ["gpu_ids is '0-3', expected all, or numbers"]),
+        ("distributed_type: MULTI_GPU\nmixed_precision: &a [*a]\n", ["mixed_precision is [[[[...]]]], expected"]),
+        (f"distributed_type: MULTI_GPU\nmixed_precision: {BOMB}\n", ["mixed_precision is [[1], [[1]"]),
+        (FSDP.replace("version: 2", "version: 2.0") + WRAP, ["fsdp_version is 2.0: write fsdp_version: 2"]),
+        (FSDP + WRAP + "  fsdp_ignored_modules: [a]\n", ["fsdp_ignored_modules is ['a'], expected a regular expression"]),
+        (
+            FSDP + WRAP + "  fsdp_ignored_modules: (\n",
+            ["fsdp_ignored_modules is '(', expected a regular expression: it is no regular expression: missing )"],
+        ),
+        (FSDP + WRAP + "  fsdp_ignored_modules: ([a-z_.]+)+!\n", ["fsdp_ignored_modules", "takes too long"]),
         ("distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n", ["fsdp_config", "FSDP"]),
         (FSDP + WRAP + "  fsdp_state_dict_type: SHARDED_STATEDICT\n", ["fsdp_state_dict_type", "SHARDED_STATE_DICT"]),
         (
@@ -203,7 +221,7 @@ def test_accelerate_reads_the_config(path):
     ],
 )
 def test_keys_of_other_methods_are_explained(tmp_path, error_of, line, word):
-    (tmp_path / "other.yaml").write_text(f"distributed_type: MULTI_GPU\n{line}\n")
+    (tmp_path / "other.yaml").write_text(line if "type" in line else f"distributed_type: MULTI_GPU\n{line}\n")
     message = error_of(configs.read, str(tmp_path / "other.yaml"))
     assert word in message and "did you mean" not in message
 

@@ -6,8 +6,11 @@ import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from harness.json_types import has_type, name_of_type, shorten
 from harness.messages import UserError
+from harness.patterns import problem_of_pattern
 
 import yaml
 
@@ -25,7 +28,7 @@ FSDP2_KEYS = BOOLEAN_KEYS | {
     "fsdp_auto_wrap_policy",
     LAYER_CLASSES,
     "fsdp_state_dict_type",
-    "fsdp_ignored_modules",
+    "fsdp_ignored_modules",  # a regular expression
 }
 # Keys of this project. accelerate ignores them; harness/run/sharding.py reads them.
 OWN_BOOLEAN_KEYS = {"fsdp_reshard_after_backward", "fsdp_reduce_each_batch"}
@@ -40,30 +43,31 @@ FSDP1_KEYS = {
 }
 # FSDP1's sharding strategies; older versions of accelerate write their numbers, counted from 1.
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-# Top-level keys that a run needs, that `accelerate config` writes, or that launch.sh sets.
-TOP_KEYS = {
-    "compute_environment",
-    "debug",
-    "distributed_type",
-    "downcast_bf16",
-    "enable_cpu_affinity",
-    "fsdp_config",
-    "gpu_ids",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "main_training_function",
-    "mixed_precision",
-    "num_machines",
-    "num_processes",
-    "parallelism_config",
-    "rdzv_backend",
-    "same_network",
-    "tpu_env",
-    "tpu_use_cluster",
-    "tpu_use_sudo",
-    "use_cpu",
+# Top-level keys that a run needs, that `accelerate config` writes, or that launch.sh sets, with their types. Each may be null.
+TOP_TYPES = {
+    "compute_environment": str,
+    "debug": bool,
+    "distributed_type": bool | str,  # without quotes, NO is false
+    "downcast_bf16": bool | str,
+    "enable_cpu_affinity": bool,
+    "fsdp_config": dict,
+    "gpu_ids": str | int,
+    "machine_rank": int,
+    "main_process_ip": str,
+    "main_process_port": int,
+    "main_training_function": str,
+    "mixed_precision": bool | str,  # without quotes, `no` is false in YAML
+    "num_machines": Any,  # `problems_of_counts` says what is wrong
+    "num_processes": Any,
+    "parallelism_config": dict,
+    "rdzv_backend": str,
+    "same_network": bool,
+    "tpu_env": list,
+    "tpu_use_cluster": bool,
+    "tpu_use_sudo": bool,
+    "use_cpu": bool,
 }
+TOP_KEYS = set(TOP_TYPES)
 MAX_GPUS = 64  # per machine. A larger number is a mistake, and a process would be started for each before the GPUs are counted
 STATE_DICT_TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "NO")
@@ -157,16 +161,34 @@ def load_keys(path: str) -> dict:
     file = Path(path).name
     if not Path(path).is_file():
         raise UserError(f"file not found: {path}")
-    try:
-        keys = yaml.safe_load(Path(path).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{file}: not a readable YAML file: {error}") from error
+    keys = read_yaml(path, file)
     if not isinstance(keys, dict):
         raise UserError(f"{file}: no keys found: an Accelerate config is a list of `key: value` lines")
-    for key in ("fsdp_config", "parallelism_config", "deepspeed_config"):
-        if not isinstance(keys.get(key) or {}, dict):
-            raise UserError(f"{file}: {key} is {keys[key]!r}, expected lines of `key: value` below it")
+    for key, kind in (TOP_TYPES | {"deepspeed_config": dict}).items():
+        if keys.get(key) is not None and not has_type(keys[key], kind):
+            expected = "lines of `key: value` below it" if kind is dict else name_of_type(kind)
+            raise UserError(f"{file}: {key} is {shorten(keys[key])}, expected {expected}")
     return keys
+
+
+def read_yaml(path: str, name: str) -> Any:
+    """The content of a YAML file. Raises UserError, with `name`, if it is none, or has a key twice."""
+    try:
+        return yaml.load(Path(path).read_text("utf-8"), Loader=UniqueKeyLoader)
+    except (OSError, ValueError, RecursionError, TypeError, yaml.YAMLError) as error:
+        raise UserError(f"{name}: not a readable YAML file: {error}") from error
+
+
+class UniqueKeyLoader(yaml.SafeLoader):
+    """Loads YAML in which every key is a text, and is there once: PyYAML takes the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if problem := next((key for number, key in enumerate(keys) if not isinstance(key, str) or key in keys[:number]), None):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {shorten(problem)} is twice, or is no text", node.start_mark
+            )
+        return super().construct_mapping(node, deep)
 
 
 def _gpu_ids(keys: dict) -> str:
@@ -220,18 +242,18 @@ def find_problems(keys: dict, path: str) -> list[str]:
     for key in ("use_cpu", "tpu_use_cluster", "tpu_use_sudo", "tpu_env"):
         if keys.get(key):
             problems.append(f"{key} is not read: delete the line" + ("; pass --use_cpu" if key == "use_cpu" else ""))
-    if not re.fullmatch(r"(\d+(,\d+)*)?", _gpu_ids(keys)):
-        problems.append(f"gpu_ids is {keys['gpu_ids']!r}, expected all, or numbers of GPUs such as 0,2")
+    if not re.fullmatch(r"([0-9]{1,3}(,[0-9]{1,3})*)?", _gpu_ids(keys)):
+        problems.append(f"gpu_ids is {shorten(keys['gpu_ids'])}, expected all, or numbers of GPUs such as 0,2")
     for key, size in parallelism.items():
         if key in PARALLELISM_KEYS and (type(size) is not int or size < 1):
-            problems.append(f"{key} is {size!r}, expected a number of GPUs or replicas")
+            problems.append(f"{key} is {shorten(size)}, expected a number of GPUs or replicas")
     if problems:
         return problems
 
     if kind not in DISTRIBUTED_TYPES:
-        problems.append(f"distributed_type is {kind!r}, expected one of {', '.join(DISTRIBUTED_TYPES)}")
+        problems.append(f"distributed_type is {shorten(kind)}, expected one of {', '.join(DISTRIBUTED_TYPES)}")
     if keys.get("mixed_precision", "no") not in ("no", "bf16", "fp16"):
-        problems.append(f"mixed_precision is {keys['mixed_precision']!r}, expected 'no', bf16 or fp16 (quote the 'no')")
+        problems.append(f"mixed_precision is {shorten(keys['mixed_precision'])}, expected 'no', bf16 or fp16 (quote the 'no')")
     problems += problems_of_counts(keys)
     if not problems and kind == "NO" and keys.get("num_processes", 1) > 1:
         problems.append(f"distributed_type NO is one process: use FSDP or MULTI_GPU for {keys['num_processes']}")
@@ -244,7 +266,8 @@ def find_problems(keys: dict, path: str) -> list[str]:
 def problems_of_counts(keys: dict) -> list[str]:
     processes, machines = keys.get("num_processes", 1), keys.get("num_machines", 1)
     if not all(type(number) is int and number > 0 for number in (processes, machines)) or processes % machines:
-        return [f"num_processes ({processes}) counts all machines, so it must be a multiple of num_machines ({machines})"]
+        numbers = shorten(processes), shorten(machines)
+        return [f"num_processes ({numbers[0]}) counts all machines, so it must be a multiple of num_machines ({numbers[1]})"]
     if processes // machines > MAX_GPUS:
         return [f"num_processes is for more than {MAX_GPUS} GPUs per machine: is a digit wrong?"]
     return []
@@ -262,13 +285,14 @@ def _unknown_keys(keys: Iterable, known: set[str]) -> list[str]:
 def _fsdp2_problems(fsdp: dict) -> list[str]:
     """Everything that is wrong with an fsdp_config."""
     problems = _unknown_keys(fsdp, FSDP2_KEYS | OWN_KEYS)
-    if fsdp.get("fsdp_version") != 2:
-        problems.append(f"fsdp_version is {fsdp.get('fsdp_version', 'missing')}: write fsdp_version: 2")
+    if type(fsdp.get("fsdp_version")) is not int or fsdp["fsdp_version"] != 2:
+        version = shorten(fsdp["fsdp_version"]) if "fsdp_version" in fsdp else "missing"
+        problems.append(f"fsdp_version is {version}: write fsdp_version: 2")
     if fsdp.get("fsdp_auto_wrap_policy") != "TRANSFORMER_BASED_WRAP":
         problems.append("write fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, one FSDP unit per transformer layer")
     for key in sorted((BOOLEAN_KEYS | OWN_BOOLEAN_KEYS) & fsdp.keys()):
         if not isinstance(fsdp[key], bool):
-            problems.append(f"{key} is {fsdp[key]!r}, expected true or false")
+            problems.append(f"{key} is {shorten(fsdp[key])}, expected true or false")
     if fsdp.get("fsdp_reshard_after_backward") is False:
         if fsdp.get("fsdp_reshard_after_forward") is not False:
             problems.append("fsdp_reshard_after_backward: false needs fsdp_reshard_after_forward: false")
@@ -277,13 +301,19 @@ def _fsdp2_problems(fsdp: dict) -> list[str]:
                 "fsdp_reduce_each_batch: true saves memory and fsdp_reshard_after_backward: false uses it: set only one of them"
             )
     if not isinstance(fsdp.get(LAYER_CLASSES) or "", str):
-        problems.append(f"{LAYER_CLASSES} is {fsdp[LAYER_CLASSES]!r}, expected a name, or several like A,B")
+        problems.append(f"{LAYER_CLASSES} is {shorten(fsdp[LAYER_CLASSES])}, expected a name, or several like A,B")
+    if "fsdp_ignored_modules" in fsdp and (problem := problem_of_pattern(fsdp["fsdp_ignored_modules"])):
+        problems.append(
+            f"fsdp_ignored_modules is {shorten(fsdp['fsdp_ignored_modules'])}, expected a regular expression: {problem}"
+        )
     if fsdp.get("fsdp_activation_checkpointing_offload") and not fsdp.get("fsdp_activation_checkpointing"):
         problems.append("fsdp_activation_checkpointing_offload: true needs fsdp_activation_checkpointing: true")
     if fsdp.get("fsdp_state_dict_type", STATE_DICT_TYPES[0]) not in STATE_DICT_TYPES:
-        problems.append(f"fsdp_state_dict_type is {fsdp['fsdp_state_dict_type']!r}, expected {' or '.join(STATE_DICT_TYPES)}")
+        problems.append(
+            f"fsdp_state_dict_type is {shorten(fsdp['fsdp_state_dict_type'])}, expected {' or '.join(STATE_DICT_TYPES)}"
+        )
     if fsdp.get("fsdp_reduce_dtype", "float32") not in ("float32", "bfloat16", "float16"):
-        problems.append(f"fsdp_reduce_dtype is {fsdp['fsdp_reduce_dtype']!r}, expected float32, bfloat16 or float16")
+        problems.append(f"fsdp_reduce_dtype is {shorten(fsdp['fsdp_reduce_dtype'])}, expected float32, bfloat16 or float16")
     return problems
 
 

@@ -15,9 +15,12 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, NotRequired
 
+from harness.json_types import Types, shorten, wrong_type
 from harness.messages import NODE_VARIABLE, UserError, print_once
+from harness.patterns import problem_of_pattern
 from harness.restarts import LENGTHS, before_and_now, changed_settings, keep_settings, must_be_equal
 
 from filelock import FileLock, Timeout
@@ -37,21 +40,46 @@ MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "setti
 # What is there once a run has trained: such a folder belongs to its run.
 TRAINED = ("checkpoint-*", "damaged-checkpoint-*", "*.safetensors", RESULTS)
 
-Types = dict[str, type | tuple[type, ...]]  # the exact ones of a JSON object's values, by their keys
-NUMBER = (int, float)
-NAMES_OF_TYPES = {
-    str: "a text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    dict: "an object",
-    list: "a list",
-    type(None): "null",
+# What this project reads from run.json, and from train_results.json.
+RUN_TYPES: Types = {
+    "recipe": str,
+    "config": str,
+    "tiny": bool,
+    "data_files": NotRequired[list[tuple[str, int, int]]],  # name, size and time
+    "settings": NotRequired[dict],
+}
+RESULT_TYPES: Types = {
+    "global_step": int,
+    "epoch": float | None,
+    "final_loss": float | None,
+    "quantization": NotRequired[dict[str, Any]],
+    "quantized_weights": NotRequired[str],
 }
 
-# What this project reads from run.json, and from train_results.json.
-RUN_TYPES: Types = {"recipe": str, "config": str, "tiny": bool}
-RESULT_TYPES: Types = {"global_step": int, "epoch": (*NUMBER, type(None)), "final_loss": (*NUMBER, type(None))}
+
+ADAPTER_TYPES: Types = {
+    "peft_type": str,
+    "base_model_name_or_path": str | None,
+    "revision": NotRequired[str | None],
+    "r": NotRequired[int],
+    "lora_alpha": NotRequired[float],
+    "lora_dropout": NotRequired[float],
+    "bias": NotRequired[str],
+    "rank_pattern": NotRequired[dict[str, int]],
+    "alpha_pattern": NotRequired[dict[str, float]],
+    "modules_to_save": NotRequired[list[str] | None],
+    "target_modules": NotRequired[list[str] | str | None],
+    "exclude_modules": NotRequired[list[str] | str | None],
+    "target_parameters": NotRequired[list[str] | None],
+    "layers_to_transform": NotRequired[list[int] | int | None],
+    "layers_pattern": NotRequired[list[str] | str | None],
+    **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out", "ensure_weight_tying", "lora_bias"), NotRequired[bool]),
+    "megatron_config": NotRequired[NoneType],  # with which PEFT imports any module that `megatron_core` names
+}
+
+# What a run reads from data.json at its end: of a mixture, each dataset.
+DATASET_TYPES: Types = {"label": str, "epoch_rows": NotRequired[int], "used_rows": NotRequired[int]}
+DATA_TYPES: Types = {"datasets": NotRequired[list[DATASET_TYPES]]}
 
 
 class DamagedFile(UserError, ValueError):
@@ -105,14 +133,10 @@ def parse_json(text: str | bytes, name: str, expected: Types | None = None) -> d
     return content
 
 
-def check_types(content: dict, expected: Types, name: str) -> None:
+def check_types(content: Any, expected: Types, name: str) -> None:
     """Raises DamagedFile, with the `name` of the file, unless `content` has the keys in `expected`, with such values."""
-    for key, kinds in expected.items():
-        kinds, value = kinds if isinstance(kinds, tuple) else (kinds,), content.get(key)
-        if key not in content or type(value) not in kinds:
-            names = " or ".join(NAMES_OF_TYPES[kind] for kind in kinds)
-            found = f"is {repr(value)[:100]}" if key in content else "is missing"
-            raise DamagedFile(f"{name} is damaged: {key} {found}, expected {names}: restore it from a copy, or delete it")
+    if wrong := wrong_type(content, expected):
+        raise DamagedFile(f"{name} is damaged: {wrong}: restore it from a copy, or delete it")
 
 
 def sync(path: Path) -> None:
@@ -273,12 +297,7 @@ def _read_run_file(folder: Path) -> dict:
 def check_types_of_run(run: dict, name: str) -> dict:
     """`run`, which is the content of a run.json or {}. Raises DamagedFile unless it has what this project reads of it."""
     if run:
-        check_types(run, RUN_TYPES | ({"settings": dict} if "settings" in run else {}), name)
-        files = run.get("data_files", [])
-        if not isinstance(files, list) or not all(
-            isinstance(file, list) and [type(value) for value in file] == [str, int, int] for file in files
-        ):
-            raise DamagedFile(f"{name} is damaged: data_files has other entries than names, sizes and times")
+        check_types(run, RUN_TYPES, name)
     return run
 
 
@@ -417,13 +436,23 @@ def read_adapter_settings(folder: Path) -> Any:
     """The `peft.PeftConfig` of an adapter. Raises UserError if its file is damaged or names no base model."""
     from peft import PeftConfig
 
+    read_json(folder / "adapter_config.json", ADAPTER_TYPES)
     try:
         settings = PeftConfig.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{folder / 'adapter_config.json'} is damaged: {error}") from error
     if not settings.base_model_name_or_path:
         raise UserError(f"{folder / 'adapter_config.json'} is damaged: base_model_name_or_path is missing")
     return settings
+
+
+def check_patterns(settings: Any, names: list[str], folder: Path) -> None:
+    """Raises UserError if a regular expression in the settings of an adapter is none, or does not end with a name in `names`."""
+    for key in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save", "rank_pattern", "alpha_pattern"):
+        value = getattr(settings, key, None) or ()
+        for pattern in [value] if isinstance(value, str) else value:
+            if problem := problem_of_pattern(pattern, names):
+                raise UserError(f"{folder / 'adapter_config.json'} is damaged: {key} has {shorten(pattern)}: {problem}")
 
 
 def finished_results(folder: Path, max_steps: int, num_train_epochs: float) -> dict:

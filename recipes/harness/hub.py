@@ -32,7 +32,12 @@ class HubLost(Exception):
 
 def is_reachable(seconds: float = 5.0) -> bool:
     """Whether the Hub's address answers within `seconds`. Does not import huggingface_hub, which would retry for long."""
-    address = request.Request(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), method="HEAD")
+    endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    if not endpoint.startswith(("http://", "https://")):
+        raise UserError(
+            f"HF_ENDPOINT is {endpoint}, expected an address such as https://huggingface.co: set another one, or unset it"
+        )
+    address = request.Request(endpoint, method="HEAD")
     try:
         request.urlopen(address, timeout=seconds).close()
     except OSError as failure:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 import time
 import traceback
@@ -12,6 +13,9 @@ from harness.signals import last_signal
 
 DEBUG_VARIABLE = "HARNESS_DEBUG"  # set by launch.sh --debug: errors show their traceback
 NODE_VARIABLE = "HARNESS_NODE"  # number of this node, set in the launchers of all nodes but the first
+
+LONGEST_MESSAGE = 3000  # letters of an error: it can have what is in a file
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class UserError(Exception):
@@ -34,7 +38,9 @@ def exit_on_user_error() -> Iterator[None]:
         if is_first_process() or not last_signal():
             if os.environ.get(DEBUG_VARIABLE):
                 traceback.print_exc()
-            print(f"error: {place}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            message = printable(" ".join(str(error).split()))
+            shown = message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]} …"
+            print(f"error: {place}{shown}", file=sys.stderr, flush=True)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -63,12 +69,17 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def printable(text: str) -> str:
+    """`text` without what changes a terminal or hides text in it: names, rows and answers of a model can contain that."""
+    return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
 def print_once(message: str) -> None:
     """Prints in the process with rank 0, before there are ranks in the launcher of the first node."""
     if not is_first_process() or ("RANK" not in os.environ and NODE_VARIABLE in os.environ):
         return
     try:
-        print(message, flush=True)
+        print(printable(message), flush=True)
     except OSError:
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), 1

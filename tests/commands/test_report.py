@@ -96,6 +96,7 @@ def planned_runs(tmp_path, monkeypatch):
         (tmp_path / f"{processes}/train_results.json").write_text(json.dumps(results))
     speeds = {"A100 40 GB": [1, 2], "A100 64 GB": [4000, 7900], "A100 80 GB": [3, 4]}
     plan = {"recipe": "a", "config": "full_shard", "processes": 4, "peak_gpu_gb": 8.765, "tokens_per_second": speeds}
+    plan |= {"peak_host_gb": 2.0, "reserved_gb": 9.5, "tokens_per_step": 8192, "step_seconds": {}}
     refused = {"config": "ddp", "refused": "a reason"}
     (tmp_path / "plan.json").write_text(json.dumps([plan, refused, plan | {"config": "ddp"}]))
     return tmp_path
@@ -115,6 +116,7 @@ def test_forecast_next_to_the_measured(planned_runs, capsys):
     two, four = json.loads(capsys.readouterr().out)
     assert "forecast" not in two
     planned = {"peak_gpu_gb": 8.765, "card": "A100 64 GB", "tokens_per_second": [4000, 7900]}
+    planned |= {"peak_host_gb": 2.0, "reserved_gb": 9.5, "tokens_per_step": 8192}
     assert {name: value for name, value in four["forecast"].items() if value is not None} == planned
 
 
@@ -122,6 +124,7 @@ def test_forecast_next_to_the_measured(planned_runs, capsys):
 def test_forecast_of_the_run_itself(planned_runs, capsys):
     results = read(planned_runs / "4")
     results["forecast"] = {"peak_gpu_gb": 8.1, "card": "A100 64 GB", "tokens_per_second": [5000, 6900]}
+    results["forecast"] |= {"peak_host_gb": 2.0, "reserved_gb": 9.5, "tokens_per_step": 8192, "step_seconds": None}
     (planned_runs / "4/train_results.json").write_text(json.dumps(results))
     report.main("2", "4")
     assert "| 5,000–6,900 " in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from types import SimpleNamespace
 
 from harness.data import loading, reading, text_rows
@@ -391,12 +392,38 @@ def test_folder_with_configs(tmp_path, error_of):
 
 @pytest.mark.parametrize(
     "configs",
-    ["[a, b]", "foo", "[{data_files: [{path: a.jsonl}]}]", "[{data_files: /etc/*}]", "[{data_files: 5}]", "[{data_dir: 5}]"],
+    [
+        *("[a, b]", "foo", "[{data_files: [{path: a.jsonl}]}]", "[{data_files: 5}]", "[{data_dir: 5}]"),
+        *(
+            "[{data_files: /etc/*}]",
+            "[{data_files: ../*}]",
+            "[{data_files: a/../../*}]",
+            "[{data_dir: ../..}]",
+            "[{data_dir: /etc}]",
+        ),
+        "[{data_dir: .., data_files: [{split: train, path: x/*}]}]",
+    ],
 )
 def test_configs_of_a_readme_that_are_not_as_on_the_hub(tmp_path, error_of, configs):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}')
     (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
     assert "README.md are invalid" in error_of(reading.open_splits, str(tmp_path), None, False)
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["memory", "stream"])
+def test_urls_of_images_are_not_requested(tmp_path, streaming):
+    """A recipe for texts needs no images; the files may be of somebody else."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/x.png"
+        features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image(), "images": [datasets.Image()]})
+        row = {"text": "a text", "image": {"path": url, "bytes": None}, "images": [{"path": url, "bytes": None}]}
+        rows = datasets.Dataset.from_dict({name: [value] * 30 for name, value in row.items()}, features=features)
+        rows.to_parquet(tmp_path / "rows.parquet")
+        train, _ = load(arguments_for(tmp_path / "rows.parquet", ("text",), dataset_streaming=streaming, max_eval_samples=2))
+        assert next(iter(train))["text"] == "a text"
+        server.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            server.accept()
 
 
 @pytest.mark.parametrize(

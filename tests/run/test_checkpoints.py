@@ -377,7 +377,7 @@ def test_nodes_agree_if_one_sees_damage(fork_launch, tmp_path):
                 for name in ("scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"):
                     (checkpoint / name).write_text(name)
                 entries = marker.sync_files(checkpoint, lambda name: True)
-                content = {"model": "m", "geometry": dict.fromkeys(marker.GEOMETRY, 2), "progress": {}}
+                content = {"model": "m", "geometry": dict.fromkeys(marker.COUNTS, 2), "progress": {}}
                 marker.write_marker(checkpoint, content | {"files": entries})
         _flip_bit(tmp_path / file / "1/run/checkpoint-8" / file)
     script, views = ROOT / "tests/run/find_checkpoints.py", json.dumps([str(tmp_path / file) for file in files])

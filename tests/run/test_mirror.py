@@ -56,7 +56,7 @@ def save(one: mirror.Mirror, step: int, finish: bool = True, best: str | None = 
     (checkpoint / "model.bin").write_bytes(os.urandom(1000))
     (checkpoint / "part/__0_0.distcp").write_bytes(os.urandom(3000))
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step, "best_model_checkpoint": best}))
-    content = {"model": "m", "geometry": dict.fromkeys(marker.GEOMETRY, 1), "progress": {}}
+    content = {"model": "m", "geometry": dict.fromkeys(marker.COUNTS, 1), "progress": {}}
     marker.write_marker(checkpoint, content | {"files": marker.sync_files(checkpoint, lambda name: True)})
     one.on_save(None, SimpleNamespace(global_step=step, best_model_checkpoint=best), None)
     if finish:
@@ -378,7 +378,7 @@ BEAT = {"run": "other", "host": "a", "silence": 1, "written": 1.0}
         ("run.json", "{", "run.json is damaged"),
         ("run.json", "[]", "run.json is damaged"),
         ("run.json", '{"recipe": 3}', "recipe is 3, expected a text"),
-        ("run.json", json.dumps(IDENTITY | {"data_files": [[1]]}), "data_files has other entries"),
+        ("run.json", json.dumps(IDENTITY | {"data_files": [[1]]}), "data_files is [[1]], expected a list"),
         ("run.json", json.dumps(IDENTITY | {"settings": []}), "settings is [], expected an object"),
         ("run.json", "[" * 100_000, "run.json is damaged"),
         ("train_results.json", '{"global_step": "6"}', "global_step is '6', expected a whole number"),

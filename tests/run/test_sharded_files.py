@@ -2,13 +2,17 @@
 
 import json
 import pickle
+import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from harness.folder import COMPLETION_MARKER
 from harness.run.marker import WRITING, sync_files, write_marker
-from harness.run.sharded_files import check_sharded_files
+from harness.run.sharded_files import check_other_files, check_sharded_files
 
+import numpy
 import pytest
 import torch
 from conftest import assert_one_error
@@ -17,6 +21,11 @@ from rehearsals import SHORT, fewer_processes
 from torch.distributed import checkpoint as dcp
 
 RECIPE, CONFIG = "qwen2_fineweb_edu", "4gpu_full_shard"
+LOAD = """
+import sys
+from torch.distributed import checkpoint
+checkpoint.load({"lr": 0.2}, checkpoint_id=sys.argv[1], no_dist=True)
+"""
 
 
 class Payload:
@@ -125,3 +134,77 @@ def test_resume_and_merge_refuse_it(rehearse, fork_launch, tmp_path):
     assert process.returncode == 2 and "would run code, because it has builtins.exec" in process.stderr, process.stderr
     assert_one_error(fork_launch("--merge", checkpoint, tmp_path / "merged"), "would run code, because it has builtins.exec")
     assert ran(tmp_path) == [] and checkpoint.is_dir() and not (tmp_path / "merged").exists()
+
+
+class SetsAttributes:
+    """Pickled, it is an allowed class, of which attributes are set."""
+
+    def __init__(self, cls: type, **attributes: object):
+        self.cls, self.attributes = cls, attributes
+
+    def __reduce__(self):
+        return self.cls, (), self.attributes
+
+
+class ChangesClass(pickle._Pickler):
+    """Pickles an object after instructions that set attributes of a class that a checker allows."""
+
+    def __init__(self, file, cls: type, **attributes: object):
+        super().__init__(file, protocol=4)
+        self.cls, self.attributes = cls, attributes
+
+    def dump(self, obj: object) -> None:
+        self.write(pickle.PROTO + bytes([4]))
+        self.save(self.cls)
+        self.save((None, self.attributes))
+        self.write(pickle.BUILD + pickle.POP)
+        self.save(obj)
+        self.write(pickle.STOP)
+
+
+def test_classes_cannot_be_changed(save, tmp_path, error_of):
+    """Otherwise a table of entries can look empty to the check, and have code for torch."""
+    from torch.distributed.checkpoint import metadata as module
+
+    checkpoint = save({"lr": Payload(tmp_path)})
+    folder = checkpoint / "optimizer_0"
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    (entry,) = metadata.storage_data.values()
+    attributes = {name: getattr(entry, name) for name in ("relative_path", "offset", "length", "transform_descriptors")}
+    metadata.storage_data = SetsAttributes(module.StorageMeta, items=torch.Size)
+    with (folder / ".metadata").open("wb") as file:
+        pickler = ChangesClass(file, module.Metadata, **attributes)
+        pickler.write(pickle.PROTO + bytes([4]))
+        pickler.save(module.StorageMeta)
+        pickler.save((None, {"__getitem__": module.Metadata}))
+        pickler.write(pickle.BUILD + pickle.POP)
+        pickler.dump(metadata)
+    message = error_of(check_sharded_files, checkpoint)
+    assert "would run code, because it has attributes of <class" in message
+    assert ran(tmp_path) == []
+    process = subprocess.run([sys.executable, "-c", LOAD, folder], capture_output=True, text=True)
+    assert "pickle" in ran(tmp_path), process.stderr
+
+
+@pytest.mark.parametrize("place", ["elsewhere", "."])
+def test_links_to_folders_are_refused(save, tmp_path, error_of, place):
+    checkpoint = save({"lr": Payload(tmp_path)})
+    (tmp_path / place).mkdir(exist_ok=True)
+    (checkpoint / "optimizer_0").rename(tmp_path / place / "real")
+    (checkpoint / "optimizer_0").symlink_to(tmp_path / place / "real")
+    assert "optimizer_0 is a link to a folder" in error_of(check_sharded_files, checkpoint)
+    assert ran(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state_1.pth", "scaler.pt", "pytorch_model.bin"])
+def test_code_in_other_files_is_refused(tmp_path, error_of, name):
+    """torch would refuse it with a traceback."""
+    random_state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.random.get_rng_state()}
+    torch.save(random_state, tmp_path / "rng_state_0.pth")
+    torch.save(Payload(tmp_path), tmp_path / "training_args.bin")
+    check_other_files(tmp_path)
+    torch.save({"a": Payload(tmp_path)}, tmp_path / name)
+    assert f"{name} would run code, because it has exec" in error_of(check_other_files, tmp_path)
+    (tmp_path / name).write_bytes(b"PK")
+    assert f"{name} is damaged" in error_of(check_other_files, tmp_path)
+    assert ran(tmp_path) == []

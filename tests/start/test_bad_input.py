@@ -219,7 +219,11 @@ KINDS = {
     # --config
     "--config without a path": (f"{TINY} --config", "--config needs the path"),
     "--config with a tab": (f"{TINY} --config tab.yaml", "--config: not a readable YAML file"),
-    "--config with a list instead of a number": (f"{TINY} --config rates.yaml", "--learning_rate is [1, 2], expected a number"),
+    "--config with a list instead of a number": (
+        f"{TINY} --config rates.yaml",
+        "--config: learning_rate is [1, 2], expected a number",
+    ),
+    "--config with an environment": (f"{TINY} --config env.yaml", "--config: env of env.yaml is not read: set environment"),
     "--config with a number instead of a list": (f"{TINY} --config modules.yaml", "--config: lora_target_modules is 5, expected"),
     # folders
     "output folder that is not UTF-8": (f"{TINY} --output_dir l\udcff", "is not UTF-8: choose another name"),
@@ -285,6 +289,7 @@ FILES = {
     "tab.yaml": "learning_rate:\t1\n",
     "key.yaml": "distributed_type: FSDP\nnum_procesess: 1\n",
     "list.yaml": "distributed_type: MULTI_GPU\nnum_processes: [1]\n",
+    "env.yaml": "env:\n  HF_ENDPOINT: http://127.0.0.1:9\n",
     "number.yaml": "distributed_type: FSDP\nfsdp_config: 3\n",
     "mesh.yaml": "distributed_type: MULTI_GPU\nparallelism_config: 4\n",
     "fsdp1.yaml": "distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_params: true\n",

@@ -1,6 +1,14 @@
-"""Tokens and keys of the environment are written nowhere."""
+"""Tokens and keys of the environment are written nowhere; other machines cannot connect to the processes of one machine."""
 
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from harness.start import flags
+
+import psutil
+import pytest
 
 SECRETS = {
     "HF_TOKEN": "hf_secretOfTheHub",
@@ -32,3 +40,57 @@ def test_traceback_of_an_error(fork_launch, tmp_path):
     )
     assert process.returncode == 2 and "Traceback" in process.stderr
     assert not any(value in process.stdout + process.stderr for value in SECRETS.values())
+
+
+@contextlib.contextmanager
+def watched(look: Callable[[psutil.Process], object]) -> Iterator[list]:
+    """What `look` returns of every process that is started in the block, again and again."""
+    found, has_ended = [], threading.Event()
+
+    def watch() -> None:
+        while not has_ended.wait(0.05):
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error, OSError):
+                    found.append(look(process))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        has_ended.set()
+        thread.join()
+
+
+def test_arguments_of_processes(launch, tmp_path):
+    """Other users of the machine can read them. Stops after the check."""
+    with watched(lambda process: " ".join(process.cmdline())) as seen:
+        process = launch("--tiny", "qwen2_chat", "1x3090", "--max_steps", "0", "--output_dir", tmp_path / "run", **SECRETS)
+    assert process.returncode == 2 and any("harness.start.launch" in words for words in seen), process.stderr
+    assert not any(value in words for words in seen for value in SECRETS.values())
+
+
+def test_listens_on_this_machine_only(fork_launch, tmp_path, monkeypatch):
+    """Also gloo, which otherwise takes the address of the machine's name."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    look = lambda process: [one.laddr.ip for one in process.net_connections("tcp") if one.status == "LISTEN"]  # noqa: E731
+    arguments = ["qwen2_fineweb_edu", "4gpu_ddp", "--max_steps", "1", "--eval_strategy", "no", "--save_strategy", "no"]
+    with watched(look) as seen:
+        process = fork_launch("--tiny", *arguments, "--output_dir", tmp_path / "run", NPROC_PER_NODE="2")
+    assert process.returncode == 0, process.stderr
+    addresses = {address for of_process in seen for address in of_process}
+    assert "127.0.0.1" in addresses and all(address.startswith("127.") for address in addresses), addresses
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "url",
+    ["s3://key:se/cret@b/run", "https://hf_abcdefghijklmnopqrst@host/x", "az://c/x?sig=a", "https://h/x?a=1&X-Amz-Signature=a"],
+)
+def test_url_with_a_secret_is_refused(error_of, url):
+    assert "a URL with a password would be shown" in error_of(flags.check_passwords, ["--mirror", url])
+
+
+@pytest.mark.unit
+def test_other_urls():
+    flags.check_passwords(["s3://me@bucket/run", "https://host/x?download=true", "hf://datasets/me/name@main/x", "a:b@c"])

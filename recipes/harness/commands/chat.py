@@ -13,9 +13,9 @@ from typing import Any
 
 from harness.commands import arguments
 from harness.compat.bitsandbytes import keep_4bit_layout
-from harness.folder import RESULTS, check_saved_model, read_adapter_settings, read_json
+from harness.folder import RESULT_TYPES, RESULTS, check_patterns, check_saved_model, read_adapter_settings, read_json
 from harness.hub import TOKENIZER, hub_errors
-from harness.messages import UserError, exit_on_user_error, print_once
+from harness.messages import UserError, exit_on_user_error, last_line, print_once
 
 MOSTLY_FREE = 0.9  # of the GPU memory; what is missing is this process's own
 LONGEST_PROMPT = 4096  # tokens; the earliest turns of a longer conversation are left out
@@ -38,14 +38,13 @@ def load_model(run: Path) -> Any:
 
     import torch
     import transformers
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers import AutoModelForCausalLM
 
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
-    results, has_gpu = read_json(run / RESULTS), torch.cuda.is_available()
+    results, has_gpu = read_json(run / RESULTS, RESULT_TYPES), torch.cuda.is_available()
     options = {"device_map": "auto" if has_gpu else {"": "cpu"}, "dtype": "auto"}
     base = str(run)
     if (run / "adapter_config.json").is_file():
@@ -55,7 +54,7 @@ def load_model(run: Path) -> Any:
         if not quantized:
             options |= {"revision": settings.revision or "main"}
             if results.get("quantization"):
-                options["quantization_config"] = quantization = BitsAndBytesConfig.from_dict(results["quantization"])
+                options["quantization_config"] = quantization = read_quantization(run, results["quantization"])
                 options["dtype"] = quantization.bnb_4bit_compute_dtype  # what the run has loaded the rest of the model in
     if not has_gpu:
         keep_4bit_layout()
@@ -68,10 +67,32 @@ def load_model(run: Path) -> Any:
         raise UserError(gpu_memory_message(base)) from error
     check_found(model, found, base)
     if base != str(run):
+        check_patterns(settings, [name for name, _ in model.named_modules()], run)
+        model = load_adapter(model, run)
         with hub_errors("adapter", str(run)):
-            model = PeftModel.from_pretrained(model, run)
             check_adapter_weights(model, run)
     return model.eval()
+
+
+def load_adapter(model: Any, folder: Path) -> Any:
+    """`model` with the adapter in `folder`. Raises UserError if it is one of another model."""
+    from peft import PeftModel
+
+    with hub_errors("adapter", str(folder)):
+        try:
+            return PeftModel.from_pretrained(model, folder)
+        except (TypeError, KeyError, AttributeError, RuntimeError, NotImplementedError, ArithmeticError) as error:
+            raise UserError(f"{folder} is not an adapter of this model: {last_line(error)}") from error
+
+
+def read_quantization(run: Path, recorded: dict) -> Any:
+    """How a run has quantized its model. Raises UserError if its results do not say that."""
+    from transformers import BitsAndBytesConfig
+
+    try:
+        return BitsAndBytesConfig.from_dict(recorded)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise UserError(f"{run / RESULTS} is damaged: quantization: {last_line(error)}") from error
 
 
 def gpu_memory_message(base: str) -> str:
@@ -101,8 +122,8 @@ def find_quantized_weights(run: Path, results: dict) -> str:
         if folder.is_dir():
             return str(folder)
     raise UserError(
-        f"{run} was trained on 4-bit weights of {results['model']} that are not in {folders[0]} nor in {folders[1]}: "
-        f"./launch.sh --prepare {results['recipe']} makes them, with the flags of the run"
+        f"{run} was trained on 4-bit weights of {results.get('model')} that are not in {folders[0]} nor in {folders[1]}: "
+        f"./launch.sh --prepare {results.get('recipe')} makes them, with the flags of the run"
     )
 
 

@@ -19,6 +19,7 @@ from harness.configs import (
     problems_of_counts,
     read,
 )
+from harness.json_types import has_type, name_of_type, shorten
 from harness.messages import UserError, exit_on_user_error, print_once
 
 import yaml
@@ -26,6 +27,15 @@ import yaml
 ZERO_STAGES = {0: "NO_SHARD", 1: "SHARD_GRAD_OP", 2: "SHARD_GRAD_OP", 3: "FULL_SHARD"}
 # What a translated config keeps of the original. launch.sh sets the other keys.
 KEPT_KEYS = {"debug", "enable_cpu_affinity", "gpu_ids", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "use_cpu"}
+# Of the keys that are read; numbers can be "auto".
+DEEPSPEED_TYPES = {
+    "zero_stage": int,
+    "offload_optimizer_device": str,
+    "offload_param_device": str,
+    "deepspeed_config_file": str,
+    "gradient_accumulation_steps": int,
+    "gradient_clipping": float,
+}
 COMMENTS = {  # in a translated config, above a key, or above a key with this value
     "mixed_precision": "Computes in this dtype, keeps float32 weights. Cost: two bytes more per parameter than pure bf16.",
     "mixed_precision: 'no'": "No autocast: the model computes in the dtype it is loaded in.",
@@ -80,6 +90,11 @@ def translate(path: str) -> tuple[dict, list[str]]:
         raise UserError(f"{file}: {problems[0]}")
     machines, processes, notes = keys.get("num_machines", 1), keys.get("num_processes", 1), []
     fsdp, deepspeed = keys.get("fsdp_config") or {}, keys.get("deepspeed_config") or {}
+    if not isinstance(fsdp.get("fsdp_auto_wrap_policy", ""), str):
+        raise UserError(f"{file}: fsdp_auto_wrap_policy is {shorten(fsdp['fsdp_auto_wrap_policy'])}, expected a text")
+    for key, kind in DEEPSPEED_TYPES.items():
+        if deepspeed.get(key) not in (None, "auto") and not has_type(deepspeed[key], kind):
+            raise UserError(f"{file}: {key} is {shorten(deepspeed[key])}, expected {name_of_type(kind)}")
     if is_deepspeed(keys):
         fsdp = _fsdp1_of_deepspeed(deepspeed, file, notes)
     strategy = _strategy_of(fsdp, file)
@@ -125,7 +140,7 @@ def _strategy_of(fsdp: dict, file: str) -> str:
     if name.isdecimal() and 1 <= int(name) <= len(STRATEGIES):
         name = STRATEGIES[int(name) - 1]
     if name not in STRATEGIES:
-        raise UserError(f"{file}: the sharding strategy is {values[0]!r}, expected one of {', '.join(STRATEGIES)}")
+        raise UserError(f"{file}: the sharding strategy is {shorten(values[0])}, expected one of {', '.join(STRATEGIES)}")
     return name
 
 
@@ -136,7 +151,7 @@ def _fsdp1_of_deepspeed(deepspeed: dict, file: str, notes: list[str]) -> dict:
         raise UserError(f"{file}: {deepspeed['deepspeed_config_file']} is not read: use the config for its stage: {stages}")
     stage = deepspeed.get("zero_stage")
     if stage not in list(ZERO_STAGES):  # a list, because what a YAML holds may have no hash
-        raise UserError(f"{file}: zero_stage is {stage!r}, expected 0, 1, 2 or 3: {stages}")
+        raise UserError(f"{file}: zero_stage is {shorten(stage)}, expected 0, 1, 2 or 3: {stages}")
     devices = [deepspeed.get(f"offload_{what}_device", "none") for what in ("optimizer", "param")]
     if "nvme" in devices:
         raise UserError(f"{file}: FSDP2 cannot offload to a disk: write cpu instead of nvme, or none")

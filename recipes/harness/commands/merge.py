@@ -16,7 +16,7 @@ from typing import Any
 
 from harness.commands import arguments
 from harness.commands.verify import compare_merged
-from harness.folder import COMPLETION_MARKER, checkpoints, read_adapter_settings, read_json, write_json
+from harness.folder import COMPLETION_MARKER, check_patterns, checkpoints, read_adapter_settings, write_json
 from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, print_once
 from harness.signals import set_signal_handler
@@ -177,7 +177,7 @@ def put_together(checkpoint: Path, target: Path) -> None:
 
 def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
     """Writes the model an adapter belongs to, with the adapter added to its weights."""
-    from harness.model.quantized import SOURCE, save_readable
+    from harness.model.quantized import read_source, save_readable
     from harness.model.weight_files import check_weights
 
     from huggingface_hub import snapshot_download
@@ -186,8 +186,9 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
     from transformers import AutoConfig
 
     settings = read_adapter_settings(folder)
+    check_patterns(settings, [name.removesuffix(".weight") for name in adapter], folder)
     base = Path(settings.base_model_name_or_path)
-    base = Path(read_json(base / SOURCE).get("model", base))  # not the quantized copy that it was trained on
+    base = Path(read_source(base).get("model", base))  # not the quantized copy that it was trained on
     with hub_errors("model", str(base)):
         if not base.is_dir():
             patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]

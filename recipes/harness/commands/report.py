@@ -10,13 +10,14 @@ processes measured. A run for which a plan was made has that forecast without on
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 from harness.commands import arguments
-from harness.folder import RESULTS, read_json
+from harness.folder import RESULTS, check_types, read_json
+from harness.json_types import Types
 from harness.messages import UserError, exit_on_user_error
 from harness.restarts import in_words
-from harness.run.forecast import describe_forecast, forecast_of
+from harness.run.forecast import FORECAST_TYPES, PLAN_TYPES, describe_forecast, forecast_of
 
 COLUMNS = (
     "run",
@@ -37,7 +38,31 @@ COLUMNS = (
     "tokens/s (forecast)",
     "GB per GPU (forecast)",
 )
-NEEDED = ("num_nodes", "world_size", "train_runtime", "tokens_per_second", "peak_gpu_gb", "peak_host_gb", "final_loss")
+# What is read from train_results.json.
+NEEDED: Types = {
+    "num_nodes": int,
+    "world_size": int,
+    "train_runtime": float,
+    "tokens_per_second": float,
+    "peak_gpu_gb": float,
+    "peak_host_gb": float,
+    "final_loss": float,
+}
+READ: Types = NEEDED | {
+    "gpu_utilization": NotRequired[list[float]],
+    "gpu_memory_gb": NotRequired[list[float]],
+    "train_loss": NotRequired[float | None],
+    "eval_loss_on_start": NotRequired[float | None],
+    "eval_loss": NotRequired[float | None],
+    "tokens": NotRequired[float],
+    "global_step": NotRequired[int],
+    "peak_gpu_reserved_gb": NotRequired[float],
+    "recipe": NotRequired[str],
+    "config": NotRequired[str],
+    "device": NotRequired[str],
+    "forecast": NotRequired[dict[str, Any]],
+}
+LOG: Types = {"step": int, "loss": NotRequired[float], "eval_loss": NotRequired[float]}  # an entry of trainer_state.json
 MEASURED = {"forecast", "tokens", "global_step", "peak_gpu_reserved_gb"}  # what a run with a plan has besides
 COMPARED = ("recipe", "model", "dataset", "device", "tiny")
 DESCRIBED = (*COMPARED, "recipe_digest", "config", "dataset_config", "use_peft", "load_in_4bit", "attention", "global_step")
@@ -79,12 +104,16 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: pass the output directories of finished runs")
     results = read_json(folder / RESULTS)
-    if missing := [name for name in NEEDED if not isinstance(results.get(name), int | float)]:
-        reason = f"its {RESULTS} has no {missing[0]}" if results else f"it has no {RESULTS}, which a run writes at its end"
-        raise UserError(f"{folder} is not the folder of a finished run: {reason}")
-    if not results["tokens_per_second"]:
+    if not results:
+        raise UserError(f"{folder} is not the folder of a finished run: it has no {RESULTS}, which a run writes at its end")
+    check_types(results, READ, str(folder / RESULTS))
+    if "forecast" in results:
+        check_types(results["forecast"], FORECAST_TYPES, f"{folder / RESULTS}, forecast")
+    if results["world_size"] < 1 or not results["tokens_per_second"] > 0:
         raise UserError(f"{folder} has no speed: its run trained no step")
-    history = read_json(folder / "trainer_state.json").get("log_history", [])
+    history = read_json(folder / "trainer_state.json", {"log_history": NotRequired[list[dict]]}).get("log_history", [])
+    for entry in history:
+        check_types(entry, LOG, f"{folder}/trainer_state.json, log_history")
     losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
     eval_losses = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
     return results | {"name": str(folder), "losses": losses, "eval_losses": eval_losses}
@@ -95,8 +124,10 @@ def add_plans(runs: list[dict[str, Any]], path: Path) -> None:
     try:
         content = json.loads(path.read_text("utf-8"))
         plans = [plan for plan in (content if isinstance(content, list) else [content]) if "refused" not in plan]
+        for plan in plans:
+            check_types(plan, {"recipe": str, "config": str, "processes": int} | PLAN_TYPES, str(path))
         forecasts = {(plan["recipe"], plan["config"], plan["processes"]): plan for plan in plans}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is not a plan: write one with ./launch.sh --plan RECIPE CONFIG --json > {path}") from error
     planned = [run for run in runs if not run.get("tiny") and _identity(run) in forecasts]
     if not planned:
@@ -161,10 +192,11 @@ def draw(runs: list[dict[str, Any]]) -> Path:
     figure = Figure(figsize=(11, 4), layout="tight")
     losses, speed = figure.subplots(1, 2)
     for run in runs:
-        line = losses.plot(*zip(*run["losses"], strict=True), label=run["name"]) if run["losses"] else []
+        name = run["name"].replace("$", r"\$")  # which begins a formula
+        line = losses.plot(*zip(*run["losses"], strict=True), label=name) if run["losses"] else []
         if run["eval_losses"]:
             colour = line[0].get_color() if line else None
-            losses.plot(*zip(*run["eval_losses"], strict=True), "o--", color=colour, label=f"{run['name']}, evaluation")
+            losses.plot(*zip(*run["eval_losses"], strict=True), "o--", color=colour, label=f"{name}, evaluation")
     losses.set(xlabel="step", ylabel="loss (nats per token)")
     sizes = [run["world_size"] for run in runs]
     speed.plot(sizes, [size / sizes[0] for size in sizes], "--", color="grey", label="ideal")

@@ -3,20 +3,30 @@
 `transformers serve` is tested. It gives no log-probabilities, so the first tokens of answers are compared instead of the loss.
 """
 
+import contextlib
 import http.client
 import json
 import os
+import time
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, NotRequired
 
 from harness.commands.expectations import Check, Expected, Prompt, exact_check
+from harness.json_types import Types, wrong_type
 from harness.messages import UserError
 
 SAME_ANSWERS = 0.9  # of the first tokens: other kernels round in another way, and two tokens can be about as likely
 PROMPTS = 16
 SECONDS = 600  # for an answer; the first one may load the model
 MOST_BYTES = 10_000_000  # of an answer
+PART = 65_536  # bytes that are read at once
+# What is read of an answer.
+ANSWER: Types = {"message": {"content": NotRequired[str | None]}}
+END: Types = {"finish_reason": str | None}
+CHOICES: Types = {"choices": list[ANSWER]}
+ENDS: Types = {"choices": list[END]}
+USAGE: Types = {"usage": {"prompt_tokens": int}}
 
 
 def is_address(model: str) -> bool:
@@ -47,7 +57,7 @@ def check_answers(address: str, model: dict, loaded: Any, tokenizer: Any, prompt
         with torch.no_grad():
             logits = loaded(input_ids=torch.tensor([prompt.tokens], device=loaded.device)).logits[0, -1]
         first = tokenizer.decode(int(logits.argmax()), skip_special_tokens=True).strip()
-        answer = ask_chat(address, chat_request(model, prompt, max_tokens=1, temperature=0))
+        answer = ask_chat(address, chat_request(model, prompt, max_tokens=1, temperature=0), CHOICES)
         same += (answer["choices"][0]["message"].get("content") or "").strip() == first
     of_all = len(prompts)
     what, result = "first tokens of answers as from the saved model", "ok" if same >= SAME_ANSWERS * of_all else "FAILED"
@@ -58,7 +68,7 @@ def check_prompt_lengths(address: str, model: dict, prompts: list[Prompt]) -> Ch
     """Compares how many tokens the server makes of each prompt: a server does not say which."""
     right = 0
     for prompt in prompts:
-        usage = ask_chat(address, chat_request(model, prompt, max_tokens=1, temperature=0))["usage"]
+        usage = ask_chat(address, chat_request(model, prompt, max_tokens=1, temperature=0), USAGE)["usage"]
         right += prompt.is_trained and usage["prompt_tokens"] == len(prompt.tokens)
     of_all = len(prompts)
     return exact_check(address, "prompts with the trained number of tokens", f"{of_all} of {of_all}", f"{right} of {of_all}")
@@ -70,7 +80,7 @@ def check_end_tokens(address: str, model: dict, prompt: Prompt, expected: Expect
     for name, token in expected.end_tokens.items():
         # `transformers serve` fails with a bias that is an integer.
         request = chat_request(model, prompt, max_tokens=8, temperature=0, logit_bias={str(token): 100.0})
-        status, answer = ask(address, "/v1/chat/completions", request)
+        status, answer = ask(address, "/v1/chat/completions", request, ENDS)
         if status == 200:
             checks.append(exact_check(address, f"{name} ends an answer", "stop", answer["choices"][0]["finish_reason"]))
         else:
@@ -98,8 +108,8 @@ def as_text(call: dict) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def ask_chat(address: str, request: dict) -> dict:
-    status, answer = ask(address, "/v1/chat/completions", request)
+def ask_chat(address: str, request: dict, expected: Types) -> dict:
+    status, answer = ask(address, "/v1/chat/completions", request, expected)
     if status != 200:
         hint = "" if "model" in request else ", or pass the name of the model as --served_model_name"
         raise UserError(f"{address}/v1/chat/completions answers with {status}: {answer}: see the server's messages{hint}")
@@ -113,8 +123,8 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def ask(address: str, path: str, body: dict) -> tuple[int, Any]:
-    """POSTs `body` as JSON. Returns the status, and the parsed JSON or the first letters of an error.
+def ask(address: str, path: str, body: dict, expected: Types) -> tuple[int, Any]:
+    """POSTs `body` as JSON. Returns 200 and an answer with what is `expected`, or another status and the start of an error.
 
     Raises UserError if nothing answers in HTTP and JSON.
     """
@@ -123,16 +133,35 @@ def ask(address: str, path: str, body: dict) -> tuple[int, Any]:
         request.add_unredirected_header("Authorization", f"Bearer {key}")
     try:
         with urllib.request.build_opener(NoRedirects).open(request, timeout=SECONDS) as answer:
-            content = answer.read(MOST_BYTES + 1)
-            if len(content) > MOST_BYTES:
-                raise UserError(f"{address}{path} answers with more than {MOST_BYTES:,} bytes: is it a server of OpenAI's API?")
-            return answer.status, json.loads(content)
+            content = read_all(answer, address + path)
     except urllib.error.HTTPError as error:
         if error.code in (301, 302, 303, 307, 308):
             target = error.headers.get("Location", "another address")
             raise UserError(f"{address} redirects to {target}: pass the address of the server itself, without /v1") from error
-        return error.code, error.read(300).decode(errors="replace")
+        with contextlib.suppress(OSError, http.client.HTTPException):  # it has not sent what it announced
+            return error.code, error.read(300).decode(errors="replace")
+        return error.code, ""
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise UserError(
             f"{address} does not answer ({error}): start the server first, and pass its address without /v1"
         ) from error
+    try:
+        parsed = json.loads(content)
+        problem = wrong_type(parsed, expected)
+    except (ValueError, RecursionError) as error:
+        problem = f"its answer is no JSON: {error}"
+    if problem or not parsed.get("choices", [None]):
+        raise UserError(f"{address}{path} answers in another way than OpenAI's API ({problem or 'choices is empty'})")
+    return 200, parsed
+
+
+def read_all(answer: http.client.HTTPResponse, address: str) -> bytes:
+    """The body of an answer. Raises UserError if it is too long, and OSError if it takes too long."""
+    content, deadline = b"", time.monotonic() + SECONDS
+    while part := answer.read1(PART):
+        content += part
+        if len(content) > MOST_BYTES:
+            raise UserError(f"{address} answers with more than {MOST_BYTES:,} bytes: is it a server of OpenAI's API?")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"it sends its answer for more than {SECONDS} s")
+    return content

@@ -29,7 +29,7 @@ from harness.commands.expectations import (
     read_expectations,
 )
 from harness.commands.served import check_served_model, is_address
-from harness.folder import RESULTS, RUN, check_saved_model, date_of, read_json
+from harness.folder import RESULT_TYPES, RESULTS, RUN, check_saved_model, date_of, read_json
 from harness.messages import UserError, exit_on_user_error, print_once
 
 # How far a loss may be from the one it is compared with, in nats per token.
@@ -101,7 +101,7 @@ def compare(folder: Path, model: str, served_name: str, expected: Expected, rows
 
 def tolerance_of(folder: Path, model: Any) -> float:
     """The tolerance for another model than the saved one."""
-    was_4bit = bool(read_json(folder / RESULTS).get("quantization"))
+    was_4bit = bool(read_json(folder / RESULTS, RESULT_TYPES).get("quantization"))
     if getattr(model.config, "quantization_config", None) is not None:
         return TOLERANCE_QUANTIZED
     return TOLERANCE_4BIT if was_4bit else TOLERANCE
@@ -111,6 +111,10 @@ def measure(model: Any, rows: list[Row], name: str) -> Losses:
     """The losses of a loaded model, which gets every document alone."""
     from tqdm import tqdm
 
+    count = model.get_input_embeddings().weight.shape[0]
+    tokens = {token for row in rows for part in row.documents for tokens in part for token in tokens} - {IGNORED}
+    if unknown := [token for token in tokens if not 0 <= token < count]:
+        raise UserError(f"{name} has {count} tokens, and not {unknown[0]}, which is in a row: is it the model of this run?")
     losses = []
     for row in tqdm(rows, desc=f"Evaluating {name}", unit="row", disable=None):
         parts = [document_loss(model, *document) for document in row.documents]

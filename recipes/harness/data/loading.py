@@ -4,6 +4,7 @@ Every row is read and converted once, to a row with FACTS (see conversion.py); t
 memory the first process does it, and the others read the result from the cache of `datasets`.
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -41,6 +42,7 @@ from harness.hub import hub_errors
 from harness.messages import UserError, is_first_process, print_once
 
 from datasets import Dataset, DatasetDict, Features, IterableDataset
+from datasets.features.features import require_decoding
 from datasets.fingerprint import Hasher, generate_fingerprint
 
 FIRST_ROWS, REHEARSED_ROWS = 400, 500  # of each split, for a preview, and for a rehearsal or plan
@@ -131,6 +133,8 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
     # Of large data a preview, a rehearsal and a plan read the first rows only. Without slices they download no more than these.
     limit = 0 if is_whole else source.first_rows
     splits = open_dataset(source, streaming=data.streaming or (limit > 0 and not has_slices))
+    if data.formats:
+        splits = {split: without_decoding(rows) for split, rows in splits.items()}
     test = evaluation_split(source, splits, data.needs_test_split)
     first_split = splits_of(source.train_split)[0]
     raw = splits.get(first_split, next(iter(splits.values())))
@@ -164,6 +168,21 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
 def open_dataset(source: Source, streaming: bool) -> dict[str, Rows]:
     """All splits of a dataset. Raises UserError if it cannot be opened."""
     return reading.open_splits(source.name, source.config, streaming, source.text_rows)
+
+
+def without_decoding(rows: Rows) -> Rows:
+    """Rows whose images, audio and videos stay as they are: a recipe for texts needs none, and they can be URLs to request."""
+    decoded = [name for name, feature in (features_of(rows) or {}).items() if require_decoding(feature)]
+    if decoded and isinstance(rows, IterableDataset):
+        return rows.decode(False)
+    for name in decoded:
+        feature = copy.copy(rows.features[name])
+        if not hasattr(feature, "decode"):  # lists of them
+            rows = rows.remove_columns(name)
+            continue
+        feature.decode = False
+        rows = rows.cast_column(name, feature)
+    return rows
 
 
 def features_of(rows: Rows) -> Features | None:

@@ -4,17 +4,21 @@ import hashlib
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import NotRequired
 
 from harness.batches import ASSUMED_LENGTH, length_of_rows, rows_of_step
 from harness.data import reading
 from harness.data.sources import DataSettings, Source
 from harness.folder import read_json
+from harness.json_types import Types
 from harness.messages import UserError, print_once
 
 from huggingface_hub.constants import HF_HOME, HF_HUB_OFFLINE
 from transformers import TrainingArguments
 
 PREPARED = "stream.json"  # next to the files: for how many tokens, and samples, they are enough
+# `samples` is of a run with --max_samples.
+PREPARED_TYPES: Types = {"files": int, "of": int, "tokens": float, "packing": bool, "samples": NotRequired[int]}
 
 
 def tokens_of_run(source: Source, max_tokens: int | None, training_args: TrainingArguments, processes: int) -> int:
@@ -45,7 +49,7 @@ def _with_prepared_files(
 ) -> Source:
     if reading.is_local(source.name):
         return source
-    prepared = [(read_json(path), path.parent) for path in prepared_folder(source).glob(f"*/{PREPARED}")]
+    prepared = [(read_json(path, PREPARED_TYPES), path.parent) for path in prepared_folder(source).glob(f"*/{PREPARED}")]
     for record, folder in sorted(prepared, key=lambda pair: pair[0]["files"]):
         if data.keeps_samples:
             is_enough = data.samples_of(source) <= record.get("samples", 0)

@@ -19,7 +19,7 @@ from harness.data.columns import Columns, schema_of
 from harness.data.stream_rows import open_parquet
 from harness.data.text_rows import COMPRESSED, SUFFIXES, kind_of_file, read_rows, separator_of, suffix_of
 from harness.hub import hub_errors
-from harness.messages import UserError, print_once
+from harness.messages import UserError, last_line, print_once
 
 from datasets import (
     Dataset,
@@ -244,8 +244,8 @@ def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]
     try:
         base = Path(configs[name].get("data_dir") or "")
         for split, patterns in sanitize_patterns(configs[name].get("data_files") or "**/*").items():
-            if any(base.joinpath(pattern).is_absolute() for pattern in patterns):
-                raise bad
+            if any(base.joinpath(pattern).is_absolute() or ".." in base.joinpath(pattern).parts for pattern in patterns):
+                raise bad  # files of other folders are not meant, and would be trained on
             found = [file for pattern in patterns for file in sorted((folder / base).glob(pattern)) if file.is_file()]
             files[split] = list(dict.fromkeys(found))
             if not found:
@@ -260,7 +260,10 @@ def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
     if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return None
     with hub_errors("dataset", str(folder)):
-        saved = load_from_disk(str(folder))
+        try:
+            saved = load_from_disk(str(folder))
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"dataset {folder}: a JSON file of it is damaged: {last_line(error)}: save it again") from error
     splits = dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
     if streaming:
         splits = {split: rows.to_iterable_dataset(num_shards=max(1, min(8, len(rows)))) for split, rows in splits.items()}

@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from harness.data.stream_rows import MOST_PARTS
+from harness.exchange import gather_values
 from harness.folder import DamagedFile, read_json, step_of
+from harness.json_types import has_type
 from harness.messages import UserError, print_once
 
 import torch
 from accelerate.data_loader import prepare_data_loader
-from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset, concatenate_datasets
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -189,7 +190,7 @@ class StreamPosition(TrainerCallback):
         saved_parts, states = _read_states(self.checkpoint, stream)
         is_complete = 0 < saved_parts <= min(stream.num_shards, slots)
         micro_batches = divided_by(saved_parts if is_complete else parts)
-        if all(gather_object([is_complete and micro_batches.streams.keys() <= states.keys()])):
+        if all(gather_values(is_complete and micro_batches.streams.keys() <= states.keys())):
             logging.getLogger("datasets.iterable_dataset").setLevel(logging.ERROR)  # its warning is about buffers of many rows
             for part, of_part in micro_batches.streams.items():
                 of_part.load_state_dict(states[part])
@@ -227,16 +228,27 @@ def _read_states(checkpoint: Path, stream: IterableDataset) -> tuple[int, dict[i
             position = read_json(path, {"parts": int, "shards": int, "state": dict})
             number = re.fullmatch(r"stream_(\d{1,9})\.json", path.name)
             is_same = position.get("shards") == stream.num_shards
-            if number and is_same and _operations(position["state"]) == _operations(stream.state_dict()):
+            if number and is_same and _has_form(position["state"], stream.state_dict()):
                 counts.add(position["parts"])
                 states[int(number[1])] = position["state"]
     return (counts.pop(), states) if len(counts) == 1 else (0, {})
 
 
-def _operations(state: Any) -> list[str]:
-    """The names of the operations of a stream (map, shuffle, repeat …) in its state, from the last one to the source."""
-    names = []
-    while isinstance(state, dict) and state:
-        names.append(state.get("type", ""))
-        state = state.get("examples_iterable")
-    return names
+def _has_form(state: Any, of_start: Any) -> bool:
+    """Whether `state` can be that of the stream whose state at its start is `of_start`.
+
+    It has the same operations (map, shuffle, repeat …), and numbers in the same places. `previous_state` is an earlier
+    `examples_iterable`, and can be None.
+    """
+    if isinstance(of_start, dict):
+        forms = of_start | {"previous_state": of_start.get("examples_iterable")}
+        return (
+            isinstance(state, dict)
+            and state.keys() == of_start.keys()
+            and all(_has_form(state[key], forms[key]) or (key == "previous_state" and state[key] is None) for key in state)
+        )
+    if type(of_start) is int:
+        return has_type(state, int) and state >= 0
+    if isinstance(of_start, str):
+        return state == of_start
+    return of_start is None or type(state) is type(of_start)

@@ -7,9 +7,10 @@ that is already quantized takes seconds per layer.
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 from harness.compat.transformers import transformer_layers
-from harness.folder import write_json
+from harness.folder import read_json, write_json
 from harness.messages import UserError, print_once
 from harness.rehearsal import tiny
 
@@ -125,6 +126,11 @@ def _quantize(model_args: ModelConfig, folder: Path) -> None:
     config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(name, revision=revision).save_pretrained(folder)
     write_json(folder / SOURCE, {"model": name, "revision": revision})
+
+
+def read_source(folder: str | Path) -> dict[str, Any]:
+    """The model, with its revision, that the quantized weights in `folder` were made from; {} for another folder."""
+    return read_json(Path(folder, SOURCE), {"model": str, "revision": str | None})
 
 
 def _quantize_weight(name: str, weight: torch.Tensor, quantization: BitsAndBytesConfig) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.contexts import Context
-from harness.folder import read_json, write_json
+from harness.folder import DamagedFile, read_json, write_json
 from harness.messages import UserError
 from harness.plan import memory, proposals, roofline, summary
 from harness.plan.cards import Card
@@ -363,12 +363,13 @@ def propose(
 
 
 def cached_simulation(path: Path) -> Simulation | None:
-    """What `keep_simulation` wrote, None if there is none."""
-    fields = read_json(path)
-    if not fields:
+    """What `keep_simulation` wrote, None if there is none or it is damaged."""
+    try:
+        fields = read_json(path)
+        peaks = {key: {moment: Peak(**peak) for moment, peak in fields[key].items()} for key in ("peaks", "host_peaks")}
+        return Simulation(**fields | peaks | {"step": Counts(**fields["step"])})
+    except (DamagedFile, TypeError, KeyError, AttributeError):
         return None
-    peaks = {key: {moment: Peak(**peak) for moment, peak in fields[key].items()} for key in ("peaks", "host_peaks")}
-    return Simulation(**fields | peaks | {"step": Counts(**fields["step"])})
 
 
 def keep_simulation(path: Path, simulation: Simulation) -> None:

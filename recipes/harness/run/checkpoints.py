@@ -4,9 +4,11 @@ import dataclasses
 import platform
 import re
 from pathlib import Path
+from typing import NotRequired
 
 from harness import folder
-from harness.folder import NUMBER, DamagedFile, read_json
+from harness.exchange import gather_values, value_of_first
+from harness.folder import DamagedFile, check_types, read_json
 from harness.messages import UserError, print_once
 from harness.restarts import before_and_now
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
@@ -15,16 +17,16 @@ from harness.run.settings import RunSettings
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 # The settings that decide which rows a step has, with the number of processes.
 DATA_SETTINGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "seed")
 # Types of the values in trainer_state.json that a resumed run reads.
-STATE = {"global_step": int, "max_steps": int, "epoch": (*NUMBER, type(None)), "log_history": list, "num_input_tokens_seen": int}
-STATE |= {"total_flos": NUMBER, "best_metric": (*NUMBER, type(None)), "best_global_step": (int, type(None))}
-STATE |= {"best_model_checkpoint": (str, type(None)), "stateful_callbacks": dict}
+STATE = {"global_step": int, "max_steps": int, "epoch": float | None, "num_input_tokens_seen": int}
+STATE |= {"total_flos": float, "best_metric": float | None, "best_global_step": int | None}
+STATE |= {"best_model_checkpoint": str | None, "stateful_callbacks": dict, "log_history": list[dict]}
+STATE |= {"train_batch_size": NotRequired[int | None], "num_train_epochs": NotRequired[float]}
 # What decides the shape of an adapter, and how much it adds, in its settings.
 ADAPTER = ("peft_type", "r", "lora_alpha", "target_modules", "target_parameters", "modules_to_save", "rank_pattern")
 ADAPTER += ("alpha_pattern", "use_rslora", "use_dora", "bias")
@@ -91,7 +93,7 @@ class Checkpoints(TrainerCallback):
         if process.is_main_process:
             for adapter in getattr(model, "peft_config", {}).values():
                 adapter.save_pretrained(checkpoint)
-        parts = gather_object([sync_files(checkpoint, lambda name: belongs_to(name, process, process.is_main_process))])
+        parts = gather_values(sync_files(checkpoint, lambda name: belongs_to(name, process, process.is_main_process)))
         if process.is_main_process:
             files = {name: entry for part in parts for name, entry in part.items()}
             content = {"model": model.config.name_or_path, "geometry": data_settings(args), "progress": progress}
@@ -132,14 +134,13 @@ def find_checkpoint(args: TrainingArguments) -> Path | None:
     output_dir, process = Path(args.output_dir), PartialState()
     process.wait_for_everyone()
     # A network file system can show the nodes different folders for a while, so the first process lists them.
-    listed = [(path, is_incomplete(path)) for path in folder.checkpoints(output_dir)]
-    listed = broadcast_object_list([listed])[0]
-    incomplete = [path for path, is_it in listed if is_it]
+    listed = value_of_first([(path.name, is_incomplete(path)) for path in folder.checkpoints(output_dir)])
+    incomplete = [output_dir / name for name, is_it in listed if is_it]
     complete, damaged = None, {}
-    for path in [path for path, is_it in listed if not is_it]:
+    for path in [output_dir / name for name, is_it in listed if not is_it]:
         own_damage = find_damage(path, lambda name: belongs_to(name, process, process.is_local_main_process))
         own_damage = own_damage or damage_of_state(path)
-        found = gather_object([(own_damage, platform.node())])
+        found = gather_values((own_damage, platform.node()))
         if not any(damage for damage, _ in found):
             complete = path
             break
@@ -173,7 +174,10 @@ def damage_of_state(checkpoint: Path) -> str:
             return f"{TRAINER_STATE_NAME} names {best!r:.100} as the best checkpoint"
         if state["global_step"] != folder.step_of(checkpoint):
             return f"{TRAINER_STATE_NAME} is of step {state['global_step']}"
-        if state.keys() - known or not all(isinstance(entry, dict) and type(entry.get("step")) is int for entry in entries):
+        for entry in entries:
+            losses = [name for name in entry if name.endswith("loss")]
+            check_types(entry, {"step": int} | dict.fromkeys(losses, float), f"{TRAINER_STATE_NAME}, log_history")
+        if state.keys() - known:
             return f"{TRAINER_STATE_NAME} is damaged"
         return ""
     except (DamagedFile, OSError) as error:

@@ -5,8 +5,8 @@ import itertools
 import json
 from pathlib import Path
 
-from harness.folder import draft_of, read_json, write_json
-from harness.model.quantized import SOURCE
+from harness.folder import draft_of, write_json
+from harness.model.quantized import read_source
 from harness.run.results import is_mean_likelihood
 
 import pyarrow
@@ -49,7 +49,7 @@ def save_expectations(trainer: Trainer, original: PreTrainedConfig, evaluation: 
         "batch_size": trainer.args.per_device_eval_batch_size,
         "processes": trainer.args.world_size,
         "tie_word_embeddings": is_tied(trainer, original),
-        "generation": generation_of(read_json(Path(name, SOURCE)).get("model", name)),
+        "generation": generation_of(read_source(name).get("model", name)),
         "tokenizer": describe_tokenizer(tokenizer),
         "end_tokens": end_tokens(conversations, tokenizer),
         "conversations": [{name: row[name] for name in columns if name in row} for row in conversations],

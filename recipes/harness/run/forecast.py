@@ -3,14 +3,32 @@
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
-from harness.folder import NUMBER, Types, read_json
+from harness.folder import read_json
+from harness.json_types import Types
 
 PLAN = "plan.json"
-# What this project reads from it.
-PLAN_TYPES: Types = {"peak_gpu_gb": NUMBER, "peak_host_gb": NUMBER, "reserved_gb": NUMBER, "tokens_per_step": int}
-PLAN_TYPES |= {"tokens_per_second": dict, "step_seconds": dict}
+Range = tuple[float, float]
+# What this project reads from it, some of it by the name of a card, and what `forecast_of` makes of it.
+PLAN_TYPES: Types = {
+    "peak_gpu_gb": float,
+    "peak_host_gb": float,
+    "reserved_gb": float,
+    "reserved_on_gb": NotRequired[dict[str, float]],
+    "tokens_per_step": int,
+    "tokens_per_second": dict[str, Range],
+    "step_seconds": dict[str, Range],
+}
+FORECAST_TYPES: Types = {
+    "peak_gpu_gb": float,
+    "peak_host_gb": float,
+    "reserved_gb": float,
+    "tokens_per_step": int,
+    "card": str | None,
+    "tokens_per_second": Range | None,
+    "step_seconds": Range | None,
+}
 TOLERANCE = 0.1  # a larger difference is explained
 
 

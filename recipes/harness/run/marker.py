@@ -15,24 +15,24 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
-from harness.folder import (
-    COMPLETION_MARKER,
-    NUMBER,
-    DamagedFile,
-    check_types,
-    newest_complete_checkpoint,
-    parse_json,
-    sync,
-    write_json,
-)
+from harness.folder import COMPLETION_MARKER, DamagedFile, check_types, newest_complete_checkpoint, parse_json, sync, write_json
+from harness.json_types import Types, shorten
 
 import xxhash
 
 WRITING = "writing"  # a file in a checkpoint that is being written or deleted; without the marker the checkpoint is incomplete
 Entry = list  # of a file in the marker: [bytes, checksum]
-GEOMETRY = {"world_size": int, "per_device_train_batch_size": int, "gradient_accumulation_steps": int}  # what a resume needs
+COUNTS = ("world_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+# What a resume needs to know of the rows that a step had.
+GEOMETRY: Types = {
+    **dict.fromkeys(COUNTS, int),
+    "asked_accumulation_steps": NotRequired[int | None],
+    "max_length": NotRequired[int | None],
+    "packing": NotRequired[bool | None],
+    "seed": NotRequired[int],
+}
 
 
 def begin_writing(checkpoint: Path) -> None:
@@ -91,11 +91,9 @@ def parse_marker(text: str | bytes) -> dict[str, Any]:
 
     A marker of an earlier version, without a list of files and a checksum, is trusted.
     """
-    marker = parse_json(text, COMPLETION_MARKER, {"model": str, "geometry": dict, "progress": dict})
-    check_types(marker["geometry"], GEOMETRY, f"{COMPLETION_MARKER}, geometry")
-    if min(marker["geometry"][name] for name in GEOMETRY) < 1:
-        raise DamagedFile(f"{COMPLETION_MARKER} is damaged: {marker['geometry']!r:.200}")
-    check_types(marker["progress"], dict.fromkeys(marker["progress"], NUMBER), f"{COMPLETION_MARKER}, progress")
+    marker = parse_json(text, COMPLETION_MARKER, {"model": str, "geometry": GEOMETRY, "progress": dict[str, float]})
+    if min(marker["geometry"][name] for name in COUNTS) < 1:
+        raise DamagedFile(f"{COMPLETION_MARKER} is damaged: {shorten(marker['geometry'])}")
     if "files" not in marker and "checksum" not in marker:
         return marker | {"files": {}}
     check_types(marker, {"files": dict}, COMPLETION_MARKER)

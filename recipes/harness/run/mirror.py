@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from harness import folder
-from harness.folder import COMPLETION_MARKER, NUMBER, RESULT_TYPES, RESULTS, RUN, DamagedFile, read_json
+from harness.exchange import gather_values, value_of_first
+from harness.folder import COMPLETION_MARKER, RESULT_TYPES, RESULTS, RUN, DamagedFile, read_json
 from harness.messages import UserError, print_once, readable_size
 from harness.nodes.variables import seconds_of_silence
 from harness.restarts import keep_settings
@@ -44,7 +45,6 @@ from harness.run.settings import RunSettings
 from harness.run.storage import PATIENCE, Storage, at_start, describe, retry
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed import ProcessGroup
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -127,7 +127,7 @@ class Heartbeat:
 
     def read(self) -> dict[str, Any]:
         """That of another run, {} if there is none. Raises UserError if no run can have written it."""
-        beat = self.storage.read(HEARTBEAT, {"run": str, "host": str, "silence": int, "written": NUMBER})
+        beat = self.storage.read(HEARTBEAT, {"run": str, "host": str, "silence": int, "written": float})
         if beat and not 0 < beat["silence"] <= MAX_SILENCE:
             raise DamagedFile(
                 f"{self.storage.url}/{HEARTBEAT} is damaged: silence is {beat['silence']}, expected up to {MAX_SILENCE} seconds: "
@@ -244,7 +244,7 @@ class Mirror(TrainerCallback):
                 result = action()
             except Exception as problem:  # of any library
                 error = str(problem) if isinstance(problem, UserError) else describe(problem)
-        return tuple(broadcast_object_list([result, error]))
+        return tuple(value_of_first([result, error]))
 
     def _at_start(self, action: Callable[[], T]) -> T:
         """What `action` returns in the first process, on all processes. Raises UserError on all if it fails. Collective."""
@@ -322,7 +322,7 @@ class Mirror(TrainerCallback):
     def _is_on_disks(self, name: str, files: dict[str, list]) -> bool:
         """Whether every process has its files of a checkpoint on its disk, undamaged. Collective."""
         own = {file: entry for file, entry in files.items() if self._is_mine(file)}
-        return not any(gather_object([bool(wrong_files(self.output_dir / name, own))]))
+        return not any(gather_values(bool(wrong_files(self.output_dir / name, own))))
 
     def _read_best(self, name: str) -> str:
         """The name of the best checkpoint when `name` was written, "" for none. Collective."""
@@ -482,7 +482,7 @@ class Mirror(TrainerCallback):
                 transfer.give_up.set()
             time.sleep(0.1)  # in between; a collective that lasts as long as the transfer would exceed its time limit
         self.transfer, error = None, transfer.error
-        found = gather_object([error and (isinstance(error, DamagedFile), describe(error))])
+        found = gather_values(error and (isinstance(error, DamagedFile), describe(error)))
         return [problem for problem in found if problem]
 
     def _finish_upload(self, give_up_after: float) -> None:

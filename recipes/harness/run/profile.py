@@ -6,11 +6,11 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+from harness.exchange import gather_values, value_of_first
 from harness.folder import RUN, draft_of, read_json
 from harness.messages import print_once
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
 from torch.profiler import ProfilerActivity, schedule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -42,7 +42,7 @@ class Profile(TrainerCallback):
         """Chooses the steps to record and starts the profiler, which waits for them; or says why there is no profile."""
         count = max(1, min(3, 12 // args.gradient_accumulation_steps))  # steps with many micro-batches make large traces
         left = state.max_steps - state.global_step
-        if broadcast_object_list([self.table.is_file()])[0]:
+        if value_of_first(self.table.is_file()):
             print_once(f"No new profile: this run has one already. To record another one, move {self.table.parent} away.")
             return
         if left < count + 2:
@@ -89,7 +89,7 @@ class Profile(TrainerCallback):
         begin, end = steps[0][0], steps[-1][1]
         by_category = group_events(events)
         has_kernels = any(kind == "kernel" for _, kind, _, _ in events)
-        ranks = gather_object([(end - begin, measure(by_category, begin, end))])
+        ranks = gather_values((end - begin, measure(by_category, begin, end)))
         if self.rank != 0:
             return
         run, device = read_json(self.folder.parent / RUN), "GPU" if has_kernels else "CPU"

@@ -5,9 +5,10 @@ import os
 import re
 import time
 
+from harness.exchange import gather_values
+
 import psutil
 import torch
-from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 from transformers import (
     PrinterCallback,
@@ -129,7 +130,7 @@ class Progress(TrainerCallback):
     def so_far(self) -> dict[str, float]:
         """Tokens on all processes and seconds of the whole run. Collective. `runtime` is in seconds and includes everything."""
         counted = {
-            "tokens": sum(gather_object([self.tokens])),
+            "tokens": sum(gather_values(self.tokens)),
             "loss_tokens": int(self.loss_tokens),
             "seconds": self.seconds,
             "runtime": (self.ended or time.monotonic()) - self.began,

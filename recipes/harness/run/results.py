@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.compat.transformers import attention_of
-from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, read_starts, write_json
+from harness.exchange import gather_values
+from harness.folder import DATA, DATA_TYPES, RESULTS, RUN, draft_of, read_json, read_starts, write_json
 from harness.messages import print_once
 from harness.run.failures import only_report
 from harness.run.forecast import describe_forecast, read_forecast
@@ -20,7 +21,6 @@ from harness.run.parameters import quantization_of
 from harness.run.progress import Progress, evaluation_losses
 
 import torch
-from accelerate.utils import gather_object
 from datasets import IterableDataset
 from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -45,7 +45,7 @@ def write_results(
     `tokens_per_second` only the time of optimizer steps. `more`: what the caller adds.
     """
     output_dir, has_gpu = Path(trainer.args.output_dir), torch.cuda.is_available()
-    processes = gather_object([measure_process(trainer, progress)])
+    processes = gather_values(measure_process(trainer, progress))
     by_node, data = group_by_node(processes), {}
     with only_report("the report about the data"):
         data = describe_data(trainer)
@@ -184,7 +184,7 @@ def measure_speed(progress: Progress) -> dict:
 def describe_data(trainer: Trainer) -> dict:
     """How much of the data was read."""
     output_dir, state = Path(trainer.args.output_dir), trainer.state
-    data = read_json(output_dir / DATA)
+    data = read_json(output_dir / DATA, DATA_TYPES)
     add_reading(data, state.epoch or 0)
     described: dict[str, Any] = {}
     if not isinstance(trainer.train_dataset, IterableDataset) and "datasets" not in data:

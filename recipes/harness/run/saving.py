@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.folder import RESULTS, RUN, draft_of, read_json, remove_link, sync
-from harness.model.quantized import SOURCE
+from harness.model.quantized import read_source
 from harness.model.weight_files import dtype_of_weights
 
 import torch
@@ -26,7 +26,7 @@ def set_base_revision(trainer: Trainer) -> None:
     for settings in getattr(trainer.model, "peft_config", {}).values():
         if not settings.base_model_name_or_path:  # the recipe has made the model itself
             continue
-        source = read_json(Path(settings.base_model_name_or_path, SOURCE))
+        source = read_source(settings.base_model_name_or_path)
         options = getattr(trainer.args, "model_init_kwargs", None) or {}
         settings.revision = source.get("revision") or options.get("revision") or settings.revision
 
@@ -74,7 +74,7 @@ def save_model(trainer: Trainer, original: PreTrainedConfig) -> None:
         if is_adapter:
             # The adapter belongs to the model that was quantized, not to the quantized copy on this machine.
             settings = model.peft_config["default"]
-            source = read_json(Path(settings.base_model_name_or_path, SOURCE))
+            source = read_source(settings.base_model_name_or_path)
             settings.base_model_name_or_path = source.get("model", settings.base_model_name_or_path)
         model.save_pretrained(draft, state_dict=state)
         if not is_adapter:

@@ -25,7 +25,7 @@ from harness.run.results import print_summary, write_results
 from harness.run.samples import generate_samples, why_no_text
 from harness.run.saving import load_original_config, save_model, set_base_revision, write_model_card
 from harness.run.settings import RunSettings
-from harness.run.sharded_files import check_sharded_files
+from harness.run.sharded_files import check_other_files, check_sharded_files
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
 from harness.run.stopping import LastStepReached, MissedEvaluation, StopAfterSignal, StopAtLastStep, StopOnNan
 from harness.run.trainer import RunTrainer, add_parts
@@ -179,6 +179,7 @@ def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
     """Prints what is different from the run that wrote the checkpoint. Raises UserError if this run cannot continue it."""
     if checkpoint:
         check_sharded_files(checkpoint)
+        check_other_files(checkpoint)
         check_adapter(checkpoint, trainer.accelerator.unwrap_model(trainer.model))
         print_changed_rows(checkpoint, trainer.args, isinstance(trainer.train_dataset, IterableDataset))
         trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation

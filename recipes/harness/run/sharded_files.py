@@ -1,4 +1,4 @@
-"""Finds code in a sharded checkpoint before torch would run it.
+"""Finds code in a checkpoint before torch would run it, or refuse it with a traceback.
 
 torch.distributed.checkpoint unpickles `.metadata`, and entries that are not tensors, such as a learning rate, in files `.distcp`.
 Both can call any function (torch 2.13: `FileSystemReader.read_metadata`, `DefaultLoadPlanner.load_bytes`). It reads tensors, and
@@ -9,13 +9,15 @@ import io
 import pickle
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from harness.folder import best_checkpoint, read_json
-from harness.messages import UserError
+from harness.messages import UserError, last_line
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_pt_utils import safe_globals
 
 METADATA = "torch.distributed.checkpoint.metadata"
 # What torch writes into `.metadata`, besides dtypes.
@@ -33,8 +35,22 @@ class Refused(Exception):
     """The name of what a file would call."""
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    """Unpickles what torch writes, and nothing that runs code."""
+class MetadataUnpickler(pickle._Unpickler):
+    """Unpickles what torch writes, and nothing that runs code.
+
+    A pickle can also set attributes, such as the methods of an allowed class. So this is the unpickler in Python, whose methods
+    can be overridden; the one in C does the same.
+    """
+
+    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        target = self.stack[-2]
+        if (type(target).__module__, type(target).__name__) not in ALLOWED:
+            raise Refused(f"attributes of {target!r:.100}")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
@@ -48,7 +64,12 @@ def check_sharded_files(checkpoint: Path) -> None:
     Also for the best checkpoint that its trainer_state.json names, which --load_best_model_at_end reads.
     """
     saved = read_json(checkpoint / "trainer_state.json").get("best_model_checkpoint")
-    folders = filter(None, [checkpoint, best_checkpoint(checkpoint.parent, saved)])
+    folders = list(filter(None, [checkpoint, best_checkpoint(checkpoint.parent, saved)]))
+    for path in sorted(path for folder in folders for path in folder.rglob("*")):
+        if path.is_symlink() and path.is_dir():  # `rglob` does not follow it, and torch does
+            raise UserError(
+                f"{path} is a link to a folder, which no run makes: nothing was loaded. Replace it by the folder itself"
+            )
     for path in sorted(path for folder in folders for path in folder.rglob("*.metadata")):  # torch also reads `__RANK.metadata`
         try:
             _check_folder(path)
@@ -61,10 +82,27 @@ def check_sharded_files(checkpoint: Path) -> None:
             raise UserError(f"{path} is not metadata of a sharded checkpoint: {type(error).__name__}: {error}") from error
 
 
+def check_other_files(checkpoint: Path) -> None:
+    """Raises UserError if torch cannot read the optimizer, scheduler or random states of a checkpoint without running code."""
+    for path in sorted([*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")]):
+        if path.name == TRAINING_ARGS_NAME:  # which nothing reads
+            continue
+        try:
+            with safe_globals():  # as transformers does
+                torch.load(path, map_location="meta", mmap=True, weights_only=True)
+        except Exception as error:  # a damaged pickle can raise any error
+            called = re.search(r"GLOBAL (\S+)", str(error))
+            reason = f"would run code, because it has {called[1]}" if called else f"is damaged: {last_line(error)}"
+            raise UserError(f"{path} {reason}: nothing was loaded. Restore the checkpoint from a copy that you trust") from error
+
+
 def _check_folder(path: Path) -> None:
     """Reads the entries that are not tensors, of which `path` says where they are, without running code."""
     with path.open("rb") as file:
         metadata = MetadataUnpickler(file).load()
+    for name in ("storage_data", "state_dict_metadata"):
+        if type(getattr(metadata, name)) is not dict:
+            raise TypeError(f"{name} is no dictionary")
     for index, place in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata.get(index.fqn), TensorStorageMetadata):
             continue

@@ -4,13 +4,13 @@ import math
 import signal
 
 from harness.compat.transformers import TrainerWithHooks
+from harness.exchange import gather_values
 from harness.messages import UserError, print_once
 from harness.run.agreement import maximum
 from harness.run.sharding import local_tensor
 from harness.signals import OUT_OF_TIME, last_signal, record_signal, set_signal_handler
 
 import torch
-from accelerate.utils import gather_object
 from torch.distributed import ProcessGroup
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -108,7 +108,7 @@ class StopOnNan(TrainerCallback):
         """Stops the run, on all processes, if a trained weight is NaN or infinite."""
         trained = [local_tensor(weight.detach()) for weight in model.parameters() if weight.requires_grad]
         is_finite = all(bool(weight.isfinite().all()) for weight in trained)
-        if not all(gather_object([is_finite])):
+        if not all(gather_values(is_finite)):
             self._stop("some trained weights are NaN or infinite", state)
 
     def _stop(self, problem: str, state: TrainerState) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from harness.folder import CHECKPOINT, COMPLETION_MARKER, Types, parse_json, step_of
+from harness.folder import CHECKPOINT, COMPLETION_MARKER, parse_json, remove_link, step_of
+from harness.json_types import Types
 from harness.messages import UserError
 from harness.run.disk import DISK_ERRORS
 
@@ -63,6 +64,8 @@ class Storage:
             (self.folder / draft).replace(self.folder / name)
 
     def upload(self, file: Path, name: str) -> None:
+        if self.folder:
+            remove_link(self.folder / name)
         self.fs.put_file(str(file), name)
 
     def download(self, name: str, file: Path) -> None:

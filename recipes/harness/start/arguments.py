@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from harness.batches import length_of_rows, rows_of_step
-from harness.configs import AccelerateConfig
+from harness.configs import AccelerateConfig, read_yaml
 from harness.contexts import Context
 from harness.data import reading
 from harness.data.loading import FIRST_ROWS
 from harness.data.parsing import settings_of_data, sources_of
 from harness.data.script_arguments import ScriptArguments
+from harness.json_types import has_type, name_of_type, shorten
 from harness.messages import UserError
 from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny
@@ -37,7 +38,6 @@ from harness.start.flags import unknown_flag
 from harness.start.record import asked_values, values_of
 
 import trl
-import yaml
 from torch.distributed import DistError
 from transformers import TrainingArguments
 
@@ -108,6 +108,7 @@ def parse_command_line(context: Context, config_class: type, recipe: dict[str, A
     for name in recipe:
         if name not in names:
             raise UserError(f"{Path(context.recipe).name}: {unknown_flag(name, sorted(names))}")
+    check_config_file(classes, sys.argv[1:])
     parser = Parser(classes, allow_abbrev=False)
     parser.look = context.before_arguments
     parser.set_defaults_with_config(
@@ -124,7 +125,6 @@ def parse_command_line(context: Context, config_class: type, recipe: dict[str, A
     *parsed, rest = _parse(parser)
     if rest:  # keys of the file of --config; `Parser` refuses flags
         raise UserError(unknown_flag(rest[0], [f"--{name}" for name in names]))
-    _check_lists(classes, parsed, parser.given)
     words = (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--"))
     flags = {word[2:].replace("-", "_").removeprefix("no_") for word in words}
     parsed[0].given = parser.given | flags
@@ -151,8 +151,6 @@ def _parse(parser: Parser) -> tuple:
         exit_with_causes(error)
     except json.JSONDecodeError as error:
         raise UserError(f"{error.doc} is not JSON ({error.msg}), which the flag before it needs") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"--config: not a readable YAML file: {error}") from error
     except (ValueError, OSError) as error:
         reason = str(error).split("\n")[0]
         if "one of fp16 and bf16" in reason:
@@ -162,13 +160,26 @@ def _parse(parser: Parser) -> tuple:
         raise UserError(reason) from error
 
 
-def _check_lists(classes: tuple[type, ...], parsed: list[Any], given: frozenset[str]) -> None:
-    """Raises UserError if the file of --config gives a single value for an argument that is a list: TRL does not check it."""
+def check_config_file(classes: tuple[type, ...], words: list[str]) -> None:
+    """Raises UserError if the file of --config has values of other types than the arguments: TRL does not check them.
+
+    Its `env` is refused too: environment variables can start programs and send what is loaded elsewhere.
+    """
+    if "--config" not in words[:-1]:
+        return
+    path = words[words.index("--config") + 1]
+    if not Path(path).is_file():
+        raise UserError(f"--config: file not found: {path}")
+    values = read_yaml(path, "--config")
+    if not isinstance(values, dict):
+        raise UserError(f"--config: {path} has no keys: expected lines of `argument: value`")
+    if "env" in values:
+        raise UserError(f"--config: env of {path} is not read: set environment variables in the shell")
     hints = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
-    for name in sorted(given):
-        value = next((getattr(part, name) for part in parsed if hasattr(part, name)), None)
-        if value is not None and _is_list(hints.get(name)) and not isinstance(value, list | str):
-            raise UserError(f"--config: {name} is {value!r}, expected a list")
+    for name, value in values.items():
+        # A text is parsed as that of a flag is.
+        if name in hints and not isinstance(value, str) and not has_type(value, hints[name]):
+            raise UserError(f"--config: {name} is {shorten(value)}, expected {name_of_type(hints[name])}")
 
 
 def set_dependent_values(
@@ -189,10 +200,6 @@ def set_dependent_values(
         training_args.eval_on_start = False
     if training_args.report_to and not training_args.run_name:  # trackio would start another run for the last evaluation
         training_args.run_name = f"{Path(training_args.output_dir).name} {datetime.datetime.now():%Y-%m-%d %H:%M:%S}"
-
-
-def _is_list(hint: Any) -> bool:
-    return any(part is list or typing.get_origin(part) is list for part in (hint, *typing.get_args(hint)))
 
 
 def values_of_config(config: AccelerateConfig) -> dict[str, Any]:

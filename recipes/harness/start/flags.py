@@ -117,8 +117,8 @@ def check_flags(recipe: Path, words: list[str], more: Iterable[str] = ()) -> Non
 
 
 def check_passwords(words: list[str]) -> None:
-    """Raises UserError if one of `words` is a URL with a password."""
-    if any(re.search(r"://[^/@:]*:[^@]*@", word) for word in words):
+    """Raises UserError if one of `words` is a URL with a password, a token, or a signature in its query."""
+    if any(re.search(r"://([^/@:]*:[^@]*|[^/@:]{20,})@|[?&](sig|signature|token|key|X-Amz-[A-Za-z]*)=", word) for word in words):
         raise UserError(
             "a URL with a password would be shown in the process list: leave it out, and set the variables that its storage "
             "reads, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or log in with its program"

@@ -28,6 +28,7 @@ from harness.contexts import CheckedRun, Context
 from harness.messages import NODE_VARIABLE, UserError, exit_on_user_error, plural, print_once
 from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
 from harness.nodes.hardware import physical_cores
+from harness.nodes.network import interface_of
 from harness.nodes.variables import integer_from_environment
 from harness.signals import set_signal_handler
 from harness.start import flags, processes
@@ -118,6 +119,9 @@ def set_environment(tiny: bool, gpu_ids: str = "") -> None:
         raise UserError(f"OMP_NUM_THREADS is {threads!r}, expected a number of threads: set another one, or unset it")
     elif threads:
         os.environ["OMP_NUM_THREADS"] = threads.split(",")[0]  # accelerate reads no list, which has numbers for nested loops
+    # PyTorch's compiler runs what it finds in its cache: by default a folder in /tmp, which other users can make first.
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache, "torchinductor")))
     os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file at once
     # datasets would tell a server about every file that a process opens, and without a network wait for it.
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
@@ -191,6 +195,8 @@ def set_training_environment(context: Context) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if context.on_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few
+    if context.nodes == 1 and (loopback := interface_of("127.0.0.1")):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # gloo listens at the address of the machine's name
     if context.config.distributed_type == "NO":
         # With several visible GPUs, transformers would wrap the model in nn.DataParallel.
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]

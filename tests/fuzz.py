@@ -453,7 +453,7 @@ class AccelerateConfig(Kind):
         )
         kinds = set()
         if how == "text":
-            return rng.choice(ODD_TEXTS), False
+            return (text := rng.choice(ODD_TEXTS)), text in OBJECTS
         if how == "value":
             lines[number] = f"{key}: {new}"
             with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
@@ -709,8 +709,8 @@ class DatasetCard(AccelerateConfig):
 
         found = reading._configured_files(self.file.parent, None)
         files = [file for of_split in found.values() for file in of_split]
-        assert all(Path(*file.parts).resolve().is_relative_to(self.file.parent.resolve()) for file in files), files
-        return found
+        assert all(file.resolve().is_relative_to(self.file.parent.resolve()) for file in files), files
+        return found or None  # the header has no configs: all files are read
 
 
 class SavedDataset(Kind):
@@ -733,7 +733,7 @@ class SavedDataset(Kind):
         from harness.data import reading
 
         rows = reading.open_splits(str(self.file.parent), None, streaming=False)["train"]
-        return rows.column_names, len(rows), [row["text"] for row in rows]
+        return rows.column_names, len(rows), [row.get("text") for row in rows]
 
 
 class WeightIndex(Kind):
@@ -751,9 +751,9 @@ class WeightIndex(Kind):
             save_file({name: torch.zeros(2)}, self.file.with_name(f"{'1' if name == 'a' else '2'}.safetensors"))
 
     def read(self) -> Any:
-        from harness.model import loading
+        from harness.model import weight_files
 
-        return loading.check_weight_files(self.file.parent)
+        return weight_files.check_weight_files(self.file.parent)
 
 
 KINDS = LIGHT | {

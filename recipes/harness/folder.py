@@ -19,7 +19,7 @@ from types import NoneType
 from typing import Any, NotRequired
 
 from harness.json_types import Types, shorten, wrong_type
-from harness.messages import NODE_VARIABLE, UserError, print_once
+from harness.messages import NODE_VARIABLE, UserError, last_line, print_once
 from harness.patterns import problem_of_pattern
 from harness.restarts import LENGTHS, before_and_now, changed_settings, keep_settings, must_be_equal
 
@@ -439,8 +439,8 @@ def read_adapter_settings(folder: Path) -> Any:
     read_json(folder / "adapter_config.json", ADAPTER_TYPES)
     try:
         settings = PeftConfig.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{folder / 'adapter_config.json'} is damaged: {error}") from error
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        raise UserError(f"{folder / 'adapter_config.json'} is damaged: {last_line(error)}") from error
     if not settings.base_model_name_or_path:
         raise UserError(f"{folder / 'adapter_config.json'} is damaged: base_model_name_or_path is missing")
     return settings

@@ -13,6 +13,7 @@ from harness.data.reading import print_how_files_are_read
 from harness.data.script_arguments import ScriptArguments
 
 import datasets
+import pyarrow
 import pyarrow.parquet
 import pytest
 
@@ -417,10 +418,10 @@ def test_urls_of_images_are_not_requested(tmp_path, streaming):
         url = f"http://127.0.0.1:{server.getsockname()[1]}/x.png"
         features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image(), "images": [datasets.Image()]})
         row = {"text": "a text", "image": {"path": url, "bytes": None}, "images": [{"path": url, "bytes": None}]}
-        rows = datasets.Dataset.from_dict({name: [value] * 30 for name, value in row.items()}, features=features)
-        rows.to_parquet(tmp_path / "rows.parquet")
+        table = pyarrow.Table.from_pylist([row | {"text": f"text {index}"} for index in range(30)], schema=features.arrow_schema)
+        pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
         train, _ = load(arguments_for(tmp_path / "rows.parquet", ("text",), dataset_streaming=streaming, max_eval_samples=2))
-        assert next(iter(train))["text"] == "a text"
+        assert next(iter(train))["text"].startswith("text ")
         server.settimeout(0.2)
         with pytest.raises(TimeoutError):
             server.accept()

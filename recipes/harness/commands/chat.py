@@ -81,7 +81,7 @@ def load_adapter(model: Any, folder: Path) -> Any:
     with hub_errors("adapter", str(folder)):
         try:
             return PeftModel.from_pretrained(model, folder)
-        except (TypeError, KeyError, AttributeError, RuntimeError, NotImplementedError, ArithmeticError) as error:
+        except (TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, ImportError) as error:
             raise UserError(f"{folder} is not an adapter of this model: {last_line(error)}") from error
 
 

@@ -223,8 +223,10 @@ def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]
     )
     try:
         header = (metadata_load(readme) if readme.is_file() else None) or {}
-    except (YAMLError, ValueError, RecursionError):  # the header of something else
-        header = {}
+    except (YAMLError, ValueError, TypeError, RecursionError) as error:
+        if b"\nconfigs:" in readme.read_bytes():
+            raise bad from error
+        header = {}  # the header of something else
     try:
         configs = MetadataConfigs.from_dataset_card_data(header)
         default = configs.get_default_config_name()
@@ -262,7 +264,7 @@ def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
     with hub_errors("dataset", str(folder)):
         try:
             saved = load_from_disk(str(folder))
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (LookupError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"dataset {folder}: a JSON file of it is damaged: {last_line(error)}: save it again") from error
     splits = dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
     if streaming:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness.folder import read_json
 from harness.hub import hub_errors
+from harness.json_types import shorten
 from harness.messages import UserError, plural, print_once
 
 import torch
@@ -150,8 +152,10 @@ def weight_files(folder: Path) -> list[str]:
     """The names of the safetensors files of a model."""
     index = folder / INDEX
     if index.is_file() and not (folder / WEIGHTS).is_file():
-        with hub_errors("model", str(folder)):
-            return sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        names = sorted(set(read_json(index, {"weight_map": dict[str, str]})["weight_map"].values()))
+        if outside := [name for name in names if Path(name).name != name]:
+            raise UserError(f"{index} is damaged: it names {shorten(outside[0])}, which is no file next to it")
+        return names
     return [WEIGHTS]
 
 
@@ -170,7 +174,7 @@ def check_weight_files(folder: Path) -> None:
                 header = json.loads(file.read(header_size))
             ends = [entry["data_offsets"][1] for tensor, entry in header.items() if tensor != "__metadata__"]
             expected = 8 + header_size + max(ends)
-        except (ValueError, TypeError, KeyError, OverflowError, MemoryError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, MemoryError, AttributeError, RecursionError) as error:
             raise UserError(
                 f"--model_name_or_path: {path} is not a complete safetensors file: copy or download it again"
             ) from error

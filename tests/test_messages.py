@@ -100,3 +100,14 @@ def test_print_once_without_a_reader():
 @pytest.mark.parametrize(("size", "words"), [(1e9, "1.0 GB"), (1_234e9, "1,234.0 GB"), (999e6, "999.0 MB"), (0, "0.0 MB")])
 def test_readable_size(size, words):
     assert messages.readable_size(size) == words
+
+
+def test_control_characters_are_not_printed(capsys, monkeypatch):
+    """They change the colour, the title or the text of a terminal; rows, names and answers of a server can have them."""
+    monkeypatch.delenv("RANK", raising=False)
+    messages.print_once("a\x1b[31mb\x00\x9b\u202e\tc\nd")
+    assert capsys.readouterr().out == "a\\x1b[31mb\\x00\\x9b\\u202e\tc\nd\n"
+    with pytest.raises(SystemExit), messages.exit_on_user_error():
+        raise messages.UserError("\x1b]0;title\x07" + "x" * 10_000)
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: \\x1b]0;title\\x07xxx") and printed.endswith("x …\n") and len(printed) < 3100

@@ -74,12 +74,15 @@ def printable(text: str) -> str:
     return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def print_once(message: str) -> None:
-    """Prints in the process with rank 0, before there are ranks in the launcher of the first node."""
+def print_once(message: str, is_printable: bool = False) -> None:
+    """Prints in the process with rank 0, before there are ranks in the launcher of the first node.
+
+    `is_printable`: `message` has sequences for colours, and the texts between them are `printable` already.
+    """
     if not is_first_process() or ("RANK" not in os.environ and NODE_VARIABLE in os.environ):
         return
     try:
-        print(printable(message), flush=True)
+        print(message if is_printable else printable(message), flush=True)
     except OSError:
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), 1

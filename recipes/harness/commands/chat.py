@@ -15,7 +15,7 @@ from harness.commands import arguments
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.folder import RESULT_TYPES, RESULTS, check_patterns, check_saved_model, read_adapter_settings, read_json
 from harness.hub import TOKENIZER, hub_errors
-from harness.messages import UserError, exit_on_user_error, last_line, print_once
+from harness.messages import UserError, exit_on_user_error, last_line, print_once, printable
 
 MOSTLY_FREE = 0.9  # of the GPU memory; what is missing is this process's own
 LONGEST_PROMPT = 4096  # tokens; the earliest turns of a longer conversation are left out
@@ -193,6 +193,12 @@ def generate(model: Any, tokenizer: Any, inputs: Any, new_tokens: int) -> str:
     import torch
     from transformers import TextStreamer
 
+    class Streamer(TextStreamer):
+        """Prints an answer without control characters, which a model can write too."""
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            super().on_finalized_text(printable(text), stream_end)
+
     ends = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     with torch.no_grad():
@@ -201,7 +207,7 @@ def generate(model: Any, tokenizer: Any, inputs: Any, new_tokens: int) -> str:
             max_new_tokens=new_tokens,
             eos_token_id=sorted(ends),
             pad_token_id=min(ends) if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
     return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 

@@ -23,7 +23,7 @@ from harness.batches import length_of_rows, rows_of_step
 from harness.commands import arguments
 from harness.commands.expectations import IGNORED
 from harness.contexts import BuildingContext
-from harness.messages import UserError, exit_on_user_error, print_once
+from harness.messages import UserError, exit_on_user_error, print_once, printable
 from harness.start import flags
 from harness.start.launch import hide_library_warnings, set_environment
 from harness.start.processes import build_trainer
@@ -205,7 +205,9 @@ def print_rows(tokenizer: Any, rows: PreviewRows) -> None:
         print_once(
             f"\n--- a sequence of {len(row['input_ids']):,} tokens, {len(documents)} document{'s' if len(documents) > 1 else ''}"
         )
-        print_once("\n---\n".join(paint(tokenizer, *document, has_colour) for document in documents[:SHOWN_DOCUMENTS]))
+        print_once(
+            "\n---\n".join(paint(tokenizer, *document, has_colour) for document in documents[:SHOWN_DOCUMENTS]), is_printable=True
+        )
         if len(documents) > SHOWN_DOCUMENTS:
             print_once(f"--- {len(documents) - SHOWN_DOCUMENTS} more documents")
     print_once("")
@@ -218,7 +220,7 @@ def print_document(tokenizer: Any, rows: PreviewRows, number: int) -> None:
     ids, labels = rows.train[number - 1]
     has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     print_once(f"\n--- document {number} of {len(rows.train)}, {len(ids):,} tokens")
-    print_once(f"{paint(tokenizer, ids, labels, has_colour, is_complete=True)}\n")
+    print_once(f"{paint(tokenizer, ids, labels, has_colour, is_complete=True)}\n", is_printable=True)
 
 
 def paint(tokenizer: Any, ids: list[int], labels: list[int], has_colour: bool, is_complete: bool = False) -> str:
@@ -238,11 +240,11 @@ def paint(tokenizer: Any, ids: list[int], labels: list[int], has_colour: bool, i
             tokens = [token for token, _ in pairs]
             if has_colour:
                 style = (BOLD if is_special else "") + (GREEN if is_in_loss else GREY)
-                part += f"\033[{style}m{tokenizer.decode(tokens)}\033[0m"
+                part += f"\033[{style}m{printable(tokenizer.decode(tokens))}\033[0m"
             elif is_special:
-                part += "".join(f"◆{tokenizer.decode(token)}" for token in tokens)
+                part += "".join(f"◆{printable(tokenizer.decode(token))}" for token in tokens)
             else:
-                part += tokenizer.decode(tokens)
+                part += printable(tokenizer.decode(tokens))
         text += f"⟦{part}⟧" if is_in_loss and not has_colour else part
     return text
 

@@ -79,8 +79,10 @@ def test_grid_of_several_nodes():
     assert (context.processes, context.nodes) == (8, 2)
     path = next(path for path in PATHS if "hybrid" in path)
     candidate = choose.Candidate(Option(path, 4, False), FOUND, 1.0)
-    command_line = choose.command_line("llama31_8b_lora", candidate, ["--seed", "1"], grid)
+    command_line = choose.command_line("llama31_8b_lora", machine, candidate, ["--seed", "1"], grid)
     assert command_line.startswith("sbatch --nodes 2 --gpus-per-node 4 launch.sh llama31_8b_lora 2x4gpu_hybrid_shard --seed 1")
+    slow = candidate._replace(simulation=dataclasses.replace(FOUND, step=Counts({"torch.bfloat16": 2.5e16}, {}, 0)))
+    assert "--signal USR1@480 launch.sh" in choose.command_line("r", machine, slow, [], grid), "a step takes 200 s"
     three = grid_of(ROOT / "recipes/gpt2_xl_wikitext.py", machines.read_machines("3x1xT4")[0])
     assert three.processes == 3 and "3xt4_shard_grad_op" in names_of(three) and "2x4gpu_hybrid_shard" not in names_of(three)
     one = choose.on_machine(machine._replace(nodes=1), FOUND, 1.0, 0)["on_machine"]["price"]
@@ -277,11 +279,32 @@ def test_what_was_always_refused_is_one_error(error_of):
 def test_command_has_only_flags_that_change_something():
     grid = grid_of(RECIPE, machines.read_machines("2x3090")[0])
     path = next(path for path, _ in grid.settings if path.endswith("4gpu_ddp.yaml"))
-    same = choose.Candidate(Option(path, 2, False), FOUND, 1.0)
-    assert choose.command_line("r", same, [], grid) == "NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp"
+    same, machine = choose.Candidate(Option(path, 2, False), FOUND, 1.0), Machine("", 2, CARD)
+    assert choose.command_line("r", machine, same, [], grid) == "NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp"
     other = choose.Candidate(Option(path, 4, True), FOUND, 1.0)
     flags = "--per_device_train_batch_size 4 --activation_checkpointing true"
-    assert choose.command_line("r", other, ["--use_peft"], grid) == f"NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp --use_peft {flags}"
+    assert (
+        choose.command_line("r", machine, other, ["--use_peft"], grid)
+        == f"NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp --use_peft {flags}"
+    )
+
+
+@pytest.mark.parametrize(("step", "seconds"), [(1, 0), (120, 0), (121, 360), (305, 720)])
+def test_signal_comes_early_enough(step, seconds):
+    """After it, a run finishes up to two steps and writes a checkpoint; launch.sh asks for 300 s."""
+    assert f"#SBATCH --signal=USR1@{choose.SIGNAL}\n" in (ROOT / "launch.sh").read_text()
+    assert choose.signal_seconds(step) == seconds
+
+
+def test_choice_says_when_the_signal_must_come(capsys):
+    from harness.plan import pages
+
+    machine = Machine("1x3090", 1, CARD)
+    for flops, printed in ((1e12, False), (5e15, True)):
+        found = dataclasses.replace(FOUND, step=Counts({"torch.bfloat16": flops}, {}, 0))
+        plan = summary.make_plan(found) | choose.on_machine(machine, found, 0, 0) | {"command": "./launch.sh any", "choices": []}
+        pages.print_choice(plan)
+        assert ("On SLURM, pass `sbatch --signal USR1@" in capsys.readouterr().out) is printed
 
 
 def test_in_time_and_cheapest(capsys):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness.model import gpu_features
 from harness.plan import cards, choose, command
 from harness.rehearsal import tiny
 
@@ -187,3 +188,22 @@ def test_run_after_the_choice_sees_the_gpus(monkeypatch, one_gpu, visible):
     recipe = str(ROOT / "recipes/qwen2_chat.py")
     command.plan_choice(recipe, [config], command.PlanArguments(start=True), [])
     assert seen == ["", ([recipe, config], variables)]
+
+
+def test_choice_knows_that_triton_is_missing(monkeypatch, one_gpu, capsys):
+    """The loss of this machine's GPU is simulated in PyTorch, and this is printed. The process that asks sees the GPUs."""
+    monkeypatch.setattr(os, "environ", {"PATH": one_gpu, "CUDA_VISIBLE_DEVICES": "1"})
+    monkeypatch.setattr(command, "start_server", lambda: "fork")
+    monkeypatch.setattr(
+        gpu_features, "find_gpu_features", lambda: gpu_features.GpuFeatures([], "", os.environ["CUDA_VISIBLE_DEVICES"])
+    )
+    config, contexts = str(ROOT / "accelerate_configs/1x3090.yaml"), []
+
+    def simulate(method, recipe, machine, grid, *rest):
+        contexts.append(grid.context(recipe, config))
+        return [choose.Candidate(choose.Option(config, 1, False), FOUND, 1.0)], {}
+
+    monkeypatch.setattr(command, "simulate_grid", simulate)
+    monkeypatch.setattr(os, "execve", lambda *arguments: None)
+    command.plan_choice(str(ROOT / "recipes/qwen2_chat.py"), [config], command.PlanArguments(start=True), [])
+    assert contexts[0].no_triton == "1" and "PyTorch instead of Triton, which needs more memory: 1" in capsys.readouterr().err

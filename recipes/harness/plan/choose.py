@@ -30,6 +30,8 @@ from harness.plan.roofline import middle_seconds
 from harness.plan.simulation import Refused, Simulation
 
 CLOSE = 1.3  # runners-up that could be within this factor of the fastest are simulated with larger micro-batches
+SIGNAL = 300  # seconds before the time limit, of --signal in launch.sh
+SAVING = 60  # seconds to write a checkpoint; assumed
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes")  # whose versions a simulation depends on
 
 
@@ -69,9 +71,10 @@ class Grid(NamedTuple):
     defaults: tuple[int | None, bool | None]  # micro-batch and checkpointing of the recipe
     nodes: int = 1
     idle: str = ""  # which GPUs of the machine stay idle, and what would use them
+    no_triton: str = ""  # why TRL's loss cannot use Triton on this machine
 
     def context(self, recipe: str, config: str) -> Context:
-        return Context(recipe, configs.read(config), self.processes, self.nodes, on_cpu=True)
+        return Context(recipe, configs.read(config), self.processes, self.nodes, on_cpu=True, no_triton=self.no_triton)
 
 
 def make_grid(values: dict[str, Any], machine: Machine, paths: list[str], words: list[str]) -> Grid:
@@ -285,13 +288,25 @@ def peak_of(
     return min(estimates) - earlier_gradients
 
 
-def command_line(recipe: str, candidate: Candidate, arguments: list[str], grid: Grid) -> str:
+def signal_seconds(step: float) -> int:
+    """Seconds before the time limit at which SLURM must send SIGUSR1, 0 if what launch.sh asks for is early enough.
+
+    `step`: seconds of a step. After the signal, a run finishes up to two steps and writes a checkpoint.
+    """
+    needed = 2 * step + SAVING
+    return 0 if needed <= SIGNAL else 60 * math.ceil(needed / 60)
+
+
+def command_line(recipe: str, machine: Machine, candidate: Candidate, arguments: list[str], grid: Grid) -> str:
     """The command that does by hand what was chosen."""
     config = configs.read(candidate.option.config)
     words = ["./launch.sh", recipe, config.name, *arguments, *shown_flags(candidate.option, grid)]
     if grid.nodes > 1:
         gpus = grid.processes // grid.nodes
-        return shlex.join(["sbatch", "--nodes", str(grid.nodes), "--gpus-per-node", str(gpus), "launch.sh", *words[1:]])
+        options = ["--nodes", str(grid.nodes), "--gpus-per-node", str(gpus)]
+        if signal := signal_seconds(roofline.step_seconds(machine.card, candidate.simulation)[1]):
+            options += ["--signal", f"USR1@{signal}"]
+        return shlex.join(["sbatch", *options, "launch.sh", *words[1:]])
     count = "" if grid.processes == config.num_processes else f"NPROC_PER_NODE={grid.processes} "
     return count + shlex.join(words)
 
@@ -306,7 +321,7 @@ def describe(
         peak = simulation.peak.bytes
         rows.append(
             {
-                "command": command_line(recipe, candidate, arguments, grid),
+                "command": command_line(recipe, machine, candidate, arguments, grid),
                 "config": Path(option.config).stem,
                 "processes": grid.processes,
                 "micro_batch": simulation.micro_batch,
@@ -335,6 +350,7 @@ def on_machine(machine: Machine, simulation: Simulation, price: float, within: f
             "price": [round(number * price * machine.gpus * machine.nodes, 2) for number in hours] if hours and price else None,
             "in_time": hours[1] <= within if hours and within else None,
             "has_disk": memory.disk_space(simulation) <= machine.disk,
+            "signal_seconds": signal_seconds(worst),
         },
     }
 
@@ -386,7 +402,7 @@ def cache_path(context: Context, words: list[str]) -> Path:
     models = [Path(word.split("=")[-1], "config.json") for word in words]
     sources = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
     recipe, config = Path(context.recipe), Path(context.config.path)
-    digest = hashlib.sha256(json.dumps([context.processes, context.nodes, *words]).encode())
+    digest = hashlib.sha256(json.dumps([context.processes, context.nodes, bool(context.no_triton), *words]).encode())
     for path in (recipe, config, *(path for path in models if path.is_file()), *sources):
         digest.update(path.read_bytes())
     for package in PACKAGES:

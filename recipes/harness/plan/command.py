@@ -175,9 +175,12 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
     if values is None:
         sys.exit(processes.explain_exit(code))
     count_rows = row_counter(method, recipe, arguments)
+    no_triton = why_not_triton(method, environment) if gpus else ""
+    if no_triton:
+        pages.print_progress(f"TRL's loss runs in PyTorch instead of Triton, which needs more memory: {no_triton}")
     plans = []
     for machine, price in zip(chosen_for, plan_flags.prices_of(len(chosen_for)), strict=True):
-        grid = choose.make_grid(values, machine, paths, arguments)
+        grid = choose.make_grid(values, machine, paths, arguments)._replace(no_triton=no_triton)
         if grid.idle:
             pages.print_progress(f"{machine.name}: {grid.idle}.")
         candidates, simulations = simulate_grid(method, recipe, machine, grid, arguments, plan_flags.json)
@@ -213,6 +216,23 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
         if configs.read(best.option.config).num_processes != grid.processes:
             environment["NPROC_PER_NODE"] = str(grid.processes)
         start(words, environment)
+
+
+def why_not_triton(method: str, environment: dict[str, str]) -> str:
+    """Why TRL's loss cannot use Triton on the GPUs that are visible in this environment, "" if it can."""
+    process = processes.Process(method, ask_gpus, environment.get("CUDA_VISIBLE_DEVICES"))
+    _, reason = process.wait()
+    return reason or ""
+
+
+def ask_gpus(visible: str | None) -> str:
+    if visible is None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    from harness.model.gpu_features import find_gpu_features
+
+    return find_gpu_features().no_triton
 
 
 def simulate_grid(

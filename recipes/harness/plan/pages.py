@@ -131,6 +131,11 @@ def print_choice(plan: dict[str, Any]) -> None:
         print(f"\n{plan['steps']:,} steps: {two_digits(hours[0])}–{two_digits(hours[1])} hours{cost}.")
     if here["in_time"] is not None:
         print("In time." if here["in_time"] else "Not in time at the slow end of the range.")
+    if here["signal_seconds"]:
+        print(
+            f"On SLURM, pass `sbatch --signal USR1@{here['signal_seconds']}`: without it, the signal comes 300 s before the time "
+            f"limit, and two steps can take {2 * here['step_seconds'][1]:.0f} s."
+        )
     if not here["has_disk"]:
         print(f"warning: the run needs {plan['disk_gb']:.0f} GB of disk, {plan['machine']} has less.")
 

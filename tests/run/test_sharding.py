@@ -42,6 +42,9 @@ UNTYING = ["--use_peft", "--lora_modules_to_save", "embed_tokens", "lm_head", "-
         ("qwen2_chat", "4gpu_shard_grad_op", 2, UNTYING),
         ("gpt2_xl_wikitext", "3xt4_shard_grad_op", 3, []),
         pytest.param("qwen2_chat", "4gpu_shard_grad_op", 2, [], marks=slow),
+        # The auxiliary loss of the routers is a mean over a micro-batch, of which one process has larger ones.
+        ("qwen3_30b_a3b_lora", "4gpu_full_shard", 2, ["--dtype", "float32", "--router_aux_loss_coef", "0"]),
+        ("qwen3_dpo", "4gpu_full_shard", 2, ["--dtype", "float32"]),
         ("llama31_70b_qlora", "2x3090_qlora", 2, ["--lora_dropout", "0", "--dataset_streaming", "false"]),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 from harness.model.quantized import SOURCE
 
 import torch
+from peft.tuners.lora import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 
@@ -17,11 +18,12 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def modules_with_adapter(model: torch.nn.Module) -> dict[str, int]:
-    """How many modules of each name have an adapter: {"q_proj": 24, …}."""
+    """How many modules of each name have an adapter, or parameters, such as those of experts: {"q_proj": 24, …}."""
     if not hasattr(model, "peft_config"):
         return {}
-    names = [name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-    return dict(Counter(names))
+    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    parameters = [module.parameter_name if isinstance(module, ParamWrapper) else "" for _, module in adapted]
+    return dict(Counter(parameter or name.split(".")[-1] for parameter, (name, _) in zip(parameters, adapted, strict=True)))
 
 
 def describe_training(modules: dict[str, int], parameters: tuple[int, int]) -> str:

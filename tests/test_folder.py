@@ -347,13 +347,23 @@ def test_finished_run_exits(tmp_path, capsys, error_of):
 def test_finished_run_names_other_settings(tmp_path, error_of):
     """They would train nothing."""
     folder.write_json(tmp_path / "train_results.json", IDENTITY | {"global_step": 10, "epoch": 1.0, "final_loss": 2.5})
-    other = with_settings(learning_rate=2e-3, weight_decay=0.1)
+    other = with_settings(learning_rate=2e-3, weight_decay=0.1, max_length=64)
     message = error_of(folder.exit_if_finished, tmp_path, other, 10, 3.0)
     assert "is finished: 10 steps" in message
-    assert (
-        "with --learning_rate 0.001, --weight_decay the default, this run has --learning_rate 0.002, --weight_decay 0.1"
-        in message
-    )
+    before, _, now = message.partition(", this run has ")
+    assert before.endswith("with --learning_rate 0.001, --weight_decay the default, --max_length the default")
+    assert now.startswith("--learning_rate 0.002, --weight_decay 0.1, --max_length 64: choose another")
+
+
+def test_finished_rehearsal_with_other_settings_starts_over(tmp_path):
+    run = tmp_path / "run"
+    claim(run, IDENTITY_OF_REHEARSAL, is_default=True)
+    results = IDENTITY_OF_REHEARSAL | {"global_step": 10, "epoch": 1.0, "final_loss": 2.5}
+    folder.write_json(run / "train_results.json", results)
+    claim(run, with_settings(max_steps=20, logging_steps=2) | {"tiny": True}, is_default=True)  # it continues
+    assert (run / "train_results.json").exists()
+    claim(run, with_settings(max_length=64) | {"tiny": True}, is_default=True)
+    assert not (run / "train_results.json").exists() and (tmp_path / "run.c/train_results.json").exists()
 
 
 def test_all_differences_of_another_run_are_named_at_once(tmp_path, error_of):

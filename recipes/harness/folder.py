@@ -21,7 +21,7 @@ from typing import Any, NotRequired
 from harness.json_types import Types, shorten, wrong_type
 from harness.messages import NODE_VARIABLE, UserError, last_line, print_once
 from harness.patterns import problem_of_pattern
-from harness.restarts import LENGTHS, before_and_now, changed_settings, keep_settings, must_be_equal
+from harness.restarts import LENGTHS, Changes, before_and_now, changed_settings, keep_settings, must_be_equal
 
 from filelock import FileLock, Timeout
 
@@ -302,11 +302,16 @@ def check_types_of_run(run: dict, name: str) -> dict:
 
 
 def is_replaced_rehearsal(folder: Path, identity: dict, is_default: bool) -> bool:
-    """Whether a rehearsal in the default folder is moved away, because it is not the one that `identity` describes."""
-    if not (is_default and identity["tiny"]):
+    """Whether a rehearsal in the default folder is moved away: it is another one, or it ended with other settings."""
+    existing = _read_run_file(folder) if is_default and identity["tiny"] else {}
+    if not existing.get("tiny"):
         return False
-    existing = _read_run_file(folder)
-    return existing.get("tiny", False) and not _is_same_run(existing, identity)
+    return not _is_same_run(existing, identity) or bool(changed_since_end(read_json(folder / RESULTS), identity))
+
+
+def changed_since_end(results: dict, identity: dict) -> Changes:
+    """Which settings of a finished run with these results differ, but for how far it trains; {} for a run without results."""
+    return {name: values for name, values in changed_settings(results, identity).items() if name not in LENGTHS}
 
 
 def _is_same_run(existing: dict, identity: dict) -> bool:
@@ -475,9 +480,8 @@ def describe_end(results: dict) -> str:
 
 def check_settings_of_finished(flag: str, place: str, results: dict, identity: dict) -> None:
     """Raises UserError if a finished run with these results had other settings than `identity` has: they would train nothing."""
-    changes = changed_settings(results, identity)
-    if changes := {f"--{name}": values for name, values in changes.items() if name not in LENGTHS}:
-        before, now = before_and_now(changes)
+    if changes := changed_since_end(results, identity):
+        before, now = before_and_now({f"--{name}": values for name, values in changes.items()})
         raise UserError(
             f"{flag}: {place} is finished: {describe_end(results)}. It was trained with {before}, this run has {now}: choose "
             f"another {flag} to train with that"

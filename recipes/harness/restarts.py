@@ -37,6 +37,8 @@ MUST_BE_EQUAL = (
 SCHEDULERS_WITH_STATE = ("reduce_lr_on_plateau", "greedy")
 # A checkpoint of the optimizer has them, and they are loaded with it.
 KEPT = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+# `run/checkpoints.py` prints what they change about the rows.
+ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "max_length", "packing", "seed")
 # How far to train: a finished run is continued with more.
 LENGTHS = ("max_steps", "max_tokens", "num_train_epochs")
 DOES_NOT_MATTER = (
@@ -54,13 +56,6 @@ DOES_NOT_MATTER = (
     "column_map",
     "text_rows",
     "split_conversations",
-    # `run/checkpoints.py` prints what they change about the rows
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "global_batch_size",
-    "max_length",
-    "packing",
-    "seed",
     # when and where to log, evaluate and save
     "output_dir",
     "run_name",
@@ -138,6 +133,8 @@ def keep_settings(existing: dict, identity: dict) -> list[str]:
     """Makes `identity` say what a run that continues from a checkpoint will use; returns a message for each other setting."""
     messages = []
     for name, (before, now) in changed_settings(existing, identity).items():
+        if name in ROWS:
+            continue
         if name not in KEPT:
             messages.append(f"--{name}: {in_words(before)} until now, {in_words(now)} from here on.")
             continue

@@ -21,6 +21,29 @@ def test_model_card_links_hub_ids_only(tmp_path):
     assert adapter_card.data.datasets == ["org/data"] and adapter_card.data.library_name == "peft"
 
 
+def test_model_card_says_how_the_model_was_trained():
+    run = {"tiny": False, "recipe": "mine", "config": "1x3090", "model": "org/model", "dataset": "org/data"}
+    run |= {
+        "command": "./launch.sh mine 1x3090",
+        "settings": {"max_steps": 9, "column_map": {"a|b": "c"}},
+        "used": {"max_steps": 8},
+    }
+    run |= {"data": {"name": "org/data", "rows": 2000, "held_out": 20}, "eval_loss": 1.23456789, "versions": {"torch": "2.13.0"}}
+    card = saving.model_card(run, is_adapter=False, generates=True)
+    assert "```bash\n./launch.sh mine 1x3090\n```" in card and ModelCard(card).data.base_model == ["org/model"]
+    rows = [
+        "max_steps | 8",
+        "column_map | {'a\\|b': 'c'}",
+        "org/data | rows 2,000, held_out 20",
+        "eval_loss | 1.23457",
+        "torch | 2.13.0",
+    ]
+    for row in rows:
+        assert f"| {row} |" in card, card
+    run["data"] = {"datasets": [{"name": "a", "rows": 3}, {"name": "b", "rows": 4}]}
+    assert "| a | rows 3 |\n| b | rows 4 |\n" in saving.model_card(run, is_adapter=False, generates=True)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_processes_generate_the_same_number_of_tokens(build_trainer, monkeypatch, processes):
     """A process whose samples have ended continues to all-gather weights for the other processes."""

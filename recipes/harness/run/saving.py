@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer
 
 RESULTS_IN_CARD = ("global_step", "epoch", "tokens", "world_size", "global_batch_size", "final_loss", "train_loss")
+ROWS_IN_CARD = ("rows", "skipped_rows", "held_out", "trained_rows", "used_rows", "rows_read")
 RESULTS_IN_CARD += ("eval_loss_on_start", "eval_loss", "perplexity")
 
 
@@ -145,17 +146,24 @@ def sections_of_card(run: dict) -> Iterator[str]:
     if run.get("command"):
         yield f"\n## Command\n\n```bash\n{run['command']}\n```\n"
     results = {name: run[name] for name in RESULTS_IN_CARD if run.get(name) is not None}
+    datasets = run.get("data", {}).get("datasets") or [run["data"]] if run.get("data") else []
     used = {name: value for name, value in run.get("used", {}).items() if name in run.get("settings", {})}
     tables = {
         "Settings that are not defaults": run.get("settings", {}) | used,
         "Results": results,
-        "Data": {name: value for name, value in run.get("data", {}).items() if isinstance(value, int | str)},
+        "Data": dict(map(describe_dataset, datasets)),
         "Versions": run.get("versions", {}),
     }
     for title, values in tables.items():
         if values:
             rows = "".join(f"| {name} | {cell(value)} |\n" for name, value in values.items())
             yield f"\n## {title}\n\n| name | value |\n|---|---|\n{rows}"
+
+
+def describe_dataset(data: dict) -> tuple[str, str]:
+    """The name of a dataset in data.json, and its numbers of rows."""
+    rows = [f"{name} {data[name]:,}" for name in ROWS_IN_CARD if isinstance(data.get(name), int)]
+    return str(data.get("name", "rows of the recipe")), ", ".join(rows)
 
 
 def cell(value: Any) -> str:

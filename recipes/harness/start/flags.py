@@ -28,7 +28,6 @@ RENAMED = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
     "max_seq_length": "max_length",
-    "tokenizer": "processing_class in the recipe",
     "torch_dtype": "dtype",
     "warmup_ratio": "warmup_steps: a value below 1 is a share of all steps",
 }
@@ -38,8 +37,12 @@ INSTEAD = {
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
     "lr": "pass --learning_rate",
     "num_cpu_threads_per_process": "set the variable OMP_NUM_THREADS",
+    "nproc_per_node": "set the variable NPROC_PER_NODE",
+    "num_gpus": "the config says how many there are: set the variable NPROC_PER_NODE for another number per node",
     "num_processes": "the config says how many there are: set the variable NPROC_PER_NODE for another number per node",
     "overwrite_output_dir": "nothing is overwritten: pass another --output_dir, or move that folder away",
+    "resume": "the same command resumes from the newest checkpoint in --output_dir: leave it out",
+    "tokenizer": "pass processing_class= to the trainer in the recipe",
 }
 NOT_FLAGS = ("dataset_formats",)  # arguments of `parse` itself
 OF_CONFIG = ("deepspeed", "fsdp", "fsdp_config")  # flags for what the Accelerate config says here

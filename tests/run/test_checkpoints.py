@@ -172,7 +172,12 @@ def test_resume_on_other_number_of_processes(rehearse, fork_launch, workdir, bef
         ({"processes": 2}, False, "had 32 rows, those of this run have 16: 48 rows are trained on twice in this epoch"),
         ({"processes": 8}, False, "had 32 rows, those of this run have 64: 96 rows are never trained on in this epoch"),
         ({"processes": 8}, True, "the stream is read on where it stopped, so no row is trained on twice"),
-        ({"processes": 4, "max_length": 64}, True, "with max_length 32, this run has 64"),
+        ({"processes": 4, "max_length": 64}, True, "with max_length 32, this run has max_length 64: weights"),
+        (
+            {"processes": 4, "max_length": 64, "seed": 1},
+            True,
+            "max_length 32, seed 0, this run has max_length 64, seed 1: weights",
+        ),
     ],
 )
 def test_warnings_compare_rows(tmp_path, capsys, monkeypatch, now, is_stream, message):

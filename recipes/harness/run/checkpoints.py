@@ -199,13 +199,14 @@ def print_changed_rows(checkpoint: Path, args: TrainingArguments, is_stream: boo
     The number of processes and the micro-batch change nothing as long as their product with the gradient accumulation stays.
     """
     before, now = read_marker(checkpoint)["geometry"], data_settings(args)
-    for name in ("max_length", "packing", "seed"):
-        if before.get(name) != now[name]:
-            print_once(
-                f"warning: {checkpoint} was written with {name} {before.get(name)}, this run has {now[name]}: weights and "
-                "optimizer resume exactly, but some rows are trained on twice or never"
-            )
-            return
+    changes = {name: (before.get(name), now[name]) for name in ("max_length", "packing", "seed")}
+    if changes := {name: values for name, values in changes.items() if values[0] != values[1]}:
+        of_checkpoint, of_run = before_and_now(changes)
+        print_once(
+            f"warning: {checkpoint} was written with {of_checkpoint}, this run has {of_run}: weights and optimizer resume "
+            "exactly, but some rows are trained on twice or never"
+        )
+        return
     old_rows, new_rows = rows_per_step(before), rows_per_step(now)
     if old_rows == new_rows:
         return

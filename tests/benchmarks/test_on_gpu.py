@@ -185,6 +185,20 @@ def test_other_measurements_replace_no_forecast(changes):
     assert on_gpu.with_measurements(README, [measured(**changes)]) == README
 
 
+def test_faster_ways_are_measured_and_replace_no_forecast(monkeypatch):
+    def measure(recipe, config, changes, device, steps, flags, deadline):
+        return {"measurement": f"{recipe} × {config}", "changes": changes, "flags": flags}
+
+    monkeypatch.setattr(on_gpu, "measure", measure)
+    monkeypatch.setattr(on_gpu, "rehearse", lambda *arguments: {"measurement": "rehearsal"})
+    monkeypatch.setattr(on_gpu.importlib.util, "find_spec", lambda name: None)
+    records = list(on_gpu.measurements("qwen2_chat", "1x3090", {}, CPU | {"gpus": 1}, 10, 0))
+    assert [record.get("flags") for record in records[:3]] == [(), ("--torch_compile", "true"), records[2]["flags"]]
+    assert records[2]["flags"] == ("--per_device_train_batch_size", "8") and len(records) == 4  # Liger is not installed
+    assert len({record["measurement"] for record in records}) == 4
+    assert [record["changes"] for record in records[:2]] == [{}, {"flags": "--torch_compile true"}]
+
+
 def test_readme_has_the_measurements():
     records = [json.loads(path.read_text()) for path in inputs.RESULTS.glob("*.json")]
     assert records

@@ -164,7 +164,7 @@ KINDS = {
         "--lr_scheduler_kwargs {'min_lrr': 1e-06}: get_cosine_with_min_lr_schedule_with_warmup() got an unexpected keyword",
     ),
     "optimizer that cannot be sharded": ("--tiny qwen2_chat 4gpu_full_shard --optim adafactor", "FSDP cannot shard its states"),
-    "package for kernels that is missing": (f"{TINY} --use_liger_kernel true", "-m pip install liger-kernel"),
+    "package for kernels that is missing": (f"{TINY} --use_liger_kernel true", "-m pip install --no-deps liger-kernel"),
     "rows that would not be cut": (f"{TINY} --packing false --padding_free true", "rows would not be cut at --max_length"),
     "variable of accelerate": (
         f"launch.sh {TINY}",

@@ -144,6 +144,18 @@ def test_compilation_needs_triton(error_of):
     assert message == "--torch_compile needs Triton, which cannot be used here: no compiler (apt install gcc): leave out the flag"
 
 
+def test_liger_needs_a_package_and_triton(monkeypatch, error_of):
+    arguments = SimpleNamespace(use_liger_kernel=True, torch_compile=False)
+    monkeypatch.setattr(checks, "is_liger_kernel_available", lambda: False)
+    assert error_of(checks.check_liger, arguments, Context("a.py")).endswith(f"-m pip install --no-deps {checks.LIGER}")
+    monkeypatch.setattr(checks, "is_liger_kernel_available", lambda: True)
+    checks.check_liger(arguments, Context("a.py"))
+    checks.check_liger(arguments, Context("a.py", on_cpu=True, no_triton="no compiler"))  # a rehearsal
+    assert "no compiler" in error_of(checks.check_liger, arguments, Context("a.py", no_triton="no compiler"))
+    arguments.torch_compile = True
+    assert "leave out one of them" in error_of(checks.check_liger, arguments, Context("a.py"))
+
+
 def test_dtype_of_sharded_4bit_weights_in_a_recipe(error_of):
     """It would be replaced by bfloat16; a flag is tested in test_bad_input.py."""
     script_args, training_args = SimpleNamespace(given=set()), SimpleNamespace(**NEITHER, torch_compile=False)

@@ -210,6 +210,15 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, with_
         check_weights(folder, name)
 
 
+def check_model_of_liger(name: str, revision: str | None) -> None:
+    """Raises UserError for a model that Liger has no kernels for: it would train unchanged, without a word."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    model_type = AutoConfig.from_pretrained(name, revision=revision).model_type
+    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UserError(f"--use_liger_kernel: Liger has no kernels for {name} ({model_type}): leave out the flag")
+
+
 def host_memory_of_node(processes: int, loading: float, training: float, saving: float) -> float:
     """Bytes of host memory that a run needs on a node with so many processes.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from harness.compat.guards import changes, expected_names
 from harness.compat.transformers import build_from_config, load_models_with
+from harness.plan.fused import use_liger_kernels
 from harness.plan.ledger import VARLEN_BACKWARD, Ledger
 
 import bitsandbytes
@@ -64,6 +65,7 @@ class Fakes:
         if cuda:
             self.library = use_operators_of_cuda(ledger)  # it must be kept: its destructor removes the kernels
             use_triton_loss(ledger)
+            use_liger_kernels(ledger)
 
     @contextlib.contextmanager
     def here(self, **labels: str) -> Iterator[None]:

@@ -42,6 +42,7 @@ class Storage:
     holder: str  # what it is for: weights, gathered, gradients, optimizer, activations, loss, rest
     stream: str = ""  # of CUDA, if it is not the one that computes; a freed block is reused on its own stream only
     is_pinned: bool = False  # host memory that the GPU can reach, which PyTorch rounds up to powers of two
+    is_unwritten: bool = False  # in a fused layer: computed within a kernel, and not written to memory so far
 
 
 class Event(NamedTuple):
@@ -82,6 +83,9 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.moment, self.place, self.holder = "load", "gpu", "rest"  # the labels of new allocations, see `within`
         self.paused = False  # if True, nothing is recorded
+        self.is_fused = False  # if True, operators between two matrix products are one kernel, see `harness.plan.fused`
+        self.weight_shapes: set[torch.Size] = set()  # of fused layers; a tensor of such a shape is a weight or a gradient
+        self._read: set[Storage] = set()  # what the fused kernel has read so far
         self.pinned_limit: int | None = None  # bytes; larger pinned allocations are not rounded up
         self.vocabulary = vocabulary  # a tensor whose last dimension has this size belongs to the loss
         self.events: list[Event] = []
@@ -103,19 +107,28 @@ class Ledger(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local tensor comes next
         result = func(*args, **kwargs or {})
-        if self.paused or func.is_view:
+        if self.paused or func.is_view or func.namespace == "prim":
             return result
         outputs, inputs = tensors_in((result,)), tensors_in(args)
         if kwargs:
             inputs += tensors_in(kwargs.values())
+        is_product = func.namespace != "aten" or func.overloadpacket in self.flop_counters
+        is_within_kernel = self.is_fused and not is_product and "empty" not in func.name()
+        if self.is_fused and is_product:
+            for tensor in inputs:
+                self.write(tensor)
         if func.namespace == "fsdp":
             self._label_fsdp(func.name(), outputs + inputs)
         is_cast_of_weight = func is torch.ops.aten._to_copy.default and self.holder_of(inputs[0]) == "weights"
         for tensor in outputs:
-            self.see(tensor, "gathered" if is_cast_of_weight else None)
+            is_unwritten = is_within_kernel and tensor.shape not in self.weight_shapes
+            self.see(tensor, "gathered" if is_cast_of_weight else None, is_unwritten)
         if count_workspace := self.workspaces.get(func.overloadpacket):
             self.spike(count_workspace(*args), holder="activations")
-        self._count(func, args, kwargs or {}, result, outputs + inputs)
+        if is_within_kernel:
+            self._count_kernel(inputs, outputs)
+        else:
+            self._count(func, args, kwargs or {}, result, outputs + inputs)
         return result
 
     def _label_fsdp(self, name: str, tensors: list[torch.Tensor]) -> None:
@@ -140,8 +153,27 @@ class Ledger(TorchDispatchMode):
         elif self.place == "gpu" and namespace not in ("c10d", "prim") and "empty" not in name and "_view" not in name:
             self.touched += sum(sizes)
 
-    def see(self, tensor: torch.Tensor, holder: str | None = None) -> None:
-        """Records a tensor's storage unless it is known."""
+    def _count_kernel(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Counts the bytes of an operator that is a part of a fused kernel: new inputs, and outputs that are in memory."""
+        for tensor in inputs:
+            self.see(tensor)
+            entry = self._storages[tensor.untyped_storage()]
+            if not entry.is_unwritten and entry not in self._read:
+                self._read.add(entry)
+                self.touched += tensor.nbytes
+        self.touched += sum(out.nbytes for out in outputs if not self._storages[out.untyped_storage()].is_unwritten)
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Ends a fused kernel, which writes this tensor if no kernel has."""
+        self._read.clear()
+        entry = self._storages.get(tensor.untyped_storage())
+        if entry and entry.is_unwritten:
+            entry.is_unwritten = False
+            self._record(entry, tensor.untyped_storage().nbytes())
+            self.touched += tensor.untyped_storage().nbytes()
+
+    def see(self, tensor: torch.Tensor, holder: str | None = None, is_unwritten: bool = False) -> None:
+        """Records a tensor's storage unless it is known. `is_unwritten`: it takes no memory until `write`."""
         storage = tensor.untyped_storage()
         if storage in self._storages:
             return
@@ -151,8 +183,9 @@ class Ledger(TorchDispatchMode):
                 holder = "loss"
             elif holder == "loss" and of_head and tensor.shape[0] == self.vocabulary:  # it does not grow with the micro-batch
                 holder = "gradients"
-        entry = self._storages[storage] = Storage(0, self.place, holder)
-        self._record(entry, storage.nbytes())
+        entry = self._storages[storage] = Storage(0, self.place, holder, is_unwritten=is_unwritten)
+        if not is_unwritten:
+            self._record(entry, storage.nbytes())
         weakref.finalize(storage, self._record, entry, 0).atexit = False
 
     def _record(self, entry: Storage, size: int) -> None:
@@ -204,12 +237,12 @@ class Ledger(TorchDispatchMode):
     def within(self, moment: str | None = None, holder: str | None = None, place: str | None = None) -> Iterator[None]:
         """Labels what is allocated within the block: the phase of the run, what it is for (`holder`), and on which memory
         (`place`). None keeps the label of the block around it."""
-        before = self.moment, self.holder, self.place
+        before = self.moment, self.holder, self.place, self.is_fused
         self.moment, self.holder, self.place = moment or self.moment, holder or self.holder, place or self.place
         try:
             yield
         finally:
-            self.moment, self.holder, self.place = before
+            self.moment, self.holder, self.place, self.is_fused = before
 
     def __enter__(self) -> "Ledger":
         self.restore_resize = watch_resize(self)

@@ -31,6 +31,7 @@ from harness.model.loading import check_architecture, check_module_names
 from harness.plan import layers
 from harness.plan.allocator import replay
 from harness.plan.fakes import Fakes, count_wrapping, install_steps
+from harness.plan.fused import compile_layers
 from harness.plan.ledger import Counts, Ledger, Peak, counts_of_step, in_order
 from harness.plan.shapes import check_bytes, expected_bytes, shapes_of
 from harness.rehearsal import tiny
@@ -196,6 +197,8 @@ def simulate_training(plan: Plan, ledger: Ledger, fakes: Any, with_evaluation: b
     if not config.is_fsdp:  # which moves the weights to the GPU only when it wraps the model, see `count_wrapping`
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
             ledger.mark(tensor, "weights", "gpu")
+    if trainer.args.torch_compile:
+        compile_layers(trainer.model, ledger)
     show_buffers = prepare_sharding(trainer, config)  # called by `AfterWrapping`
     simulation = describe_run(plan, batch)
     if trainer.is_fsdp_enabled:

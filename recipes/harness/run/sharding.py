@@ -67,15 +67,18 @@ def train_in_float32(trainer: Trainer) -> None:
     """Makes trained weights float32 if the run computes in mixed precision, whatever dtype they were loaded in.
 
     FSDP does the same. A step of the optimizer below 0.4 % of a bf16 weight rounds to nothing, and torch's gradient scaler
-    refuses fp16 weights. Prints a warning if mixed precision is off.
+    refuses fp16 weights. Prints a warning if mixed precision is off, but not for `stable_adamw`: torch-optimi adds up what was
+    rounded away (Kahan summation).
     """
     rounded = [weight for weight in trainer.model.parameters() if weight.requires_grad and weight.dtype in SIXTEEN_BIT]
     if rounded and trainer.accelerator.mixed_precision == "no":
+        if trainer.args.optim == "stable_adamw":
+            return
         dtype = str(rounded[0].dtype).removeprefix("torch.")
         print_once(
             f"warning: weights are trained in {dtype}, because mixed precision is off: steps below "
             f"{torch.finfo(rounded[0].dtype).eps / 2:.2%} of a weight round to nothing (--learning_rate "
-            f"{trainer.args.learning_rate}): pass --dtype float32, or --bf16 true."
+            f"{trainer.args.learning_rate}): pass --dtype float32, --bf16 true, or --optim stable_adamw, which adds them up."
         )
         return
     for weight in rounded:
@@ -146,7 +149,13 @@ def prepare_gradient_scaler(trainer: Trainer, checkpoint: Path | None) -> None:
 
 
 def prepare_optimizer(trainer: Trainer) -> None:
-    """Makes bitsandbytes' optimizers work with sharded weights, and after a resume. `check_optimizer` refuses the others."""
+    """Makes bitsandbytes' optimizers work with sharded weights, and after a resume. `check_optimizer` refuses the others.
+
+    torch-optimi 0.3.3 would take Triton wherever it is installed, also without a GPU, and on GPUs that it does not support.
+    """
+    if trainer.args.optim == "stable_adamw":
+        optimizer, options = trainer.get_optimizer_cls_and_kwargs(trainer.args)
+        trainer.optimizer_cls_and_kwargs = optimizer, {**options, "triton": False}
     if trainer.is_fsdp_enabled and trainer.args.optim in SHARDED_8BIT:
         _, options = trainer.get_optimizer_cls_and_kwargs(trainer.args)
         trainer.optimizer_cls_and_kwargs = sharded_adamw(), options

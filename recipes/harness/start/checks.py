@@ -5,6 +5,7 @@ import os
 import sys
 
 from harness.configs import AccelerateConfig
+from harness.contexts import Context
 from harness.data.script_arguments import ScriptArguments
 from harness.data.splits import is_slice
 from harness.messages import UserError, last_line
@@ -17,6 +18,8 @@ from transformers import SchedulerType, TrainingArguments, get_scheduler
 from transformers.trainer import Trainer
 from transformers.utils import is_liger_kernel_available
 from trl import ModelConfig
+
+LIGER = "liger-kernel==0.8.5"  # the version of tests/cuda_build
 
 
 def check_numbers(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
@@ -175,8 +178,6 @@ def check_flags_have_effect(
         raise UserError(f"--{min(others)}: a run uploads its model once, when it is finished: leave out the flag")
     if script_args.ignore_bias_buffers:
         raise UserError("--ignore_bias_buffers is for trainers that these recipes do not use: leave it out")
-    if training_args.use_liger_kernel and not is_liger_kernel_available():
-        raise UserError(f"--use_liger_kernel needs a package: {sys.executable} -m pip install liger-kernel")
     if getattr(training_args, "padding_free", False) and not training_args.packing and training_args.max_length:
         raise UserError("--padding_free: without --packing true, rows would not be cut at --max_length: pass --packing true")
     for name in ("max_steps", "num_train_epochs"):
@@ -226,6 +227,18 @@ def check_unsharded_4bit(training_args: TrainingArguments, model_args: ModelConf
             f"--dtype {model_args.dtype}: with {flag}, or that mixed_precision, the rest of a 4-bit model computes in "
             f"{computes_in}: pass --dtype {computes_in}"
         )
+
+
+def check_liger(training_args: TrainingArguments, context: Context) -> None:
+    """Raises UserError for --use_liger_kernel where its package or Triton is missing."""
+    if not training_args.use_liger_kernel or context.is_simulated:
+        return
+    if training_args.torch_compile:
+        raise UserError("--use_liger_kernel and --torch_compile both fuse the operators of a layer: leave out one of them")
+    if not is_liger_kernel_available():
+        raise UserError(f"--use_liger_kernel needs a package: {sys.executable} -m pip install --no-deps {LIGER}")
+    if context.no_triton and not context.on_cpu:
+        raise UserError(f"--use_liger_kernel needs Triton, which cannot be used here: {context.no_triton}: leave out the flag")
 
 
 def check_optimizer(training_args: TrainingArguments, config: AccelerateConfig) -> None:

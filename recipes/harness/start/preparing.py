@@ -21,6 +21,7 @@ from harness.model.loading import (
     check_architecture,
     check_experts,
     check_model,
+    check_model_of_liger,
     check_module_names,
     check_quantization,
     set_loading_options,
@@ -40,6 +41,7 @@ def check_all_arguments(context: Context, arguments: Arguments) -> None:
     checks.check_arguments(*arguments)
     checks.check_flags_have_effect(*arguments, context.is_sharded)
     checks.check_optimizer(arguments[1], context.config)
+    checks.check_liger(arguments[1], context)
 
 
 def set_model_options(context: Context, arguments: Arguments) -> None:
@@ -69,6 +71,8 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
         check_model(training_args, model_args, with_weights=with_weights)
         if context.is_training_run:
             check_quantization(training_args, model_args, context.is_sharded)
+    if training_args.use_liger_kernel and not context.on_cpu:
+        check_model_of_liger(model_args.model_name_or_path, model_args.model_revision)
     check_module_names(model_args, context.config, display_name)
     check_experts(model_args)
     if model_args.use_peft:
@@ -93,6 +97,9 @@ def prepare_process(context: Context, arguments: Arguments, date: datetime | Non
     _, training_args, _ = arguments
     if context.on_cpu:
         multiply_in_float32()
+    if training_args.use_cpu and training_args.use_liger_kernel:
+        training_args.use_liger_kernel = False
+        print_once("--use_liger_kernel: this run computes its layers with PyTorch, because Liger's kernels need a GPU.")
     if training_args.use_cpu and getattr(training_args, "activation_offloading", False):
         training_args.activation_offloading = False
         print_once("--activation_offloading: activations stay where they are, because this run has no GPU.")

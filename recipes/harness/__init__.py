@@ -14,7 +14,21 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **defaults: Any) -> tuple[Any, Any, Any]:
-    """Returns `(script_args, training_args, model_args)`. See `harness.start.parsing.parse`."""
+    """Turns the values of a recipe and the command line into the three argument objects of TRL's scripts.
+
+    docs/your-recipe.md has a complete recipe, and what all three functions expect.
+
+    Args:
+        config_class: the class of the trainer's arguments, such as `trl.SFTConfig`, `transformers.TrainingArguments`, or a
+            dataclass that inherits from one. Its fields are flags.
+        dataset_formats: the formats to which `load` converts rows, the first choice first: "text", "messages",
+            "prompt_completion", "instruction". Empty: rows keep their columns.
+        **defaults: the values of the recipe, by the names of the fields of `config_class`, `trl.ModelConfig` and
+            `ScriptArguments`. Flags override them.
+
+    Returns:
+        `(script_args, training_args, model_args)`. In a rehearsal they name a tiny model and a tiny dataset.
+    """
     with exit_on_user_error():
         from harness.start.parsing import parse
 
@@ -22,7 +36,15 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
 
 
 def load(script_args: Any, keep: Callable[[dict], bool] | None = None) -> tuple[Any, Any]:
-    """Returns `(train_dataset, eval_dataset)`. See `harness.data.loading.load`."""
+    """Loads the rows that --dataset_name and the other flags choose, converted to a format of `parse`.
+
+    Args:
+        script_args: what `parse` has returned first.
+        keep: whether a converted row is used; all are without it.
+
+    Returns:
+        `(train_dataset, eval_dataset)`. Without a test split, rows are held out of the training split.
+    """
     with exit_on_user_error():
         from harness.data.loading import load
 
@@ -30,7 +52,12 @@ def load(script_args: Any, keep: Callable[[dict], bool] | None = None) -> tuple[
 
 
 def train(trainer: Any) -> None:
-    """Trains and saves the model. See `harness.run.session.train`."""
+    """Resumes or starts, trains, evaluates, saves the model and writes the results. A recipe calls it once, at its end.
+
+    Args:
+        trainer: a `transformers.Trainer` of any class, built with the `training_args` that `parse` has returned. What it has no
+            use for, such as samples of a classifier, is left out.
+    """
     with exit_on_user_error():
         from harness import contexts
 

@@ -31,6 +31,7 @@ STARTS = "starts.json"
 DATA = "data.json"  # what `load` read and skipped
 LOCK = ".lock"
 COMPLETION_MARKER = "complete.json"  # in a checkpoint: every process has written its part
+SHARDED = "pytorch_model_fsdp_0"  # the folder of the weights in a sharded checkpoint
 CHECKPOINT = re.compile(r"checkpoint-[0-9]{1,15}")
 NOT_WRITABLE = 74  # exit code of a run that could not write into its output directory (EX_IOERR)
 # The arguments that decide which rows a run trains on, and which it evaluates on.
@@ -430,7 +431,8 @@ def check_saved_model(folder: Path) -> None:
     """Raises UserError for a folder that is not that of a run with a saved model or adapter."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: pass the output directory of a finished run")
-    if not (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+    has_model = (folder / "config.json").is_file() and not (folder / SHARDED).is_dir()
+    if not (folder / "adapter_config.json").is_file() and not has_model:
         raise UserError(
             f"{folder} has no model and no adapter: pass the folder of a finished run or of a checkpoint that is not sharded; "
             "./launch.sh --merge makes a model of a sharded one"
@@ -470,6 +472,8 @@ def is_finished(results: dict, max_steps: int, num_train_epochs: float) -> bool:
     """Whether `results`, the content of RESULTS or {}, are of a run that has trained as far as is asked for now."""
     if not results:
         return False
+    if results.get("stopped_early_of") == [max_steps, num_train_epochs]:  # by a callback of the recipe
+        return True
     return results["global_step"] >= max_steps if max_steps > 0 else (results["epoch"] or 0) >= num_train_epochs
 
 

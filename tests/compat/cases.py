@@ -12,14 +12,17 @@ import multiprocessing
 import os
 import socket
 import tempfile
+import time
 import traceback
 import types
 from collections.abc import Callable
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from harness.compat import accelerate as accelerate_changes
 from harness.compat import bitsandbytes as bitsandbytes_changes
+from harness.compat import datasets as datasets_changes
 from harness.compat import guards
 from harness.compat import transformers as transformers_changes
 from harness.compat import trl as trl_changes
@@ -205,6 +208,34 @@ def set_date_of_chat_templates(changed: bool) -> str:
     return "this year" if year == str(datetime.now().year) else year
 
 
+def map_in_one_process(changed: bool) -> int:
+    """How many of two processes compute a `map` that both call at the same time."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.jsonl")
+        path.write_text('{"text": "a"}\n' * 4)
+        rows = datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=folder)
+        if changed:
+            datasets_changes.map_in_one_process()
+        barrier = multiprocessing.Barrier(2)
+        processes = [multiprocessing.Process(target=_map_rows, args=(rows, barrier, folder)) for _ in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        return len(set(Path(folder, "processes").read_text().split()))
+
+
+def _map_rows(rows: datasets.Dataset, barrier: Any, folder: str) -> None:
+    def note(row: dict) -> dict:
+        with Path(folder, "processes").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(0.1)
+        return {"length": len(row["text"])}
+
+    barrier.wait()
+    assert rows.map(note)["length"][:] == [1] * 4
+
+
 def install_training_template(changed: bool) -> str:
     """The template that SFTTrainer uses with assistant_only_loss, for a tokenizer whose template TRL does not know."""
     tokenizer = tiny_tokenizer()
@@ -244,6 +275,7 @@ CASES = [
     read_no_weights,
     load_tokenizers_as_offline,
     set_date_of_chat_templates,
+    map_in_one_process,
     install_training_template,
     pack_streams_in_batches,
     compute_loss_without_triton,

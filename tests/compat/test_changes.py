@@ -21,6 +21,7 @@ EXPECTED = {
     "keep_4bit_layout": (False, True),
     "keep_states_paged": (False, True),
     "load_tokenizers_as_offline": (False, True),
+    "map_in_one_process": (2, 1),
     "pack_streams_in_batches": (1000, 7),
     "read_no_weights": (["cpu"], ["meta"]),
     "run_exit_handlers": ("", "called"),

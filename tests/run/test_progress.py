@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 
-from harness.run import progress, results
+from harness.run import metrics, progress, results
 from harness.run.settings import RunSettings
 from harness.run.trainer import add_parts
 
@@ -27,11 +27,14 @@ def test_messages_are_aligned():
     evaluation = {"eval_loss": 2.0, "eval_runtime": 3.2}
     assert progress.format_logs(evaluation, 20, 30, 1.0) == "step 20/30  evaluation loss 2.0000  in 3 s"
     assert progress.format_logs({"train_runtime": 9.0}, 30, 30, 0.0) == ""
+    own = evaluation | {"eval_accuracy": 0.5, "eval_num_tokens": 9.0, "eval_logps/chosen": -3.0, "epoch": 1.0}
+    assert progress.format_logs(own, 20, 30, 1.0) == "step 20/30  evaluation loss 2.0000  accuracy 0.5  in 3 s"
+    assert progress.format_logs({"penalty": 0.25, "epoch": 1.0}, 20, 30, 1.0) == "step 20/30  penalty 0.25"
 
 
 def test_loss_of_a_router_is_no_dataset():
     logs = {"eval_aux_loss": 0.01, "eval_loss": 2.0, "eval_code_loss": 1.5, "eval_runtime": 3.2}
-    assert progress.evaluation_losses(logs) == {"": 2.0, "code": 1.5}
+    assert metrics.evaluation_losses(logs) == {"": 2.0, "code": 1.5}
 
 
 def test_seconds_of_steps(build_trainer, monkeypatch):

@@ -16,13 +16,12 @@ from typing import Any
 
 from harness.commands import arguments
 from harness.commands.verify import compare_merged
-from harness.folder import COMPLETION_MARKER, check_patterns, checkpoints, read_adapter_settings, write_json
+from harness.folder import COMPLETION_MARKER, SHARDED, check_patterns, checkpoints, read_adapter_settings, read_json, write_json
 from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, print_once
 from harness.signals import set_signal_handler
 
 FILE_BYTES = 4_000_000_000  # weights in a file of a model that is put together
-SHARDED = "pytorch_model_fsdp_0"  # the folder of the weights in a sharded checkpoint
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "lm_head", "embed_out")  # names of the first and the last layer
 WRAPPER = "model."  # accelerate saves the weights of a sharded model below this name
 
@@ -54,7 +53,9 @@ def main(*words: str) -> int:
         draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    print_once(f"Merged into {target}. To load it: AutoModelForCausalLM.from_pretrained({str(target)!r})")
+    (model_class, *_) = read_json(target / "config.json").get("architectures") or ["AutoModelForCausalLM"]
+    model_class = "AutoModelForCausalLM" if model_class.endswith("CausalLM") else model_class
+    print_once(f"Merged into {target}. To load it: {model_class}.from_pretrained({str(target)!r})")
     code = compare_if_possible(source, target)
     if repository and code:
         print_once(f"Not uploaded to {repository.name}, because the merged model differs from what was trained.")
@@ -88,7 +89,7 @@ def merge(source: Path, target: Path) -> None:
             weights = load_file(source / "adapter_model.safetensors")
         add_adapter(source, weights, target)
         return
-    if (source / "config.json").is_file():
+    if (source / "config.json").is_file() and not (source / SHARDED).is_dir():
         raise UserError(f"{source} is a plain model already")
     checkpoint = find_sharded_checkpoint(source)
     if not (checkpoint / "adapter_config.json").is_file():
@@ -150,6 +151,8 @@ def put_together(checkpoint: Path, target: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     base = read_marker(checkpoint)["model"]
+    if (checkpoint / "config.json").is_file():  # not in a checkpoint of an earlier version
+        base = str(checkpoint)
     config = AutoConfig.from_pretrained(base)
     config.dtype = config.dtype or dtype_of_weights(base, "main")
     weight_map, waiting = {}, {}
@@ -172,7 +175,8 @@ def put_together(checkpoint: Path, target: Path) -> None:
         write_file()
     write_json(target / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
     config.save_pretrained(target)
-    AutoTokenizer.from_pretrained(base).save_pretrained(target)
+    if base != str(checkpoint) or list(checkpoint.glob("tokenizer*")):  # a trainer can have none
+        AutoTokenizer.from_pretrained(base).save_pretrained(target)
 
 
 def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
@@ -186,6 +190,11 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
     from transformers import AutoConfig
 
     settings = read_adapter_settings(folder)
+    if settings.task_type == "SEQ_CLS":
+        raise UserError(
+            f"{folder} has the adapter of a classifier, which --merge does not merge: use AutoPeftModelForSequenceClassification."
+            "from_pretrained with its num_labels, then merge_and_unload()"
+        )
     check_patterns(settings, [name.removesuffix(".weight") for name in adapter], folder)
     base = Path(settings.base_model_name_or_path)
     base = Path(read_source(base).get("model", base))  # not the quantized copy that it was trained on

@@ -118,7 +118,7 @@ def wanted_of_model(model_args: Any) -> Wanted:
     from harness.model.quantized import DOWNLOAD_OF_WEIGHTS
 
     name = model_args.model_name_or_path
-    if Path(name).is_dir():
+    if not name or Path(name).is_dir():  # without a name the recipe makes its model itself
         return {}
     has_quantized = model_args.load_in_4bit and not will_quantize(model_args)
     patterns = SETTINGS if has_quantized else [*SETTINGS, *DOWNLOAD_OF_WEIGHTS["allow_patterns"]]

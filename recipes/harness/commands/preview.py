@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,8 +77,11 @@ def main(*words: str) -> int:
     messages = sys.stderr if parsed.json else sys.stdout  # stdout is for the JSON alone
     with tempfile.TemporaryDirectory(prefix="preview-") as output_dir, contextlib.redirect_stdout(messages):
         print_untested_versions()
-        rows = preview.read_rows([*parsed.flags, "--output_dir", output_dir])
+        preview.build([*parsed.flags, "--output_dir", output_dir])
         trainer, (script_args, _, model_args) = preview.trainer, preview.arguments
+        if reason := why_no_documents(trainer):
+            return preview_other_rows(preview, parsed.recipe.stem, reason, sys.__stdout__ if parsed.json else None)
+        rows = preview.read_rows()
         batches = list(itertools.islice(trainer.get_train_dataloader(), BATCHES))
         numbers = summarize(trainer.args, rows, batches, script_args) | what_is_trained(trainer.model, model_args)
         numbers |= {"data": rows.data}
@@ -128,13 +132,17 @@ class Preview(BuildingContext):
         self.conversational.append(is_conversational(next(iter(rows))))
         self.whole[split] = tokenized
 
-    def read_rows(self, arguments: list[str]) -> PreviewRows:
-        """Runs the recipe; returns the first rows of its datasets. Changes this process."""
+    def build(self, arguments: list[str]) -> None:
+        """Runs the recipe. Changes this process."""
+        hide_library_warnings()
+        build_trainer(self, arguments)
+
+    def read_rows(self) -> PreviewRows:
+        """The first rows of the recipe's datasets."""
         from harness.data.loading import FIRST_ROWS, count_training_rows
         from harness.folder import DATA, read_json
 
-        hide_library_warnings()
-        trainer, whole = build_trainer(self, arguments), self.whole
+        trainer, whole = self.trainer, self.whole
         script_args = self.arguments[0]
         evaluated = trainer.eval_dataset or []
         evaluated = evaluated if isinstance(evaluated, dict) else {"eval": evaluated}
@@ -155,6 +163,59 @@ class Preview(BuildingContext):
             max_samples=script_args.max_samples,
             data=data,
         )
+
+
+def why_no_documents(trainer: Any) -> str:
+    """Why a trainer's rows are not documents for a causal language model, "" if they are."""
+    from harness.run.parameters import base_of, generates
+
+    model, row = base_of(trainer.model), next(iter(trainer.train_dataset))
+    if not generates(model) or model.config.is_encoder_decoder:
+        return f"{type(model).__name__} is not a causal language model"
+    if "input_ids" not in row:
+        return "the rows have no column input_ids"
+    return "" if trainer.processing_class else "the trainer has no tokenizer"
+
+
+def preview_other_rows(preview: Preview, recipe: str, reason: str, json_file: Any) -> int:
+    """Shows the first rows as the trainer gets them, and the first micro-batch. `json_file`: where to print JSON, else None."""
+    from harness.folder import DATA, read_json
+
+    trainer = preview.trainer
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    first = [
+        {name: value_as_text(name, value, tokenizer) for name, value in row.items()}
+        for row in itertools.islice(trainer.train_dataset, SHOWN_ROWS)
+    ]
+    batch = next(iter(trainer.get_train_dataloader()))
+    shapes = (
+        {name: list(value.shape) for name, value in batch.items() if hasattr(value, "shape")} if hasattr(batch, "items") else {}
+    )
+    data = read_json(Path(trainer.args.output_dir, DATA))
+    cannot = f"not shown: which tokens count in the loss, lengths, what is truncated, the length of the run: {reason}"
+    if json_file:
+        names = {"recipe": recipe, "dataset": preview.arguments[0].data.display_name}
+        content = {**names, "rows": first, "batch": shapes, "data": data, "not_shown": cannot, "warnings": []}
+        print(json.dumps(content, indent=2), file=json_file)
+        return 0
+    for row in first:
+        print_once("\n--- a row as the trainer gets it")
+        for name, text in row.items():
+            print_once(f"{name}: {text}")
+    print_once("")
+    print_data(data)
+    if shapes:
+        print_once(f"batch        {', '.join(f'{name} {tuple(shape)}' for name, shape in shapes.items())}")
+    print_once(cannot)
+    return 0
+
+
+def value_as_text(name: str, value: Any, tokenizer: Any) -> str:
+    """A value of a row for a person: tokens as text, a long value without its end."""
+    is_tokens = name.endswith(("ids", "labels")) and isinstance(value, list) and all(type(token) is int for token in value)
+    if is_tokens and tokenizer is not None and hasattr(tokenizer, "decode"):
+        return f"{len(value):,} tokens: {textwrap.shorten(tokenizer.decode([t for t in value if t >= 0]), 4 * SHOWN_START)}"
+    return textwrap.shorten(str(value), SHOWN_START)
 
 
 def documents_of_first_rows(rows: Iterable[dict]) -> list[Document]:

@@ -18,6 +18,7 @@ from harness.json_types import Types
 from harness.messages import UserError, exit_on_user_error
 from harness.restarts import in_words
 from harness.run.forecast import FORECAST_TYPES, PLAN_TYPES, describe_forecast, forecast_of
+from harness.run.metrics import format_metrics, own_metrics
 
 COLUMNS = (
     "run",
@@ -81,13 +82,15 @@ def main(*words: str) -> None:
         add_plans(runs, path)
     base = runs[0]
     for run in runs:
-        run["speed_up"] = run["tokens_per_second"] / base["tokens_per_second"]
+        run["speed_up"] = speed_of(run) / speed_of(base)
         run["efficiency"] = run["speed_up"] * base["world_size"] / run["world_size"]
     if parsed.json:
         print(json.dumps(runs, indent=2))
         return
-    rows = [COLUMNS, *map(table_row, runs)]
-    print_table(rows if any("peak_gpu_gb" in (run.get("forecast") or {}) for run in runs) else [row[:-2] for row in rows])
+    own = list(dict.fromkeys(name for run in runs for name in metrics_of(run)))
+    has_forecast = any("peak_gpu_gb" in (run.get("forecast") or {}) for run in runs)
+    rows = [row if has_forecast else row[:-2] for row in (COLUMNS, *map(table_row, runs))]
+    print_table([(*rows[0], *own), *((*row, *cells_of(run, own)) for row, run in zip(rows[1:], runs, strict=True))])
     for name, lines in compared.items():
         print("\n" + "\n".join([f"{name}, against its plan:", *lines]))
     if differing := differences_of(runs):
@@ -109,7 +112,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     check_types(results, READ, str(folder / RESULTS))
     if "forecast" in results:
         check_types(results["forecast"], FORECAST_TYPES, f"{folder / RESULTS}, forecast")
-    if results["world_size"] < 1 or not results["tokens_per_second"] > 0:
+    if results["world_size"] < 1 or not speed_of(results) > 0:
         raise UserError(f"{folder} has no speed: its run trained no step")
     history = read_json(folder / "trainer_state.json", {"log_history": NotRequired[list[dict]]}).get("log_history", [])
     for entry in history:
@@ -139,6 +142,23 @@ def add_plans(runs: list[dict[str, Any]], path: Path) -> None:
 
 def _identity(run: dict[str, Any]) -> tuple[str, str, int]:
     return run.get("recipe", ""), run.get("config", ""), run["world_size"]
+
+
+def speed_of(run: dict[str, Any]) -> float:
+    """Tokens per second; rows per second of a run whose rows have no tokens."""
+    return run["tokens_per_second"] or run.get("rows_per_second") or 0.0
+
+
+def metrics_of(run: dict[str, Any]) -> dict[str, float]:
+    """The recipe's own metrics of the last evaluation, without those of DPO that say little alone."""
+    of_evaluation = own_metrics({name: value for name, value in run.items() if name.startswith("eval_")})
+    return {
+        name: value for name, value in of_evaluation.items() if format_metrics({name: value}) and not name.endswith("_on_start")
+    }
+
+
+def cells_of(run: dict[str, Any], names: list[str]) -> tuple[str, ...]:
+    return tuple(f"{run[name]:.4g}" if isinstance(run.get(name), int | float) else "" for name in names)
 
 
 def table_row(run: dict[str, Any]) -> tuple[str, ...]:

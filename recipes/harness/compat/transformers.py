@@ -237,7 +237,7 @@ def transformer_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     Checked with: transformers 5.23.0.
     Remove when: there is one.
     """
-    names = set(model._no_split_modules or [])
+    names = set(getattr(model, "_no_split_modules", None) or [])  # a module that is none of transformers has no such names
     return {name: module for name, module in model.named_modules() if names & {cls.__name__ for cls in type(module).__mro__}}
 
 

@@ -64,9 +64,11 @@ def fill_last_step(trainer: Trainer) -> None:
     token, which has no loss because it follows no other.
     """
     rows, args = trainer.train_dataset, trainer.args
-    counts_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None  # else a mean per micro-batch
-    is_known = isinstance(rows, Dataset) and "input_ids" in rows.column_names and trainer.model.can_generate()
-    if not is_known or not counts_tokens or args.dataloader_drop_last or not len(rows):
+    counts_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    is_mean = not counts_tokens or trainer.loss_is_scaled_for_ga is False  # of a micro-batch: without a token it would be NaN
+    writes_text = hasattr(trainer.model, "can_generate") and trainer.model.can_generate()
+    is_known = isinstance(rows, Dataset) and "input_ids" in rows.column_names and writes_text
+    if not is_known or is_mean or args.dataloader_drop_last or not len(rows):
         return
     row = rows[0]
     tokens = len(row["input_ids"])

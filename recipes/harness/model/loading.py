@@ -31,6 +31,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
+    AutoModelForSequenceClassification,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -74,7 +75,10 @@ def set_loading_options(
         model_args.dtype = "bfloat16"
         load_models_with(load_into_host_memory)
     elif is_sharded and os.environ.get("RANK", "0") != "0" and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING") == "true":
-        read_no_weights()
+        # The weights of a reference model, of which TRL's trainer makes a second copy, are not sent by the first process.
+        has_reference = hasattr(training_args, "precompute_ref_log_probs") or hasattr(training_args, "sync_ref_model")
+        if model_args.use_peft or not has_reference:
+            read_no_weights()
     if model_args.load_in_4bit and not is_sharded and ("dtype" not in given or model_args.dtype == "auto"):
         set_dtype_of_4bit_model(training_args, model_args)
     set_attention(training_args, model_args, context)  # it depends on the dtype
@@ -348,7 +352,10 @@ def build_on_meta(model_args: ModelConfig) -> PreTrainedModel:
     """The model without its weights, on the meta device."""
     name, revision = model_args.model_name_or_path, model_args.model_revision
     with hub_errors("model", name), torch.device("meta"):
-        return tiny.make_model(AutoConfig.from_pretrained(name, revision=revision))
+        config = AutoConfig.from_pretrained(name, revision=revision)
+        if model_args.lora_task_type == "SEQ_CLS":  # set by a recipe for a classifier or a reward model
+            return AutoModelForSequenceClassification.from_config(config)
+        return tiny.make_model(config)
 
 
 def check_layer_classes(model: PreTrainedModel, config: AccelerateConfig, name: str) -> None:

@@ -27,6 +27,7 @@ from harness.compat.transformers import TrainerWithHooks, add_overrides
 from harness.configs import AccelerateConfig
 from harness.contexts import BuildingContext, Context, RecipeStopped
 from harness.folder import read_json
+from harness.messages import UserError
 from harness.model.loading import check_architecture, check_module_names
 from harness.plan import layers
 from harness.plan.allocator import replay
@@ -66,6 +67,11 @@ class Plan(BuildingContext):
     def prepare(self, arguments: Arguments) -> None:
         _, training_args, model_args = arguments
         name = model_args.model_name_or_path
+        if not name:
+            raise UserError(
+                f"{Path(self.recipe).name} makes its model itself, and --plan simulates the model that a recipe names as "
+                "model_name_or_path"
+            )
         preparing.check_all_arguments(self, arguments)
         preparing.set_model_options(self, arguments)
         tiny.use_planned_size(*arguments)

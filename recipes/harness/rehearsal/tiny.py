@@ -43,6 +43,7 @@ DATASETS = yaml.safe_load(Path(__file__).with_name("tiny_data.yaml").read_text("
 NOT_PROSE = {"id", "prompt_id", "dump", "url", "file_path", "language", "source", "category", "name"}
 PLANNED = "planned.json"  # next to the config.json of a plan: the names of the model and the datasets it is about
 VOCABULARY = 2048
+OWN_ROWS = "the recipe's own"  # without --dataset_name
 _YAML = yaml.safe_load(Path(__file__).with_name("tiny_model.yaml").read_text("utf-8"))
 FAMILIES, SIZES = _YAML["families"], _YAML["sizes"]
 # For a plan of a model whose family is not known: any tokenizer will do, and any chat template that names the roles.
@@ -82,7 +83,8 @@ def make_replacements(script_args: ScriptArguments, model_args: ModelConfig) -> 
         raise UserError(f"`datasets` cannot read files below {Path.cwd()}, whose name has one of [ ] * ?: work in another folder")
     datasets.disable_progress_bars()
     name, revision = model_args.model_name_or_path, model_args.model_revision
-    _make_once(tiny_model_folder(model_args), lambda draft: make_tiny_model(name, revision, draft))
+    if name:
+        _make_once(tiny_model_folder(model_args), lambda draft: make_tiny_model(name, revision, draft))
     for source in script_args.data.sources:
         if not reading.is_local(source.name):
             _make_once(tiny_dataset_folder(source), functools.partial(make_dataset, source))
@@ -109,21 +111,24 @@ def print_notice(script_args: ScriptArguments, training_args: TrainingArguments,
     """Prints what a rehearsal replaces."""
     missing = object()
     changed = [f"{name} {value}" for name, value in VALUES.items() if getattr(training_args, name, missing) == value]
-    datasets = describe_datasets([source.name for source in script_args.data.sources])
+    name, datasets = model_args.model_name_or_path, describe_datasets([source.name for source in script_args.data.sources])
+    model = f"not {name} but a two-layer model of its architecture with random weights" if name else "the recipe's own"
     notice = (
-        f"This is a rehearsal. The model is not {model_args.model_name_or_path} but a two-layer model of its architecture with "
-        f"random weights; the data is {datasets}. "
+        f"This is a rehearsal. The model is {model}; the data is {datasets or OWN_ROWS}. "
         f"Values that are not the recipe's: {', '.join(changed)}."
     )
     print_once(textwrap.fill(notice, 110))
-    is_known = family_of(model_args.model_name_or_path) is not None
+    if not name:
+        return
+    is_known = family_of(name) is not None
     if not is_known and getattr(training_args, "packing", False) and "flash" not in (model_args.attn_implementation or ""):
         check_packing(tiny_model_folder(model_args), model_args.attn_implementation)
 
 
 def use_replacements(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
     """Makes the arguments name the tiny model and dataset."""
-    _use_model(training_args, model_args, tiny_model_folder(model_args))
+    if model_args.model_name_or_path:
+        _use_model(training_args, model_args, tiny_model_folder(model_args))
     script_args.data = script_args.data.change_each(lambda source: _with_tiny_dataset(source, tiny_dataset_folder(source)))
 
 

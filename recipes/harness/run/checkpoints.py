@@ -1,5 +1,6 @@
 """The checkpoints of a run: when one is complete, which old ones are deleted, from which one the run resumes."""
 
+import copy
 import dataclasses
 import platform
 import re
@@ -12,7 +13,9 @@ from harness.folder import DamagedFile, check_types, read_json
 from harness.messages import UserError, print_once
 from harness.restarts import before_and_now
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
+from harness.run.parameters import config_of
 from harness.run.progress import Progress
+from harness.run.saving import load_original_config
 from harness.run.settings import RunSettings
 
 import torch
@@ -43,6 +46,7 @@ class Checkpoints(TrainerCallback):
     def __init__(self, trainer: Trainer, progress: Progress, settings: RunSettings) -> None:
         self.trainer, self.progress, self.output_dir = trainer, progress, Path(trainer.args.output_dir)
         self.settings = settings
+        self.original = load_original_config(trainer)
         self.limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None  # transformers deletes none
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
@@ -93,12 +97,26 @@ class Checkpoints(TrainerCallback):
         if process.is_main_process:
             for adapter in getattr(model, "peft_config", {}).values():
                 adapter.save_pretrained(checkpoint)
+            if (checkpoint / folder.SHARDED).is_dir() and not hasattr(model, "peft_config"):
+                self._save_config(model, checkpoint)
         parts = gather_values(sync_files(checkpoint, lambda name: belongs_to(name, process, process.is_main_process)))
         if process.is_main_process:
             files = {name: entry for part in parts for name, entry in part.items()}
-            content = {"model": model.config.name_or_path, "geometry": data_settings(args), "progress": progress}
+            content = {
+                "model": getattr(config_of(model), "name_or_path", ""),
+                "geometry": data_settings(args),
+                "progress": progress,
+            }
             content["geometry"]["asked_accumulation_steps"] = self.settings.asked_accumulation_steps
             write_marker(checkpoint, content | {"files": files})
+
+    def _save_config(self, model: torch.nn.Module, checkpoint: Path) -> None:
+        """Saves what --merge needs besides the weights, which a model that a recipe has made has nowhere else."""
+        config = copy.deepcopy(model.config)
+        config.dtype, config.use_cache = self.original.dtype, getattr(self.original, "use_cache", True)
+        config.save_pretrained(checkpoint)
+        if self.trainer.processing_class:
+            self.trainer.processing_class.save_pretrained(checkpoint)
 
 
 def choose_best_again(output_dir: Path, args: TrainingArguments, state: TrainerState) -> None:

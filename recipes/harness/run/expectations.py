@@ -7,7 +7,9 @@ from pathlib import Path
 
 from harness.folder import draft_of, write_json
 from harness.model.quantized import read_source
+from harness.run.parameters import base_of
 from harness.run.results import is_mean_likelihood
+from harness.run.samples import why_no_text
 
 import pyarrow
 import pyarrow.parquet
@@ -17,6 +19,18 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 
 HELD_OUT = "held_out.parquet"  # the rows that a run was evaluated on, as tokens
 EXPECTED = "expected.json"  # what --verify compares a model with
+
+
+def why_no_expectations(trainer: Trainer) -> str:
+    """Why a trainer has no rows that --verify could compute the loss of, "" if it has."""
+    if reason := why_no_text(trainer):
+        return reason
+    model = base_of(trainer.accelerator.unwrap_model(trainer.model))
+    if model.config.is_encoder_decoder:
+        return f"{type(model).__name__} is not a causal language model"
+    datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
+    has_tokens = any(isinstance(rows, Dataset) and "input_ids" in rows.column_names for rows in datasets.values())
+    return "" if has_tokens else "no evaluation rows have the column input_ids"
 
 
 def save_expectations(trainer: Trainer, original: PreTrainedConfig, evaluation: dict[str, float]) -> None:

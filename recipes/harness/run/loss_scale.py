@@ -6,6 +6,8 @@ import inspect
 import textwrap
 from collections.abc import Callable
 
+from harness.run.parameters import base_of
+
 from transformers import Trainer
 
 COUNT = "num_items_in_batch"
@@ -31,8 +33,7 @@ def set_loss_scale(trainer: Trainer) -> None:
         if uses_count(trainer.compute_loss_func) is False:
             trainer.loss_is_scaled_for_ga = trainer.args.average_tokens_across_devices = False
         return
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    model = model.get_base_model() if hasattr(model, "peft_config") else model
+    model = base_of(trainer.accelerator.unwrap_model(trainer.model))
     if trainer.model_accepts_loss_kwargs and uses_count(model.forward) is False:
         trainer.model_accepts_loss_kwargs = False
 

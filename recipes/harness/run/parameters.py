@@ -8,13 +8,31 @@ from harness.model.quantized import SOURCE
 import torch
 from peft.tuners.lora import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import PreTrainedConfig
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     """Trained and all parameters. Call it before sharding, after which 4-bit weights do not know their size."""
     if hasattr(model, "get_nb_trainable_parameters"):
         return model.get_nb_trainable_parameters()
-    return model.num_parameters(only_trainable=True), model.num_parameters()
+    sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
+    return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
+
+
+def config_of(model: torch.nn.Module) -> PreTrainedConfig | None:
+    """The config of a model of transformers, None for a module of the recipe's own."""
+    config = getattr(model, "config", None)
+    return config if isinstance(config, PreTrainedConfig) else None
+
+
+def base_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The model without its adapter."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def generates(model: torch.nn.Module) -> bool:
+    """Whether a model continues texts: a classifier does not, nor does a module that is none of transformers."""
+    return config_of(model) is not None and model.can_generate()
 
 
 def modules_with_adapter(model: torch.nn.Module) -> dict[str, int]:
@@ -45,10 +63,11 @@ def quantization_of(model: torch.nn.Module) -> dict:
 
     The folder is "" if the weights were quantized while they were loaded.
     """
-    settings = getattr(model.config, "quantization_config", None)
+    config = config_of(model)
+    settings = getattr(config, "quantization_config", None)
     if settings is None:
         return {}
-    folder = model.config.name_or_path
+    folder = config.name_or_path
     return {
         "quantization": settings if isinstance(settings, dict) else settings.to_dict(),
         "quantized_weights": folder if Path(folder, SOURCE).is_file() else "",

@@ -2,10 +2,12 @@
 
 import datetime
 import os
-import re
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from harness.exchange import gather_values
+from harness.run.metrics import evaluation_losses, format_metrics, own_metrics
 
 import psutil
 import torch
@@ -45,17 +47,20 @@ class Progress(TrainerCallback):
     def __init__(self, trainer: Trainer, before: dict) -> None:
         """`before`: what `so_far` returned when the checkpoint was written, {} for a new run."""
         self.trainer, self.before = trainer, before
-        self.tokens, self.loss_tokens, self.seconds = 0, 0, 0.0  # of this start; `before` has those of earlier ones
+        # Of this start; `before` has those of earlier ones.
+        self.rows, self.tokens, self.loss_tokens, self.seconds = 0, 0, 0, 0.0
         self.running_since: float | None = None  # None during evaluations and checkpoints
         self.first_step, self.began, self.ended = 0, time.monotonic(), None  # set by `on_train_begin` and `on_train_end`
         self.steps_began: float | None = None  # when the first step began; `began` is before an evaluation that precedes it
-        self.logged_tokens, self.logged_seconds = 0, 0.0  # `tokens` and `seconds` at the last log
+        self.logged_rows, self.logged_tokens, self.logged_seconds = 0, 0, 0.0  # at the last log
         self.seconds_left: float | None = None
         self.gpus = GpuMonitor()
 
     def count(self, batches: list[dict], loss_tokens: torch.Tensor | int | None) -> None:
         """To be called with the batches of every step, and the tokens in the loss over all processes."""
-        self.tokens += sum(batch["input_ids"].numel() for batch in batches)
+        for batch in batches:
+            rows, tokens = size_of(batch)
+            self.rows, self.tokens = self.rows + rows, self.tokens + tokens
         self.loss_tokens = self.loss_tokens + (loss_tokens if loss_tokens is not None else 0)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
@@ -107,10 +112,13 @@ class Progress(TrainerCallback):
             return {}
         scaler = self.trainer.accelerator.scaler
         fields = {"loss_scale": scaler.get_scale()} if scaler else {}
-        tokens, seconds = self.tokens - self.logged_tokens, self.seconds - self.logged_seconds
+        counted, seconds = self.tokens - self.logged_tokens, self.seconds - self.logged_seconds
+        if not self.tokens:  # images, or other rows without tokens
+            counted = self.rows - self.logged_rows
         if seconds > 0:
-            fields["tokens_per_second"] = round(tokens * self.trainer.args.world_size / seconds, 1)
-        self.logged_tokens, self.logged_seconds = self.tokens, self.seconds
+            name = "tokens_per_second" if self.tokens else "rows_per_second"
+            fields[name] = round(counted * self.trainer.args.world_size / seconds, 1)
+        self.logged_rows, self.logged_tokens, self.logged_seconds = self.rows, self.tokens, self.seconds
         memory = psutil.virtual_memory()
         fields["host_gb"] = round((memory.total - memory.available) / 1e9, 1)  # of all programs on this node
         return fields | self.gpus.read()
@@ -130,12 +138,22 @@ class Progress(TrainerCallback):
     def so_far(self) -> dict[str, float]:
         """Tokens on all processes and seconds of the whole run. Collective. `runtime` is in seconds and includes everything."""
         counted = {
+            "rows": sum(gather_values(self.rows)),
             "tokens": sum(gather_values(self.tokens)),
             "loss_tokens": int(self.loss_tokens),
             "seconds": self.seconds,
             "runtime": (self.ended or time.monotonic()) - self.began,
         }
         return {name: round(self.before.get(name, 0) + number, 3) for name, number in counted.items()}
+
+
+def size_of(batch: Any) -> tuple[int, int]:
+    """Rows and tokens of a micro-batch, whatever it has; of packed rows, the sequences."""
+    if not isinstance(batch, Mapping):  # the rows themselves, of a trainer that makes its batches later
+        return len(batch), 0
+    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
+    ids = batch.get("input_ids")
+    return len(tensors[0]) if tensors else 0, ids.numel() if isinstance(ids, torch.Tensor) else 0
 
 
 class GpuMonitor:
@@ -175,26 +193,24 @@ def _summary(samples: list[tuple[int, int]]) -> tuple[float, float]:
     return round(percent, 1), round(max(size for _, size in samples) / 1e9, 2)
 
 
-def evaluation_losses(logs: dict) -> dict[str, float]:
-    """The losses of evaluation datasets by label; "" for `eval_loss`. SFTTrainer's `eval_aux_loss` is that of a router."""
-    found = {name: re.fullmatch(r"eval_(?:(.+)_)?loss", name) for name in logs if name != "eval_aux_loss"}
-    return {match[1] or "": logs[name] for name, match in found.items() if match}
-
-
 def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -> str:
-    """The line for a person, "" for logs without a loss."""
-    start = f"step {step:{len(f'{steps:,}')},}/{steps:,}"
+    """The line for a person, "" for logs that say nothing new."""
+    start, own = f"step {step:{len(f'{steps:,}')},}/{steps:,}", format_metrics(own_metrics(logs))
+    own = f"  {own}" if own else ""
     if "eval_loss" in logs and "eval_runtime" not in logs:
         return f"{start}  evaluation loss {logs['eval_loss']:.4f}, mean of all datasets"
     for label, loss in evaluation_losses(logs).items():
         dataset, prefix = (f" of {label}", f"{label}_") if label else ("", "")
-        return f"{start}  evaluation loss{dataset} {loss:.4f}  in {logs.get(f'eval_{prefix}runtime', 0):.0f} s"
+        return f"{start}  evaluation loss{dataset} {loss:.4f}{own}  in {logs.get(f'eval_{prefix}runtime', 0):.0f} s"
     if "loss" not in logs:
-        return ""
+        return f"{start}{own}" if own else ""
     parts = [start, f"loss {logs['loss']:7.4f}", f"lr {logs.get('learning_rate', 0):.2e}"]
     if "grad_norm" in logs:
         parts.append(f"grad {logs['grad_norm']:8.3f}")
-    parts.append(f"{logs.get('tokens_per_second', 0):9,.0f} tokens/s")
+    if "rows_per_second" in logs:
+        parts.append(f"{logs['rows_per_second']:9,.0f} rows/s")
+    else:
+        parts.append(f"{logs.get('tokens_per_second', 0):9,.0f} tokens/s")
     if torch.cuda.is_available():
         parts.append(f"{torch.cuda.max_memory_allocated() / 1e9:5.1f} GB")
     if "host_gb" in logs:
@@ -205,4 +221,4 @@ def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -
         parts.append(f"GPU{''.join(percents)} %{''.join(used)} GB")
     if seconds_left is not None:
         parts.append(f"{datetime.timedelta(seconds=round(seconds_left))} left")
-    return "  ".join(parts)
+    return "  ".join(parts) + own

@@ -17,8 +17,9 @@ from harness.folder import DATA, DATA_TYPES, RESULTS, RUN, draft_of, read_json, 
 from harness.messages import print_once
 from harness.run.failures import only_report
 from harness.run.forecast import describe_forecast, read_forecast
-from harness.run.parameters import quantization_of
-from harness.run.progress import Progress, evaluation_losses
+from harness.run.metrics import evaluation_losses, format_metrics, own_metrics
+from harness.run.parameters import base_of, config_of, quantization_of
+from harness.run.progress import Progress
 
 import torch
 from datasets import IterableDataset
@@ -58,6 +59,7 @@ def write_results(
         | collect_losses(trainer, output, evaluation)
         | measure_speed(progress)
         | data
+        | stopped_early(trainer)
         | {"global_step": trainer.state.global_step, "epoch": trainer.state.epoch, "resumed_from_step": resumed_from}
         | more
         | {
@@ -77,7 +79,8 @@ def write_results(
     if trainer.is_world_process_zero():
         with only_report("loss.png"):
             names = [name for name in (results.get("recipe"), results.get("config")) if name]
-            draw_losses(trainer.state.log_history, " × ".join(names), output_dir / "loss.png")
+            unit = " (nats per token)" if is_mean_likelihood(trainer) else ""
+            draw_losses(trainer.state.log_history, " × ".join(names), output_dir / "loss.png", unit)
         write_json(output_dir / RESULTS, results)
     return results
 
@@ -85,6 +88,12 @@ def write_results(
 def versions() -> dict[str, str]:
     """Of Python and the packages."""
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def stopped_early(trainer: Trainer) -> dict:
+    """Of a run that a callback has stopped: what was asked for, so that the same command does not train on."""
+    state, args = trainer.state, trainer.args
+    return {"stopped_early_of": [args.max_steps, args.num_train_epochs]} if state.global_step < state.max_steps else {}
 
 
 def measure_process(trainer: Trainer, progress: Progress) -> dict:
@@ -121,7 +130,7 @@ def describe_model(trainer: Trainer, processes: list[dict], parameters: tuple[in
         "global_batch_size": args.train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes,
         "num_nodes": len(group_by_node(processes)),
         "replicas": replicas,  # of the model, each sharded over world_size / replicas processes
-        "attention": attention_of(model.config),
+        "attention": attention_of(config_of(model)),
         **quantization_of(model),
         "model_params_b": round(parameters[1] / 1e9, 6),
         "trainable_params_b": round(parameters[0] / 1e9, 6),
@@ -143,27 +152,30 @@ def measure_memory(processes: list[dict], by_node: dict[str, list[dict]]) -> dic
 def is_mean_likelihood(trainer: Trainer) -> bool:
     """Whether the loss is the mean negative log-likelihood of tokens; not with DPO, classifiers, DFT and label smoothing."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    classes = {cls.__name__ for cls in type(base).__mro__}  # FSDP makes a subclass
+    classes = {cls.__name__ for cls in type(base_of(model)).__mro__}  # FSDP makes a subclass
     is_language_model = isinstance(trainer.args, SFTConfig) or classes & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
     has_likelihood = "nll" in getattr(trainer.args, "loss_type", "nll") and not trainer.args.label_smoothing_factor
     return bool(is_language_model and has_likelihood)
 
 
 def collect_losses(trainer: Trainer, output: TrainOutput | None, evaluation: dict[str, float]) -> dict:
-    """The losses of training, and those of evaluation (for each dataset, if there are several), at the start and at the end."""
+    """The losses of training, and the losses and metrics of evaluation (of each dataset), at the start and at the end."""
     log_history = trainer.state.log_history
     logged = [entry["loss"] for entry in log_history if "loss" in entry]
     on_start: dict[str, float] = {}
+    own_on_start: dict[str, float] = {}
     for entry in log_history:
         if entry["step"] == 0:
             on_start |= evaluation_losses(entry)
+            own_on_start |= own_metrics(entry)
     at_end = evaluation_losses(evaluation)
     return {
         "final_loss": logged[-1] if logged else (output.training_loss if output else None),
         "train_loss": mean_loss(log_history),
         **{f"eval_{f'{label}_' if label else ''}loss_on_start": loss for label, loss in on_start.items()},
         **{f"eval_{f'{label}_' if label else ''}loss": loss for label, loss in at_end.items()},
+        **{f"{name}_on_start": value for name, value in own_on_start.items()},
+        **own_metrics(evaluation),
         **({"perplexity": math.exp(min(at_end[""], 700))} if "" in at_end and is_mean_likelihood(trainer) else {}),
     }
 
@@ -174,6 +186,7 @@ def measure_speed(progress: Progress) -> dict:
     seconds = counted["seconds"] or 1  # 0 if the run had no step left
     return {
         "tokens_per_second": round(counted["tokens"] / seconds, 1),
+        **({} if counted["tokens"] else {"rows_per_second": round(counted["rows"] / seconds, 1)}),
         "loss_tokens_per_second": round(counted["loss_tokens"] / seconds, 1),
         "train_runtime": counted["runtime"],
         "tokens": counted["tokens"],
@@ -211,21 +224,27 @@ def mean_loss(log_history: list[dict]) -> float | None:
     return total / logged if logged else None
 
 
-def draw_losses(log_history: list[dict], title: str, path: Path) -> None:
-    """Draws training and evaluation loss over steps."""
+def draw_losses(log_history: list[dict], title: str, path: Path, unit: str = "") -> None:
+    """Draws training and evaluation loss over steps, and below them the recipe's own metrics of evaluation."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4), layout="tight")
-    axes = figure.subplots()
+    own = sorted({name for entry in log_history for name in own_metrics(entry) if name.startswith("eval_")})
+    figure = Figure(figsize=(7, 7 if own else 4), layout="tight")
+    axes, *below = figure.subplots(2 if own else 1, squeeze=False)[:, 0]
     labels = {label: None for entry in log_history for label in evaluation_losses(entry) if label}
     evaluations = [(f"eval_{label}_loss", f"evaluation of {label}", ".:") for label in labels]
     for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--"), *evaluations):
         points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="step", ylabel="loss (nats per token)", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    axes.set(xlabel="step", ylabel=f"loss{unit}", title=title)
+    for name in own:
+        points = [(entry["step"], entry[name]) for entry in log_history if name in entry]
+        below[0].plot(*zip(*points, strict=True), ".-", label=name.removeprefix("eval_"))
+        below[0].set(xlabel="step", ylabel="metrics of evaluation")
+    for part in (axes, *below):
+        part.grid(alpha=0.3)
+        part.legend()
     with draft_of(path) as draft:
         figure.savefig(draft, dpi=120)
 
@@ -241,6 +260,17 @@ def describe_datasets(results: dict) -> list[str]:
         seen = f", each of {dataset['used_rows']:,} rows {dataset['times_seen']:g} times" if "times_seen" in dataset else ""
         lines.append(f"  {label}: evaluation loss {words}{seen}")
     return lines
+
+
+def describe_metrics(results: dict) -> str:
+    """The recipe's own metrics of the last evaluation, and of the one before the training; "" without any."""
+    own = own_metrics({name: value for name, value in results.items() if name.startswith("eval_")})
+    before = {name.removesuffix("_on_start"): value for name, value in own.items() if name.endswith("_on_start")}
+    words = []
+    for name, value in own.items():
+        if text := "" if name.endswith("_on_start") else format_metrics({name: value}):
+            words.append(f"{text} (before: {before[name]:.4g})" if name in before else text)
+    return f"\n{', '.join(words)}" if words else ""
 
 
 def print_summary(results: dict, output_dir: str) -> None:
@@ -259,6 +289,7 @@ def print_summary(results: dict, output_dir: str) -> None:
         after = f"{results['eval_loss']:.4f}{' after' if on_start else ''}"
         perplexity = f" (perplexity {results['perplexity']:.1f})" if "perplexity" in results else ""
         evaluation = f", evaluation loss {on_start}{after}{perplexity}"
+    evaluation += describe_metrics(results)
     gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
     if "eval_loss" in results:
         evaluation += "".join(f"\n{line}" for line in describe_datasets(results))
@@ -266,9 +297,12 @@ def print_summary(results: dict, output_dir: str) -> None:
     if "forecast" in results:
         with only_report("the comparison with the forecast"):  # of a file that anyone can change
             forecast = "".join(f"{line}\n" for line in describe_forecast(results))
+    speed = f"{results['tokens_per_second']:,.0f} tokens/s"
+    if "rows_per_second" in results:
+        speed = f"{results['rows_per_second']:,.0f} rows/s"
     seen = f", every row seen {results['times_seen']:g} times" if "times_seen" in results else ""
     print_once(
         f"{kind} on {processes}, {results['global_step']} steps{seen}: loss {results['final_loss']:.4f}{mean}{evaluation}\n"
-        f"{results['tokens_per_second']:,.0f} tokens/s, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n{forecast}"
+        f"{speed}, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n{forecast}"
         f"The model, train_results.json and loss.png are in {output_dir}"
     )

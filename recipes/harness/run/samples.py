@@ -7,6 +7,7 @@ from harness.compat.transformers import generate_on
 from harness.folder import draft_of
 from harness.messages import print_once
 from harness.run.failures import only_report
+from harness.run.parameters import base_of, config_of, generates
 
 import torch
 from transformers import PreTrainedTokenizerBase, Trainer
@@ -15,9 +16,8 @@ from transformers import PreTrainedTokenizerBase, Trainer
 def why_no_text(trainer: Trainer) -> str:
     """Why a trainer's model is not asked to continue texts, "" if it is: a classifier has none, nor has a reward model."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if not model.can_generate():
-        base = model.get_base_model() if hasattr(model, "peft_config") else model
-        return f"{type(base).__name__} does not generate text"
+    if not generates(model):
+        return f"{type(base_of(model)).__name__} does not generate text"
     return "" if trainer.processing_class else "the trainer has no tokenizer"
 
 
@@ -36,8 +36,10 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> No
     if reason:
         print_once(f"No samples: {reason}.")
         return
-    prompts = [_prompt_of(row) for row in rows]
-    model, tokenizer, width = trainer.model, trainer.processing_class, max(map(len, prompts))
+    model, tokenizer = trainer.model, trainer.processing_class
+    has_encoder = config_of(trainer.accelerator.unwrap_model(model)).is_encoder_decoder
+    prompts = [list(row["input_ids"]) if has_encoder else _prompt_of(row) for row in rows]
+    width = max(map(len, prompts))
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, which a model with a vision part has
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     padding = [width - len(prompt) for prompt in prompts]
@@ -63,7 +65,8 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> No
         return
     with only_report("samples.txt"):  # the other processes no longer wait for this one
         texts = []
-        for prompt, tokens in zip(prompts, generated[:, width:].tolist(), strict=True):
+        for prompt, tokens in zip(prompts, generated[:, 0 if has_encoder else width :].tolist(), strict=True):
+            tokens = tokens[1:] if has_encoder else tokens  # the first one starts the decoder
             texts.append(f"> {tokenizer.decode(prompt)}\n{_decode_answer(tokens, model, tokenizer)}\n")
         note = "; random weights write nonsense" if is_rehearsal else ""
         print_once(f"\nSamples, prompted with evaluation rows (samples.txt{note}):\n\n" + "\n".join(texts))

@@ -10,12 +10,15 @@ from typing import Any
 from harness.folder import RESULTS, RUN, draft_of, read_json, remove_link, sync
 from harness.model.quantized import read_source
 from harness.model.weight_files import dtype_of_weights
+from harness.run.parameters import config_of, generates
 
 import torch
+from huggingface_hub import save_torch_state_dict
+from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, Trainer
+from transformers import AutoConfig, PreTrainedConfig, Trainer
 
 RESULTS_IN_CARD = ("global_step", "epoch", "tokens", "world_size", "global_batch_size", "final_loss", "train_loss")
 ROWS_IN_CARD = ("rows", "skipped_rows", "held_out", "trained_rows", "used_rows", "rows_read")
@@ -32,16 +35,19 @@ def set_base_revision(trainer: Trainer) -> None:
         settings.revision = source.get("revision") or options.get("revision") or settings.revision
 
 
-def load_original_config(trainer: Trainer) -> PreTrainedConfig:
-    """The config of the model that the run starts from. A recipe can make a model itself: its config is that of the model."""
-    args, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+def load_original_config(trainer: Trainer) -> PreTrainedConfig | None:
+    """The config of the model that the run starts from.
+
+    A recipe can make a model itself: its config is that of the model, None for a module that is none of transformers.
+    """
+    args, config = trainer.args, config_of(trainer.accelerator.unwrap_model(trainer.model))
     revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision", "main")
-    if model.config.name_or_path:
+    if config is not None and config.name_or_path:
         with contextlib.suppress(OSError):
-            config = AutoConfig.from_pretrained(model.config.name_or_path, revision=revision)
-            config.dtype = config.dtype or dtype_of_weights(model.config.name_or_path, revision)
-            return config
-    return copy.deepcopy(model.config)
+            original = AutoConfig.from_pretrained(config.name_or_path, revision=revision)
+            original.dtype = original.dtype or dtype_of_weights(config.name_or_path, revision)
+            return original
+    return copy.deepcopy(config)
 
 
 def restore_config(model: torch.nn.Module, original: PreTrainedConfig) -> None:
@@ -56,8 +62,10 @@ def restore_config(model: torch.nn.Module, original: PreTrainedConfig) -> None:
         model.config.get_text_config().output_router_logits = before.output_router_logits
 
 
-def save_model(trainer: Trainer, original: PreTrainedConfig) -> None:
+def save_model(trainer: Trainer, original: PreTrainedConfig | None) -> None:
     """Writes the model (or adapter) and the tokenizer, in the dtype of the original. Collective; the first process writes.
+
+    `original`: None for a module that is none of transformers; its weights are written as they are.
 
     The files are written into a draft folder and moved from there, so that each is complete or missing.
     """
@@ -66,10 +74,11 @@ def save_model(trainer: Trainer, original: PreTrainedConfig) -> None:
     for module in trainer.model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # after an evaluation, weights can still be unsharded and rounded to the compute dtype
-    state = full_state_dict(model, original.dtype or torch.float32)
-    restore_config(model, original)
+    state = full_state_dict(model, None if original is None else original.dtype or torch.float32)
+    if original is not None:
+        restore_config(model, original)
     if trainer.is_world_process_zero():
-        is_adapter = not isinstance(model, PreTrainedModel)
+        is_adapter = isinstance(model, PeftModel)
         remove_link(draft)
         shutil.rmtree(draft, ignore_errors=True)
         if is_adapter:
@@ -77,8 +86,12 @@ def save_model(trainer: Trainer, original: PreTrainedConfig) -> None:
             settings = model.peft_config["default"]
             source = read_source(settings.base_model_name_or_path)
             settings.base_model_name_or_path = source.get("model", settings.base_model_name_or_path)
-        model.save_pretrained(draft, state_dict=state)
-        if not is_adapter:
+        if is_adapter or original is not None:
+            model.save_pretrained(draft, state_dict=state)
+        else:
+            draft.mkdir()
+            save_torch_state_dict(state, draft)
+        if not is_adapter and original is not None:
             model.config.dtype = original.dtype  # in training the weights are float32
             model.config.save_pretrained(draft)
         if trainer.processing_class:
@@ -101,15 +114,20 @@ def move_files(draft: Path, output_dir: Path) -> None:
     shutil.rmtree(draft)
 
 
-def full_state_dict(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """All weights in `dtype` on the CPU of the first process; of an adapter only the trained ones: the base is not gathered."""
-    if not isinstance(model, PreTrainedModel):
+def full_state_dict(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """All weights in `dtype` on the CPU of the first process; of an adapter only the trained ones: the base is not gathered.
+
+    `dtype`: None for the dtypes that the weights have.
+    """
+    if isinstance(model, PeftModel):
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         return {name: (w.full_tensor() if isinstance(w, DTensor) else w).detach().cpu() for name, w in trained.items()}
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return {
-        name: weight.to(dtype) if weight.is_floating_point() else weight for name, weight in state.items() if name not in tied
+        name: weight.to(dtype) if dtype and weight.is_floating_point() else weight
+        for name, weight in state.items()
+        if name not in tied
     }
 
 
@@ -117,7 +135,7 @@ def write_model_card(trainer: Trainer) -> None:
     """Writes the model card, once there are results. The first process writes."""
     if trainer.is_world_process_zero():
         output_dir, model = Path(trainer.args.output_dir), trainer.accelerator.unwrap_model(trainer.model)
-        card = model_card(read_json(output_dir / RESULTS), not isinstance(model, PreTrainedModel), model.can_generate())
+        card = model_card(read_json(output_dir / RESULTS), isinstance(model, PeftModel), generates(model))
         with draft_of(output_dir / "README.md") as draft:
             draft.write_text(card, "utf-8")
 
@@ -128,15 +146,20 @@ def model_card(run: dict, is_adapter: bool, generates: bool) -> str:
     `run`: the content of train_results.json.
     """
     links = {"base_model": [run["model"]], "datasets": run.get("datasets", [run["dataset"]])}
-    # Hub IDs only: a rehearsal's model and dataset are tiny ones, and a local path means nothing to others.
-    links = {key: [name for name in names if not run["tiny"] and not Path(name).exists()] for key, names in links.items()}
+    # Hub IDs only: a rehearsal's model and dataset are tiny ones, and a local path means nothing to others. A recipe can have
+    # a model and rows of its own, without names.
+    links = {
+        key: [name for name in names if name and not run["tiny"] and not Path(name).exists()] for key, names in links.items()
+    }
     header = "".join(f"{key}: [{', '.join(names)}]\n" for key, names in links.items() if names)
-    kind = "An adapter" if is_adapter else "A fine-tune"
+    kind = "An adapter" if is_adapter else "A fine-tune" if run["model"] else "A model"
+    of_model = f" of {run['model']}" if run["model"] else ""
+    on_data = f" on {run['dataset']}" if run["dataset"] else ""
     task = "pipeline_tag: text-generation\n" if generates else ""
     rehearsal = "\n\nThis is a rehearsal with a tiny model and dataset: the model knows nothing." if run["tiny"] else ""
     return (
         f"---\n{header}library_name: {'peft' if is_adapter else 'transformers'}\n{task}---\n\n"
-        f"{kind} of {run['model']} on {run['dataset']} with the recipe `{run['recipe']}` "
+        f"{kind}{of_model}, trained{on_data} with the recipe `{run['recipe']}` "
         f"({run['config'] or 'no config'}).{rehearsal}\n{''.join(sections_of_card(run))}"
     )
 

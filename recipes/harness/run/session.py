@@ -5,19 +5,19 @@ import os
 from pathlib import Path
 
 from harness import folder
+from harness.compat.transformers import transformer_layers
 from harness.data.streams import fill_last_step, repeat_stream
 from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
 from harness.run.agreement import make_cpu_group, make_group_for_failures
-from harness.run.batches import AgreedReader
 from harness.run.checkpoints import check_adapter, find_checkpoint, print_changed_rows
 from harness.run.disk import check_disk_space
 from harness.run.evaluation import MeanEvaluation, check_metric_is_computed, evaluate, print_best_checkpoint
-from harness.run.expectations import save_expectations
+from harness.run.expectations import save_expectations, why_no_expectations
 from harness.run.failures import exit_for_known_failure, only_report, only_report_if_all
 from harness.run.loss_scale import set_loss_scale
 from harness.run.mirror import Mirror
-from harness.run.parameters import count_parameters, describe_training, modules_with_adapter
+from harness.run.parameters import base_of, config_of, count_parameters, describe_training, modules_with_adapter
 from harness.run.profile import Profile
 from harness.run.progress import replace_progress_bar
 from harness.run.publishing import SAME_COMMAND, publish
@@ -30,7 +30,9 @@ from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient
 from harness.run.stopping import LastStepReached, MissedEvaluation, StopAfterSignal, StopAtLastStep, StopOnNan
 from harness.run.trainer import RunTrainer, add_parts
 
+import torch
 from datasets import Dataset, IterableDataset
+from peft import PeftModel
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -109,9 +111,11 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     except KeyboardInterrupt:
         print_once(f"\nStopped at step {trainer.state.global_step}. {folder.resume_hint(output_dir)}")
         os._exit(130)  # other processes may never reach the end of a collective
-    if code := parts.reader.report_stop() or stop.report_stop(trainer):
+    code = parts.reader.report_stop() or stop.report_stop(trainer)
+    stop.group = parts.reader.group = None  # `Trainer.end` destroys it: what still refers to it would do so again
+    if code:
         mirror.close()
-        disconnect(trainer, stop, parts.reader)
+        trainer.end()
         raise SystemExit(code)
 
     print_best_checkpoint(trainer)
@@ -122,7 +126,10 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     folder.remove_link(output_dir / TRAINER_STATE_NAME)
     trainer.save_state()
     with only_report("what --verify compares with"):
-        if trainer.is_world_process_zero() and not why_no_text(trainer):
+        reason = why_no_expectations(trainer)
+        if reason and not why_no_text(trainer):  # which the line about the samples says
+            print_once(f"Nothing for --verify to compare with: {reason}.")
+        if not reason and trainer.is_world_process_zero():
             save_expectations(trainer, original, evaluation)
     mirror.finish()
     more = {"used": settings.used} | mirror.results()
@@ -135,8 +142,7 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
         print_summary(results, str(output_dir))
     mirror.upload_model()
     mirror.close()
-    del for_failures
-    disconnect(trainer, stop, parts.reader)
+    del for_failures  # `Trainer.end` destroys the group
     if settings.repository and not settings.tiny and trainer.is_world_process_zero():
         publish(output_dir, settings.repository, SAME_COMMAND)  # meanwhile, no other process waits for this one
     if held:
@@ -153,12 +159,29 @@ def check_trainer(trainer: Trainer) -> None:
         raise UserError(
             "model_init makes the model again after it was prepared for several processes: pass model= to the trainer"
         )
-    other = getattr(trainer, "ref_model", None)
-    if other is not None and any(weight.is_meta for weight in other.parameters()):
-        raise UserError(
-            "only the first process has the weights of ref_model: set fsdp_cpu_ram_efficient_loading: false in a copy of the "
-            "config, or pass --use_peft, which needs no second model"
-        )
+    if trainer.is_fsdp_enabled:
+        check_can_be_sharded(trainer.model)
+    others = {name: part for name, part in vars(trainer).items() if isinstance(part, torch.nn.Module)}
+    for name, other in others.items():  # such as ref_model, or the teacher of a recipe's own trainer
+        if name not in ("model", "model_wrapped") and any(weight.is_meta for weight in other.parameters()):
+            raise UserError(
+                f"only the first process has the weights of {name}: set fsdp_cpu_ram_efficient_loading: false in a copy of the "
+                "config" + (", or pass --use_peft, which needs no second model" if name == "ref_model" else "")
+            )
+
+
+def check_can_be_sharded(model: torch.nn.Module) -> None:
+    """Raises UserError for a model that accelerate could not wrap for FSDP2."""
+    name = type(base_of(model)).__name__
+    if not transformer_layers(model):
+        raise UserError(f"FSDP shards the layers that a model of transformers names, and {name} names none: use a config without")
+    if isinstance(model, PeftModel):  # `separate_untied_weights` handles what an adapter trains
+        return
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    weight = getattr(ends[0], "weight", None)
+    others = [path for path, module in model.named_modules() if getattr(module, "weight", None) is weight and module not in ends]
+    if weight is not None and others:
+        raise UserError(f"FSDP2 cannot shard {name}: {', '.join(others)} and its embeddings are one weight: use a config without")
 
 
 def prepare_trainer(trainer: Trainer) -> None:
@@ -190,11 +213,5 @@ def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
 
 def hide_tied_weight_warning(trainer: Trainer) -> None:
     """Hides transformers' warning that a checkpoint lacks `lm_head.weight` where it is tied to the embeddings."""
-    if trainer.accelerator.unwrap_model(trainer.model).config.tie_word_embeddings:
+    if getattr(config_of(trainer.accelerator.unwrap_model(trainer.model)), "tie_word_embeddings", False):
         logging.getLogger("transformers.trainer").addFilter(lambda record: "['lm_head.weight']" not in record.getMessage())
-
-
-def disconnect(trainer: Trainer, stop: StopAfterSignal, reader: AgreedReader) -> None:
-    """Destroys the process groups now; Python would do it at a moment when the other processes may have exited."""
-    stop.group = reader.group = None
-    trainer.end()

@@ -195,8 +195,13 @@ class AfterWrapping(TrainerCallback):
             gather_once_per_step(model)
         if self.config.reduce_each_batch:
             reduce_each_batch(model)
-        keep_head_gathered(model)
-        skip_frozen_embedding_in_backward(model)
+        if isinstance(model, FSDPModule):
+            head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+            is_tied = head is not None and head.weight is getattr(embedding, "weight", None)
+            if head is not None and not is_tied:
+                keep_head_gathered(model, head)
+            if not is_tied:  # tied ones are one FSDP unit
+                skip_frozen_embedding_in_backward(embedding)
         self.show_buffers()
 
 
@@ -245,15 +250,14 @@ def reduce_each_batch(model: FSDPModule) -> None:
     model.set_requires_gradient_sync = model.set_requires_all_reduce
 
 
-def keep_head_gathered(model: torch.nn.Module) -> None:
+def keep_head_gathered(model: FSDPModule, head: torch.nn.Module) -> None:
     """All-gathers an output head that is an FSDP unit of its own, before TRL's loss reads its weight without FSDP's hooks.
 
     A sharded head would be all-gathered for every micro-batch, its gradient would not be reduced, and with offload the loss would
     run on the CPU. A frozen head stays unsharded on every GPU: 2.1 GB for a 70B model. A head that is tied to the embedding, or
     trained without an adapter, is one unit with a module whose hooks run.
     """
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if not isinstance(head, FSDPModule) or head.weight is embedding.weight:
+    if not isinstance(head, FSDPModule):
         return
     if not head.weight.requires_grad:
         head.set_reshard_after_backward(False)
@@ -262,15 +266,13 @@ def keep_head_gathered(model: torch.nn.Module) -> None:
     model.register_forward_pre_hook(lambda module, inputs: head.unshard())  # does nothing if it is unsharded already
 
 
-def skip_frozen_embedding_in_backward(model: torch.nn.Module) -> None:
+def skip_frozen_embedding_in_backward(embedding: torch.nn.Module) -> None:
     """Does not all-gather a frozen input embedding in backward passes, which do not need its weight.
 
     FSDP would: for adapters, transformers makes its output require a gradient.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_trained = any(weight.requires_grad for weight in embedding.parameters())
-    is_tied = head is not None and head.weight is embedding.weight  # then both are one FSDP unit
-    if isinstance(embedding, FSDPModule) and not is_trained and not is_tied:
+    if isinstance(embedding, FSDPModule) and not is_trained:
         embedding.set_unshard_in_backward(False)
 
 

@@ -119,7 +119,8 @@ def parse_command_line(context: Context, config_class: type, recipe: dict[str, A
         }
         | values_of_config(context.config)
         | recipe
-        | (tiny.VALUES if context.tiny else {})
+        # A rehearsal must not claim the folder of the run.
+        | (tiny.VALUES | {"output_dir": context.default_output_dir} if context.tiny else {})
     )
     parser.given = frozenset()  # from here on, what the file of --config sets
     *parsed, rest = _parse(parser)

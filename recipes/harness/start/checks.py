@@ -183,10 +183,10 @@ def check_flags_have_effect(
     for name in ("max_steps", "num_train_epochs"):
         if script_args.max_tokens and name in given:
             raise UserError(f"--max_tokens and --{name} set the same: pass one of them")
-    if model_args.lora_task_type != "CAUSAL_LM":
-        raise UserError(f"--lora_task_type {model_args.lora_task_type}: these recipes train causal language models only")
+    if "lora_task_type" in given:
+        raise UserError(f"--lora_task_type {model_args.lora_task_type}: the recipe says what its model is for: leave it out")
     is_quantized = model_args.load_in_4bit or model_args.load_in_8bit
-    if is_quantized and not hasattr(training_args, "model_init_kwargs"):
+    if is_quantized and not (hasattr(training_args, "model_init_kwargs") and model_args.model_name_or_path):
         raise UserError("--load_in_4bit, --load_in_8bit: this recipe loads the whole model itself: use a recipe with SFTTrainer")
     if model_args.load_in_8bit and is_sharded:
         raise UserError("--load_in_8bit: FSDP2 shards floating-point parameters only, so it is for one GPU: use --load_in_4bit")

@@ -22,6 +22,8 @@ SOURCES = {
     "trl": ["trainer/base_config.py", "trainer/sft_config.py", "trainer/model_config.py", "scripts/utils.py"],
     "harness": ["data/script_arguments.py"],
 }
+# Where other classes are that a recipe can give to `parse`, such as DPOConfig and Seq2SeqTrainingArguments.
+OTHER_CONFIGS = {"transformers": "training_args*.py", "trl": "**/*_config.py"}
 # Earlier names of flags, and their names today.
 RENAMED = {
     "evaluation_strategy": "eval_strategy",
@@ -44,6 +46,12 @@ INSTEAD = {
     "resume": "the same command resumes from the newest checkpoint in --output_dir: leave it out",
     "tokenizer": "pass processing_class= to the trainer in the recipe",
 }
+PAGES = {
+    "SFTConfig": "https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig",
+    "DPOConfig": "https://huggingface.co/docs/trl/dpo_trainer#trl.DPOConfig",
+    "RewardConfig": "https://huggingface.co/docs/trl/reward_trainer#trl.RewardConfig",
+    "TrainingArguments": "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments",
+}
 NOT_FLAGS = ("dataset_formats",)  # arguments of `parse` itself
 OF_CONFIG = ("deepspeed", "fsdp", "fsdp_config")  # flags for what the Accelerate config says here
 COMMANDS = ("tiny", "plan", "preview", "prepare", "debug")  # of launch.sh, which come before the recipe
@@ -62,14 +70,35 @@ def known_flags(recipe: Path) -> set[str]:
             raise UserError(f"{package} is not installed: {sys.executable} -m pip install -r requirements.txt")
         files += [Path(spec.submodule_search_locations[0], name) for name in names]
     _check_source(recipe)
+    files += files_of_imports(recipe)
     fields = {"config", "help"}
     for file in files:
         for node in ast.walk(ast.parse(file.read_text("utf-8"))):
             if isinstance(node, ast.ClassDef):
-                fields_of_class = [field for field in node.body if isinstance(field, ast.AnnAssign)]
-                annotated = [field.target for field in fields_of_class if "init=False" not in ast.unparse(field)]
-                fields |= {target.id for target in annotated if isinstance(target, ast.Name)}
+                fields |= fields_of_class(node).keys()
     return fields
+
+
+def files_of_imports(recipe: Path) -> list[Path]:
+    """The files with classes of arguments that a recipe imports: of transformers and TRL, and modules next to the recipe."""
+    tree, files = ast.parse(recipe.read_text("utf-8")), []
+    words = {alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    words |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for package, pattern in OTHER_CONFIGS.items():
+        spec = importlib.util.find_spec(package)  # --help needs no environment
+        for file in Path(spec.submodule_search_locations[0]).glob(pattern) if spec else ():
+            if words & set(re.findall(r"^class (\w+)", file.read_text("utf-8"), re.MULTILINE)):
+                files.append(file)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (file := recipe.parent / f"{node.module}.py").is_file():
+            files.append(file)
+    return files
+
+
+def fields_of_class(node: ast.ClassDef) -> dict[str, ast.AnnAssign]:
+    """The fields of a dataclass that become flags, by name."""
+    fields = [field for field in node.body if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)]
+    return {field.target.id: field for field in fields if "init=False" not in ast.unparse(field)}
 
 
 def _check_source(recipe: Path) -> None:
@@ -161,9 +190,13 @@ def _parse_one(name: str, words: list[str], default: str) -> tuple[str, list[str
 
 def recipe_values(recipe: Path, name: str) -> list[ast.expr]:
     """What a recipe passes to `parse` for an argument."""
-    calls = [node for node in ast.walk(ast.parse(recipe.read_text("utf-8"))) if isinstance(node, ast.Call)]
-    keywords = [keyword for call in calls if getattr(call.func, "id", "") == "parse" for keyword in call.keywords]
-    return [keyword.value for keyword in keywords if keyword.arg == name]
+    calls = calls_of_parse(ast.parse(recipe.read_text("utf-8")))
+    return [keyword.value for call in calls for keyword in call.keywords if keyword.arg == name]
+
+
+def calls_of_parse(tree: ast.Module) -> list[ast.Call]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if ast.unparse(call.func) in ("parse", "harness.parse")]
 
 
 def help_text(recipe: Path) -> str:
@@ -171,27 +204,54 @@ def help_text(recipe: Path) -> str:
     _check_source(recipe)
     source = recipe.read_text("utf-8")
     tree = ast.parse(source)
-    lines = []
-    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "parse"):
+    lines, sets, config_class = [], set(), "SFTConfig"
+    for call in calls_of_parse(tree):
+        sets |= {keyword.arg for keyword in call.keywords}
+        config_class = ast.unparse(call.args[0]) if call.args else config_class
         text = ast.get_source_segment(source, call).splitlines()
-        values = {keyword.lineno - call.lineno: keyword for keyword in call.keywords if keyword.arg not in NOT_FLAGS}
+        shown = [keyword for keyword in call.keywords if keyword.arg and keyword.arg not in NOT_FLAGS]  # not **values
         for number, line in enumerate(text):
-            if number in values:
-                flag = _as_flag(values[number])
+            of_line = [_as_flag(keyword) for keyword in shown if keyword.lineno - call.lineno == number]
+            if of_line:
                 comment = re.search(r"  (# .*)", line)
-                lines.append(f"    {flag:<52} {comment[1] if comment else ''}".rstrip())
+                lines += [f"    {flag}" for flag in of_line[:-1]]
+                lines.append(f"    {of_line[-1]:<52} {comment[1] if comment else ''}".rstrip())
             elif line.strip().startswith("# "):
                 lines += ["", f"    {line.strip()}"]
     settings = "\n".join(lines).strip("\n")
     # The docstring of a copied recipe still names the original in its commands.
     command = r"(launch\.sh (?:--(?:tiny|plan|preview|prepare|test) )?)\w+(?![\w./])"
-    docstring = re.sub(command, rf"\g<1>{recipe.stem}", ast.get_docstring(tree) or "")
+    docstring = re.sub(command, rf"\g<1>{recipe.stem}", ast.get_docstring(tree) or f"{recipe.name} has no docstring.")
+    own = "\n".join(own_flags(recipe, sets))
     return (
         f"{docstring}\n\nWhat the recipe sets, as flags with which you can change it:\n\n{settings}\n\n"
-        "Every other field of SFTConfig (or TrainingArguments), of TRL's ModelConfig and ScriptArguments is a flag too:\n"
-        "    https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig\n"
+        + (f"Flags of this recipe's own:\n\n{own}\n\n" if own else "")
+        + f"Every other field of {config_class.rpartition('.')[2]}, of TRL's ModelConfig and ScriptArguments is a flag too:\n"
+        f"    {PAGES.get(config_class.rpartition('.')[2], PAGES['TrainingArguments'])}\n"
         "    https://huggingface.co/docs/trl/script_utils\n"
     )
+
+
+def own_flags(recipe: Path, sets: set[str]) -> list[str]:
+    """A line for each flag that a class in the recipe or next to it adds, with its default and its help; not those in `sets`."""
+    lines = []
+    for file in (recipe, *(file for file in files_of_imports(recipe) if file.parent == recipe.parent)):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            is_dataclass = isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(one) for one in node.decorator_list)
+            for name, field in fields_of_class(node).items() if is_dataclass else ():
+                if name in sets:
+                    continue
+                arguments = {key.arg: key.value for key in getattr(field.value, "keywords", [])}
+                default = arguments.get("default", field.value)
+                flag = f"--{name} {ast.unparse(field.annotation)}"
+                if isinstance(default, ast.Constant):
+                    flag = _as_flag(ast.keyword(name, default))
+                metadata = arguments.get("metadata")
+                pairs = zip(metadata.keys, metadata.values, strict=True) if isinstance(metadata, ast.Dict) else ()
+                texts = [value.value for key, value in pairs if ast.unparse(key) == "'help'" and isinstance(value, ast.Constant)]
+                comment = f"# {texts[0]}" if texts else ""
+                lines.append(f"    {flag:<52} {comment}".rstrip())
+    return lines
 
 
 def _as_flag(keyword: ast.keyword) -> str:

@@ -17,7 +17,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **rec
     """Turns the values of a recipe and the command line into the three argument objects of TRL's scripts.
 
     Args:
-        config_class: `trl.SFTConfig`, `transformers.TrainingArguments` or a subclass.
+        config_class: `trl.SFTConfig`, `transformers.TrainingArguments` or a subclass; see `harness.parse`.
         dataset_formats: the formats of rows that the recipe can train on, its first choice first: "text", "messages",
             "prompt_completion", "instruction" (see `harness/data/formats.py`). Empty: rows stay as they are.
         **recipe: the values of the recipe, by the names of the arguments.

@@ -59,7 +59,7 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
         reading.print_how_files_are_read(source.name, source.config, source.text_rows)
     display_name = model_args.model_name_or_path
     if context.tiny:  # in copies: `replace_model_and_dataset` comes later
-        if tiny.family_of(display_name) is None:
+        if display_name and tiny.family_of(display_name) is None:
             check_model_exists(display_name, model_args.model_revision)
             check_architecture(training_args, model_args, display_name)
         tiny.make_replacements(script_args, model_args)
@@ -68,9 +68,13 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
     else:
         if HF_HUB_OFFLINE:
             print_once("The Hub is not reachable, or HF_HUB_OFFLINE is set: using the files on this machine.")
-        check_model(training_args, model_args, with_weights=with_weights)
-        if context.is_training_run:
-            check_quantization(training_args, model_args, context.is_sharded)
+        if display_name:
+            check_model(training_args, model_args, with_weights=with_weights)
+            if context.is_training_run:
+                check_quantization(training_args, model_args, context.is_sharded)
+    if not display_name:  # the recipe makes its model itself
+        check_dataset(script_args.data)
+        return
     if training_args.use_liger_kernel and not context.on_cpu:
         check_model_of_liger(model_args.model_name_or_path, model_args.model_revision)
     check_module_names(model_args, context.config, display_name)
@@ -117,7 +121,8 @@ def prepare_data(context: Context, arguments: Arguments) -> None:
     install_training_template(chat_templates.training_template)
     pack_streams_in_batches(documents_per_batch)
     prepare_rows_in_two_steps(functools.partial(finish_rows, context.tokenized, context.is_training_run))
-    script_args.data = chat_templates.fit_template(script_args.data, training_args, model_args, script_args.given)
+    if model_args.model_name_or_path:
+        script_args.data = chat_templates.fit_template(script_args.data, training_args, model_args, script_args.given)
     if training_args.process_index or training_args.disable_tqdm:  # one process shows progress
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()

@@ -1,6 +1,7 @@
 """The contexts of a run: `Check` in one process before it starts, `Train` in each of its processes."""
 
 import argparse
+import atexit
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ from typing import Any
 
 from harness import configs, contexts, folder
 from harness.compat.accelerate import allow_fsdp_on_cpu
+from harness.compat.datasets import map_in_one_process
 from harness.contexts import CheckedRun, Context, RecipeStopped
 from harness.data import reading
 from harness.messages import NODE_VARIABLE, UserError, print_once
@@ -38,7 +40,7 @@ from harness.start.record import record_start, settings_of, values_of
 
 import torch
 from datasets import Dataset
-from transformers import Trainer
+from transformers import Trainer, set_seed
 from trl.data_utils import is_conversational
 
 CONVERSATIONS = 16  # for evaluation, that a run keeps for --verify
@@ -105,7 +107,9 @@ class Train(RunContext):
         if not self.is_checked and training_args.world_size > 1:
             wait_for_first_process()
         prepare_process(self, arguments, folder.date_of(folder.read_json(Path(training_args.output_dir, folder.RUN))))
+        set_seed(training_args.seed)  # before a recipe makes a model: all processes make the same
         if training_args.world_size > 1:
+            map_in_one_process()
             check_all_reduce(training_args.device)
         data = script_args.data
         self.settings = RunSettings(
@@ -138,6 +142,8 @@ class Train(RunContext):
         except Exception:
             self.has_trained = trainer.state.global_step > 0
             raise
+        # Not earlier: what a recipe does after `train` can need the other processes. And not later, when they may have exited.
+        atexit.register(trainer.end)
 
 
 def start_without_launcher() -> Train:
@@ -254,9 +260,10 @@ def print_differences(context: Context, arguments: Arguments) -> None:
         tiny.print_notice(*arguments)
         if script_args.repository:
             print_once("A rehearsal uploads nothing: --push_to_hub is for the run.")
-    else:
+    elif model_args.model_name_or_path:
         check_host_memory(model_args, context.config, context)
-    print_attention(training_args, model_args, context)
+    if model_args.model_name_or_path:
+        print_attention(training_args, model_args, context)
 
 
 def identity_of_run(context: Context, arguments: Arguments) -> dict[str, Any]:

@@ -1,0 +1,38 @@
+"""Changes to datasets."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from harness.compat.guards import changes
+
+
+@changes("datasets:Dataset.map")
+def map_in_one_process() -> None:
+    """Makes `Dataset.map` do the same work in one process at a time: the first computes, the others wait and read its cache.
+
+    All processes of a run call it in the same lines of a recipe. They find no cache yet, so each would compute everything. A
+    barrier before the others, `main_process_first`, would have to be in every recipe, and hangs where only one process maps.
+    Upstream: no issue found.
+    Checked with: datasets 5.2.0.
+    Remove when: `map` locks the file that it writes.
+    """
+    from datasets import Dataset
+    from datasets.fingerprint import Hasher, generate_fingerprint
+    from filelock import FileLock
+
+    before = Dataset.map
+
+    @functools.wraps(before)
+    def map_once(self: Dataset, *args: Any, **options: Any) -> Dataset:
+        files = self.cache_files
+        if not files or options.get("keep_in_memory") or options.get("load_from_cache_file") is False:
+            return before(self, *args, **options)
+        try:
+            key = Hasher.hash([generate_fingerprint(self), args, sorted(options.items())])
+        except Exception:  # what cannot be pickled has no place in the cache
+            return before(self, *args, **options)
+        with FileLock(Path(files[0]["filename"]).with_name(f"map-{key}.lock"), is_singleton=True):
+            return before(self, *args, **options)
+
+    Dataset.map = map_once

@@ -1,0 +1,155 @@
+"""Recipes of other kinds than the shipped ones go through the same life: rehearsal, kill, resume, sharding, save, report."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import harness
+from harness.commands import report
+from harness.start import flags
+
+import pytest
+from conftest import ROOT, losses, read
+from peft import AutoPeftModelForSequenceClassification
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+
+OWN = Path(__file__).parent / "own"
+SHORT = ["--max_steps", "4", "--save_steps", "2", "--eval_steps", "4", "--logging_steps", "1", "--max_eval_samples", "4"]
+# Of each recipe: flags, the class that loads its model, its metrics, and why it has no samples, "" if it has.
+KINDS = {
+    "module": ([], None, ["small_accuracy", "large_accuracy"], "Network does not generate text"),
+    "translate": ([], AutoModelForSeq2SeqLM, [], ""),
+    "preferences": ([], AutoModelForCausalLM, ["rewards/accuracies", "rewards/margins"], "the rows have no column input_ids"),
+    "reward": (["--use_peft"], AutoPeftModelForSequenceClassification, ["accuracy"], "does not generate text"),
+}
+
+
+@pytest.fixture(scope="session")
+def rows(shared):
+    path = shared / "sentences.jsonl"
+    texts = [f"The number {number} comes before {number + 1}, and after {number - 1}" for number in range(24)]
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return path
+
+
+@pytest.fixture
+def rehearse_own(rehearse, rows):
+    def call(recipe, config="1x3090", *more, **variables):
+        data = [] if recipe in ("module", "handmade") else ["--dataset_name", rows]
+        flags_of_kind = KINDS[recipe][0] if recipe in KINDS else []
+        return rehearse(OWN / f"{recipe}.py", config, *data, *flags_of_kind, *SHORT, *more, **variables)
+
+    return call
+
+
+@pytest.mark.parametrize("recipe", KINDS)
+def test_trains_saves_and_resumes(rehearse_own, fork_launch, workdir, rows, tmp_path, recipe, monkeypatch, capsys):
+    _, model_class, metrics, why_no_samples = KINDS[recipe]
+    run = rehearse_own(recipe)
+    results = read(run)
+    assert results["global_step"] == 4 and (run / "loss.png").is_file() and (run / "README.md").is_file()
+    assert all(f"eval_{name}" in results for name in metrics), results
+    assert (run / "samples.txt").exists() == (not why_no_samples) and not (run / "expected.json").exists()
+    assert "perplexity" not in results
+    assert ("rows_per_second" in results) == (recipe == "module")
+    if model_class is None:
+        assert {"layers.0.weight", "layers.2.bias"} <= load_file(run / "model.safetensors").keys()
+    else:
+        model_class.from_pretrained(run, **({"num_labels": 1} if recipe == "reward" else {}))
+
+    killed = tmp_path / "killed"  # after the checkpoint of step 2
+    shutil.copytree(run, killed)
+    for name in ("train_results.json", "checkpoint-4", "model.safetensors", "adapter_model.safetensors", "README.md"):
+        path = killed / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    data = [] if recipe == "module" else ["--dataset_name", rows]
+    command = ["--tiny", OWN / f"{recipe}.py", "1x3090", "--output_dir", killed, *data, *KINDS[recipe][0], *SHORT]
+    process = fork_launch(*command, cwd=workdir)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert f"Resuming from {killed}/checkpoint-2" in process.stdout
+    assert process.stdout.count(why_no_samples or "No samples") == bool(why_no_samples)
+    assert all(f"{name} " in line for line in process.stdout.splitlines() if "evaluation loss" in line for name in metrics[2:])
+    name = "adapter_model.safetensors" if "--use_peft" in KINDS[recipe][0] else "model.safetensors"
+    before, after = load_file(run / name), load_file(killed / name)
+    assert losses(run) == losses(killed) and all(before[key].equal(after[key]) for key in before)
+
+    monkeypatch.chdir(tmp_path)
+    report.main(str(run), str(killed))
+    table = capsys.readouterr().out
+    assert all(name in table for name in metrics) and (tmp_path / "report.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"), [("module", "Network names none"), ("translate", "encoder.embed_tokens, decoder.embed_tokens and its")]
+)
+def test_models_that_fsdp_cannot_shard(fork_launch, workdir, rows, tmp_path, recipe, message):
+    data = [] if recipe == "module" else ["--dataset_name", rows]
+    process = fork_launch("--tiny", OWN / f"{recipe}.py", "1x3090_offload", *data, "--output_dir", tmp_path / "run", cwd=workdir)
+    assert process.returncode == 2 and process.stderr.count("error: ") == 1 and message in process.stderr, process.stderr
+
+
+@pytest.mark.parametrize("recipe", ["preferences", "reward"])
+def test_sharded_equals_unsharded(rehearse_own, recipe):
+    """Also the loss, which transformers would multiply by the number of processes."""
+    one, two = rehearse_own(recipe), rehearse_own(recipe, "4gpu_full_shard", "--gradient_accumulation_steps", "1")
+    assert read(two)["fsdp_enabled"] and read(two)["world_size"] == 2
+    if recipe == "reward":  # it evaluates after `train`
+        assert read(two, "after_results.json")["eval_loss"] == pytest.approx(read(two)["eval_loss"], rel=1e-3)
+    for (loss, _), (of_two, _) in zip(losses(one).values(), losses(two).values(), strict=True):
+        assert of_two == pytest.approx(loss, rel=0.02)
+
+
+def test_preview_says_what_it_cannot_show(fork_launch, workdir, rows):
+    for recipe, reason in (("module", "Network is not"), ("translate", "T5ForConditionalGeneration is not"), ("reward", "")):
+        data = [] if recipe == "module" else ["--dataset_name", rows]
+        process = fork_launch("--preview", "--tiny", OWN / f"{recipe}.py", *data, cwd=workdir)
+        assert process.returncode == 0, process.stdout + process.stderr
+        assert process.stdout.count("--- a row as the trainer gets it") == 2 and "not shown: " in process.stdout
+        assert reason in process.stdout
+
+
+def test_model_without_a_name_can_be_recovered(rehearse_own, fork_launch, workdir, tmp_path):
+    """From a sharded checkpoint, which has no other copy of its config, and is the only thing that a killed run has."""
+    run = rehearse_own("handmade", "1x3090_offload")
+    process = fork_launch("--merge", run / "checkpoint-4", tmp_path / "merged", cwd=workdir)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert "Qwen2ForSequenceClassification.from_pretrained" in process.stdout
+    saved, merged = (AutoModelForSequenceClassification.from_pretrained(path).state_dict() for path in (run, tmp_path / "merged"))
+    assert saved.keys() == merged.keys() and all(saved[name].equal(merged[name]) for name in saved)
+
+
+def test_recipe_of_the_page(fork_launch, workdir, tmp_path):
+    """As docs/your-recipe.md says: own rows, metric, callback and flag. A run that the callback has stopped is finished."""
+    page = (ROOT / "docs/your-recipe.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    recipe, data, run = tmp_path / "mine.py", tmp_path / "reviews.jsonl", tmp_path / "run"
+    recipe.write_text(source)
+    texts = [f"Number {number} is {'good' if number % 2 else 'bad'}" for number in range(40)]
+    data.write_text("\n".join(json.dumps({"text": text, "label": number % 2}) for number, text in enumerate([*texts, " "])))
+    flags_of_run = ["--dataset_name", data, "--output_dir", run, "--max_steps", "6", "--eval_steps", "2", "--good_enough", "0.1"]
+    command = ["--tiny", recipe, "1x3090", *flags_of_run]
+    process = fork_launch(*command, cwd=workdir)
+    assert process.returncode == 0, process.stdout + process.stderr
+    results = read(run)
+    assert results["global_step"] == 2 and results["eval_accuracy"] >= 0.1 and "eval_accuracy_on_start" in results
+    assert read(run, "data.json")["skipped"], "keep drops the empty row"
+    again = fork_launch(*command, cwd=workdir)
+    assert again.returncode == 0 and "is finished: 2 steps" in again.stdout and "Training " not in again.stdout
+    assert "# Stop at this accuracy." in flags.help_text(recipe)
+
+
+def test_help_of_parse_says_what_the_page_says():
+    assert all(name in harness.parse.__doc__ for name in ("config_class", "dataset_formats", "docs/your-recipe.md"))
+    assert "keep" in harness.load.__doc__ and "any class" in harness.train.__doc__
+
+
+@pytest.mark.parametrize("recipe", KINDS)
+def test_help(recipe):
+    text = flags.help_text(OWN / f"{recipe}.py")
+    if recipe == "module":
+        assert text.startswith("module.py has no docstring.") and "--output_dir outputs/mine" in text
+        assert "    --width 8" in text and "# Units of the hidden layer." in text and "field of Arguments" in text
+    known = flags.known_flags(OWN / f"{recipe}.py")
+    assert known >= {"module": {"width"}, "translate": {"predict_with_generate"}, "preferences": {"beta"}}.get(recipe, set())

@@ -85,6 +85,7 @@ list() {
     for file in "$here/$1/$name".{py,yaml}; do
       [[ -f $file ]] || continue
       IFS= read -r line <"$file" || true
+      [[ $line == '"""'* || $line == '#'* ]] || line='(no docstring)'
       line=${line#\"\"\"} line=${line#\# } line=${line%\"\"\"}
       printf '  %-20s %s\n' "$name" "$line"
     done

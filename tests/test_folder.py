@@ -328,6 +328,9 @@ def test_run_is_finished_when_it_has_trained_as_far_as_is_asked_for(tmp_path):
     folder.write_json(tmp_path / "train_results.json", {"global_step": 10, "epoch": 1.0, "final_loss": 2.5})
     assert folder.finished_results(tmp_path, 10, 3.0) and not folder.finished_results(tmp_path, 11, 3.0)
     assert folder.finished_results(tmp_path, -1, 1.0) and not folder.finished_results(tmp_path, -1, 2.0)
+    stopped = {"global_step": 10, "epoch": 1.0, "final_loss": 2.5, "stopped_early_of": [20, 3.0]}  # by a callback
+    folder.write_json(tmp_path / "train_results.json", stopped)
+    assert folder.finished_results(tmp_path, 20, 3.0) and not folder.finished_results(tmp_path, 30, 3.0)
 
 
 def test_finished_run_exits(tmp_path, capsys, error_of):

@@ -21,7 +21,7 @@ from conftest import ROOT, losses, read, slow
 from peft import LoraConfig
 from rehearsals import SHORT, fewer_processes
 from safetensors.torch import load_file
-from trl import SFTTrainer
+from trl import DPOTrainer, SFTTrainer
 
 RECIPE = "qwen2_fineweb_edu"
 
@@ -404,6 +404,8 @@ def test_best_metric_that_no_evaluation_computes(build_trainer, error_of):
     trainer.compute_metrics = dict  # a recipe with its own metrics
     check_metric_is_computed(trainer)
     trainer.compute_metrics = None
+    trainer.__class__ = DPOTrainer  # which computes rewards/accuracies and others
+    check_metric_is_computed(trainer)
     trainer.__class__ = type("OwnTrainer", (type(trainer),), {})  # a recipe with a trainer of its own
     check_metric_is_computed(trainer)
 

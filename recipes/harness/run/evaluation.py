@@ -58,8 +58,9 @@ def print_best_checkpoint(trainer: Trainer) -> None:
 def check_metric_is_computed(trainer: Trainer) -> None:
     """Raises UserError if no evaluation computes `metric_for_best_model`: transformers would only notice when it saves."""
     name = (trainer.args.metric_for_best_model or "").removeprefix("eval_")
-    is_own_class = type(trainer).__module__.split(".")[0] not in ("transformers", "trl")  # which may compute other metrics
-    if not name or trainer.compute_metrics or is_own_class or trainer.args.eval_strategy == "no":
+    modules = ("transformers.trainer", "transformers.trainer_seq2seq", "trl.trainer.sft_trainer")
+    computes_others = type(trainer).__module__ not in modules  # such as DPOTrainer's rewards/accuracies
+    if not name or trainer.compute_metrics or computes_others or trainer.args.eval_strategy == "no":
         return
     labels = [f"{label}_" for label in trainer.eval_dataset] if isinstance(trainer.eval_dataset, dict) else []
     metrics = ("loss", "runtime", "samples_per_second", "steps_per_second")

@@ -14,11 +14,12 @@ from harness.patterns import problem_of_pattern
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import SCALER_NAME, DynamoBackend
+from accelerate.utils import SCALER_NAME, DynamoBackend, convert_to_fp32
 from peft import PeftModel
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from trl import SFTTrainer
 
 SHARDED_8BIT = ("adamw_8bit", "adamw_bnb_8bit")  # values of --optim that FSDP can shard, of those of bitsandbytes
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
@@ -179,6 +180,10 @@ class AfterWrapping(TrainerCallback):
 
     def __init__(self, trainer: Trainer, config: AccelerateConfig, processes: int, show_buffers: Callable[[], None]) -> None:
         self.accelerator, self.config, self.processes, self.show_buffers = trainer.accelerator, config, processes, show_buffers
+        self.has_own_loss = computes_loss_of_outputs(trainer)
+        for other in vars(trainer).values():  # such as a reference model, which is wrapped when the trainer is built
+            if isinstance(other, FSDPModule):
+                return_float32(other)
 
     def on_train_begin(
         self,
@@ -196,6 +201,8 @@ class AfterWrapping(TrainerCallback):
         if self.config.reduce_each_batch:
             reduce_each_batch(model)
         if isinstance(model, FSDPModule):
+            if self.has_own_loss:
+                return_float32(model)
             head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
             is_tied = head is not None and head.weight is getattr(embedding, "weight", None)
             if head is not None and not is_tied:
@@ -203,6 +210,22 @@ class AfterWrapping(TrainerCallback):
             if not is_tied:  # tied ones are one FSDP unit
                 skip_frozen_embedding_in_backward(embedding)
         self.show_buffers()
+
+
+def computes_loss_of_outputs(trainer: Trainer) -> bool:
+    """Whether a trainer computes its loss of the model's outputs: not the model itself does, nor SFTTrainer without them."""
+    compute_loss = getattr(trainer.compute_loss, "__func__", trainer.compute_loss)
+    is_own = compute_loss not in (Trainer.compute_loss, SFTTrainer.compute_loss)
+    return is_own or trainer.compute_loss_func is not None
+
+
+def return_float32(model: FSDPModule) -> None:
+    """Makes a sharded model return float32, as accelerate makes an unsharded one under autocast.
+
+    The loss that a trainer computes of bf16 logits would be rounded to two digits, and with it the difference of the
+    log-probabilities of a model and its reference model.
+    """
+    model.register_forward_hook(lambda module, inputs, outputs: convert_to_fp32(outputs))
 
 
 def check_sharding(model: torch.nn.Module, accelerator: Accelerator, config: AccelerateConfig, processes: int) -> None:

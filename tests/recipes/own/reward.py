@@ -11,6 +11,7 @@ def main():
         model_name_or_path="Qwen/Qwen2-0.5B",
         lora_task_type="SEQ_CLS",
         lora_target_modules=["all-linear"],
+        lora_dropout=0.0,
         eval_strategy="steps",
         per_device_train_batch_size=2,
     )

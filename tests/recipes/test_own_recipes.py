@@ -21,7 +21,7 @@ SHORT = ["--max_steps", "4", "--save_steps", "2", "--eval_steps", "4", "--loggin
 KINDS = {
     "module": ([], None, ["small_accuracy", "large_accuracy"], "Network does not generate text"),
     "translate": ([], AutoModelForSeq2SeqLM, [], ""),
-    "preferences": ([], AutoModelForCausalLM, ["rewards/accuracies", "rewards/margins"], "the rows have no column input_ids"),
+    "preferences": ([], AutoModelForCausalLM, ["rewards/accuracies", "rewards/margins"], ""),
     "reward": (["--use_peft"], AutoPeftModelForSequenceClassification, ["accuracy"], "does not generate text"),
 }
 

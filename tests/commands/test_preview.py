@@ -38,7 +38,7 @@ def test_every_recipe(preview_tiny, recipe):
         assert "chosen_ids: " in out and "batch        input_ids (" in out
         return
     trained = (
-        r"^trained +\d+,\d+ of [\d,]+ parameters \([\d.]+%\), in adapters on q_proj, " if "llama" in recipe else "^trained +all "
+        r"^trained +\d+,\d+ of [\d,]+ parameters \([\d.]+%\), in adapters on q_proj, " if "lora" in recipe else "^trained +all "
     )
     assert re.search(trained, out, re.MULTILINE)
     assert (

@@ -97,6 +97,7 @@ def test_sharded_equals_unsharded(rehearse_own, recipe):
     assert read(two)["fsdp_enabled"] and read(two)["world_size"] == 2
     if recipe == "reward":  # it evaluates after `train`
         assert read(two, "after_results.json")["eval_loss"] == pytest.approx(read(two)["eval_loss"], rel=1e-3)
+        return  # its new head is made with other random numbers
     for (loss, _), (of_two, _) in zip(losses(one).values(), losses(two).values(), strict=True):
         assert of_two == pytest.approx(loss, rel=0.02, abs=0.005)
 

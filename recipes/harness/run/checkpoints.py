@@ -113,7 +113,7 @@ class Checkpoints(TrainerCallback):
     def _save_config(self, model: torch.nn.Module, checkpoint: Path) -> None:
         """Saves what --merge needs besides the weights, which a model that a recipe has made has nowhere else."""
         config = copy.deepcopy(model.config)
-        config.dtype, config.use_cache = self.original.dtype, getattr(self.original, "use_cache", True)
+        config.dtype, config.use_cache = self.original.dtype or torch.float32, getattr(self.original, "use_cache", True)
         config.architectures = [type(model).__name__.removeprefix("FSDP")]
         config.save_pretrained(checkpoint)
         if self.trainer.processing_class:

@@ -52,6 +52,7 @@ NEEDED: Types = {
 READ: Types = NEEDED | {
     "gpu_utilization": NotRequired[list[float]],
     "gpu_memory_gb": NotRequired[list[float]],
+    "rows_per_second": NotRequired[float],
     "train_loss": NotRequired[float | None],
     "eval_loss_on_start": NotRequired[float | None],
     "eval_loss": NotRequired[float | None],

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from harness.compat.transformers import generate_on
+from harness.model import quantized
 from harness.run import samples, saving
 
 import pytest
@@ -86,7 +87,7 @@ def test_adapter_names_the_revision_of_its_base_model(build_trainer, tmp_path):
     trainer.args.model_init_kwargs = {"revision": "v2"}
     saving.set_base_revision(trainer)
     assert settings.revision == "v2"
-    (tmp_path / saving.SOURCE).write_text('{"model": "a/b", "revision": "v3"}')
+    (tmp_path / quantized.SOURCE).write_text('{"model": "a/b", "revision": "v3"}')
     settings.base_model_name_or_path = str(tmp_path)
     saving.set_base_revision(trainer)
     assert settings.revision == "v3"

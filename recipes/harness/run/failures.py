@@ -13,6 +13,7 @@ from harness.messages import DEBUG_VARIABLE, UserError, die, last_line, print_on
 from harness.nodes.network import exit_if_connection_lost
 
 OUT_OF_MEMORY = 12  # exit code (ENOMEM)
+MESSAGE_LENGTH = 300  # of an error of a library
 HARNESS = str(Path(__file__).parents[1])
 HOST_ADVICE = "request more memory (SLURM: --mem), stop other programs, or use a config without fsdp_offload_params"
 
@@ -28,7 +29,7 @@ def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
 
 
 def raise_if_of_library(error: Exception, recipe: str) -> None:
-    """Raises UserError, with the last line of the error, if a library raised it when the recipe's own lines called it.
+    """Raises UserError, in one line, if a library raised the error when the recipe's own lines called it.
 
     For errors before the first step, which are about arguments. An error in the recipe's own code, or in this project's, keeps
     its traceback.
@@ -42,8 +43,10 @@ def raise_if_of_library(error: Exception, recipe: str) -> None:
     is_of_user = any(not frame.filename.startswith((*packages, "<", HARNESS)) for frame in called)  # that a library calls
     if is_of_user or type(error.__cause__).__name__ == "RemoteTraceback":  # or may call in another process
         return
+    text = " ".join(str(error).split())
+    text = text if len(text) <= MESSAGE_LENGTH else f"{text[:MESSAGE_LENGTH]} … {last_line(error)}"
     place = f"{Path(recipe).name}, line {frames[own[-1]].lineno}"
-    raise UserError(f"{place}: {type(error).__name__}: {last_line(error)} (--debug shows the traceback)") from error
+    raise UserError(f"{place}: {type(error).__name__}: {text} (--debug shows the traceback)") from error
 
 
 @contextlib.contextmanager

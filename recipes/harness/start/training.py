@@ -27,6 +27,7 @@ from harness.run import mirror, session
 from harness.run.marker import settings_of_checkpoint
 from harness.run.publishing import SAME_COMMAND, check_repository, publish
 from harness.run.settings import RunSettings
+from harness.run.trainer import RunTrainer
 from harness.start import machine
 from harness.start.arguments import Arguments
 from harness.start.preparing import (
@@ -140,7 +141,7 @@ class Train(RunContext):
         try:
             session.train(trainer, self.settings)
         except Exception:
-            self.has_trained = trainer.state.global_step > 0
+            self.has_trained = isinstance(trainer, RunTrainer) and not trainer.is_first_step
             raise
         # Not earlier: what a recipe does after `train` can need the other processes. And not later, when they may have exited.
         atexit.register(trainer.end)

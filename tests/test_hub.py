@@ -226,3 +226,9 @@ def test_run_resumes_after_the_hub_was_lost(session_hub, fork_launch, tmp_path):
     assert process.returncode == 0, process.stderr
     assert f"Resuming from {run}/checkpoint-{step}" in process.stdout
     assert losses(run) == losses(tmp_path / "uninterrupted") and read(run)["resumed_from_step"] == int(step)
+
+
+@pytest.mark.parametrize("endpoint", ["foo", "file:///etc/passwd", "ftp://127.0.0.1"])
+def test_address_of_the_hub_that_is_none(error_of, monkeypatch, endpoint):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    assert f"HF_ENDPOINT is {endpoint}, expected an address" in error_of(is_reachable)

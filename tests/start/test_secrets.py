@@ -32,6 +32,8 @@ def test_run_and_mirror(fork_launch, tmp_path):
     assert (run / "train_results.json").is_file() and list(mirror.rglob("*.safetensors"))
     assert not files_with_secrets(run, mirror)
     assert not any(value in process.stdout + process.stderr for value in SECRETS.values())
+    modes = {path.stat().st_mode & 0o777 for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert modes == {(run / "run.json").stat().st_mode & 0o777}  # the user's umask decides who can read the files
 
 
 def test_traceback_of_an_error(fork_launch, tmp_path):

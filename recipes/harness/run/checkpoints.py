@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import platform
 import re
+import shutil
 from pathlib import Path
 from typing import NotRequired
 
@@ -99,6 +100,8 @@ class Checkpoints(TrainerCallback):
                 adapter.save_pretrained(checkpoint)
             if (checkpoint / folder.SHARDED).is_dir() and not hasattr(model, "peft_config"):
                 self._save_config(model, checkpoint)
+            for path in checkpoint.glob("*.safetensors"):
+                shutil.copymode(self.output_dir / folder.RUN, path)  # safetensors makes files that only their owner can read
         parts = gather_values(sync_files(checkpoint, lambda name: belongs_to(name, process, process.is_main_process)))
         if process.is_main_process:
             files = {name: entry for part in parts for name, entry in part.items()}

@@ -11,6 +11,7 @@ if __name__ == "__main__":
     set_interrupt_handler(signal.SIG_DFL)  # while modules are imported
 
 import ast
+import contextlib
 import hashlib
 import logging
 import os
@@ -120,8 +121,9 @@ def set_environment(tiny: bool, gpu_ids: str = "") -> None:
     elif threads:
         os.environ["OMP_NUM_THREADS"] = threads.split(",")[0]  # accelerate reads no list, which has numbers for nested loops
     # PyTorch's compiler runs what it finds in its cache: by default a folder in /tmp, which other users can make first.
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(cache, "torchinductor")))
+    with contextlib.suppress(RuntimeError):  # there is no home
+        if os.access(Path.home(), os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache/torchinductor"))
     os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file at once
     # datasets would tell a server about every file that a process opens, and without a network wait for it.
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")

@@ -706,11 +706,14 @@ class DatasetCard(AccelerateConfig):
 
     def read(self) -> Any:
         from harness.data import reading
+        from harness.messages import UserError
 
         found = reading._configured_files(self.file.parent, None)
         files = [file for of_split in found.values() for file in of_split]
         assert all(file.resolve().is_relative_to(self.file.parent.resolve()) for file in files), files
-        return found or None  # the header has no configs: all files are read
+        if not found:
+            raise UserError("the header has no configs: all files are read")
+        return found
 
 
 class SavedDataset(Kind):

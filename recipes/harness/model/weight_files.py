@@ -18,6 +18,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 WEIGHTS = "model.safetensors"
+LONGEST_NAME = 255  # bytes of the name of a file
 INDEX = f"{WEIGHTS}.index.json"
 NAMED = 3  # weights in a message
 
@@ -153,7 +154,7 @@ def weight_files(folder: Path) -> list[str]:
     index = folder / INDEX
     if index.is_file() and not (folder / WEIGHTS).is_file():
         names = sorted(set(read_json(index, {"weight_map": dict[str, str]})["weight_map"].values()))
-        if outside := [name for name in names if Path(name).name != name]:
+        if outside := [name for name in names if Path(name).name != name or len(name.encode(errors="replace")) > LONGEST_NAME]:
             raise UserError(f"{index} is damaged: it names {shorten(outside[0])}, which is no file next to it")
         return names
     return [WEIGHTS]

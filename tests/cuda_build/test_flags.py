@@ -39,7 +39,7 @@ def test_small_updates_of_16bit_weights(optimizer, is_kept):
     for _ in range(1000):
         weight.grad = torch.full_like(weight, 0.1)
         optimizer.step()
-    assert weight.float().mean().item() == pytest.approx(0.99 if is_kept else 1, abs=2e-3)
+    assert weight.float().mean().item() == pytest.approx(0.99 if is_kept else 1, abs=4e-3)
 
 
 def test_rehearsal_with_liger(rehearse):

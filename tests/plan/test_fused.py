@@ -6,7 +6,7 @@ from harness.plan.ledger import Ledger, tensors_in
 
 import pytest
 import torch
-from conftest import slow
+from conftest import ROOT, slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -95,3 +95,16 @@ def test_bytes_are_those_that_inductor_counts(monkeypatch):
         assert (value - fast[name]).norm() < 0.02 * value.norm(), name  # bf16 keeps eight bits
     counted = 2 * metrics.num_bytes_accessed
     assert compiled == pytest.approx(counted, rel=0.05) and compiled < 0.8 * eager, (compiled, counted, eager)
+
+
+@slow
+def test_flags_count_in_a_plan(simulate):
+    """Each flag leaves the products as they are, touches less memory, and keeps fewer activations."""
+    pair = (ROOT / "recipes/qwen2_fineweb_edu.py", ROOT / "accelerate_configs/1x3090.yaml")
+    flags = ([], ["--use_liger_kernel", "true"], ["--torch_compile", "true"])
+    plain, liger, compiled = simulate([(*pair, words, "cuda") for words in flags])
+    assert plain["step"]["flops"] == liger["step"]["flops"] == compiled["step"]["flops"]
+    touched = [found["step"]["touched"] for found in (plain, liger, compiled)]
+    assert touched[1] < 0.7 * touched[0] and touched[2] < 0.8 * touched[1], touched
+    peaks = [max(peak["bytes"] for peak in found["peaks"].values()) for found in (plain, liger, compiled)]
+    assert peaks[2] < peaks[1] < peaks[0], peaks

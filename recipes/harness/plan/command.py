@@ -376,18 +376,23 @@ def row_counter(method: str, recipe: str, arguments: list[str]) -> Callable[[], 
 
 
 def rows_of_epoch(recipe: str, arguments: list[str]) -> float | None:
-    """Packed rows in an epoch of a recipe; None if tokenizer or data cannot be had, or do not say how many rows there are."""
-    from harness.commands.preview import Preview
+    """Packed rows in an epoch of a recipe, of rows of another kind the rows; None if tokenizer or data cannot be had, or do not say how many rows there are."""
+    from harness.commands.preview import Preview, why_no_documents
+    from harness.data.loading import count_training_rows
 
+    preview = Preview(recipe, on_cpu=True)
     messages: Any = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="plan-") as output_dir:
         words = [*arguments, "--disable_tqdm", "true", "--output_dir", output_dir]
         with contextlib.redirect_stdout(messages), contextlib.redirect_stderr(messages):
             try:
-                rows = Preview(recipe, on_cpu=True).read_rows(words)
+                preview.build(words)
+                if not why_no_documents(preview.trainer):
+                    return preview.read_rows().epoch()[0]
+                data = preview.arguments[0].data  # such as preference data
+                return min(filter(None, (count_training_rows(data), data.max_samples)), default=None)
             except SystemExit:
                 return None
-    return rows.epoch()[0]
 
 
 if __name__ == "__main__":

@@ -376,7 +376,10 @@ def row_counter(method: str, recipe: str, arguments: list[str]) -> Callable[[], 
 
 
 def rows_of_epoch(recipe: str, arguments: list[str]) -> float | None:
-    """Packed rows in an epoch of a recipe, of rows of another kind the rows; None if tokenizer or data cannot be had, or do not say how many rows there are."""
+    """Packed rows in an epoch of a recipe; the rows, if they are no documents.
+
+    None if tokenizer or data cannot be had, or do not say how many rows there are.
+    """
     from harness.commands.preview import Preview, why_no_documents
     from harness.data.loading import count_training_rows
 

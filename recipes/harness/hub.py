@@ -104,7 +104,7 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
     In it, and in everything that this process loads later, a model that brings code of its own is an error instead of a question.
     Other exceptions (TypeError, AttributeError, KeyError …) are bugs and pass through.
     """
-    from datasets.exceptions import DatasetsError
+    from datasets.exceptions import DatasetGenerationError, DatasetsError
     from huggingface_hub import errors
     from huggingface_hub.utils import httpx
     from pyarrow import ArrowException
@@ -145,7 +145,8 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
         elif blocked := next(filter(None, map(_unwritable_cache, causes)), ""):
             raise UserError(f"HF_HOME: {blocked}: set HF_HOME to a folder that you can write to") from problem
         else:
-            reason = str(problem).strip()[:400] or type(problem).__name__
+            known = causes[-1] if isinstance(problem, DatasetGenerationError) else problem  # which only says that there is one
+            reason = str(known).strip()[:400] or type(known).__name__
         raise UserError(f"{kind} {name}: {reason}") from problem
 
 

@@ -137,7 +137,7 @@ def test_template_that_prints_the_date(fork_launch, tmp_path, table, monkeypatch
     for steps in ("2", "4"):
         process = fork_launch("--tiny", "qwen2_chat", "1x3090", *flags, "--max_steps", steps, "--save_steps", "2")
         assert process.returncode == 0, process.stderr
-        assert "prints the date: always that of the first start of this run" in process.stdout
+        assert "The chat template prints the date. A run always uses the date of its first start." in process.stdout
         found.append((read(run, "expected.json")["conversations"], read(run, "run.json")["date"]))
     assert found[0] == found[1] and read(run)["resumed_from_step"] == 2
     tokenizer = AutoTokenizer.from_pretrained(run)

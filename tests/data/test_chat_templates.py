@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 from harness.data import chat_templates
 from harness.data.chat_templates import check_conversations, find_ignored_keys, training_template
+from harness.data.formats import CallForm
 from harness.data.sources import DataSettings
 from harness.rehearsal import tiny
 
@@ -138,13 +139,20 @@ def test_keys_that_a_template_ignores_are_named(tokenizer, capsys, monkeypatch):
     assert "ignores" not in capsys.readouterr().out
 
 
-# Which family's template needs the arguments of a call as JSON. TRL's copy of DeepSeek's for the training needs objects.
-AS_TEXT = {"deepseekv3": True, "deepseekv3_training": False, "qwen2_5": False, "gemma3": False}
+# The form of tool calls of each family. TRL's copy of DeepSeek's template for the training needs objects.
+FORMS = {
+    "deepseekv3": CallForm(text_arguments=True),
+    "deepseekv3_training": CallForm(),
+    "qwen2_5": CallForm(),
+    "llama3_1": CallForm(),
+    "gemma3": CallForm(),  # without tool calls
+    "python": CallForm(text_arguments=True),
+}
 
 
-@pytest.mark.parametrize("family", [*AS_TEXT, "python"])
-def test_arguments_of_calls(tokenizer, monkeypatch, family):
-    """They are objects, or JSON if the template fails on objects or writes them as Python does."""
+@pytest.mark.parametrize("family", FORMS)
+def test_form_of_tool_calls(tokenizer, family):
+    """Arguments are JSON if the template fails on objects, or writes them as Python does."""
     if family == "python":
         text = (
             "{% for m in messages %}{{ m.role ~ m.content }}{% for c in m.tool_calls %}{{ c.function }}{% endfor %}{% endfor %}"
@@ -152,12 +160,14 @@ def test_arguments_of_calls(tokenizer, monkeypatch, family):
         tokenizer.chat_template = text.replace("c.function", "c.function.name ~ c.function.arguments")
     else:
         tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
-    row = WITH_CALL if family in ("qwen2_5", "gemma3") else {"messages": WITH_CALL["messages"]}
-    ((_, fitted),) = chat_templates.fit_arguments(tokenizer, placed([row]))
-    text = tokenizer.apply_chat_template(fitted["messages"], tokenize=False) if family != "gemma3" else '{"city": "Paris"}'
-    assert '{"city": "Paris"}' in text
-    arguments = fitted["messages"][1]["tool_calls"][0]["function"]["arguments"]
-    assert arguments == ('{"city": "Paris"}' if AS_TEXT.get(family, True) else {"city": "Paris"})
+    form = chat_templates.find_call_form(tokenizer)
+    assert form == FORMS[family]
+    ((_, fitted),) = chat_templates.fit_calls(tokenizer, placed([{"messages": WITH_CALL["messages"]}]))
+    if family != "gemma3":
+        chat_templates.check_rendering(tokenizer, f"of {family}", [("a row", fitted)])
+    turn = fitted["messages"][1]
+    arguments = turn["tool_calls"][0]["function"]["arguments"]
+    assert arguments == ('{"city": "Paris"}' if form.text_arguments else {"city": "Paris"})
     assert WITH_CALL["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}, "the row is another one"
 
 
@@ -170,7 +180,7 @@ def test_arguments_of_calls_in_the_run(tokenizer, monkeypatch):
         training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=assistant_only_loss)
         check_conversations(training_args, SimpleNamespace(), frozenset(), rows, "a model")
         data = chat_templates.fit_template(DataSettings((), ("messages",)), training_args, SimpleNamespace(), frozenset())
-        assert data.has_text_arguments == has_text and data.template_date == ""
+        assert data.call_form.text_arguments == has_text and data.template_date == ""
     tokenizer.chat_template = (TEMPLATES / "llama3_2.jinja").read_text()
     date = datetime.now().strftime("%d %b %Y")
     assert (

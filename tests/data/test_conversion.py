@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-from harness.data import formats
+from harness.data import formats, loading, reading
 from harness.data.checking import check_dataset, find_refused_row
 from harness.data.loading import load
 from harness.data.parsing import settings_of_data
@@ -113,13 +113,37 @@ def test_what_the_chat_template_needs(tmp_path, is_mixture):
     script_args.data = settings_of_data(script_args, SimpleNamespace(seed=0, output_dir="", max_steps=1), ("messages",))
     found = set()
     for date in ("", "Monday", "Tuesday", "Tuesday"):
-        script_args.data = replace(script_args.data, template_date=date, has_text_arguments=bool(date))
+        script_args.data = replace(script_args.data, template_date=date, call_form=formats.CallForm(text_arguments=bool(date)))
         train, test = load(script_args)
         for rows in (train, *(test.values() if is_mixture else [test])):
             arguments = rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]
             assert arguments == ('{"at": 1}' if date else {"at": 1})
             found.add(rows._fingerprint)
     assert len(found) == 3 * 2
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_marks_that_would_be_dropped(tmp_path, error_of, streaming):
+    """Also of rows that were not checked before the run."""
+    rows = [{"messages": conversation(number)["messages"] * 2} for number in range(60)]
+    rows[45]["messages"] = [rows[45]["messages"][0], ANSWER | {"train": False}, *rows[45]["messages"][2:]]
+    script_args = arguments_for(write(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
+    assert len(list(load(script_args)[0])) > 50
+    script_args.data = replace(script_args.data, drops_marks="marks are dropped", check_conversations=None)
+    assert "marks are dropped" in error_of(lambda: list(load(script_args)[0]))
+
+
+def test_every_kind_of_conversation_is_checked_when_all_rows_are_there(tmp_path, error_of, monkeypatch):
+    """Before the run only the first rows of a large dataset are; one of each part is, also of more kinds than that."""
+    monkeypatch.setattr(reading, "SMALL", 0)
+    monkeypatch.setattr(loading, "MOST_KINDS", 2)
+    rows = [{"messages": conversation(number)["messages"] * (number // 20 + 1)} for number in range(60)]
+    rows[59]["messages"][0]["score"] = 1
+    path = write(tmp_path / "rows.jsonl", rows)
+    script_args, checked = arguments_for(path), []
+    script_args.data = replace(script_args.data, check_conversations=checked.extend)
+    load(script_args)
+    assert [place for place, _ in checked] == [f"{path}, line {line}" for line in (1, 21, 60)]
 
 
 TEMPLATE = """{% for message in messages %}{% if 'Why 45?' in message['content'] %}{{ raise_exception('no') }}{% endif %}

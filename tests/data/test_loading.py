@@ -123,6 +123,11 @@ def test_columns_of_other_types_in_other_files(tmp_path, error_of, kind, streami
     objects = [{name: value for name, value in row["object"].items() if value is not None} for row in found]
     assert [row | {"object": value} for row, value in zip(found, objects, strict=True)] == rows
     assert all(isinstance(value, float) for row in found for value in (row["number"], *row["list"])) or streaming
+    if not streaming:  # a stream casts nothing
+        write_table(tmp_path / f"c.{kind}", [{"number": 2**53 + 1}])
+        message = error_of(reading.open_splits, str(tmp_path), None, streaming)
+        assert f"dataset {tmp_path}: Integer value 9007199254740993 not in range" in message
+        (tmp_path / f"c.{kind}").unlink()
     write_table(tmp_path / f"c.{kind}", [{"text": "c", "number": "3"}])
     message = error_of(reading.open_splits, str(tmp_path), None, streaming)
     assert f"{tmp_path}/c.{kind}: the column number is string, but float64 in {tmp_path}/b.{kind}" in message

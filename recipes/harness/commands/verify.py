@@ -240,10 +240,10 @@ def render_as_a_server(tokenizer: Any, prompts: list[Prompt]) -> list[Prompt]:
 
 def render(tokenizer: Any, turns: list[dict], tools: list[dict] | None, options: dict) -> list[int]:
     """The tokens of a prompt, [] if the tokenizer has no chat template that can render it."""
-    from harness.data.chat_templates import fit_arguments
+    from harness.data.chat_templates import fit_calls
 
     try:
-        ((_, row),) = fit_arguments(tokenizer, [("", {"messages": turns})])
+        ((_, row),) = fit_calls(tokenizer, [("", {"messages": turns})])
         return tokenizer.apply_chat_template(row["messages"], tools=tools, add_generation_prompt=True, **options)["input_ids"]
     except Exception:  # a template is a program: it can fail in any way
         return []

@@ -17,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from harness.data.conversion import PlacedRow
-from harness.data.formats import REASONING, TEMPLATE_ARGUMENTS, THOUGHT, other_keys, split_answers, with_text_arguments
+from harness.data.formats import (
+    CONVERSATIONS,
+    REASONING,
+    TEMPLATE_ARGUMENTS,
+    THOUGHT,
+    CallForm,
+    has_untrained_turn,
+    other_keys,
+    split_answers,
+)
 from harness.data.sources import DataSettings
 from harness.hub import hub_errors
 from harness.messages import UserError, print_once
@@ -120,7 +129,7 @@ def fit_template(
 ) -> DataSettings:
     """The settings for rows that the chat template of the run renders. Sets `chat_template_path` to None if the model has one."""
     has_path = bool(getattr(training_args, "chat_template_path", None))
-    if "messages" not in data.formats and not has_path:
+    if not {*data.formats} & {*CONVERSATIONS} and not has_path:
         return data
     tokenizer = load_tokenizer(model_args)
     if has_path:
@@ -129,14 +138,17 @@ def fit_template(
             tokenizer.chat_template = Path(path).read_text("utf-8")
     if not tokenizer.chat_template:
         return data
-    template = None
-    if getattr(training_args, "assistant_only_loss", False):
+    if prints_date(tokenizer):
+        print_once("The chat template prints the date. A run always uses the date of its first start.")
+    template, only_answers = None, getattr(training_args, "assistant_only_loss", False)
+    if only_answers:
         with contextlib.suppress(ValueError):  # which the run will not need: its rows are no conversations
             template = training_template(tokenizer)
     return dataclasses.replace(
         data,
         template_date=_text_of(tokenizer, ONE_ANSWER) or "" if prints_date(tokenizer) else "",
-        has_text_arguments=expects_text_arguments(tokenizer, template),
+        call_form=find_call_form(tokenizer, template),
+        drops_marks=why_marks_are_dropped(only_answers, template) if hasattr(training_args, "assistant_only_loss") else "",
     )
 
 
@@ -144,29 +156,35 @@ def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
     return "strftime_now" in tokenizer.get_chat_template()
 
 
-def expects_text_arguments(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> bool:
-    """Whether a chat template needs the arguments of tool calls as JSON: it fails on an object, or writes it as Python does.
+def find_call_form(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> CallForm:
+    """The form of tool calls that a chat template renders: it can fail on an object, or write it as Python does.
 
-    `template`: None for the tokenizer's own.
+    `template`: None for the tokenizer's own. A template without tool calls has the default.
     """
     arguments = {"city": "Paris"}
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    row = {
+        "messages": [
+            QUESTION,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "1"},
+            ANSWER,
+        ]
+    }
+    for form in (CallForm(), CallForm(text_arguments=True)):
+        text = _text_of_row(tokenizer, form.apply(row), template) or ""
+        is_right = json.dumps(arguments) in text if form.text_arguments else str(arguments) not in text
+        if is_right and all(word in text for word in ("look", "city", "Paris")):
+            return form
+    return CallForm()
 
-    def render(value: dict | str) -> str:
-        call = {"type": "function", "function": {"name": "look", "arguments": value}}
-        turns = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "1"}, ANSWER]
-        return _text_of(tokenizer, turns, chat_template=template) or ""
 
-    text = json.dumps(arguments)
-    from_object = render(arguments)
-    return (not from_object or str(arguments) in from_object) and text in render(text)
-
-
-def fit_arguments(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow], template: str | None = None) -> list[PlacedRow]:
-    """The rows with the arguments of tool calls as the template needs them, None for the tokenizer's own."""
-    has_calls = any("tool_calls" in turn for _, row in rows for turn in turns_of(row))
-    if has_calls and expects_text_arguments(tokenizer, template):
-        return [(place, with_text_arguments(row)) for place, row in rows]
-    return rows
+def fit_calls(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow], template: str | None = None) -> list[PlacedRow]:
+    """The rows with tool calls as the template expects them, None for the tokenizer's own."""
+    if not any("tool_calls" in turn for _, row in rows for turn in turns_of(row)):
+        return rows
+    form = find_call_form(tokenizer, template)
+    return [(place, form.apply(row)) for place, row in rows]
 
 
 def check_conversations(
@@ -199,7 +217,7 @@ def check_conversations(
         )
     if splits_answers:
         rows = [(place, part) for place, row in rows for part in split_answers(row)]
-    fitted = fit_arguments(tokenizer, rows)
+    fitted = fit_calls(tokenizer, rows)
     check_rendering(tokenizer, path or f"of {model_name}", fitted)
     merged = [(place, end) for place, row in fitted[:MOST_COMPARED] if (end := find_merged_prompt(tokenizer, row)) is not None]
     if merged:
@@ -208,20 +226,15 @@ def check_conversations(
             f"prompt, {merged[0][1]!r}, is one token with the begin of the answer, so a server makes other tokens of the prompt: "
             "remove spaces and line breaks at the begin of answers, or where the chat template writes them there"
         )
-    if prints_date(tokenizer):
-        print_once(f"The chat template {path or f'of {model_name}'} prints the date: always that of the first start of this run.")
     if ignored := find_ignored_keys(tokenizer, fitted):
         examples = ", ".join(f"{key} ({place})" for key, place in ignored.items())
         print_once(f"The chat template {path or f'of {model_name}'} ignores these keys of turns: {examples}.")
     if not hasattr(training_args, "assistant_only_loss"):
         return
-    has_untrained = any(not turn.get("train", True) for _, row in rows for turn in turns_of(row))
+    has_untrained = any(has_untrained_turn(row) for _, row in rows)
     if not training_args.assistant_only_loss:
         if has_untrained:
-            raise UserError(
-                "--assistant_only_loss: some turns are marked not to count in the loss (weight 0 or train false), but without "
-                "this flag every turn counts: pass --assistant_only_loss true"
-            )
+            raise UserError(why_marks_are_dropped(False, None))
         if len({"messages" in row for _, row in rows}) > 1:
             raise UserError(
                 "--assistant_only_loss: some rows are messages, some are a prompt and a completion. They become messages, and "
@@ -230,7 +243,7 @@ def check_conversations(
         return
     try:
         template = training_template(tokenizer)
-        marked = [_text_of_row(tokenizer, row, template) for _, row in fit_arguments(tokenizer, rows, template)]
+        marked = [_text_of_row(tokenizer, row, template) for _, row in fit_calls(tokenizer, rows, template)]
         can_mark = not template or marked == [_text_of_row(tokenizer, row) for _, row in fitted]
     except ValueError:
         can_mark, template = False, ""
@@ -239,12 +252,21 @@ def check_conversations(
             f"--assistant_only_loss: the answers of {model_name} cannot be marked: {REASON}. Pass --split_conversations true, "
             "which makes one row for every answer, use another model, or train on every turn with --assistant_only_loss false"
         )
-    if has_untrained and (template is None or "message['train']" not in template):
-        raise UserError(
-            f"--assistant_only_loss: some turns are marked not to count in the loss (weight 0 or train false), but the chat "
-            f"template of {model_name} marks the answers itself: delete {{% generation %}} and {{% endgeneration %}} in a copy "
+    if has_untrained and (reason := why_marks_are_dropped(True, template)):
+        raise UserError(reason)
+
+
+def why_marks_are_dropped(assistant_only_loss: bool, template: str | None) -> str:
+    """Why turns that are marked not to count in the loss would count, "" if they do not. `template`: of `training_template`."""
+    marked = "--assistant_only_loss: some turns are marked not to count in the loss (weight 0 or train false), but"
+    if not assistant_only_loss:
+        return f"{marked} without this flag every turn counts: pass --assistant_only_loss true"
+    if template is None or "message['train']" not in template:
+        return (
+            f"{marked} the chat template marks the answers itself: delete {{% generation %}} and {{% endgeneration %}} in a copy "
             "of it, and pass that with --chat_template_path"
         )
+    return ""
 
 
 def turns_of(row: dict) -> list[dict]:
@@ -337,17 +359,26 @@ def refusal_message(place: str, name: str, row: dict, error: Exception) -> str:
     )
 
 
-def refusal_of(tokenizer: PreTrainedTokenizerBase, row: dict, training: str | None, marks_answers: bool) -> Exception | None:
-    """The error with which the chat template refuses a conversation, or with `marks_answers` the marking of its answers.
+Rendering = tuple[str | None, CallForm, dict[str, bool]]  # a template, None for the tokenizer's own; options to render with it
+MASK = {"return_dict": True, "return_assistant_tokens_mask": True}
 
-    `training`: what `training_template` returned.
-    """
-    mask = {"return_dict": True, "return_assistant_tokens_mask": True}
+
+def renderings_of_run(tokenizer: PreTrainedTokenizerBase, marks_answers: bool) -> list[Rendering]:
+    """How a run renders a conversation: with the model's template, and with one that marks the answers."""
+    templates: list[tuple[str | None, dict[str, bool]]] = [(None, {"tokenize": False})]
+    if marks_answers:
+        with contextlib.suppress(ValueError):  # rows without an answer for the loss are not marked
+            templates.append((training_template(tokenizer), MASK))
+    return [(template, find_call_form(tokenizer, template), options) for template, options in templates]
+
+
+def refusal_of(tokenizer: PreTrainedTokenizerBase, row: dict, renderings: list[Rendering]) -> Exception | None:
+    """The error with which a chat template refuses a conversation, or the marking of its answers."""
     try:
-        for template, options in ((None, {"tokenize": False}), *([(training, mask)] if marks_answers else [])):
-            ((_, fitted),) = fit_arguments(tokenizer, [("", row)], template)
+        for template, form, options in renderings:
+            fitted = form.apply(row)
             found = tokenizer.apply_chat_template(turns_of(fitted), chat_template=template, **options, **options_of(fitted))
-            if options == mask and 1 not in found["assistant_masks"]:
+            if options == MASK and 1 not in found["assistant_masks"]:
                 return ValueError("it marks no token of an answer")
     except Exception as error:  # a template is a program: it can fail in any way
         return error

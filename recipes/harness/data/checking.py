@@ -7,18 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from harness.data import chat_templates, formats, reading
-from harness.data.conversion import COLUMNS, KIND, PLACE, REASON, Conversion, PlacedRow, converted_of, examine, find_conversion
-from harness.data.loading import Rows, check_same_format, examine_all, features_of, open_dataset, placed
+from harness.data.conversion import COLUMNS, REASON, Conversion, PlacedRow, converted_of, examine, find_conversion
+from harness.data.loading import Rows, check_same_format, examine_all, features_of, one_of_every_kind, open_dataset, placed
 from harness.data.reading import TextFiles
 from harness.data.sources import DataSettings, Source
 from harness.data.splits import check_splits, evaluation_split, splits_of
 from harness.messages import UserError
 
-from datasets import Dataset, are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
 MOST_RENDERED = 100_000  # rows of a split, in which the row that a chat template has refused is searched
-MOST_KINDS = 200  # of conversations, of which one each is checked
 
 
 @contextlib.contextmanager
@@ -82,15 +81,6 @@ def check_rows(data: DataSettings, source: Source, rows: Rows, split: str, is_sm
     return conversion, first.converted + one_of_every_kind(examined)
 
 
-def one_of_every_kind(examined: Dataset) -> list[PlacedRow]:
-    """A conversation with each order of turns that there is: calls, thoughts, tools, several answers …"""
-    first_of_kind: dict[str, int] = {}
-    for index, kind in enumerate(examined[KIND][:]):
-        if kind and len(first_of_kind) < MOST_KINDS:
-            first_of_kind.setdefault(kind, index)
-    return [(row[PLACE], converted_of(row)) for row in examined.select(sorted(first_of_kind.values()))]
-
-
 def check_column_map(data: DataSettings) -> None:
     """Raises UserError unless --column_map has names of columns as keys and values."""
     mapping = data.column_map
@@ -111,13 +101,11 @@ def find_refused_row(script_args: Any, training_args: Any, model_args: Any) -> U
     """
     tokenizer = chat_templates.tokenizer_of_run(training_args, model_args)
     name = getattr(training_args, "chat_template_path", None) or f"of {model_args.model_name_or_path}"
-    marks_answers, training = getattr(training_args, "assistant_only_loss", False), None
-    if marks_answers:
-        with contextlib.suppress(ValueError):  # rows without an answer for the loss are not marked
-            training = chat_templates.training_template(tokenizer)
+    renderings = chat_templates.renderings_of_run(tokenizer, getattr(training_args, "assistant_only_loss", False))
     for place, row in _converted_rows(script_args.data):
-        for part in formats.split_answers(row) if script_args.split_conversations else [row]:
-            if error := chat_templates.refusal_of(tokenizer, part, training, marks_answers):
+        conversations = chat_templates.conversations_of(row)
+        for part in formats.split_answers(row) if script_args.split_conversations else conversations:
+            if error := chat_templates.refusal_of(tokenizer, part, renderings):
                 return UserError(chat_templates.refusal_message(place, name, part, error))
     return None
 
@@ -128,7 +116,7 @@ def _converted_rows(data: DataSettings) -> Iterator[PlacedRow]:
         splits = open_dataset(source, streaming=True)
         test, first = evaluation_split(source, splits, data.needs_test_split), splits_of(source.train_split)[0]
         conversion, _ = find_conversion(data, source, placed(splits[first], source, first), features_of(splits[first]))
-        if conversion.format != "messages":
+        if conversion.format not in formats.CONVERSATIONS:
             continue
         conversion = replace(conversion, keep=data.keep)
         for split in (*splits_of(source.train_split), *splits_of(test)):

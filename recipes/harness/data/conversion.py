@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from harness.data import formats
@@ -93,15 +93,17 @@ class Shape:
 
     features: Features
     splits_answers: bool
-    has_text_arguments: bool = False  # of tool calls: JSON, not objects
+    call_form: formats.CallForm = field(default_factory=formats.CallForm)
+    drops_marks: str = ""  # see DataSettings
 
     def finish(self, row: dict, cuts_texts: bool, encodes: bool = True) -> list[dict]:
         """A converted row, or one for every answer, in this shape; cut for a rehearsal."""
         if "messages" in self.features and "completion" in row:
             row = formats.as_messages(row)
-        if self.has_text_arguments:
-            row = formats.with_text_arguments(row)
+        row = self.call_form.apply(row)
         rows = formats.split_answers(row) if self.splits_answers else [row]
+        if self.drops_marks and any(map(formats.has_untrained_turn, rows)):
+            raise UserError(self.drops_marks)
         return [formats.complete(cut_row(part) if cuts_texts else part, self.features, encodes) for part in rows]
 
 
@@ -115,7 +117,7 @@ def shape_of(has: Iterable[str], stored: Features, data: DataSettings) -> Shape:
     if splits_answers or {"messages", "completion"} <= found:
         found = found - {"prompt", "completion"} | {"messages"}
     return Shape(
-        Features({name: kind for name, kind in stored.items() if name in found}), splits_answers, data.has_text_arguments
+        Features({name: kind for name, kind in stored.items() if name in found}), splits_answers, data.call_form, data.drops_marks
     )
 
 

@@ -16,6 +16,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from datasets import Features, Json, List, Value
@@ -38,6 +39,9 @@ TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "train", *
 TURNS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns of a converted row that have turns
 THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 EMPTY_TURN, NO_ANSWER = "with a turn that is empty", "without an answer"
+
+
+CONVERSATIONS = ("messages", "preference")  # formats whose rows a chat template renders
 
 
 class SkippedRow(ValueError):
@@ -81,23 +85,27 @@ def as_messages(row: dict) -> dict:
     return {"messages": context + row["completion"], **others}
 
 
-def with_text_arguments(row: dict) -> dict:
-    """A converted row in which the arguments of tool calls are JSON, as in OpenAI's form."""
+@dataclass(frozen=True)
+class CallForm:
+    """How a chat template expects turns with tool calls. The default is the form of converted rows."""
 
-    def change(turn: dict) -> dict:
-        functions = [call["function"] for call in turn["tool_calls"]]
-        texts = [
-            f["arguments"] if isinstance(f["arguments"], str) else json.dumps(f["arguments"], ensure_ascii=False)
-            for f in functions
-        ]
-        calls = [
-            call | {"function": function | {"arguments": text}}
-            for call, function, text in zip(turn["tool_calls"], functions, texts, strict=True)
-        ]
-        return turn | {"tool_calls": calls}
+    text_arguments: bool = False  # JSON, as in OpenAI's form, not an object
 
-    columns = [name for name in ("messages", "prompt", "completion") if isinstance(row.get(name), list)]
-    return row | {name: [change(turn) if turn.get("tool_calls") else turn for turn in row[name]] for name in columns}
+    def apply(self, row: dict) -> dict:
+        """A converted row in this form."""
+        columns = [name for name in ("messages", "prompt", "completion", "chosen", "rejected") if isinstance(row.get(name), list)]
+        return row | {name: [self._of_turn(turn) for turn in row[name]] for name in columns}
+
+    def _of_turn(self, turn: dict) -> dict:
+        if not turn.get("tool_calls"):
+            return turn
+        return turn | {"tool_calls": [self._of_call(call) for call in turn["tool_calls"]]}
+
+    def _of_call(self, call: dict) -> dict:
+        arguments = call["function"]["arguments"]
+        if self.text_arguments and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return call | {"function": call["function"] | {"arguments": arguments}}
 
 
 def rename(row: dict, column_map: dict[str, str] | None) -> dict:
@@ -477,6 +485,12 @@ def split_answers(row: dict) -> list[dict]:
             context = [before | {"train": False} if before["role"] == "assistant" else before for before in turns[:index]]
             rows.append({"messages": [*context, turn], **extra})
     return rows
+
+
+def has_untrained_turn(row: dict) -> bool:
+    """Whether a turn of a converted row is marked not to count in the loss."""
+    turns = [turn for name in ("messages", "prompt", "completion") for turn in row.get(name) or [] if isinstance(turn, dict)]
+    return any(not turn.get("train", True) for turn in turns)
 
 
 def kind_of_conversation(row: dict) -> str:

@@ -6,6 +6,7 @@ memory the first process does it, and the others read the result from the cache 
 
 import copy
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from harness.data.conversion import (
     DIGEST,
     FACTS,
     HAS,
+    KIND,
     PLACE,
     REASON,
     Conversion,
@@ -46,6 +48,7 @@ from datasets.features.features import require_decoding
 from datasets.fingerprint import Hasher, generate_fingerprint
 
 FIRST_ROWS, REHEARSED_ROWS = 400, 500  # of each split, for a preview, and for a rehearsal or plan
+MOST_KINDS = 200  # of conversations, of which one each is checked
 MOST_SKIPPED = 10_000  # rows of a split for evaluation that are read besides those that are evaluated on
 # Columns that not all rows of a format have, and the columns of a file that they come from.
 OPTIONAL = {"tools": {*formats.TOOLS}, formats.TEMPLATE_ARGUMENTS: {formats.TEMPLATE_ARGUMENTS}}
@@ -97,6 +100,10 @@ def load(
     script_args.data = replace(data, keep=keep)  # for `find_refused_row`
     opened = [open_source(data, source, keep) for source in data.sources]
     check_same_kind(opened)
+    if data.check_conversations and is_first_process():
+        for one in opened:  # of small files, and of the first rows of streams, this was checked before the run
+            if isinstance(one.rows, Dataset) and one.conversion.format and not reading.is_small(one.source.name):
+                data.check_conversations(one_of_every_kind(one.rows))
     held_out = [choose_held_out(data, one) for one in opened]
     digests = {digest for _, found in held_out for digest in found}
     has = {value for one in opened for value in (*one.facts[HAS], *map(" ".join, one.eval_rows or []), one.later_columns)}
@@ -183,6 +190,20 @@ def without_decoding(rows: Rows) -> Rows:
         feature.decode = False
         rows = rows.cast_column(name, feature)
     return rows
+
+
+def one_of_every_kind(examined: Dataset) -> list[PlacedRow]:
+    """A conversation with each order of turns that there is: calls, thoughts, tools, several answers …; and with each part."""
+    first_of_kind: dict[str, int] = {}
+    first_of_part: dict[str, int] = {}  # a role, calls, untrained, the name of a key …
+    for index, kind in enumerate(examined[KIND][:]):
+        if kind and kind not in first_of_kind:
+            for part in re.split(r"[+, ]+", kind):
+                first_of_part.setdefault(part, index)
+            if len(first_of_kind) < MOST_KINDS:
+                first_of_kind[kind] = index
+    chosen = {*first_of_kind.values(), *first_of_part.values()}
+    return [(row[PLACE], converted_of(row)) for row in examined.select(sorted(chosen))]
 
 
 def features_of(rows: Rows) -> Features | None:
@@ -398,8 +419,10 @@ def finish(rows: Dataset | IterableDataset, one: Opened, shape: Shape) -> Datase
         settings = {"shape": shape, "cuts_texts": source.cuts_texts}
         options = {"fn_kwargs": settings, "remove_columns": stored, "features": shape.features}
         return rows.map(_finish_batch, batched=True, batch_size=1, **options)
+    if shape.drops_marks and any("+untrained" in kind for kind in one.facts[KIND]):
+        raise UserError(shape.drops_marks)
     has_completion = any("completion" in has.split() for has in one.facts[HAS])
-    changes = source.cuts_texts or shape.splits_answers or shape.has_text_arguments
+    changes = source.cuts_texts or shape.splits_answers or shape.call_form != formats.CallForm()
     if not (changes or ("messages" in shape.features and has_completion)):
         return rows.select_columns(list(shape.features))
 

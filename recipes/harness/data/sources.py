@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from harness.data.formats import CallForm
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,10 @@ class DataSettings:
     keeps_samples: bool = False  # the max_samples rows of a stream are read once, for all epochs
     keep: Callable[[dict], bool] | None = None  # of the recipe; set by `load`
     template_date: str = ""  # what a chat template that prints the date makes of a conversation today, "" of another template
-    has_text_arguments: bool = False  # the chat template expects the arguments of a tool call as JSON, not as an object
+    call_form: CallForm = field(default_factory=CallForm)  # that the chat template expects
+    drops_marks: str = ""  # why turns that are marked not to count in the loss would count, "" if they do not
+    # Raises UserError if the chat template does not render some converted rows; None: they are no conversations.
+    check_conversations: Callable[[list[tuple[str, dict]]], None] | None = None
     needs_test_split: bool = False  # --dataset_test_split was given, so it must exist
 
     @property

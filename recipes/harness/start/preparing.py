@@ -1,6 +1,7 @@
 """What contexts do at the end of `parse`: check the arguments, name what is loaded instead, change libraries in this process."""
 
 import copy
+import dataclasses
 import functools
 from datetime import datetime
 
@@ -121,8 +122,11 @@ def prepare_data(context: Context, arguments: Arguments) -> None:
     install_training_template(chat_templates.training_template)
     pack_streams_in_batches(documents_per_batch)
     prepare_rows_in_two_steps(functools.partial(finish_rows, context.tokenized, context.is_training_run))
-    if model_args.model_name_or_path:
-        script_args.data = chat_templates.fit_template(script_args.data, training_args, model_args, script_args.given)
+    if name := model_args.model_name_or_path:
+        data = chat_templates.fit_template(script_args.data, training_args, model_args, script_args.given)
+        options = {"model_name": name, "splits_answers": script_args.split_conversations}
+        check = functools.partial(chat_templates.check_conversations, training_args, model_args, script_args.given, **options)
+        script_args.data = dataclasses.replace(data, check_conversations=check)
     if training_args.process_index or training_args.disable_tqdm:  # one process shows progress
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()

@@ -29,7 +29,8 @@ class Context:
     recipe: str  # path
     config: AccelerateConfig = field(default_factory=AccelerateConfig)
     processes: int = 0  # on all nodes; 0 if no config says how many
-    nodes: int = 1
+    nodes: int = 1  # at most, in the launcher; in a process that trains, those that are there
+    min_nodes: int = 0  # the run goes on with so many; 0: their number is fixed
     tiny: bool = False  # a rehearsal: tiny model and dataset
     on_cpu: bool = False  # computes and shards on CPU: a rehearsal without enough GPUs, a command that needs none, or --use_cpu
     # What this machine's GPUs support, see `harness.model.gpu_features.find_gpu_features`.
@@ -99,6 +100,7 @@ class CheckedRun:
     on_cpu: bool
     saves: bool  # checkpoints, in `output_dir`
     has_mirror: bool
+    max_restarts: int | None = None
 
 
 def current() -> Context | None:

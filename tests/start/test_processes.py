@@ -156,12 +156,12 @@ TRAIN = """
 import sys
 from harness.configs import AccelerateConfig
 from harness.contexts import Context
-from harness.nodes.rendezvous import FixedNodes
+from harness.nodes.rendezvous import OneNode
 from harness.start import processes
 processes.LIBRARIES = ("torch",)  # the others would only take time
 method = processes.start_server()
 context = Context(sys.argv[1], AccelerateConfig(distributed_type="FSDP"), processes=int(sys.argv[2]))
-code = processes.train(method, context, [], {}, FixedNodes())
+code = processes.train(method, context, [], {}, OneNode())
 print("code", code)
 processes.exit_quickly(code)
 """

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from harness.compat.guards import changes
@@ -19,10 +20,10 @@ _AGENT = "torch.distributed.elastic.agent.server"
 class Agent(LocalElasticAgent):
     """An agent whose processes end by themselves, and that passes signals on to them."""
 
-    def __init__(self, spec: WorkerSpec, start_method: str, final_codes: set[int]) -> None:
-        """`final_codes`: exit codes after which the processes are not started again."""
+    def __init__(self, spec: WorkerSpec, start_method: str, is_final: Callable[[int], bool], report: Callable[..., None]) -> None:
+        """`is_final`: whether processes are not started again after this exit code, `report`: see `make_agent`."""
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method)
-        self.final_codes = final_codes
+        self.is_final, self.report = is_final, report
         self.pids: list[int] | None = None  # of the processes, [] when they have ended, None while they will be started
 
     def send_signal(self, number: int) -> None:
@@ -45,11 +46,22 @@ class Agent(LocalElasticAgent):
         result = super()._monitor_workers(worker_group)
         if result.state == WorkerState.HEALTHY and not self._pcontext._pc.sentinels:
             result = RunResult(WorkerState.SUCCEEDED, dict.fromkeys(worker.global_rank for worker in worker_group.workers))
-        if any(failure.exitcode in self.final_codes for failure in result.failures.values()):
-            self._remaining_restarts = 0
         if result.state != WorkerState.HEALTHY:
-            self.pids = None if result.is_failed() and self._remaining_restarts else []
+            self.pids = []
+        for rank, failure in result.failures.items():
+            if self.is_final(failure.exitcode):
+                self._remaining_restarts = 0
+            elif self._remaining_restarts:
+                self.pids = None
+                restarts = worker_group.spec.max_restarts
+                self.report(failure.exitcode, rank, restarts - self._remaining_restarts + 1, restarts)
         return result
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Also when nodes come and go."""
+        super()._stop_workers(worker_group)
+        if self.pids:
+            self.pids = None
 
     def _exit_barrier(self) -> None:
         """Does not wait for the other agents: `Meeting.end` does."""
@@ -62,12 +74,18 @@ class Agent(LocalElasticAgent):
 @changes(
     f"{_AGENT}.local_elastic_agent:LocalElasticAgent._start_workers(self, worker_group)",
     f"{_AGENT}.local_elastic_agent:LocalElasticAgent._monitor_workers(self, worker_group)",
+    f"{_AGENT}.local_elastic_agent:LocalElasticAgent._stop_workers(self, worker_group)",
     f"{_AGENT}.api:SimpleElasticAgent._construct_event",
     f"{_AGENT}.api:SimpleElasticAgent._exit_barrier(self)",
     "torch.distributed.elastic.multiprocessing.api:MultiprocessContext",
 )
-def make_agent(spec: WorkerSpec, start_method: str, final_codes: set[int]) -> Agent:
+def make_agent(
+    spec: WorkerSpec, start_method: str, is_final: Callable[[int], bool], report: Callable[[int, int, int, int], None]
+) -> Agent:
     """An agent whose processes end by themselves, see `Agent`.
+
+    `is_final`: whether processes are not started again after this exit code. `report`: called before they are, with the exit code
+    and the rank of the first one that failed, how often they have been started again, this time included, and how often they can.
 
     The agent has no public way to learn which processes it has started, or to give up after some exit codes. At a signal, it ends
     the processes and drops their exit codes, so the launcher handles signals instead.
@@ -77,4 +95,4 @@ def make_agent(spec: WorkerSpec, start_method: str, final_codes: set[int]) -> Ag
     """
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # all nodes have the same number of processes
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGURG"  # one that nobody sends
-    return Agent(spec, start_method, final_codes)
+    return Agent(spec, start_method, is_final, report)

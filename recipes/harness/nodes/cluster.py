@@ -22,16 +22,18 @@ DEFAULT_PORT = 29400
 class Nodes:
     """The machines of a run, as seen from one of them. The defaults are one machine."""
 
-    count: int = 1
+    count: int = 1  # at most
     rank: int = 0  # of this machine; 0 is the head
     head: str = "127.0.0.1"  # name or address at which the others reach machine 0
     port: int = DEFAULT_PORT  # of the head, where the launchers meet
     processes: int = 0  # on each machine; 0: as many as the config says
     is_allocation: bool = False  # a SLURM allocation in which `srun` has not started this process
+    min_count: int = 0  # the run goes on with so many, set by NNODES=MIN:MAX; 0: their number is fixed
 
 
 def nodes_from_environment() -> Nodes:
     """Reads the environment. Raises UserError if a variable is missing, wrong, or contradicts another."""
+    least, most = _range_of_nodes()
     if "SLURM_JOB_ID" in os.environ:
         nodes = _slurm_nodes()
     elif "SKYPILOT_NODE_RANK" in os.environ:
@@ -41,7 +43,7 @@ def nodes_from_environment() -> Nodes:
     else:
         missing = [name for name in ("NNODES", "NODE_RANK", "MASTER_ADDR") if not os.environ.get(name)]
         nodes = Nodes(
-            count=integer_from_environment("NNODES", 1),
+            count=most,
             rank=integer_from_environment("NODE_RANK", 0, least=0),
             head=os.environ.get("MASTER_ADDR", ""),
         )
@@ -50,6 +52,9 @@ def nodes_from_environment() -> Nodes:
                 f"{' and '.join(missing)} missing: several machines need NNODES and MASTER_ADDR (the name of the first one), the "
                 "same on all, and NODE_RANK, 0 on the first, 1 on the next"
             )
+    if least > nodes.count:
+        raise UserError(f"NNODES is {os.environ['NNODES']}, but there {'are' if nodes.count > 1 else 'is'} {nodes.count}")
+    nodes.min_count = least if least < nodes.count else 0
     if nodes.rank not in range(nodes.count):
         raise UserError(f"node rank {nodes.rank} of {nodes.count} nodes: ranks go from 0 to {nodes.count - 1}")
     nodes.processes = integer_from_environment("NPROC_PER_NODE", 0) or nodes.processes
@@ -68,6 +73,21 @@ def nodes_from_environment() -> Nodes:
                 "without a port"
             ) from error
     return nodes
+
+
+def _range_of_nodes() -> tuple[int, int]:
+    """The smallest and the largest number of nodes, of NNODES: 2, or as for torchrun 1:2. The smallest is 0 if it is not given.
+
+    SLURM and SkyPilot say how many nodes there are; NNODES=MIN:MAX then says how few the run goes on with.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,3}):([1-9]\d{0,3})", os.environ.get("NNODES", ""))
+    if not found:
+        is_used = not {"SLURM_JOB_ID", "SKYPILOT_NODE_RANK"} & os.environ.keys()
+        return 0, integer_from_environment("NNODES", 1) if is_used else 1
+    least, most = int(found[1]), int(found[2])
+    if least > most:
+        raise UserError(f"NNODES is {found[0]}, expected the smaller number first")
+    return least, most
 
 
 def _slurm_nodes() -> Nodes:
@@ -119,6 +139,8 @@ def run_with_srun(nodes: Nodes, arguments: list[str]) -> int:
     """
     command = ["srun", f"--nodes={nodes.count}", f"--ntasks={nodes.count}", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
     cpus = [int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
+    if nodes.min_count:
+        command.append("--no-kill")  # the step goes on when a node is lost; the job does with sbatch --no-kill
     if cpus:
         command.append(f"--cpus-per-task={min(cpus)}")  # the one task gets all the CPUs that the job has on a node
     started: list[subprocess.Popen] = []

@@ -1,6 +1,10 @@
-"""How the launchers of several nodes start together, check in turn, and end together.
+"""How the launchers of several nodes meet, check in turn, watch each other, and end together.
 
-They exchange values through torch's TCPStore on the head node. The store's own waiting functions (`wait`, `get` of a
+torch's rendezvous (`ChangingNodes`) decides which of the nodes train. It does not notice a lost node before a collective fails,
+up to half an hour later if the network is cut, and it compares the clocks of different nodes. So every node publishes heartbeats
+here, and the others measure how long none has come.
+
+The nodes exchange values through torch's TCPStore on the head node. The store's own waiting functions (`wait`, `get` of a
 missing key, the barriers of torch.distributed.elastic) are not used: over a dead connection they outlast every timeout, and
 block signal handlers meanwhile (torch 2.13).
 """
@@ -8,12 +12,14 @@ block signal handlers meanwhile (torch 2.13).
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -25,6 +31,7 @@ from harness.nodes.variables import seconds_of_silence, seconds_to_wait
 
 T = TypeVar("T")
 MESSAGE_INTERVAL = 30  # seconds between two messages about a missing node
+STOPPED = 128 + signal.SIGTERM  # exit code of a node that was told to stop
 LEAVE_TIMEOUT = 30  # seconds a node's processes have to exit by themselves after another node has failed
 
 
@@ -39,13 +46,15 @@ class Meeting(contextlib.AbstractContextManager):
         self.nodes = nodes
         self.silence, self.patience = seconds_of_silence(), seconds_to_wait()
         self.known: dict[int, dict] = {}  # rank: host, address and facts of that node
+        self.lost: set[int] = set()  # ranks of known nodes that send no heartbeats; the run goes on without them
         self.is_training = False
+        self._seen_by_all: Any = None  # a file in the output directory
         self.exit_code: int | None = None  # of this node, once it has ended
         self.has_ended = threading.Event()
         self._waiting_since: float | None = None
         self._next_message = 5.0
         self._store = self._open_store("127.0.0.1" if nodes.rank == 0 else nodes.head, nodes.port)
-        self._find_nodes({"NNODES": nodes.count} | facts)
+        self._find_nodes({"NNODES": f"{nodes.min_count}:{nodes.count}" if nodes.min_count else nodes.count} | facts)
         self.watcher = threading.Thread(target=self._watch, daemon=True)
         self.watcher.start()
 
@@ -55,8 +64,9 @@ class Meeting(contextlib.AbstractContextManager):
 
     def check_in_turn(self, check: Callable[[], T]) -> T:
         """Runs `check` on one node after the other, because they can share a folder. Returns this node's result."""
-        if self.nodes.rank > 0:
-            self._wait_for("checked", self.nodes.rank - 1)
+        earlier = [rank for rank in self.known if rank < self.nodes.rank]
+        if earlier:
+            self._wait_for("checked", max(earlier))
         result = check()
         self._exchange("checked", True)
         return result
@@ -65,16 +75,22 @@ class Meeting(contextlib.AbstractContextManager):
         """Whether all nodes see the same `folder`. Network file systems can show a new file late. Collective."""
         if patience is None:
             patience = 2 if is_on_local_disk(folder) else 90
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-by-all-nodes-") as own:
-            of_head, deadline = folder / self._exchange("token", Path(own.name).name)[0], time.monotonic() + patience
-            while not (sees := of_head.exists()) and time.monotonic() < deadline:
-                time.sleep(0.5)
-                os.scandir(folder).close()
-            return all(self._exchange("sees", sees))
+        own = tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-by-all-nodes-")  # noqa: SIM115 (see below)
+        of_head, deadline = folder / self._exchange("token", Path(own.name).name)[0], time.monotonic() + patience
+        while not (sees := of_head.exists()) and time.monotonic() < deadline:
+            time.sleep(0.5)
+            os.scandir(folder).close()
+        all_see = all(self._exchange("sees", sees))
+        if self.nodes.min_count:
+            self._seen_by_all = own  # a node that comes back looks for the file of the head
+        else:
+            own.close()
+        return all_see
 
     def another_address(self) -> str:
-        """An address of another node."""
-        return self.nodes.head if self.nodes.rank else self.known[1]["address"]
+        """An address of another node, "" if there is none."""
+        others = [node["address"] for rank, node in self.known.items() if rank != self.nodes.rank]
+        return self.nodes.head if self.nodes.rank else (others or [""])[0]
 
     def run(self, train: Callable[[], int]) -> int:
         """Runs `train`, this node's part of the training; returns its exit code, 0 to 255."""
@@ -87,6 +103,8 @@ class Meeting(contextlib.AbstractContextManager):
         """Tells the others how this node ended. The head waits until all have ended, because the store ends with it."""
         if self.exit_code is None:
             self.exit_code = code or 0
+            if self._seen_by_all:
+                self._seen_by_all.close()
             self.has_ended.set()
             if self.is_training:
                 self.watcher.join(LEAVE_TIMEOUT + 5 if code else self.patience)  # a node that fails ends the others
@@ -94,12 +112,20 @@ class Meeting(contextlib.AbstractContextManager):
                 self.watcher.join(5)
 
     def publish(self, key: str, value: Any) -> None:
-        self._ask(lambda: self._store.set(f"{key}/{self.nodes.rank}", json.dumps(value)))
+        self.ask(lambda: self._store.set(f"{key}/{self.nodes.rank}", json.dumps(value)))
 
     def read(self, key: str, rank: int) -> Any:
         """What node `rank` has published under `key`; None if it has not."""
         name = f"{key}/{rank}"
-        return self._ask(lambda: json.loads(self._store.get(name)) if self._store.check([name]) else None)
+        return self.ask(lambda: json.loads(self._store.get(name)) if self._store.check([name]) else None)
+
+    def connect(self) -> Any:
+        """Another connection to the store: while one waits, the others do not."""
+        from torch.distributed import TCPStore
+
+        host = self.nodes.head if self.nodes.rank else "127.0.0.1"
+        timeout = timedelta(seconds=self.silence)
+        return self.ask(lambda: TCPStore(host, self.nodes.port, is_master=False, wait_for_workers=False, timeout=timeout))
 
     def name(self, rank: int) -> str:
         return f"node {rank} ({self.known[rank]['host']})" if rank in self.known else f"node {rank}"
@@ -133,28 +159,46 @@ class Meeting(contextlib.AbstractContextManager):
         rank, nodes = self.nodes.rank, self.nodes
         own = {"host": socket.gethostname(), "pid": os.getpid(), "address": own_address(nodes.head), "facts": facts}
         # Sets the value unless there is one, and returns the value that is there.
-        registered = self._ask(lambda: json.loads(self._store.compare_set(f"node/{rank}", "", json.dumps(own))))
+        registered = self.ask(lambda: json.loads(self._store.compare_set(f"node/{rank}", "", json.dumps(own))))
         if registered != own:
             was_killed = registered["host"] == own["host"] and not Path(f"/proc/{registered['pid']}").exists()
-            if not was_killed:
+            if not was_killed and (not nodes.min_count or self._is_alive(rank)):
                 exit_with(f"{registered['host']} is node {rank} already: give each machine its own NODE_RANK")
-            if self.read("heartbeat", 0):  # the head has a heartbeat once all nodes have met
+            if self.read("heartbeat", 0) and not nodes.min_count:  # the head has a heartbeat once all nodes have met
                 exit_with(f"node {rank} was started again while the others run: stop all nodes, then start all again")
+        self.publish("exit_code", None)  # an earlier start of this node may have published one
         self.publish("node", own)
-        while len(self.known) < nodes.count:
-            found = {other: self.read("node", other) for other in range(nodes.count)}
-            self.known = {other: node for other, node in found.items() if node}
-            for other, node in self.known.items():
-                for fact, value in facts.items():
-                    if node["facts"].get(fact) != value:
-                        theirs = node["facts"].get(fact)
-                        if rank == 0:
-                            time.sleep(2)  # until the others have seen it too: the store ends with this process
-                        exit_with(f"{self.name(other)} was started with another {fact} than this node: {theirs}, here {value}")
-            if missing := ", ".join(str(other) for other in range(nodes.count) if other not in self.known):
-                self._wait_or_exit(f"NODE_RANK {missing} (of {nodes.count} nodes, counted from 0)")
+        while missing := self._look_for_nodes(facts):
+            what = f"NODE_RANK {', '.join(map(str, missing))} (of {nodes.count} nodes, counted from 0)"
+            if nodes.min_count and (self.read("heartbeat", 0) or (self._has_waited() and len(self.known) >= nodes.min_count)):
+                break
+            self._wait_or_exit(what)
         if rank > 0:
             print(f"Node {rank} has joined; {self.name(0)} prints the messages of all {nodes.count} nodes.", flush=True)
+        elif missing:
+            print(f"Starting without {what}. They can join later.", flush=True)
+
+    def _look_for_nodes(self, facts: dict[str, Any]) -> list[int]:
+        """Updates `known`; returns the ranks that are not known. Exits if a node was started with other facts."""
+        found = {other: self.read("node", other) for other in range(self.nodes.count)}
+        self.known = {other: node for other, node in found.items() if node}
+        for other, node in self.known.items():
+            for fact, value in facts.items():
+                if node["facts"].get(fact) != value:
+                    theirs = node["facts"].get(fact)
+                    if self.nodes.rank == 0:
+                        time.sleep(2)  # until the others have seen it too: the store ends with this process
+                    exit_with(f"{self.name(other)} was started with another {fact} than this node: {theirs}, here {value}")
+        return [rank for rank in range(self.nodes.count) if rank not in self.known]
+
+    def _is_alive(self, rank: int) -> bool:
+        """Whether a node sends heartbeats."""
+        before = self.read("heartbeat", rank)
+        time.sleep(3)
+        return self.read("heartbeat", rank) != before
+
+    def _has_waited(self) -> bool:
+        return self._waiting_since is not None and time.monotonic() - self._waiting_since > self.patience
 
     def _wait_or_exit(self, what: str) -> None:
         """Waits half a second; prints what is waited for now and then, and exits after `patience` seconds."""
@@ -170,13 +214,14 @@ class Meeting(contextlib.AbstractContextManager):
         time.sleep(0.5)
 
     def _exchange(self, key: str, value: Any) -> list:
-        """Every node's value, by rank. Collective."""
+        """Every node's value, by rank, but not of lost nodes. Collective."""
         self.publish(key, value)
-        return [self._wait_for(key, rank) for rank in range(self.nodes.count)]
+        values = [self._wait_for(key, rank) for rank in sorted(self.known)]
+        return [value for value in values if value is not None]
 
     def _wait_for(self, key: str, rank: int) -> Any:
-        """Waits for the value of a node, however long that takes; `_watch` ends this process if that node is lost."""
-        while True:
+        """Waits for the value of a node, however long that takes; None if it is lost, unless `_watch` ends this process."""
+        while rank not in self.lost:
             # The exit code is read first: it is the last thing that a node publishes.
             code, value = self.read("exit_code", rank), self.read(key, rank)
             if value is not None:
@@ -186,45 +231,65 @@ class Meeting(contextlib.AbstractContextManager):
             if code is not None:
                 sys.exit(code)
             time.sleep(0.2)
+        return None
 
     def _watch(self) -> None:
         """The thread: publishes heartbeats and this node's exit code, and ends this node when another is lost or has failed."""
-        now = time.monotonic()
-        last_heard = {rank: (None, now) for rank in self.known if rank != self.nodes.rank}  # heartbeat, and when it came
+        last_heard = {}  # rank: heartbeat, and when it came
 
         def seconds_silent(rank: int) -> float:
             heartbeat, now = self.read("heartbeat", rank), time.monotonic()
-            if heartbeat != last_heard[rank][0]:
+            if rank not in last_heard or heartbeat != last_heard[rank][0]:
                 last_heard[rank] = heartbeat, now
             return now - last_heard[rank][1]
 
         while self.exit_code is None:
             self.publish("heartbeat", time.monotonic())
-            for rank in last_heard:
+            for rank in self._others():
                 code, silent = self.read("exit_code", rank), seconds_silent(rank)
-                if code is None and silent > self.silence:
-                    self._exit_for_silence(rank)
+                leaves = code == STOPPED and self.nodes.min_count > 0
+                if leaves or (code is None and silent > self.silence):
+                    self._lose(rank)
                 elif code and self.is_training and silent > LEAVE_TIMEOUT:
-                    self._fail(f"{self.name(rank)} ended with exit code {code}: see its output")
+                    self.fail(f"{self.name(rank)} ended with exit code {code}: see its output")
+                elif rank in self.lost and silent < 2:
+                    self.lost.remove(rank)
             self.has_ended.wait(1)
         self.publish("exit_code", self.exit_code)
         while self.nodes.rank == 0 and any(
-            self.read("exit_code", rank) is None and seconds_silent(rank) < self.silence for rank in last_heard
+            self.read("exit_code", rank) is None and seconds_silent(rank) < self.silence for rank in self._others()
         ):
             time.sleep(1)
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
+    def _others(self) -> list[int]:
+        """The ranks of the other nodes, also of those that have come later."""
+        if self.nodes.min_count and self.is_training:
+            for rank in range(self.nodes.count):
+                if node := self.read("node", rank):
+                    self.known[rank] = node
+        return [rank for rank in self.known if rank != self.nodes.rank]
+
+    def _lose(self, rank: int) -> None:
+        """The run goes on without this node if their number can change; it ends without the head."""
+        if not self.nodes.min_count or rank == 0:
+            self._exit_for_silence(rank)
+        if rank not in self.lost:
+            self.lost.add(rank)
+            if self.nodes.rank == 0:
+                print(f"Lost {self.name(rank)}: it was stopped, or nothing was heard from it for {self.silence} s.", flush=True)
+
+    def ask(self, question: Callable[[], Any]) -> Any:
         """The answer of the store; the store's silence ends this node."""
         try:
             with time_limit(self.silence, self._exit_for_silence, 0):
                 return question()
         except RuntimeError:  # torch's DistNetworkError and DistStoreError are subclasses
-            self._fail(f"{self.name(0)} has exited, or the network to it is down: see its output")
+            self.fail(f"{self.name(0)} has exited, or the network to it is down: see its output")
 
     def _exit_for_silence(self, rank: int) -> None:
-        self._fail(f"nothing was heard from {self.name(rank)} for {self.silence} s: it or the network is down")
+        self.fail(f"nothing was heard from {self.name(rank)} for {self.silence} s: it or the network is down")
 
-    def _fail(self, message: str) -> NoReturn:
+    def fail(self, message: str) -> NoReturn:
         """Ends the process with a message, from any thread; only the thread if this node has ended."""
         if self.exit_code is None:
             exit_with(f"{message}. The same command resumes from the newest checkpoint, if there is one")

@@ -21,7 +21,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness import configs, folder, hub
 from harness.configs import AccelerateConfig
@@ -34,6 +34,9 @@ from harness.nodes.variables import integer_from_environment
 from harness.signals import set_signal_handler
 from harness.start import flags, processes
 from harness.start.plans import copy_plan
+
+if TYPE_CHECKING:
+    from harness.nodes.meeting import Meeting
 
 T = TypeVar("T")
 
@@ -50,7 +53,7 @@ def main(words: list[str]) -> int:
         return 0
     flags.check_flags(Path(recipe), arguments)
     config, nodes = configs.read(config_path), nodes_from_environment()
-    context = Context(recipe, config, nodes=nodes.count, tiny=options == ["--tiny"])
+    context = Context(recipe, config, nodes=nodes.count, min_nodes=nodes.min_count, tiny=options == ["--tiny"])
     context.processes = count_processes(context, nodes)
     if nodes.is_allocation:
         return run_with_srun(nodes, words)
@@ -66,7 +69,7 @@ def main(words: list[str]) -> int:
     # Not in a `with`: after an error it stays locked until this process exits.
     held = folder.lock_run(Path(checked.output_dir), checked.identity)
     copy_plan(context, arguments, Path(checked.output_dir))
-    code = train(method, context, checked, arguments, nodes)
+    code = train(method, context, checked, arguments)
     held.release()
     return code
 
@@ -209,21 +212,22 @@ def train(
     context: Context,
     checked: CheckedRun,
     arguments: list[str],
-    nodes: Nodes,
+    meeting: "Meeting | None" = None,
     separate_disks: bool = False,
 ) -> int:
     """Runs the recipe in the processes of this node; returns the exit code. `separate_disks`: see `Train`."""
     from harness.compat.accelerate import launch_environment
-    from harness.nodes.rendezvous import FixedNodes
+    from harness.nodes.rendezvous import ChangingNodes, OneNode
     from harness.start.training import Train
 
     training = Train(**vars(context) | {"on_cpu": checked.on_cpu}, separate_disks=separate_disks)
     set_training_environment(training)
+    restarts = (3 if context.min_nodes else 0) if checked.max_restarts is None else checked.max_restarts
     if context.config.distributed_type == "NO":
-        return processes.train(method, training, arguments, {}, FixedNodes(port=0))
+        return processes.train(method, training, arguments, {}, OneNode(is_distributed=False), restarts)
     variables = launch_environment(context.config.path, context.processes, context.nodes, context.recipe)
-    known = FixedNodes(nodes.rank, nodes.count, nodes.head, nodes.port) if nodes.count > 1 else FixedNodes()
-    return processes.train(method, training, arguments, variables, known)
+    rendezvous = ChangingNodes(meeting) if meeting else OneNode()
+    return processes.train(method, training, arguments, variables, rendezvous, restarts)
 
 
 def train_on_several_nodes(nodes: Nodes, context: Context, options: list[str], arguments: list[str], method: str) -> int:
@@ -252,11 +256,12 @@ def train_on_several_nodes(nodes: Nodes, context: Context, options: list[str], a
             )
         # Not before all nodes have checked.
         held = folder.lock_run(output_dir, checked.identity) if nodes.rank == 0 or separate_disks else None
-        if interface := interface_to(meeting.another_address()):
+        another = meeting.another_address()
+        if another and (interface := interface_to(another)):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo takes the one that the machine's name resolves to
         if nodes.rank == 0:
             copy_plan(context, arguments, Path(checked.output_dir))
-        code = meeting.run(lambda: train(method, context, checked, arguments, nodes, separate_disks))
+        code = meeting.run(lambda: train(method, context, checked, arguments, meeting, separate_disks))
         if held:
             held.release()
         return code

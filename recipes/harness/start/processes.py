@@ -48,7 +48,7 @@ from harness.signals import (
 )
 
 if TYPE_CHECKING:
-    from harness.nodes.rendezvous import FixedNodes
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 DAEMON_TIMEOUT = 2  # seconds for the daemons of a process to exit when it exits
 # PyTorch's FlashAttention looks through all loaded modules when it is imported, which takes a second after the others.
@@ -213,10 +213,13 @@ def _kill_daemons() -> None:
             child.kill()
 
 
-def train(method: str, context: Context, flags: list[str], variables: dict[str, str], nodes: "FixedNodes") -> int:
+def train(
+    method: str, context: Context, flags: list[str], variables: dict[str, str], nodes: "RendezvousHandler", max_restarts: int = 0
+) -> int:
     """Runs a recipe in the processes of this node, with torch's elastic agent; returns the exit code for the shell.
 
-    `variables`: environment variables of the processes besides this process's and those that the agent sets.
+    `variables`: environment variables of the processes besides this process's and those that the agent sets. `max_restarts`: how
+    often the processes are started again after a crash.
     """
     from harness.compat.elastic import make_agent
 
@@ -232,10 +235,20 @@ def train(method: str, context: Context, flags: list[str], variables: dict[str, 
         rdzv_handler=nodes,
         entrypoint=train_in_process,
         args=(context, flags, variables, os.getpid()),
-        max_restarts=0,
+        max_restarts=max_restarts,
         monitor_interval=0.1,
     )
-    agent = make_agent(spec, method, EXPLAINED - {LOST})
+
+    def is_final(code: int) -> bool:
+        if context.min_nodes and code == 128 + signal.SIGTERM and not last_signal():
+            return False  # another node was told to stop, and its processes have agreed with these ones on it
+        return code in EXPLAINED - {LOST} or -code in SIGNALS or bool(last_signal())
+
+    def report(code: int, rank: int, restart: int, restarts: int) -> None:
+        explain_exit(code, rank)
+        print(f"Starting again from the newest checkpoint, {restart} of {restarts} times (--max_restarts).", flush=True)
+
+    agent = make_agent(spec, method, is_final, report)
 
     def forward(number: int, frame: FrameType | None) -> None:
         if agent.pids is None:
@@ -249,6 +262,8 @@ def train(method: str, context: Context, flags: list[str], variables: dict[str, 
     set_signal_handler(forward)
     set_interrupt_handler(forward)
     result = agent.run()
+    if not context.min_nodes or not last_signal():  # else the other nodes go on
+        nodes.shutdown()
     if not result.is_failed():
         return 0
     rank, failure = next(iter(result.failures.items()))
@@ -269,6 +284,8 @@ def train_in_process(context: Context, flags: list[str], variables: dict[str, st
     if context.config.distributed_type == "NO":
         for name in OF_AGENT:
             os.environ.pop(name, None)
+    else:
+        context.processes, context.nodes = int(os.environ["WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
     try:
         with new_process(variables, launcher):
             run_recipe(context, flags)

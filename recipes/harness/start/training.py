@@ -72,7 +72,7 @@ class Check(RunContext):
         identity = check_and_claim_run(self, arguments)
         script_args, training_args, _ = arguments
         saves, has_mirror = training_args.save_strategy != "no", bool(script_args.mirror)
-        self.checked = CheckedRun(training_args.output_dir, identity, self.on_cpu, saves, has_mirror)
+        self.checked = CheckedRun(training_args.output_dir, identity, self.on_cpu, saves, has_mirror, script_args.max_restarts)
         raise RecipeStopped
 
 

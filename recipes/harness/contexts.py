@@ -31,6 +31,7 @@ class Context:
     processes: int = 0  # on all nodes; 0 if no config says how many
     nodes: int = 1  # at most, in the launcher; in a process that trains, those that are there
     min_nodes: int = 0  # the run goes on with so many; 0: their number is fixed
+    joins: bool = False  # this node joins a run that has begun on others
     tiny: bool = False  # a rehearsal: tiny model and dataset
     on_cpu: bool = False  # computes and shards on CPU: a rehearsal without enough GPUs, a command that needs none, or --use_cpu
     # What this machine's GPUs support, see `harness.model.gpu_features.find_gpu_features`.

@@ -216,10 +216,11 @@ def lock_run(folder: Path, identity: dict) -> FileLock:
     return held
 
 
-def check_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
+def check_output_dir(folder: Path, identity: dict, is_default: bool, joins: bool = False) -> None:
     """Raises UserError if the folder belongs to another run, or if another process is writing into it. Writes nothing.
 
-    `identity` is the content of run.json for the run that is about to start. `is_default`: no --output_dir was given.
+    `identity` is the content of run.json for the run that is about to start. `is_default`: no --output_dir was given. `joins`:
+    the run has begun on other nodes, so that one of them may be writing.
     """
     try:
         str(folder).encode()
@@ -228,7 +229,7 @@ def check_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir: {folder} is a file, expected a folder")
     existing = _read_run_file(folder)
-    if existing:
+    if existing and not joins:
         lock(folder).release()  # raises UserError if another process holds it
     _check_same_run(folder, existing, identity, is_default)
 

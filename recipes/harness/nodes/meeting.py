@@ -47,6 +47,7 @@ class Meeting(contextlib.AbstractContextManager):
         self.silence, self.patience = seconds_of_silence(), seconds_to_wait()
         self.known: dict[int, dict] = {}  # rank: host, address and facts of that node
         self.lost: set[int] = set()  # ranks of known nodes that send no heartbeats; the run goes on without them
+        self.joins = False  # the run has begun without this node
         self.is_training = False
         self._seen_by_all: Any = None  # a file in the output directory
         self.exit_code: int | None = None  # of this node, once it has ended
@@ -164,15 +165,17 @@ class Meeting(contextlib.AbstractContextManager):
             was_killed = registered["host"] == own["host"] and not Path(f"/proc/{registered['pid']}").exists()
             if not was_killed and (not nodes.min_count or self._is_alive(rank)):
                 exit_with(f"{registered['host']} is node {rank} already: give each machine its own NODE_RANK")
-            if self.read("heartbeat", 0) and not nodes.min_count:  # the head has a heartbeat once all nodes have met
+            if self.read("heartbeat", 0) and not nodes.min_count:
                 exit_with(f"node {rank} was started again while the others run: stop all nodes, then start all again")
         self.publish("exit_code", None)  # an earlier start of this node may have published one
         self.publish("node", own)
-        while missing := self._look_for_nodes(facts):
+        self.joins = bool(self.read("heartbeat", 0))  # the head sends heartbeats once the nodes have met
+        while (missing := self._look_for_nodes(facts)) and not self.joins:
             what = f"NODE_RANK {', '.join(map(str, missing))} (of {nodes.count} nodes, counted from 0)"
-            if nodes.min_count and (self.read("heartbeat", 0) or (self._has_waited() and len(self.known) >= nodes.min_count)):
+            if nodes.min_count and self._has_waited() and len(self.known) >= nodes.min_count:
                 break
             self._wait_or_exit(what)
+            self.joins = bool(nodes.min_count and self.read("heartbeat", 0))
         if rank > 0:
             print(f"Node {rank} has joined; {self.name(0)} prints the messages of all {nodes.count} nodes.", flush=True)
         elif missing:

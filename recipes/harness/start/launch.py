@@ -245,6 +245,7 @@ def train_on_several_nodes(nodes: Nodes, context: Context, options: list[str], a
     for path in (context.recipe, context.config.path):
         facts[f"digest of {Path(path).name}"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
     with Meeting(nodes, facts) as meeting:
+        context.joins = meeting.joins
         checked = meeting.check_in_turn(lambda: ask_process(method, run_check, context, arguments))
         output_dir = Path(checked.output_dir)
         separate_disks = checked.saves and not meeting.all_see(output_dir)

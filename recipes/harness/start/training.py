@@ -220,7 +220,7 @@ def check_and_claim_run(context: Context, arguments: Arguments, is_checked: bool
     output_dir, is_default = Path(training_args.output_dir), training_args.output_dir == context.default_output_dir
     uses_mirror = bool(script_args.mirror) and NODE_VARIABLE not in os.environ  # the first node's launcher
     identity = identity_of_run(context, arguments)
-    folder.check_output_dir(output_dir, identity, is_default)
+    folder.check_output_dir(output_dir, identity, is_default, context.joins)
     results_in_mirror = mirror.check(script_args.mirror, identity, output_dir) if uses_mirror else {}
     check_model_and_dataset(context, arguments)
     if script_args.repository and not context.tiny:
@@ -237,7 +237,8 @@ def check_and_claim_run(context: Context, arguments: Arguments, is_checked: bool
         mirror.date_of_run(script_args.mirror) if uses_mirror else None
     )
     identity["date"] = (started or datetime.now()).isoformat(timespec="seconds")
-    folder.claim_output_dir(output_dir, identity, is_default)
+    if not (context.joins and (output_dir / folder.RUN).is_file()):
+        folder.claim_output_dir(output_dir, identity, is_default)
     if uses_mirror:
         mirror.claim(script_args.mirror, identity, output_dir)
     record_start(context, output_dir, script_args.asked, is_checked)

@@ -16,9 +16,11 @@ from conftest import ROOT, losses, read, slow, wait_until
 def on_nodes(machines, environment, workdir, tmp_path):
     """Starts a command on several nodes, each in its folder of `folders`; returns the process and the log of each."""
 
-    def call(count, *arguments, folders=None, **variables):
+    def call(count, *arguments, folders=None, ranks=None, **variables):
         started = []
         for rank, name in enumerate(machines.names[:count]):
+            if ranks and rank not in ranks:
+                continue
             log = tmp_path / f"{len(list(tmp_path.glob('*.log')))}-{name}.log"
             node = {"NNODES": str(count), "NODE_RANK": str(rank), "MASTER_ADDR": machines.names[0]}
             with log.open("w") as file:
@@ -87,6 +89,49 @@ def test_lost_network_and_lost_node(on_nodes, machines, workdir, tmp_path):
     for process, log in on_nodes(2, *command):
         assert process.wait(timeout=120) == 0, log.read_text()
     assert read(run)["resumed_from_step"] == reached and len(losses(run)) == reached + 2
+
+
+def test_run_goes_on_without_a_lost_node(on_nodes, machines, rehearse, workdir, tmp_path):
+    """It takes the node back when that returns. It trains the same rows as an uninterrupted run, each once.
+
+    The node loses power, and later its network. The processes of the other node resume from the newest complete checkpoint.
+    """
+    run, two = workdir / "runs/elastic", tmp_path / "2 nodes.yaml"
+    settings = yaml.safe_load((ROOT / "accelerate_configs/3xt4_shard_grad_op.yaml").read_text())
+    two.write_text(yaml.safe_dump(settings | {"num_machines": 2, "num_processes": 2}))
+    flags = ["--max_steps", "150", "--save_steps", "5", "--logging_steps", "1", "--eval_strategy", "no"]
+    command = ["--tiny", "qwen2_fineweb_edu", two, "--output_dir", run, *flags]
+    variables = {"NNODES": "1:2", "NODE_SILENCE": "6"}
+    (head, log), (node, _) = on_nodes(2, *command, **variables)
+
+    def wait_for(text, times):
+        def is_there():
+            assert head.poll() is None, log.read_text()
+            return log.read_text().count(text) >= times
+
+        wait_until(is_there, 120, log.read_text)
+
+    wait_for("  loss ", 7)
+    kill_node(machines, "node1")
+    wait_for("The run goes on with 1 node of 2.", 1)
+    wait_for("Resuming from", 1)
+    ((node, _),) = on_nodes(2, *command, ranks=[1], **variables)
+    wait_for("The run goes on with 2 nodes of 2.", 1)
+    wait_for("Resuming from", 2)
+    machines.set_cable("node1", "down")
+    wait_for("The run goes on with 1 node of 2.", 2)
+    assert node.wait(timeout=60) not in (0, 2)
+    machines.set_cable("node1", "up")
+    ((node, last),) = on_nodes(2, *command, ranks=[1], **variables)
+    for process in (head, node):
+        assert process.wait(timeout=180) == 0, log.read_text() + last.read_text()
+    assert "Traceback" not in log.read_text() and "The run goes on with 2 nodes" in log.read_text(), log.read_text()
+    reference = rehearse("qwen2_fineweb_edu", two, *flags)
+    uninterrupted, found = losses(reference), losses(run)
+    assert found.keys() == uninterrupted.keys()
+    for step, (loss, _) in found.items():
+        assert loss == pytest.approx(uninterrupted[step][0], abs=0.02), step
+    assert read(run)["tokens"] == read(reference)["tokens"]
 
 
 def kill_node(machines, name):

@@ -208,6 +208,31 @@ def test_others_are_ended_when_one_fails(python, tmp_path, acts, code, message, 
     assert process.stdout.count("ended") == ended and "Traceback" not in process.stderr
 
 
+RESTARTS = """
+import os, sys
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if rank == 0:
+    print("attempt", attempt, flush=True)
+if attempt < {crashes} and rank == 1:
+    {crash}
+"""
+
+
+@pytest.mark.parametrize(
+    ("crashes", "crash", "code", "attempts"),
+    [(2, "os.kill(os.getpid(), 9)", 0, 3), (9, "os.abort()", 134, 3), (9, "sys.exit(2)", 2, 1), (9, "sys.exit(12)", 12, 1)],
+    ids=["crashes twice", "crashes always", "user error", "out of memory"],
+)
+def test_processes_that_crash_start_again(python, tmp_path, crashes, crash, code, attempts):
+    """At most `max_restarts` times, and not after what happens again."""
+    (tmp_path / "recipe.py").write_text(RESTARTS.format(crashes=crashes, crash=crash))
+    script = TRAIN.replace("OneNode())", "OneNode(), max_restarts=2)")
+    process = python(script, arguments=[str(tmp_path / "recipe.py"), "2"])
+    assert process.returncode == code, process.stdout + process.stderr
+    assert process.stdout.count("attempt") == attempts and process.stdout.count("Starting again") == attempts - 1
+    assert process.stderr.count("error: process 1 failed first") == (min(crashes, attempts) if crash.startswith("os") else 0)
+
+
 IGNORES_SIGTERM = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -374,6 +399,19 @@ def test_killed_launcher_leaves_no_process(session, workdir):
     process.kill()
     process.wait()
     wait_until(lambda: not alive(), 20, lambda: str(alive()))
+
+
+def test_killed_process_starts_again(session, rehearse, workdir):
+    """The run resumes from its newest checkpoint, and logs the losses of an uninterrupted one."""
+    flags = ["--max_steps", "30", "--save_steps", "4"]
+    process, log, alive = session(workdir / "runs/starts-again", *flags, "--max_restarts", "1")
+    wait_until(lambda: "step  6/30" in log.read_text() or process.poll() is not None, 120, log.read_text)
+    psutil.Process(max(one.pid for one in alive() if one.ppid() != process.pid != one.pid)).kill()
+    assert process.wait(timeout=120) == 0, log.read_text()
+    assert "it was killed" in log.read_text() and "Starting again from the newest checkpoint, 1 of 1 times" in log.read_text()
+    flags += ["--logging_steps", "1", "--eval_strategy", "no"]
+    uninterrupted = rehearse(RECIPE, "4gpu_full_shard", *flags, NPROC_PER_NODE="2")
+    assert losses(workdir / "runs/starts-again") == losses(uninterrupted)
 
 
 def test_exit_with_parent(python):

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from harness import configs, contexts, folder
+from harness.batches import rows_of_step
 from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.datasets import map_in_one_process
 from harness.contexts import CheckedRun, Context, RecipeStopped
 from harness.data import reading
-from harness.messages import NODE_VARIABLE, UserError, print_once
+from harness.messages import NODE_VARIABLE, UserError, plural, print_once
 from harness.model.attention import print_attention
 from harness.model.gpu_features import VARLEN, why_not_triton
 from harness.model.loading import check_host_memory
@@ -41,7 +42,7 @@ from harness.start.record import record_start, settings_of, values_of
 
 import torch
 from datasets import Dataset
-from transformers import Trainer, set_seed
+from transformers import Trainer, TrainingArguments, set_seed
 from trl.data_utils import is_conversational
 
 CONVERSATIONS = 16  # for evaluation, that a run keeps for --verify
@@ -71,6 +72,7 @@ class Check(RunContext):
         machine.print_few_cores(self)
         identity = check_and_claim_run(self, arguments)
         script_args, training_args, _ = arguments
+        check_other_numbers_of_nodes(self, training_args)
         saves, has_mirror = training_args.save_strategy != "no", bool(script_args.mirror)
         self.checked = CheckedRun(training_args.output_dir, identity, self.on_cpu, saves, has_mirror, script_args.max_restarts)
         raise RecipeStopped
@@ -247,6 +249,24 @@ def check_and_claim_run(context: Context, arguments: Arguments, is_checked: bool
     if model_args.load_in_4bit and context.is_sharded:
         quantize_once(model_args)
     return identity
+
+
+def check_other_numbers_of_nodes(context: Context, training_args: TrainingArguments) -> None:
+    """Raises UserError if the run could not go on, with as many rows per step, on each number of nodes that it may have."""
+    if not context.min_nodes:
+        return
+    if training_args.save_strategy == "no":
+        raise UserError(
+            "--save_strategy no: a run with NNODES=MIN:MAX resumes from a checkpoint when the nodes change: save some"
+        )
+    rows, per_node = rows_of_step(training_args, context.processes), context.processes // context.nodes
+    for count in range(context.min_nodes, context.nodes):
+        unit = training_args.per_device_train_batch_size * per_node * count
+        if rows % unit:
+            raise UserError(
+                f"NNODES is {context.min_nodes}:{context.nodes}, but on {plural(count, 'node')} the rows of a step must be a multiple "
+                f"of {unit}, and they are {rows}: pass another --global_batch_size, or other numbers of nodes"
+            )
 
 
 def print_differences(context: Context, arguments: Arguments) -> None:

@@ -99,8 +99,8 @@ def count_processes(context: Context, nodes: Nodes) -> int:
         gpus = 1
     if config.is_hybrid and nodes.min_count:
         raise UserError(
-            f"NNODES is {nodes.min_count}:{nodes.count}, but {config.name} keeps a replica on each of {config.replicas} nodes: pass "
-            "one number of nodes, or use a config without parallelism_config"
+            f"NNODES is {nodes.min_count}:{nodes.count}, but {config.name} keeps a replica on each of {config.replicas} nodes: "
+            "pass one number of nodes, or use a config without parallelism_config"
         )
     if config.is_hybrid and (nodes.count * gpus != config.replicas * config.shards or nodes.count not in (1, config.replicas)):
         raise UserError(

@@ -185,7 +185,9 @@ def new_process(variables: dict[str, str], launcher: int) -> Iterator[None]:
     if "torch" in sys.modules and "OMP_NUM_THREADS" in variables:  # torch has read the variable when it was imported
         sys.modules["torch"].set_num_threads(int(variables["OMP_NUM_THREADS"].split(",")[0]))
     with contextlib.suppress(OSError):  # it is closed, or this is not Linux
-        stdin = os.open(f"/proc/{launcher}/fd/0", os.O_RDONLY)  # multiprocessing has closed it; a debugger in a recipe needs it
+        # multiprocessing has closed it; a debugger in a recipe needs it. A named pipe without a writer would block.
+        stdin = os.open(f"/proc/{launcher}/fd/0", os.O_RDONLY | os.O_NONBLOCK)
+        os.set_blocking(stdin, True)
         os.dup2(stdin, 0)
         os.close(stdin)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 (as long as the process lives)

@@ -264,8 +264,8 @@ def check_other_numbers_of_nodes(context: Context, training_args: TrainingArgume
         unit = training_args.per_device_train_batch_size * per_node * count
         if rows % unit:
             raise UserError(
-                f"NNODES is {context.min_nodes}:{context.nodes}, but on {plural(count, 'node')} the rows of a step must be a multiple "
-                f"of {unit}, and they are {rows}: pass another --global_batch_size, or other numbers of nodes"
+                f"NNODES is {context.min_nodes}:{context.nodes}, but {plural(count, 'node')} cannot train steps of {rows} rows, "
+                f"only a multiple of {unit}: pass another --global_batch_size, or other numbers of nodes"
             )
 
 

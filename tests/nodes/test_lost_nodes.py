@@ -99,8 +99,8 @@ def test_run_goes_on_without_a_lost_node(on_nodes, machines, rehearse, workdir, 
     run, two = workdir / "runs/elastic", tmp_path / "2 nodes.yaml"
     settings = yaml.safe_load((ROOT / "accelerate_configs/3xt4_shard_grad_op.yaml").read_text())
     two.write_text(yaml.safe_dump(settings | {"num_machines": 2, "num_processes": 2}))
-    flags = ["--max_steps", "150", "--save_steps", "5", "--logging_steps", "1", "--eval_strategy", "no"]
-    command = ["--tiny", "qwen2_fineweb_edu", two, "--output_dir", run, *flags]
+    flags = ["--max_steps", "150", "--logging_steps", "1", "--eval_strategy", "no"]
+    command = ["--tiny", "qwen2_fineweb_edu", two, "--output_dir", run, *flags, "--save_steps", "5"]
     variables = {"NNODES": "1:2", "NODE_SILENCE": "6"}
     (head, log), (node, _) = on_nodes(2, *command, **variables)
 
@@ -115,23 +115,25 @@ def test_run_goes_on_without_a_lost_node(on_nodes, machines, rehearse, workdir, 
     kill_node(machines, "node1")
     wait_for("The run goes on with 1 node of 2.", 1)
     wait_for("Resuming from", 1)
-    ((node, _),) = on_nodes(2, *command, ranks=[1], **variables)
+    ((node, alone),) = on_nodes(2, *command, ranks=[1], **variables)
     wait_for("The run goes on with 2 nodes of 2.", 1)
     wait_for("Resuming from", 2)
     machines.set_cable("node1", "down")
     wait_for("The run goes on with 1 node of 2.", 2)
     assert node.wait(timeout=60) not in (0, 2)
+    assert alone.read_text().count("\n") <= 4, alone.read_text()
     machines.set_cable("node1", "up")
     ((node, last),) = on_nodes(2, *command, ranks=[1], **variables)
     for process in (head, node):
         assert process.wait(timeout=180) == 0, log.read_text() + last.read_text()
     assert "Traceback" not in log.read_text() and "The run goes on with 2 nodes" in log.read_text(), log.read_text()
-    reference = rehearse("qwen2_fineweb_edu", two, *flags)
+    reference = rehearse("qwen2_fineweb_edu", two, *flags, "--save_strategy", "no")
     uninterrupted, found = losses(reference), losses(run)
     assert found.keys() == uninterrupted.keys()
     for step, (loss, _) in found.items():
         assert loss == pytest.approx(uninterrupted[step][0], abs=0.02), step
     assert read(run)["tokens"] == read(reference)["tokens"]
+    assert [start["processes"] for start in read(run, "starts.json")["starts"]] == [2, 1, 2, 1, 2]
 
 
 def kill_node(machines, name):

@@ -154,6 +154,7 @@ def test_exit_codes_exit_handlers_and_traceback(python, tmp_path):
 
 TRAIN = """
 import sys
+from pathlib import Path
 from harness.configs import AccelerateConfig
 from harness.contexts import Context
 from harness.nodes.rendezvous import OneNode
@@ -161,7 +162,7 @@ from harness.start import processes
 processes.LIBRARIES = ("torch",)  # the others would only take time
 method = processes.start_server()
 context = Context(sys.argv[1], AccelerateConfig(distributed_type="FSDP"), processes=int(sys.argv[2]))
-code = processes.train(method, context, [], {}, OneNode())
+code = processes.train(method, context, [], {}, OneNode(), Path(sys.argv[1]).parent)
 print("code", code)
 processes.exit_quickly(code)
 """
@@ -210,7 +211,13 @@ def test_others_are_ended_when_one_fails(python, tmp_path, acts, code, message, 
 
 RESTARTS = """
 import os, sys
-rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+from pathlib import Path
+rank, folder = int(os.environ["RANK"]), Path(__file__).parent
+attempt = len(list(folder.glob("attempt-*")))
+import torch.distributed as dist
+dist.init_process_group("gloo")  # both have counted the attempts
+if rank == 0: (folder / f"attempt-{{attempt}}").touch()
+dist.barrier()
 if rank == 0:
     print("attempt", attempt, flush=True)
 if attempt < {crashes} and rank == 1:
@@ -218,19 +225,28 @@ if attempt < {crashes} and rank == 1:
 """
 
 
+SAVE = "(folder / f'checkpoint-{attempt}').mkdir(); (folder / f'checkpoint-{attempt}/complete.json').touch(); "
+
+
 @pytest.mark.parametrize(
     ("crashes", "crash", "code", "attempts"),
-    [(2, "os.kill(os.getpid(), 9)", 0, 3), (9, "os.abort()", 134, 3), (9, "sys.exit(2)", 2, 1), (9, "sys.exit(12)", 12, 1)],
-    ids=["crashes twice", "crashes always", "user error", "out of memory"],
+    [
+        (2, "os.kill(os.getpid(), 9)", 0, 3),
+        (4, SAVE + "os.kill(os.getpid(), 9)", 0, 5),
+        (9, "os.abort()", 134, 3),
+        (9, "sys.exit(2)", 2, 1),
+        (9, "sys.exit(12)", 12, 1),
+    ],
+    ids=["crashes twice", "makes progress", "crashes always", "user error", "out of memory"],
 )
 def test_processes_that_crash_start_again(python, tmp_path, crashes, crash, code, attempts):
-    """At most `max_restarts` times, and not after what happens again."""
+    """At most `max_restarts` times without a new checkpoint, and not after what happens again."""
     (tmp_path / "recipe.py").write_text(RESTARTS.format(crashes=crashes, crash=crash))
-    script = TRAIN.replace("OneNode())", "OneNode(), max_restarts=2)")
+    script = TRAIN.replace(".parent)", ".parent, max_restarts=2)")
     process = python(script, arguments=[str(tmp_path / "recipe.py"), "2"])
     assert process.returncode == code, process.stdout + process.stderr
     assert process.stdout.count("attempt") == attempts and process.stdout.count("Starting again") == attempts - 1
-    assert process.stderr.count("error: process 1 failed first") == (min(crashes, attempts) if crash.startswith("os") else 0)
+    assert process.stderr.count("error: process 1 failed first") == (min(crashes, attempts) if "os." in crash else 0)
 
 
 IGNORES_SIGTERM = """

@@ -20,10 +20,18 @@ _AGENT = "torch.distributed.elastic.agent.server"
 class Agent(LocalElasticAgent):
     """An agent whose processes end by themselves, and that passes signals on to them."""
 
-    def __init__(self, spec: WorkerSpec, start_method: str, is_final: Callable[[int], bool], report: Callable[..., None]) -> None:
-        """`is_final`: whether processes are not started again after this exit code, `report`: see `make_agent`."""
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        start_method: str,
+        is_final: Callable[[int], bool],
+        progress: Callable[[], Any],
+        report: Callable[..., None],
+    ) -> None:
+        """For the functions see `make_agent`."""
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method)
-        self.is_final, self.report = is_final, report
+        self.is_final, self.progress, self.report = is_final, progress, report
+        self.progress_before = progress()
         self.pids: list[int] | None = None  # of the processes, [] when they have ended, None while they will be started
 
     def send_signal(self, number: int) -> None:
@@ -49,11 +57,13 @@ class Agent(LocalElasticAgent):
         if result.state != WorkerState.HEALTHY:
             self.pids = []
         for rank, failure in result.failures.items():
+            restarts, before, self.progress_before = worker_group.spec.max_restarts, self.progress_before, self.progress()
             if self.is_final(failure.exitcode):
                 self._remaining_restarts = 0
-            elif self._remaining_restarts:
+            elif self.progress_before != before:
+                self._remaining_restarts = restarts
+            if self._remaining_restarts:
                 self.pids = None
-                restarts = worker_group.spec.max_restarts
                 self.report(failure.exitcode, rank, restarts - self._remaining_restarts + 1, restarts)
         return result
 
@@ -80,12 +90,17 @@ class Agent(LocalElasticAgent):
     "torch.distributed.elastic.multiprocessing.api:MultiprocessContext",
 )
 def make_agent(
-    spec: WorkerSpec, start_method: str, is_final: Callable[[int], bool], report: Callable[[int, int, int, int], None]
+    spec: WorkerSpec,
+    start_method: str,
+    is_final: Callable[[int], bool],
+    progress: Callable[[], Any],
+    report: Callable[[int, int, int, int], None],
 ) -> Agent:
     """An agent whose processes end by themselves, see `Agent`.
 
-    `is_final`: whether processes are not started again after this exit code. `report`: called before they are, with the exit code
-    and the rank of the first one that failed, how often they have been started again, this time included, and how often they can.
+    `is_final`: whether processes are not started again after this exit code. `progress`: if it returns something else than after
+    the last crash, they can be started again `spec.max_restarts` times. `report`: called before they are, with the exit code and
+    the rank of the first one that failed, how often they have been started again, this time included, and how often they can.
 
     The agent has no public way to learn which processes it has started, or to give up after some exit codes. At a signal, it ends
     the processes and drops their exit codes, so the launcher handles signals instead.
@@ -95,4 +110,4 @@ def make_agent(
     """
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # all nodes have the same number of processes
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGURG"  # one that nobody sends
-    return Agent(spec, start_method, is_final, report)
+    return Agent(spec, start_method, is_final, progress, report)

@@ -1,7 +1,9 @@
 """Changes to Python's multiprocessing."""
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 
@@ -13,6 +15,19 @@ def _open_files() -> set[int]:
     """The file descriptors of this process."""
     files = list(Path("/proc/self/fd").iterdir())
     return {int(file.name) for file in files if file.exists()}  # not that of the folder itself
+
+
+@contextlib.contextmanager
+def _hidden_warnings() -> Iterator[None]:
+    """A resource tracker that is started in this block says nothing of what a launcher leaves that exits in the middle."""
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [before, "ignore:resource_tracker:UserWarning"]))
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONWARNINGS"]
+        if before is not None:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 @changes(
@@ -31,7 +46,8 @@ def start_fork_server() -> None:
     """
     launcher, spawn = os.getpid(), util.spawnv_passfds
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    resource_tracker.ensure_running()  # a new Python, which ignores all but SIGUSR1
+    with _hidden_warnings():
+        resource_tracker.ensure_running()  # a new Python, which ignores all but SIGUSR1
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
     files = _open_files()
 

@@ -227,12 +227,13 @@ def train(
 
     training = Train(**vars(context) | {"on_cpu": checked.on_cpu}, separate_disks=separate_disks)
     set_training_environment(training)
+    output_dir = Path(checked.output_dir)
     restarts = (3 if context.min_nodes else 0) if checked.max_restarts is None else checked.max_restarts
     if context.config.distributed_type == "NO":
-        return processes.train(method, training, arguments, {}, OneNode(is_distributed=False), restarts)
+        return processes.train(method, training, arguments, {}, OneNode(is_distributed=False), output_dir, restarts)
     variables = launch_environment(context.config.path, context.processes, context.nodes, context.recipe)
     rendezvous = ChangingNodes(meeting) if meeting else OneNode()
-    return processes.train(method, training, arguments, variables, rendezvous, restarts)
+    return processes.train(method, training, arguments, variables, rendezvous, output_dir, restarts)
 
 
 def train_on_several_nodes(nodes: Nodes, context: Context, options: list[str], arguments: list[str], method: str) -> int:

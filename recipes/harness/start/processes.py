@@ -31,7 +31,7 @@ from harness import contexts
 from harness.compat.guards import run_exit_handlers
 from harness.compat.multiprocessing import start_fork_server
 from harness.contexts import BuildingContext, Context
-from harness.folder import NOT_WRITABLE
+from harness.folder import NOT_WRITABLE, newest_complete_checkpoint
 from harness.hub import HubLost
 from harness.messages import DEBUG_VARIABLE, UserError, exit_on_user_error
 from harness.nodes.network import LOST
@@ -216,12 +216,18 @@ def _kill_daemons() -> None:
 
 
 def train(
-    method: str, context: Context, flags: list[str], variables: dict[str, str], nodes: "RendezvousHandler", max_restarts: int = 0
+    method: str,
+    context: Context,
+    flags: list[str],
+    variables: dict[str, str],
+    nodes: "RendezvousHandler",
+    output_dir: Path,
+    max_restarts: int = 0,
 ) -> int:
     """Runs a recipe in the processes of this node, with torch's elastic agent; returns the exit code for the shell.
 
     `variables`: environment variables of the processes besides this process's and those that the agent sets. `max_restarts`: how
-    often the processes are started again after a crash.
+    often the processes are started again after crashes without a new checkpoint in `output_dir`.
     """
     from harness.compat.elastic import make_agent
 
@@ -250,7 +256,7 @@ def train(
         explain_exit(code, rank)
         print(f"Starting again from the newest checkpoint, {restart} of {restarts} times (--max_restarts).", flush=True)
 
-    agent = make_agent(spec, method, is_final, report)
+    agent = make_agent(spec, method, is_final, lambda: newest_complete_checkpoint(output_dir), report)
 
     def forward(number: int, frame: FrameType | None) -> None:
         if agent.pids is None:

@@ -251,6 +251,15 @@ def check_and_claim_run(context: Context, arguments: Arguments, is_checked: bool
     return identity
 
 
+def record_other_number_of_processes(context: Context, arguments: Arguments) -> None:
+    """Adds an entry to starts.json if the processes have started again on another number of nodes."""
+    script_args, training_args, _ = arguments
+    output_dir = Path(training_args.output_dir)
+    starts = folder.read_starts(output_dir)
+    if starts and starts[-1]["processes"] != context.processes:
+        record_start(context, output_dir, script_args.asked, is_checked=True)
+
+
 def check_other_numbers_of_nodes(context: Context, training_args: TrainingArguments) -> None:
     """Raises UserError if the run could not go on, with as many rows per step, on each number of nodes that it may have."""
     if not context.min_nodes:

@@ -70,9 +70,9 @@ class Check(RunContext):
     def prepare(self, arguments: Arguments) -> None:
         machine.check_shared_memory(self)
         machine.print_few_cores(self)
-        identity = check_and_claim_run(self, arguments)
         script_args, training_args, _ = arguments
         check_other_numbers_of_nodes(self, training_args)
+        identity = check_and_claim_run(self, arguments)
         saves, has_mirror = training_args.save_strategy != "no", bool(script_args.mirror)
         self.checked = CheckedRun(training_args.output_dir, identity, self.on_cpu, saves, has_mirror, script_args.max_restarts)
         raise RecipeStopped
@@ -109,6 +109,8 @@ class Train(RunContext):
             use_quantized_weights(model_args, training_args)
         if not self.is_checked and training_args.world_size > 1:
             wait_for_first_process()
+        if self.min_nodes and training_args.process_index == 0:
+            record_other_number_of_processes(self, arguments)
         prepare_process(self, arguments, folder.date_of(folder.read_json(Path(training_args.output_dir, folder.RUN))))
         set_seed(training_args.seed)  # before a recipe makes a model: all processes make the same
         if training_args.world_size > 1:

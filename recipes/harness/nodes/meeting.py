@@ -160,22 +160,24 @@ class Meeting(contextlib.AbstractContextManager):
         rank, nodes = self.nodes.rank, self.nodes
         own = {"host": socket.gethostname(), "pid": os.getpid(), "address": own_address(nodes.head), "facts": facts}
         # Sets the value unless there is one, and returns the value that is there.
+        has_begun = bool(self.read("heartbeat", 0))  # the head sends heartbeats once the nodes have met
+        self.joins = has_begun and nodes.min_count > 0
         registered = self.ask(lambda: json.loads(self._store.compare_set(f"node/{rank}", "", json.dumps(own))))
         if registered != own:
             was_killed = registered["host"] == own["host"] and not Path(f"/proc/{registered['pid']}").exists()
             if not was_killed and (not nodes.min_count or self._is_alive(rank)):
                 exit_with(f"{registered['host']} is node {rank} already: give each machine its own NODE_RANK")
-            if self.read("heartbeat", 0) and not nodes.min_count:
+            if has_begun and not nodes.min_count:
                 exit_with(f"node {rank} was started again while the others run: stop all nodes, then start all again")
         self.publish("exit_code", None)  # an earlier start of this node may have published one
         self.publish("node", own)
-        self.joins = bool(self.read("heartbeat", 0))  # the head sends heartbeats once the nodes have met
         while (missing := self._look_for_nodes(facts)) and not self.joins:
             what = f"NODE_RANK {', '.join(map(str, missing))} (of {nodes.count} nodes, counted from 0)"
             if nodes.min_count and self._has_waited() and len(self.known) >= nodes.min_count:
                 break
+            if nodes.min_count and self.read("heartbeat", 0):
+                break
             self._wait_or_exit(what)
-            self.joins = bool(nodes.min_count and self.read("heartbeat", 0))
         if rank > 0:
             print(f"Node {rank} has joined; {self.name(0)} prints the messages of all {nodes.count} nodes.", flush=True)
         elif missing:
@@ -250,7 +252,7 @@ class Meeting(contextlib.AbstractContextManager):
             self.publish("heartbeat", time.monotonic())
             for rank in self._others():
                 code, silent = self.read("exit_code", rank), seconds_silent(rank)
-                leaves = code == STOPPED and self.nodes.min_count > 0
+                leaves = code == STOPPED and self.nodes.min_count > 0 and rank > 0
                 if leaves or (code is None and silent > self.silence):
                     self._lose(rank)
                 elif code and self.is_training and silent > LEAVE_TIMEOUT:

@@ -159,9 +159,9 @@ class Meeting(contextlib.AbstractContextManager):
         """Registers this node, waits for all others, and exits if a rank is taken or a node was started with other facts."""
         rank, nodes = self.nodes.rank, self.nodes
         own = {"host": socket.gethostname(), "pid": os.getpid(), "address": own_address(nodes.head), "facts": facts}
-        # Sets the value unless there is one, and returns the value that is there.
         has_begun = bool(self.read("heartbeat", 0))  # the head sends heartbeats once the nodes have met
         self.joins = has_begun and nodes.min_count > 0
+        # Sets the value unless there is one, and returns the value that is there.
         registered = self.ask(lambda: json.loads(self._store.compare_set(f"node/{rank}", "", json.dumps(own))))
         if registered != own:
             was_killed = registered["host"] == own["host"] and not Path(f"/proc/{registered['pid']}").exists()

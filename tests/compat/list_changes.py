@@ -17,7 +17,8 @@ def load_all() -> list:
     sys.path.insert(0, str(HARNESS.parent))
     paths = [path for package in ("compat", "plan") for path in sorted((HARNESS / package).glob("*.py"))]
     modules = [importlib.import_module(f"harness.{path.parent.name}.{path.stem}") for path in paths]
-    functions = [value for module in modules for value in vars(module).values() if hasattr(value, "change")]
+    values = [value for module in modules for value in vars(module).values()]
+    functions = [value for value in values if hasattr(value, "change") and not isinstance(value, type)]  # a class may have a field
     return list({(function.change.module, function.change.name): function.change for function in functions}.values())
 
 

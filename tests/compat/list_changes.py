@@ -18,7 +18,7 @@ def load_all() -> list:
     paths = [path for package in ("compat", "plan") for path in sorted((HARNESS / package).glob("*.py"))]
     modules = [importlib.import_module(f"harness.{path.parent.name}.{path.stem}") for path in paths]
     values = [value for module in modules for value in vars(module).values()]
-    functions = [value for value in values if hasattr(value, "change") and not isinstance(value, type)]  # a class may have a field
+    functions = [value for value in values if hasattr(value, "change") and not isinstance(value, type)]
     return list({(function.change.module, function.change.name): function.change for function in functions}.values())
 
 

@@ -640,6 +640,14 @@ class Adapter(Kind):
 class ArgumentsFile(AccelerateConfig):
     """The YAML of --config."""
 
+    types = {"learning_rate": float, "max_steps": int, "per_device_train_batch_size": int, "bf16": bool, "packing": bool}
+    types |= {
+        "max_length": int | None,
+        "lora_target_modules": list[str] | str | None,
+        "warmup_steps": float,
+        "dataset_name": str | None,
+    }
+
     free: set[str] = {"report_to", "model_init_kwargs", "fsdp", "seed", "lora_target_modules"}
     text = """learning_rate: 1.0e-4
 max_steps: 12
@@ -659,6 +667,7 @@ dataset_name: my/dataset
     def read(self) -> Any:
         from harness.configs import AccelerateConfig as Config
         from harness.contexts import Context
+        from harness.json_types import has_type
         from harness.messages import UserError
         from harness.start import arguments, checks
 
@@ -675,7 +684,14 @@ dataset_name: my/dataset
         finally:
             sys.argv = words
         names = [line.split(":")[0] for line in self.text.splitlines()]
-        return [getattr(part, name) for name in names for part in parsed if hasattr(part, name)]
+        values = [(name, getattr(part, name)) for name in names for part in parsed if hasattr(part, name)]
+        wrong = [(name, value) for name, value in values if name in self.types and not has_type(value, self.types[name])]
+        assert not wrong, wrong
+        return values
+
+    def mutate(self, rng: random.Random) -> tuple[bytes | dict, bool]:
+        """A text is parsed as that of a flag is, so `read` compares the types."""
+        return super().mutate(rng)[0], True
 
 
 class DatasetCard(AccelerateConfig):

@@ -11,7 +11,7 @@ Needs one 24 GB GPU. Forecast, not measured: 9.5 GB and 600 to 1,200 tokens/s on
 
 from harness import load, parse, train
 
-from trl import DPOConfig, DPOTrainer, get_peft_config
+from trl import DPOConfig, DPOTrainer, get_peft_config, get_quantization_config
 
 
 def main():
@@ -53,6 +53,7 @@ def main():
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
         peft_config=get_peft_config(model_args),
+        quantization_config=get_quantization_config(model_args),
     )
     train(trainer)
 

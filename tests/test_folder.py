@@ -264,10 +264,11 @@ def test_another_choice_of_rows_is_refused(tmp_path, error_of, key):
     """Rows that were held out would be trained on."""
     run = tmp_path / "run"
     claim(run, IDENTITY, is_default=True)
-    claim(run, IDENTITY | {key: 8}, is_default=True)
+    value = {"a": 8} if key == "chat_template_kwargs" else 8
+    claim(run, IDENTITY | {key: value}, is_default=True)
     begin_training(run)
     message = error_of(claim, run, IDENTITY, is_default=True)
-    assert f"a run with --{key} 8, this run has --{key} " in message and "Evaluation rows" in message
+    assert f"a run with --{key} {value}, this run has --{key} " in message and "Evaluation rows" in message
 
 
 def test_changed_recipe_is_printed(tmp_path, capsys):

@@ -35,7 +35,10 @@ SHARDED = "pytorch_model_fsdp_0"  # the folder of the weights in a sharded check
 CHECKPOINT = re.compile(r"checkpoint-[0-9]{1,15}")
 NOT_WRITABLE = 74  # exit code of a run that could not write into its output directory (EX_IOERR)
 # The arguments that decide which rows a run trains on, and which it evaluates on.
-CHOICE_OF_ROWS = ("max_samples", "max_eval_samples", "dataset_streaming", "column_map", "split_conversations", "text_rows")
+CHOICE_OF_ROWS = (
+    *("max_samples", "max_eval_samples", "dataset_streaming", "column_map", "chat_template_kwargs", "split_conversations"),
+    "text_rows",
+)
 # The keys of run.json that may differ between two starts of a run, under the conditions of `_check_same_run`.
 MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "settings", *CHOICE_OF_ROWS)
 # What is there once a run has trained: such a folder belongs to its run.
@@ -48,6 +51,7 @@ RUN_TYPES: Types = {
     "tiny": bool,
     "data_files": NotRequired[list[tuple[str, int, int]]],  # name, size and time
     "settings": NotRequired[dict],
+    "chat_template_kwargs": NotRequired[dict[str, Any] | None],
 }
 RESULT_TYPES: Types = {
     "global_step": int,

@@ -54,6 +54,7 @@ DOES_NOT_MATTER = (
     "max_samples",
     "max_eval_samples",
     "column_map",
+    "chat_template_kwargs",
     "text_rows",
     "split_conversations",
     # when and where to log, evaluate and save

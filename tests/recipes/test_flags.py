@@ -32,6 +32,7 @@ VALUES = {
     "profile": "true",
     "mirror": "file:///some/folder",
     "column_map": '{"text": "instruction", "instruction": "text", "note": "system"}',
+    "chat_template_kwargs": '{"style": "short"}',
     "text_rows": "line",
     "dataset_weights": "0.5",
     "split_conversations": "true",
@@ -56,11 +57,14 @@ NAMES = ("dataset_name", "model_name_or_path")
 # The files are JSON, and it is one dataset.
 REFUSED_BY_ALL = ("ignore_bias_buffers", "lora_task_type", "text_rows", "dataset_weights")
 # The plain Trainer loads no quantized weights; 8-bit and 4-bit weights exclude each other; texts are no conversations.
+OF_CONVERSATIONS = ("split_conversations", "chat_template_kwargs")
 REFUSED = {
-    "gpt2_xl_wikitext": ("load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_quant_storage", "split_conversations"),
-    "llama31_8b_lora": ("split_conversations",),
-    "qwen2_fineweb_edu": ("split_conversations",),
+    "gpt2_xl_wikitext": ("load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_quant_storage", *OF_CONVERSATIONS),
+    "llama31_8b_lora": OF_CONVERSATIONS,
+    "qwen2_fineweb_edu": OF_CONVERSATIONS,
     "llama31_70b_qlora": ("load_in_8bit",),
+    "qwen3_8b_qlora": ("load_in_8bit",),
+    "qwen3_dpo": ("split_conversations",),
 }
 
 
@@ -79,6 +83,7 @@ def folders(tmp_path_factory):
         turns = [{"role": "user", "content": words}, {"role": "assistant", "content": "Yes."}] * 2
         rows = [
             {"text": f"{words} {row}", "messages": turns, "instruction": words, "output": f"{row}", "note": words}
+            | {"chosen": f"{row}", "rejected": "No."}
             for row in range(30)
         ]
         (parent / name).mkdir(exist_ok=True)
@@ -106,6 +111,7 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
     # Of a function in this process, datasets would pickle all of pytest.
     monkeypatch.setattr(Hasher, "hash", lambda *value: uuid.uuid4().hex)
     monkeypatch.setattr(trl, "SFTTrainer", trainer)
+    monkeypatch.setattr(trl, "DPOTrainer", trainer)
     monkeypatch.setattr(transformers, "Trainer", trainer)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
 
@@ -144,11 +150,18 @@ def test_all_flags_are_listed():
     assert fields == {*VALUES, *SWITCHES, *NAMES}
 
 
-SIMILAR = ("qwen2_chat", "qwen2_fineweb_edu", "llama31_8b_lora")  # to llama31_70b_qlora: recipes with SFTTrainer
+# Recipes with SFTTrainer, similar to llama31_70b_qlora, and the one with DPOTrainer.
+SIMILAR = ("qwen2_chat", "qwen2_fineweb_edu", "llama31_8b_lora", "qwen3_8b_qlora", "qwen3_dpo")
+WITH_EXPERTS = "qwen3_30b_a3b_lora"  # as qwen3_8b_qlora, for models with experts only
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(path, marks=slow if path.stem in SIMILAR else (), id=path.stem) for path in RECIPES]
+    "recipe",
+    [
+        pytest.param(path, marks=slow if path.stem in SIMILAR else (), id=path.stem)
+        for path in RECIPES
+        if path.stem != WITH_EXPERTS
+    ],
 )
 def test_every_flag_has_an_effect_or_is_refused(recipe, folders, arguments_of_trainer):
     common = ["--model_name_or_path", f"{folders}/model", "--dataset_name", f"{folders}/data", "--dataset_config", "a"]
@@ -176,7 +189,7 @@ def test_every_flag_has_an_effect_or_is_refused(recipe, folders, arguments_of_tr
         try_flag(name, str(folders / ("other_model" if "model" in name else "other_data")))
     for name, given in VALUES.items():
         value, needed = given if isinstance(given, tuple) else (given, [])
-        if needed and not recipe.stem.startswith("llama31"):
+        if needed and not recipe.stem.startswith(("llama31", "qwen3")):
             assert isinstance(arguments_of_trainer(recipe, [*common, f"--{name}", value]), str), f"--{name} has no effect alone"
         try_flag(name, value, needed)
     for name, needed in SWITCHES.items():

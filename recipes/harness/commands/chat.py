@@ -13,7 +13,16 @@ from typing import Any
 
 from harness.commands import arguments
 from harness.compat.bitsandbytes import keep_4bit_layout
-from harness.folder import RESULT_TYPES, RESULTS, check_patterns, check_saved_model, read_adapter_settings, read_json
+from harness.folder import (
+    RESULT_TYPES,
+    RESULTS,
+    RUN,
+    RUN_TYPES,
+    check_patterns,
+    check_saved_model,
+    read_adapter_settings,
+    read_json,
+)
 from harness.hub import TOKENIZER, hub_errors
 from harness.messages import UserError, exit_on_user_error, last_line, print_once, printable
 
@@ -26,7 +35,9 @@ def main(*words: str) -> None:
     check_saved_model(parsed.run)
     model, tokenizer = load_model(parsed.run), load_saved_tokenizer(parsed.run)
     print_once(loaded_message(parsed.run, model, tokenizer))
-    chat(model, tokenizer, parsed.max_new_tokens)
+    run = parsed.run / RUN  # a folder without it may have been downloaded
+    arguments_of_run = (read_json(run, RUN_TYPES) if run.is_file() else {}).get("chat_template_kwargs") or {}
+    chat(model, tokenizer, parsed.max_new_tokens, arguments_of_run)
 
 
 def load_model(run: Path) -> Any:
@@ -153,8 +164,8 @@ def loaded_message(run: Path, model: Any, tokenizer: Any) -> str:
     return "\n".join(lines)
 
 
-def chat(model: Any, tokenizer: Any, new_tokens: int) -> None:
-    """Answers every line of standard input, until it ends."""
+def chat(model: Any, tokenizer: Any, new_tokens: int, template_arguments: dict[str, Any]) -> None:
+    """Answers every line of standard input, until it ends. `template_arguments`: see --chat_template_kwargs."""
     turns, prompt = [], "> " if sys.stdin.isatty() else ""
     while True:
         try:
@@ -165,17 +176,18 @@ def chat(model: Any, tokenizer: Any, new_tokens: int) -> None:
             turns = []
         elif tokenizer.chat_template:
             turns.append({"role": "user", "content": line})
-            inputs = encode_prompt(tokenizer, turns)
+            inputs = encode_prompt(tokenizer, turns, template_arguments)
             while inputs["input_ids"].shape[1] > LONGEST_PROMPT and len(turns) > 1:
                 del turns[:2]  # a question and its answer
-                inputs = encode_prompt(tokenizer, turns)
+                inputs = encode_prompt(tokenizer, turns, template_arguments)
             turns.append({"role": "assistant", "content": generate(model, tokenizer, inputs, new_tokens)})
         else:
             generate(model, tokenizer, encode_text(tokenizer, line.replace("\\n", "\n")), new_tokens)
 
 
-def encode_prompt(tokenizer: Any, turns: list[dict[str, str]]) -> Any:
-    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+def encode_prompt(tokenizer: Any, turns: list[dict[str, str]], template_arguments: dict[str, Any] | None = None) -> Any:
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    return tokenizer.apply_chat_template(turns, **options, **(template_arguments or {}))
 
 
 def encode_text(tokenizer: Any, text: str) -> Any:

@@ -36,6 +36,7 @@ class Conversion:
     text_field: str
     column_map: dict[str, str] | None
     structs: tuple[str, ...]  # columns that are Arrow structs, whose rows have null for every key that another row has
+    template_arguments: dict[str, Any] | None = None  # --chat_template_kwargs
     keep: Callable[[dict], bool] | None = None  # of `load`: a function of a row; False: the row is skipped
 
     @property
@@ -45,7 +46,7 @@ class Conversion:
 
     def convert(self, row: dict) -> tuple[dict | None, str]:
         """See `formats.examine`."""
-        return formats.examine(row, self.format, self.text_field, self.column_map, self.structs)
+        return formats.examine(row, self.format, self.text_field, self.column_map, self.structs, self.template_arguments)
 
 
 def features_of_examined(conversion: Conversion) -> Features:
@@ -173,13 +174,17 @@ def find_conversion(
     for start in (0, ROWS_TO_CHECK):
         candidates = first if start == 0 else list(itertools.islice(rows, ROWS_TO_SEARCH))
         for format in data.formats:
-            conversion = Conversion(format, data.text_field, column_map, structs)
+            conversion = Conversion(format, data.text_field, column_map, structs, data.template_arguments)
             examined = ((place, examine(place, row, conversion, encodes=False)) for place, row in candidates)
             usable = ((place, converted_of(row)) for place, row in examined if not row[REASON])
             if found := list(itertools.islice(usable, ROWS_TO_CHECK)):
                 if data.split_conversations and format != "messages":
                     raise UserError(
                         f"--split_conversations is for conversations, but {source.display_name} has none: leave out the flag"
+                    )
+                if data.template_arguments and format not in formats.WITH_TURNS:
+                    raise UserError(
+                        f"--chat_template_kwargs is for conversations, but {source.display_name} has none: leave out the flag"
                     )
                 ignored = find_ignored_columns([row for _, row in candidates[:ROWS_TO_CHECK]], columns, conversion)
                 return conversion, FirstRows(columns, ignored, found)

@@ -59,12 +59,14 @@ def examine(
     text_field: str = "text",
     column_map: dict[str, str] | None = None,
     structs: tuple[str, ...] = (),
+    template_arguments: dict[str, Any] | None = None,
 ) -> tuple[dict | None, str]:
     """`row` in a format and "", or None and why the row is skipped.
 
     Args:
         column_map: new names of columns.
         structs: columns that are Arrow structs, whose rows have null for every key that another row has.
+        template_arguments: what the chat template gets besides the turns; a row's own have precedence.
     """
     row = rename(dict(row), column_map)  # `Dataset.map` passes a mapping that is no dict
     if not format:
@@ -73,7 +75,10 @@ def examine(
     try:
         if format in PREFERENCE_FORMATS and is_preference(row):
             row = _of_preference(row)
-        return CONVERTERS[format](row, text_field), ""
+        converted = CONVERTERS[format](row, text_field)
+        if template_arguments and format in WITH_TURNS:
+            converted[TEMPLATE_ARGUMENTS] = template_arguments | converted.get(TEMPLATE_ARGUMENTS, {})
+        return converted, ""
     except SkippedRow as skipped:
         return None, str(skipped)
 
@@ -426,6 +431,7 @@ CONVERTERS: dict[str, Callable[[dict, str], dict]] = {
     "instruction": _to_instruction,
     "preference": _to_preference,
 }
+WITH_TURNS = ("messages", "preference")  # which a chat template renders
 PREFERENCE_FORMATS = ("messages", "prompt_completion")
 DESCRIPTIONS = {
     "text": "texts (a column `text`, or the one of --dataset_text_field)",

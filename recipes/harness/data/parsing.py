@@ -26,6 +26,7 @@ def settings_of_data(
         max_samples=script_args.max_samples,
         max_eval_samples=script_args.max_eval_samples,
         column_map=script_args.column_map,
+        template_arguments=script_args.chat_template_kwargs,
         split_conversations=script_args.split_conversations,
         text_field=getattr(training_args, "dataset_text_field", "text"),
         seed=training_args.seed,

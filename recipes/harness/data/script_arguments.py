@@ -52,6 +52,13 @@ class ScriptArguments(trl.ScriptArguments):
     column_map: dict[str, str] | str | None = field(
         default=None, metadata={"help": 'New names of columns, as JSON: \'{"question": "prompt", "answer": "completion"}\'.'}
     )
+    chat_template_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "What the chat template gets besides the messages, as JSON: '{\"enable_thinking\": false}'. The column "
+            "chat_template_kwargs of a row has precedence."
+        },
+    )
     text_rows: str | None = field(
         default=None,
         metadata={
@@ -79,14 +86,24 @@ class ScriptArguments(trl.ScriptArguments):
     asked_accumulation_steps = None  # the gradient_accumulation_steps that were asked for, without global_batch_size
 
     def __post_init__(self) -> None:
-        """A list of one dataset becomes the dataset, and the JSON of `--column_map` a dict."""
+        """A list of one dataset becomes the dataset, and the JSON of a flag a dict."""
         for name in ("dataset_name", "dataset_config"):
             value = getattr(self, name)
             if isinstance(value, list) and len(value) == 1:
                 setattr(self, name, value[0])
-        if isinstance(self.column_map, str):
-            try:
-                self.column_map = json.loads(self.column_map)
-            except json.JSONDecodeError as error:
-                example = '{"question": "prompt", "answer": "completion"}'
-                raise UserError(f"--column_map: {self.column_map} is not JSON, expected for example '{example}'") from error
+        examples = {
+            "column_map": '{"question": "prompt", "answer": "completion"}',
+            "chat_template_kwargs": '{"enable_thinking": false}',
+        }
+        for name, example in examples.items():
+            value = getattr(self, name)
+            if isinstance(value, str):
+                try:
+                    setattr(self, name, json.loads(value))
+                except json.JSONDecodeError as error:
+                    raise UserError(f"--{name}: {value} is not JSON, expected for example '{example}'") from error
+        if not isinstance(self.chat_template_kwargs, dict | None):
+            raise UserError(
+                f"--chat_template_kwargs is {self.chat_template_kwargs!r}, expected names and values, for example "
+                f"'{examples['chat_template_kwargs']}'"
+            )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from harness.data.formats import CallForm
 
@@ -35,6 +36,7 @@ class DataSettings:
     max_samples: int | None = None
     max_eval_samples: int = 256
     column_map: dict[str, str] | None = None
+    template_arguments: dict[str, Any] | None = None  # what the chat template gets besides the turns
     split_conversations: bool = False
     text_field: str = "text"
     seed: int = 0

@@ -214,7 +214,7 @@ def test_run_resumes_after_the_hub_was_lost(session_hub, fork_launch, tmp_path):
 
     def fail_before_the_end(method, path):
         count(method, path)
-        return "503" if path.endswith(".parquet") and len(requests) > 0.9 * needed else None
+        return "503" if path.endswith(".parquet") and len(requests) > 0.94 * needed else None
 
     session_hub.failure = fail_before_the_end
     process = train(run)

@@ -123,6 +123,18 @@ def test_training_command_passes_its_checks(command, tmp_path, monkeypatch):
     assert check.checked
 
 
+def test_recipe_of_readme_passes_its_checks(tmp_path, monkeypatch):
+    (text,) = re.findall(r"```python\n(.*?)```", PAGES[ROOT / "README.md"], re.DOTALL)
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(recipe)])
+    check = Check(str(recipe), configs.read(str(ROOT / "accelerate_configs/1x3090.yaml")), 1, tiny=True)
+    with contexts.active(check):
+        runpy.run_path(str(recipe), run_name="__main__")
+    assert check.checked
+
+
 def test_table_of_recipes_agrees_with_configs():
     assert RECIPES and CONFIGS
     assert {recipe for recipe, *_ in README_PAIRS} <= {recipe.stem for recipe in ALL_RECIPES}

@@ -9,8 +9,8 @@ import io
 import pickle
 import re
 from pathlib import Path
-from typing import Any, ClassVar
 
+from harness.compat.pickles import CheckedUnpickler, Refused
 from harness.folder import best_checkpoint, read_json
 from harness.messages import UserError, last_line
 
@@ -31,31 +31,8 @@ ALLOWED = {
 }
 
 
-class Refused(Exception):
-    """The name of what a file would call."""
-
-
-class MetadataUnpickler(pickle._Unpickler):
-    """Unpickles what torch writes, and nothing that runs code.
-
-    A pickle can also set attributes, such as the methods of an allowed class. So this is the unpickler in Python, whose methods
-    can be overridden; the one in C does the same.
-    """
-
-    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
-
-    def load_build(self) -> None:
-        target = self.stack[-2]
-        if (type(target).__module__, type(target).__name__) not in ALLOWED:
-            raise Refused(f"attributes of {target!r:.100}")
-        super().load_build()
-
-    dispatch[pickle.BUILD[0]] = load_build
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise Refused(f"{module}.{name}")
+def is_allowed(module: str, name: str) -> bool:
+    return (module, name) in ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
 
 
 def check_sharded_files(checkpoint: Path) -> None:
@@ -99,7 +76,7 @@ def check_other_files(checkpoint: Path) -> None:
 def _check_folder(path: Path) -> None:
     """Reads the entries that are not tensors, of which `path` says where they are, without running code."""
     with path.open("rb") as file:
-        metadata = MetadataUnpickler(file).load()
+        metadata = CheckedUnpickler(file, is_allowed).load()
     for name in ("storage_data", "state_dict_metadata"):
         if type(getattr(metadata, name)) is not dict:
             raise TypeError(f"{name} is no dictionary")

@@ -33,6 +33,28 @@ _QWEN2 = {
 SHAPES = {
     "Qwen/Qwen2-0.5B": _QWEN2,
     "Qwen/Qwen2-0.5B-Instruct": _QWEN2,
+    "Qwen/Qwen3-8B": {
+        "hidden_size": 4_096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "vocab_size": 151_936,
+    },
+    "Qwen/Qwen3-4B-Instruct-2507": {
+        "hidden_size": 2_560,
+        "intermediate_size": 9_728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "vocab_size": 151_936,
+    },
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": {
+        "hidden_size": 2_048,
+        "intermediate_size": 6_144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+    },
     "meta-llama/Llama-3.1-8B": {
         "hidden_size": 4_096,
         "intermediate_size": 14_336,

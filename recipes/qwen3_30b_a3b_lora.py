@@ -6,8 +6,8 @@
 Rows: conversations (`messages` with role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
 `instruction`, `input` and `output`. Of preference data (`prompt`, `chosen`, `rejected`) `chosen` is trained on.
 The routers stay frozen; their auxiliary loss is part of the loss (0.001, as in the model's config; --router_aux_loss_coef).
-Needs four GPUs and 72 GB of host memory. Forecast, not measured: 22.1 GB per GPU, 1,500 to 9,800 tokens/s on four A100s. On
-24 GB cards 1.2 GB are left.
+Needs four GPUs and 72 GB of host memory. Forecast, not measured: 22.1 GB per GPU, 1,500 to 9,800 tokens/s on four A100s. With
+24 GB GPUs, 1.2 GB stay free.
 """
 
 from harness import load, parse, train
@@ -20,7 +20,7 @@ def main():
         SFTConfig,
         # This project's arguments
         dataset_formats="messages",
-        global_batch_size=16,  # rows per optimizer step on all GPUs together; sets gradient_accumulation_steps
+        global_batch_size=16,  # packed sequences per optimizer step on all GPUs together; sets gradient_accumulation_steps
         # trl.ScriptArguments: the dataset
         dataset_name="trl-lib/Capybara",
         # trl.ModelConfig: the model
@@ -37,7 +37,7 @@ def main():
         num_train_epochs=1,
         max_length=2048,
         packing=True,
-        packing_strategy="bfd_split",  # a long conversation continues in the next row
+        packing_strategy="bfd_split",  # the rest of a long conversation becomes another sequence
         per_device_train_batch_size=1,
         activation_checkpointing=True,  # saves memory for a third more compute
         learning_rate=1e-4,

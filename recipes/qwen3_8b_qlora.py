@@ -5,7 +5,8 @@
     ./launch.sh qwen3_8b_qlora 1x3090 --dataset_name my.jsonl
 
 Rows: conversations (`messages` with role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
-`instruction`, `input` and `output`. Reasoning is in an answer as <think>…</think>, or under `reasoning_content` or `thinking`.
+`instruction`, `input` and `output`. Reasoning is in an answer as <think>…</think>, or under `reasoning_content`,
+`thinking` or `reasoning`. If no answer has reasoning: --chat_template_kwargs '{"enable_thinking": false}'.
 Of preference data (`prompt`, `chosen`, `rejected`) `chosen` is trained on.
 Needs one 24 GB GPU. Forecast, not measured: 8.1 GB and 470 to 950 tokens/s on 1x3090; 16.8 GB with --max_length 16384.
 """
@@ -20,7 +21,7 @@ def main():
         SFTConfig,
         # This project's arguments
         dataset_formats="messages",
-        global_batch_size=8,  # rows per optimizer step on all GPUs together; sets gradient_accumulation_steps
+        global_batch_size=8,  # packed sequences per optimizer step on all GPUs together; sets gradient_accumulation_steps
         max_eval_samples=64,
         # Qwen3's template drops the reasoning of all answers but the last, as in a chat. One row per answer keeps each.
         split_conversations=True,
@@ -42,7 +43,7 @@ def main():
         num_train_epochs=2,
         max_length=2048,
         packing=True,
-        packing_strategy="bfd_split",  # a long conversation continues in the next row
+        packing_strategy="bfd_split",  # the rest of a long conversation becomes another sequence
         per_device_train_batch_size=1,
         activation_checkpointing=True,
         learning_rate=2e-4,

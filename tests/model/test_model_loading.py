@@ -305,7 +305,8 @@ def test_names_of_modules_that_peft_replaces(model_args):
     args = model_args(MixtralConfig(hidden_size=64, num_hidden_layers=1), lora_target_modules=["q_proj", "w1", "w2", "w3"])
     args.lora_dropout = 0.0
     loading.check_module_names(args, AccelerateConfig(), "my/model")
-    assert "experts" in parameters.modules_with_adapter(loading.build_adapter_on_meta(args, "my/model"))
+    adapted = parameters.modules_with_adapter(loading.build_adapter_on_meta(args, "my/model"))
+    assert adapted == {"q_proj": 1, "gate_up_proj": 1, "down_proj": 1}
 
 
 @pytest.mark.parametrize(

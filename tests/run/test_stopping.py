@@ -99,18 +99,15 @@ def test_evaluation_that_a_stop_left_out(fork_launch, workdir):
 def test_stop_before_training_ends_all_processes(start, workdir):
     command = ["--tiny", RECIPE, "4gpu_full_shard", "--output_dir", workdir / "runs/never-begun"]
     process, log = start(*command, NPROC_PER_NODE="2")
-    workers, has_checked = [], False
+    workers = []
 
-    def only_workers_remain():
-        """The launcher has started three processes, and the one that checks the run has ended."""
-        nonlocal has_checked
-        children = psutil.Process(process.pid).children()
-        has_checked |= len(children) == 3
-        if has_checked and len(children) == 2:
-            workers[:] = children
+    def workers_have_started():
+        """The server that forks the launcher's processes has made two; it makes one to check the run."""
+        servers = psutil.Process(process.pid).children()
+        workers[:] = [child for server in servers for child in server.children()]
         return len(workers) == 2
 
-    wait_until(only_workers_remain, 120, log.read_text)
+    wait_until(workers_have_started, 120, log.read_text)
     process.terminate()
     assert process.wait(timeout=30) == 143, log.read_text()
     psutil.wait_procs(workers, timeout=5)

@@ -75,15 +75,14 @@ def pasted(monkeypatch):
         for words in ([], shlex.split("\n".join(shown), comments=True)):
             monkeypatch.setattr(sys, "argv", [str(recipe), "--output_dir", "any", "--use_cpu", "--bf16", "false", *words])
             parts = arguments.read_arguments(Context(str(recipe)), called[0][0], (), called[0][1])
-            read.append(
-                [
-                    {name: value for name, value in vars(part).items() if name not in ("given", "data", "distributed_state")}
-                    for part in parts
-                ]
-            )
+            read.append([{name: value for name, value in vars(part).items() if name not in NO_FLAGS} for part in parts])
         return read
 
     return call
+
+
+# Of the argument objects: what was given, and what follows from the arguments.
+NO_FLAGS = ("given", "asked", "data", "distributed_state")
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, "PCI_BUS_ID"), ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, "FASTEST_FIRST")])

@@ -39,6 +39,7 @@ def python(environment, tmp_path):
 
 IMPORT = """
 import os, sys, threading
+from pathlib import Path
 import torch
 touches = []
 def touch(*args, **kwargs):

@@ -5,9 +5,11 @@ import shutil
 import subprocess
 import sys
 
+import numpy
 import pytest
 from conftest import ROOT
 from payloads import ran, write_model_with_code
+from safetensors.numpy import save_file
 
 ASK = """
 import sys
@@ -37,12 +39,13 @@ def folder(tmp_path):
     write_model_with_code(tmp_path / "model", tmp_path)
     (tmp_path / "rows.jsonl").write_text('{"text": "a row"}\n' * 50)
     shutil.copytree(tmp_path / "model", tmp_path / "run")
-    for name in ("train_results.json", "run.json"):
-        (tmp_path / "run" / name).write_text("{}")
+    (tmp_path / "run/train_results.json").write_text('{"global_step": 1, "epoch": 1.0, "final_loss": 1.0}')
+    (tmp_path / "run/run.json").write_text('{"recipe": "mine", "config": "1x3090", "tiny": false}')
     (tmp_path / "adapter").mkdir()
     settings = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "model"), "task_type": "CAUSAL_LM"}
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(settings))
-    (tmp_path / "adapter/adapter_model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
+    for file in ("adapter/adapter_model", "model/model"):
+        save_file({"weight": numpy.zeros(1)}, tmp_path / f"{file}.safetensors")
     return tmp_path
 
 

@@ -16,12 +16,11 @@ from harness.restarts import before_and_now
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
 from harness.run.parameters import config_of
 from harness.run.progress import Progress
-from harness.run.saving import load_original_config
 from harness.run.settings import RunSettings
 
 import torch
 from accelerate import PartialState
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 # The settings that decide which rows a step has, with the number of processes.
@@ -44,10 +43,12 @@ class Checkpoints(TrainerCallback):
     next one. Here there are never more than `save_total_limit` on the disk, and the best one with `metric_for_best_model`.
     """
 
-    def __init__(self, trainer: Trainer, progress: Progress, settings: RunSettings) -> None:
+    def __init__(
+        self, trainer: Trainer, progress: Progress, settings: RunSettings, original: PreTrainedConfig | None = None
+    ) -> None:
+        """`original`: see `load_original_config`."""
         self.trainer, self.progress, self.output_dir = trainer, progress, Path(trainer.args.output_dir)
-        self.settings = settings
-        self.original = load_original_config(trainer)
+        self.settings, self.original = settings, original
         self.limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None  # transformers deletes none
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:

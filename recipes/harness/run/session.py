@@ -76,7 +76,7 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     parameters = count_parameters(trainer.model)
     print_once(f"Training {describe_training(modules_with_adapter(trainer.model), parameters)}.")
 
-    parts = add_parts(trainer, group, checkpoint, settings)
+    parts = add_parts(trainer, group, checkpoint, settings, original)
     stop = StopAfterSignal(group)
     del group
     callbacks = [

@@ -19,7 +19,7 @@ from harness.run.settings import RunSettings
 import torch
 from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import PreTrainedConfig, Trainer
 
 
 @dataclass
@@ -64,12 +64,18 @@ class RunTrainer(TrainerWithHooks):
         self.parts.checkpoints.before_save(checkpoint)
 
 
-def add_parts(trainer: Trainer, group: ProcessGroup | None, checkpoint: Path | None, settings: RunSettings) -> Parts:
+def add_parts(
+    trainer: Trainer,
+    group: ProcessGroup | None,
+    checkpoint: Path | None,
+    settings: RunSettings,
+    original: PreTrainedConfig | None = None,
+) -> Parts:
     """Makes a trainer a `RunTrainer` that resumes from `checkpoint`, None for a new run; returns its parts."""
     before = read_marker(checkpoint)["progress"] if checkpoint else {}
     progress, position = Progress(trainer, before), StreamPosition(trainer, checkpoint)
     reader = AgreedReader(trainer, group, position, step_of(checkpoint) if checkpoint else 0)
-    trainer.parts = Parts(position, reader, progress, Checkpoints(trainer, progress, settings))
+    trainer.parts = Parts(position, reader, progress, Checkpoints(trainer, progress, settings, original))
     add_overrides(trainer, RunTrainer)
     return trainer.parts
 

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from trained import texts_in_loss
 
 
@@ -33,3 +34,9 @@ def test_base_weights_are_in_4_bit(build_trainer):
     layer = trainer.model.get_base_model().model.layers[0]
     for part in (layer.self_attn.q_proj, layer.mlp.down_proj):
         assert part.base_layer.weight.quant_type == "nf4" and part.base_layer.weight.requires_grad is False
+
+
+def test_reasoning_without_thinking_is_an_error(build_trainer, capsys):
+    with pytest.raises(SystemExit):
+        build_trainer("qwen3_8b_qlora", "--load_in_4bit", "false", "--chat_template_kwargs", '{"enable_thinking": false}')
+    assert "enable_thinking is false, but" in capsys.readouterr().err

@@ -248,6 +248,12 @@ def check_conversations(
     except ValueError:
         can_mark, template = False, ""
     if not can_mark:
+        thoughtful = (place for place, row in rows if options_of(row).get("enable_thinking") is False and has_reasoning(row))
+        if place := next(thoughtful, None):
+            raise UserError(
+                f"--chat_template_kwargs: enable_thinking is false, but {place} has an answer with reasoning: remove the "
+                "reasoning, or leave out enable_thinking"
+            )
         raise UserError(
             f"--assistant_only_loss: the answers of {model_name} cannot be marked: {REASON}. Pass --split_conversations true, "
             "which makes one row for every answer, use another model, or train on every turn with --assistant_only_loss false"
@@ -271,6 +277,10 @@ def why_marks_are_dropped(assistant_only_loss: bool, template: str | None) -> st
 
 def turns_of(row: dict) -> list[dict]:
     return row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
+
+
+def has_reasoning(row: dict) -> bool:
+    return any(REASONING[0] in turn or THOUGHT.search(turn["content"]) for turn in turns_of(row) if turn["role"] == "assistant")
 
 
 def options_of(row: dict) -> dict:

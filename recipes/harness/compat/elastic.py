@@ -109,5 +109,5 @@ def make_agent(
     Remove when: the agent forwards signals and returns the exit codes.
     """
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # all nodes have the same number of processes
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGURG"  # one that nobody sends
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGURG"  # one that is never sent
     return Agent(spec, start_method, is_final, progress, report)

@@ -26,7 +26,7 @@ LAST_CALL = 5  # seconds for more nodes to join a round that has enough
 
 
 class OneNode(RendezvousHandler):
-    """The rendezvous of a run on one node: there is nobody to wait for."""
+    """The rendezvous of a run on one node: it waits for no other."""
 
     use_agent_store = True  # the processes connect to the store of the launcher, which outlives them
 
@@ -64,7 +64,7 @@ class ChangingNodes(RendezvousHandler):
     """torch's c10d rendezvous at the store of a `Meeting`: again and again, whenever processes are started again.
 
     The processes of every round meet at a store of their own, which the head opens: torch keeps that of the first round, and its
-    agents then wait for keys that nobody writes (torch 2.13).
+    agents then wait for keys that are never written (torch 2.13).
     """
 
     use_agent_store = True

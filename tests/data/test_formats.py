@@ -367,3 +367,25 @@ def test_kind_of_conversation(turn, kind):
     assert formats.kind_of_conversation(row | {"tools": [{}]}) == f"user {kind}, tools"
     row["messages"][0] |= {"score": 0, "id": "a"}
     assert formats.kind_of_conversation(row) == f"user {kind}, keys id score"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        ({"content": "<think>hm, so"}, "with a <think> that does not end"),
+        (
+            {"content": "<think>hm</think>So.", "reasoning_content": "hm"},
+            "with reasoning under reasoning_content and in <think> too",
+        ),
+        ({"content": "hm</think>So."}, ""),  # the prompt of some templates ends with <think>
+        ({"content": "<think>hm</think>So."}, ""),
+    ],
+)
+def test_reasoning_that_does_not_end_or_is_there_twice(answer, reason):
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant"} | answer]
+    assert formats.examine({"messages": turns}, "messages")[1] == reason
+
+
+def test_preferences_that_do_not_begin_alike():
+    row = {name: [{"role": "user", "content": name}, {"role": "assistant", "content": "So."}] for name in ("chosen", "rejected")}
+    assert formats.examine(row, "preference") == (None, "whose chosen and rejected conversations do not begin alike")

@@ -36,6 +36,14 @@ def test_base_weights_are_in_4_bit(build_trainer):
         assert part.base_layer.weight.quant_type == "nf4" and part.base_layer.weight.requires_grad is False
 
 
+def test_names_that_the_template_does_not_know(build_trainer, capsys):
+    build_trainer("qwen3_8b_qlora", "--load_in_4bit", "false", "--chat_template_kwargs", '{"enable_thinkin": false}')
+    assert "the chat template has no variable enable_thinkin (" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        build_trainer("qwen3_8b_qlora", "--load_in_4bit", "false", "--chat_template_kwargs", '{"tokenize": true}')
+    assert "--chat_template_kwargs: tokenize is no variable of a chat template" in capsys.readouterr().err
+
+
 def test_reasoning_without_thinking_is_an_error(build_trainer, capsys):
     with pytest.raises(SystemExit):
         build_trainer("qwen3_8b_qlora", "--load_in_4bit", "false", "--chat_template_kwargs", '{"enable_thinking": false}')

@@ -87,9 +87,9 @@ def test_run_is_uploaded_also_after_a_failure(hub, rehearse, workdir, environmen
     command += ["--push_to_hub", "--hub_model_id", "my-lab/mine"]
     variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(ROOT / "recipes")}
 
-    def call(words):
+    def call(words, code=0):
         process = subprocess.run(words, cwd=tmp_path, env=environment | variables, capture_output=True, text=True, check=False)
-        assert process.returncode == 0, process.stdout + process.stderr
+        assert process.returncode == code, process.stdout + process.stderr
         assert TOKEN not in process.stdout + process.stderr
         return process.stdout
 
@@ -99,6 +99,7 @@ def test_run_is_uploaded_also_after_a_failure(hub, rehearse, workdir, environmen
     assert "the same command again, which does not train again" in first
     uploaded = hub.root / "models/my-lab/mine"
     assert [file.name for file in uploaded.iterdir()] == [".private"]
+    assert "warning: the upload to my-lab/mine failed" in call(command, code=1)  # which has nothing else to do
     hub.failure = lambda method, path: None
     second = call(command)
     assert "parameters (" not in second and f"Uploaded to {hub.url}/my-lab/mine (private)" in second and "is finished" in second

@@ -560,3 +560,29 @@ def test_suspended_process_ends_the_run(session, workdir):
     errors = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "was lost at step" in errors[0] and "Traceback" not in log.read_text(), log.read_text()
     wait_until(lambda: not alive(), 20, lambda: str(alive()))
+
+
+LOST = """
+import os, signal
+from harness.start import processes
+signal.signal(signal.{name}, processes.{handler})
+class Destroyed:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{name})
+        for _ in range(10_000):
+            pass
+Destroyed()
+print("goes on")
+processes.stop_if_signaled()
+print("lost")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "handler", "end"), [("SIGINT", "interrupt", "KeyboardInterrupt"), ("SIGTERM", "exit_for_signal", "")]
+)
+def test_signal_in_a_destructor_is_not_lost(python, name, handler, end):
+    """Python only prints what is raised there."""
+    process = python(LOST.format(name=name, handler=handler))
+    assert process.stdout == "goes on\n" and end in process.stderr.splitlines()[-1]
+    assert process.returncode == (143 if name == "SIGTERM" else -2)

@@ -8,8 +8,10 @@ answer added. Its output is the same text.
 import contextlib
 import copy
 import dataclasses
+import inspect
 import itertools
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from logging import getLogger
@@ -217,6 +219,7 @@ def check_conversations(
         )
     if splits_answers:
         rows = [(place, part) for place, row in rows for part in split_answers(row)]
+    check_template_arguments(tokenizer, [row for _, row in rows])
     fitted = fit_calls(tokenizer, rows)
     check_rendering(tokenizer, path or f"of {model_name}", fitted)
     merged = [(place, end) for place, row in fitted[:MOST_COMPARED] if (end := find_merged_prompt(tokenizer, row)) is not None]
@@ -286,6 +289,16 @@ def has_reasoning(row: dict) -> bool:
 def options_of(row: dict) -> dict:
     """What a chat template gets besides the turns."""
     return {"tools": row.get("tools") or None, **(row.get(TEMPLATE_ARGUMENTS) or {})}
+
+
+def check_template_arguments(tokenizer: PreTrainedTokenizerBase, rows: list[dict]) -> None:
+    """Raises UserError for names that the template cannot get from a row or --chat_template_kwargs; prints those it ignores."""
+    names = dict.fromkeys(name for row in rows for name in row.get(TEMPLATE_ARGUMENTS) or {})
+    if taken := sorted(names.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()):
+        raise UserError(f"--{TEMPLATE_ARGUMENTS}: {taken[0]} is no variable of a chat template: leave it out")
+    template = tokenizer.get_chat_template()
+    if ignored := [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]:
+        print_once(f"warning: the chat template has no variable {', '.join(ignored)} (chat_template_kwargs): it has no effect.")
 
 
 def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[PlacedRow]) -> None:

@@ -61,17 +61,26 @@ def examine(place: str, row: dict, conversion: Conversion, encodes: bool = True)
     facts = dict.fromkeys(FACTS, "") | {PLACE: place}
     try:
         converted, facts[REASON] = conversion.convert(row)
-        if converted is not None and conversion.keep and not conversion.keep(formats.rename(row, conversion.column_map)):
+        if converted is not None and conversion.keep and not is_kept(place, row, conversion):
             converted, facts[REASON] = None, LEFT_OUT
         if converted is not None:
             facts[DIGEST] = digest_of(converted)
         if converted is not None and conversion.format:
             facts |= {KIND: formats.kind_of_conversation(converted), HAS: " ".join(converted)}
         return formats.complete(converted or {}, conversion.stored, encodes) | facts
-    except Exception as error:  # whatever a row can hold, and whatever `keep` does with it
+    except UserError:
+        raise
+    except Exception as error:  # whatever a row can hold
         raise UserError(
             f"{place}: this row cannot be converted ({type(error).__name__}: {error}): correct or delete it"
         ) from error
+
+
+def is_kept(place: str, row: dict, conversion: Conversion) -> bool:
+    try:
+        return bool(conversion.keep(formats.rename(row, conversion.column_map)))
+    except Exception as error:  # it is the recipe's
+        raise UserError(f"{place}: `keep` of the recipe fails on this row ({type(error).__name__}: {error})") from error
 
 
 def converted_of(examined: dict) -> dict:

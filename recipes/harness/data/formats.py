@@ -37,7 +37,8 @@ TRAINED_PARTS = ("train_detail", "training_detail")
 # Keys of a converted turn; others are passed on too, because a chat template can read them.
 TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "train", *REASONING)
 TURNS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns of a converted row that have turns
-THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+THINK, END_OF_THINK = "<think>", "</think>"
+THOUGHT = re.compile(rf"{THINK}(.*?){END_OF_THINK}", re.DOTALL)
 EMPTY_TURN, NO_ANSWER = "with a turn that is empty", "without an answer"
 
 
@@ -206,6 +207,8 @@ def _to_preference(row: dict, text_field: str) -> dict:
     if _role(chosen[0]) != "assistant":  # two conversations that begin alike
         pairs = enumerate(zip(chosen, rejected, strict=False))
         same = next((number for number, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
+        if not same:
+            raise SkippedRow("whose chosen and rejected conversations do not begin alike")
         prompt, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
     if not prompt:
         raise SkippedRow("without a prompt")
@@ -286,6 +289,10 @@ def _clean_turn(turn: dict) -> dict | None:
         content = json.dumps(content, ensure_ascii=False)
     if content is not None and not isinstance(content, str):
         raise SkippedRow("with a turn that is not a text")
+    if content and THINK in content and END_OF_THINK not in content:
+        raise SkippedRow(f"with a {THINK} that does not end")
+    if content and thought and THOUGHT.search(content):
+        raise SkippedRow(f"with reasoning under {REASONING[0]} and in {THINK} too")
     if content is None or (not content.strip() and not calls and role != "tool"):
         if role == "system":
             return None

@@ -9,7 +9,7 @@ from harness.hub import is_reachable
 from harness.messages import UserError, last_line, print_once
 
 from huggingface_hub import HfApi, get_token
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, validate_repo_id
 from transformers import TrainingArguments
 
@@ -84,8 +84,8 @@ def is_public(api: HfApi, name: str) -> bool:
         return False
 
 
-def publish(folder: Path, repository: Repository, how_to_repeat: str) -> None:
-    """Uploads the model in `folder`, and prints where it is. If that fails, prints why and how to repeat it."""
+def publish(folder: Path, repository: Repository, how_to_repeat: str) -> bool:
+    """Uploads the model in `folder`, and prints where it is. If that fails, prints why and how to repeat it; returns False."""
     names = sorted(path.name for path in folder.iterdir() if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in FILES))
     size = sum((folder / name).stat().st_size for name in names)
     print_once(f"Uploading {len(names)} files, {size / 1e9:.2f} GB, to {repository.name} …")
@@ -97,7 +97,10 @@ def publish(folder: Path, repository: Repository, how_to_repeat: str) -> None:
             raise UserError(f"{name} is public")
         url = api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=names, commit_message="Upload the trained model")
         print_once(f"Uploaded to {url.repo_url.url}{' (private)' if repository.is_private else ''}")
+        return True
     except Exception as error:  # the run is finished, whatever happens here
-        print_once(f"warning: the upload to {repository.name} failed: {last_line(error)}\nTo repeat it: {how_to_repeat}")
+        reason = "the Hub cannot be reached" if isinstance(error, OfflineModeIsEnabled) else last_line(error)
+        print_once(f"warning: the upload to {repository.name} failed: {reason}\nTo repeat it: {how_to_repeat}")
+        return False
     finally:
         enable_progress_bars()

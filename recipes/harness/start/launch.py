@@ -277,7 +277,7 @@ def train_on_several_nodes(nodes: Nodes, context: Context, options: list[str], a
 if __name__ == "__main__":
     code = 0
     set_signal_handler(processes.exit_for_signal)
-    set_interrupt_handler(signal.default_int_handler)
+    set_interrupt_handler(processes.interrupt)
     try:
         with exit_on_user_error():
             code = main(sys.argv[1:])

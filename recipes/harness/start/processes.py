@@ -269,6 +269,7 @@ def train(
 
     set_signal_handler(forward)
     set_interrupt_handler(forward)
+    stop_if_signaled()
     result = agent.run()
     if not context.min_nodes or not last_signal():  # else the other nodes go on
         nodes.shutdown()
@@ -321,7 +322,22 @@ def explain_exit(exit_code: int, rank: int | None = None) -> int:
 
 def exit_for_signal(number: int, frame: FrameType | None) -> None:
     """A signal handler of a launcher whose processes do not train yet."""
+    record_signal(number)
     sys.exit(explain_exit(-number))
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """A handler of Ctrl-C for such a launcher."""
+    record_signal(number)
+    raise KeyboardInterrupt
+
+
+def stop_if_signaled() -> None:
+    """Stops for a signal that has come, if what its handler raised was lost: a destructor or an import can swallow it."""
+    if last_signal() == signal.SIGINT:
+        raise KeyboardInterrupt
+    if last_signal():
+        exit_for_signal(last_signal(), None)
 
 
 def run_recipe(context: Context, flags: list[str]) -> None:

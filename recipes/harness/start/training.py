@@ -234,8 +234,11 @@ def check_and_claim_run(context: Context, arguments: Arguments, is_checked: bool
         if uses_mirror:
             mirror.exit_if_finished(script_args.mirror, results_in_mirror, identity, training_args)
         length = training_args.max_steps, training_args.num_train_epochs
-        if script_args.repository and folder.finished_results(output_dir, *length):
-            publish(output_dir, script_args.repository, SAME_COMMAND)
+        is_uploaded = True
+        if script_args.repository and not context.tiny and folder.finished_results(output_dir, *length):
+            is_uploaded = publish(output_dir, script_args.repository, SAME_COMMAND)
+        if not is_uploaded:
+            sys.exit(1)
         folder.exit_if_finished(output_dir, identity, *length)
     started = folder.date_of(folder.read_json(output_dir / folder.RUN)) or (
         mirror.date_of_run(script_args.mirror) if uses_mirror else None

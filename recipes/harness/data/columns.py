@@ -30,7 +30,7 @@ class Columns:
     def add(self, file: str, schema: pyarrow.Schema) -> None:
         """Raises UserError if a column has another type in this file than in an earlier one, and no type fits both.
 
-        Of files on the Hub the first type is kept: nobody here can change them, and their rows are not cast.
+        Of files on the Hub the first type is kept: a user cannot change them, and their rows are not cast.
         """
         for name, feature in Features.from_arrow_schema(schema).items():
             known = self.features.get(name, Value("null"))

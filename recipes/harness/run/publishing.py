@@ -19,8 +19,6 @@ FILES = (
     *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("preprocessor_config.json", "processor_config.json", "README.md", "train_results.json", "loss.png"),
 )
-
-
 SAME_COMMAND = "the same command again, which does not train again"
 
 
@@ -86,11 +84,11 @@ def is_public(api: HfApi, name: str) -> bool:
 
 def publish(folder: Path, repository: Repository, how_to_repeat: str) -> bool:
     """Uploads the model in `folder`, and prints where it is. If that fails, prints why and how to repeat it; returns False."""
-    names = sorted(path.name for path in folder.iterdir() if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in FILES))
-    size = sum((folder / name).stat().st_size for name in names)
-    print_once(f"Uploading {len(names)} files, {size / 1e9:.2f} GB, to {repository.name} …")
     disable_progress_bars()
     try:
+        files = [path for path in folder.iterdir() if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in FILES)]
+        names, size = sorted(path.name for path in files), sum(path.stat().st_size for path in files)
+        print_once(f"Uploading {len(names)} files, {size / 1e9:.2f} GB, to {repository.name} …")
         api = HfApi()
         name = api.create_repo(repository.name, private=repository.is_private, exist_ok=True).repo_id
         if repository.is_private and is_public(api, name):

@@ -46,16 +46,18 @@ def exit_on_user_error() -> Iterator[None]:
         sys.exit(130)
 
 
-def die(message: str, code: int, is_of_one_process: bool = False) -> NoReturn:
+def die(message: str, code: int, is_of_one_process: bool = False, is_error: bool = True) -> NoReturn:
     """Prints an error and ends this process at once: the others may never reach the end of a collective.
 
-    If the processes of a node fail alike, the first one prints the message, and the launcher stops the others.
+    If the processes of a node fail alike, the first one prints the message, and the launcher stops the others. `is_error`: False
+    if the run continues.
     """
     prints = is_of_one_process or os.environ.get("LOCAL_RANK", "0") == "0"
     if not prints:
         time.sleep(3)
     if prints or not last_signal():
-        print(f"\nerror: {message}", file=sys.stderr, flush=True)
+        text = f"error: {message}" if is_error else f"{message[0].upper()}{message[1:].removesuffix('.')}."
+        print(f"\n{text}", file=sys.stderr, flush=True)
     os._exit(code)
 
 

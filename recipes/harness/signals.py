@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+NODE_JOINS = signal.SIGUSR2  # sent by the launcher to its processes
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, NODE_JOINS)
 OUT_OF_TIME = 75  # exit code after SIGUSR1 when there is a checkpoint: start the run again (EX_TEMPFAIL)
 
 Handler = Callable[[int, FrameType | None], None] | signal.Handlers

@@ -91,7 +91,7 @@ def test_all_reduce_works_or_causes_are_named(start_two, before, reason):
         assert (code, out) == (0, "checked\n") and second.wait()[0] == 0
         return
     (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert code == network.LOST and not out and "Traceback" not in err
+    assert code == network.UNREACHABLE and not out and "Traceback" not in err
     for word in (reason, "NCCL_P2P_DISABLE=1", "NCCL_SOCKET_IFNAME", "firewall"):
         assert word in line
 

@@ -3,11 +3,13 @@
 import contextlib
 import os
 import signal
+import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 from harness.compat.guards import changes
-from harness.signals import SIGNALS
+from harness.signals import NODE_JOINS, OUT_OF_TIME, SIGNALS, last_signal
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -24,13 +26,14 @@ class Agent(LocalElasticAgent):
         self,
         spec: WorkerSpec,
         start_method: str,
+        is_of_another_node: Callable[[int], bool],
         is_final: Callable[[int], bool],
         progress: Callable[[], Any],
         report: Callable[..., None],
     ) -> None:
         """For the functions see `make_agent`."""
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method)
-        self.is_final, self.progress, self.report = is_final, progress, report
+        self.is_of_another_node, self.is_final, self.progress, self.report = is_of_another_node, is_final, progress, report
         self.progress_before = progress()
         self.pids: list[int] | None = None  # of the processes, [] when they have ended, None while they will be started
 
@@ -58,20 +61,34 @@ class Agent(LocalElasticAgent):
             self.pids = []
         for rank, failure in result.failures.items():
             restarts, before, self.progress_before = worker_group.spec.max_restarts, self.progress_before, self.progress()
-            if self.is_final(failure.exitcode):
+            if self.is_of_another_node(failure.exitcode):
+                self._remaining_restarts += 1  # torch counts it
+            elif self.is_final(failure.exitcode):
                 self._remaining_restarts = 0
-            elif self.progress_before != before:
-                self._remaining_restarts = restarts
+            else:
+                if self.progress_before != before:
+                    self._remaining_restarts = restarts
+                if self._remaining_restarts:
+                    self.report(failure.exitcode, rank, restarts - self._remaining_restarts + 1, restarts)
             if self._remaining_restarts:
                 self.pids = None
-                self.report(failure.exitcode, rank, restarts - self._remaining_restarts + 1, restarts)
         return result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Also when nodes come and go."""
-        super()._stop_workers(worker_group)
+        """Healthy processes are stopped when a node joins, with a checkpoint, or is lost, when they only wait for it.
+
+        torch would kill them after 30 s, however long a checkpoint takes.
+        """
         if self.pids:
+            self.send_signal(NODE_JOINS)
+            while any(process.is_alive() for process in self._pcontext._pc.processes):
+                if worker_group.spec.rdzv_handler.has_lost_nodes():
+                    self._shutdown(signal.SIGKILL)
+                time.sleep(0.1)
+            if last_signal():
+                sys.exit(OUT_OF_TIME if last_signal() == signal.SIGUSR1 else 128 + last_signal())
             self.pids = None
+        super()._stop_workers(worker_group)
 
     def _exit_barrier(self) -> None:
         """Does not wait for the other agents: `Meeting.end` does."""
@@ -92,15 +109,17 @@ class Agent(LocalElasticAgent):
 def make_agent(
     spec: WorkerSpec,
     start_method: str,
+    is_of_another_node: Callable[[int], bool],
     is_final: Callable[[int], bool],
     progress: Callable[[], Any],
     report: Callable[[int, int, int, int], None],
 ) -> Agent:
     """An agent whose processes end by themselves, see `Agent`.
 
-    `is_final`: whether processes are not started again after this exit code. `progress`: if it returns something else than after
-    the last crash, they can be started again `spec.max_restarts` times. `report`: called before they are, with the exit code and
-    the rank of the first one that failed, how often they have been started again, this time included, and how often they can.
+    `is_of_another_node`: whether this exit code is no crash, and does not count. `is_final`: whether processes are not started
+    again after this exit code. `progress`: if it returns something else than after the last crash, they can be started again
+    `spec.max_restarts` times. `report`: called before they are, with the exit code and the rank of the first one that failed, how
+    often they have been started again, this time included, and how often they can.
 
     The agent has no public way to learn which processes it has started, or to give up after some exit codes. At a signal, it ends
     the processes and drops their exit codes, so the launcher handles signals instead.
@@ -110,4 +129,4 @@ def make_agent(
     """
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # all nodes have the same number of processes
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGURG"  # one that is never sent
-    return Agent(spec, start_method, is_final, progress, report)
+    return Agent(spec, start_method, is_of_another_node, is_final, progress, report)

@@ -34,8 +34,8 @@ class ScriptArguments(trl.ScriptArguments):
     max_restarts: int | None = field(
         default=None,
         metadata={
-            "help": "How often processes that crash are started again, to resume from the newest checkpoint. Default: 0; 3 with "
-            "NNODES=MIN:MAX."
+            "help": "How often processes that crash are started again, to resume from the newest checkpoint. Default: 0; 3 on "
+            "several nodes."
         },
     )
     max_tokens: int | None = field(default=None, metadata={"help": "Train on this many tokens; sets max_steps."})

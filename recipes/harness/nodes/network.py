@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from harness import contexts
 from harness.messages import die
 from harness.signals import last_signal
 
-LOST = 3  # exit code of a process that lost the others
+# Exit codes of a process that lost the others, and of one that could not reach them at the start.
+LOST, UNREACHABLE = 3, 4
 CAUSES = (
     "Usual causes, and the variable to set: GPUs that cannot reach each other directly (consumer cards, an IOMMU): "
     "NCCL_P2P_DISABLE=1; the wrong interface: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME, one of `ip -br addr`; no working "
@@ -71,7 +73,10 @@ def time_limit(seconds: float, stop: Callable[[Any], None], argument: Any) -> It
 
 def exit_with_causes(reason: Exception | str) -> NoReturn:
     """Exits because processes that have just started cannot communicate."""
-    _exit(f"the processes cannot communicate: {first_line(reason)}. {CAUSES}")
+    context, message = contexts.current(), f"the processes cannot communicate: {first_line(reason)}. {CAUSES}"
+    if _can_start_again() and context and context.min_nodes:  # a node may be lost
+        _exit(message, LOST, is_error=False)
+    _exit(message, UNREACHABLE)
 
 
 def exit_if_connection_lost(error: Exception, step: int, resume: str) -> None:
@@ -81,15 +86,23 @@ def exit_if_connection_lost(error: Exception, step: int, resume: str) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if isinstance(error, dist.DistError) or (type(error) is RuntimeError and FROM_GLOO.search(str(error))):
-        _exit(f"the connection to another process was lost at step {step} ({first_line(error)}). {resume}")
+        lost = f"the connection to another process was lost at step {step} ({first_line(error)})"
+        if _can_start_again():
+            _exit(lost, LOST, is_error=False)
+        _exit(f"{lost}. {resume}", LOST)
 
 
-def _exit(message: str) -> NoReturn:
+def _can_start_again() -> bool:
+    """Whether the launcher may start the processes again. If it does not, it prints the error."""
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def _exit(message: str, code: int, is_error: bool = True) -> NoReturn:
     """Exits without waiting for the others, which cannot be reached. The first process of each node prints the message."""
     time.sleep(1)  # if another process of this node has failed, the launcher sees it first, and sends a signal
     if last_signal():  # the launcher says why the other process exited
-        os._exit(LOST)
-    die(message, LOST)
+        os._exit(code)
+    die(message, code, is_error=is_error)
 
 
 def first_line(error: Exception | str) -> str:

@@ -115,6 +115,10 @@ class ChangingNodes(RendezvousHandler):
         with self._errors():
             return self.inner.num_nodes_waiting() + len(self.meeting.lost & self.in_round)
 
+    def has_lost_nodes(self) -> bool:
+        """Whether one of the nodes whose processes train is lost."""
+        return bool(self.meeting.lost & self.in_round)
+
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         """Exits with one message if torch's rendezvous fails in this block."""

@@ -77,7 +77,7 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     print_once(f"Training {describe_training(modules_with_adapter(trainer.model), parameters)}.")
 
     parts = add_parts(trainer, group, checkpoint, settings, original)
-    stop = StopAfterSignal(group)
+    stop = StopAfterSignal(group, settings.nodes_change)
     del group
     callbacks = [
         MeanEvaluation(trainer, settings.dataset_weights),

@@ -228,7 +228,9 @@ def train(
     training = Train(**vars(context) | {"on_cpu": checked.on_cpu}, separate_disks=separate_disks)
     set_training_environment(training)
     output_dir = Path(checked.output_dir)
-    restarts = (3 if context.min_nodes else 0) if checked.max_restarts is None else checked.max_restarts
+    restarts = checked.max_restarts
+    if restarts is None:
+        restarts = 3 if context.nodes > 1 else 0
     if context.config.distributed_type == "NO":
         return processes.train(method, training, arguments, {}, OneNode(is_distributed=False), output_dir, restarts)
     variables = launch_environment(context.config.path, context.processes, context.nodes, context.recipe)

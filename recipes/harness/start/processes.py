@@ -34,9 +34,10 @@ from harness.contexts import BuildingContext, Context
 from harness.folder import NOT_WRITABLE, newest_complete_checkpoint
 from harness.hub import HubLost
 from harness.messages import DEBUG_VARIABLE, UserError, exit_on_user_error
-from harness.nodes.network import LOST
+from harness.nodes.network import LOST, UNREACHABLE
 from harness.run.failures import HOST_ADVICE, OUT_OF_MEMORY, exit_for_known_failure, raise_if_of_library
 from harness.signals import (
+    NODE_JOINS,
     OUT_OF_TIME,
     SIGNALS,
     exit_at_once,
@@ -54,7 +55,7 @@ DAEMON_TIMEOUT = 2  # seconds for the daemons of a process to exit when it exits
 # PyTorch's FlashAttention looks through all loaded modules when it is imported, which takes a second after the others.
 LIBRARIES = ("torch", "torch.nn.attention.varlen", "datasets", "transformers.trainer", "trl.trainer.sft_trainer")
 # Exit codes of a process that has printed why it ends; 130 is Ctrl-C.
-EXPLAINED = {0, 2, 130, LOST, OUT_OF_MEMORY, NOT_WRITABLE, OUT_OF_TIME, *(128 + number for number in SIGNALS)}
+EXPLAINED = {0, 2, 130, LOST, UNREACHABLE, OUT_OF_MEMORY, NOT_WRITABLE, OUT_OF_TIME, *(128 + number for number in SIGNALS)}
 # Environment variables that the agent sets in each process.
 OF_AGENT = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
@@ -247,16 +248,20 @@ def train(
         monitor_interval=0.1,
     )
 
+    def is_of_another_node(code: int) -> bool:
+        """Whether the processes of all nodes have agreed to stop for a signal that another node has received."""
+        return context.min_nodes > 0 and code in (128 + signal.SIGTERM, 128 + NODE_JOINS) and not last_signal()
+
     def is_final(code: int) -> bool:
-        if context.min_nodes and code == 128 + signal.SIGTERM and not last_signal():
-            return False  # another node was told to stop, and its processes have agreed with these ones on it
         return code in EXPLAINED - {LOST} or -code in SIGNALS or bool(last_signal())
 
     def report(code: int, rank: int, restart: int, restarts: int) -> None:
-        explain_exit(code, rank)
+        reason = reason_of_exit(code, rank)
+        if reason:
+            print(f"{reason[0].upper()}{reason[1:]}.", flush=True)
         print(f"Starting again from the newest checkpoint, {restart} of {restarts} times (--max_restarts).", flush=True)
 
-    agent = make_agent(spec, method, is_final, lambda: newest_complete_checkpoint(output_dir), report)
+    agent = make_agent(spec, method, is_of_another_node, is_final, lambda: newest_complete_checkpoint(output_dir), report)
 
     def forward(number: int, frame: FrameType | None) -> None:
         if agent.pids is None:
@@ -276,11 +281,11 @@ def train(
     if not result.is_failed():
         return 0
     rank, failure = next(iter(result.failures.items()))
-    if failure.exitcode == LOST and failure.local_rank and not last_signal():
-        # The process that prints the message for its node is the one that was lost.
+    # With restarts the processes print no error; and the one that prints it for its node may be the one that was lost.
+    if failure.exitcode == LOST and (max_restarts or failure.local_rank) and not last_signal():
         print(
-            f"\nerror: process {failure.local_rank} lost the connection to the first one, which hangs or was killed. The same "
-            "command resumes from the newest checkpoint",
+            f"\nerror: process {rank} lost the connection to another one, which hangs or was killed. The same command resumes "
+            "from the newest checkpoint",
             file=sys.stderr,
         )
     return explain_exit(failure.exitcode, None if context.config.distributed_type == "NO" else rank)
@@ -314,10 +319,17 @@ def explain_exit(exit_code: int, rank: int | None = None) -> int:
         return 128 + last_signal()
     if -exit_code in SIGNALS:  # training has a handler, with which the process exits by itself
         print(f"Stopped by {signal.Signals(-exit_code).name} before the training began.", file=sys.stderr)
-    elif code not in EXPLAINED and (rank is not None or exit_code < 0):
-        reason = KILLED if code == 137 else "; see its output above"
-        print(f"error: process {rank or 0} failed first (exit code {code}){reason}", file=sys.stderr)
+    elif reason := reason_of_exit(exit_code, rank):
+        print(f"error: {reason}", file=sys.stderr)
     return code
+
+
+def reason_of_exit(exit_code: int, rank: int | None) -> str:
+    """Why a process exited, "" if it has printed that itself."""
+    code = exit_code if exit_code >= 0 else 128 - exit_code
+    if code in EXPLAINED or (rank is None and exit_code >= 0):
+        return ""
+    return f"process {rank or 0} failed first (exit code {code}){KILLED if code == 137 else '; see its output above'}"
 
 
 def exit_for_signal(number: int, frame: FrameType | None) -> None:

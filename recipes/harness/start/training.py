@@ -120,6 +120,7 @@ class Train(RunContext):
         self.settings = RunSettings(
             config=self.config,
             processes=self.processes,
+            nodes_change=self.min_nodes > 0,
             tiny=self.tiny,
             identity=identity,
             separate_disks=self.separate_disks,

@@ -29,6 +29,8 @@ RUN = "run.json"
 RESULTS = "train_results.json"
 STARTS = "starts.json"
 DATA = "data.json"  # what `load` read and skipped
+PROMPT = "prompt.json"  # how a prompt for the model looks, see `run/prompts.py`
+CONVERSATIONS, TEXTS, PROMPTS = "conversations", "texts", "prompts"  # what a run was trained on, in PROMPT
 LOCK = ".lock"
 COMPLETION_MARKER = "complete.json"  # in a checkpoint: every process has written its part
 SHARDED = "pytorch_model_fsdp_0"  # the folder of the weights in a sharded checkpoint
@@ -59,6 +61,12 @@ RESULT_TYPES: Types = {
     "final_loss": float | None,
     "quantization": NotRequired[dict[str, Any]],
     "quantized_weights": NotRequired[str],
+}
+PROMPT_TYPES: Types = {
+    "rows": str | None,
+    "begins": NotRequired[str],
+    "ends": NotRequired[str],
+    "chat_template_kwargs": NotRequired[dict[str, Any] | None],
 }
 
 
@@ -442,6 +450,17 @@ def check_saved_model(folder: Path) -> None:
             f"{folder} has no model and no adapter: pass the folder of a finished run or of a checkpoint that is not sharded; "
             "./launch.sh --merge makes a model of a sharded one"
         )
+
+
+def read_prompt(folder: Path) -> dict:
+    """How a prompt looks for the model in `folder`, that of a run, a checkpoint or a merged model; {} if it is not known."""
+    folder = folder.absolute()
+    run = folder.parent if CHECKPOINT.fullmatch(folder.name) else folder
+    if prompt := read_json(run / PROMPT, PROMPT_TYPES):
+        return prompt
+    if not (run / RUN).is_file():  # may have been downloaded
+        return {}
+    return {"rows": None, "chat_template_kwargs": read_json(run / RUN, RUN_TYPES).get("chat_template_kwargs")}
 
 
 def read_adapter_settings(folder: Path) -> Any:

@@ -7,7 +7,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from harness.commands import chat
+from harness.commands import chat, merge
+from harness.folder import read_prompt
+from harness.run.prompts import what_all_share
 
 import pytest
 import torch
@@ -66,17 +68,66 @@ def test_long_conversation_loses_its_earliest_turns(rehearse, monkeypatch):
     assert [prompt.shape[1] for prompt in prompts] == [20, 44, 44, 44, 44, 44], "one earlier turn is left"
 
 
+def record_prompts(monkeypatch) -> list[str]:
+    """What --chat gives to the model."""
+    prompts = []
+    generate = chat.generate
+
+    def record(model, tokenizer, inputs, new_tokens):
+        prompts.append(tokenizer.decode(inputs["input_ids"][0]))
+        return generate(model, tokenizer, inputs, new_tokens)
+
+    monkeypatch.setattr(chat, "generate", record)
+    return prompts
+
+
+def test_run_on_texts_continues_a_text(rehearse, monkeypatch, capsys):
+    """Qwen2-0.5B has a chat template, which this run has not used."""
+    run, prompts = rehearse("qwen2_fineweb_edu", "1x3090"), record_prompts(monkeypatch)
+    assert chat.load_saved_tokenizer(run).chat_template
+    answer_lines("The sun\\nis\n\n", monkeypatch, run, "--max_new_tokens=3")
+    assert "trained on texts, so it continues your text" in capsys.readouterr().out
+    assert prompts == ["The sun\nis"]
+
+
 @slow
-def test_model_without_template_continues_a_text(rehearse, monkeypatch, capsys):
-    """An adapter on 16-bit weights."""
+def test_prompts_are_those_of_the_recipe(rehearse, monkeypatch, capsys, tmp_path):
+    """An adapter on 16-bit weights. The merged model has the same prompts."""
     run = rehearse("llama31_8b_lora", "4gpu_full_shard")
-    answer_lines("### Instruction\\nCount to two.\n", monkeypatch, run, "--max_new_tokens=3")
-    assert "no chat template" in capsys.readouterr().out
+    prompts = record_prompts(monkeypatch)
+    answer_lines("Count to two.\n", monkeypatch, run, "--max_new_tokens=3")
+    form = "### Instruction\\nYOUR TEXT\\n\\n### Python"
+    assert f"trained on prompts. Your line becomes a prompt as in the training: {form}. " in capsys.readouterr().out
+    assert prompts == ["<|begin_of_text|>### Instruction\nCount to two.\n\n### Python"]
+    merge.main(str(run), str(tmp_path / "merged"))
+    assert read(tmp_path / "merged", "prompt.json") == read(run, "prompt.json")
     model = chat.load_model(run)
     assert torch.equal(logits(model), logits(AutoPeftModelForCausalLM.from_pretrained(run)))
     # Of a full fine-tune, the folder of the run is the model.
     base = Path(read(run, "adapter_config.json")["base_model_name_or_path"])
     assert torch.equal(logits(chat.load_model(base)), logits(AutoModelForCausalLM.from_pretrained(base)))
+
+
+def test_folder_says_how_a_prompt_looks(rehearse, tmp_path):
+    assert read(rehearse(*QLORA), "prompt.json") == {"rows": "conversations", "chat_template_kwargs": None}
+    assert read_prompt(tmp_path) == {}
+    (tmp_path / "run.json").write_text(json.dumps({"recipe": "", "config": "", "tiny": True, "chat_template_kwargs": {"a": 1}}))
+    assert read_prompt(tmp_path) == {"rows": None, "chat_template_kwargs": {"a": 1}}, "of an earlier version"
+    (tmp_path / "prompt.json").write_text('{"rows": "texts"}')
+    assert read_prompt(tmp_path / "checkpoint-3") == {"rows": "texts"}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shared"),
+    [
+        ([f"### {number}\n\nNow" for number in range(20)], ("### ", "\n\nNow")),
+        ([f"{number}" for number in range(20)], ("", "")),
+        (["a" * number for number in range(1, 21)], ("a", "")),  # no text is counted twice
+        ([f"### {number}" for number in range(9)], ("", "")),  # too few
+    ],
+)
+def test_what_all_prompts_share(prompts, shared):
+    assert what_all_share(prompts) == shared
 
 
 @pytest.fixture

@@ -74,6 +74,7 @@ def test_runs_that_differ(tmp_path, capsys, monkeypatch):
     report.main("a", "b")
     printed = capsys.readouterr()
     assert "differ in recipe" in printed.err and "| 97 97 | 14.2 14.2" in printed.out
+    assert "efficiency" in printed.out and "the run with the fewest processes" in printed.out
     differences = printed.out.partition("In what these runs differ")[2].splitlines()[2:8]
     assert [line.split() for line in differences if "---" not in line] == [
         ["|", "setting", "|", "a", "|", "b", "|"],
@@ -82,6 +83,19 @@ def test_runs_that_differ(tmp_path, capsys, monkeypatch):
         ["|", "trl", "|", "1.1", "|", "1.2", "|"],
         ["|", "lora_r", "|", "|", "16", "|"],
     ]
+
+
+@pytest.mark.unit
+def test_runs_with_equally_many_processes_have_no_efficiency(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    numbers = {"num_nodes": 1, "world_size": 2, "train_runtime": 9.0, "peak_gpu_gb": 1.0, "peak_host_gb": 1.0, "final_loss": 1.0}
+    for name, speed in (("a", 5.0), ("b", 6.0)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train_results.json").write_text(json.dumps(numbers | {"tokens_per_second": speed}))
+    report.main("a", "b")
+    titles, _, *rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()[:4]]
+    assert "efficiency" not in titles and all(len(row) == len(titles) for row in rows)
+    assert rows[1][titles.index("speed-up")] == "1.20" and rows[1][titles.index("tokens/s")] == "6"
 
 
 @pytest.fixture

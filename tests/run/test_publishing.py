@@ -67,6 +67,15 @@ def test_unreachable_hub_is_no_error(monkeypatch, capsys):
     assert "the upload is tried after the training" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("failure", ["503", "incomplete"])
+def test_failing_check_is_no_error(hub, use_hub, capsys, failure):
+    """The Hub answers, and then it does not: the connection breaks, or it is busy."""
+    use_hub(TOKEN)
+    hub.failure = lambda method, path: failure if "whoami" in path else None
+    check_repository(Repository("mine", True))
+    assert "nothing is checked (" in capsys.readouterr().out
+
+
 def test_trainer_itself_uploads_nothing():
     """transformers would upload every checkpoint, into a public repository."""
     args = SimpleNamespace(push_to_hub=True, hub_model_id=None, hub_private_repo=None, output_dir="outputs/mine")
@@ -118,6 +127,12 @@ def test_run_is_uploaded_also_after_a_failure(hub, rehearse, workdir, environmen
     for file in [*run.rglob("*"), *uploaded.rglob("*")]:
         assert not file.is_file() or TOKEN.encode() not in file.read_bytes(), file
 
-    merged = call([sys.executable, "-m", "harness.commands.merge", run, "--push_to_hub", "--hub_model_id", "me/merged"])
-    assert f"Uploaded to {hub.url}/me/merged (private)" in merged
+    command = [sys.executable, "-m", "harness.commands.merge", run, "--push_to_hub", "--hub_model_id", "me/merged"]
+    hub.failure = lambda method, path: "403" if "/commit/" in path else None
+    assert "the same command again, which does not merge again" in call(command)
+    assert "warning: the upload to me/merged failed" in call(command, code=1)
+    hub.failure = lambda method, path: None
+    merged = call(command)
+    assert f"Uploaded to {hub.url}/me/merged (private)" in merged and "Merged into" not in merged
+    assert (hub.root / "models/me/merged/prompt.json").read_bytes() == (run / "prompt.json").read_bytes()
     assert load_file(hub.root / "models/me/merged/model.safetensors")

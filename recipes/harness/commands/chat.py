@@ -8,20 +8,21 @@ a 70B model needs no merge and fits the two 24 GB GPUs that it was trained on. O
 
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from harness.commands import arguments
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.folder import (
+    CONVERSATIONS,
     RESULT_TYPES,
     RESULTS,
-    RUN,
-    RUN_TYPES,
     check_patterns,
     check_saved_model,
     read_adapter_settings,
     read_json,
+    read_prompt,
 )
 from harness.hub import TOKENIZER, hub_errors
 from harness.messages import UserError, exit_on_user_error, last_line, print_once, printable
@@ -34,10 +35,14 @@ def main(*words: str) -> None:
     parsed = arguments.chat().read(words)
     check_saved_model(parsed.run)
     model, tokenizer = load_model(parsed.run), load_saved_tokenizer(parsed.run)
-    print_once(loaded_message(parsed.run, model, tokenizer))
-    run = parsed.run / RUN  # a folder without it may have been downloaded
-    arguments_of_run = (read_json(run, RUN_TYPES) if run.is_file() else {}).get("chat_template_kwargs") or {}
-    chat(model, tokenizer, parsed.max_new_tokens, arguments_of_run)
+    prompt = read_prompt(parsed.run)
+    is_chat = uses_template(tokenizer, prompt)
+    print_once(loaded_message(parsed.run, model))
+    print_once(how_to_write(tokenizer, prompt))
+    if is_chat:
+        chat(model, tokenizer, parsed.max_new_tokens, prompt.get("chat_template_kwargs") or {})
+    else:
+        continue_lines(model, tokenizer, parsed.max_new_tokens, prompt)
 
 
 def load_model(run: Path) -> Any:
@@ -145,8 +150,8 @@ def load_saved_tokenizer(run: Path) -> Any:
         return AutoTokenizer.from_pretrained(run)
 
 
-def loaded_message(run: Path, model: Any, tokenizer: Any) -> str:
-    """What was loaded, where it is, and how to use it."""
+def loaded_message(run: Path, model: Any) -> str:
+    """What was loaded, and where it is."""
     import torch
 
     count = torch.cuda.device_count()
@@ -154,35 +159,60 @@ def loaded_message(run: Path, model: Any, tokenizer: Any) -> str:
     if count:
         used = ", ".join(f"{torch.cuda.memory_allocated(index) / 1e9:.1f} GB" for index in range(count))
         where = f"{count} GPU{'s' if count > 1 else ''} and takes {used}"
-    lines = [f"{run} is loaded on {where}."]
+    message = f"{run} is loaded on {where}."
     if count and any(weight.device.type != "cuda" for weight in model.parameters()):
-        lines.append("The GPUs have too little memory for the model. A part of it is in host memory, which is slow.")
-    if tokenizer.chat_template:
-        lines.append("Write a line and wait for the answer. An empty line starts a new conversation, Ctrl-D ends.")
-    else:
-        lines.append("The model has no chat template, so it continues your text. Write \\n for a line break. Ctrl-D ends.")
-    return "\n".join(lines)
+        message += "\nThe GPUs have too little memory for the model. A part of it is in host memory, which is slow."
+    return message
+
+
+def uses_template(tokenizer: Any, prompt: dict[str, Any]) -> bool:
+    """Whether the model was trained on conversations; if that is not known, whether it has a chat template."""
+    return bool(tokenizer.chat_template) and prompt.get("rows") in (None, CONVERSATIONS)
+
+
+def how_to_write(tokenizer: Any, prompt: dict[str, Any]) -> str:
+    """What to write, and what becomes of it."""
+    if uses_template(tokenizer, prompt):
+        return "Write a line and wait for the answer. An empty line starts a new conversation, Ctrl-D ends."
+    rows = prompt.get("rows")
+    reason = f"The model was trained on {rows}" if rows else "The model has no chat template"
+    begins, ends = prompt.get("begins", ""), prompt.get("ends", "")
+    if begins or ends:
+        form = (begins + "YOUR TEXT" + ends).replace("\n", "\\n")
+        return f"{reason}. Your line becomes a prompt as in the training: {form}. Write \\n for a line break. Ctrl-D ends."
+    return f"{reason}, so it continues your text. Write \\n for a line break. Ctrl-D ends."
 
 
 def chat(model: Any, tokenizer: Any, new_tokens: int, template_arguments: dict[str, Any]) -> None:
     """Answers every line of standard input, until it ends. `template_arguments`: see --chat_template_kwargs."""
-    turns, prompt = [], "> " if sys.stdin.isatty() else ""
-    while True:
-        try:
-            line = input(prompt)
-        except EOFError:
-            return
+    turns = []
+    for line in lines():
         if not line.strip():
             turns = []
-        elif tokenizer.chat_template:
-            turns.append({"role": "user", "content": line})
+            continue
+        turns.append({"role": "user", "content": line})
+        inputs = encode_prompt(tokenizer, turns, template_arguments)
+        while inputs["input_ids"].shape[1] > LONGEST_PROMPT and len(turns) > 1:
+            del turns[:2]  # a question and its answer
             inputs = encode_prompt(tokenizer, turns, template_arguments)
-            while inputs["input_ids"].shape[1] > LONGEST_PROMPT and len(turns) > 1:
-                del turns[:2]  # a question and its answer
-                inputs = encode_prompt(tokenizer, turns, template_arguments)
-            turns.append({"role": "assistant", "content": generate(model, tokenizer, inputs, new_tokens)})
-        else:
-            generate(model, tokenizer, encode_text(tokenizer, line.replace("\\n", "\n")), new_tokens)
+        turns.append({"role": "assistant", "content": generate(model, tokenizer, inputs, new_tokens)})
+
+
+def continue_lines(model: Any, tokenizer: Any, new_tokens: int, prompt: dict[str, Any]) -> None:
+    """Continues every line of standard input, until it ends, in the form of the prompts of the training."""
+    for line in lines():
+        if line.strip():
+            text = prompt.get("begins", "") + line.replace("\\n", "\n") + prompt.get("ends", "")
+            generate(model, tokenizer, encode_text(tokenizer, text), new_tokens)
+
+
+def lines() -> Iterator[str]:
+    """The lines of standard input, until it ends."""
+    while True:
+        try:
+            yield input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
 
 
 def encode_prompt(tokenizer: Any, turns: list[dict[str, str]], template_arguments: dict[str, Any] | None = None) -> Any:

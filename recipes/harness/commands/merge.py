@@ -6,7 +6,6 @@ An adapter is added to the model it was trained on; a sharded checkpoint of an u
 """
 
 import os
-import shlex
 import shutil
 import sys
 import warnings
@@ -16,7 +15,17 @@ from typing import Any
 
 from harness.commands import arguments
 from harness.commands.verify import compare_merged
-from harness.folder import COMPLETION_MARKER, SHARDED, check_patterns, checkpoints, read_adapter_settings, read_json, write_json
+from harness.folder import (
+    COMPLETION_MARKER,
+    PROMPT,
+    SHARDED,
+    check_patterns,
+    checkpoints,
+    read_adapter_settings,
+    read_json,
+    read_prompt,
+    write_json,
+)
 from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, print_once
 from harness.signals import set_signal_handler
@@ -39,8 +48,32 @@ def main(*words: str) -> int:
         repository = Repository(parsed.hub_model_id or f"{source.resolve().name}-merged", parsed.hub_private_repo == "true")
         check_repository(repository)
     target = Path(os.path.normpath(parsed.out)) if parsed.out else source / "merged"
+    is_merged = (target / "config.json").is_file() and is_newer(target / "config.json", source)
+    if not (repository and is_merged):
+        write_merged(source, target)
+    code = compare_if_possible(source, target)
+    if repository and code:
+        print_once(f"Not uploaded to {repository.name}, because the merged model differs from what was trained.")
+    elif repository:
+        from harness.run.publishing import publish
+
+        is_uploaded = publish(target, repository, "the same command again, which does not merge again")
+        return int(is_merged and not is_uploaded)  # as a finished run, whose upload is repeated
+    return code
+
+
+def is_newer(merged: Path, source: Path) -> bool:
+    """Whether a model was merged after the last time that its adapter or checkpoint was written."""
+    patterns = ("adapter_model.safetensors", COMPLETION_MARKER, f"*/{COMPLETION_MARKER}")
+    times = [path.stat().st_mtime for pattern in patterns for path in source.glob(pattern)]
+    return merged.stat().st_mtime >= max(times, default=0)
+
+
+def write_merged(source: Path, target: Path) -> None:
+    """Merges the run or checkpoint `source` into the new folder `target`, which is complete or missing."""
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists already: move it away, or name another folder: ./launch.sh --merge RUN OUT")
+    prompt = read_prompt(source)
     draft = target.with_name(f".{target.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     try:
@@ -50,22 +83,14 @@ def main(*words: str) -> int:
     set_signal_handler(lambda number, frame: sys.exit(128 + number))  # so that the draft is deleted
     try:
         merge(source, draft)
+        if prompt:
+            write_json(draft / PROMPT, prompt)
         draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     (model_class, *_) = read_json(target / "config.json").get("architectures") or ["AutoModelForCausalLM"]
     model_class = "AutoModelForCausalLM" if model_class.endswith("CausalLM") else model_class
     print_once(f"Merged into {target}. To load it: {model_class}.from_pretrained({str(target)!r})")
-    code = compare_if_possible(source, target)
-    if repository and code:
-        print_once(f"Not uploaded to {repository.name}, because the merged model differs from what was trained.")
-    elif repository:
-        from harness.run.publishing import publish
-
-        private = ["--private"] if repository.is_private else []
-        upload = shlex.join([".venv/bin/hf", "upload", repository.name, str(target), *private])
-        publish(target, repository, upload)
-    return code
 
 
 def compare_if_possible(source: Path, target: Path) -> int:

@@ -2,9 +2,9 @@
 
 `python -m harness.commands.report [--json] RUN… [PLAN.json…]`.
 
-The speed-up is over the run with the fewest processes, by tokens/s, so that runs of different length can be compared. A plan is
-what `launch.sh --plan … --json` prints; its forecast is shown next to what the run with its recipe, config and number of
-processes measured. A run for which a plan was made has that forecast without one.
+The speed-up is over the run with the fewest processes, by tokens/s, so that runs of different length can be compared; runs with
+equally many processes have no efficiency. A plan is what `launch.sh --plan … --json` prints; its forecast is shown next to what
+the run with its recipe, config and number of processes measured. A run for which a plan was made has that forecast without one.
 """
 
 import json
@@ -90,7 +90,10 @@ def main(*words: str) -> None:
         return
     own = list(dict.fromkeys(name for run in runs for name in metrics_of(run)))
     has_forecast = any("peak_gpu_gb" in (run.get("forecast") or {}) for run in runs)
-    rows = [row if has_forecast else row[:-2] for row in (COLUMNS, *map(table_row, runs))]
+    have_equal_size = len({run["world_size"] for run in runs}) == 1  # of which an efficiency says nothing
+    left_out = {*(() if has_forecast else COLUMNS[-2:]), *(("efficiency",) if have_equal_size else ())}
+    kept = [place for place, name in enumerate(COLUMNS) if name not in left_out]
+    rows = [tuple(row[place] for place in kept) for row in (COLUMNS, *map(table_row, runs))]
     print_table([(*rows[0], *own), *((*row, *cells_of(run, own)) for row, run in zip(rows[1:], runs, strict=True))])
     for name, lines in compared.items():
         print("\n" + "\n".join([f"{name}, against its plan:", *lines]))
@@ -100,7 +103,8 @@ def main(*words: str) -> None:
     differences = [name for name in COMPARED if len({str(run.get(name)) for run in runs}) > 1]
     if differences:
         print(f"\nwarning: these runs differ in {', '.join(differences)}, so their speeds may not be comparable", file=sys.stderr)
-    print(f"\nSpeed-up is over {base['name']}, the run with the fewest processes. Picture: {draw(runs)}")
+    which = "the first run" if have_equal_size else "the run with the fewest processes"
+    print(f"\nSpeed-up is over {base['name']}, {which}. Picture: {draw(runs)}")
 
 
 def read_run(folder: Path) -> dict[str, Any]:

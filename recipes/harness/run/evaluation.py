@@ -9,14 +9,18 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:
-    """The last evaluation of a run, {} without evaluation rows."""
+    """The evaluation of the model that is saved, {} without evaluation rows."""
     if trainer.eval_dataset is None:
         return {}
-    entries = [entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step]
+    entries = [entry for entry in trainer.state.log_history if entry["step"] == step_of_saved_model(trainer)]
     logged = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
-    if "eval_loss" in logged and not trainer.args.load_best_model_at_end:
-        return logged
-    return trainer.evaluate()
+    return logged if "eval_loss" in logged else trainer.evaluate()
+
+
+def step_of_saved_model(trainer: Trainer) -> int:
+    """The last step, or that of the best checkpoint with `load_best_model_at_end`."""
+    best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
+    return folder.step_of(Path(best)) if best else trainer.state.global_step
 
 
 class MeanEvaluation(TrainerCallback):
@@ -50,7 +54,7 @@ def print_best_checkpoint(trainer: Trainer) -> None:
         return
     if state.best_model_checkpoint:
         best = f"eval_{trainer.args.metric_for_best_model.removeprefix('eval_')} {state.best_metric:.4f}"
-        print_once(f"The saved model is that of step {folder.step_of(Path(state.best_model_checkpoint))}, the best one: {best}.")
+        print_once(f"The saved model is that of step {step_of_saved_model(trainer)}, the best one: {best}.")
     else:
         print_once("warning: no checkpoint has an evaluation, so the saved model is that of the last step, not the best one")
 

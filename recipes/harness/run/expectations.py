@@ -7,6 +7,7 @@ from pathlib import Path
 
 from harness.folder import draft_of, write_json
 from harness.model.quantized import read_source
+from harness.run.evaluation import step_of_saved_model
 from harness.run.parameters import base_of
 from harness.run.results import is_mean_likelihood
 from harness.run.samples import why_no_text
@@ -58,7 +59,7 @@ def save_expectations(trainer: Trainer, original: PreTrainedConfig, evaluation: 
     is_likelihood = is_mean_likelihood(trainer)  # another loss cannot be computed from log-probabilities
     losses = {name: f"eval_{name}_loss" if name else "eval_loss" for name in datasets}
     expected = {
-        "step": trainer.state.global_step,
+        "step": step_of_saved_model(trainer),
         "eval_losses": {name: evaluation[key] for name, key in losses.items() if key in evaluation and is_likelihood},
         "batch_size": trainer.args.per_device_eval_batch_size,
         "processes": trainer.args.world_size,

@@ -10,14 +10,14 @@ from harness.messages import UserError, last_line, print_once
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
-from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, validate_repo_id
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, httpx, validate_repo_id
 from transformers import TrainingArguments
 
 # Of the output directory: no checkpoints, and no rows of the dataset (held_out.parquet, samples.txt).
 FILES = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
     *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
-    *("preprocessor_config.json", "processor_config.json", "README.md", "train_results.json", "loss.png"),
+    *("preprocessor_config.json", "processor_config.json", "prompt.json", "README.md", "train_results.json", "loss.png"),
 )
 SAME_COMMAND = "the same command again, which does not train again"
 
@@ -52,10 +52,19 @@ def check_repository(repository: Repository) -> None:
     if os.environ.get("HF_HUB_OFFLINE") == "1" or not is_reachable():
         print_once("--push_to_hub: the Hub cannot be reached now, so nothing is checked; the upload is tried after the training.")
         return
-    api = HfApi()
+    try:
+        check_rights(HfApi(), repository, token)
+    except (httpx.HTTPError, OSError, ValueError) as error:  # also an answer that is not the Hub's
+        print_once(f"--push_to_hub: nothing is checked ({last_line(error)}); the upload is tried after the training.")
+
+
+def check_rights(api: HfApi, repository: Repository, token: str) -> None:
+    """Raises UserError unless the token may write to the repository, and the repository is as private as asked for."""
     try:
         user = api.whoami(token)
     except HfHubHTTPError as error:
+        if error.response.status_code not in (401, 403):
+            raise
         raise UserError(f"--push_to_hub: the Hub refuses the token ({last_line(error)}): `.venv/bin/hf auth login`") from error
     access = user.get("auth", {}).get("accessToken", {})
     if access.get("role") == "read":

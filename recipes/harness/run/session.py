@@ -72,6 +72,8 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     checkpoint = find_checkpoint(trainer.args)
     prepare_resume(trainer, checkpoint)
     resumed_from = folder.step_of(checkpoint) if checkpoint else 0
+    if settings.prompt and trainer.is_world_process_zero():
+        folder.write_json(output_dir / folder.PROMPT, settings.prompt)
     original = load_original_config(trainer)
     parameters = count_parameters(trainer.model)
     print_once(f"Training {describe_training(modules_with_adapter(trainer.model), parameters)}.")

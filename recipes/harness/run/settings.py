@@ -22,4 +22,5 @@ class RunSettings:
     mirror: str | None = None  # URL
     dataset_weights: dict[str, float] | None = None  # of a mixture: the share of each dataset, by its label
     repository: Repository | None = None  # to which the model is uploaded
+    prompt: dict[str, Any] = field(default_factory=dict)  # the content of prompt.json
     asked_accumulation_steps: int | None = None  # the gradient_accumulation_steps that were asked for

@@ -2,11 +2,13 @@
 
 import logging
 import os
+import re
 import warnings
 from typing import Any
 
 from harness import contexts
 from harness.compat.transformers import never_ask_for_code
+from harness.messages import is_first_process
 from harness.start.arguments import Arguments, read_arguments
 from harness.start.training import start_without_launcher
 
@@ -49,12 +51,27 @@ def quiet_libraries() -> None:
     names = ("datasets.load", "datasets.packaged_modules.cache.cache", "transformers.training_args", "kernels.hf_hub")
     for name in (*names, "transformers.trainer_utils"):
         logging.getLogger(name).addFilter(_is_useful)
+    logging.getLogger("transformers.modeling_utils").addFilter(shorten_load_report)
 
 
 def _is_useful(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     hidden = ("offline mode", "Found the latest", "The speedups for torchdynamo", "do not match the ones in the `trainer_state")
     return not any(words in message for words in hidden)
+
+
+def shorten_load_report(record: logging.LogRecord) -> bool:
+    """Makes one line, in one process, of transformers' table of weights that a model has and its files lack: a new head.
+
+    A table with other problems, such as shapes that differ, stays as it is.
+    """
+    text = re.sub(r"\x1b\[\d+m", "", record.getMessage())
+    model, is_report, table = text.partition(" LOAD REPORT from: ")
+    new = re.findall(r"^(.+?) +\| MISSING ", table, re.MULTILINE)
+    if not is_report or not new or "MISMATCH" in table or "CONVERSION" in table:
+        return True
+    record.msg, record.args = f"{model} begins with random values in {', '.join(new)}: the files of the model lack them.", ()
+    return is_first_process()
 
 
 def disable_peer_to_peer() -> None:

@@ -26,6 +26,7 @@ from harness.nodes.network import check_all_reduce, wait_for_first_process
 from harness.rehearsal import tiny
 from harness.run import mirror, session
 from harness.run.marker import settings_of_checkpoint
+from harness.run.prompts import describe_rows
 from harness.run.publishing import SAME_COMMAND, check_repository, publish
 from harness.run.settings import RunSettings
 from harness.run.trainer import RunTrainer
@@ -129,13 +130,16 @@ class Train(RunContext):
             dataset_weights={source.label: source.weight for source in data.sources} if data.is_mixture else None,
             asked_accumulation_steps=script_args.asked_accumulation_steps,
             repository=script_args.repository,
+            prompt={"rows": None, "chat_template_kwargs": script_args.chat_template_kwargs},
         )
 
     def tokenized(self, trainer: Trainer, split: str, rows: Any, tokenized: Any) -> None:
-        """Keeps the first evaluation conversations, with their tokens, in the attribute `conversations` of the trainer.
+        """Records how prompts look, and keeps the first evaluation conversations, with their tokens, in `trainer.conversations`.
 
         --verify compares the prompts of a server with the tokens that were trained, and the packed rows have no messages.
         """
+        if "begins" not in self.settings.prompt:  # of the training rows, unless they are a stream
+            self.settings.prompt |= describe_rows(rows)
         if split != "train" and isinstance(rows, Dataset) and is_conversational(rows[0]):
             trainer.conversations = [*getattr(trainer, "conversations", []), *tokenized.take(CONVERSATIONS)]
 

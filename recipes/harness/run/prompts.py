@@ -1,0 +1,42 @@
+"""How a prompt for a trained model looks: prompt.json in the folder of its run, which --chat reads.
+
+- rows: what the run was trained on; None if the trainer got tokens, or is no SFTTrainer.
+- begins, ends: of PROMPTS, what all of them begin and end with. The recipe has written it around each instruction.
+- chat_template_kwargs: what the chat template got besides the messages.
+"""
+
+from typing import Any
+
+from harness.folder import CONVERSATIONS, PROMPTS, TEXTS
+
+from datasets import Dataset, IterableDataset
+from trl.data_utils import is_conversational
+
+FIRST_ROWS = 256
+FEWEST_PROMPTS = 16  # fewer different ones can begin alike by chance
+
+
+def describe_rows(rows: Dataset | IterableDataset) -> dict[str, Any]:
+    """What prompt.json says about rows that SFTTrainer tokenizes. A stream is not read further than its first row."""
+    first = next(iter(rows))
+    if is_conversational(first):
+        return {"rows": CONVERSATIONS}
+    if "prompt" not in first:
+        return {"rows": TEXTS}
+    if not isinstance(rows, Dataset):
+        return {"rows": PROMPTS}
+    begins, ends = what_all_share(list(set(rows[:FIRST_ROWS]["prompt"])))
+    return {"rows": PROMPTS, "begins": begins, "ends": ends}
+
+
+def what_all_share(prompts: list[str]) -> tuple[str, str]:
+    """What all of these different prompts begin with, and what they end with; "" if they are few."""
+    if len(prompts) < FEWEST_PROMPTS:
+        return "", ""
+    begins = common_start(prompts)
+    return begins, common_start([prompt[len(begins) :][::-1] for prompt in prompts])[::-1]
+
+
+def common_start(texts: list[str]) -> str:
+    first, last = min(texts), max(texts)  # in the order of a dictionary: all others share what these two share
+    return first[: next((place for place, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))]

@@ -12,6 +12,7 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -105,6 +106,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group("machines" if needs_machines else item.path.stem))
         places[item] = max(ORDER.get(name, 0) for name in ("", *item.fixturenames)), "module" not in scopes
     items.sort(key=places.get)
+
+
+@pytest.fixture(autouse=True)
+def keep_environment():
+    """What a test changes in os.environ, as the launcher does, is not seen by later tests and the fixture `environment`."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,7 @@ import subprocess
 import time
 from pathlib import Path
 
-NETWORK = "10.177.0"
-CONTROLLER = f"{NETWORK}.254"
+from forked_launcher import ForkedLauncher, Started
 
 
 def missing(*programs: str) -> str:
@@ -31,27 +30,31 @@ def missing(*programs: str) -> str:
 
 
 class Nodes:
-    """`count` machines named node0, node1, … that can reach each other and nothing else. A context manager."""
+    """`count` machines named node0, node1, … that can reach each other and nothing else. A context manager.
 
-    def __init__(self, count: int, folder: Path):
+    `prefix`: of the names of namespaces and interfaces, which all users of this machine share, as they share `network`.
+    """
+
+    def __init__(self, count: int, folder: Path, prefix: str = "recipes", network: str = "10.177.0"):
         self.names, self.folder, self.processes = [f"node{i}" for i in range(count)], folder, []
+        self.prefix, self.network, self.controller = prefix, network, f"{network}.254"
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self):
         self._remove()
-        _ip("link", "add", "recipes0", "type", "bridge")
-        _ip("addr", "add", f"{CONTROLLER}/24", "dev", "recipes0")
-        _ip("link", "set", "recipes0", "up")
-        hosts = ["127.0.0.1 localhost", f"{CONTROLLER} {socket.gethostname()}"]
+        _ip("link", "add", f"{self.prefix}0", "type", "bridge")
+        _ip("addr", "add", f"{self.controller}/24", "dev", f"{self.prefix}0")
+        _ip("link", "set", f"{self.prefix}0", "up")
+        hosts = ["127.0.0.1 localhost", f"{self.controller} {socket.gethostname()}"]
         for number, name in enumerate(self.names):
-            address = f"{NETWORK}.{number + 1}"
+            address = f"{self.network}.{number + 1}"
             hosts.append(f"{address} {name}")
-            _ip("netns", "add", _space(name))
-            _ip("link", "add", f"recipes-{name}", "type", "veth", "peer", "name", "eth0", "netns", _space(name))
-            _ip("link", "set", f"recipes-{name}", "master", "recipes0", "up")
-            _ip("-n", _space(name), "addr", "add", f"{address}/24", "dev", "eth0")
-            _ip("-n", _space(name), "link", "set", "eth0", "up")
-            _ip("-n", _space(name), "link", "set", "lo", "up")
+            _ip("netns", "add", self.space(name))
+            _ip("link", "add", self.space(name), "type", "veth", "peer", "name", "eth0", "netns", self.space(name))
+            _ip("link", "set", self.space(name), "master", f"{self.prefix}0", "up")
+            _ip("-n", self.space(name), "addr", "add", f"{address}/24", "dev", "eth0")
+            _ip("-n", self.space(name), "link", "set", "eth0", "up")
+            _ip("-n", self.space(name), "link", "set", "lo", "up")
         (self.folder / "hosts").write_text("\n".join(hosts) + "\n")
         return self
 
@@ -64,32 +67,45 @@ class Nodes:
 
     def _remove(self):
         for name in self.names:
-            subprocess.run(["ip", "netns", "delete", _space(name)], capture_output=True)
-            subprocess.run(["ip", "link", "delete", f"recipes-{name}"], capture_output=True)
-        subprocess.run(["ip", "link", "delete", "recipes0"], capture_output=True)
+            subprocess.run(["ip", "netns", "delete", self.space(name)], capture_output=True)
+            subprocess.run(["ip", "link", "delete", self.space(name)], capture_output=True)
+        subprocess.run(["ip", "link", "delete", f"{self.prefix}0"], capture_output=True)
 
     def start(self, name: str, *command, **options) -> subprocess.Popen:
         """Starts a program on a node. `ip netns exec` would hide /sys/fs/cgroup, which slurmd needs."""
         script = 'hostname "$1"; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
-        wrapped = ["nsenter", f"--net=/run/netns/{_space(name)}", "unshare", "--uts", "--mount", "sh", "-c", script, "sh"]
+        wrapped = ["nsenter", f"--net=/run/netns/{self.space(name)}", "unshare", "--uts", "--mount", "sh", "-c", script, "sh"]
         process = subprocess.Popen([*wrapped, name, self.folder / "hosts", *command], start_new_session=True, **options)
         self.processes.append(process)
         return process
 
+    def fork(self, launcher: ForkedLauncher, name: str, *arguments, **options) -> Started:
+        """Starts launch.sh on a node without its imports; the options are those of `ForkedLauncher.start`."""
+        hosts = ["--bind", str(self.folder / "hosts"), "/etc/hosts"]
+        return launcher.start(*arguments, node=(self.space(name), name), mounts=[hosts], new_session=True, **options)
+
+    def pids(self, name: str) -> list[int]:
+        """The processes of a node, without SLURM's daemon."""
+        listed = subprocess.run(["ip", "netns", "pids", self.space(name)], capture_output=True, text=True).stdout.split()
+        return [int(pid) for pid in listed if _name_of(pid) != "slurmd"]
+
     def kill(self, name: str):
         """Kills every process of a node, as a loss of power does."""
         for _ in range(20):
-            listed = subprocess.run(["ip", "netns", "pids", _space(name)], capture_output=True, text=True)
-            if not listed.stdout.split():
+            if not (pids := self.pids(name)):
                 return
-            for pid in listed.stdout.split():
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.1)
+
+    def space(self, name: str) -> str:
+        """The network namespace of a node, which is also the name of its interface at the bridge."""
+        return f"{self.prefix}-{name}"
 
     def set_cable(self, name: str, state: str):
         """`state` "down" unplugs the node's network cable, "up" plugs it in."""
-        _ip("link", "set", f"recipes-{name}", state)
+        _ip("link", "set", self.space(name), state)
 
 
 class Slurm(Nodes):
@@ -120,7 +136,7 @@ class Slurm(Nodes):
             self.daemons.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
             time.sleep(1)
         for name in self.names:
-            self.start(name, "slurmd", "-D", "-N", name, env=environment, stdout=log, stderr=log)
+            self.daemons.append(self.start(name, "slurmd", "-D", "-N", name, env=environment, stdout=log, stderr=log))
         deadline = time.monotonic() + 60
         while self.run("sinfo", "--noheader", "--states=idle", "--format=%D").strip() != str(len(self.names)):
             assert time.monotonic() < deadline, (folder / "daemons.log").read_text()
@@ -130,13 +146,13 @@ class Slurm(Nodes):
     def _conf(self) -> str:
         folder, cores = self.folder, max(8, os.cpu_count())
         nodes = [
-            f"NodeName={name} NodeAddr={NETWORK}.{i + 1} CPUs={cores} RealMemory=4000 State=UNKNOWN"
+            f"NodeName={name} NodeAddr={self.network}.{i + 1} CPUs={cores} RealMemory=4000 State=UNKNOWN"
             for i, name in enumerate(self.names)
         ]
         return "\n".join(
             [
                 "ClusterName=tests",
-                f"SlurmctldHost={socket.gethostname()}({CONTROLLER})",
+                f"SlurmctldHost={socket.gethostname()}({self.controller})",
                 "SlurmUser=root",
                 "SlurmdUser=root",
                 f"AuthInfo=socket={folder}/munge.socket",
@@ -175,8 +191,12 @@ class Slurm(Nodes):
         return process.stdout
 
 
-def _space(name: str) -> str:
-    return f"recipes-{name}"
+def _name_of(pid: str) -> str:
+    """The name of a process's program, "" if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _ip(*arguments):

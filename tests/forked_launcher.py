@@ -11,6 +11,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,8 +26,9 @@ COMMANDS = {f"--{name}": f"harness.commands.{name}" for name in ("preview", "pre
 class ForkedLauncher:
     """Called as launch.sh is, with names or full paths of recipe and config; returns the finished process.
 
-    With `trains=False` a run that passes its checks ends with code 0 and trains nothing. `mounts` are arguments of `mount`,
-    for this launch only. `variables` cannot be those that libraries read when they are imported.
+    With `trains=False` a run that passes its checks ends with code 0 and trains nothing. `mounts` are arguments of `mount`, and
+    `node` is a network namespace and a host name, for this launch only. `variables` cannot be those that libraries read when
+    they are imported.
     """
 
     def __init__(self, environment, folder):
@@ -42,7 +44,9 @@ class ForkedLauncher:
             printed = [Path(file.name).read_text() for file in (out, err)]
         return subprocess.CompletedProcess(arguments, process.returncode, *printed)
 
-    def start(self, *arguments, out, err, cwd=None, trains=True, mounts=(), new_session=False, **variables) -> "Started":
+    def start(
+        self, *arguments, out, err, cwd=None, trains=True, mounts=(), node=None, new_session=False, **variables
+    ) -> "Started":
         """Does not wait for the end. `out` and `err` are the files for what it prints."""
         words = [str(argument) for argument in arguments]
         module = next((COMMANDS[word] for word in words if word in COMMANDS), "harness.start.launch")
@@ -53,7 +57,7 @@ class ForkedLauncher:
             if "/" not in words[place]:
                 words[place] = str(ROOT / folder / f"{words[place]}.{ending}")
         call = {"module": module, "words": words, "folder": str(cwd or self.folder), "variables": variables, "mounts": mounts}
-        call |= {"trains": trains, "new_session": new_session, "out": str(out), "err": str(err)}
+        call |= {"trains": trains, "node": node, "new_session": new_session, "out": str(out), "err": str(err)}
         for file in (out, err):
             Path(file).touch()
         return Started(self, self.ask(call))
@@ -125,7 +129,16 @@ def main():
 
 
 def launch(
-    module: str, words: list[str], folder: str, variables: dict, mounts: list, trains: bool, new_session: bool, out: str, err: str
+    module: str,
+    words: list[str],
+    folder: str,
+    variables: dict,
+    mounts: list,
+    node: list | None,
+    trains: bool,
+    new_session: bool,
+    out: str,
+    err: str,
 ):
     """Does what `python -m MODULE` does; never returns."""
     from harness.start import processes
@@ -141,6 +154,11 @@ def launch(
         if new_session:
             os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, a shell makes programs ignore it
+        if node:
+            with Path("/run/netns", node[0]).open() as namespace:
+                assert ctypes.CDLL(None).setns(namespace.fileno(), 0x40000000) == 0  # CLONE_NEWNET
+            assert ctypes.CDLL(None).unshare(0x4000000) == 0  # CLONE_NEWUTS
+            socket.sethostname(node[1])
         if mounts:
             assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS
             for options in (["--make-rprivate", "/"], *mounts):

@@ -1,14 +1,11 @@
 """Machines started with NNODES, NODE_RANK and MASTER_ADDR; the network of one fails, another one loses power."""
 
-import os
+import itertools
 import shutil
-import signal
-import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
-from cluster import Slurm
+from campaign_nodes import MOMENTS, SILENCE, Trial, TwoNodes, check, make_reference, take_away
 from conftest import ROOT, losses, read, slow, wait_until
 
 
@@ -81,7 +78,7 @@ def test_lost_network_and_lost_node(on_nodes, machines, workdir, tmp_path):
     reached = max(int(path.parent.name.split("-")[1]) for path in run.glob("checkpoint-*/complete.json"))
     started = train_until(reached + 3)
     assert "Resuming from" in started[0][1].read_text()
-    kill_node(machines, "node1")
+    machines.kill("node1")
     check_errors(started[:1], "nothing was heard from node 1 (node1) for 8 s")
 
     reached = max(int(path.parent.name.split("-")[1]) for path in run.glob("checkpoint-*/complete.json"))
@@ -91,56 +88,46 @@ def test_lost_network_and_lost_node(on_nodes, machines, workdir, tmp_path):
     assert read(run)["resumed_from_step"] == reached and len(losses(run)) == reached + 2
 
 
-def test_run_goes_on_without_a_lost_node(on_nodes, machines, rehearse, workdir, tmp_path):
-    """It takes the node back when that returns. It trains the same rows as an uninterrupted run, each once.
+def test_run_goes_on_without_what_is_lost(machines, fork_launch, tmp_path):
+    """One run loses four things. It trains the same rows as an uninterrupted run, each once, with the same losses.
 
-    The node loses power, and later its network. The processes of the other node resume from the newest complete checkpoint.
+    A node comes later. While the run evaluates, a process is killed; while it saves, the other node loses power; while it trains,
+    that node loses its network. The node is taken back each time.
     """
-    run, two = workdir / "runs/elastic", tmp_path / "2 nodes.yaml"
-    settings = yaml.safe_load((ROOT / "accelerate_configs/3xt4_shard_grad_op.yaml").read_text())
-    two.write_text(yaml.safe_dump(settings | {"num_machines": 2, "num_processes": 2}))
-    flags = ["--max_steps", "150", "--logging_steps", "1", "--eval_strategy", "no"]
-    command = ["--tiny", "qwen2_fineweb_edu", two, "--output_dir", run, *flags, "--save_steps", "5"]
-    variables = {"NNODES": "1:2", "NODE_SILENCE": "6"}
-    (head, log), (node, _) = on_nodes(2, *command, **variables)
-
-    def wait_for(text, times):
-        def is_there():
-            assert head.poll() is None, log.read_text()
-            return log.read_text().count(text) >= times
-
-        wait_until(is_there, 120, log.read_text)
-
-    wait_for("  loss ", 7)
-    kill_node(machines, "node1")
-    wait_for("The run goes on with 1 node of 2.", 1)
-    wait_for("Resuming from", 1)
-    ((node, alone),) = on_nodes(2, *command, ranks=[1], **variables)
-    wait_for("The run goes on with 2 nodes of 2.", 1)
-    wait_for("Resuming from", 2)
-    machines.set_cable("node1", "down")
-    wait_for("The run goes on with 1 node of 2.", 2)
-    assert node.wait(timeout=60) not in (0, 2)
-    assert alone.read_text().count("\n") <= 4, alone.read_text()
-    machines.set_cable("node1", "up")
-    ((node, last),) = on_nodes(2, *command, ranks=[1], **variables)
-    for process in (head, node):
-        assert process.wait(timeout=180) == 0, log.read_text() + last.read_text()
-    assert "Traceback" not in log.read_text() and "The run goes on with 2 nodes" in log.read_text(), log.read_text()
-    reference = rehearse("qwen2_fineweb_edu", two, *flags, "--save_strategy", "no")
-    uninterrupted, found = losses(reference), losses(run)
-    assert found.keys() == uninterrupted.keys()
-    for step, (loss, _) in found.items():
-        assert loss == pytest.approx(uninterrupted[step][0], abs=0.02), step
-    assert read(run)["tokens"] == read(reference)["tokens"]
-    assert [start["processes"] for start in read(run, "starts.json")["starts"]] == [2, 1, 2, 1, 2]
-
-
-def kill_node(machines, name):
-    if isinstance(machines, Slurm):
-        kill_launched(name)
-    else:
-        machines.kill(name)
+    reference = make_reference(TwoNodes(machines, fork_launch, tmp_path / "uninterrupted", "streamed"))
+    nodes = TwoNodes(machines, fork_launch, tmp_path / "lost", "streamed")
+    nodes.start(0, wait=10)
+    nodes.wait_for(nodes.last_step, 90, "a step of one node")
+    for what, moment in (
+        ("node 1 comes later", "training"),
+        ("process of node 0", "evaluating"),
+        ("node 1", "saving"),
+        ("network of node 1", "training"),
+    ):
+        before = len(nodes.records(MOMENTS[moment]))
+        nodes.wait_for(lambda: len(nodes.records(MOMENTS[moment])) > before, 60, moment)  # noqa: B023
+        starts = {each["start"] for each in nodes.records()}
+        take_away(nodes, what, seconds=SILENCE + 4)
+        if what in ("node 1", "network of node 1"):
+            nodes.wait_for(lambda: nodes.records()[-1]["processes"] == 1, 60, f"a step without {what}")
+        nodes.go_on(what, starts)
+    (nodes.folder / "fast").touch()
+    nodes.wait_for_end()
+    check(nodes, Trial("", "", "streamed"), reference)
+    log, of_node = nodes.logs[0].read_text(), nodes.logs[2].read_text()
+    assert log.count("The run goes on with 2 nodes of 2.") == 3 and log.count("The run goes on with 1 node of 2.") == 2, log
+    assert "Process 0 failed first (exit code 137)" in log and "Starting again from the newest checkpoint, 1 of 3 " in log, log
+    assert of_node.count("\n") <= 4, of_node
+    processes = [start["processes"] for start in read(nodes.run, "starts.json")["starts"]]
+    assert [number for number, _ in itertools.groupby(processes)] == [
+        2,
+        1,
+        2,
+        1,
+        2,
+        1,
+        2,
+    ]  # first as checked
 
 
 @slow
@@ -163,7 +150,7 @@ def test_nodes_without_a_shared_folder(on_nodes, machines, rehearse, tmp_path):
     started = on_nodes(2, *command, "--mirror", mirror.as_uri(), folders=disks, NODE_SILENCE="6")
     log = started[0][1]
     wait_until(lambda: (mirror / "checkpoint-8/complete.json").exists(), 120, log.read_text)
-    kill_node(machines, "node1")
+    machines.kill("node1")
     assert started[0][0].wait(timeout=60) not in (0, 2) and "same command resumes" in log.read_text()
     own = {path.name for path in (disks[0] / "run/checkpoint-8").rglob("*.distcp")}
     assert own == {"__0_0.distcp"}  # the file of process 0
@@ -179,11 +166,3 @@ def test_nodes_without_a_shared_folder(on_nodes, machines, rehearse, tmp_path):
     for disk in disks:  # save_total_limit
         assert len(list((disk / "run").glob("checkpoint-*"))) <= 2
     assert sorted(path.name for path in mirror.glob("checkpoint-*")) == ["checkpoint-56", "checkpoint-60"]
-
-
-def kill_launched(name):
-    """Kills all processes of a node but slurmd."""
-    listed = subprocess.run(["ip", "netns", "pids", f"recipes-{name}"], capture_output=True, text=True).stdout.split()
-    for pid in listed:
-        if "slurmd" not in Path(f"/proc/{pid}/comm").read_text():
-            os.kill(int(pid), signal.SIGKILL)

@@ -200,6 +200,13 @@ def test_steps_keep_their_rows_on_another_number_of_processes(processes, asked, 
     assert training_args.gradient_accumulation_steps == expected
 
 
+@pytest.mark.parametrize("before", [{}, SAVED | {"asked_accumulation_steps": 1}], ids=["no checkpoint", "another flag"])
+def test_steps_have_the_rows_of_all_nodes_while_one_is_missing(before):
+    training_args = SimpleNamespace(gradient_accumulation_steps=2, per_device_train_batch_size=2, output_dir="run")
+    keep_rows_of_step(SimpleNamespace(), training_args, 4, before, most_processes=8)
+    assert training_args.gradient_accumulation_steps == 4
+
+
 def test_number_of_processes_that_cannot_continue(error_of):
     training_args = SimpleNamespace(gradient_accumulation_steps=2, per_device_train_batch_size=2, output_dir="run")
     message = error_of(keep_rows_of_step, SimpleNamespace(), training_args, 3, SAVED)

@@ -64,7 +64,8 @@ def read_arguments(
     set_dependent_values(script_args, training_args, recipe, context)
     checks.check_numbers(*arguments)
     processes = context.processes or int(os.environ.get("WORLD_SIZE", 1))
-    set_steps(arguments, recipe, processes, context.tiny, context.settings_of_checkpoint(training_args.output_dir))
+    before = context.settings_of_checkpoint(training_args.output_dir)
+    set_steps(arguments, recipe, processes, context.tiny, before, context.most_processes)
     data = settings_of_data(script_args, training_args, dataset_formats, FIRST_ROWS if context.only_first_rows else 0)
     if context.tiny and "max_eval_samples" not in script_args.given:
         data = data.hold_out_at_least(recipe.get("max_eval_samples", ScriptArguments.max_eval_samples))
@@ -223,16 +224,22 @@ def values_of_config(config: AccelerateConfig) -> dict[str, Any]:
 
 
 def set_steps(
-    arguments: Arguments, recipe: dict[str, Any], processes: int, is_tiny: bool, before: dict[str, Any] | None = None
+    arguments: Arguments,
+    recipe: dict[str, Any],
+    processes: int,
+    is_tiny: bool,
+    before: dict[str, Any] | None = None,
+    most_processes: int = 0,
 ) -> None:
     """Sets gradient_accumulation_steps from global_batch_size, and max_steps from max_tokens or the flag num_train_epochs.
 
-    `recipe`: the values of the recipe. `before`: the settings of the checkpoint that the run continues.
+    `recipe`: the values of the recipe. `before`: the settings of the checkpoint that the run continues. `most_processes`: on all
+    nodes, some of which may be missing.
     """
     script_args, training_args, _ = arguments
     set_accumulation_steps(arguments, recipe, processes, is_tiny)
     if "gradient_accumulation_steps" in script_args.given or not script_args.global_batch_size:
-        keep_rows_of_step(script_args, training_args, processes, before or {})
+        keep_rows_of_step(script_args, training_args, processes, before or {}, most_processes)
     if trains_for_epochs(script_args):
         script_args.dataset_streaming = False
         if not is_tiny and "num_train_epochs" not in script_args.given:
@@ -308,17 +315,22 @@ def or_processes(rows: int, micro_batch: int) -> str:
 
 
 def keep_rows_of_step(
-    script_args: ScriptArguments, training_args: TrainingArguments, processes: int, before: dict[str, Any]
+    script_args: ScriptArguments,
+    training_args: TrainingArguments,
+    processes: int,
+    before: dict[str, Any],
+    most_processes: int = 0,
 ) -> None:
     """Sets gradient_accumulation_steps so that a run has as many rows per step as before, on more or fewer processes.
 
     For runs without a global_batch_size. `before`: the settings of the checkpoint, {} without one. Raises UserError if this
-    number of processes cannot have these steps. Does nothing if gradient_accumulation_steps or the micro-batch were changed.
+    number of processes cannot have these steps. If gradient_accumulation_steps or the micro-batch were changed, or there is no
+    checkpoint, a step has the rows of `most_processes`, with the nodes that are missing; if that is 0, those of `processes`.
     """
     asked, micro_batch = training_args.gradient_accumulation_steps, training_args.per_device_train_batch_size
     script_args.asked_accumulation_steps = asked  # a checkpoint has what was asked for, and what was used
     if before.get("asked_accumulation_steps") != asked or before["per_device_train_batch_size"] != micro_batch:
-        return
+        before = {"gradient_accumulation_steps": asked, "world_size": most_processes or processes}
     micro_batches = before["gradient_accumulation_steps"] * before["world_size"]
     if micro_batches % processes:
         raise UserError(

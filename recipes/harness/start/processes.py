@@ -299,6 +299,7 @@ def train_in_process(context: Context, flags: list[str], variables: dict[str, st
         for name in OF_AGENT:
             os.environ.pop(name, None)
     else:
+        context.most_processes = context.processes
         context.processes, context.nodes = int(os.environ["WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
     try:
         with new_process(variables, launcher):

@@ -214,6 +214,13 @@ IDENTITY = {
     "recipe_digest": "12345678",
 }
 IDENTITY |= {"data_files": [["d/a.jsonl", 10, 1_700_000_000_000_000_000]], "max_samples": None, "dataset_streaming": False}
+MIXTURE = {
+    "datasets": ["/data/a", "/data/b"],
+    "dataset_weights": [0.5, 0.5],
+    "date": "2026-01-01T00:00:00",
+    "column_map": {"a": "b"},
+}
+MIXTURE |= {"settings": {"learning_rate": 1e-3, "optim": "adamw"}, "defaults": {"learning_rate": 2e-5, "optim": "adamw_torch"}}
 RESULTS = {"recipe": "r", "config": "c", "tiny": False, "device": "NVIDIA A100-SXM-64GB", "num_nodes": 1, "world_size": 2}
 RESULTS |= {
     "train_runtime": 9.5,
@@ -251,12 +258,35 @@ fsdp_config:
 
 
 class RunFile(Kind):
-    path, content = "run/run.json", IDENTITY
+    path, content, free = "run/run.json", IDENTITY | MIXTURE, {"settings", "defaults"}
 
     def read(self) -> Any:
         from harness import folder
 
         return folder.check_output_dir(self.file.parent, IDENTITY, is_default=False)
+
+
+class RunFileOfTrainedRun(RunFile):
+    """The folder has a checkpoint, so that the run must be the same, or is a rehearsal that another one replaces."""
+
+    def read(self) -> Any:
+        from harness import folder
+
+        identity = IDENTITY | MIXTURE | {"settings": {"learning_rate": 1e-4, "optim": "adamw"}, "tiny": True}
+        for is_default in (False, True):
+            run = self.file.parent
+            checkpoint = run / "checkpoint-5/complete.json"
+            checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            checkpoint.touch()
+            content = self.file.read_bytes()
+            try:
+                folder.check_output_dir(run, identity, is_default)
+                folder.claim_output_dir(run, copy.deepcopy(identity), is_default)
+            finally:
+                for path in self.folder.glob("run.*"):
+                    shutil.rmtree(path)
+                run.mkdir(exist_ok=True)
+                self.file.write_bytes(content)
 
 
 class Results(Kind):
@@ -517,6 +547,7 @@ deepspeed_config:
 
 
 LIGHT = {
+    "run.json of a trained run": RunFileOfTrainedRun,
     "run.json": RunFile,
     "train_results.json": Results,
     "train_results.json with a forecast": ResultsWithForecast,

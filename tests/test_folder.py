@@ -1,5 +1,6 @@
 """The output directory: claimed by one run, refused to others, finished when it has trained as far as is asked for."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -375,8 +376,7 @@ def test_all_differences_of_another_run_are_named_at_once(tmp_path, error_of):
     begin_training(tmp_path)
     message = error_of(claim, tmp_path, with_settings(lora_r=16, optim="adafactor") | {"model": "b", "max_samples": 9})
     assert (
-        "it holds a run with model a, --max_samples the default, --lora_r 8, --optim the default, this run has model b, "
-        in message
+        "it holds a run with model a, --max_samples not set, --lora_r 8, --optim the default, this run has model b, " in message
     )
     assert "--max_samples 9, --lora_r 16, --optim adafactor. Evaluation rows" in message
     assert read(tmp_path, "run.json") == IDENTITY
@@ -410,6 +410,21 @@ def test_settings_that_may_change(tmp_path, capsys):
     assert read(tmp_path, "run.json") == with_settings(**used)
     claim(tmp_path, with_settings(**used))
     assert not capsys.readouterr().out
+
+
+def test_defaults_are_named_with_their_values(tmp_path, capsys, error_of):
+    before = with_settings(max_grad_norm=0.5) | {"defaults": {"max_grad_norm": 1.0, "learning_rate": 2e-5}}
+    claim(tmp_path, before)
+    begin_training(tmp_path)
+    now = with_settings(weight_decay=0.1, max_grad_norm=1.0) | {"defaults": {"weight_decay": 0.0, "lora_dropout": None}}
+    del now["settings"]["max_grad_norm"]
+    claim(tmp_path, copy.deepcopy(now))
+    printed = capsys.readouterr().out
+    assert "--max_grad_norm: 0.5 until now, the default (1.0) from here on." in printed
+    assert "--weight_decay the default (0.0) and continues with it: 0.1 has no effect" in printed
+    other = with_settings(lora_r=4) | {"defaults": {"lora_r": 16}}
+    del other["settings"]["lora_r"]
+    assert "--lora_r 8, this run has --lora_r the default (16)" in error_of(claim, tmp_path, other)
 
 
 def test_schedulers_that_load_no_other_state(tmp_path, error_of):

@@ -68,6 +68,7 @@ TOP_TYPES = {
     "use_cpu": bool,
 }
 TOP_KEYS = set(TOP_TYPES)
+LARGEST_PORT = 65_535
 MAX_GPUS = 64  # per machine. A larger number is a mistake, and a process would be started for each before the GPUs are counted
 STATE_DICT_TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
 DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "NO")
@@ -174,7 +175,8 @@ def load_keys(path: str) -> dict:
 def read_yaml(path: str, name: str) -> Any:
     """The content of a YAML file. Raises UserError, with `name`, if it is none, or has a key twice."""
     try:
-        return yaml.load(Path(path).read_text("utf-8"), Loader=UniqueKeyLoader)
+        with Path(path).open(encoding="utf-8") as file:  # whose name and lines are in the messages
+            return yaml.load(file, Loader=UniqueKeyLoader)
     except (OSError, ValueError, RecursionError, TypeError, yaml.YAMLError) as error:
         raise UserError(f"{name}: not a readable YAML file: {error}") from error
 
@@ -183,11 +185,13 @@ class UniqueKeyLoader(yaml.SafeLoader):
     """Loads YAML in which every key is a text, and is there once: PyYAML takes the last one without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if problem := next((key for number, key in enumerate(keys) if not isinstance(key, str) or key in keys[:number]), None):
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {shorten(problem)} is twice, or is no text", node.start_mark
-            )
+        seen = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str) or key in seen:
+                problem = f"the key {shorten(key)} is {'there twice' if key in seen else 'no text'}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            seen.append(key)
         return super().construct_mapping(node, deep)
 
 
@@ -244,6 +248,9 @@ def find_problems(keys: dict, path: str) -> list[str]:
             problems.append(f"{key} is not read: delete the line" + ("; pass --use_cpu" if key == "use_cpu" else ""))
     if not re.fullmatch(r"([0-9]{1,3}(,[0-9]{1,3})*)?", _gpu_ids(keys)):
         problems.append(f"gpu_ids is {shorten(keys['gpu_ids'])}, expected all, or numbers of GPUs such as 0,2")
+    port = keys.get("main_process_port")
+    if port is not None and not 0 <= port <= LARGEST_PORT:
+        problems.append(f"main_process_port is {shorten(port)}, expected 0 to {LARGEST_PORT}")
     for key, size in parallelism.items():
         if key in PARALLELISM_KEYS and (type(size) is not int or size < 1):
             problems.append(f"{key} is {shorten(size)}, expected a number of GPUs or replicas")

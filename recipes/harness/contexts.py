@@ -41,7 +41,7 @@ class Context:
     gpu_problem: str = ""  # why the GPU itself cannot be used at the moment, "" if it can
     no_triton: str = ""  # why TRL's loss cannot use Triton here, "" if it can
     arguments: tuple[Any, Any, Any] | None = None  # what `parse` returns, once it has read them
-    has_trained: bool = False  # it has read the rows of a step, before it failed
+    has_trained: bool = False  # it failed later than in a first step that the model refused
 
     is_simulated = False  # on fake tensors, at full size
     only_first_rows = False  # load only the first rows of each split

@@ -42,7 +42,7 @@ CHOICE_OF_ROWS = (
     "text_rows",
 )
 # The keys of run.json that may differ between two starts of a run, under the conditions of `_check_same_run`.
-MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "settings", *CHOICE_OF_ROWS)
+MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "settings", "defaults", *CHOICE_OF_ROWS)
 # What is there once a run has trained: such a folder belongs to its run.
 TRAINED = ("checkpoint-*", "damaged-checkpoint-*", "*.safetensors", RESULTS)
 
@@ -51,8 +51,10 @@ RUN_TYPES: Types = {
     "recipe": str,
     "config": str,
     "tiny": bool,
+    "datasets": NotRequired[list[str]],
     "data_files": NotRequired[list[tuple[str, int, int]]],  # name, size and time
     "settings": NotRequired[dict],
+    "defaults": NotRequired[dict],
     "chat_template_kwargs": NotRequired[dict[str, Any] | None],
 }
 RESULT_TYPES: Types = {
@@ -255,7 +257,8 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
     try:
         if is_replaced_rehearsal(folder, identity, is_default):
             held = lock(folder)  # raises UserError if it has started since `check_output_dir`
-            moved, replaced = folder.with_name(f"{folder.name}.{Path(existing['config']).name}"), ""
+            config = re.sub(r"[^\w.+-]", "_", Path(existing["config"]).name)
+            moved, replaced = folder.with_name(f"{folder.name}.{config}"), ""
             if read_json(moved / RUN).get("tiny"):
                 shutil.rmtree(moved)
                 replaced = ", in place of an older one"
@@ -330,7 +333,7 @@ def changed_since_end(results: dict, identity: dict) -> Changes:
 
 def _is_same_run(existing: dict, identity: dict) -> bool:
     """Whether two run.json are equal, but for their dates, the paths and times of the same files, and what may change."""
-    keys = (existing.keys() | identity.keys()) - {"date", "settings"}
+    keys = (existing.keys() | identity.keys()) - {"date", "settings", "defaults"}
     different = [key for key in keys if existing.get(key) != identity.get(key)]
     is_same = all(names_same_files(key, existing, identity) for key in different)
     return is_same and not must_be_equal(changed_settings(existing, identity))

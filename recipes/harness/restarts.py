@@ -1,8 +1,10 @@
 """What may differ between two starts of a run: its settings, as run.json has them.
 
-run.json names every argument whose value is not the default of transformers or TRL, wherever the value came from.
+run.json names every argument whose value is not the default of transformers or TRL, wherever the value came from, and what these
+defaults are.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 # Another value would give what the run has learned another meaning, or another loss, or could not be loaded.
@@ -111,7 +113,14 @@ DOES_NOT_MATTER = (
     "use_liger_kernel",
 )
 
-Changes = dict[str, tuple[Any, Any]]  # the values before and now, by the names of the settings; None: the default
+Changes = dict[str, tuple[Any, Any]]  # the values before and now, by the names of the settings
+
+
+@dataclass(frozen=True)
+class Default:
+    """The value of a setting that is not in run.json. `words`: what that is; "" in the run.json of an earlier version."""
+
+    words: str
 
 
 def changed_settings(existing: dict, identity: dict) -> Changes:
@@ -120,7 +129,11 @@ def changed_settings(existing: dict, identity: dict) -> Changes:
     if not isinstance(before, dict) or not isinstance(now, dict):
         return {}
     names = [name for name in {**before, **now} if name not in DOES_NOT_MATTER]
-    return {name: (before.get(name), now.get(name)) for name in names if _sorted(before.get(name)) != _sorted(now.get(name))}
+    changed = [name for name in names if _sorted(before.get(name)) != _sorted(now.get(name))]
+    recorded = [run.get("defaults") for run in (existing, identity)]
+    values = {name: value for defaults in recorded if isinstance(defaults, dict) for name, value in defaults.items()}
+    defaults = {name: Default(in_words(values[name]) if name in values else "") for name in changed}
+    return {name: (before.get(name, defaults[name]), now.get(name, defaults[name])) for name in changed}
 
 
 def must_be_equal(changes: Changes) -> Changes:
@@ -145,8 +158,10 @@ def keep_settings(existing: dict, identity: dict) -> list[str]:
             "another --output_dir to train with it from the start"
         )
         identity["settings"].pop(name, None)
-        if before is not None:
+        if not isinstance(before, Default):
             identity["settings"][name] = before
+            if name in existing.get("defaults", {}):
+                identity["defaults"][name] = existing["defaults"][name]
     return messages
 
 
@@ -157,8 +172,10 @@ def before_and_now(changes: Changes) -> tuple[str, str]:
 
 def in_words(value: Any) -> str:
     """A setting as a flag has it."""
+    if isinstance(value, Default):
+        return f"the default ({value.words})" if value.words else "the default"
     if value is None:
-        return "the default"
+        return "not set"
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -13,7 +13,9 @@ from harness.rehearsal import tiny
 import pytest
 import trl
 from conftest import ROOT
+from transformers import CLIPImageProcessor, LlavaProcessor
 from trl.chat_template_utils import has_generation_markers
+from trl.data_utils import prepare_multimodal_messages
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 QUESTION = {"role": "user", "content": "Why is it so?"}
@@ -71,6 +73,7 @@ def test_template_that_renders_earlier_answers_differently(tokenizer, monkeypatc
     assert render(tokenizer, template, ONE_ANSWER)[0] == tokenizer.apply_chat_template(ONE_ANSWER, tokenize=False)
     training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
     monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
+    monkeypatch.setattr(chat_templates, "load_processor", lambda model_args: tokenizer)
 
     def check(rows):
         check_conversations(training_args, SimpleNamespace(), frozenset(), placed(rows), "Qwen/Qwen3-0.6B")
@@ -128,6 +131,7 @@ def test_what_a_template_leaves_out_is_an_error(tokenizer, error_of, family, row
 def test_keys_that_a_template_ignores_are_named(tokenizer, capsys, monkeypatch):
     training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=False)
     monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
+    monkeypatch.setattr(chat_templates, "load_processor", lambda model_args: tokenizer)
     tokenizer.chat_template = (
         (TEMPLATES / "qwen2_5.jinja").read_text().replace("message.role + ", "message.role + message.mood|string + ")
     )
@@ -175,6 +179,7 @@ def test_arguments_of_calls_in_the_run(tokenizer, monkeypatch):
     """As the template needs them that makes the tokens: DeepSeek's own, or TRL's copy that marks the answers."""
     tokenizer.chat_template = (TEMPLATES / "deepseekv3.jinja").read_text()
     monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
+    monkeypatch.setattr(chat_templates, "load_processor", lambda model_args: tokenizer)
     rows = placed([{"messages": WITH_CALL["messages"]}])
     for assistant_only_loss, has_text in ((False, True), (True, False)):
         training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=assistant_only_loss)
@@ -203,6 +208,7 @@ def test_turns_that_do_not_count_are_not_marked(tokenizer, family):
 def test_marks_that_a_template_cannot_follow(tokenizer, monkeypatch, error_of):
     training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
     monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
+    monkeypatch.setattr(chat_templates, "load_processor", lambda model_args: tokenizer)
     rows = [{"messages": [QUESTION, ANSWER | {"train": False}, QUESTION, SECOND_ANSWER]}]
     tokenizer.chat_template = (TEMPLATES / "llama3_training.jinja").read_text()
     assert "marks the answers itself" in error_of(
@@ -216,6 +222,23 @@ def test_marks_that_a_template_cannot_follow(tokenizer, monkeypatch, error_of):
         message = error_of(check_conversations, training_args, SimpleNamespace(), frozenset(), placed(wrong), "a model")
         assert words in message and "pass --assistant_only_loss true" in message
     check_conversations(training_args, SimpleNamespace(), frozenset(), placed(two_shapes[:1]), "a model")
+
+
+def test_processor_of_a_multimodal_model(tokenizer):
+    """Its template is marked too, and gets the content of turns as lists, also where parts of it do not count."""
+    processor = LlavaProcessor(CLIPImageProcessor(), tokenizer, patch_size=14, vision_feature_select_strategy="full")
+    processor.chat_template = (
+        "{% for message in messages %}<|start_header_id|>{{ message['role'] }}: {{ message['content'][0]['text'] | trim }}"
+        "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant: {% endif %}"
+    )
+    text = ANSWER["content"]
+    turns = prepare_multimodal_messages([QUESTION, ANSWER | {"untrained": [[0, text.index("of")]]}, QUESTION, SECOND_ANSWER])
+    mask = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    encoded = processor.apply_chat_template(turns, chat_template=training_template(processor), **mask)
+    ids, marks = encoded["input_ids"][0], encoded["assistant_masks"][0]
+    assert tokenizer.decode(ids).endswith("assistant: Once more.<|eot_id|>")
+    marked = tokenizer.decode([token for token, is_marked in zip(ids, marks, strict=True) if is_marked])
+    assert marked.replace(" ", "") == "ofthat.<|eot_id|>Oncemore.<|eot_id|>"
 
 
 def test_template_with_markers_is_used_as_it_is(tokenizer):

@@ -232,11 +232,37 @@ def test_answers_that_do_not_count(key):
         return {
             "masked": int(not counts),
             "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": counts}],
-            "training_detail": json.dumps([{"train": counts}, {"train": counts}]),
+            "training_detail": json.dumps([{"train": counts}]),
         }.get(key, counts)
 
     turns = [CHAT[0], CHAT[1] | {key: mark(False)}, CHAT[0], CHAT[1] | {key: mark(True)}]
     assert formats.convert({"messages": turns}, "messages") == {"messages": [CHAT[0], CHAT[1] | {"train": False}, *CHAT]}
+
+
+def part(begin, last, counts):
+    return {"begin_offset": begin, "end_offset": last, "train": counts}
+
+
+@pytest.mark.parametrize(
+    ("keys", "untrained"),
+    [
+        ({"train_detail": [part(0, 4, False), part(5, 10, True), part(11, 15, False)]}, [[0, 5], [11, 16]]),
+        ({"train_detail": [part(5, 8, True)]}, [[0, 5], [9, 16]]),  # all others do not count
+        ({"train_detail": [part(0, 4, False)]}, [[0, 5]]),  # all others count
+        ({"train_detail": [part(5, 99, False)]}, [[5, 16]]),
+        ({"train_detail": [part(0, 15, True)]}, None),
+        ({"content": [{"text": "Wrong"}, {"text": ", right, ", "train": True}, "no"]}, [[0, 5], [14, 16]]),
+        ({"content": [{"text": "Wrong", "masked": 1}, {"text": ", right, no"}]}, [[0, 5]]),
+        ({"content": [{"text": "Wrong", "weight": 1}, {"text": ", right, no"}], "weight": 0}, False),
+    ],
+)
+def test_parts_of_an_answer_that_do_not_count(keys, untrained):
+    """As Axolotl marks them, with the first and the last letter; or as parts of the content."""
+    turn = as_assistant("Wrong, right, no") | keys
+    row = formats.convert({"messages": [*CHAT, CHAT[0], turn]}, "messages")
+    expected = {"train": False} if untrained is False else {"untrained": untrained} if untrained else {}
+    assert row["messages"][-1] == as_assistant("Wrong, right, no") | expected
+    assert formats.has_untrained_turn(row) == (untrained is not None)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +275,12 @@ def test_answers_that_do_not_count(key):
         (
             {"messages": [CHAT[0], CHAT[1] | {"train_detail": [{"train": True}, {"train": False}]}]},
             "messages",
-            "with a turn of which a part counts in the loss",
+            "with a part of a turn whose begin_offset and end_offset are no places in it",
+        ),
+        (
+            {"messages": [CHAT[0], CHAT[1] | {"content": [{"type": "text", "text": "a", "weight": 0.5}, "b"]}]},
+            "messages",
+            "neither true nor false",
         ),
         (
             {"messages": [SYSTEM | {"tools": [TOOL]}, *CHAT], "tools": [BUILT_IN]},

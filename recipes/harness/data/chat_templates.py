@@ -31,13 +31,16 @@ from harness.data.formats import (
 )
 from harness.data.sources import DataSettings
 from harness.hub import hub_errors
-from harness.messages import UserError, print_once
+from harness.messages import UserError, last_line, print_once
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import ModelConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+from trl.data_utils import prepare_multimodal_messages
 
-# %s is the model's own template, %r the error message. A turn with train: false is not marked.
+# %s is the model's own template, %r the error message. A turn with train: false is not marked, nor are the parts of its content
+# in `untrained`. A marked part begins and ends with a letter: a space at its end can belong to no token, and transformers would
+# mark all tokens after it.
 MARKED = """
 {%%- macro own(messages, add_generation_prompt) %%}%s{%% endmacro %%}
 {%%- set done = namespace(text='') %%}
@@ -46,7 +49,26 @@ MARKED = """
 {%%- set before = own(messages[:loop.index0], true) %%}
 {%%- set after = own(messages[:loop.index], false).rstrip() %%}
 {%%- if not (before.startswith(done.text) and after.startswith(before)) %%}{{ raise_exception(%r) }}{%% endif %%}
-{{- before[done.text|length:] }}{%% generation %%}{{ after[before|length:] }}{%% endgeneration %%}
+{{- before[done.text|length:] }}
+{%%- set answer = after[before|length:] %%}
+{%%- set place = namespace(at=0) %%}
+{%%- if message['untrained'] %%}
+{%%- set written = message['content'] %%}
+{%%- set written = written if written is string else written | map(attribute='text') | join %%}
+{%%- set content = written.strip() %%}
+{%%- set start = answer.find(content) if message['tool_calls'] else answer.rfind(content) %%}
+{%%- if start < 0 %%}{{ raise_exception(%r) }}{%% endif %%}
+{%%- set start = start - written|length + written.lstrip()|length %%}
+{%%- for begin, end in message['untrained'] %%}
+{%%- set part = answer[place.at:[start + begin, 0]|max] %%}
+{{- part[:part|length - part.lstrip()|length] }}
+{%%- if part.strip() %%}{%% generation %%}{{ part.strip() }}{%% endgeneration %%}{{ part[part.rstrip()|length:] }}{%% endif %%}
+{%%- set rest = answer[[start + end, 0]|max:] %%}
+{%%- set place.at = answer|length - rest.lstrip()|length %%}
+{{- answer[[start + begin, 0]|max:place.at] }}
+{%%- endfor %%}
+{%%- endif %%}
+{%%- if answer[place.at:] %%}{%% generation %%}{{ answer[place.at:] }}{%% endgeneration %%}{%% endif %%}
 {%%- set done.text = after %%}
 {%%- endif %%}
 {%%- endfor %%}
@@ -58,6 +80,7 @@ PROJECT = Path(__file__).resolve().parents[3]
 MOST_COMPARED, MOST_ANSWERS = 50, 4  # conversations, and answers of each, whose prompts are tokenized for a comparison
 NEAR = 200  # letters on both sides of the end of a prompt that are tokenized for it
 REASON = "its chat template renders a turn differently when another turn follows"
+PARTS = "a part of an answer is marked not to count in the loss, and the chat template changes the answer's text"
 QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 ONE_ANSWER, TWO_ANSWERS = [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER]
 
@@ -68,10 +91,12 @@ def training_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> st
     Raises ValueError if there is none. A template that is right for one answer only raises TemplateError when it meets a
     conversation that it would render differently.
     """
-    if isinstance(tokenizer, ProcessorMixin) or has_generation_markers(tokenizer.chat_template):
+    if has_generation_markers(tokenizer.chat_template):
         return get_training_chat_template(tokenizer)
-    own = tokenizer.get_chat_template().removesuffix("\n")
-    marked = MARKED.replace("\n", "") % (own, REASON, REASON)
+    # A processor, of a model that reads images too, has no `get_chat_template`.
+    own = tokenizer.chat_template if isinstance(tokenizer, ProcessorMixin) else tokenizer.get_chat_template()
+    own = own.removesuffix("\n")
+    marked = MARKED.replace("\n", "") % (own, REASON, PARTS, REASON)
     try:
         copy_of_trl = get_training_chat_template(tokenizer)
     except ValueError:
@@ -79,7 +104,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> st
     candidates = ((marked, [ONE_ANSWER, TWO_ANSWERS]), (copy_of_trl, [ONE_ANSWER, TWO_ANSWERS]), (marked, [ONE_ANSWER]))
     for template, conversations in candidates:
         if template and all(_renders_the_same(tokenizer, template, conversation) for conversation in conversations):
-            if template == marked:
+            if template == marked and not isinstance(tokenizer, ProcessorMixin):
                 _hide_end_of_turn_warning(tokenizer, template)
             return template
     raise ValueError(REASON)
@@ -98,7 +123,7 @@ def _hide_end_of_turn_warning(tokenizer: PreTrainedTokenizerBase, template: str)
         logger.addFilter(lambda record: "end-of-turn token in the loss mask" not in record.getMessage())
 
 
-def _renders_the_same(tokenizer: PreTrainedTokenizerBase, template: str, conversation: list[dict]) -> bool:
+def _renders_the_same(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, template: str, conversation: list[dict]) -> bool:
     """Whether `template` writes a conversation as the tokenizer's own template does."""
     own = _text_of(tokenizer, conversation)
     return own is not None and own == _text_of(tokenizer, conversation, chat_template=template)
@@ -245,12 +270,19 @@ def check_conversations(
             )
         return
     try:
+        if isinstance(processor := load_processor(model_args), ProcessorMixin):  # with which the trainer renders
+            processor.chat_template = tokenizer.chat_template
+            training_template(processor)
         template = training_template(tokenizer)
         marked = [_text_of_row(tokenizer, row, template) for _, row in fit_calls(tokenizer, rows, template)]
         can_mark = not template or marked == [_text_of_row(tokenizer, row) for _, row in fitted]
     except ValueError:
         can_mark, template = False, ""
     if not can_mark:
+        if template and (place := find_unmarked_parts(tokenizer, template, rows)):
+            raise UserError(
+                f"{place}: {PARTS}: delete the marks of the parts, or pass another template with --chat_template_path"
+            )
         thoughtful = (place for place, row in rows if options_of(row).get("enable_thinking") is False and has_reasoning(row))
         if place := next(thoughtful, None):
             raise UserError(
@@ -276,6 +308,14 @@ def why_marks_are_dropped(assistant_only_loss: bool, template: str | None) -> st
             "of it, and pass that with --chat_template_path"
         )
     return ""
+
+
+def find_unmarked_parts(tokenizer: PreTrainedTokenizerBase, template: str, rows: list[PlacedRow]) -> str | None:
+    """The first row whose marked parts are not found in what the template renders."""
+    for place, row in rows:
+        if PARTS in str(refusal_of(tokenizer, row, [(template, find_call_form(tokenizer, template), {"tokenize": False})])):
+            return place
+    return None
 
 
 def turns_of(row: dict) -> list[dict]:
@@ -366,8 +406,10 @@ def _text_of_row(tokenizer: PreTrainedTokenizerBase, row: dict, template: str | 
     return _text_of(tokenizer, turns_of(row), chat_template=template, **options_of(row))
 
 
-def _text_of(tokenizer: PreTrainedTokenizerBase, turns: list[dict], **options: Any) -> str | None:
+def _text_of(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, turns: list[dict], **options: Any) -> str | None:
     """A rendered conversation, None if the chat template refuses it."""
+    if isinstance(tokenizer, ProcessorMixin):
+        turns = prepare_multimodal_messages(turns)  # as SFTTrainer does
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, **options)
     except Exception:  # a template is a program: it can fail in any way
@@ -498,6 +540,16 @@ def conversations_of(row: dict) -> list[dict]:
         others = {name: value for name, value in row.items() if name not in ("chosen", "rejected")}
         return [others | {"completion": row[name]} for name in ("chosen", "rejected")]
     return [row] if isinstance(row.get("messages", row.get("completion")), list) else []
+
+
+def load_processor(model_args: ModelConfig) -> PreTrainedTokenizerBase | ProcessorMixin:
+    """What SFTTrainer loads: the processor of a model that reads images too, or the tokenizer."""
+    name = model_args.model_name_or_path
+    try:
+        with hub_errors("model", name):
+            return AutoProcessor.from_pretrained(name, revision=model_args.model_revision)
+    except ImportError as error:
+        raise UserError(f"--model_name_or_path: {name}: {last_line(error)}") from error
 
 
 def load_tokenizer(model_args: ModelConfig) -> PreTrainedTokenizerBase:

@@ -77,8 +77,9 @@ class ScriptArguments(trl.ScriptArguments):
     )
 
     data: DataSettings | None = field(default=None, init=False)  # set by `parse` from these and other arguments; no flag
-    # The values that are not defaults, by where they come from (see `start/record.py`), and all values as the parser made them.
+    # The values that are not defaults, by where they come from (see `start/record.py`); the defaults; all values as parsed.
     asked: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
+    defaults: dict[str, Any] = field(default_factory=dict, init=False)
     parsed: dict[str, Any] = field(default_factory=dict, init=False)
     # Set by `parse`. Without an annotation they are no fields, so they are no flags.
     given = frozenset()  # names of all arguments that the user passed

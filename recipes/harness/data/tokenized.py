@@ -8,7 +8,7 @@ from harness.messages import UserError, print_once
 
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl import SFTConfig
 from trl.data_utils import is_conversational
 
@@ -25,7 +25,7 @@ def finish_rows(
     split: str,
     rows: Rows,
     tokenized: Rows,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin,
     args: SFTConfig,
     is_packed: bool,
     truncate_and_pack: Callable[[Rows], Rows],
@@ -35,6 +35,8 @@ def finish_rows(
     `record(trainer, split, rows, tokenized)` is called with the tokenized rows. Without `is_training_run`, rows without a
     token in the loss are only an error if there are no others.
     """
+    if isinstance(tokenizer, ProcessorMixin):  # of a model that reads images too
+        tokenizer = tokenizer.tokenizer
     tokenized = without_double_ends(rows, tokenized, tokenizer)
     record(trainer, split, rows, tokenized)
     cuts = args.max_length is not None and not (is_packed and args.packing_strategy != "bfd")

@@ -20,7 +20,7 @@ from harness.contexts import Context
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
 from harness.messages import UserError, last_line, print_once
 from harness.model.attention import set_attention
-from harness.model.weight_files import check_weights, folder_of_weights
+from harness.model.weight_files import check_weights, check_weights_on_hub, folder_of_weights
 from harness.nodes.hardware import memory_limit
 from harness.rehearsal import tiny
 
@@ -209,9 +209,12 @@ def check_model(training_args: TrainingArguments, model_args: ModelConfig, with_
     positions, length = count_positions(config), length_of_rows(training_args)
     if positions and length and length > positions:
         raise UserError(f"--max_length is {length}, but {name} has {positions} positions: pass {positions} or less")
-    folder = folder_of_weights(name, revision) if with_weights else None
-    if folder:
+    if not with_weights:
+        return
+    if folder := folder_of_weights(name, revision):
         check_weights(folder, name)
+    else:
+        check_weights_on_hub(name, revision)
 
 
 def check_model_of_liger(name: str, revision: str | None) -> None:

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,46 @@ def dtype_of_weights(name: str, revision: str) -> torch.dtype | None:
     return None
 
 
+def check_weights_on_hub(name: str, revision: str) -> None:
+    """As `check_weights`, of a model on the Hub that is not downloaded yet. Does nothing if the Hub does not answer.
+
+    The first bytes of a file say which weights it has. transformers gets files with these bytes and nothing after them, which are
+    as long as the real ones and need no space. So weights that are tied are not compared.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.utils import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError, httpx
+
+    try:
+        with without_progress_bars():
+            found = HfApi().get_safetensors_metadata(name, revision=revision)
+        config = hf_hub_download(name, "config.json", revision=revision)
+    except (OSError, httpx.HTTPError, HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError):
+        return  # the download, which comes next, says what is wrong
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        shutil.copyfile(config, folder / "config.json")
+        if found.sharded:
+            (folder / INDEX).write_text(json.dumps({"metadata": found.metadata, "weight_map": found.weight_map}), "utf-8")
+        try:
+            for file in weight_files(folder):
+                write_header(folder / file, found.files_metadata[file].tensors)
+        except OSError:  # a file system without such files
+            return
+        check_names_and_shapes(folder, name)
+
+
+def write_header(path: Path, tensors: dict[str, Any]) -> None:
+    """Writes a safetensors file without its content. `tensors`: `huggingface_hub`'s TensorInfo by the names of the weights."""
+    entries = {
+        name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": list(tensor.data_offsets)}
+        for name, tensor in tensors.items()
+    }
+    header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0))
+
+
 def check_weights(folder: Path, name: str) -> None:
     """Raises UserError unless the files in `folder` are complete and have every weight of the model, in its shape.
 
@@ -55,15 +97,21 @@ def check_weights(folder: Path, name: str) -> None:
     only the names and shapes. `name`: of the model, in messages.
     """
     check_weight_files(folder)
+    if model := check_names_and_shapes(folder, name):
+        check_tied_weights(model, folder, name)
+
+
+def check_names_and_shapes(folder: Path, name: str) -> PreTrainedModel | None:
+    """See `check_weights`; of complete files. Returns the model on the meta device, None if its files are quantized."""
     with hub_errors("model", name):
         config = AutoConfig.from_pretrained(folder)
     if getattr(config, "quantization_config", None) is not None:  # its files have other weights, which the quantizer checks
-        return
+        return None
     options = {"device_map": {"": "meta"}, "dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True}
     with quiet_transformers(), hub_errors("model", name):
         model, found = class_of_model(config).from_pretrained(folder, **options)
     check_found(model, found, name)
-    check_tied_weights(model, folder, name)
+    return model
 
 
 def class_of_model(config: PreTrainedConfig) -> Any:
@@ -130,6 +178,20 @@ def read_weight(folder: Path, name: str) -> torch.Tensor | None:
                 if name == key or name.endswith(f".{key}"):
                     return weights.get_tensor(key)
     return None
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Hides the progress bars of huggingface_hub."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    was_disabled = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not was_disabled:
+            enable_progress_bars()
 
 
 @contextlib.contextmanager

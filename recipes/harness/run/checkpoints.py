@@ -242,7 +242,7 @@ def print_changed_rows(checkpoint: Path, args: TrainingArguments, is_stream: boo
 
 def check_adapter(checkpoint: Path, model: torch.nn.Module) -> None:
     """Raises UserError if the adapter of a checkpoint is not like that of the model, also where a recipe makes its own."""
-    saved = read_json(checkpoint / "adapter_config.json")
+    saved = read_json(checkpoint / "adapter_config.json", folder.ADAPTER_TYPES)
     for adapter in getattr(model, "peft_config", {}).values() if saved else ():
         now = {name: sorted(value) if isinstance(value, set | list) else value for name, value in adapter.to_dict().items()}
         before = {name: sorted(value) if isinstance(value, list) else value for name, value in saved.items()}

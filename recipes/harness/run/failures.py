@@ -31,8 +31,8 @@ def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
 def raise_if_of_library(error: Exception, recipe: str) -> None:
     """Raises UserError, in one line, if a library raised the error when the recipe's own lines called it.
 
-    For errors before the first step, which are about arguments. An error in the recipe's own code, or in this project's, keeps
-    its traceback.
+    For errors before or in the first step, which are about arguments or rows. An error in the recipe's own code, or in this
+    project's, keeps its traceback.
     """
     frames = traceback.extract_tb(error.__traceback__)
     own = [number for number, frame in enumerate(frames) if frame.filename == recipe]

@@ -35,7 +35,7 @@ from harness.rehearsal import tiny
 from harness.run.publishing import take_repository
 from harness.start import checks
 from harness.start.flags import unknown_flag
-from harness.start.record import asked_values, values_of
+from harness.start.record import asked_values, defaults_of, values_of
 
 import trl
 from torch.distributed import DistError
@@ -139,6 +139,7 @@ def parse_command_line(context: Context, config_class: type, recipe: dict[str, A
         "project": {*DEFAULTS, "output_dir"},
     }
     parsed[0].asked = asked_values(parser.values, classes, sources)
+    parsed[0].defaults = defaults_of(classes)
     parsed[0].parsed = values_of(*parsed)
     return tuple(parsed)
 

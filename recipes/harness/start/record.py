@@ -25,7 +25,7 @@ PROJECT = Path(__file__).resolve().parents[3]
 SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD)$")
 SECRET_KEY = re.compile(r"((^|hf_|hub_|auth_|access_)token|key|secret|password)$", re.IGNORECASE)  # of a dict
 OFF = (None, False, "", "no", [])  # the parser changes some into others
-NOT_RECORDED = ("disable_tqdm", "data", "asked", "parsed")
+NOT_RECORDED = ("disable_tqdm", "data", "asked", "parsed", "defaults")
 
 
 def plain(value: Any) -> Any:
@@ -69,14 +69,22 @@ def asked_values(
     `sources`: the names of the arguments that a source sets; of those that name an argument, the first one wins.
     """
     asked: dict[str, dict[str, Any]] = {}
-    for field in (field for cls in classes for field in dataclasses.fields(cls) if field.init):
-        default = plain(field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
-        value = plain(getattr(values, field.name, default))
+    for name, default in defaults_of(classes).items():
+        value = plain(getattr(values, name, default))
         is_off = value in OFF and default in OFF
-        if value != default and not is_off and field.name not in NOT_RECORDED:
-            source = next((name for name, names in sources.items() if field.name in names), "other")
-            asked.setdefault(source, {})[field.name] = without_secrets(value)
+        if value != default and not is_off and name not in NOT_RECORDED:
+            source = next((source for source, names in sources.items() if name in names), "other")
+            asked.setdefault(source, {})[name] = without_secrets(value)
     return asked
+
+
+def defaults_of(classes: tuple[type, ...]) -> dict[str, Any]:
+    """The default of every argument."""
+    fields = [field for cls in classes for field in dataclasses.fields(cls) if field.init]
+    return {
+        field.name: plain(field.default if field.default_factory is dataclasses.MISSING else field.default_factory())
+        for field in fields
+    }
 
 
 def settings_of(asked: dict[str, dict[str, Any]]) -> dict[str, Any]:

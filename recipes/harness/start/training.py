@@ -149,8 +149,11 @@ class Train(RunContext):
         self.settings.used = {name: value for name, value in used.items() if script_args.parsed.get(name) != value}
         try:
             session.train(trainer, self.settings)
-        except Exception:
-            self.has_trained = isinstance(trainer, RunTrainer) and not trainer.is_first_step
+        except Exception as error:
+            has_read_rows = isinstance(trainer, RunTrainer) and not trainer.is_first_step
+            # In the first step, these are about columns that the model needs and the rows do not have.
+            is_of_rows = isinstance(error, ValueError | TypeError | LookupError | AttributeError)
+            self.has_trained = has_read_rows and (trainer.state.global_step > 0 or not is_of_rows)
             raise
         # Not earlier: what a recipe does after `train` can need the other processes. And not later, when they may have exited.
         atexit.register(trainer.end)
@@ -266,7 +269,7 @@ def record_other_number_of_processes(context: Context, arguments: Arguments) -> 
     script_args, training_args, _ = arguments
     output_dir = Path(training_args.output_dir)
     starts = folder.read_starts(output_dir)
-    if starts and starts[-1]["processes"] != context.processes:
+    if starts and starts[-1].get("processes") != context.processes:
         record_start(context, output_dir, script_args.asked, is_checked=True)
 
 
@@ -328,7 +331,8 @@ def identity_of_run(context: Context, arguments: Arguments) -> dict[str, Any]:
         "use_peft": model_args.use_peft,
         "load_in_4bit": model_args.load_in_4bit,
         "recipe_digest": digest_of_recipe(context.recipe),
-        "settings": settings_of(script_args.asked),
+        "settings": (settings := settings_of(script_args.asked)),
+        "defaults": {name: script_args.defaults[name] for name in settings},
         "data_files": [file for source in sources for file in reading.file_versions(source.name)],
         **{name: getattr(script_args, name) for name in folder.CHOICE_OF_ROWS},
     }

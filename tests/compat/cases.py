@@ -43,7 +43,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trl.kernels import chunked_logprob
-from trl.trainer import sft_trainer
+from trl.trainer import dpo_trainer, sft_trainer
 
 
 def free_port() -> int:
@@ -264,6 +264,21 @@ def compute_loss_without_triton(changed: bool) -> bool:
     return chunked_logprob._use_triton(torch.device("cuda"))
 
 
+def keep_activation_checkpointing(changed: bool) -> int:
+    """How many hooks the embedding has after two reference passes of DPOTrainer."""
+    if changed:
+        trl_changes.keep_activation_checkpointing()
+    config = transformers.LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.activation_checkpointing_enable()
+    for _ in range(2):
+        with dpo_trainer.disable_gradient_checkpointing(model, None):
+            pass
+    return len(model.get_input_embeddings()._forward_hooks)
+
+
 CASES = [
     allow_fsdp_on_cpu,
     give_weights_addresses,
@@ -279,6 +294,7 @@ CASES = [
     install_training_template,
     pack_streams_in_batches,
     compute_loss_without_triton,
+    keep_activation_checkpointing,
 ]
 
 

@@ -19,6 +19,7 @@ EXPECTED = {
     "hide_saved_buffers": ("AttributeError", ["model.expert_bias"]),
     "install_training_template": ("ValueError", "marked"),
     "keep_4bit_layout": (False, True),
+    "keep_activation_checkpointing": (3, 1),
     "keep_states_paged": (False, True),
     "load_tokenizers_as_offline": (False, True),
     "map_in_one_process": (2, 1),

@@ -2,6 +2,8 @@
 
 import json
 
+from harness.compat.transformers import transformer_layers
+
 import pytest
 import torch
 from conftest import read
@@ -33,6 +35,18 @@ def test_forms_of_preference_data(build_trainer, tmp_path, row):
     found = {name: tokenizer.decode(trainer.train_dataset[0][f"{name}_ids"]) for name in ("prompt", "chosen", "rejected")}
     assert found["prompt"].split("<|im_end|>\n", 1)[1] == "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     assert (found["chosen"].rstrip(), found["rejected"].rstrip()) == ("So.<|im_end|>", "No.<|im_end|>")
+
+
+def test_reference_pass_keeps_checkpointing(build_trainer):
+    """Its settings, which torch's function does not know, and the hooks of the embedding, in every micro-batch."""
+    flags = ["--activation_checkpointing_kwargs", '{"every_n_layers": 2}', "--max_steps", "1", "--eval_strategy", "no"]
+    trainer = build_trainer("qwen3_dpo", *flags, "--gradient_accumulation_steps", "3")
+    hooks = []
+    embedding = trainer.model.get_input_embeddings()
+    embedding.register_forward_pre_hook(lambda module, inputs: hooks.append(len(module._forward_hooks)))
+    trainer.train()
+    assert len(hooks) == 6 and set(hooks) == {hooks[0]}  # of the model and of its reference
+    assert [layer.gradient_checkpointing for layer in transformer_layers(trainer.model).values()] == [True, False]
 
 
 def test_saved_adapter_has_the_loss_of_the_run(rehearse, workdir, build_trainer):

@@ -1,8 +1,10 @@
 """Changes to TRL."""
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from harness.compat.guards import changes
@@ -108,3 +110,24 @@ def prepare_rows_in_two_steps(finish: Callable[..., Any]) -> None:
         return finish(trainer, name, dataset, tokenized, tokenizer, args, packing, truncate_and_pack)
 
     SFTTrainer._prepare_dataset = prepare_dataset
+
+
+@changes("trl.models.utils:disable_gradient_checkpointing(model, gradient_checkpointing_kwargs)")
+def keep_activation_checkpointing() -> None:
+    """Makes trainers leave activation checkpointing as it is while they compute without gradients, where it saves nothing anyway.
+
+    DPOTrainer, and three others, turn it off for the reference model and on again, in every micro-batch. Each time the model
+    gets one more hook on its embedding, of which none is removed, and `offload` and `every_n_layers` of
+    --activation_checkpointing_kwargs are passed to torch's function, which does not know them.
+    Upstream: no issue found.
+    Checked with: trl 1.16.0.
+    Remove when: `disable_gradient_checkpointing` restores what it found.
+    """
+
+    @contextlib.contextmanager
+    def disable_gradient_checkpointing(model: Any, gradient_checkpointing_kwargs: dict | None = None) -> Iterator[None]:
+        yield
+
+    for module in [module for name, module in sys.modules.items() if name.startswith("trl.trainer.")]:
+        if "disable_gradient_checkpointing" in vars(module):
+            module.disable_gradient_checkpointing = disable_gradient_checkpointing

@@ -8,7 +8,12 @@ from datetime import datetime
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.compat.torch import multiply_in_float32
 from harness.compat.transformers import set_date_of_chat_templates
-from harness.compat.trl import install_training_template, pack_streams_in_batches, prepare_rows_in_two_steps
+from harness.compat.trl import (
+    install_training_template,
+    keep_activation_checkpointing,
+    pack_streams_in_batches,
+    prepare_rows_in_two_steps,
+)
 from harness.contexts import Context
 from harness.data import chat_templates, reading
 from harness.data.checking import check_dataset
@@ -111,6 +116,7 @@ def prepare_process(context: Context, arguments: Arguments, date: datetime | Non
     if training_args.use_cpu:
         # It asks for pinned memory, which needs a GPU; the activations are in host memory already.
         (training_args.activation_checkpointing_kwargs or {}).pop("offload", None)
+    keep_activation_checkpointing()
     set_date_of_chat_templates(date)
     prepare_data(context, arguments)
 

@@ -293,17 +293,18 @@ runpy.run_module("harness.start.flags", run_name="__main__", alter_sys=True)' "$
 prepare_cuda_build() {
   local folder=$here/.venv-cuda requirements=$here/tests/cuda_build/requirements.txt site
   local -a pip=("$folder/bin/python" -m pip install --disable-pip-version-check --no-compile)
+  local -a files=("$here/requirements.txt" "$here/constraints.txt" "$requirements")
   site=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  if ! cat -- "$here/requirements.txt" "$requirements" <(echo "$site") | cmp -s - "$folder/installed.txt"; then
+  if ! cat -- "${files[@]}" <(echo "$site") | cmp -s - "$folder/installed.txt"; then
     "$python" -m venv --clear "$folder"
     if ! "$python" -c 'import sys, torch; sys.exit(not torch.version.cuda)'; then
       printf 'Installing PyTorch with CUDA into %s: 4.5 GB, once, some minutes.\n' "$folder" >&2
       # === excludes 2.13.0+cpu, which pip would prefer wherever it finds it.
-      "${pip[@]}" "$(sed -n 's/^torch==/torch===/p' "$here/requirements.txt")" >&2
+      "${pip[@]}" "$(sed -n 's/^torch==/torch===/p' "$here/requirements.txt")" -c "$here/constraints.txt" >&2
     fi
     "${pip[@]}" --no-deps -r "$requirements" >&2
     echo "$site" >"$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/others.pth"
-    cat -- "$here/requirements.txt" "$requirements" <(echo "$site") >"$folder/installed.txt"
+    cat -- "${files[@]}" <(echo "$site") >"$folder/installed.txt"
   fi
   python=$folder/bin/python
   export CUDA_VISIBLE_DEVICES='' # nothing runs on a GPU, if there is one

@@ -97,6 +97,18 @@ def test_offloaded_activations_change_no_loss(rehearse, tmp_path):
     assert losses(rehearse(RECIPE, config)) == losses(rehearse(RECIPE, "1x3090_offload"))
 
 
+def test_adapters_get_their_input_as_it_is(build_trainer):
+    """PEFT would cast it to float32, and autocast back to bf16."""
+    trainer, dtypes = build_trainer("llama31_8b_lora"), set()
+    prepare_sharding(trainer, AccelerateConfig())
+    model = trainer.accelerator.prepare_model(trainer.model)
+    for name, module in model.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_forward_pre_hook(lambda module, inputs: dtypes.add(inputs[0].dtype))
+    model(input_ids=torch.ones(1, 8, dtype=torch.long))
+    assert dtypes == {torch.bfloat16}
+
+
 @slow
 def test_compiled_layers(rehearse, build_trainer):
     """--torch_compile compiles the layers, which share one graph, and not the model: it is saved, and its loss is the same."""

@@ -177,9 +177,6 @@ def prepare_quantized_model(trainer: Trainer) -> None:
             f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB were on the GPU before the model was sharded, more than two "
             f"layers ({2 * layer_bytes / 1e9:.1f} GB): something loads it there"
         )
-    for module in model.modules():
-        if hasattr(module, "cast_input_dtype_enabled"):
-            module.cast_input_dtype_enabled = False  # PEFT would keep a float32 copy of the input of every adapter
 
 
 def install_byte_check(model: torch.nn.Module) -> None:

@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import SCALER_NAME, DynamoBackend, convert_to_fp32
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -33,6 +34,7 @@ def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> Callable[[],
     set_layer_classes(trainer)
     prepare_quantized_model(trainer)
     train_in_float32(trainer)
+    pass_inputs_to_adapters(trainer)
     separate_untied_weights(trainer)
     give_weights_addresses(trainer.model)
     prepare_optimizer(trainer)
@@ -84,6 +86,20 @@ def train_in_float32(trainer: Trainer) -> None:
         return
     for weight in rounded:
         weight.data = weight.data.float()
+
+
+def pass_inputs_to_adapters(trainer: Trainer) -> None:
+    """Keeps PEFT from casting the input of every adapter to float32 where autocast casts it back to 16 bits, for their product.
+
+    The values are the same. What it saves is memory traffic: 12 bytes for each value, in each of the seven linear modules of a
+    layer, in the forward pass and where it is computed again.
+    """
+    in_4bit = trainer.is_fsdp_enabled and getattr(trainer.model, "is_loaded_in_4bit", False)
+    if trainer.accelerator.mixed_precision == "no" and not in_4bit:
+        return
+    for module in trainer.model.modules():
+        if isinstance(module, LoraLayer) and not module.lora_variant:
+            module.cast_input_dtype_enabled = False
 
 
 def set_offload(trainer: Trainer) -> None:

@@ -166,6 +166,10 @@ KINDS = {
     "optimizer that cannot be sharded": ("--tiny qwen2_chat 4gpu_full_shard --optim adafactor", "FSDP cannot shard its states"),
     "package for kernels that is missing": (f"{TINY} --use_liger_kernel true", "-m pip install --no-deps liger-kernel"),
     "rows that would not be cut": (f"{TINY} --packing false --padding_free true", "rows would not be cut at --max_length"),
+    "reference before the model is sharded": (
+        "--tiny qwen3_dpo 4gpu_full_shard --precompute_ref_log_probs true",
+        "--precompute_ref_log_probs: TRL computes them before FSDP has sharded the model",
+    ),
     "variable of accelerate": (
         f"launch.sh {TINY}",
         "ACCELERATE_USE_DEEPSPEED is set in the environment, and would change what the config says",

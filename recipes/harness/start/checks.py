@@ -180,6 +180,11 @@ def check_flags_have_effect(
         raise UserError("--ignore_bias_buffers is for trainers that these recipes do not use: leave it out")
     if getattr(training_args, "padding_free", False) and not training_args.packing and training_args.max_length:
         raise UserError("--padding_free: without --packing true, rows would not be cut at --max_length: pass --packing true")
+    if getattr(training_args, "precompute_ref_log_probs", False) and model_args.use_peft and is_sharded:
+        raise UserError(
+            "--precompute_ref_log_probs: TRL computes them before FSDP has sharded the model, when it is on no GPU yet: leave "
+            "out the flag, or use a config without FSDP"
+        )
     for name in ("max_steps", "num_train_epochs"):
         if script_args.max_tokens and name in given:
             raise UserError(f"--max_tokens and --{name} set the same: pass one of them")

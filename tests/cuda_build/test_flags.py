@@ -15,6 +15,7 @@ from harness.start import checks
 
 from conftest import ROOT, losses, read
 from optimi import StableAdamW
+from rehearsals import fewer_processes
 
 DOCS = (ROOT / "docs/runs-and-checkpoints.md").read_text()
 
@@ -49,14 +50,28 @@ def test_rehearsal_with_liger(rehearse):
     assert losses(rehearse("llama31_8b_lora", "4gpu_full_shard", *flags, "--use_liger_kernel", "true")) == losses(plain)
 
 
-def test_16bit_weights_resume(rehearse, fork_launch, tmp_path):
+FLAGS = ["--optim", "stable_adamw", "--bf16", "false", "--logging_steps", "1", "--eval_strategy", "no"]
+FLAGS += ["--dataset_streaming", "false"]
+
+
+@pytest.mark.parametrize("config", ["1x3090", "1x3090_offload", "4gpu_full_shard"])
+def test_16bit_weights_resume(rehearse, fork_launch, tmp_path, config):
     """The sums of what was rounded away are in the checkpoint: a resumed run logs the losses of an uninterrupted one."""
-    flags = ["--dtype", "bfloat16", "--bf16", "false", "--optim", "stable_adamw", "--max_steps", "4", "--save_steps", "2"]
-    flags += ["--logging_steps", "1", "--eval_strategy", "no", "--global_batch_size", "4", "--dataset_streaming", "false"]
-    run, copy = rehearse("qwen2_fineweb_edu", "1x3090", *flags), tmp_path / "run"
+    flags = [*FLAGS, "--dtype", "bfloat16", "--max_steps", "4", "--save_steps", "2", "--global_batch_size", "4"]
+    run, copy = rehearse("qwen2_fineweb_edu", config, *flags), tmp_path / "run"
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoint-4")
     (copy / "train_results.json").unlink()
-    process = fork_launch("--tiny", "qwen2_fineweb_edu", "1x3090", "--output_dir", copy, *flags)
+    variables = fewer_processes(config)
+    process = fork_launch("--tiny", "qwen2_fineweb_edu", config, "--output_dir", copy, *flags, **variables)
     assert process.returncode == 0 and "warning: weights are trained in" not in process.stdout, process.stdout + process.stderr
     assert read(copy)["resumed_from_step"] == 2 and losses(copy) == losses(run)
+
+
+def test_sharded_stable_adamw_equals_unsharded(rehearse):
+    """It divides the learning rate by a mean over a weight, of which three processes have shards of different sizes."""
+    flags = [*FLAGS, "--max_steps", "4", "--save_strategy", "no", "--learning_rate", "3e-3"]
+    flags += ["--global_batch_size", "3", "--per_device_train_batch_size", "1"]
+    sharded = losses(rehearse("qwen2_fineweb_edu", "4gpu_full_shard", *flags, NPROC_PER_NODE="3"))
+    for step, (loss, grad_norm) in losses(rehearse("qwen2_fineweb_edu", "1x3090", *flags)).items():
+        assert sharded[step] == (pytest.approx(loss, abs=1e-4), pytest.approx(grad_norm, rel=1e-3))

@@ -316,7 +316,14 @@ run_tests() {
   local has_cuda_build=''
   if [[ ${1:-} == --cuda_build ]]; then
     has_cuda_build=yes
-    selection=(tests/{cuda_build,compat,model,start} tests/plan/test_{choose,command}.py tests/recipes/test_smoke.py)
+    # What forks, changes a library, or asks for CUDA or Triton; and a rehearsal of every kind.
+    selection=(tests/cuda_build tests/compat/test_changes.py tests/model/test_{attention,quantized}.py tests/plan/test_command.py)
+    selection+=(tests/start/test_{arguments,checks,launch,plain_launchers,processes}.py)
+    local pair
+    for pair in qwen2_chat-1x3090 qwen2_fineweb_edu-{1x3090_offload,4gpu_ddp} gpt2_xl_wikitext-3xt4_full_shard \
+      qwen3_dpo-4gpu_full_shard qwen3_30b_a3b_lora-4gpu_full_shard qwen3_8b_qlora-1x3090 llama31_70b_qlora-2x3090_qlora; do
+      selection+=("tests/recipes/test_smoke.py::test_pair_trains_and_saves_a_model[$pair]")
+    done
     shift
   fi
   if [[ ${1:--} != -* ]]; then

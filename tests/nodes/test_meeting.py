@@ -162,6 +162,15 @@ def test_launchers_check_in_turn_and_end_together(start_two, tmp_path, commands,
         assert re.search("was started with another command than this node: r [cd], here r [cd]", "".join(errors))
 
 
+def test_node_that_is_stopped_while_it_checks_ends_no_other(start_two, tmp_path):
+    """With NNODES=1:2."""
+    script = CHECK_IN_TURN.replace("port)", "port, min_count=1)")
+    check = "sys.exit(143) if rank else 'checks'"
+    head, node = start_two(script.format(folders=[str(tmp_path)] * 2, commands=["r c", "r c"], check=check))
+    code, out, err = head.wait()
+    assert (code, err, node.wait()[0]) == (0, "", 143) and out.endswith("checks True\n") and "Lost node 1" in out
+
+
 LATE = """
 import sys, time
 from harness.nodes import cluster, meeting

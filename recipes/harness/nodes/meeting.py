@@ -231,6 +231,9 @@ class Meeting(contextlib.AbstractContextManager):
             code, value = self.read("exit_code", rank), self.read(key, rank)
             if value is not None:
                 return value
+            if self._leaves(rank, code):
+                self._lose(rank)
+                break
             if code:
                 print(f"error: {self.name(rank)} did not pass its checks: see its output", file=sys.stderr)
             if code is not None:
@@ -252,8 +255,7 @@ class Meeting(contextlib.AbstractContextManager):
             self.publish("heartbeat", time.monotonic())
             for rank in self._others():
                 code, silent = self.read("exit_code", rank), seconds_silent(rank)
-                leaves = code == STOPPED and self.nodes.min_count > 0 and rank > 0
-                if leaves or (code is None and silent > self.silence):
+                if self._leaves(rank, code) or (code is None and silent > self.silence):
                     self._lose(rank)
                 elif code and self.is_training and silent > LEAVE_TIMEOUT:
                     self.fail(f"{self.name(rank)} ended with exit code {code}: see its output")
@@ -273,6 +275,10 @@ class Meeting(contextlib.AbstractContextManager):
                 if node := self.read("node", rank):
                     self.known[rank] = node
         return [rank for rank in self.known if rank != self.nodes.rank]
+
+    def _leaves(self, rank: int, code: int | None) -> bool:
+        """Whether a node that ended with this exit code was stopped, and the others go on."""
+        return code == STOPPED and self.nodes.min_count > 0 and rank > 0
 
     def _lose(self, rank: int) -> None:
         """The run goes on without this node if their number can change; it ends without the head."""

@@ -354,7 +354,7 @@ class Marker(Kind):
 
     path = "run/checkpoint-5/complete.json"
     geometry = {"world_size": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "seed": 42}
-    content = {"model": "m", "geometry": geometry, "progress": {"seconds": 0.5, "tokens": 7}, "files": {}}
+    content = {"geometry": geometry, "progress": {"seconds": 0.5, "tokens": 7}, "files": {}}
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

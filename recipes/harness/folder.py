@@ -52,7 +52,7 @@ RUN_TYPES: Types = {
     "config": str,
     "tiny": bool,
     "datasets": NotRequired[list[str]],
-    "data_files": NotRequired[list[tuple[str, int, int]]],  # name, size and time
+    "data_files": list[tuple[str, int, int]],  # name, size and time
     "settings": NotRequired[dict],
     "defaults": NotRequired[dict],
     "chat_template_kwargs": NotRequired[dict[str, Any] | None],
@@ -284,11 +284,6 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
         print_once(message)
     if existing.get("recipe_digest", identity["recipe_digest"]) != identity["recipe_digest"] and has_trained(folder):
         print_once(f"{identity['recipe']}.py has changed since {folder} was last trained; the run resumes with the new version.")
-    if existing and identity["data_files"] and "data_files" not in _with_data_files(folder, existing, identity):
-        print_once(
-            f"warning: whether the files of {identity['dataset']} have changed since the run in {folder} began cannot be "
-            "checked: an earlier version of this project did not record them"
-        )
 
 
 def has_trained(folder: Path) -> bool:
@@ -358,13 +353,9 @@ def names_same_files(key: str, existing: dict, identity: dict) -> bool:
 
 
 def _is_same_path(before: str, now: str) -> bool:
-    """Whether the path that a run has recorded can be the absolute path `now`.
-
-    An earlier version has recorded relative paths; or the folder is elsewhere now, or on another machine.
-    """
+    """Whether the path that a run has recorded can be that of the folder `now`: it was moved, or is on another machine."""
     path = Path(before)
-    is_moved = path.is_absolute() and path.name == Path(now).name and not path.exists()
-    return Path(now).is_absolute() and (is_moved or (not path.is_absolute() and f"{now}/".endswith(f"/{path}/")))
+    return path.is_absolute() and Path(now).is_absolute() and path.name == Path(now).name and not path.exists()
 
 
 def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bool) -> None:
@@ -375,25 +366,8 @@ def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bo
         if folder.is_dir() and any(not path.name.startswith((LOCK, f".{RUN}.")) for path in folder.iterdir()):
             raise UserError(f"--output_dir: {folder} has files that are not from a run: choose an empty or new folder")
         return
-    existing = _with_data_files(folder, existing, identity)
     if has_trained(folder):
         check_same_run("--output_dir", str(folder), existing, identity, bool(list(folder.glob("checkpoint-*"))))
-
-
-def _with_data_files(folder: Path, existing: dict, identity: dict) -> dict:
-    """`existing` with its data files, which an earlier version wrote into data_files.json: {"files": {path: [size, time, …]}}."""
-    path = folder / "data_files.json"
-    if "data_files" in existing or not path.is_file():
-        return existing
-    names = [name for name, _, _ in identity["data_files"]]
-    try:
-        files = [
-            [next((name for name in names if f"/{file}".endswith(f"/{name}")), file), int(size), int(time)]
-            for file, (size, time, _) in read_json(path, {"files": dict})["files"].items()
-        ]
-    except (TypeError, ValueError) as error:
-        raise UserError(f"--output_dir: {path} is damaged: restore it from a copy, or choose another folder") from error
-    return existing | {"data_files": files}
 
 
 def check_same_run(flag: str, place: str, existing: dict, identity: dict, has_checkpoints: bool, is_copy: bool = False) -> None:
@@ -404,7 +378,7 @@ def check_same_run(flag: str, place: str, existing: dict, identity: dict, has_ch
     """
     keys = [key for key in identity if key not in MAY_DIFFER and not names_same_files(key, existing, identity)]
     differences = {key: (existing.get(key), identity[key]) for key in keys}
-    rows = {key: (existing.get(key, identity[key]), identity[key]) for key in CHOICE_OF_ROWS if key in identity}
+    rows = {key: (existing.get(key, identity[key]), identity[key]) for key in CHOICE_OF_ROWS}
     differences |= {f"--{key}": values for key, values in rows.items()}
     differences |= {f"--{key}": values for key, values in must_be_equal(changed_settings(existing, identity)).items()}
     differences = {name: values for name, values in differences.items() if values[0] != values[1]}
@@ -430,7 +404,7 @@ def check_same_run(flag: str, place: str, existing: dict, identity: dict, has_ch
 
 def _changed_data_files(existing: dict, identity: dict) -> list[str]:
     """Which local files of the dataset have changed since run.json was written."""
-    before, now = existing.get("data_files", identity["data_files"]), identity["data_files"]
+    before, now = existing["data_files"], identity["data_files"]
     names = dict.fromkeys(file[0] for file in [*now, *before] if file not in now or file not in before)
     problems = []
     for name in names:

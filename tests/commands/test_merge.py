@@ -173,7 +173,7 @@ def test_unsharded_checkpoint_of_an_adapter_is_named(tmp_path, error_of):
     checkpoint.mkdir()
     (checkpoint / "adapter_model.safetensors").touch()
     begin_writing(checkpoint)
-    content = {"model": "m", "geometry": dict.fromkeys(COUNTS, 1), "progress": {}}
+    content = {"geometry": dict.fromkeys(COUNTS, 1), "progress": {}}
     write_marker(checkpoint, content | {"files": sync_files(checkpoint, lambda name: True)})
     assert f"./launch.sh --merge {checkpoint}" in error_of(merge.find_sharded_checkpoint, tmp_path)
 

@@ -185,9 +185,8 @@ def test_warnings_compare_rows(tmp_path, capsys, monkeypatch, now, is_stream, me
     """Steps of two rows in each of four micro-batches on four processes, then of as many rows or not."""
     saved = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_length": 32, "packing": True, "seed": 0}
     checkpoint = tmp_path / "checkpoint-3"
-    checkpoint.mkdir()
-    content = {"model": "m", "geometry": {"world_size": 4} | saved, "progress": {}}
-    folder.write_json(checkpoint / folder.COMPLETION_MARKER, content)
+    marker.begin_writing(checkpoint)
+    marker.write_marker(checkpoint, {"geometry": {"world_size": 4} | saved, "progress": {}, "files": {"a": [0, ""]}})
     state = SimpleNamespace(num_processes=now.pop("processes"))
     monkeypatch.setattr(checkpoints, "PartialState", lambda: state)
     checkpoints.print_changed_rows(checkpoint, SimpleNamespace(**saved | now), is_stream)
@@ -383,7 +382,7 @@ def test_nodes_agree_if_one_sees_damage(fork_launch, tmp_path):
                 for name in ("scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"):
                     (checkpoint / name).write_text(name)
                 entries = marker.sync_files(checkpoint, lambda name: True)
-                content = {"model": "m", "geometry": dict.fromkeys(marker.COUNTS, 2), "progress": {}}
+                content = {"geometry": dict.fromkeys(marker.COUNTS, 2), "progress": {}}
                 marker.write_marker(checkpoint, content | {"files": entries})
         _flip_bit(tmp_path / file / "1/run/checkpoint-8" / file)
     script, views = ROOT / "tests/run/find_checkpoints.py", json.dumps([str(tmp_path / file) for file in files])

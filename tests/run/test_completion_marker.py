@@ -24,7 +24,7 @@ def _flip_bit(path):
 
 
 SETTINGS = {"world_size": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "seed": 42}
-MARKER = {"model": "m", "geometry": SETTINGS, "progress": {"seconds": 0.1}}
+MARKER = {"geometry": SETTINGS, "progress": {"seconds": 0.1}}
 DAMAGE = {
     "missing": lambda path: path.unlink(),
     "empty": lambda path: path.write_bytes(b""),
@@ -101,9 +101,11 @@ def test_checkpoint_is_never_taken_for_complete_after_a_kill(checkpoint, tmp_pat
     assert folder.exists() == (change is marker.begin_writing)
 
 
-def test_marker_of_earlier_version_is_trusted(checkpoint):
-    write_json(checkpoint / COMPLETION_MARKER, MARKER)
-    assert marker.find_damage(checkpoint) == ""
+@pytest.mark.parametrize("files", [None, {}])
+def test_marker_without_files_is_damage(checkpoint, files):
+    content = MARKER if files is None else MARKER | {"files": files}
+    write_json(checkpoint / COMPLETION_MARKER, content | {"checksum": marker.checksum_of_content(content)})
+    assert marker.find_damage(checkpoint).startswith(COMPLETION_MARKER)
 
 
 def test_damaged_marker(checkpoint):

@@ -56,7 +56,7 @@ def save(one: mirror.Mirror, step: int, finish: bool = True, best: str | None = 
     (checkpoint / "model.bin").write_bytes(os.urandom(1000))
     (checkpoint / "part/__0_0.distcp").write_bytes(os.urandom(3000))
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step, "best_model_checkpoint": best}))
-    content = {"model": "m", "geometry": dict.fromkeys(marker.COUNTS, 1), "progress": {}}
+    content = {"geometry": dict.fromkeys(marker.COUNTS, 1), "progress": {}}
     marker.write_marker(checkpoint, content | {"files": marker.sync_files(checkpoint, lambda name: True)})
     one.on_save(None, SimpleNamespace(global_step=step, best_model_checkpoint=best), None)
     if finish:

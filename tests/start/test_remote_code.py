@@ -40,7 +40,7 @@ def folder(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "a row"}\n' * 50)
     shutil.copytree(tmp_path / "model", tmp_path / "run")
     (tmp_path / "run/train_results.json").write_text('{"global_step": 1, "epoch": 1.0, "final_loss": 1.0}')
-    (tmp_path / "run/run.json").write_text('{"recipe": "mine", "config": "1x3090", "tiny": false}')
+    (tmp_path / "run/run.json").write_text('{"recipe": "mine", "config": "1x3090", "tiny": false, "data_files": []}')
     (tmp_path / "adapter").mkdir()
     settings = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "model"), "task_type": "CAUSAL_LM"}
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(settings))

@@ -167,19 +167,12 @@ def read_sharded(checkpoint: Path, names: list[str] | None) -> dict[str, Any]:
 def put_together(checkpoint: Path, target: Path) -> None:
     """Writes a plain model from a sharded checkpoint, in the dtype of the model that the run started from."""
     from harness.model.quantized import save_readable
-    from harness.model.weight_files import dtype_of_weights
-    from harness.run.marker import read_marker
 
-    import torch
     from torch.distributed.checkpoint import FileSystemReader
     from tqdm import tqdm
     from transformers import AutoConfig, AutoTokenizer
 
-    base = read_marker(checkpoint)["model"]
-    if (checkpoint / "config.json").is_file():  # not in a checkpoint of an earlier version
-        base = str(checkpoint)
-    config = AutoConfig.from_pretrained(base)
-    config.dtype = config.dtype or dtype_of_weights(base, "main")
+    config = AutoConfig.from_pretrained(checkpoint)
     weight_map, waiting = {}, {}
 
     def write_file() -> None:
@@ -193,15 +186,15 @@ def put_together(checkpoint: Path, target: Path) -> None:
         if config.tie_word_embeddings and name.endswith("lm_head.weight"):
             continue
         (tensor,) = read_sharded(checkpoint, [name]).values()
-        waiting[name.removeprefix(WRAPPER)] = tensor.to(config.dtype or torch.float32)
+        waiting[name.removeprefix(WRAPPER)] = tensor.to(config.dtype)
         if sum(tensor.nbytes for tensor in waiting.values()) > FILE_BYTES:
             write_file()
     if waiting:
         write_file()
     write_json(target / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
     config.save_pretrained(target)
-    if base != str(checkpoint) or list(checkpoint.glob("tokenizer*")):  # a trainer can have none
-        AutoTokenizer.from_pretrained(base).save_pretrained(target)
+    if list(checkpoint.glob("tokenizer*")):  # a trainer can have none
+        AutoTokenizer.from_pretrained(checkpoint).save_pretrained(target)
 
 
 def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:

@@ -14,7 +14,6 @@ from harness.folder import DamagedFile, check_types, read_json
 from harness.messages import UserError, print_once
 from harness.restarts import before_and_now
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
-from harness.run.parameters import config_of
 from harness.run.progress import Progress
 from harness.run.settings import RunSettings
 
@@ -106,13 +105,8 @@ class Checkpoints(TrainerCallback):
         parts = gather_values(sync_files(checkpoint, lambda name: belongs_to(name, process, process.is_main_process)))
         if process.is_main_process:
             files = {name: entry for part in parts for name, entry in part.items()}
-            content = {
-                "model": getattr(config_of(model), "name_or_path", ""),
-                "geometry": data_settings(args),
-                "progress": progress,
-            }
-            content["geometry"]["asked_accumulation_steps"] = self.settings.asked_accumulation_steps
-            write_marker(checkpoint, content | {"files": files})
+            geometry = data_settings(args) | {"asked_accumulation_steps": self.settings.asked_accumulation_steps}
+            write_marker(checkpoint, {"geometry": geometry, "progress": progress, "files": files})
 
     def _save_config(self, model: torch.nn.Module, checkpoint: Path) -> None:
         """Saves what --merge needs besides the weights, which a model that a recipe has made has nowhere else."""

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NotRequired
 
-from harness.folder import COMPLETION_MARKER, DamagedFile, check_types, newest_complete_checkpoint, parse_json, sync, write_json
+from harness.folder import COMPLETION_MARKER, DamagedFile, newest_complete_checkpoint, parse_json, sync, write_json
 from harness.json_types import Types, shorten
 
 import xxhash
@@ -87,18 +87,14 @@ def write_marker(checkpoint: Path, content: dict) -> None:
 
 
 def parse_marker(text: str | bytes) -> dict[str, Any]:
-    """The content of a completion marker, also of one that comes from a mirror. Raises DamagedFile for any other content.
-
-    A marker of an earlier version, without a list of files and a checksum, is trusted.
-    """
-    marker = parse_json(text, COMPLETION_MARKER, {"model": str, "geometry": GEOMETRY, "progress": dict[str, float]})
+    """The content of a completion marker, also of one that comes from a mirror. Raises DamagedFile for any other content."""
+    marker = parse_json(text, COMPLETION_MARKER, {"geometry": GEOMETRY, "progress": dict[str, float], "files": dict})
     if min(marker["geometry"][name] for name in COUNTS) < 1:
         raise DamagedFile(f"{COMPLETION_MARKER} is damaged: {shorten(marker['geometry'])}")
-    if "files" not in marker and "checksum" not in marker:
-        return marker | {"files": {}}
-    check_types(marker, {"files": dict}, COMPLETION_MARKER)
     if marker.get("checksum") != checksum_of_content({key: value for key, value in marker.items() if key != "checksum"}):
         raise DamagedFile(f"{COMPLETION_MARKER} was changed")
+    if not marker["files"]:
+        raise DamagedFile(f"{COMPLETION_MARKER} lists no files")
     for name, entry in marker["files"].items():
         if not is_name_of_file(name):
             raise DamagedFile(f"{COMPLETION_MARKER} names {name!r:.100}, which is no file in the checkpoint")

@@ -308,14 +308,14 @@ class Mirror(TrainerCallback):
         in_mirror, on_disk, damaged = {}, {}, {}
         for name in self.storage.checkpoints():
             try:
-                in_mirror[name] = with_files(parse_marker(self.storage.fs.cat_file(f"{name}/{COMPLETION_MARKER}")))
+                in_mirror[name] = parse_marker(self.storage.fs.cat_file(f"{name}/{COMPLETION_MARKER}"))
             except (FileNotFoundError, NotADirectoryError):  # its upload did not end, or it is a file
                 continue
             except DamagedFile as error:
                 damaged[name] = str(error)
         for path in folder.checkpoints(self.output_dir):
             with contextlib.suppress(OSError, DamagedFile):  # `find_checkpoint` deals with them
-                on_disk[path.name] = with_files(read_marker(path))
+                on_disk[path.name] = read_marker(path)
         self.complete = list(in_mirror)
         return in_mirror, on_disk, damaged
 
@@ -423,7 +423,7 @@ class Mirror(TrainerCallback):
             if name == MODEL:
                 return {"files": {}}
             retry(lambda: self.storage.remove_checkpoint(name), PATIENCE)  # an earlier start may have left other files
-            return with_files(read_marker(self.output_dir / name))
+            return read_marker(self.output_dir / name)
 
         marker, reason = self._on_first_process(prepare)
         if reason:
@@ -537,13 +537,6 @@ def finished_files(output_dir: Path) -> dict[str, Path]:
     found = [path for path in sorted(output_dir.iterdir()) if path.is_file() and not path.is_symlink()]
     files = {path.name: path for path in found if not path.name.startswith(".") and path.name != RUN}
     return {name: files[name] for name in sorted(files, key=RESULTS.__eq__)}
-
-
-def with_files(marker: dict) -> dict:
-    """Raises DamagedFile for a marker of an earlier version, which does not say which files a checkpoint has."""
-    if not marker["files"]:
-        raise DamagedFile(f"{COMPLETION_MARKER} lists no files")
-    return marker
 
 
 def _step(name: str) -> int:

@@ -708,7 +708,7 @@ dataset_name: my/dataset
         try:
             parsed = arguments.read_arguments(Context("recipe.py", Config(), on_cpu=True), SFTConfig, (), {})
             if getattr(parsed[2], "trust_remote_code", False) or "trust_remote_code" in str(parsed[1].model_init_kwargs):
-                checks.check_remote_code(parsed[1])
+                checks.check_remote_code(parsed[1], parsed[1].model_init_kwargs or {})
                 raise AssertionError("trust_remote_code")
         except (ImportError, NotImplementedError) as error:
             raise UserError(str(error)) from error

@@ -10,6 +10,11 @@ def length_of_rows(training_args: Any) -> int | None:
     return getattr(training_args, "max_length", None)
 
 
+def is_packed(training_args: Any) -> bool:
+    """Whether rows are packed, which only some trainers of TRL do."""
+    return getattr(training_args, "packing", False)
+
+
 def rows_of_step(training_args: Any, processes: int) -> int:
     """The rows of an optimizer step on all processes together."""
     return training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps * processes

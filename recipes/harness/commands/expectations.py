@@ -14,6 +14,7 @@ from harness.json_types import Types
 from harness.messages import UserError
 
 Message = dict[str, Any]  # with the keys in MESSAGE
+Document = tuple[list[int], list[int]]  # tokens and labels
 HELD_OUT_ROW: Types = {"dataset": str, "input_ids": list[int], "labels": list[int], "seq_lengths": list[int]}
 MESSAGE: Types = {"role": str, "content": NotRequired[str | list[dict] | None], "tool_calls": NotRequired[list[dict] | None]}
 CONVERSATION: Types = {  # as `messages`, or as `prompt` and `completion`
@@ -46,10 +47,10 @@ class Expected:
 
 @dataclass
 class Row:
-    """An evaluation row: its documents, each as tokens and labels."""
+    """An evaluation row."""
 
     dataset: str
-    documents: list[tuple[list[int], list[int]]]
+    documents: list[Document]
 
 
 @dataclass
@@ -99,13 +100,18 @@ def read_expectations(folder: Path) -> tuple[Expected, list[Row]]:
         check_types(row, HELD_OUT_ROW, str(folder / HELD_OUT))
         if not len(row["input_ids"]) == len(row["labels"]) == sum(row["seq_lengths"]) or min(row["seq_lengths"], default=0) < 1:
             raise UserError(f"{folder / HELD_OUT} is damaged: a row has other lengths than its tokens")
-        documents, start = [], 0
-        for length in row["seq_lengths"]:
-            part = slice(start, start + length)
-            documents.append((row["input_ids"][part], row["labels"][part]))
-            start += length
-        rows.append(Row(row["dataset"], documents))
+        rows.append(Row(row["dataset"], documents_of(row)))
     return expected, rows
+
+
+def documents_of(row: dict) -> list[Document]:
+    """The documents of a tokenized row, packed or not."""
+    ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
+    documents, start = [], 0
+    for length in row.get("seq_lengths") or [len(ids)]:
+        documents.append((ids[start : start + length], labels[start : start + length]))
+        start += length
+    return documents
 
 
 def check_expectations(recorded: dict, name: str) -> None:

@@ -5,6 +5,7 @@
 An adapter is added to the model it was trained on; a sharded checkpoint of an unfinished run is put together.
 """
 
+import functools
 import os
 import shutil
 import sys
@@ -30,6 +31,7 @@ from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, print_once
 from harness.signals import set_signal_handler
 
+ROWS_AT_ONCE = 1024  # of a weight that are in memory in float32
 FILE_BYTES = 4_000_000_000  # weights in a file of a model that is put together
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "lm_head", "embed_out")  # names of the first and the last layer
 WRAPPER = "model."  # accelerate saves the weights of a sharded model below this name
@@ -307,25 +309,18 @@ def changed_weights(adapter: dict[str, Any], settings: Any) -> dict[str, Callabl
             alpha = settings.alpha_pattern.get(get_pattern_key(settings.alpha_pattern, module), settings.lora_alpha)
             rank = tensor.shape[0]
             scaling = alpha / (rank**0.5 if settings.use_rslora else rank)
-            changes[f"{module}.weight"] = _adding(tensor, adapter[name.replace("lora_A", "lora_B")], scaling)
+            low_rank = {"a": tensor, "b": adapter[name.replace("lora_A", "lora_B")], "scaling": scaling}
+            changes[f"{module}.weight"] = functools.partial(add_low_rank, **low_rank)
         elif not name.endswith(".lora_B.weight"):  # modules_to_save: trained as a whole
-            changes[weight_name] = _replacing(tensor)
+            changes[weight_name] = tensor.type_as
     return changes
 
 
-def _replacing(tensor: Any) -> Callable[[Any], Any]:
-    return lambda weight: tensor.to(weight.dtype)
-
-
-def _adding(a: Any, b: Any, scaling: float) -> Callable[[Any], Any]:
-    return lambda weight: add_low_rank(weight, a, b, scaling)
-
-
-def add_low_rank(weight: Any, a: Any, b: Any, scaling: float, rows: int = 1024) -> Any:
-    """weight + scaling * b @ a, computed in float32 for `rows` rows at a time; weight (out, in), a (rank, in), b (out, rank)."""
+def add_low_rank(weight: Any, a: Any, b: Any, scaling: float) -> Any:
+    """weight + scaling * b @ a, computed in float32 for some rows at a time; weight (out, in), a (rank, in), b (out, rank)."""
     merged = weight.clone()
-    for start in range(0, len(merged), rows):
-        part = slice(start, start + rows)
+    for start in range(0, len(merged), ROWS_AT_ONCE):
+        part = slice(start, start + ROWS_AT_ONCE)
         merged[part] = (merged[part].float() + scaling * (b[part].float() @ a.float())).to(weight.dtype)
     return merged
 

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness.batches import ASSUMED_LENGTH, length_of_rows
+from harness.batches import ASSUMED_LENGTH, is_packed, length_of_rows
 from harness.commands import arguments
 from harness.contexts import BuildingContext
 from harness.folder import write_json
@@ -225,7 +225,7 @@ def choose_stream_files(
             f"--dataset_name: the files of the stream {source.name} are not Parquet, so nothing says how many of "
             "them a run needs: --dataset_streaming false downloads all of them"
         )
-    packing, length = getattr(training_args, "packing", False), length_of_rows(training_args) or ASSUMED_LENGTH
+    packing, length = is_packed(training_args), length_of_rows(training_args) or ASSUMED_LENGTH
     tokens_per_row = min(mean_tokens(source, data.text_field, model_args), length) if packing else length
     if data.keeps_samples:
         samples = data.samples_of(source)

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.batches import length_of_rows, rows_of_step
+from harness.batches import is_packed, length_of_rows, rows_of_step
 from harness.commands import arguments
-from harness.commands.expectations import IGNORED
+from harness.commands.expectations import IGNORED, Document, documents_of
 from harness.contexts import BuildingContext
 from harness.messages import UserError, exit_on_user_error, print_once, printable
 from harness.start import flags
@@ -32,8 +32,6 @@ from harness.start.processes import build_trainer
 BATCHES = 100
 BOLD, GREEN, GREY = "1;", "32", "90"  # codes of a terminal
 SHOWN_ROWS, SHOWN_DOCUMENTS, SHOWN_START, SHOWN_END = 2, 3, 160, 40  # rows; documents of a row; tokens of a long document
-
-Document = tuple[list[int], list[int]]  # tokens and labels
 
 
 @dataclass
@@ -228,7 +226,7 @@ def documents_of_first_rows(rows: Iterable[dict]) -> list[Document]:
 def truncate(documents: list[Document], args: Any) -> list[Document]:
     """What the trainer keeps of documents that are longer than --max_length: other strategies of packing than bfd split them."""
     length = length_of_rows(args)
-    if not length or (getattr(args, "packing", False) and args.packing_strategy != "bfd"):
+    if not length or (is_packed(args) and args.packing_strategy != "bfd"):
         return documents
     return [(ids[:length], labels[:length]) for ids, labels in documents]
 
@@ -244,16 +242,6 @@ def what_is_trained(small_model: Any, model_args: Any) -> dict[str, Any]:
     model = build_adapter_on_meta(model_args, name) if model_args.use_peft else build_on_meta(model_args)
     trained, total = count_parameters(model)
     return {"adapter": modules_with_adapter(model), "trained_parameters": trained, "parameters": total}
-
-
-def documents_of(row: dict) -> list[Document]:
-    """The documents of a row, packed or not."""
-    ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
-    documents, start = [], 0
-    for length in row.get("seq_lengths") or [len(ids)]:
-        documents.append((ids[start : start + length], labels[start : start + length]))
-        start += length
-    return documents
 
 
 def print_rows(tokenizer: Any, rows: PreviewRows) -> None:

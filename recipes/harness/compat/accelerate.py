@@ -93,8 +93,6 @@ def hide_saved_buffers(trainer: Any) -> Callable[[], None]:
     """
     import torch
 
-    if getattr(trainer.accelerator.state, "fsdp_plugin", None) is None:
-        return lambda: None
     saved, hidden = trainer.model.state_dict().keys(), []
     for prefix, module in trainer.model.named_modules():
         for name, value in list(module.named_buffers(recurse=False)):

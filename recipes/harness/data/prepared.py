@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NotRequired
 
-from harness.batches import ASSUMED_LENGTH, length_of_rows, rows_of_step
+from harness.batches import ASSUMED_LENGTH, is_packed, length_of_rows, rows_of_step
 from harness.data import reading
 from harness.data.sources import DataSettings, Source
 from harness.folder import read_json
@@ -55,7 +55,7 @@ def _with_prepared_files(
             is_enough = data.samples_of(source) <= record.get("samples", 0)
         else:
             has_tokens = tokens_of_run(source, max_tokens, training_args, processes) <= record["tokens"]
-            is_enough = has_tokens and record["packing"] == getattr(training_args, "packing", False)
+            is_enough = has_tokens and record["packing"] == is_packed(training_args)
         if is_enough or record["files"] == record["of"]:
             print_once(f"{source.name}: using {record['files']} of its {record['of']} files, from --prepare.")
             return replace(source, name=str(folder))

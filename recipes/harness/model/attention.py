@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection
 from typing import NamedTuple
 
-from harness.batches import length_of_rows
+from harness.batches import is_packed, length_of_rows
 from harness.compat.transformers import supports_flash_attention_2, takes_other_attention
 from harness.contexts import Context
 from harness.hub import check_model_exists
@@ -67,8 +67,8 @@ def facts_of_run(training_args: TrainingArguments, model_args: ModelConfig, cont
 
 def has_documents(training_args: TrainingArguments) -> bool:
     """Whether a batch is one row of documents, of which the model gets the lengths."""
-    is_packed = getattr(training_args, "packing", False) and training_args.packing_strategy in ("bfd", "bfd_split")
-    return is_packed or getattr(training_args, "padding_free", False)
+    keeps_lengths = is_packed(training_args) and training_args.packing_strategy in ("bfd", "bfd_split")
+    return keeps_lengths or getattr(training_args, "padding_free", False)
 
 
 def config_and_class(model_args: ModelConfig, is_tiny: bool) -> tuple[PreTrainedConfig | None, type | None]:

@@ -24,6 +24,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from harness.batches import is_packed
 from harness.data import reading
 from harness.data.loading import REHEARSED_ROWS, open_dataset
 from harness.data.script_arguments import ScriptArguments
@@ -121,7 +122,7 @@ def print_notice(script_args: ScriptArguments, training_args: TrainingArguments,
     if not name:
         return
     is_known = family_of(name) is not None
-    if not is_known and getattr(training_args, "packing", False) and "flash" not in (model_args.attn_implementation or ""):
+    if not is_known and is_packed(training_args) and "flash" not in (model_args.attn_implementation or ""):
         check_packing(tiny_model_folder(model_args), model_args.attn_implementation)
 
 

@@ -30,11 +30,11 @@ def maximum(number: int, group: ProcessGroup | None) -> int:
     return int(tensor)
 
 
-def make_group_for_failures(seconds: float = 30) -> ProcessGroup | None:
-    """A group for `all_failed`, in which a process waits `seconds` for the others; None for one process."""
+def make_group_for_failures() -> ProcessGroup | None:
+    """A group for `all_failed`, in which a process waits 30 seconds for the others; None for one process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=seconds))
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=30))
 
 
 def all_failed(group: ProcessGroup | None) -> bool:

@@ -29,9 +29,13 @@ def why_no_expectations(trainer: Trainer) -> str:
     model = base_of(trainer.accelerator.unwrap_model(trainer.model))
     if model.config.is_encoder_decoder:
         return f"{type(model).__name__} is not a causal language model"
+    return "" if any(map(len, tokenized_datasets(trainer).values())) else "no evaluation rows have the column input_ids"
+
+
+def tokenized_datasets(trainer: Trainer) -> dict[str, Dataset]:
+    """The evaluation datasets with tokens, by label; a single one has the label ""."""
     datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-    has_tokens = any(isinstance(rows, Dataset) and "input_ids" in rows.column_names for rows in datasets.values())
-    return "" if has_tokens else "no evaluation rows have the column input_ids"
+    return {label: rows for label, rows in datasets.items() if isinstance(rows, Dataset) and "input_ids" in rows.column_names}
 
 
 def save_expectations(trainer: Trainer, original: PreTrainedConfig, evaluation: dict[str, float]) -> None:
@@ -40,15 +44,8 @@ def save_expectations(trainer: Trainer, original: PreTrainedConfig, evaluation: 
     held_out.parquet has the tokens of all evaluation rows, and expected.json the losses of the last evaluation, the first
     conversations with their tokens, and what the tokenizer and the original model say about generation.
     """
-    datasets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {"": trainer.eval_dataset}
-    rows = [
-        {"dataset": name, **tokens_of_row(trainer, row)}
-        for name, dataset in datasets.items()
-        if isinstance(dataset, Dataset) and "input_ids" in dataset.column_names
-        for row in dataset
-    ]
-    if not rows:
-        return
+    datasets = tokenized_datasets(trainer)
+    rows = [{"dataset": name, **tokens_of_row(trainer, row)} for name, dataset in datasets.items() for row in dataset]
     output_dir = Path(trainer.args.output_dir)
     with draft_of(output_dir / HELD_OUT) as draft:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), draft)
@@ -57,10 +54,10 @@ def save_expectations(trainer: Trainer, original: PreTrainedConfig, evaluation: 
     conversations = getattr(trainer, "conversations", [])
     columns = ("messages", "prompt", "completion", "tools", "chat_template_kwargs", "input_ids")
     is_likelihood = is_mean_likelihood(trainer)  # another loss cannot be computed from log-probabilities
-    losses = {name: f"eval_{name}_loss" if name else "eval_loss" for name in datasets}
+    losses = {label: f"eval_{label}_loss" if label else "eval_loss" for label in datasets}
     expected = {
         "step": step_of_saved_model(trainer),
-        "eval_losses": {name: evaluation[key] for name, key in losses.items() if key in evaluation and is_likelihood},
+        "eval_losses": {label: evaluation[key] for label, key in losses.items() if key in evaluation and is_likelihood},
         "batch_size": trainer.args.per_device_eval_batch_size,
         "processes": trainer.args.world_size,
         "tie_word_embeddings": is_tied(trainer, original),

@@ -10,7 +10,10 @@ from harness.run.failures import only_report
 from harness.run.parameters import base_of, config_of, generates
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Trainer
+
+COUNT, PROMPT_TOKENS = 3, 24  # samples; tokens of the prompt of a row that is one text
 
 
 def why_no_text(trainer: Trainer) -> str:
@@ -21,7 +24,7 @@ def why_no_text(trainer: Trainer) -> str:
     return "" if trainer.processing_class else "the trainer has no tokenizer"
 
 
-def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> None:
+def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
     """Continues a few evaluation rows, or answers their prompts; prints the texts and writes them to samples.txt. Collective.
 
     One batch for all: where weights are all-gathered for every token, three texts cost as much as one.
@@ -29,7 +32,7 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> No
     rows = trainer.eval_dataset if trainer.eval_dataset is not None else trainer.train_dataset
     if isinstance(rows, dict):  # one of each dataset in turn
         rows = itertools.chain.from_iterable(itertools.zip_longest(*rows.values()))
-    rows = list(itertools.islice(filter(None, rows), count))
+    rows = list(itertools.islice(filter(None, rows), COUNT))
     reason = why_no_text(trainer)
     if not reason and not all("input_ids" in row or "prompt_ids" in row for row in rows):
         reason = "the rows have no column input_ids"
@@ -39,12 +42,11 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> No
     model, tokenizer = trainer.model, trainer.processing_class
     has_encoder = config_of(trainer.accelerator.unwrap_model(model)).is_encoder_decoder
     prompts = [list(row["input_ids"]) if has_encoder else _prompt_of(row) for row in rows]
-    width = max(map(len, prompts))
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor, which a model with a vision part has
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    padding = [width - len(prompt) for prompt in prompts]
-    ids = [[pad] * pads + prompt for pads, prompt in zip(padding, prompts, strict=True)]
-    mask = [[0] * pads + [1] * len(prompt) for pads, prompt in zip(padding, prompts, strict=True)]
+    options = {"batch_first": True, "padding_side": "left"}
+    ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], padding_value=pad, **options)
+    mask = pad_sequence([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts], **options)
     device = trainer.accelerator.device
     model.eval()
     torch.manual_seed(0)  # on every process, so that they generate the same tokens
@@ -52,8 +54,8 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> No
     uncompiled = torch.compiler.set_stance("force_eager")
     with torch.no_grad(), trainer.autocast_smart_context_manager(), uncompiled, generate_on(device):
         generated = model.generate(
-            input_ids=torch.tensor(ids, device=device),
-            attention_mask=torch.tensor(mask, device=device),
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
             max_new_tokens=12 if is_rehearsal else 48,
             do_sample=True,
             top_p=0.9,
@@ -65,7 +67,7 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool, count: int = 3) -> No
         return
     with only_report("samples.txt"):  # the other processes no longer wait for this one
         texts = []
-        for prompt, tokens in zip(prompts, generated[:, 0 if has_encoder else width :].tolist(), strict=True):
+        for prompt, tokens in zip(prompts, generated[:, 0 if has_encoder else ids.shape[1] :].tolist(), strict=True):
             tokens = tokens[1:] if has_encoder else tokens  # the first one starts the decoder
             texts.append(f"> {tokenizer.decode(prompt)}\n{_decode_answer(tokens, model, tokenizer)}\n")
         note = "; random weights write nonsense" if is_rehearsal else ""
@@ -84,11 +86,11 @@ def _decode_answer(tokens: list[int], model: torch.nn.Module, tokenizer: PreTrai
     return f"{tokenizer.decode(tokens)} …"
 
 
-def _prompt_of(row: dict, length: int = 24) -> list[int]:
+def _prompt_of(row: dict) -> list[int]:
     """The tokens of a row before the first one in the loss; its first tokens if all are in the loss. Of a pair the prompt."""
     if "prompt_ids" in row:  # of DPOTrainer
         return list(row["prompt_ids"])
     ids = row["input_ids"][: row["seq_lengths"][0]] if "seq_lengths" in row else row["input_ids"]
     labels = list(row.get("labels", ids))[: len(ids)]
     masked = next((index for index, label in enumerate(labels) if label != -100), 0)
-    return list(ids[: masked if masked > 1 else min(length, max(1, len(ids) - 1))])  # not the end token of a short text
+    return list(ids[: masked if masked > 1 else min(PROMPT_TOKENS, max(1, len(ids) - 1))])  # not the end token of a short text

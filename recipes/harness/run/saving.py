@@ -18,7 +18,7 @@ from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, PreTrainedConfig, Trainer
+from transformers import AutoConfig, PreTrainedConfig, Trainer, TrainingArguments
 
 RESULTS_IN_CARD = ("global_step", "epoch", "tokens", "world_size", "global_batch_size", "final_loss", "train_loss")
 ROWS_IN_CARD = ("rows", "skipped_rows", "held_out", "trained_rows", "used_rows", "rows_read")
@@ -31,8 +31,12 @@ def set_base_revision(trainer: Trainer) -> None:
         if not settings.base_model_name_or_path:  # the recipe has made the model itself
             continue
         source = read_source(settings.base_model_name_or_path)
-        options = getattr(trainer.args, "model_init_kwargs", None) or {}
-        settings.revision = source.get("revision") or options.get("revision") or settings.revision
+        settings.revision = source.get("revision") or revision_of(trainer.args) or settings.revision
+
+
+def revision_of(args: TrainingArguments) -> str | None:
+    """The revision of the model that the trainer has loaded by its name."""
+    return (getattr(args, "model_init_kwargs", None) or {}).get("revision")
 
 
 def load_original_config(trainer: Trainer) -> PreTrainedConfig | None:
@@ -40,8 +44,7 @@ def load_original_config(trainer: Trainer) -> PreTrainedConfig | None:
 
     A recipe can make a model itself: its config is that of the model, None for a module that is none of transformers.
     """
-    args, config = trainer.args, config_of(trainer.accelerator.unwrap_model(trainer.model))
-    revision = (getattr(args, "model_init_kwargs", None) or {}).get("revision", "main")
+    config, revision = config_of(trainer.accelerator.unwrap_model(trainer.model)), revision_of(trainer.args) or "main"
     if config is not None and config.name_or_path:
         with contextlib.suppress(OSError):
             original = AutoConfig.from_pretrained(config.name_or_path, revision=revision)

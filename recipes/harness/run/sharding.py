@@ -28,10 +28,11 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> Callable[[], None]:
     """Sets what accelerate reads when it wraps the model; returns what to call once it is wrapped."""
-    check_ignored_modules(trainer)
-    set_mixed_precision(trainer, config.reduce_dtype)
-    set_offload(trainer)
-    set_layer_classes(trainer)
+    if trainer.is_fsdp_enabled:
+        check_ignored_modules(trainer)
+        set_mixed_precision(trainer, config.reduce_dtype)
+        set_offload(trainer)
+        set_layer_classes(trainer)
     prepare_quantized_model(trainer)
     train_in_float32(trainer)
     pass_inputs_to_adapters(trainer)
@@ -41,12 +42,12 @@ def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> Callable[[],
     trainer.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # see `compile_layers`
     if trainer.accelerator.ddp_handler:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # otherwise DDP holds the gradients twice
-    return hide_saved_buffers(trainer)
+    return hide_saved_buffers(trainer) if trainer.is_fsdp_enabled else lambda: None
 
 
 def check_ignored_modules(trainer: Trainer) -> None:
     """Raises UserError if the regular expression in fsdp_ignored_modules does not end with the names of this model's modules."""
-    pattern = getattr(getattr(trainer.accelerator.state, "fsdp_plugin", None), "ignored_modules", None)
+    pattern = trainer.accelerator.state.fsdp_plugin.ignored_modules
     if pattern and (problem := problem_of_pattern(pattern, [name for name, _ in trainer.model.named_modules()])):
         raise UserError(f"fsdp_ignored_modules is {shorten(pattern)}, expected a regular expression: {problem}")
 
@@ -56,8 +57,8 @@ def set_mixed_precision(trainer: Trainer, reduce_dtype: str) -> None:
 
     accelerate 1.15 has one dtype for parameters, gradient reduction and outputs, which rounds the loss itself to bf16.
     """
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is None or plugin.mixed_precision_policy is None:
+    plugin = trainer.accelerator.state.fsdp_plugin
+    if plugin.mixed_precision_policy is None:
         return
     if getattr(trainer.model, "is_loaded_in_4bit", False):
         plugin.mixed_precision_policy = None  # a cast would destroy the packed bits
@@ -104,15 +105,15 @@ def pass_inputs_to_adapters(trainer: Trainer) -> None:
 
 def set_offload(trainer: Trainer) -> None:
     """Makes the CPU offload of a run without a GPU use ordinary memory: pinned memory is memory that a GPU can reach."""
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if trainer.args.device.type == "cpu" and isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy):
+    plugin = trainer.accelerator.state.fsdp_plugin
+    if trainer.args.device.type == "cpu" and isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
 
 
 def set_layer_classes(trainer: Trainer) -> None:
     """Names the layer classes to wrap. accelerate 1.15 fails for a model that also lists layers it does not have."""
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
+    plugin = trainer.accelerator.state.fsdp_plugin
+    if plugin.transformer_cls_names_to_wrap is None:
         names = {type(layer).__name__ for layer in transformer_layers(trainer.model).values()}
         plugin.transformer_cls_names_to_wrap = sorted(names)
 

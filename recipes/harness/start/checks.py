@@ -104,8 +104,9 @@ def check_arguments(script_args: ScriptArguments, training_args: TrainingArgumen
         raise UserError(
             "--load_in_4bit, --load_in_8bit: quantized weights are frozen, so nothing would be trained: add --use_peft"
         )
-    check_remote_code(training_args)
-    check_parallelism(training_args)
+    model_init_kwargs = getattr(training_args, "model_init_kwargs", None) or {}
+    check_remote_code(training_args, model_init_kwargs)
+    check_parallelism(training_args, model_init_kwargs)
     if script_args.data.is_mixture:
         check_best_metric(script_args, training_args)
 
@@ -129,23 +130,21 @@ def check_mirror(script_args: ScriptArguments, is_training_run: bool) -> None:
     Storage(script_args.mirror)
 
 
-def check_remote_code(training_args: TrainingArguments) -> None:
+def check_remote_code(training_args: TrainingArguments, model_init_kwargs: dict) -> None:
     """Raises UserError if Python code that comes with a model is to be run."""
-    options = getattr(training_args, "model_init_kwargs", None) or {}
-    if getattr(training_args, "trust_remote_code", False) or "trust_remote_code" in options:
+    if getattr(training_args, "trust_remote_code", False) or "trust_remote_code" in model_init_kwargs:
         raise UserError(
             "--trust_remote_code: code that comes with a model is not run here: leave it out, and use a model whose architecture "
             "is part of transformers"
         )
 
 
-def check_parallelism(training_args: TrainingArguments) -> None:
+def check_parallelism(training_args: TrainingArguments, model_init_kwargs: dict) -> None:
     """Raises UserError for tensor, context or sequence parallelism that a flag or a variable asks for.
 
     `configs.read` refuses the keys of a config. Batch sizes and tokens/s would be wrong by the number of processes that share
     a row.
     """
-    model_init_kwargs = getattr(training_args, "model_init_kwargs", None) or {}
     options = [name for name in ("distributed_config", "tp_plan", "tp_size") if name in model_init_kwargs]
     asking = [f"--model_init_kwargs: {name}" for name in options]
     if training_args.parallelism_config:

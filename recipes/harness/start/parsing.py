@@ -16,20 +16,7 @@ from accelerate.utils import check_cuda_p2p_ib_support
 
 
 def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **recipe: Any) -> Arguments:
-    """Turns the values of a recipe and the command line into the three argument objects of TRL's scripts.
-
-    Args:
-        config_class: `trl.SFTConfig`, `transformers.TrainingArguments` or a subclass; see `harness.parse`.
-        dataset_formats: the formats of rows that the recipe can train on, its first choice first: "text", "messages",
-            "prompt_completion", "instruction" (see `harness/data/formats.py`). Empty: rows stay as they are.
-        **recipe: the values of the recipe, by the names of the arguments.
-
-    Returns:
-        `(script_args, training_args, model_args)`. In a rehearsal they name the tiny model and dataset.
-
-    Raises:
-        UserError: for anything the user can fix. `harness.parse` turns it into one message and exit code 2.
-    """
+    """See `harness.parse`, which turns a UserError into one message and exit code 2."""
     context = contexts.current() or start_without_launcher()
     quiet_libraries()
     never_ask_for_code()

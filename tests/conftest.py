@@ -188,6 +188,7 @@ def environment(tmp_path_factory, hub_port):
         "HF_HOME": str(home / "huggingface"),
         "HF_ENDPOINT": f"http://127.0.0.1:{hub_port}",
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_XET": "1",  # the tests' Hub has none
         "NO_COLOR": "1",
     }
 

@@ -1,15 +1,12 @@
 """--push_to_hub, against a Hub on this machine: what is uploaded, what is refused before the training, an upload that fails."""
 
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 
 from harness.messages import UserError
 from harness.run.publishing import Repository, check_repository, take_repository
 
 import pytest
-from conftest import ROOT
 from local_hub import serve
 from safetensors.torch import load_file
 
@@ -21,8 +18,8 @@ USERS = {
 
 
 @pytest.fixture
-def hub(tmp_path):
-    with serve(tmp_path / "hub") as server:
+def hub(tmp_path, hub_port):
+    with serve(tmp_path / "hub", hub_port) as server:
         server.users = USERS
         (server.root / "models/me/open").mkdir(parents=True)
         yield server
@@ -83,21 +80,20 @@ def test_trainer_itself_uploads_nothing():
     assert args.push_to_hub is False and take_repository(args) is None
 
 
-def test_run_is_uploaded_also_after_a_failure(hub, rehearse, workdir, environment, tmp_path):
+def test_run_is_uploaded_also_after_a_failure(hub, rehearse, fork_launch, workdir, tmp_path):
     """A run whose upload fails is finished; the same command uploads it, and trains no second time. The merged model too."""
     rehearse("qwen2_fineweb_edu", "1x3090")
     made = next((workdir / "outputs/tiny/.made").glob("Qwen--Qwen2-0.5B-*"))
     model, rows, run = tmp_path / "model", tmp_path / "rows.txt", tmp_path / "run"
     shutil.copytree(made, model)
     rows.write_text("\n".join(f"The number {number} comes before {number + 1}." for number in range(60)))
-    command = [sys.executable, ROOT / "recipes/qwen2_fineweb_edu.py", "--use_cpu", "--max_steps", "2", "--max_length", "64"]
+    command = ["qwen2_fineweb_edu", "1x3090", "--use_cpu", "--max_steps", "2", "--max_length", "64"]
     command += ["--global_batch_size", "2", "--per_device_train_batch_size", "1", "--max_eval_samples", "4"]
     command += ["--model_name_or_path", model, "--dataset_name", rows, "--output_dir", run, "--use_peft"]
     command += ["--push_to_hub", "--hub_model_id", "my-lab/mine"]
-    variables = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(ROOT / "recipes")}
 
     def call(words, code=0):
-        process = subprocess.run(words, cwd=tmp_path, env=environment | variables, capture_output=True, text=True, check=False)
+        process = fork_launch(*words, cwd=tmp_path, HF_TOKEN=TOKEN)
         assert process.returncode == code, process.stdout + process.stderr
         assert TOKEN not in process.stdout + process.stderr
         return process.stdout
@@ -127,7 +123,7 @@ def test_run_is_uploaded_also_after_a_failure(hub, rehearse, workdir, environmen
     for file in [*run.rglob("*"), *uploaded.rglob("*")]:
         assert not file.is_file() or TOKEN.encode() not in file.read_bytes(), file
 
-    command = [sys.executable, "-m", "harness.commands.merge", run, "--push_to_hub", "--hub_model_id", "me/merged"]
+    command = ["--merge", run, "--push_to_hub", "--hub_model_id", "me/merged"]
     hub.failure = lambda method, path: "403" if "/commit/" in path else None
     assert "the same command again, which does not merge again" in call(command)
     assert "warning: the upload to me/merged failed" in call(command, code=1)

@@ -162,9 +162,12 @@ from harness.nodes.rendezvous import OneNode
 from harness.start import processes
 processes.LIBRARIES = ("torch",)  # the others would only take time
 method = processes.start_server()
-context = Context(sys.argv[1], AccelerateConfig(distributed_type="FSDP"), processes=int(sys.argv[2]))
-code = processes.train(method, context, [], {}, OneNode(), Path(sys.argv[1]).parent)
-print("code", code)
+for path, count in zip(sys.argv[1::2], sys.argv[2::2]):
+    context = Context(path, AccelerateConfig(distributed_type="FSDP"), processes=int(count))
+    code = processes.train(method, context, [], {}, OneNode(), Path(path).parent)
+    print("code", code, flush=True)
+    print("---", flush=True)
+    print("---", file=sys.stderr, flush=True)
 processes.exit_quickly(code)
 """
 # What each process does, and what is expected: the exit code, the end of the message, and how often a process was ended.
@@ -198,16 +201,21 @@ def finish(): pass
 """
 
 
-@pytest.mark.parametrize(("acts", "code", "message", "ended"), FAILURES, ids=[" | ".join(acts) for acts, *_ in FAILURES])
-def test_others_are_ended_when_one_fails(python, tmp_path, acts, code, message, ended):
+def test_others_are_ended_when_one_fails(python, tmp_path):
     """The message is about the first one that failed, also if others lose their connection to it at the same moment."""
-    recipe = tmp_path / "recipe.py"
-    calls = [f"if rank == {rank}: {act if '(' in act else act + '()'}" for rank, act in enumerate(acts)]
-    recipe.write_text("\n".join([BEHAVIOUR.replace("{count}", str(len(acts))), *calls]))
-    process = python(TRAIN, arguments=[str(recipe), str(len(acts))])
-    assert process.returncode == code and f"code {code}\n" in process.stdout, process.stdout + process.stderr
-    assert message in process.stderr and process.stderr.count("error: ") == bool(code), process.stderr
-    assert process.stdout.count("ended") == ended and "Traceback" not in process.stderr
+    arguments = []
+    for number, (acts, *_) in enumerate(FAILURES):
+        recipe = tmp_path / f"recipe_{number}.py"
+        calls = [f"if rank == {rank}: {act if '(' in act else act + '()'}" for rank, act in enumerate(acts)]
+        recipe.write_text("\n".join([BEHAVIOUR.replace("{count}", str(len(acts))), *calls]))
+        arguments += [str(recipe), str(len(acts))]
+    process = python(TRAIN, arguments=arguments)
+    printed, errors = process.stdout.split("---\n"), process.stderr.split("---\n")
+    assert (printed.pop(), errors.pop()) == ("", ""), process.stdout + process.stderr
+    for (acts, code, message, ended), out, err in zip(FAILURES, printed, errors, strict=True):
+        assert out.endswith(f"code {code}\n") and out.count("ended") == ended, (acts, out, err)
+        assert message in err and err.count("error: ") == bool(code) and "Traceback" not in err, (acts, out, err)
+    assert process.returncode == FAILURES[-1][1]
 
 
 RESTARTS = """

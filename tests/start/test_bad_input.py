@@ -243,7 +243,7 @@ KINDS = {
     "Hub that cannot be reached": (f"{TINY} --output_dir new --model_name_or_path no/llama", "the Hub cannot be reached"),
     "model without config": (f"{REAL} ./data", "has no config.json"),
     "model without weights": (f"{REAL} ./weightless", "weightless has no model.safetensors"),
-    "model with half of its weights": (f"{REAL} ./half", "bytes, its header says"),
+    "model with half of its weights": (f"{REAL} ./half", "is not a complete safetensors file"),
     "weights that are not safetensors": (f"{REAL} ./short", "is not a complete safetensors file"),
     "model without one of its files": (f"{REAL} ./parts", "parts has no model-2.safetensors"),
     "model without tokenizer": (f"{REAL} ./mute", "mute has no tokenizer"),

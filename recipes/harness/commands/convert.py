@@ -20,7 +20,7 @@ from harness.configs import (
     read,
 )
 from harness.json_types import has_type, name_of_type, shorten
-from harness.messages import UserError, exit_on_user_error, print_once
+from harness.messages import UserError, exit_on_user_error, plural, print_once
 
 import yaml
 
@@ -121,7 +121,7 @@ def translate(path: str) -> tuple[dict, list[str]]:
     unknown = {key: value for key, value in keys.items() if key not in TOP_KEYS | {"deepspeed_config"}}
     if problems := find_problems(new | unknown, path):
         raise UserError(f"{file}: {'; '.join(problems)}")
-    where = f"{processes} GPU{'s' if processes > 1 else ''}" + (f" of {machines} machines" if machines > 1 else "")
+    where = plural(processes, "GPU") + (f" of {machines} machines" if machines > 1 else "")
     if new["mixed_precision"] != "no" and "fsdp_config" in new:
         half = {"bf16": "bfloat16", "fp16": "float16"}[new["mixed_precision"]]
         notes.append(f"Gradients are reduced in float32; fsdp_reduce_dtype: {half} below fsdp_config halves that communication.")

@@ -24,7 +24,7 @@ from harness.batches import is_packed, length_of_rows, rows_of_step
 from harness.commands import arguments
 from harness.commands.expectations import IGNORED, Document, documents_of
 from harness.contexts import BuildingContext
-from harness.messages import UserError, exit_on_user_error, print_once, printable
+from harness.messages import UserError, exit_on_user_error, plural, print_once, printable
 from harness.start import flags
 from harness.start.launch import hide_library_warnings, set_environment
 from harness.start.processes import build_trainer
@@ -251,9 +251,7 @@ def print_rows(tokenizer: Any, rows: PreviewRows) -> None:
     print_once(f"\nThe first sequences as the model sees them: {key}; special tokens are {'bold' if has_colour else 'marked ◆'}.")
     for row in rows.packed[:SHOWN_ROWS]:
         documents = documents_of(row)
-        print_once(
-            f"\n--- a sequence of {len(row['input_ids']):,} tokens, {len(documents)} document{'s' if len(documents) > 1 else ''}"
-        )
+        print_once(f"\n--- a sequence of {len(row['input_ids']):,} tokens, {plural(len(documents), 'document')}")
         print_once(
             "\n---\n".join(paint(tokenizer, *document, has_colour) for document in documents[:SHOWN_DOCUMENTS]), is_printable=True
         )

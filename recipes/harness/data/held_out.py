@@ -2,7 +2,7 @@
 
 import itertools
 
-from harness.messages import UserError
+from harness.messages import UserError, plural
 
 import numpy as np
 from datasets import IterableDataset
@@ -56,7 +56,7 @@ def at_most_a_tenth(rows: int, count: int, name: str) -> int:
 
 
 def too_few_rows(name: str, rows: int, distinct: int) -> str:
-    found = f"{rows} row{'s' if rows != 1 else ''} that can be used" + (", all of them equal" if rows > distinct else "")
+    found = f"{plural(rows, 'row')} that can be used" + (", all of them equal" if rows > distinct else "")
     return (
         f"--dataset_name: {name} has {found}, so no row of it is left to train on: a run needs two different rows, one to "
         "train on and one to evaluate on, or rows for evaluation in a split or file named test"

@@ -1,7 +1,6 @@
 """Whether the weight files of a model are complete, and have the weights that its config names."""
 
 import contextlib
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from harness.messages import UserError, plural, print_once
 import torch
 import transformers
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 WEIGHTS = "model.safetensors"
@@ -232,17 +231,9 @@ def check_weight_files(folder: Path) -> None:
                 "safetensors are loaded)"
             )
         try:
-            with path.open("rb") as file:
-                header_size = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(header_size))
-            ends = [entry["data_offsets"][1] for tensor, entry in header.items() if tensor != "__metadata__"]
-            expected = 8 + header_size + max(ends)
-        except (ValueError, TypeError, KeyError, OverflowError, MemoryError, AttributeError, RecursionError) as error:
+            with safe_open(path, "pt"):  # reads the header, and compares it with the length of the file
+                pass
+        except (SafetensorError, OSError) as error:
             raise UserError(
-                f"--model_name_or_path: {path} is not a complete safetensors file: copy or download it again"
+                f"--model_name_or_path: {path} is not a complete safetensors file ({error}): copy or download it again"
             ) from error
-        if path.stat().st_size != expected:
-            raise UserError(
-                f"--model_name_or_path: {path} has {path.stat().st_size:,} bytes, its header says {expected:,}: copy or download "
-                "it again"
-            )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import folder
-from harness.messages import UserError, die, last_line, readable_size
+from harness.messages import UserError, die, last_line, plural, readable_size
 from harness.run.marker import is_incomplete
 
 from transformers import PreTrainedModel
@@ -32,8 +32,8 @@ def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
     needed, free = missing * checkpoint_size + model_size, shutil.disk_usage(run).free
     if free < needed:
         raise UserError(
-            f"--output_dir: {run} has {readable_size(free)} free, this run needs {readable_size(needed)}: {missing} "
-            f"checkpoint{'' if missing == 1 else 's'} of {readable_size(checkpoint_size)} and a model of "
+            f"--output_dir: {run} has {readable_size(free)} free, this run needs {readable_size(needed)}: "
+            f"{plural(missing, 'checkpoint')} of {readable_size(checkpoint_size)} and a model of "
             f"{readable_size(model_size)}. Free some space, or pass a folder on another disk"
         )
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from harness import folder
 from harness.exchange import gather_values, value_of_first
 from harness.folder import COMPLETION_MARKER, RESULT_TYPES, RESULTS, RUN, DamagedFile, read_json
-from harness.messages import UserError, print_once, readable_size
+from harness.messages import UserError, plural, print_once, readable_size
 from harness.nodes.variables import seconds_of_silence
 from harness.restarts import keep_settings
 from harness.run.agreement import maximum
@@ -512,7 +512,7 @@ class Mirror(TrainerCallback):
         self._begin_upload(MODEL)
         self._finish_upload(PATIENCE)
         if MODEL not in self.failed:
-            print_once(f"The model and {len(self.complete)} checkpoint{'' if len(self.complete) == 1 else 's'} are in {url}")
+            print_once(f"The model and {plural(len(self.complete), 'checkpoint')} are in {url}")
         for name, reason in self.failed.items():
             print_once(f"warning: {name} was not uploaded: {reason}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.exchange import gather_values, value_of_first
 from harness.folder import RUN, draft_of, read_json
-from harness.messages import print_once
+from harness.messages import plural, print_once
 
 import torch
 from torch.profiler import ProfilerActivity, schedule
@@ -96,8 +96,7 @@ class Profile(TrainerCallback):
         title = f"{run.get('recipe', 'run')} × {run.get('config', '')}, "
         no_kernels = " (the profiler recorded no kernel of the GPU)" if torch.cuda.is_available() and not has_kernels else ""
         text = (
-            f"{title}steps {self.first} to {self.last}, mean of {len(ranks)} process{'es' if len(ranks) > 1 else ''}, on the "
-            f"{device}{no_kernels}:\n\n"
+            f"{title}steps {self.first} to {self.last}, mean of {plural(len(ranks), 'process')}, on the {device}{no_kernels}:\n\n"
         ) + format_table([total for total, _ in ranks], [times for _, times in ranks], len(steps))
         picture = self.folder / "timeline.png"
         draw_timeline(by_category, *steps[0], f"{title}step {self.first} of process 0, on the {device}", picture)

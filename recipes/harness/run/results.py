@@ -14,7 +14,7 @@ from typing import Any
 from harness.compat.transformers import attention_of
 from harness.exchange import gather_values
 from harness.folder import DATA, DATA_TYPES, RESULTS, RUN, draft_of, read_json, read_starts, write_json
-from harness.messages import print_once
+from harness.messages import plural, print_once
 from harness.run.failures import only_report
 from harness.run.forecast import describe_forecast, read_forecast
 from harness.run.metrics import evaluation_losses, format_metrics, own_metrics
@@ -278,7 +278,7 @@ def print_summary(results: dict, output_dir: str) -> None:
     if results["num_nodes"] > 1:
         print_once("\n".join(json.dumps(report) for report in results["nodes"]))
     kind = "FSDP" if results["fsdp_enabled"] else "Unsharded"
-    processes = f"{results['world_size']} process{'es' if results['world_size'] > 1 else ''}"
+    processes = plural(results["world_size"], "process")
     replicas = results["replicas"]
     if 1 < replicas < results["world_size"]:
         processes += f" ({replicas} replicas of {results['world_size'] // replicas})"

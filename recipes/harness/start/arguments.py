@@ -29,7 +29,7 @@ from harness.data.loading import FIRST_ROWS
 from harness.data.parsing import settings_of_data, sources_of
 from harness.data.script_arguments import ScriptArguments
 from harness.json_types import has_type, name_of_type, shorten
-from harness.messages import UserError
+from harness.messages import UserError, plural
 from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny
 from harness.run.publishing import take_repository
@@ -299,7 +299,7 @@ def accumulation_steps(rows: int | None, micro_batch: int, processes: int) -> in
         below, above = rows // unit * unit, (rows // unit + 1) * unit
         raise UserError(
             f"--global_batch_size {rows} is not a multiple of {unit}, which is --per_device_train_batch_size {micro_batch} on "
-            f"{processes} process{'es' if processes > 1 else ''}: pass --global_batch_size "
+            f"{plural(processes, 'process')}: pass --global_batch_size "
             f"{f'{below} or {above}' if below else above}, or another micro-batch{or_processes(rows, micro_batch)}"
         )
     return steps

@@ -48,7 +48,7 @@ def count_gpus() -> int:
         except RuntimeError as error:
             reason = str(error)
         raise UserError(
-            f"PyTorch {torch.__version__} cannot use the {count} GPU{'s' if count > 1 else ''} of this machine: {reason[:300]} "
+            f"PyTorch {torch.__version__} cannot use the {plural(count, 'GPU')} of this machine: {reason[:300]} "
             "Update the driver, or install PyTorch for an older one: TORCH_INDEX=https://download.pytorch.org/whl/cu126 "
             "./launch.sh --install, or set PYTHON to an environment of yours. To rehearse on CPU, set CUDA_VISIBLE_DEVICES=''"
         )
@@ -128,7 +128,7 @@ def print_few_cores(context: Context) -> None:
     if not context.on_cpu and cores < gpus:
         node = os.environ.get(NODE_VARIABLE, "0")
         print(
-            f"warning: node {node} gives this run {cores} core{'s' if cores > 1 else ''} for {gpus} GPUs, so the processes wait "
+            f"warning: node {node} gives this run {plural(cores, 'core')} for {gpus} GPUs, so the processes wait "
             "for each other: ask for more (SLURM: --cpus-per-task, 8 for each GPU)",
             file=sys.stderr,
             flush=True,

@@ -20,7 +20,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-COMMANDS = {f"--{name}": f"harness.commands.{name}" for name in ("preview", "prepare", "merge")}
+COMMANDS = {f"--{name}": f"harness.commands.{name}" for name in ("preview", "prepare", "merge", "chat", "verify")}
+COMMANDS["--plan"] = "harness.plan.command"
+WITH_CONFIG = ("harness.start.launch", "harness.plan.command")
 
 
 class ForkedLauncher:
@@ -28,7 +30,7 @@ class ForkedLauncher:
 
     With `trains=False` a run that passes its checks ends with code 0 and trains nothing. `mounts` are arguments of `mount`, and
     `node` is a network namespace and a host name, for this launch only. `variables` cannot be those that libraries read when
-    they are imported.
+    they are imported; STDIN is the file for standard input, which is empty without it.
     """
 
     def __init__(self, environment, folder):
@@ -51,7 +53,7 @@ class ForkedLauncher:
         words = [str(argument) for argument in arguments]
         module = next((COMMANDS[word] for word in words if word in COMMANDS), "harness.start.launch")
         words = [word for word in words if word not in COMMANDS]
-        folders = (("recipes", "py"), ("accelerate_configs", "yaml"))[: 2 if module == "harness.start.launch" else 1]
+        folders = (("recipes", "py"), ("accelerate_configs", "yaml"))[: 2 if module in WITH_CONFIG else 1]
         named = [place for place, word in enumerate(words) if not word.startswith("--")][: len(folders)]
         for place, (folder, ending) in zip(named, folders, strict=False):
             if "/" not in words[place]:
@@ -145,7 +147,8 @@ def launch(
 
     code = 1
     try:
-        for descriptor, file, flags in ((0, os.devnull, os.O_RDONLY), (1, out, APPEND), (2, err, APPEND)):
+        stdin = variables.pop("STDIN", os.devnull)
+        for descriptor, file, flags in ((0, stdin, os.O_RDONLY), (1, out, APPEND), (2, err, APPEND)):
             opened = os.open(file, flags)
             os.dup2(opened, descriptor)
             os.close(opened)

@@ -1,27 +1,23 @@
 """Values that processes tell each other."""
 
 import json
-import subprocess
-import sys
+import multiprocessing
 
 from harness import exchange
 
 import pytest
+import torch.distributed as dist
+from accelerate import PartialState
 from conftest import ROOT, free_port
 
 VALUES = [3, 0.1, float("inf"), "é\ud800", None, True, {"a": [1.5, {}]}, ["x" * 1000, ""], []]
-EXCHANGE = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-import torch.distributed as dist
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=int(sys.argv[3]), world_size=2)
-from accelerate import PartialState
-PartialState(cpu=True)
-from harness import exchange
-values = json.loads(sys.argv[4])
-own = values if dist.get_rank() else values[:2]
-print(json.dumps([exchange.gather_values(own), exchange.value_of_first(own)]))
-"""
+
+
+def exchange_in_process(rank: int, port: int, results: multiprocessing.SimpleQueue) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    PartialState(cpu=True)
+    own = VALUES if rank else VALUES[:2]
+    results.put(json.dumps([exchange.gather_values(own), exchange.value_of_first(own)]))
 
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
@@ -31,13 +27,15 @@ def test_one_process(value):
 
 def test_two_processes():
     """The values have different lengths."""
-    arguments = [sys.executable, "-c", EXCHANGE, str(ROOT / "recipes"), str(free_port())]
-    processes = [
-        subprocess.Popen([*arguments, str(rank), json.dumps(VALUES)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)
-    ]
+    context, port = multiprocessing.get_context("fork"), free_port()
+    results = context.SimpleQueue()
+    processes = [context.Process(target=exchange_in_process, args=(rank, port, results)) for rank in (0, 1)]
     for process in processes:
-        output, _ = process.communicate(timeout=120)
-        assert json.loads(output.splitlines()[-1]) == [[VALUES[:2], VALUES], VALUES[:2]]
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode == 0
+        assert json.loads(results.get()) == [[VALUES[:2], VALUES], VALUES[:2]]
 
 
 def test_nothing_is_unpickled():

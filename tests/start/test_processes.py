@@ -311,6 +311,7 @@ def finish():
 CALL = """
 from harness.start import processes
 import work
+processes.LIBRARIES = ("torch",)
 print(*processes.call(processes.start_server(), work.finish), flush=True)
 """
 

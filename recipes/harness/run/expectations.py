@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 from harness.folder import draft_of, write_json
 from harness.model.quantized import read_source
@@ -38,11 +39,13 @@ def tokenized_datasets(trainer: Trainer) -> dict[str, Dataset]:
     return {label: rows for label, rows in datasets.items() if isinstance(rows, Dataset) and "input_ids" in rows.column_names}
 
 
-def save_expectations(trainer: Trainer, original: PreTrainedConfig, evaluation: dict[str, float]) -> None:
+def save_expectations(
+    trainer: Trainer, original: PreTrainedConfig, evaluation: dict[str, float], conversations: list[dict[str, Any]]
+) -> None:
     """Writes what --verify compares the saved, merged or served model with; not collective.
 
-    held_out.parquet has the tokens of all evaluation rows, and expected.json the losses of the last evaluation, the first
-    conversations with their tokens, and what the tokenizer and the original model say about generation.
+    held_out.parquet has the tokens of all evaluation rows, and expected.json the losses of the last evaluation, the
+    `conversations` with their tokens, and what the tokenizer and the original model say about generation.
     """
     datasets = tokenized_datasets(trainer)
     rows = [{"dataset": name, **tokens_of_row(trainer, row)} for name, dataset in datasets.items() for row in dataset]
@@ -51,7 +54,6 @@ def save_expectations(trainer: Trainer, original: PreTrainedConfig, evaluation: 
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), draft)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     name = trainer.accelerator.unwrap_model(trainer.model).config.name_or_path
-    conversations = getattr(trainer, "conversations", [])
     columns = ("messages", "prompt", "completion", "tools", "chat_template_kwargs", "input_ids")
     is_likelihood = is_mean_likelihood(trainer)  # another loss cannot be computed from log-probabilities
     losses = {label: f"eval_{label}_loss" if label else "eval_loss" for label in datasets}

@@ -132,7 +132,7 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
         if reason and not why_no_text(trainer):  # which the line about the samples says
             print_once(f"Nothing for --verify to compare with: {reason}.")
         if not reason and trainer.is_world_process_zero():
-            save_expectations(trainer, original, evaluation)
+            save_expectations(trainer, original, evaluation, settings.conversations)
     mirror.finish()
     more = {"used": settings.used} | mirror.results()
     results = write_results(trainer, output, evaluation, parts.progress, parameters, resumed_from, more)

@@ -23,4 +23,5 @@ class RunSettings:
     dataset_weights: dict[str, float] | None = None  # of a mixture: the share of each dataset, by its label
     repository: Repository | None = None  # to which the model is uploaded
     prompt: dict[str, Any] = field(default_factory=dict)  # the content of prompt.json
+    conversations: list[dict[str, Any]] = field(default_factory=list)  # the first ones for evaluation, with their tokens
     asked_accumulation_steps: int | None = None  # the gradient_accumulation_steps that were asked for

@@ -134,14 +134,14 @@ class Train(RunContext):
         )
 
     def tokenized(self, trainer: Trainer, split: str, rows: Any, tokenized: Any) -> None:
-        """Records how prompts look, and keeps the first evaluation conversations, with their tokens, in `trainer.conversations`.
+        """Records how prompts look, and keeps the first evaluation conversations, with their tokens.
 
         --verify compares the prompts of a server with the tokens that were trained, and the packed rows have no messages.
         """
         if "begins" not in self.settings.prompt:  # of the training rows, unless they are a stream
             self.settings.prompt |= describe_rows(rows)
         if split != "train" and isinstance(rows, Dataset) and is_conversational(rows[0]):
-            trainer.conversations = [*getattr(trainer, "conversations", []), *tokenized.take(CONVERSATIONS)]
+            self.settings.conversations += tokenized.take(CONVERSATIONS)
 
     def built(self, trainer: Trainer) -> None:
         script_args, _, model_args = self.arguments

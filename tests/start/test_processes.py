@@ -237,26 +237,32 @@ if attempt < {crashes} and rank == 1:
 SAVE = "(folder / f'checkpoint-{attempt}').mkdir(); (folder / f'checkpoint-{attempt}/complete.json').touch(); "
 
 
-@pytest.mark.parametrize(
-    ("crashes", "crash", "code", "attempts"),
-    [
-        (2, "os.kill(os.getpid(), 9)", 0, 3),
-        (4, SAVE + "os.kill(os.getpid(), 9)", 0, 5),
-        (9, "os.abort()", 134, 3),
-        (9, "sys.exit(2)", 2, 1),
-        (9, "sys.exit(12)", 12, 1),
-    ],
-    ids=["crashes twice", "makes progress", "crashes always", "user error", "out of memory"],
-)
-def test_processes_that_crash_start_again(python, tmp_path, crashes, crash, code, attempts):
+# In how many attempts it crashes, and how; the exit code, and how many attempts there are.
+CRASHES = {
+    "crashes twice": (2, "os.kill(os.getpid(), 9)", 0, 3),
+    "makes progress": (4, SAVE + "os.kill(os.getpid(), 9)", 0, 5),
+    "crashes always": (9, "os.abort()", 134, 3),
+    "user error": (9, "sys.exit(2)", 2, 1),
+    "out of memory": (9, "sys.exit(12)", 12, 1),
+}
+
+
+def test_processes_that_crash_start_again(python, tmp_path):
     """At most `max_restarts` times without a new checkpoint, and not after what happens again."""
-    (tmp_path / "recipe.py").write_text(RESTARTS.format(crashes=crashes, crash=crash))
-    script = TRAIN.replace(".parent)", ".parent, max_restarts=2)")
-    process = python(script, arguments=[str(tmp_path / "recipe.py"), "2"])
-    assert process.returncode == code, process.stdout + process.stderr
-    assert process.stdout.count("attempt") == attempts and process.stdout.count("Starting again") == attempts - 1
-    assert process.stdout.count("Process 1 failed first") == attempts - 1
-    assert process.stderr.count("error: ") == process.stderr.count("process 1 failed first") == (code > 100)
+    arguments = []
+    for kind, (crashes, crash, *_) in CRASHES.items():
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "recipe.py").write_text(RESTARTS.format(crashes=crashes, crash=crash))
+        arguments += [str(tmp_path / kind / "recipe.py"), "2"]
+    process = python(TRAIN.replace(".parent)", ".parent, max_restarts=2)"), arguments=arguments)
+    printed, errors = process.stdout.split("---\n"), process.stderr.split("---\n")
+    assert (printed.pop(), errors.pop()) == ("", ""), process.stdout + process.stderr
+    for (kind, expected), out, err in zip(CRASHES.items(), printed, errors, strict=True):
+        *_, code, attempts = expected
+        assert out.endswith(f"code {code}\n"), (kind, out, err)
+        assert out.count("attempt") == attempts and out.count("Starting again") == attempts - 1, (kind, out)
+        assert out.count("Process 1 failed first") == attempts - 1, (kind, out)
+        assert err.count("error: ") == err.count("process 1 failed first") == (code > 100), (kind, err)
 
 
 IGNORES_SIGTERM = """

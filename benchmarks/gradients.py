@@ -19,12 +19,7 @@ class SaveGradients(TrainerCallback):
         self.folder = folder
 
     def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: object
     ) -> None:
         gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
         local = {name: grad.to_local() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}

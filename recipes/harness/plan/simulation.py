@@ -398,12 +398,7 @@ class SimulatedStep(TrainerCallback):
         return {name: self.fakes.fake(value) for name, value in batch.items()}
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: Any
     ) -> None:
         """Makes the optimizer's states and the gradients of earlier micro-batches, and checks their size."""
         ledger, optimizer = self.ledger, self.trainer.optimizer.optimizer
@@ -452,12 +447,7 @@ class SimulatedStep(TrainerCallback):
             return function(*args, **kwargs)
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: Any
     ) -> None:
         """Counts the step, simulates an evaluation, a sample and the final save, and ends the simulation."""
         self.trained_here = sum(local_tensor(weight).numel() for weight in self.optimized)

@@ -84,12 +84,7 @@ class Checkpoints(TrainerCallback):
             delete(path)
 
     def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: object
     ) -> None:
         """Waits until all files of a checkpoint are on the disk, then writes its completion marker."""
         process, checkpoint = PartialState(), self.output_dir / f"checkpoint-{state.global_step}"

@@ -123,15 +123,8 @@ class Progress(TrainerCallback):
         fields["host_gb"] = round((memory.total - memory.available) / 1e9, 1)  # of all programs on this node
         return fields | self.gpus.read()
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict | None = None,
-        **kwargs: object,
-    ) -> None:
-        line = format_logs(logs or {}, state.global_step, state.max_steps, self.seconds_left)
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: object) -> None:
+        line = format_logs(logs, state.global_step, state.max_steps, self.seconds_left)
         if line and state.is_world_process_zero:
             tqdm.write(line)
 

@@ -203,12 +203,7 @@ class AfterWrapping(TrainerCallback):
                 return_float32(other)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: object
     ) -> None:
         """Checks the sharding, which accelerate has just done, and sets what can only be set on a sharded model."""
         if self.config.path:

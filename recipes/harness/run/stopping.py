@@ -91,25 +91,13 @@ class StopAtLastStep(TrainerCallback):
 class StopOnNan(TrainerCallback):
     """Ends a run whose loss or weights are NaN or infinite, before the checkpoint gets its completion marker."""
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict | None = None,
-        **kwargs: object,
-    ) -> None:
-        loss = (logs or {}).get("loss", 0.0)
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: object) -> None:
+        loss = logs.get("loss", 0.0)
         if not math.isfinite(loss):
             self._stop(f"the loss is {loss}", state)
 
     def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: torch.nn.Module | None = None,
-        **kwargs: object,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: object
     ) -> None:
         """Stops the run, on all processes, if a trained weight is NaN or infinite."""
         trained = [local_tensor(weight.detach()) for weight in model.parameters() if weight.requires_grad]

@@ -7,7 +7,7 @@ import shutil
 import psutil
 import pytest
 import torch
-from conftest import ROOT, losses, read, wait_until
+from conftest import ROOT, losses, read, slow, wait_until
 from rehearsals import SHORT
 from safetensors.torch import load_file
 
@@ -29,7 +29,7 @@ def start(fork_launch, tmp_path):
         process.kill()
 
 
-@pytest.mark.parametrize("config", ["1x3090", "4gpu_shard_grad_op"])
+@pytest.mark.parametrize("config", ["1x3090", pytest.param("4gpu_shard_grad_op", marks=slow)])
 def test_stop_writes_checkpoint(rehearse, start, workdir, config):
     """SIGTERM to the launcher: the step ends, a checkpoint is written, and the same command resumes from it."""
     rehearse(RECIPE, "1x3090")  # makes the tiny model and dataset

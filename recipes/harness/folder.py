@@ -301,16 +301,9 @@ def read_starts(folder: Path) -> list[dict]:
 
 def _read_run_file(folder: Path) -> dict:
     try:
-        return check_types_of_run(read_json(folder / RUN), str(folder / RUN))
+        return read_json(folder / RUN, RUN_TYPES)
     except ValueError as error:
         raise UserError(f"--output_dir: {error}, or choose another folder") from error
-
-
-def check_types_of_run(run: dict, name: str) -> dict:
-    """`run`, which is the content of a run.json or {}. Raises DamagedFile unless it has what this project reads of it."""
-    if run:
-        check_types(run, RUN_TYPES, name)
-    return run
 
 
 def is_replaced_rehearsal(folder: Path, identity: dict, is_default: bool) -> bool:

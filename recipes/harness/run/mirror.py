@@ -57,15 +57,15 @@ TAKEN = "another run has taken the mirror"
 T = TypeVar("T")
 
 
-def check(url: str, identity: dict, output_dir: Path) -> dict:
-    """Returns the results of the run in the mirror if it is finished, {} if not. Writes nothing.
+def check(url: str, identity: dict, output_dir: Path) -> tuple[dict, datetime | None]:
+    """Returns the results of the run in the mirror, {} if it is not finished, and when it was first started. Writes nothing.
 
     Raises UserError if the mirror has another run, or if a run writes there. `identity`: the content of run.json.
     """
     storage = Storage(url)
     if storage.folder and storage.folder.is_relative_to(output_dir.absolute()):
         raise UserError(f"--mirror: {url} is in the output directory, so both would be lost together: pass another URL")
-    run = at_start(storage, lambda: folder.check_types_of_run(storage.read(RUN, {}), f"{storage.url}/{RUN}"), patience=10)
+    run = at_start(storage, lambda: storage.read(RUN, folder.RUN_TYPES), patience=10)
     results = at_start(storage, lambda: storage.read(RESULTS, RESULT_TYPES))
     has_checkpoints = bool(at_start(storage, storage.checkpoints))
     if run and (has_checkpoints or results):
@@ -74,13 +74,7 @@ def check(url: str, identity: dict, output_dir: Path) -> dict:
             for message in keep_settings(run, identity):  # the newest of the mirror is downloaded
                 print_once(message)
     Heartbeat(storage, output_dir).wait_for_silence()
-    return results
-
-
-def date_of_run(url: str) -> datetime | None:
-    """When the run in a mirror was started for the first time, None if there is none."""
-    storage = Storage(url)
-    return folder.date_of(at_start(storage, lambda: storage.read(RUN, {}), patience=10))
+    return results, folder.date_of(run)
 
 
 def claim(url: str, identity: dict, output_dir: Path) -> None:

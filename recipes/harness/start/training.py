@@ -233,7 +233,7 @@ def check_and_claim_run(context: Context, arguments: Arguments, is_checked: bool
     uses_mirror = bool(script_args.mirror) and NODE_VARIABLE not in os.environ  # the first node's launcher
     identity = identity_of_run(context, arguments)
     folder.check_output_dir(output_dir, identity, is_default, context.joins)
-    results_in_mirror = mirror.check(script_args.mirror, identity, output_dir) if uses_mirror else {}
+    results_in_mirror, began = mirror.check(script_args.mirror, identity, output_dir) if uses_mirror else ({}, None)
     check_model_and_dataset(context, arguments)
     if script_args.repository and not context.tiny:
         check_repository(script_args.repository)
@@ -248,10 +248,8 @@ def check_and_claim_run(context: Context, arguments: Arguments, is_checked: bool
         if not is_uploaded:
             sys.exit(1)
         folder.exit_if_finished(output_dir, identity, *length)
-    started = folder.date_of(folder.read_json(output_dir / folder.RUN)) or (
-        mirror.date_of_run(script_args.mirror) if uses_mirror else None
-    )
-    identity["date"] = (started or datetime.now()).isoformat(timespec="seconds")
+    began = folder.date_of(folder.read_json(output_dir / folder.RUN)) or began or datetime.now()
+    identity["date"] = began.isoformat(timespec="seconds")
     if not (context.joins and (output_dir / folder.RUN).is_file()):
         folder.claim_output_dir(output_dir, identity, is_default)
     if uses_mirror:

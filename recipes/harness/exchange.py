@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 def gather_values(value: T) -> list[T]:
     """The values of all processes, by rank."""
-    if not _are_several():
+    if not are_several():
         return [json.loads(json.dumps(value))]
     own = _as_tensor(value)
     sizes = [torch.zeros(1, dtype=torch.long, device=own.device) for _ in range(dist.get_world_size())]
@@ -28,7 +28,7 @@ def gather_values(value: T) -> list[T]:
 
 def value_of_first(value: T) -> T:
     """The value of the process with rank 0, on all processes."""
-    if not _are_several():
+    if not are_several():
         return json.loads(json.dumps(value))
     own = _as_tensor(value)
     size = torch.tensor([len(own)], device=own.device)
@@ -38,7 +38,8 @@ def value_of_first(value: T) -> T:
     return _from_tensor(content)
 
 
-def _are_several() -> bool:
+def are_several() -> bool:
+    """Whether a run has several processes, which are connected."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 

@@ -59,27 +59,21 @@ def hide_offline_reports() -> None:
 def check_model_exists(model: str, revision: str) -> None:
     """Raises UserError unless the model's config.json can be read, in a folder, the cache or the Hub, and needs no other code."""
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-
-    if Path(model).is_dir():
-        if not Path(model, "config.json").is_file():
-            raise UserError(f"--model_name_or_path: {model} has no config.json, so it is not a model folder")
-        check_architecture(model, Path(model, "config.json"))
-        return
-    if model.startswith(("/", ".", "~")):
-        raise UserError(f"--model_name_or_path: folder not found: {model}. Give a model folder, or a Hub ID (OWNER/NAME)")
-    with hub_errors("model", model):
-        file = try_to_load_from_cache(model, "config.json", revision=revision)
-        if not isinstance(file, str):
-            HfApi().model_info(model, revision=revision)  # fails at once when the Hub is unreachable; a download retries
-            file = hf_hub_download(model, "config.json", revision=revision)
-    check_architecture(model, Path(file))
-
-
-def check_architecture(model: str, file: Path) -> None:
-    """Raises UserError for a model that is defined by Python code of its own. `file`: its config.json."""
     from transformers import CONFIG_MAPPING
 
-    config = read_json(file)
+    if Path(model).is_dir():
+        file = str(Path(model, "config.json"))
+        if not Path(file).is_file():
+            raise UserError(f"--model_name_or_path: {model} has no config.json, so it is not a model folder")
+    elif model.startswith(("/", ".", "~")):
+        raise UserError(f"--model_name_or_path: folder not found: {model}. Give a model folder, or a Hub ID (OWNER/NAME)")
+    else:
+        with hub_errors("model", model):
+            file = try_to_load_from_cache(model, "config.json", revision=revision)
+            if not isinstance(file, str):
+                HfApi().model_info(model, revision=revision)  # fails at once when the Hub is unreachable; a download retries
+                file = hf_hub_download(model, "config.json", revision=revision)
+    config = read_json(Path(file))
     if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
         raise UserError(f"--model_name_or_path: {model}: {OWN_CODE}")
 

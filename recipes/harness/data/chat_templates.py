@@ -135,7 +135,7 @@ def template_file(training_args: TrainingArguments, tokenizer: PreTrainedTokeniz
     A template that only the recipe sets is for models without one. `given`: names of the arguments that the user has passed.
     A path that does not exist in the current folder can be relative to the project's folder.
     """
-    path = getattr(training_args, "chat_template_path", None)
+    path = given_template(training_args)
     if not path or ("chat_template_path" not in given and tokenizer.chat_template):
         return None
     if not Path(path).exists() and (PROJECT / path).is_file():
@@ -143,10 +143,15 @@ def template_file(training_args: TrainingArguments, tokenizer: PreTrainedTokeniz
     return path
 
 
+def given_template(training_args: TrainingArguments) -> str | None:
+    """--chat_template_path, which only some trainers have."""
+    return getattr(training_args, "chat_template_path", None)
+
+
 def tokenizer_of_run(training_args: TrainingArguments, model_args: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer with the chat template of the run. After `fit_template`."""
     tokenizer = load_tokenizer(model_args)
-    if path := getattr(training_args, "chat_template_path", None):
+    if path := given_template(training_args):
         tokenizer.chat_template = Path(path).read_text("utf-8")
     return tokenizer
 
@@ -155,7 +160,7 @@ def fit_template(
     data: DataSettings, training_args: TrainingArguments, model_args: ModelConfig, given: frozenset[str]
 ) -> DataSettings:
     """The settings for rows that the chat template of the run renders. Sets `chat_template_path` to None if the model has one."""
-    has_path = bool(getattr(training_args, "chat_template_path", None))
+    has_path = bool(given_template(training_args))
     if not {*data.formats} & {*CONVERSATIONS} and not has_path:
         return data
     tokenizer = load_tokenizer(model_args)

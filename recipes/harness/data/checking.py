@@ -100,7 +100,7 @@ def find_refused_row(script_args: Any, training_args: Any, model_args: Any) -> U
     The rows are read again up to the first one that is refused.
     """
     tokenizer = chat_templates.tokenizer_of_run(training_args, model_args)
-    name = getattr(training_args, "chat_template_path", None) or f"of {model_args.model_name_or_path}"
+    name = chat_templates.given_template(training_args) or f"of {model_args.model_name_or_path}"
     renderings = chat_templates.renderings_of_run(tokenizer, getattr(training_args, "assistant_only_loss", False))
     for place, row in _converted_rows(script_args.data):
         conversations = chat_templates.conversations_of(row)

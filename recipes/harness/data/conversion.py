@@ -193,7 +193,7 @@ def find_conversion(
                     raise UserError(
                         f"--split_conversations is for conversations, but {source.display_name} has none: leave out the flag"
                     )
-                if data.template_arguments and format not in formats.WITH_TURNS:
+                if data.template_arguments and format not in formats.CONVERSATIONS:
                     raise UserError(
                         f"--chat_template_kwargs is for conversations, but {source.display_name} has none: leave out the flag"
                     )

@@ -78,7 +78,7 @@ def examine(
         if format in PREFERENCE_FORMATS and is_preference(row):
             row = _of_preference(row)
         converted = CONVERTERS[format](row, text_field)
-        if template_arguments and format in WITH_TURNS:
+        if template_arguments and format in CONVERSATIONS:
             converted[TEMPLATE_ARGUMENTS] = template_arguments | converted.get(TEMPLATE_ARGUMENTS, {})
         return converted, ""
     except SkippedRow as skipped:
@@ -100,7 +100,7 @@ class CallForm:
 
     def apply(self, row: dict) -> dict:
         """A converted row in this form."""
-        columns = [name for name in ("messages", "prompt", "completion", "chosen", "rejected") if isinstance(row.get(name), list)]
+        columns = [name for name in TURNS if isinstance(row.get(name), list)]
         return row | {name: [self._of_turn(turn) for turn in row[name]] for name in columns}
 
     def _of_turn(self, turn: dict) -> dict:
@@ -471,7 +471,6 @@ CONVERTERS: dict[str, Callable[[dict, str], dict]] = {
     "instruction": _to_instruction,
     "preference": _to_preference,
 }
-WITH_TURNS = ("messages", "preference")  # which a chat template renders
 PREFERENCE_FORMATS = ("messages", "prompt_completion")
 DESCRIPTIONS = {
     "text": "texts (a column `text`, or the one of --dataset_text_field)",

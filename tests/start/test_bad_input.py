@@ -313,9 +313,9 @@ FILES = {
     "data/train.jsonl": "\n".join(json.dumps({"text": f"row {row}"}) for row in range(50)),
     "more.jsonl": "\n".join(json.dumps({"text": f"more {row}"}) for row in range(50)),
     "damaged/run.json": "{",
-    "taken/run.json": json.dumps({"recipe": "another", "tiny": False, "sharded": False, "config": "c"}),
+    "taken/run.json": json.dumps({"recipe": "another", "tiny": False, "sharded": False, "config": "c", "data_files": []}),
     "taken/checkpoint-1/complete.json": "{}",
-    "busy/run.json": json.dumps({"recipe": "another", "tiny": False, "sharded": False, "config": "c"}),
+    "busy/run.json": json.dumps({"recipe": "another", "tiny": False, "sharded": False, "config": "c", "data_files": []}),
 }
 
 

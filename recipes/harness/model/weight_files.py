@@ -1,6 +1,7 @@
 """Whether the weight files of a model are complete, and have the weights that its config names."""
 
 import contextlib
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator

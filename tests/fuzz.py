@@ -214,6 +214,7 @@ IDENTITY = {
     "recipe_digest": "12345678",
 }
 IDENTITY |= {"data_files": [["d/a.jsonl", 10, 1_700_000_000_000_000_000]], "max_samples": None, "dataset_streaming": False}
+IDENTITY |= dict.fromkeys(("max_eval_samples", "column_map", "chat_template_kwargs", "split_conversations", "text_rows"))
 MIXTURE = {
     "datasets": ["/data/a", "/data/b"],
     "dataset_weights": [0.5, 0.5],

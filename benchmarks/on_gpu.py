@@ -3,12 +3,12 @@
     .venv/bin/python benchmarks/on_gpu.py                                   # all recipes
     .venv/bin/python benchmarks/on_gpu.py qwen2_fineweb_edu --minutes 9     # one, in at most nine minutes
     .venv/bin/python benchmarks/on_gpu.py qwen2_fineweb_edu --config 1x3090_offload --steps 10
-    .venv/bin/python benchmarks/on_gpu.py --only_readme                     # README's table from the files in --results
+    .venv/bin/python benchmarks/on_gpu.py --only_table                      # the table of the recipes from the files in --results
 
 It needs no network and no git: the weights are random, the text is Python's documentation, and a Hub on this machine serves both
 to ./launch.sh. A process may use as much memory as the card that its config is for. Every measurement becomes a JSON file in
-benchmarks/results as soon as it is made, and those of an unchanged config replace the forecasts in README's table. A run that did
-not train on all its tokens is a failure. A config for more GPUs than there are runs on those there are. Of the 70B, one of two
+benchmarks/results as soon as it is made. Those of an unchanged config replace the forecasts in docs/which-recipe.md. A run that
+does not train on all tokens is a failure. A config for more GPUs than there are runs on those there are. Of the 70B, one of two
 processes trains some of the 80 layers; the rest is extrapolated, and its file says so. Also of the 70B: every gradient of some
 layers in host memory is compared with the gradients of the same layers on the GPU. Without a GPU everything runs on the CPU, with
 models of two tiny layers, and the files go to outputs/on_gpu.
@@ -30,7 +30,8 @@ import inputs
 import yaml
 from measuring import ON_CPU, SHORT_RUN, find_device_in_process, measure, run, served_inputs, settings_of
 
-README_ROW = re.compile(r"^\| `(\w+)` \| `(\w+)` \| (\d+) \| (?:yes|no) \|(.*)\|(.*)\|(.*)\|$", re.MULTILINE)
+TABLE_ROW = re.compile(r"^\| `(\w+)` \| `(\w+)` \| (\d+) \| (?:yes|no) \|(.*)\|(.*)\|(.*)\|$", re.MULTILINE)
+TABLE = inputs.ROOT / "docs/which-recipe.md"
 LAYERS_OF_70B = 80
 BYTES_OF_LAYER = 4e9  # on disk: twice in bf16, once in 4 bits
 FASTER = ("--torch_compile true", "--use_liger_kernel true", "--per_device_train_batch_size 8")  # measured one by one
@@ -38,11 +39,11 @@ SAME_GRADIENT = 0.02  # difference of two gradients, as a share of their norm: k
 
 
 def pairs(recipe: str, gpus: int, only: str = "") -> list[tuple[str, dict[str, Any]]]:
-    """The configs of a recipe in README's table that these GPUs can run, unchanged, or `only` this one.
+    """The configs of a recipe in the table of all recipes that these GPUs can run, unchanged, or `only` this one.
 
     If there is none, the first of its configs, with the changes that make it run on these GPUs.
     """
-    rows = README_ROW.findall((inputs.ROOT / "README.md").read_text("utf-8"))
+    rows = TABLE_ROW.findall(TABLE.read_text("utf-8"))
     configs = {config: settings_of(config) for name, config, *_ in rows if name == recipe and config in (only or config,)}
     fitting = [
         (config, {})
@@ -181,8 +182,8 @@ def is_out_of_memory(record: dict) -> bool:
     return "out of memory" in record.get("failed", "").lower()
 
 
-def with_measurements(readme: str, records: list[dict]) -> str:
-    """README with the newest measurement of each pair in its row. Measurements with changes or on a CPU are left out."""
+def with_measurements(table: str, records: list[dict]) -> str:
+    """The table of all recipes with the newest measurement of each pair. Those with changes or on a CPU are left out."""
     unchanged = [r for r in records if "changes" in r and not r["changes"] and not r["sizes"] and r["device"] != "CPU"]
     newest = {(r["recipe"], r["config"]): r for r in sorted(unchanged, key=lambda r: r["date"])}
 
@@ -199,7 +200,7 @@ def with_measurements(readme: str, records: list[dict]) -> str:
         before = match[0][: match.start(5) - match.start()]
         return before + "|".join(cells) + "|"
 
-    return README_ROW.sub(row, readme)
+    return TABLE_ROW.sub(row, table)
 
 
 def measurements(
@@ -217,7 +218,7 @@ def measurements(
         for flags in FASTER:
             if "liger" not in flags or importlib.util.find_spec("liger_kernel"):
                 faster = measure(recipe, config, changes, device, steps, tuple(flags.split()), deadline)
-                # As a change, so that it does not become the row of README.
+                # As a change, so that it does not become the row of the table.
                 yield faster | {"measurement": f"{faster['measurement']} {flags}", "changes": changes | {"flags": flags}}
     if settings["num_processes"] > 1:
         return
@@ -230,13 +231,12 @@ def measurements(
     yield rehearse(recipe, config, device, deadline)
 
 
-def write_readme(results: Path) -> None:
-    """Writes the measurements in a folder into README's table."""
+def write_table(results: Path) -> None:
+    """Writes the measurements in a folder into the table of all recipes."""
     from harness.folder import read_json
 
-    readme = inputs.ROOT / "README.md"
     records = [read_json(path) for path in results.glob("*.json")]
-    readme.write_text(with_measurements(readme.read_text("utf-8"), records), "utf-8")
+    TABLE.write_text(with_measurements(TABLE.read_text("utf-8"), records), "utf-8")
 
 
 def main(recipes: list[str], config: str, minutes: float, steps: int, results: Path | None) -> None:
@@ -256,7 +256,7 @@ def main(recipes: list[str], config: str, minutes: float, steps: int, results: P
                 file = re.sub(r"[^\w.]+", "-", f"{record['measurement']} {record['device']}").strip("-")
                 write_json(results / f"{file}.json", record | provenance)
                 if device["gpus"]:
-                    write_readme(results)
+                    write_table(results)
                 numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
                 print(f"{record['measurement']}: {numbers}", flush=True)
                 if "failed" in record and not is_out_of_memory(record):
@@ -276,12 +276,12 @@ if __name__ == "__main__":
     )
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps per measurement")
     parser.add_argument("--results", type=Path, help="folder for the JSON files")
-    parser.add_argument("--only_readme", action="store_true", help="measure nothing, write README's table")
+    parser.add_argument("--only_table", action="store_true", help="measure nothing, write the table of all recipes")
     arguments = parser.parse_args()
     known = sorted(path.stem for path in (inputs.ROOT / "recipes").glob("*.py"))
     if unknown := set(arguments.recipes) - set(known):
         parser.error(f"unknown recipe: {', '.join(sorted(unknown))}. There are: {', '.join(known)}")
-    if arguments.only_readme:
-        write_readme(arguments.results or inputs.RESULTS)
+    if arguments.only_table:
+        write_table(arguments.results or inputs.RESULTS)
     else:
         main(arguments.recipes or known, arguments.config, arguments.minutes, arguments.steps, arguments.results)

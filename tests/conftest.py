@@ -28,18 +28,17 @@ slow = pytest.mark.skipif("TEST_ALL" not in os.environ, reason="runs with TEST_A
 sys.path.insert(0, str(ROOT / "recipes"))
 # Before torch is imported, here and in what the tests start: with several test processes per core, threads would only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# The rows of README's table: recipe, config, number of processes, sharded or not.
-README_PAIRS = [
+# The table of all recipes, and its rows: recipe, config, number of processes, sharded or not.
+TABLE = (ROOT / "docs/which-recipe.md").read_text()
+TABLE_PAIRS = [
     (recipe, config, int(processes), fsdp == "yes")
-    for recipe, config, processes, fsdp in re.findall(
-        r"^\| `(\w+)` \| `(\w+)` \| (\d+) \| (yes|no) \|", (ROOT / "README.md").read_text(), re.MULTILINE
-    )
+    for recipe, config, processes, fsdp in re.findall(r"^\| `(\w+)` \| `(\w+)` \| (\d+) \| (yes|no) \|", TABLE, re.MULTILINE)
 ]
 ALL_RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 ALL_CONFIGS = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 # Those of the project. There may be others, of a user; tests/recipes/test_smoke.py rehearses them too.
-RECIPES = [path for path in ALL_RECIPES if path.stem in {recipe for recipe, *_ in README_PAIRS}]
-CONFIGS = [path for path in ALL_CONFIGS if path.stem in {config for _, config, *_ in README_PAIRS}]
+RECIPES = [path for path in ALL_RECIPES if path.stem in {recipe for recipe, *_ in TABLE_PAIRS}]
+CONFIGS = [path for path in ALL_CONFIGS if path.stem in {config for _, config, *_ in TABLE_PAIRS}]
 # Packages that the project does not need: their requirements, and whether they are used together with its own.
 OTHER_PACKAGES = {
     "serving_python": (["fastapi==0.165.0", "uvicorn==0.54.0", "openai", "python-multipart"], True),  # transformers[serving]

@@ -1,4 +1,4 @@
-"""benchmarks/on_gpu.py: models have their real shapes, one measurement runs on the CPU, and README has the measurements."""
+"""benchmarks/on_gpu.py: models have their real shapes, one run is measured on the CPU, docs/which-recipe.md has the results."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ import time
 import datasets
 import pytest
 import torch
-from conftest import CONFIGS, RECIPES, ROOT, slow
+from conftest import CONFIGS, RECIPES, ROOT, TABLE, slow
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -28,7 +28,6 @@ PARAMETERS = {  # from each model's page on the Hub
     "openai-community/gpt2-xl": 1_557_611_200,
 }
 CPU = {"gpus": 0, "device": "CPU", "bytes": 0}
-README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -163,19 +162,19 @@ def measured(**changes) -> dict:
     return record | {"date": "2026-12-24", "peak_gpu_gb": 13.21, "tokens_per_second": 9876.5} | changes
 
 
-def row(readme: str) -> str:
-    return next(line for line in readme.splitlines() if line.startswith("| `qwen2_chat` | `1x3090` |"))
+def row(table: str) -> str:
+    return next(line for line in table.splitlines() if line.startswith("| `qwen2_chat` | `1x3090` |"))
 
 
 def test_measurement_replaces_its_forecasts():
     older = measured(date="2026-11-30", peak_gpu_gb=12.0)
-    written = on_gpu.with_measurements(README, [measured(), older])
+    written = on_gpu.with_measurements(TABLE, [measured(), older])
     assert row(written).endswith("| 13.2 GB (RTX 3090, 2026-12-24) | 9,876 (RTX 3090, 2026-12-24) |")
-    assert written.replace(row(written), "") == README.replace(row(README), "")
+    assert written.replace(row(written), "") == TABLE.replace(row(TABLE), "")
     assert on_gpu.with_measurements(written, [measured(), older]) == written
-    on_large_card = row(on_gpu.with_measurements(README, [measured(device="NVIDIA H200", limit_gb=24.0)]))
+    on_large_card = row(on_gpu.with_measurements(TABLE, [measured(device="NVIDIA H200", limit_gb=24.0)]))
     assert "13.2 GB (NVIDIA H200 limited to 24 GB, 2026-12-24)" in on_large_card
-    too_large = row(on_gpu.with_measurements(README, [measured(failed="error: CUDA out of memory")]))
+    too_large = row(on_gpu.with_measurements(TABLE, [measured(failed="error: CUDA out of memory")]))
     assert too_large.count("out of memory (RTX 3090, 2026-12-24)") == 2
 
 
@@ -185,7 +184,7 @@ def test_measurement_replaces_its_forecasts():
     ids=["config", "model", "CPU", "failed"],
 )
 def test_other_measurements_replace_no_forecast(changes):
-    assert on_gpu.with_measurements(README, [measured(**changes)]) == README
+    assert on_gpu.with_measurements(TABLE, [measured(**changes)]) == TABLE
 
 
 def test_faster_ways_are_measured_and_replace_no_forecast(monkeypatch):
@@ -202,10 +201,10 @@ def test_faster_ways_are_measured_and_replace_no_forecast(monkeypatch):
     assert [record["changes"] for record in records[:2]] == [{}, {"flags": "--torch_compile true"}]
 
 
-def test_readme_has_the_measurements():
+def test_table_has_the_measurements():
     records = [json.loads(path.read_text()) for path in inputs.RESULTS.glob("*.json")]
     assert records
     for record in records:
         assert record["hardware"]["cpu"] and record["versions"]["torch"] and record["command"] and record["commit"]
         assert re.fullmatch(r"20\d\d-\d\d-\d\d", record["date"])
-    assert on_gpu.with_measurements(README, records) == README
+    assert on_gpu.with_measurements(TABLE, records) == TABLE

@@ -17,7 +17,7 @@ from conftest import ROOT, losses, read
 from optimi import StableAdamW
 from rehearsals import fewer_processes
 
-DOCS = (ROOT / "docs/runs-and-checkpoints.md").read_text()
+DOCS = (ROOT / "docs/precision-and-attention.md").read_text()
 
 
 def test_packages_are_those_of_the_messages():

@@ -1,4 +1,4 @@
-"""Every Triton kernel that a run can take compiles for the GPUs of README's table, and computes what PyTorch does."""
+"""Every Triton kernel that a run can take compiles for the GPUs of docs/which-recipe.md, and computes what PyTorch does."""
 
 import json
 import subprocess

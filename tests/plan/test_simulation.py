@@ -1,4 +1,4 @@
-"""The pairs of README's table, simulated at full size: each fits the card that its config is for, and README has its numbers."""
+"""The recipes and configs of docs/which-recipe.md, simulated: each fits the card of its config, and has these numbers."""
 
 import os
 import re
@@ -8,14 +8,13 @@ from harness.plan.ledger import Counts, Peak
 from harness.plan.simulation import Simulation
 
 import pytest
-from conftest import README_PAIRS, ROOT
+from conftest import ROOT, TABLE, TABLE_PAIRS
 
-README = (ROOT / "README.md").read_text()
 # SIMULATE_ALL=1 simulates all pairs, which takes minutes, as the workflow on GitHub does.
 QUICK = [("qwen2_fineweb_edu", "1x3090_offload")]
 ALL = "SIMULATE_ALL" in os.environ
 CARDS = {card.name: card for card in cards.CARDS}
-PAIRS = [pair[:2] for pair in README_PAIRS if ALL or pair[:2] in QUICK]
+PAIRS = [pair[:2] for pair in TABLE_PAIRS if ALL or pair[:2] in QUICK]
 slow = pytest.mark.skipif(not ALL, reason="simulated with SIMULATE_ALL=1 only")
 PARAMETERS = {  # from the page of each model on the Hub
     "Qwen/Qwen2-0.5B": 494_032_768,
@@ -71,18 +70,18 @@ def test_pair_fits_the_card_of_its_config(pair, found):
     assert {"load", "forward", "backward", "save"} <= found[pair].peaks.keys()
 
 
-def test_readme_has_the_simulated_memory(found):
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|.*?\| ([\d.]+) GB \|", README, re.MULTILINE)
+def test_table_has_the_simulated_memory(found):
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|.*?\| ([\d.]+) GB \|", TABLE, re.MULTILINE)
     sizes = {(recipe, config): float(size) for recipe, config, size in rows}
     assert sizes
     for pair in sizes.keys() & set(PAIRS):
         assert sizes[pair] == pytest.approx(found[pair].peak.bytes / 1e9, abs=0.06), pair
 
 
-def test_readme_has_the_simulated_speed(found):
+def test_table_has_the_simulated_speed(found):
     row = re.compile(r"^\| `(\w+)` \| `(\w+)` \|.*\| ([\d,]+–[\d,]+)(?: on (\w+)s)? \|$", re.MULTILINE)
-    rows = row.findall(README)
-    assert len(rows) == len(README_PAIRS)  # as long as all of them are forecasts
+    rows = row.findall(TABLE)
+    assert len(rows) == len(TABLE_PAIRS)  # as long as all of them are forecasts
     for recipe, config, speeds, name in rows:
         if (recipe, config) in PAIRS:
             run = found[recipe, config]

@@ -1,7 +1,7 @@
 """Every recipe trains with its configs, and leaves a model that loads as usual and has the logged loss.
 
-A recipe of README's table is rehearsed with the configs of its rows, any other with the configs that its docstring names (CONFIG
-if it names none), and a config that no recipe names with RECIPE. `--recipe PATH` and `--config PATH` select one of each.
+A recipe in docs/which-recipe.md is rehearsed with the configs of its rows, any other with the configs that its docstring names
+(CONFIG if it names none), and a config that no recipe names with RECIPE. `--recipe PATH` and `--config PATH` select one of each.
 A config of the project for four or more GPUs is rehearsed with two processes, or four if it replicates shards.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from harness.run.results import is_mean_likelihood
 
 import pytest
-from conftest import ALL_CONFIGS, ALL_RECIPES, README_PAIRS, ROOT, losses, read, slow
+from conftest import ALL_CONFIGS, ALL_RECIPES, ROOT, TABLE_PAIRS, losses, read, slow
 from rehearsals import fewer_processes
 from safetensors.torch import load_file
 from trained import held_out_loss, reload
@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 RECIPE, CONFIG = "qwen2_fineweb_edu", "1x3090"
 PAIRS_OF_ANSWERS = "qwen3_dpo"  # the recipe that trains on these
 HYBRID = "2x4gpu_hybrid_shard"  # eight processes; tested as two replicas of two shards
-PAIRS = {(recipe, config): (processes, sharded) for recipe, config, processes, sharded in README_PAIRS}
+PAIRS = {(recipe, config): (processes, sharded) for recipe, config, processes, sharded in TABLE_PAIRS}
 
 
 def pytest_generate_tests(metafunc):
@@ -89,7 +89,7 @@ def test_pair_trains_and_saves_a_model(
         check_saved_model(run, trainer)
         return
     model = reload(run, workdir)
-    if trainer.eval_dataset is not None:  # also of a recipe that README does not name
+    if trainer.eval_dataset is not None:  # also of a recipe that the table does not name
         assert results.get("eval_loss_on_start", logged[0]) > results["eval_loss"]
         if recipe == PAIRS_OF_ANSWERS:
             assert "perplexity" not in results and results["eval_loss_on_start"] == pytest.approx(math.log(2), abs=1e-3)
@@ -108,7 +108,7 @@ def test_pair_trains_and_saves_a_model(
         assert saved["dtype"] == str(original.dtype).removeprefix("torch.") and saved["use_cache"]
     assert AutoTokenizer.from_pretrained(run).chat_template == trainer.processing_class.chat_template
     if (recipe, config) in PAIRS:
-        check_recipe_of_readme(run, results, logged, *PAIRS[recipe, config])
+        check_recipe_of_table(run, results, logged, *PAIRS[recipe, config])
 
 
 def check_start(fork_launch, recipe, config, folder):
@@ -139,7 +139,7 @@ def check_saved_model(run, trainer):
     assert not loading["missing_keys"] and not loading["unexpected_keys"], loading
 
 
-def check_recipe_of_readme(run, results, logged, processes, sharded):
+def check_recipe_of_table(run, results, logged, processes, sharded):
     """What is known of the project's own recipes."""
     if results["config"] == "hybrid_2x2":
         processes = 4
@@ -171,7 +171,7 @@ def test_every_row_of_readme_is_a_pair():
 
 
 def test_pairs_of_other_recipes_and_configs(tmp_path):
-    """A recipe that README does not name is rehearsed with the configs of its docstring; either can be selected by path."""
+    """A recipe that the table does not name is rehearsed with the configs of its docstring; either can be selected by path."""
     mine = tmp_path / "mine.py"
     mine.write_text('"""Mine.\n\n    ./launch.sh mine 4gpu_ddp    # or 1x3090_offload\n"""\n')
     assert smoke_pairs(str(mine)) == [(str(mine), "1x3090_offload"), (str(mine), "4gpu_ddp")]

@@ -39,11 +39,10 @@ def results_of_loss(uses_triton: bool) -> list[torch.Tensor]:
     torch.manual_seed(0)
     hidden, weight = torch.randn(6, 32, requires_grad=True), torch.randn(3000, 32, requires_grad=True)
     function = chunked_logprob.ChunkedLogProbFunction.apply
-    logprobs, entropy, _, _, is_top1 = function(
-        hidden, weight, None, torch.arange(6), 1.0, 2048, None, 1.0, ("log_probs", "entropy", "is_top1")
-    )
+    outputs = ("log_probs", "entropy", "mean_logits", "is_top1")  # of DPOTrainer; the others ask for some of these
+    logprobs, entropy, _, mean_logits, is_top1 = function(hidden, weight, None, torch.arange(6), 1.0, 2048, None, 1.0, outputs)
     logprobs.sum().backward()
-    return [logprobs, entropy, is_top1.float(), hidden.grad, weight.grad]
+    return [logprobs, entropy, mean_logits, is_top1.float(), hidden.grad, weight.grad]
 
 
 def results_of_model(model: PreTrainedModel) -> list[torch.Tensor]:

@@ -20,6 +20,8 @@ from trl.kernels import chunked_logprob, logprob_entropy
 
 # T4, A100, RTX 3090, RTX 4090, H100, RTX 5090. Triton compiles for the T4, but does not run there (triton-lang/triton#10918).
 CAPABILITIES = [75, 80, 86, 89, 90, 120]
+# What SFTTrainer, DPOTrainer and its reference model ask the loss for; each is a kernel of its own.
+OUTPUTS = [("log_probs", "entropy", "is_top1"), ("log_probs", "entropy", "mean_logits", "is_top1"), ("log_probs",)]
 LOSS = ("_forward_kernel", "_backward_kernel")
 LIGER = (
     "_rms_norm_forward_kernel",
@@ -41,12 +43,12 @@ def test_kernels_compile(monkeypatch, capability):
     dtype = torch.float16 if capability < 80 else torch.bfloat16
     hidden, weight = (torch.randn(rows, 64, dtype=dtype, requires_grad=True) for rows in (8, 5000))
     logits = torch.randn(2, 4, 5000, dtype=dtype, requires_grad=True)
-    outputs = ("log_probs", "entropy", "is_top1")  # those that SFTTrainer asks for
     function = chunked_logprob.ChunkedLogProbFunction.apply
     with compiled_for(capability) as cubins:
-        logprobs, *_ = function(hidden, weight, None, torch.arange(8), 1.0, 4096, None, 1.0, outputs)
-        logprobs.sum().backward()
-        # of DPOTrainer and others, which have the logits
+        for outputs in OUTPUTS:
+            logprobs, *_ = function(hidden, weight, None, torch.arange(8), 1.0, 4096, None, 1.0, outputs)
+            logprobs.sum().backward()
+        # of trainers that have the logits
         logprobs, entropy = logprob_entropy.selective_log_softmax_and_entropy(logits, torch.zeros(2, 4, dtype=torch.long))
         (logprobs.sum() + entropy.sum()).backward()
         for kind, config in MODELS:

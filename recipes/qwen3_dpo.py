@@ -6,7 +6,7 @@
 
 Rows: `chosen` and `rejected` answers to a `prompt`, as texts or messages; or `chosen` and `rejected` as two conversations with
 the same first messages. The reference model is the model without its adapter: it needs no memory of its own.
-Needs one 24 GB GPU. Forecast, not measured: 9.5 GB and 600 to 1,200 tokens/s on 1x3090.
+Needs one 24 GB GPU. Forecast, not measured: 9.4 GB and 630 to 1,300 tokens/s on 1x3090.
 """
 
 from harness import load, parse, train

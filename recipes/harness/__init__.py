@@ -11,6 +11,8 @@ from harness.messages import UserError, exit_on_user_error
 
 # On a CPU with bf16 arithmetic, bitsandbytes logs in every process that it misses a package that training does not use.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+# Offline, `kernels` reports that it did not check the publisher of a kernel; it did when the kernel was downloaded.
+logging.getLogger("kernels.hf_hub").addFilter(lambda record: "offline mode" not in record.getMessage())
 
 
 def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **defaults: Any) -> tuple[Any, Any, Any]:

@@ -51,11 +51,6 @@ def use_cache_if_unreachable() -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def hide_offline_reports() -> None:
-    """Hides that `kernels` did not check the publisher of a kernel offline; it did when the kernel was downloaded."""
-    logging.getLogger("kernels.hf_hub").addFilter(lambda record: "offline mode" not in record.getMessage())
-
-
 def check_model_exists(model: str, revision: str) -> None:
     """Raises UserError unless the model's config.json can be read, in a folder, the cache or the Hub, and needs no other code."""
     from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.contexts import Context
-from harness.hub import file_sizes, hide_offline_reports, use_cache_if_unreachable
+from harness.hub import file_sizes, use_cache_if_unreachable
 from harness.messages import UserError, exit_on_user_error
 from harness.nodes.cluster import nodes_from_environment
 from harness.nodes.hardware import find_gpus, physical_cores
@@ -55,7 +55,6 @@ def main(*words: str) -> None:
     if flags.is_true("activation_offloading", arguments.flags, arguments.recipe):
         print(NOT_OFFLOADED, file=sys.stderr, flush=True)
     use_cache_if_unreachable()
-    hide_offline_reports()
     recipe, plan_flags = str(arguments.recipe), arguments
     if arguments.start or arguments.machines:
         plan_choice(recipe, arguments.configs, plan_flags, arguments.flags)

@@ -135,7 +135,6 @@ def set_environment(tiny: bool, gpu_ids: str = "") -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file at once
     # datasets would tell a server about every file that a process opens, and without a network wait for it.
     os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
-    hub.hide_offline_reports()
     if tiny:
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     else:

@@ -33,9 +33,8 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)  # how one library calls another
     warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # about accelerate's calls
     # `check_model_and_dataset` prints that a dataset comes from the cache where the Hub cannot be reached; a CPU has no TF32.
-    # Offline, `kernels` reports that it did not check the publisher of a kernel; it did when the kernel was downloaded.
     # transformers compares --save_steps 0.1 with the number of steps that it became; run.json says what has really changed.
-    names = ("datasets.load", "datasets.packaged_modules.cache.cache", "transformers.training_args", "kernels.hf_hub")
+    names = ("datasets.load", "datasets.packaged_modules.cache.cache", "transformers.training_args")
     for name in (*names, "transformers.trainer_utils"):
         logging.getLogger(name).addFilter(_is_useful)
     logging.getLogger("transformers.modeling_utils").addFilter(shorten_load_report)

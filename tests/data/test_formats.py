@@ -2,9 +2,11 @@
 
 import ast
 import json
+import random
 
 from harness.data import formats
 
+import fuzz
 import pytest
 from conftest import RECIPES
 
@@ -420,3 +422,40 @@ def test_reasoning_that_does_not_end_or_is_there_twice(answer, reason):
 def test_preferences_that_do_not_begin_alike():
     row = {name: [{"role": "user", "content": name}, {"role": "assistant", "content": "So."}] for name in ("chosen", "rejected")}
     assert formats.examine(row, "preference") == (None, "whose chosen and rejected conversations do not begin alike")
+
+
+PARTS = [{"type": "text", "text": "Be", "train": False}, {"type": "text", "text": "cause."}]
+ODD = [
+    {
+        "messages": [
+            SYSTEM | {"tools": [TOOL]},
+            CHAT[0],
+            as_assistant(PARTS),
+            CHAT[0],
+            CHAT[1] | {"train_detail": [part(0, 1, False)]},
+        ]
+    },
+    {
+        "conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So.", "weight": 1}],
+        "tools": "[]",
+        "system": "B",
+    },
+    {"prompt": [CHAT[0]], "chosen": [CHAT[1]], "rejected": [as_assistant("No.")], "chat_template_kwargs": {"a": 1}},
+    {"instruction": "Why?", "input": "x", "output": "So.", "history": [["a", "b"]]},
+    {"messages": [CHAT[0], as_assistant("") | {"tool_calls": [CALL], "reasoning_content": "Hm."}]},
+]
+
+
+@pytest.mark.parametrize("format", formats.CONVERTERS)
+def test_odd_rows_are_converted_or_skipped(format):
+    """Whatever is in a row: converted rows can be stored as JSON."""
+    rng = random.Random(0)
+    for row in ODD * 60:
+        for _ in range(rng.randint(1, 3)):
+            changed, _ = fuzz.mutate(row, rng, set())
+            row = changed if isinstance(changed, dict) and changed else row
+        converted, reason = formats.examine(row, format, structs=rng.choice([(), ("messages",)]))
+        assert bool(converted) != bool(reason)
+        if converted:
+            formats.to_json_columns(converted)
+            formats.kind_of_conversation(converted)

@@ -16,6 +16,7 @@ from harness.start.training import Check
 import pytest
 import torch
 from conftest import ROOT
+from transformers import TrainingArguments
 from trl import ModelConfig
 
 VALUES = SimpleNamespace(use_cpu=False, global_batch_size=None, per_device_train_batch_size=8, gradient_accumulation_steps=1)
@@ -154,6 +155,22 @@ def test_liger_needs_a_package_and_triton(monkeypatch, error_of):
     assert "no compiler" in error_of(checks.check_liger, arguments, Context("a.py", no_triton="no compiler"))
     arguments.torch_compile = True
     assert "leave out one of them" in error_of(checks.check_liger, arguments, Context("a.py"))
+
+
+def test_arguments_that_an_optimizer_does_not_read(tmp_path, error_of):
+    """transformers ignores them."""
+    for optim, given, unread in (
+        ("adamw_torch", "foo=1", "foo=1"),
+        ("ademamix", "alpha=5.0,foo=1", "foo=1"),
+        ("sgd", "nesterov=true,momentum=0.9", ""),
+        ("stable_adamw", "momentum_dtype=bfloat16", ""),
+    ):
+        training_args = TrainingArguments(str(tmp_path), optim=optim, optim_args=given, use_cpu=True, bf16=False)
+        if unread:
+            message = error_of(checks.check_optimizer, training_args, AccelerateConfig())
+            assert message == f"--optim_args: {optim} does not read {unread}: leave it out"
+        else:
+            checks.check_optimizer(training_args, AccelerateConfig())
 
 
 def test_dtype_of_sharded_4bit_weights_in_a_recipe(error_of):

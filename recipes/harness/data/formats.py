@@ -280,7 +280,10 @@ def _clean_turn(turn: dict) -> dict | None:
     if isinstance(content, list):  # a list of parts; only text can be trained on
         content = "".join(_text_of_part(part) for part in content)
     untrained = _untrained_ranges(marks, content) if isinstance(content, str) else []
-    calls = [_clean_call(call) for call in _from_json(turn.get("tool_calls")) or []]
+    calls = _from_json(turn.get("tool_calls")) or []
+    if not isinstance(calls, list):
+        raise SkippedRow("with tool_calls that are not a list")
+    calls = [_clean_call(call) for call in calls]
     if turn.get("function_call"):
         calls.append(_clean_call(_from_json(turn["function_call"])))
     if name in CALLS and isinstance(content, str):
@@ -356,7 +359,7 @@ def _marks_of_parts(turn: dict, content: Any) -> list[tuple[int, int, bool]]:
         begin, last = (part.get(key) if isinstance(part, dict) else None for key in ("begin_offset", "end_offset"))
         if begin is last is None and len(parts) == 1 and isinstance(content, str):
             begin, last = 0, max(0, len(content) - 1)
-        if type(begin) is not int or type(last) is not int or not 0 <= begin <= last:
+        if not isinstance(part, dict) or type(begin) is not int or type(last) is not int or not 0 <= begin <= last:
             raise SkippedRow("with a part of a turn whose begin_offset and end_offset are no places in it")
         marks.append((begin, last + 1, all(_marks_of(part))))
     return marks

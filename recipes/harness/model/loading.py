@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -406,7 +407,8 @@ def build_adapter_on_meta(model_args: ModelConfig, name: str) -> PeftModel:
         with torch.device("meta"):
             model = get_peft_model(model, get_peft_config(model_args))
     except ValueError as error:
-        raise UserError(f"--use_peft: {' '.join(str(error).split())[:300]} ({choice})") from error
+        reason = re.sub(r"(?s)(Target module \w+)\(.*\) is", r"\1 is", str(error))  # without all modules in that one
+        raise UserError(f"--use_peft: {' '.join(reason.split())[:300]} ({choice})") from error
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
         raise UserError(
             "--lora_target_modules: the output head cannot have an adapter, because TRL's loss reads its weight and not its "

@@ -1,5 +1,6 @@
 """Checks of the arguments against each other, before anything is started, downloaded or written."""
 
+import copy
 import math
 import os
 import sys
@@ -250,6 +251,8 @@ def check_optimizer(training_args: TrainingArguments, config: AccelerateConfig) 
     name = training_args.optim.value
     try:
         optimizer, options = Trainer.get_optimizer_cls_and_kwargs(training_args)
+        if unread := [word for word in (training_args.optim_args or "").split(",") if word and not reads(training_args, word)]:
+            raise UserError(f"--optim_args: {name} does not read {', '.join(unread)}: leave it out")
         is_8bit = optimizer.__module__.startswith("bitsandbytes")  # it would ask every GPU
         built = None if is_8bit else optimizer([torch.nn.Parameter(torch.zeros(2, 2))], **options)
     except (ImportError, TypeError) as error:
@@ -274,6 +277,18 @@ def check_optimizer(training_args: TrainingArguments, config: AccelerateConfig) 
             f"--optim {name}: with fsdp_offload_params the optimizer runs on the CPU, where bitsandbytes takes many times as "
             "long: use adamw_torch_fused"
         )
+
+
+def reads(training_args: TrainingArguments, word: str) -> bool:
+    """Whether the optimizer reads this one of `optim_args`, NAME=VALUE: transformers ignores others without a word."""
+    changed = copy.copy(training_args)
+    changed.optim_args = None
+    _, without = Trainer.get_optimizer_cls_and_kwargs(changed)
+    changed.optim_args = f"{word.partition('=')[0]}=0.37"  # no default
+    try:
+        return Trainer.get_optimizer_cls_and_kwargs(changed)[1] != without
+    except (ValueError, AttributeError):  # it is no number
+        return True
 
 
 def check_schedule(training_args: TrainingArguments, optimizer: torch.optim.Optimizer) -> None:

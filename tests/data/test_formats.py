@@ -219,6 +219,24 @@ def as_assistant(content):
             {"messages": [CHAT[0], CHAT[1] | {"id": 7, "images": []}]},
             id="keys that only some chat templates read",
         ),
+        pytest.param(
+            {"prompt": CHAT[:1], "completion": "So."},
+            "messages",
+            {"prompt": CHAT[:1], "completion": CHAT[1:]},
+            id="a prompt of messages and a completion as text",
+        ),
+        pytest.param(
+            {"prompt": "Why?", "completion": CHAT[1]},
+            "messages",
+            {"prompt": CHAT[:1], "completion": CHAT[1:]},
+            id="a prompt as text and a completion as message",
+        ),
+        pytest.param(
+            {"prompt": "Why?", "completion": CHAT[1:]},
+            "messages",
+            {"prompt": CHAT[:1], "completion": CHAT[1:]},
+            id="a prompt as text and a completion of messages",
+        ),
         pytest.param({"anything": 1, "text": None}, "", {"anything": 1, "text": None}, id="no format"),
     ],
 )

@@ -414,7 +414,7 @@ def print_data(data: dict[str, Any]) -> None:
     if data["ignored_columns"]:
         print_once(f"ignored      columns {', '.join(data['ignored_columns'])}")
     if data["turns"]:
-        turns = ", ".join(f"{number:,} {kind.replace('+', ' with ')}" for kind, number in data["turns"].items())
+        turns = ", ".join(f"{number:,} {kind.replace('+', ' with ').replace('_', ' ')}" for kind, number in data["turns"].items())
         print_once(f"turns        {turns}; tools in {data['with_tools']:,} rows")
 
 

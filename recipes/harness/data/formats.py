@@ -180,7 +180,9 @@ def _to_messages(row: dict, text_field: str) -> dict:
             if not any(turn["role"] == "assistant" and turn.get("train", True) for turn in messages[1:]):
                 raise SkippedRow("whose only answer is its first message")
             return {"messages": messages} | extra
-    prompt, completion = _turns_of(row.get("prompt")), _turns_of(row.get("completion"))
+    prompt, completion = _turns_of(row.get("prompt")), _answer_of(row.get("completion"))
+    if completion and _has_text(row, "prompt") and not _has_text(row, "completion"):  # a text and messages
+        prompt = prompt or [{"role": "user", "content": row["prompt"]}]
     if prompt and completion:
         context = _clean_conversation(prompt, row.get("system"), is_complete=False)
         return {"prompt": context, "completion": _clean_conversation(completion)} | _with_tools_of_turns(extra, prompt)

@@ -57,13 +57,15 @@ def check_weights_on_hub(name: str, revision: str) -> None:
     as long as the real ones and need no space. So weights that are tied are not compared.
     """
     from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.utils import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError, httpx
+    from huggingface_hub.utils import NotASafetensorsRepoError, SafetensorsParsingError, httpx
+
+    no_header = (ValueError, TypeError, LookupError, AttributeError, NotASafetensorsRepoError, SafetensorsParsingError)
 
     try:
         with without_progress_bars():
             found = HfApi().get_safetensors_metadata(name, revision=revision)
         config = hf_hub_download(name, "config.json", revision=revision)
-    except (OSError, httpx.HTTPError, HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError):
+    except (OSError, httpx.HTTPError, *no_header):
         return  # the download, which comes next, says what is wrong
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -73,7 +75,7 @@ def check_weights_on_hub(name: str, revision: str) -> None:
         try:
             for file in weight_files(folder):
                 write_header(folder / file, found.files_metadata[file].tensors)
-        except OSError:  # a file system without such files
+        except (OSError, TypeError):  # a file system without such files, or lengths that no file has
             return
         check_names_and_shapes(folder, name)
 

@@ -236,6 +236,9 @@ RESULTS |= {
     "gpu_memory_gb": [14.5, 14.5],
     "versions": {"torch": "2.13"},
     "quantized_weights": "",
+    "data_files": [["d/a.jsonl", 10, 1_700_000_000_000_000_000]],
+    "settings": {"learning_rate": 1e-3},
+    "defaults": {"learning_rate": 2e-5},
 }
 PLAN = {"recipe": "r", "config": "c", "processes": 2, "peak_gpu_gb": 8.5, "peak_host_gb": 2.0, "reserved_gb": 9.5}
 PLAN |= {"reserved_on_gb": {"A100 64 GB": 9.5}, "tokens_per_step": 8192, "tokens_per_second": {"A100 64 GB": [900, 1100]}}
@@ -293,7 +296,7 @@ class RunFileOfTrainedRun(RunFile):
 class Results(Kind):
     """As a start and --report read them."""
 
-    path, content = "run/train_results.json", RESULTS
+    path, content, free = "run/train_results.json", RESULTS, {"settings", "defaults", "versions"}
 
     def read(self) -> Any:
         from harness import folder
@@ -301,6 +304,7 @@ class Results(Kind):
 
         finished = folder.finished_results(self.file.parent, 6, 1.0)
         run = report.read_run(self.file.parent) | {"speed_up": 1.0, "efficiency": 1.0}
+        report.differences_of([run, RESULTS])
         return bool(finished), folder.describe_end(finished) if finished else "", report.table_row(run)
 
 

@@ -69,6 +69,7 @@ def test_runs_that_differ(tmp_path, capsys, monkeypatch):
         results = numbers | {"world_size": processes, "final_loss": 1.0, "recipe": name, "gpu_utilization": [97.0] * processes}
         results["gpu_memory_gb"] = [14.21] * processes
         results |= {"settings": {"seed": 3, "output_dir": name} | ({"lora_r": 16} if name == "b" else {})}
+        results |= {"defaults": {"seed": 42} | ({"lora_r": 8} if name == "b" else {})}
         results |= {"versions": {"torch": "2.13", "trl": f"1.{processes}"}, "data_files": [["rows.jsonl", processes, 0]]}
         (tmp_path / name / "train_results.json").write_text(json.dumps(results))
     report.main("a", "b")
@@ -81,7 +82,7 @@ def test_runs_that_differ(tmp_path, capsys, monkeypatch):
         ["|", "recipe", "|", "a", "|", "b", "|"],
         ["|", "data_files", "|", "1", "with", "1", "bytes", "|", "1", "with", "2", "bytes", "|"],
         ["|", "trl", "|", "1.1", "|", "1.2", "|"],
-        ["|", "lora_r", "|", "|", "16", "|"],
+        ["|", "lora_r", "|", "8", "|", "16", "|"],
     ]
 
 

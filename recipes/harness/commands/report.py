@@ -63,6 +63,8 @@ READ: Types = NEEDED | {
     "config": NotRequired[str],
     "device": NotRequired[str],
     "forecast": NotRequired[dict[str, Any]],
+    "data_files": NotRequired[list[tuple[str, int, int]] | None],  # name, size and time
+    **dict.fromkeys(("settings", "defaults", "versions"), NotRequired[dict[str, Any]]),
 }
 LOG: Types = {"step": int, "loss": NotRequired[float], "eval_loss": NotRequired[float]}  # an entry of trainer_state.json
 MEASURED = {"forecast", "tokens", "global_step", "peak_gpu_reserved_gb"}  # what a run with a plan has besides
@@ -98,7 +100,7 @@ def main(*words: str) -> None:
     for name, lines in compared.items():
         print("\n" + "\n".join([f"{name}, against its plan:", *lines]))
     if differing := differences_of(runs):
-        print("\nIn what these runs differ (an empty cell: the default):\n")
+        print("\nIn what these runs differ:\n")
         print_table([("setting", *(run["name"] for run in runs)), *differing])
     differences = [name for name in COMPARED if len({str(run.get(name)) for run in runs}) > 1]
     if differences:
@@ -197,7 +199,11 @@ def differences_of(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         told = {name: run.get(name) for name in DESCRIBED} | data | run.get("settings", {}) | run.get("versions", {})
         described.append({name: value for name, value in told.items() if name not in ("output_dir", "run_name")})
     names = dict.fromkeys(name for told in described for name in told)
-    rows = [(name, *("" if told.get(name) is None else in_words(told[name]) for told in described)) for name in names]
+    defaults = {name: in_words(value) for run in runs for name, value in run.get("defaults", {}).items()}
+    rows = [
+        (name, *(defaults.get(name, "") if told.get(name) is None else in_words(told[name]) for told in described))
+        for name in names
+    ]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 

@@ -224,6 +224,18 @@ def test_marks_that_a_template_cannot_follow(tokenizer, monkeypatch, error_of):
     check_conversations(training_args, SimpleNamespace(), frozenset(), placed(two_shapes[:1]), "a model")
 
 
+def test_marks_in_preferences(tokenizer, monkeypatch, error_of):
+    """Their loss counts all of an answer."""
+    tokenizer.chat_template = (TEMPLATES / "llama3_1.jinja").read_text()
+    monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
+    row = {"prompt": [QUESTION], "chosen": [ANSWER, QUESTION, SECOND_ANSWER], "rejected": [SECOND_ANSWER]}
+    arguments = SimpleNamespace(), SimpleNamespace(), frozenset()
+    check_conversations(*arguments, placed([row]), "a model")
+    marked = row | {"chosen": [ANSWER | {"train": False}, QUESTION, SECOND_ANSWER]}
+    message = error_of(check_conversations, *arguments, placed([row, marked]), "a model")
+    assert message.startswith("a.jsonl, line 2: a part of an answer is marked")
+
+
 def test_processor_of_a_multimodal_model(tokenizer):
     """Its template is marked too, and gets the content of turns as lists, also where parts of it do not count."""
     processor = LlavaProcessor(CLIPImageProcessor(), tokenizer, patch_size=14, vision_feature_select_strategy="full")

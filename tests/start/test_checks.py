@@ -163,7 +163,6 @@ def test_arguments_that_an_optimizer_does_not_read(tmp_path, error_of):
         ("adamw_torch", "foo=1", "foo=1"),
         ("ademamix", "alpha=5.0,foo=1", "foo=1"),
         ("sgd", "nesterov=true,momentum=0.9", ""),
-        ("stable_adamw", "momentum_dtype=bfloat16", ""),
     ):
         training_args = TrainingArguments(str(tmp_path), optim=optim, optim_args=given, use_cpu=True, bf16=False)
         if unread:

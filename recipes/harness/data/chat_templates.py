@@ -263,7 +263,7 @@ def check_conversations(
         examples = ", ".join(f"{key} ({place})" for key, place in ignored.items())
         print_once(f"The chat template {path or f'of {model_name}'} ignores these keys of turns: {examples}.")
     if not hasattr(training_args, "assistant_only_loss"):
-        if place := next((place for place, row in rows if has_untrained_turn({"completion": row["completion"]})), None):
+        if place := next((place for place, row in rows if has_untrained_turn({"completion": row.get("completion")})), None):
             raise UserError(
                 f"{place}: a part of an answer is marked not to count in the loss, and that of preferences counts all of it: "
                 "delete the mark"

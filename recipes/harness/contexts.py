@@ -103,6 +103,7 @@ class CheckedRun:
     saves: bool  # checkpoints, in `output_dir`
     has_mirror: bool
     max_restarts: int | None = None
+    usable_nodes: list[int] = field(default_factory=list)  # numbers of nodes that can train
 
 
 def current() -> Context | None:

@@ -60,6 +60,28 @@ def exit_at_once() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def delayed_signals() -> Iterator[None]:
+    """Signals that come within this block are handled after it. Processes that it starts have them blocked.
+
+    To block them would not be enough: a thread of torch can receive them, and then the handler runs in the main thread.
+    """
+    came: list[int] = []
+    numbers = (signal.SIGINT, *SIGNALS)
+    before, mask = {number: signal.getsignal(number) for number in numbers}, signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    for number, handler in before.items():
+        if callable(handler):
+            signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number in came:
+            before[number](number, None)
+
+
 def exit_with_parent(parent: int) -> None:
     """Makes the kernel kill this process when its parent is killed, so that it does not keep GPUs and the output directory."""
     if sys.platform == "linux":

@@ -82,9 +82,13 @@ def test_wrong_variables_are_an_error(nodes_from, monkeypatch, error_of, variabl
     ("config", "variables", "words"),
     [
         ("3xt4_shard_grad_op", {}, ["3 machines with 1 GPU each", "NNODES=3", "sbatch --nodes 3", "--tiny"]),
-        ("2x4gpu_hybrid_shard", PLAIN | {"NNODES": "3"}, ["4 GPUs on each of 2 nodes", "3 nodes with 4 GPUs each"]),
-        ("2x4gpu_hybrid_shard", PLAIN | {"NPROC_PER_NODE": "2"}, ["4 GPUs on each of 2 nodes", "2 nodes with 2 GPUs each"]),
-        ("2x4gpu_hybrid_shard", PLAIN | {"NNODES": "1:2"}, ["NNODES is 1:2", "a replica on each of 2 nodes"]),
+        ("2x4gpu_hybrid_shard", PLAIN | {"NNODES": "3"}, ["2 replicas of 4 GPUs each", "3 nodes with 4 GPUs each"]),
+        ("2x4gpu_hybrid_shard", PLAIN | {"NPROC_PER_NODE": "2"}, ["2 replicas of 4 GPUs each", "2 nodes with 2 GPUs each"]),
+        (
+            "2x4gpu_hybrid_shard",
+            PLAIN | {"NNODES": "1:4", "NPROC_PER_NODE": "2"},
+            ["NNODES is 1:4", "a replica of 2x4gpu_hybrid_shard is on 2 nodes"],
+        ),
         ("1x3090", PLAIN, ["one GPU of one machine", "2 nodes"]),
     ],
 )

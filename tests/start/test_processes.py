@@ -265,6 +265,28 @@ def test_processes_that_crash_start_again(python, tmp_path):
         assert err.count("error: ") == err.count("process 1 failed first") == (code > 100), (kind, err)
 
 
+SIGNAL_BETWEEN = """
+import multiprocessing.popen_forkserver, os
+launch, started = multiprocessing.popen_forkserver.Popen._launch, []
+def signal_before_second(popen, process):
+    started.append(process)
+    if len(started) == 2:
+        os.kill(os.getpid(), {number})
+    launch(popen, process)
+multiprocessing.popen_forkserver.Popen._launch = signal_before_second
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_while_processes_are_started(python, tmp_path, number):
+    """A process that is just starting needs locks of the launcher, which must not exit before it has started all."""
+    (tmp_path / "recipe.py").write_text("import time\ntime.sleep(60)\n")
+    script = SIGNAL_BETWEEN.format(number=int(number)) + TRAIN
+    process = python(script, arguments=[str(tmp_path / "recipe.py"), "3"], preexec_fn=_hear_ctrl_c)
+    assert process.returncode == 128 + number, process.stdout + process.stderr
+    assert process.stderr == ("" if number == signal.SIGINT else "Stopped by SIGTERM before the training began.\n")
+
+
 IGNORES_SIGTERM = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,11 +1,14 @@
 """Tokens and keys of the environment are written nowhere; other machines cannot connect to the processes of one machine."""
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from harness.contexts import Context
 from harness.start import flags
+from harness.start import launch as launch_module
 
 import psutil
 import pytest
@@ -82,6 +85,18 @@ def test_listens_on_this_machine_only(fork_launch, tmp_path, monkeypatch):
     assert process.returncode == 0, process.stderr
     addresses = {address for of_process in seen for address in of_process}
     assert "127.0.0.1" in addresses and all(address.startswith("127.") for address in addresses), addresses
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("nodes", "before", "expected"), [(1, {}, "=lo"), (1, {"NCCL_SOCKET_IFNAME": "eth0"}, "eth0"), (2, {}, None)]
+)
+def test_nccl_listens_on_this_machine_only(monkeypatch, nodes, before, expected):
+    """Unless the user says otherwise, or there are other nodes."""
+    monkeypatch.setattr(launch_module, "interface_of", lambda address: {"127.0.0.1": "lo"}[address])
+    monkeypatch.setattr(os, "environ", dict(before))
+    launch_module.set_training_environment(Context("recipe.py", processes=2 * nodes, nodes=nodes))
+    assert os.environ.get("NCCL_SOCKET_IFNAME") == expected
 
 
 @pytest.mark.unit

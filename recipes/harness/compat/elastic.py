@@ -9,12 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 from harness.compat.guards import changes
-from harness.signals import NODE_JOINS, OUT_OF_TIME, SIGNALS, last_signal
+from harness.signals import NODE_JOINS, OUT_OF_TIME, delayed_signals, last_signal
 
+from torch.distributed import DistStoreError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 _AGENT = "torch.distributed.elastic.agent.server"
 
@@ -22,19 +24,10 @@ _AGENT = "torch.distributed.elastic.agent.server"
 class Agent(LocalElasticAgent):
     """An agent whose processes end by themselves, and that passes signals on to them."""
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        start_method: str,
-        is_of_another_node: Callable[[int], bool],
-        is_final: Callable[[int], bool],
-        progress: Callable[[], Any],
-        report: Callable[..., None],
-    ) -> None:
-        """For the functions see `make_agent`."""
+    def __init__(self, spec: WorkerSpec, start_method: str, restarts_left: Callable[[int, int, int], int]) -> None:
+        """`restarts_left`: see `make_agent`."""
         super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method)
-        self.is_of_another_node, self.is_final, self.progress, self.report = is_of_another_node, is_final, progress, report
-        self.progress_before = progress()
+        self.restarts_left = restarts_left
         self.pids: list[int] | None = None  # of the processes, [] when they have ended, None while they will be started
 
     def send_signal(self, number: int) -> None:
@@ -42,11 +35,16 @@ class Agent(LocalElasticAgent):
             with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.kill(pid, number)
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        try:
+            super()._rendezvous(worker_group)
+        except DistStoreError:  # a node was lost before it had published its number of processes
+            self._rendezvous(worker_group)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))  # until the processes are known
-        pids = super()._start_workers(worker_group)
-        self.pids = list(pids.values())
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with delayed_signals():  # until the processes are known; those that are started need locks of this one
+            pids = super()._start_workers(worker_group)
+            self.pids = list(pids.values())
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -60,18 +58,8 @@ class Agent(LocalElasticAgent):
         if result.state != WorkerState.HEALTHY:
             self.pids = []
         for rank, failure in result.failures.items():
-            restarts, before, self.progress_before = worker_group.spec.max_restarts, self.progress_before, self.progress()
-            if self.is_of_another_node(failure.exitcode):
-                self._remaining_restarts += 1  # torch counts it
-            elif self.is_final(failure.exitcode):
-                self._remaining_restarts = 0
-            else:
-                if self.progress_before != before:
-                    self._remaining_restarts = restarts
-                if self._remaining_restarts:
-                    self.report(failure.exitcode, rank, restarts - self._remaining_restarts + 1, restarts)
-            if self._remaining_restarts:
-                self.pids = None
+            self._remaining_restarts = self.restarts_left(failure.exitcode, rank, self._remaining_restarts)
+            self.pids = None if self._remaining_restarts else []
         return result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -81,12 +69,17 @@ class Agent(LocalElasticAgent):
         """
         if self.pids:
             self.send_signal(NODE_JOINS)
-            while any(process.is_alive() for process in self._pcontext._pc.processes):
+            processes = self._pcontext._pc.processes
+            while any(process.is_alive() for process in processes):
                 if worker_group.spec.rdzv_handler.has_lost_nodes():
                     self._shutdown(signal.SIGKILL)
                 time.sleep(0.1)
             if last_signal():
                 sys.exit(OUT_OF_TIME if last_signal() == signal.SIGUSR1 else 128 + last_signal())
+            if 128 + signal.SIGINT in (process.exitcode for process in processes):
+                sys.exit(128 + signal.SIGINT)
+            if all(process.exitcode == 0 for process in processes):
+                raise RendezvousGracefulExitError("the run has ended meanwhile")
             self.pids = None
         super()._stop_workers(worker_group)
 
@@ -99,6 +92,7 @@ class Agent(LocalElasticAgent):
 
 
 @changes(
+    f"{_AGENT}.api:SimpleElasticAgent._rendezvous(self, worker_group)",
     f"{_AGENT}.local_elastic_agent:LocalElasticAgent._start_workers(self, worker_group)",
     f"{_AGENT}.local_elastic_agent:LocalElasticAgent._monitor_workers(self, worker_group)",
     f"{_AGENT}.local_elastic_agent:LocalElasticAgent._stop_workers(self, worker_group)",
@@ -106,20 +100,11 @@ class Agent(LocalElasticAgent):
     f"{_AGENT}.api:SimpleElasticAgent._exit_barrier(self)",
     "torch.distributed.elastic.multiprocessing.api:MultiprocessContext",
 )
-def make_agent(
-    spec: WorkerSpec,
-    start_method: str,
-    is_of_another_node: Callable[[int], bool],
-    is_final: Callable[[int], bool],
-    progress: Callable[[], Any],
-    report: Callable[[int, int, int, int], None],
-) -> Agent:
+def make_agent(spec: WorkerSpec, start_method: str, restarts_left: Callable[[int, int, int], int]) -> Agent:
     """An agent whose processes end by themselves, see `Agent`.
 
-    `is_of_another_node`: whether this exit code is no crash, and does not count. `is_final`: whether processes are not started
-    again after this exit code. `progress`: if it returns something else than after the last crash, they can be started again
-    `spec.max_restarts` times. `report`: called before they are, with the exit code and the rank of the first one that failed, how
-    often they have been started again, this time included, and how often they can.
+    `restarts_left`: called with the exit code and the rank of the first process that has failed, and how often the processes can
+    still start again; returns how often they can now. They start again if that is not 0.
 
     The agent has no public way to learn which processes it has started, or to give up after some exit codes. At a signal, it ends
     the processes and drops their exit codes, so the launcher handles signals instead.
@@ -129,4 +114,4 @@ def make_agent(
     """
     os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"  # all nodes have the same number of processes
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGURG"  # one that is never sent
-    return Agent(spec, start_method, is_of_another_node, is_final, progress, report)
+    return Agent(spec, start_method, restarts_left)

@@ -1,5 +1,6 @@
 """Which nodes a run has, from the variables of SLURM, of SkyPilot or of the user; on SLURM, srun starts the launcher on each."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -7,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from harness.configs import LARGEST_PORT, MAX_GPUS
@@ -16,6 +19,7 @@ from harness.nodes.variables import integer_from_environment
 from harness.signals import OUT_OF_TIME, last_signal, record_signal, set_signal_handler
 
 DEFAULT_PORT = 29400
+EXIT_CODE_FILE = "HARNESS_EXIT_CODE_FILE"  # variable: where the head of a SLURM job writes its exit code
 
 
 @dataclass
@@ -133,9 +137,10 @@ def _run_scontrol(*arguments: str) -> tuple[list[str], str]:
 
 
 def run_with_srun(nodes: Nodes, arguments: list[str]) -> int:
-    """Starts the launcher once on every node of a SLURM allocation; returns its exit code.
+    """Starts the launcher once on every node of a SLURM allocation; returns the exit code of the head.
 
-    A job that ran out of time, and has a checkpoint, goes back to the queue.
+    srun returns the highest one, also that of a lost node. A job that ran out of time, and has a checkpoint, goes back to the
+    queue.
     """
     command = ["srun", f"--nodes={nodes.count}", f"--ntasks={nodes.count}", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
     cpus = [int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
@@ -144,6 +149,7 @@ def run_with_srun(nodes: Nodes, arguments: list[str]) -> int:
     if cpus:
         command.append(f"--cpus-per-task={min(cpus)}")  # the one task gets all the CPUs that the job has on a node
     started: list[subprocess.Popen] = []
+    code_of_head = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 (until this process ends). sbatch starts it on the head
 
     def forward(number: int, frame: FrameType | None) -> None:
         record_signal(number)
@@ -151,10 +157,13 @@ def run_with_srun(nodes: Nodes, arguments: list[str]) -> int:
             srun.send_signal(number)  # srun sends it on to the nodes
 
     set_signal_handler(forward)
-    started.append(subprocess.Popen([*command, sys.executable, "-m", "harness.start.launch", *arguments]))
+    environment = os.environ | {EXIT_CODE_FILE: code_of_head.name}
+    started.append(subprocess.Popen([*command, sys.executable, "-m", "harness.start.launch", *arguments], env=environment))
     if last_signal():  # it came before srun was started
         forward(last_signal(), None)
     code = started[0].wait()
+    if nodes.min_count:
+        code = int(code_of_head.read() or code)
     job = os.environ["SLURM_JOB_ID"]
     if code == 128 + signal.SIGUSR1:
         print("error: out of time before the first checkpoint: give the job more --time", file=sys.stderr)
@@ -163,3 +172,10 @@ def run_with_srun(nodes: Nodes, arguments: list[str]) -> int:
         if subprocess.run(["scontrol", "requeue", job]).returncode:
             print(f"error: job {job} cannot be requeued: submit the same command again", file=sys.stderr)
     return code
+
+
+def record_exit_code(code: int) -> None:
+    """Tells `run_with_srun`, if that has started this launcher on the head."""
+    if EXIT_CODE_FILE in os.environ and os.environ.get("SLURM_NODEID") == "0":
+        with contextlib.suppress(OSError):  # it has not run on this node
+            Path(os.environ[EXIT_CODE_FILE]).write_text(str(code))

@@ -1,8 +1,12 @@
 """How the launchers of several nodes meet, check in turn, watch each other, and end together.
 
-torch's rendezvous (`ChangingNodes`) decides which of the nodes train. It does not notice a lost node before a collective fails,
-up to half an hour later if the network is cut, and it compares the clocks of different nodes. So every node publishes heartbeats
-here, and the others measure how long none has come.
+torch's rendezvous (`ChangingNodes`) decides which of the nodes train. A `Meeting` does what that does not:
+
+- Before it, the nodes wait for each other with messages that say for whom, compare their commands and files, check the run one
+  after the other, and find out whether they share a folder.
+- While they train, it notices a lost node. torch's agents only look for new ones: processes that wait for a lost one would do so
+  up to half an hour. The keep-alive of the rendezvous, by the clocks of different nodes, only tells who is in the next round.
+- At the end, the head, whose store all use, waits for the other nodes, and a node that fails ends those that cannot notice it.
 
 The nodes exchange values through torch's TCPStore on the head node. The store's own waiting functions (`wait`, `get` of a
 missing key, the barriers of torch.distributed.elastic) are not used: over a dead connection they outlast every timeout, and
@@ -88,6 +92,10 @@ class Meeting(contextlib.AbstractContextManager):
             own.close()
         return all_see
 
+    def value_of_head(self, key: str, value: Any) -> Any:
+        """What the head has here. Collective."""
+        return self._exchange(key, value)[0]
+
     def another_address(self) -> str:
         """An address of another node, "" if there is none."""
         others = [node["address"] for rank, node in self.known.items() if rank != self.nodes.rank]
@@ -111,6 +119,12 @@ class Meeting(contextlib.AbstractContextManager):
                 self.watcher.join(LEAVE_TIMEOUT + 5 if code else self.patience)  # a node that fails ends the others
             else:
                 self.watcher.join(5)
+
+    def wait_for_end(self) -> int:
+        """The exit code of the head, once it has ended."""
+        while (code := self.read("exit_code", 0)) is None:
+            time.sleep(0.5)
+        return code
 
     def publish(self, key: str, value: Any) -> None:
         self.ask(lambda: self._store.set(f"{key}/{self.nodes.rank}", json.dumps(value)))
@@ -262,7 +276,8 @@ class Meeting(contextlib.AbstractContextManager):
                 elif rank in self.lost and silent < 2:
                     self.lost.remove(rank)
             self.has_ended.wait(1)
-        self.publish("exit_code", self.exit_code)
+        fails_to_join = self.joins and not self.is_training  # the others have not waited for it
+        self.publish("exit_code", STOPPED if fails_to_join else self.exit_code)
         while self.nodes.rank == 0 and any(
             self.read("exit_code", rank) is None and seconds_silent(rank) < self.silence for rank in self._others()
         ):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,24 +15,23 @@ from torch.distributed import DistError, HashStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 LAST_CALL = 5  # seconds for more nodes to join a round that has enough
 
 
-class OneNode(RendezvousHandler):
+class OneNode(StaticTCPRendezvous):
     """The rendezvous of a run on one node: it waits for no other."""
-
-    use_agent_store = True  # the processes connect to the store of the launcher, which outlives them
 
     def __init__(self, is_distributed: bool = True) -> None:
         """`is_distributed`: the processes use torch.distributed."""
+        super().__init__("127.0.0.1", 0, rank=0, world_size=1, run_id="run", timeout=0)
         self.is_distributed = is_distributed
         self.of_processes: TCPStore | None = None
 
@@ -39,28 +39,10 @@ class OneNode(RendezvousHandler):
         """Opens a store of their own for the processes: those that crashed have left their keys in an old one."""
         self.of_processes = open_local_store() if self.is_distributed else None
         port = self.of_processes.port if self.of_processes else 0
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", port))
-
-    def get_backend(self) -> str:
-        return "one node"
-
-    def get_run_id(self) -> str:
-        return "one node"
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """No other node asks."""
-
-    def shutdown(self) -> bool:
-        return True
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo(self.master_addr, port))
 
 
-class ChangingNodes(RendezvousHandler):
+class ChangingNodes(DynamicRendezvousHandler):
     """torch's c10d rendezvous at the store of a `Meeting`: again and again, whenever processes are started again.
 
     The processes of every round meet at a store of their own, which the head opens: torch keeps that of the first round, and its
@@ -68,56 +50,61 @@ class ChangingNodes(RendezvousHandler):
     """
 
     use_agent_store = True
-
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting, self.nodes = meeting, meeting.nodes
-        self.in_round: set[int] = set()  # ranks of the nodes whose processes train
-        self.of_processes: TCPStore | None = None
-        self._next_look = 0.0
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        store = meeting.connect()
-        seconds = timedelta(seconds=meeting.patience)
-        self.inner = DynamicRendezvousHandler.from_backend(
-            run_id="run",
-            store=store,
-            backend=C10dRendezvousBackend(store, "run"),
-            min_nodes=self.nodes.min_count or self.nodes.count,
-            max_nodes=self.nodes.count,
-            local_addr=f"{self.nodes.rank:04d}",  # the ranks are in the order of the addresses, and the head has rank 0
-            timeout=RendezvousTimeout(join=seconds, last_call=timedelta(seconds=LAST_CALL)),
-            keep_alive_interval=max(1, meeting.silence // 3),
-            keep_alive_max_attempt=3,
-        )
+    meeting: Meeting
+    usable: list[int]  # numbers of nodes that can train; of other numbers, the nodes with the highest ranks wait
+    in_round: frozenset[int] = frozenset()  # ranks of the nodes whose processes train
+    of_processes: TCPStore | None = None
+    next_look = 0.0
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Which nodes train, and where their processes meet. Exits if the other nodes do not come."""
+        """Which nodes train, and where their processes meet. Exits if the other nodes do not come.
+
+        A node that is not needed waits here until other nodes come, or are lost, or the run has ended.
+        """
+        while True:
+            found = self._next_round()
+            if self.meeting.nodes.rank in self.in_round:
+                return found
+            number = plural(len(self.in_round), "node")
+            print(f"Node {self.meeting.nodes.rank} is not used: {number} can train, not more.", flush=True)
+            while not self.num_nodes_waiting():
+                if self.is_closed():
+                    sys.exit(self.meeting.wait_for_end())
+                time.sleep(1)
+
+    def _next_round(self) -> RendezvousInfo:
         with self._errors():
-            found = self.inner.next_rendezvous()
+            found = super().next_rendezvous()
+        nodes = self.meeting.nodes
         if found.rank == 0:
             self.of_processes = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
             found.store.set("port", str(self.of_processes.port))
-        found.store.set(f"node/{found.rank}", str(self.nodes.rank))
+        found.store.set(f"node/{found.rank}", str(nodes.rank))
         keys = ["port", *(f"node/{rank}" for rank in range(found.world_size))]
+        deadline = time.monotonic() + self.meeting.silence
         while not self.meeting.ask(lambda: found.store.check(keys)):
+            if time.monotonic() > deadline:
+                return self._next_round()  # a node of this round was lost
             time.sleep(0.1)
         port, *ranks = (int(found.store.get(key)) for key in keys)
-        before, self.in_round = self.in_round, set(ranks)
-        if before and before != self.in_round and self.nodes.rank == 0:
-            print(f"The run goes on with {plural(found.world_size, 'node')} of {self.nodes.count}.", flush=True)
-        address = self.nodes.head if self.nodes.rank else "127.0.0.1"
-        return RendezvousInfo(found.store, found.rank, found.world_size, RendezvousStoreInfo(address, port))
+        count = max(number for number in self.usable if number <= found.world_size)
+        before, self.in_round = self.in_round, frozenset(ranks[:count])
+        if before and before != self.in_round and nodes.rank == 0:
+            print(f"The run goes on with {plural(count, 'node')} of {nodes.count}.", flush=True)
+        address = nodes.head if nodes.rank else "127.0.0.1"
+        return RendezvousInfo(found.store, found.rank, count, RendezvousStoreInfo(address, port))
 
     def num_nodes_waiting(self) -> int:
         """How many nodes have come or are lost since the last round: then the processes start again."""
-        if time.monotonic() < self._next_look:
+        if time.monotonic() < self.next_look:
             return 0
-        self._next_look = time.monotonic() + 1
+        self.next_look = time.monotonic() + 1
         with self._errors():
-            return self.inner.num_nodes_waiting() + len(self.meeting.lost & self.in_round)
+            return super().num_nodes_waiting() + self.has_lost_nodes()
 
     def has_lost_nodes(self) -> bool:
         """Whether one of the nodes whose processes train is lost."""
-        return bool(self.meeting.lost & self.in_round)
+        return not self.meeting.lost.isdisjoint(self.in_round)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -125,26 +112,33 @@ class ChangingNodes(RendezvousHandler):
         try:
             yield
         except RendezvousClosedError:
+            if self.meeting.wait_for_end() == 0:
+                print(f"The run has ended without node {self.meeting.nodes.rank}.", flush=True)
+                sys.exit()
             self.meeting.fail("another node has ended the run: see its output")
         except RendezvousTimeoutError:
             self.meeting.fail(f"waited {self.meeting.patience} s (NODE_WAIT) for the other nodes")
         except (RendezvousError, DistError):
             self.meeting.fail(f"{self.meeting.name(0)} has exited, or the network to it is down: see its output")
 
-    def get_backend(self) -> str:
-        return self.inner.get_backend()
 
-    def get_run_id(self) -> str:
-        return self.inner.get_run_id()
-
-    def is_closed(self) -> bool:
-        return self.inner.is_closed()
-
-    def set_closed(self) -> None:
-        self.inner.set_closed()
-
-    def shutdown(self) -> bool:
-        return self.inner.shutdown()
+def make_rendezvous(meeting: Meeting, usable: list[int]) -> ChangingNodes:
+    """`usable`: see `ChangingNodes`."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    store, nodes, patience = meeting.connect(), meeting.nodes, timedelta(seconds=meeting.patience)
+    rendezvous = ChangingNodes.from_backend(
+        run_id="run",
+        store=store,
+        backend=C10dRendezvousBackend(store, "run"),
+        min_nodes=nodes.min_count or nodes.count,
+        max_nodes=nodes.count,
+        local_addr=f"{nodes.rank:04d}",  # the ranks are in the order of the addresses, and the head has rank 0
+        timeout=RendezvousTimeout(join=patience, last_call=timedelta(seconds=LAST_CALL)),
+        keep_alive_interval=max(1, meeting.silence // 3),
+        keep_alive_max_attempt=3,
+    )
+    rendezvous.meeting, rendezvous.usable = meeting, usable
+    return rendezvous
 
 
 def open_local_store() -> TCPStore:

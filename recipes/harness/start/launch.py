@@ -27,7 +27,7 @@ from harness import configs, folder, hub
 from harness.configs import AccelerateConfig
 from harness.contexts import CheckedRun, Context
 from harness.messages import NODE_VARIABLE, UserError, exit_on_user_error, plural, print_once
-from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
+from harness.nodes.cluster import Nodes, nodes_from_environment, record_exit_code, run_with_srun
 from harness.nodes.hardware import physical_cores
 from harness.nodes.network import interface_of
 from harness.nodes.variables import integer_from_environment
@@ -97,16 +97,17 @@ def count_processes(context: Context, nodes: Nodes) -> int:
                 "for example 4gpu_ddp"
             )
         gpus = 1
-    if config.is_hybrid and nodes.min_count:
+    has_whole_nodes = nodes.count == 1 or config.shards % gpus == 0 or gpus % config.shards == 0  # a replica, or a node replicas
+    if config.is_hybrid and (nodes.count * gpus != config.replicas * config.shards or not has_whole_nodes):
         raise UserError(
-            f"NNODES is {nodes.min_count}:{nodes.count}, but {config.name} keeps a replica on each of {config.replicas} nodes: "
-            "pass one number of nodes, or use a config without parallelism_config"
-        )
-    if config.is_hybrid and (nodes.count * gpus != config.replicas * config.shards or nodes.count not in (1, config.replicas)):
-        raise UserError(
-            f"{config.name} shards over {config.shards} GPUs on each of {config.replicas} nodes, but there "
+            f"{config.name} is for {plural(config.replicas, 'replica')} of {plural(config.shards, 'GPU')} each, but there "
             f"{'are' if nodes.count > 1 else 'is'} {plural(nodes.count, 'node')} with {plural(gpus, 'GPU')} each: request other "
             "machines (NPROC_PER_NODE sets the GPUs), or change parallelism_config in a copy of the config"
+        )
+    if nodes.min_count % max(1, config.shards // gpus):
+        raise UserError(
+            f"NNODES is {nodes.min_count}:{nodes.count}, but a replica of {config.name} is on {config.shards // gpus} nodes: "
+            "pass a multiple of that as the smaller number"
         )
     return nodes.count * gpus
 
@@ -206,6 +207,7 @@ def set_training_environment(context: Context) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few
     if context.nodes == 1 and (loopback := interface_of("127.0.0.1")):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # gloo listens at the address of the machine's name
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # NCCL would listen at that of another interface
     if context.config.distributed_type == "NO":
         # With several visible GPUs, transformers would wrap the model in nn.DataParallel.
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -221,7 +223,7 @@ def train(
 ) -> int:
     """Runs the recipe in the processes of this node; returns the exit code. `separate_disks`: see `Train`."""
     from harness.compat.accelerate import launch_environment
-    from harness.nodes.rendezvous import ChangingNodes, OneNode
+    from harness.nodes.rendezvous import OneNode, make_rendezvous
     from harness.start.training import Train
 
     training = Train(**vars(context) | {"on_cpu": checked.on_cpu}, separate_disks=separate_disks)
@@ -233,7 +235,7 @@ def train(
     if context.config.distributed_type == "NO":
         return processes.train(method, training, arguments, {}, OneNode(is_distributed=False), output_dir, restarts)
     variables = launch_environment(context.config.path, context.processes, context.nodes, context.recipe)
-    rendezvous = ChangingNodes(meeting) if meeting else OneNode()
+    rendezvous = make_rendezvous(meeting, checked.usable_nodes) if meeting else OneNode()
     return processes.train(method, training, arguments, variables, rendezvous, output_dir, restarts)
 
 
@@ -256,6 +258,11 @@ def train_on_several_nodes(nodes: Nodes, context: Context, options: list[str], a
         checked = meeting.check_in_turn(lambda: ask_process(method, run_check, context, arguments))
         output_dir = Path(checked.output_dir)
         separate_disks = checked.saves and not meeting.all_see(output_dir)
+        if separate_disks != meeting.value_of_head("separate disks", separate_disks):  # the head was alone when the run began
+            raise UserError(
+                f"--output_dir: {output_dir} is not the folder of the node where the run began: a node with a disk of its own "
+                "can only join a run that began on several nodes"
+            )
         if separate_disks and not checked.has_mirror:
             raise UserError(
                 f"--output_dir: {output_dir} is not the same folder on all nodes, so their checkpoints could not be put "
@@ -284,4 +291,5 @@ if __name__ == "__main__":
             code = main(sys.argv[1:])
     except SystemExit as end:
         code = end.code
+    record_exit_code(code or 0)
     processes.exit_quickly(code or 0)

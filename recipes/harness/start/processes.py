@@ -40,6 +40,7 @@ from harness.signals import (
     NODE_JOINS,
     OUT_OF_TIME,
     SIGNALS,
+    delayed_signals,
     exit_at_once,
     exit_with_parent,
     last_signal,
@@ -145,10 +146,8 @@ class Process:
         self.receiver, sender = context.Pipe(duplex=False)
         variables = {**os.environ, **(environment or {})}
         self.process = context.Process(target=_send_result, args=(sender, variables, os.getpid(), function, args))
-        # Until the process has set its handlers, a signal to it waits.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
-        self.process.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with delayed_signals():
+            self.process.start()
         sender.close()
 
     def wait(self) -> tuple[int, Any]:
@@ -248,20 +247,25 @@ def train(
         monitor_interval=0.1,
     )
 
-    def is_of_another_node(code: int) -> bool:
-        """Whether the processes of all nodes have agreed to stop for a signal that another node has received."""
-        return context.min_nodes > 0 and code in (128 + signal.SIGTERM, 128 + NODE_JOINS) and not last_signal()
+    progress = newest_complete_checkpoint(output_dir)
 
-    def is_final(code: int) -> bool:
-        return code in EXPLAINED - {LOST} or -code in SIGNALS or bool(last_signal())
+    def restarts_left(code: int, rank: int, left: int) -> int:
+        """How often the processes can start again when one has failed. `left`: without what this failure changes."""
+        nonlocal progress
+        before, progress = progress, newest_complete_checkpoint(output_dir)
+        if context.min_nodes and code in (128 + signal.SIGTERM, 128 + NODE_JOINS) and not last_signal():
+            return left + 1  # no crash: another node got a signal, and all processes have agreed on it. torch subtracts one
+        if code in EXPLAINED - {LOST} or -code in SIGNALS or last_signal():
+            return 0
+        left = left if progress == before else max_restarts
+        if left:
+            if reason := reason_of_exit(code, rank):
+                print(f"{reason[0].upper()}{reason[1:]}.", flush=True)
+            times = f"{max_restarts - left + 1} of {max_restarts} times (--max_restarts)"
+            print(f"Starting again from the newest checkpoint, {times}.", flush=True)
+        return left
 
-    def report(code: int, rank: int, restart: int, restarts: int) -> None:
-        reason = reason_of_exit(code, rank)
-        if reason:
-            print(f"{reason[0].upper()}{reason[1:]}.", flush=True)
-        print(f"Starting again from the newest checkpoint, {restart} of {restarts} times (--max_restarts).", flush=True)
-
-    agent = make_agent(spec, method, is_of_another_node, is_final, lambda: newest_complete_checkpoint(output_dir), report)
+    agent = make_agent(spec, method, restarts_left)
 
     def forward(number: int, frame: FrameType | None) -> None:
         if agent.pids is None:
@@ -278,7 +282,7 @@ def train(
     result = agent.run()
     if not context.min_nodes or not last_signal():  # else the other nodes go on
         nodes.shutdown()
-    if not result.is_failed():
+    if result is None or not result.is_failed():  # None: the run has ended when a node joined
         return 0
     rank, failure = next(iter(result.failures.items()))
     # With restarts the processes print no error; and the one that prints it for its node may be the one that was lost.
@@ -301,6 +305,8 @@ def train_in_process(context: Context, flags: list[str], variables: dict[str, st
     else:
         context.most_processes = context.processes
         context.processes, context.nodes = int(os.environ["WORLD_SIZE"]), int(os.environ["GROUP_WORLD_SIZE"])
+        if context.config.is_hybrid:
+            variables["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"] = str(context.processes // context.config.shards)
     try:
         with new_process(variables, launcher):
             run_recipe(context, flags)

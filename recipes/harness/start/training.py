@@ -72,10 +72,11 @@ class Check(RunContext):
         machine.check_shared_memory(self)
         machine.print_few_cores(self)
         script_args, training_args, _ = arguments
-        check_other_numbers_of_nodes(self, training_args)
+        usable = usable_numbers_of_nodes(self, training_args)
         identity = check_and_claim_run(self, arguments)
         saves, has_mirror = training_args.save_strategy != "no", bool(script_args.mirror)
-        self.checked = CheckedRun(training_args.output_dir, identity, self.on_cpu, saves, has_mirror, script_args.max_restarts)
+        restarts = script_args.max_restarts
+        self.checked = CheckedRun(training_args.output_dir, identity, self.on_cpu, saves, has_mirror, restarts, usable)
         raise RecipeStopped
 
 
@@ -271,22 +272,29 @@ def record_other_number_of_processes(context: Context, arguments: Arguments) -> 
         record_start(context, output_dir, script_args.asked, is_checked=True)
 
 
-def check_other_numbers_of_nodes(context: Context, training_args: TrainingArguments) -> None:
-    """Raises UserError if the run could not go on, with as many rows per step, on each number of nodes that it may have."""
+def usable_numbers_of_nodes(context: Context, training_args: TrainingArguments) -> list[int]:
+    """On how many nodes the run can train as many rows per step, in whole replicas; the largest number last.
+
+    Raises UserError if the smallest number of NNODES=MIN:MAX is none of them.
+    """
     if not context.min_nodes:
-        return
+        return [context.nodes]
     if training_args.save_strategy == "no":
         raise UserError(
             "--save_strategy no: a run with NNODES=MIN:MAX resumes from a checkpoint when the nodes change: save some"
         )
     rows, per_node = rows_of_step(training_args, context.processes), context.processes // context.nodes
-    for count in range(context.min_nodes, context.nodes):
-        unit = training_args.per_device_train_batch_size * per_node * count
-        if rows % unit:
-            raise UserError(
-                f"NNODES is {context.min_nodes}:{context.nodes}, but {plural(count, 'node')} cannot train steps of {rows} rows, "
-                f"only a multiple of {unit}: pass another --global_batch_size, or other numbers of nodes"
-            )
+    of_replica = max(1, context.config.shards // per_node)  # nodes
+    per_step = training_args.per_device_train_batch_size * per_node  # the fewest rows of a node
+    counts = range(context.min_nodes, context.nodes + 1)
+    usable = [count for count in counts if rows % (per_step * count) == 0 and count % of_replica == 0]
+    if context.min_nodes not in usable:
+        raise UserError(
+            f"NNODES is {context.min_nodes}:{context.nodes}, but steps of {rows} rows cannot be trained on "
+            f"{plural(context.min_nodes, 'node')}, which need a multiple of {per_step * context.min_nodes}: pass another "
+            "--global_batch_size, or other numbers of nodes"
+        )
+    return usable
 
 
 def print_differences(context: Context, arguments: Arguments) -> None:

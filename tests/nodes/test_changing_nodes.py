@@ -1,0 +1,98 @@
+"""Nodes come and go: hybrid shard keeps its replicas whole, and --mirror has what the disk of a lost node had."""
+
+import os
+import shutil
+import signal
+
+import pytest
+import yaml
+from conftest import ROOT, free_port, losses, read, slow, wait_until
+
+FLAGS = ["--save_steps", "4", "--logging_steps", "1", "--eval_strategy", "no"]
+
+
+@pytest.fixture
+def start_node(fork_launch, tmp_path):
+    """Starts a command as one of several nodes, all on this machine; returns the process and its log."""
+    port, started = str(free_port()), []
+
+    def call(rank, nodes, *arguments, **options):
+        log = tmp_path / f"{len(started)}-node{rank}.log"
+        variables = {"NNODES": nodes, "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables |= {"NODE_SILENCE": "6", "NPROC_PER_NODE": "1"}
+        process = fork_launch.start("--tiny", *arguments, out=log, err=log, new_session=True, **variables, **options)
+        started.append(process)
+        return process, log
+
+    yield call
+    for process in started:
+        process.kill()
+
+
+def wait_for(process, log, text, times=1):
+    def is_there():
+        assert process.poll() is None, log.read_text()
+        return log.read_text().count(text) >= times
+
+    wait_until(is_there, 150, log.read_text)
+
+
+def lose(node):
+    os.killpg(node.pid, signal.SIGKILL)
+
+
+def check_losses(run, uninterrupted):
+    """They differ by rounding only: the rows of a step are the same."""
+    found, expected = losses(run), losses(uninterrupted)
+    assert found.keys() == expected.keys()
+    for step, (loss, _) in found.items():
+        assert loss == pytest.approx(expected[step][0], abs=0.02), step
+    assert read(run)["tokens"] == read(uninterrupted)["tokens"]
+
+
+def test_hybrid_shard_keeps_whole_replicas(start_node, rehearse, workdir, tmp_path, hybrid_2x2):
+    """A replica is sharded over two nodes. Without its other node, one is not used until that returns."""
+    run = workdir / "runs/hybrid-on-changing-nodes"
+    flags = [*FLAGS, "--max_steps", "60", "--dtype", "float32", "--bf16", "false"]
+    command = ["qwen2_fineweb_edu", hybrid_2x2, "--output_dir", run, *flags]
+    nodes = [start_node(rank, "2:4", *command) for rank in range(4)]
+    head, log = nodes[0]
+    wait_for(head, log, "  loss ", 5)
+    lose(nodes[3][0])
+    wait_for(head, log, "The run goes on with 2 nodes of 4.")
+    wait_for(nodes[2][0], nodes[2][1], "Node 2 is not used: 2 nodes can train, not more.")
+    wait_for(head, log, "Resuming from")
+    nodes[3] = start_node(3, "2:4", *command)
+    for process, of_node in nodes:
+        assert process.wait(180) == 0, log.read_text() + of_node.read_text()
+    assert "A node joins after step" in log.read_text() and "The run goes on with 4 nodes of 4." in log.read_text()
+    assert "error: " not in log.read_text() and "Traceback" not in log.read_text(), log.read_text()
+    assert [start["processes"] for start in read(run, "starts.json")["starts"]] == [4, 2, 4]
+    assert (read(run)["replicas"], read(run)["num_nodes"]) == (2, 4)
+    check_losses(run, rehearse("qwen2_fineweb_edu", hybrid_2x2, *flags))
+
+
+@slow
+def test_mirror_has_what_the_disk_of_a_lost_node_had(start_node, rehearse, tmp_path):
+    """Each node has a disk of its own. One is lost with its disk, and another one comes in its place."""
+    two, disks, mirror = tmp_path / "2 nodes.yaml", [tmp_path / "disk0", tmp_path / "disk1"], tmp_path / "mirror"
+    settings = yaml.safe_load((ROOT / "accelerate_configs/3xt4_shard_grad_op.yaml").read_text())
+    two.write_text(yaml.safe_dump(settings | {"num_machines": 2, "num_processes": 2}))
+    flags = [*FLAGS, "--max_steps", "80", "--fp16", "false"]
+    command = ["gpt2_xl_wikitext", two, "--output_dir", "run", *flags, "--mirror", mirror.as_uri()]
+    for disk in disks:
+        disk.mkdir()
+    (head, log), (node, _) = [start_node(rank, "1:2", *command, cwd=disks[rank]) for rank in range(2)]
+    wait_until(lambda: (mirror / "checkpoint-8/complete.json").exists(), 120, log.read_text)
+    lose(node)
+    shutil.rmtree(disks[1])
+    disks[1].mkdir()
+    wait_for(head, log, "The run goes on with 1 node of 2.")
+    wait_for(head, log, "Resuming from")
+    assert "Downloading checkpoint-" in log.read_text()
+    node, of_node = start_node(1, "1:2", *command, cwd=disks[1])
+    for process in (head, node):
+        assert process.wait(180) == 0, log.read_text() + of_node.read_text()
+    assert "The run goes on with 2 nodes of 2." in log.read_text()
+    check_losses(disks[0] / "run", rehearse("gpt2_xl_wikitext", two, *flags))
+    assert (mirror / "model.safetensors").read_bytes() == (disks[0] / "run/model.safetensors").read_bytes()

@@ -72,6 +72,29 @@ def test_hybrid_shard_keeps_whole_replicas(start_node, rehearse, workdir, tmp_pa
     check_losses(run, rehearse("qwen2_fineweb_edu", hybrid_2x2, *flags))
 
 
+HANGS_ONCE = """
+    import os, pathlib, signal, time
+    flag = pathlib.Path(__file__).with_name(os.environ["RANK"])
+    if not flag.exists():
+        flag.touch()
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        time.sleep(2 if os.environ["RANK"] == "1" else 600)
+        os._exit(9)
+    train("""
+
+
+def test_processes_that_wait_for_a_crashed_one_are_killed(start_node, workdir, tmp_path):
+    """As they do with NCCL: they neither fail nor stop. The number of nodes is fixed."""
+    recipe, run = tmp_path / "hangs.py", workdir / "runs/hangs"
+    recipe.write_text((ROOT / "recipes/qwen2_fineweb_edu.py").read_text().replace("\n    train(", HANGS_ONCE))
+    command = [recipe, "4gpu_full_shard", "--output_dir", run, "--max_steps", "2", "--eval_strategy", "no"]
+    (head, log), (node, of_node) = [start_node(rank, "2", *command) for rank in range(2)]
+    for process in (head, node):
+        assert process.wait(150) == 0, log.read_text() + of_node.read_text()
+    assert "Process 1 failed first (exit code 9); see its output above.\nStarting again" in of_node.read_text()
+    assert "error: " not in log.read_text() + of_node.read_text() and len(losses(run)) == 2
+
+
 @slow
 def test_mirror_has_what_the_disk_of_a_lost_node_had(start_node, rehearse, tmp_path):
     """Each node has a disk of its own. One is lost with its disk, and another one comes in its place."""

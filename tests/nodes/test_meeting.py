@@ -209,6 +209,26 @@ def test_store_of_head_outlives_the_other_nodes(start_two):
         assert (code, out[-2:], err) == (0, "0\n", "")
 
 
+JOINS_AND_FAILS = """
+import os, sys, time
+from harness.nodes import cluster, meeting
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+os.environ["NODE_WAIT"], meeting.LEAVE_TIMEOUT = "1", -4
+time.sleep(5 * rank)
+with meeting.Meeting(cluster.Nodes(2, rank, "127.0.0.1", port, min_count=1), {}) as meeting:
+    if rank:
+        sys.exit(2)
+    print(meeting.run(lambda: time.sleep(9) or 0))
+"""
+
+
+def test_node_that_fails_its_checks_when_it_joins_does_not_end_the_run(start_two):
+    head, node = start_two(JOINS_AND_FAILS)
+    assert node.wait()[0] == 2
+    code, out, err = head.wait()
+    assert (code, out[-2:], err) == (0, "0\n", "") and "Starting without NODE_RANK 1" in out, out
+
+
 SAME_RANK = """
 import sys, time
 from harness.nodes.cluster import Nodes

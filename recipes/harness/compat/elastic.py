@@ -1,6 +1,7 @@
 """PyTorch's elastic agent, which starts and watches the processes of a node: what it lacks, and private names of it."""
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
+EXIT_TIMEOUT = 30  # seconds for processes that may wait for others that have ended; torch's value
 _AGENT = "torch.distributed.elastic.agent.server"
 
 
@@ -63,17 +65,19 @@ class Agent(LocalElasticAgent):
         return result
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Healthy processes are stopped when a node joins, with a checkpoint, or is lost, when they only wait for it.
+        """Healthy processes write a checkpoint when a node joins. They cannot when a node is lost, or its processes have ended.
 
         torch would kill them after 30 s, however long a checkpoint takes.
         """
         if self.pids:
             self.send_signal(NODE_JOINS)
-            processes = self._pcontext._pc.processes
+            processes, nodes, deadline = self._pcontext._pc.processes, worker_group.spec.rdzv_handler, math.inf
             while any(process.is_alive() for process in processes):
-                if worker_group.spec.rdzv_handler.has_lost_nodes():
+                if deadline == math.inf and nodes.has_node_that_waits():
+                    deadline = time.monotonic() + EXIT_TIMEOUT
+                if nodes.has_lost_node() or time.monotonic() > deadline:
                     self._shutdown(signal.SIGKILL)
-                time.sleep(0.1)
+                time.sleep(0.2)
             if last_signal():
                 sys.exit(OUT_OF_TIME if last_signal() == signal.SIGUSR1 else 128 + last_signal())
             if 128 + signal.SIGINT in (process.exitcode for process in processes):

@@ -73,8 +73,10 @@ class ChangingNodes(DynamicRendezvousHandler):
                 time.sleep(1)
 
     def _next_round(self) -> RendezvousInfo:
+        self.meeting.publish("waits", True)
         with self._errors():
             found = super().next_rendezvous()
+        self.meeting.publish("waits", False)
         nodes = self.meeting.nodes
         if found.rank == 0:
             self.of_processes = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
@@ -100,11 +102,15 @@ class ChangingNodes(DynamicRendezvousHandler):
             return 0
         self.next_look = time.monotonic() + 1
         with self._errors():
-            return super().num_nodes_waiting() + self.has_lost_nodes()
+            return super().num_nodes_waiting() + self.has_lost_node()
 
-    def has_lost_nodes(self) -> bool:
+    def has_lost_node(self) -> bool:
         """Whether one of the nodes whose processes train is lost."""
         return not self.meeting.lost.isdisjoint(self.in_round)
+
+    def has_node_that_waits(self) -> bool:
+        """Whether the processes of one of these nodes have ended, and it waits for the next round."""
+        return any(self.meeting.read("waits", rank) for rank in self.in_round)
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -231,7 +231,7 @@ def train(
     """
     from harness.compat.elastic import make_agent
 
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 
     if not os.environ.get(DEBUG_VARIABLE):
         for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # of the agent: the messages here replace them
@@ -269,7 +269,10 @@ def train(
 
     def forward(number: int, frame: FrameType | None) -> None:
         if agent.pids is None:
-            exit_for_signal(number, frame)
+            is_first_start = agent.get_worker_group().state == WorkerState.INIT
+            exit_for_signal(
+                number, frame, "before the training began" if is_first_start else "before the processes started again"
+            )
         if number in SIGNALS:
             record_signal(number)
         else:
@@ -339,10 +342,12 @@ def reason_of_exit(exit_code: int, rank: int | None) -> str:
     return f"process {rank or 0} failed first (exit code {code}){KILLED if code == 137 else '; see its output above'}"
 
 
-def exit_for_signal(number: int, frame: FrameType | None) -> None:
-    """A signal handler of a launcher whose processes do not train yet."""
+def exit_for_signal(number: int, frame: FrameType | None, moment: str = "before the training began") -> None:
+    """A signal handler of a launcher whose processes do not train."""
     record_signal(number)
-    sys.exit(explain_exit(-number))
+    if number in SIGNALS:
+        print(f"Stopped by {signal.Signals(number).name} {moment}.", file=sys.stderr)
+    sys.exit(128 + number)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:

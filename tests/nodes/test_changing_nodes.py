@@ -4,9 +4,14 @@ import os
 import shutil
 import signal
 
+from harness.configs import AccelerateConfig
+from harness.contexts import Context
+from harness.start.training import usable_numbers_of_nodes
+
 import pytest
 import yaml
 from conftest import ROOT, free_port, losses, read, slow, wait_until
+from transformers import TrainingArguments
 
 FLAGS = ["--save_steps", "4", "--logging_steps", "1", "--eval_strategy", "no"]
 
@@ -48,6 +53,27 @@ def check_losses(run, uninterrupted):
     for step, (loss, _) in found.items():
         assert loss == pytest.approx(expected[step][0], abs=0.02), step
     assert read(run)["tokens"] == read(uninterrupted)["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("least", "shards", "accumulation", "expected"),
+    [
+        (1, 1, 1, [1, 2, 4]),
+        (1, 1, 3, [1, 2, 3, 4]),
+        (2, 4, 3, [2, 4]),
+        (3, 1, 1, "steps of 8 rows cannot be trained on 3 nodes, which need a multiple of 6"),
+    ],
+    ids=["rows cannot be divided by three", "every number", "replicas on two nodes", "not the smallest number"],
+)
+def test_numbers_of_nodes_that_can_train(error_of, least, shards, accumulation, expected):
+    """Of up to four nodes with two processes each."""
+    config = AccelerateConfig(distributed_type="FSDP", replicas=8 // shards if shards > 1 else 1, shards=shards)
+    context = Context("recipe.py", config, processes=8, nodes=4, min_nodes=least)
+    arguments = TrainingArguments(per_device_train_batch_size=1, gradient_accumulation_steps=accumulation, use_cpu=True)
+    if isinstance(expected, str):
+        assert expected in error_of(usable_numbers_of_nodes, context, arguments)
+    else:
+        assert usable_numbers_of_nodes(context, arguments) == expected
 
 
 def test_hybrid_shard_keeps_whole_replicas(start_node, rehearse, workdir, tmp_path, hybrid_2x2):

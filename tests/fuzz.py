@@ -293,6 +293,18 @@ class RunFileOfTrainedRun(RunFile):
                 self.file.write_bytes(content)
 
 
+class Prompt(Kind):
+    """As --chat and --merge read it."""
+
+    path, free = "run/prompt.json", {"thinking"}
+    content = {"rows": "prompts", "begins": "### ", "ends": ":", "chat_template_kwargs": {"thinking": False}}
+
+    def read(self) -> Any:
+        from harness import folder
+
+        return folder.read_prompt(self.file.parent)
+
+
 class Results(Kind):
     """As a start and --report read them."""
 
@@ -554,6 +566,7 @@ deepspeed_config:
 LIGHT = {
     "run.json of a trained run": RunFileOfTrainedRun,
     "run.json": RunFile,
+    "prompt.json": Prompt,
     "train_results.json": Results,
     "train_results.json with a forecast": ResultsWithForecast,
     "trainer_state.json in --report": History,

@@ -30,7 +30,7 @@ COMMANDS = list(
     }.values()
 )
 FOLDERS = ("accelerate_configs", "benchmarks", "cloud", "docs", "recipes", "tests")
-FLAGS_OF_OTHERS = {"logdir"}  # of tensorboard
+FLAGS_OF_OTHERS = {"logdir", "max-lora-rank"}  # of tensorboard and vLLM
 
 
 def without_code(text: str) -> str:

@@ -9,6 +9,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from urllib import error, request
 
@@ -43,6 +44,18 @@ def is_reachable(seconds: float = 5.0) -> bool:
     except OSError as failure:
         return isinstance(failure, error.HTTPError) or isinstance(getattr(failure, "reason", None), ssl.SSLError)
     return True
+
+
+@contextlib.contextmanager
+def without_progress_bars(library: ModuleType) -> Iterator[None]:
+    """Hides the progress bars of `datasets`, or of `huggingface_hub.utils`."""
+    was_disabled = library.are_progress_bars_disabled()
+    library.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not was_disabled:
+            library.enable_progress_bars()
 
 
 def use_cache_if_unreachable() -> None:

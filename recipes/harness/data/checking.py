@@ -1,6 +1,5 @@
 """Checks of the datasets before a run: every split exists, and its rows can be read and converted."""
 
-import contextlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,27 +11,16 @@ from harness.data.loading import Rows, check_same_format, examine_all, features_
 from harness.data.reading import TextFiles
 from harness.data.sources import DataSettings, Source
 from harness.data.splits import check_splits, evaluation_split, splits_of
+from harness.hub import without_progress_bars
 from harness.messages import UserError
 
-from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+import datasets
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
 MOST_RENDERED = 100_000  # rows of a split, in which the row that a chat template has refused is searched
 
 
-@contextlib.contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Hides the progress bars of `datasets`: an error of a check is one line."""
-    was_disabled = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not was_disabled:
-            enable_progress_bars()
-
-
-@without_progress_bars()
+@without_progress_bars(datasets)  # an error of a check is one line
 def check_dataset(data: DataSettings) -> list[PlacedRow]:
     """Raises UserError unless every split that is used exists and has rows in a fitting format, the same in all datasets.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.folder import read_json
-from harness.hub import hub_errors
+from harness.hub import hub_errors, without_progress_bars
 from harness.json_types import shorten
 from harness.messages import UserError, plural, print_once
 
@@ -56,13 +56,13 @@ def check_weights_on_hub(name: str, revision: str) -> None:
     The first bytes of a file say which weights it has. transformers gets files with these bytes and nothing after them, which are
     as long as the real ones and need no space. So weights that are tied are not compared.
     """
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi, hf_hub_download, utils
     from huggingface_hub.utils import NotASafetensorsRepoError, SafetensorsParsingError, httpx
 
     no_header = (ValueError, TypeError, LookupError, AttributeError, NotASafetensorsRepoError, SafetensorsParsingError)
 
     try:
-        with without_progress_bars():
+        with without_progress_bars(utils):
             found = HfApi().get_safetensors_metadata(name, revision=revision)
         config = hf_hub_download(name, "config.json", revision=revision)
     except (OSError, httpx.HTTPError, *no_header):
@@ -180,20 +180,6 @@ def read_weight(folder: Path, name: str) -> torch.Tensor | None:
                 if name == key or name.endswith(f".{key}"):
                     return weights.get_tensor(key)
     return None
-
-
-@contextlib.contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Hides the progress bars of huggingface_hub."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    was_disabled = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not was_disabled:
-            enable_progress_bars()
 
 
 @contextlib.contextmanager

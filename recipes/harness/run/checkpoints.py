@@ -14,6 +14,7 @@ from harness.folder import DamagedFile, check_types, read_json
 from harness.messages import UserError, print_once
 from harness.restarts import before_and_now
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
+from harness.run.parameters import adapters_of
 from harness.run.progress import Progress
 from harness.run.settings import RunSettings
 
@@ -91,7 +92,7 @@ class Checkpoints(TrainerCallback):
         progress = self.progress.so_far()
         process.wait_for_everyone()
         if process.is_main_process:
-            for adapter in getattr(model, "peft_config", {}).values():
+            for adapter in adapters_of(model):
                 adapter.save_pretrained(checkpoint)
             if (checkpoint / folder.SHARDED).is_dir() and not hasattr(model, "peft_config"):
                 self._save_config(model, checkpoint)
@@ -232,7 +233,7 @@ def print_changed_rows(checkpoint: Path, args: TrainingArguments, is_stream: boo
 def check_adapter(checkpoint: Path, model: torch.nn.Module) -> None:
     """Raises UserError if the adapter of a checkpoint is not like that of the model, also where a recipe makes its own."""
     saved = read_json(checkpoint / "adapter_config.json", folder.ADAPTER_TYPES)
-    for adapter in getattr(model, "peft_config", {}).values() if saved else ():
+    for adapter in adapters_of(model) if saved else ():
         now = {name: sorted(value) if isinstance(value, set | list) else value for name, value in adapter.to_dict().items()}
         before = {name: sorted(value) if isinstance(value, list) else value for name, value in saved.items()}
         changes = {name: (before[name], now.get(name)) for name in ADAPTER if name in before and before[name] != now.get(name)}

@@ -6,6 +6,7 @@ from pathlib import Path
 from harness.model.quantized import SOURCE
 
 import torch
+from peft import PeftConfig
 from peft.tuners.lora import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedConfig
@@ -28,6 +29,11 @@ def config_of(model: torch.nn.Module) -> PreTrainedConfig | None:
 def base_of(model: torch.nn.Module) -> torch.nn.Module:
     """The model without its adapter."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def adapters_of(model: torch.nn.Module) -> list[PeftConfig]:
+    """The settings of a model's adapters."""
+    return list(getattr(model, "peft_config", {}).values())
 
 
 def generates(model: torch.nn.Module) -> bool:

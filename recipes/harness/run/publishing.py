@@ -5,12 +5,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.hub import is_reachable
+from harness.hub import is_reachable, without_progress_bars
 from harness.messages import UserError, last_line, print_once
 
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi, get_token, utils
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
-from huggingface_hub.utils import disable_progress_bars, enable_progress_bars, httpx, validate_repo_id
+from huggingface_hub.utils import httpx, validate_repo_id
 from transformers import TrainingArguments
 
 # Of the output directory: no checkpoints, and no rows of the dataset (held_out.parquet, samples.txt).
@@ -93,7 +93,6 @@ def is_public(api: HfApi, name: str) -> bool:
 
 def publish(folder: Path, repository: Repository, how_to_repeat: str) -> bool:
     """Uploads the model in `folder`, and prints where it is. If that fails, prints why and how to repeat it; returns False."""
-    disable_progress_bars()
     try:
         files = [path for path in folder.iterdir() if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in FILES)]
         names, size = sorted(path.name for path in files), sum(path.stat().st_size for path in files)
@@ -102,12 +101,13 @@ def publish(folder: Path, repository: Repository, how_to_repeat: str) -> bool:
         name = api.create_repo(repository.name, private=repository.is_private, exist_ok=True).repo_id
         if repository.is_private and is_public(api, name):
             raise UserError(f"{name} is public")
-        url = api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=names, commit_message="Upload the trained model")
+        with without_progress_bars(utils):
+            url = api.upload_folder(
+                repo_id=name, folder_path=folder, allow_patterns=names, commit_message="Upload the trained model"
+            )
         print_once(f"Uploaded to {url.repo_url.url}{' (private)' if repository.is_private else ''}")
         return True
     except Exception as error:  # the run is finished, whatever happens here
         reason = "the Hub cannot be reached" if isinstance(error, OfflineModeIsEnabled) else last_line(error)
         print_once(f"warning: the upload to {repository.name} failed: {reason}\nTo repeat it: {how_to_repeat}")
         return False
-    finally:
-        enable_progress_bars()

@@ -10,7 +10,7 @@ from typing import Any
 from harness.folder import RESULTS, RUN, draft_of, read_json, remove_link, sync
 from harness.model.quantized import read_source
 from harness.model.weight_files import dtype_of_weights
-from harness.run.parameters import config_of, generates
+from harness.run.parameters import adapters_of, config_of, generates
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -27,7 +27,7 @@ RESULTS_IN_CARD += ("eval_loss_on_start", "eval_loss", "perplexity")
 
 def set_base_revision(trainer: Trainer) -> None:
     """Records, in the settings of an adapter, the revision of the model that it was trained on. PEFT does not know it."""
-    for settings in getattr(trainer.model, "peft_config", {}).values():
+    for settings in adapters_of(trainer.model):
         if not settings.base_model_name_or_path:  # the recipe has made the model itself
             continue
         source = read_source(settings.base_model_name_or_path)

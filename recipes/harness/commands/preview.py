@@ -420,8 +420,9 @@ def print_data(data: dict[str, Any]) -> None:
 
 def find_problems(tokenizer: Any, rows: PreviewRows, batches: list[dict], trainer: Any) -> Iterator[str]:
     """One message for each thing that would train without an error and teach something else."""
-    eos = trainer.model.generation_config.eos_token_id
-    eos_tokens = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
+    from harness.run.samples import end_tokens
+
+    eos_tokens = end_tokens(trainer.model, tokenizer)
     max_length = length_of_rows(trainer.args)
     endless = 0
     for ids, labels in rows.train:

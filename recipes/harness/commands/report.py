@@ -18,7 +18,7 @@ from harness.json_types import Types
 from harness.messages import UserError, exit_on_user_error
 from harness.restarts import in_words
 from harness.run.forecast import FORECAST_TYPES, PLAN_TYPES, describe_forecast, forecast_of
-from harness.run.metrics import format_metrics, own_metrics
+from harness.run.metrics import metrics_of
 
 COLUMNS = (
     "run",
@@ -40,7 +40,7 @@ COLUMNS = (
     "GB per GPU (forecast)",
 )
 # What is read from train_results.json.
-NEEDED: Types = {
+READ: Types = {
     "num_nodes": int,
     "world_size": int,
     "train_runtime": float,
@@ -48,8 +48,6 @@ NEEDED: Types = {
     "peak_gpu_gb": float,
     "peak_host_gb": float,
     "final_loss": float,
-}
-READ: Types = NEEDED | {
     "gpu_utilization": NotRequired[list[float]],
     "gpu_memory_gb": NotRequired[list[float]],
     "rows_per_second": NotRequired[float],
@@ -154,14 +152,6 @@ def _identity(run: dict[str, Any]) -> tuple[str, str, int]:
 def speed_of(run: dict[str, Any]) -> float:
     """Tokens per second; rows per second of a run whose rows have no tokens."""
     return run["tokens_per_second"] or run.get("rows_per_second") or 0.0
-
-
-def metrics_of(run: dict[str, Any]) -> dict[str, float]:
-    """The recipe's own metrics of the last evaluation, without those of DPO that say little alone."""
-    of_evaluation = own_metrics({name: value for name, value in run.items() if name.startswith("eval_")})
-    return {
-        name: value for name, value in of_evaluation.items() if format_metrics({name: value}) and not name.endswith("_on_start")
-    }
 
 
 def cells_of(run: dict[str, Any], names: list[str]) -> tuple[str, ...]:

@@ -33,6 +33,14 @@ def own_metrics(logs: dict) -> dict[str, float]:
     }
 
 
+def metrics_of(results: dict) -> dict[str, float]:
+    """The recipe's own metrics of the last evaluation, without those of DPO that say little alone."""
+    of_evaluation = own_metrics({name: value for name, value in results.items() if name.startswith("eval_")})
+    return {
+        name: value for name, value in of_evaluation.items() if format_metrics({name: value}) and not name.endswith("_on_start")
+    }
+
+
 def format_metrics(metrics: dict[str, float]) -> str:
     """Metrics of a recipe's own, in words; without DPO's log-probabilities and logits, which say little alone."""
     shown = {name: value for name, value in metrics.items() if not name.removeprefix("eval_").startswith(("logps/", "logits/"))}

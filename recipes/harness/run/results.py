@@ -17,7 +17,7 @@ from harness.folder import DATA, DATA_TYPES, RESULTS, RUN, draft_of, read_json, 
 from harness.messages import plural, print_once
 from harness.run.failures import only_report
 from harness.run.forecast import describe_forecast, read_forecast
-from harness.run.metrics import evaluation_losses, format_metrics, own_metrics
+from harness.run.metrics import evaluation_losses, format_metrics, metrics_of, own_metrics
 from harness.run.parameters import base_of, config_of, quantization_of
 from harness.run.progress import Progress
 
@@ -264,12 +264,10 @@ def describe_datasets(results: dict) -> list[str]:
 
 def describe_metrics(results: dict) -> str:
     """The recipe's own metrics of the last evaluation, and of the one before the training; "" without any."""
-    own = own_metrics({name: value for name, value in results.items() if name.startswith("eval_")})
-    before = {name.removesuffix("_on_start"): value for name, value in own.items() if name.endswith("_on_start")}
     words = []
-    for name, value in own.items():
-        if text := "" if name.endswith("_on_start") else format_metrics({name: value}):
-            words.append(f"{text} (before: {before[name]:.4g})" if name in before else text)
+    for name, value in metrics_of(results).items():
+        before = results.get(f"{name}_on_start")
+        words.append(format_metrics({name: value}) + (f" (before: {before:.4g})" if before is not None else ""))
     return f"\n{', '.join(words)}" if words else ""
 
 

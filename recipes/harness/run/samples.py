@@ -78,12 +78,17 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
 
 def _decode_answer(tokens: list[int], model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> str:
     """The generated text up to its end token, or with "…" if there is none."""
-    eos = model.generation_config.eos_token_id
-    end_tokens = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
+    ends = end_tokens(model, tokenizer)
     for index, token in enumerate(tokens):
-        if token in end_tokens:
+        if token in ends:
             return tokenizer.decode(tokens[: index + 1])
     return f"{tokenizer.decode(tokens)} …"
+
+
+def end_tokens(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that end an answer: those of the generation config and of the tokenizer."""
+    eos = model.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])} - {None}
 
 
 def _prompt_of(row: dict) -> list[int]:

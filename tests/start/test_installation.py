@@ -54,8 +54,11 @@ def programs(tmp_path):
     return make
 
 
-def test_install_once_and_after_changes(clone):
+def test_install_once_and_after_changes(clone, tmp_path, monkeypatch):
+    """The installation imports pip, venv and others, but no file of the working directory."""
     folder, call = clone
+    write_modules(tmp_path)
+    monkeypatch.chdir(tmp_path)
     (folder / "requirements.txt").write_text("./no-such-package\n")
     process = call("--install")
     assert process.returncode == 2 and "run the same command again" in process.stderr.splitlines()[-1]
@@ -72,15 +75,7 @@ def test_install_once_and_after_changes(clone):
     (folder / ".venv/installed.txt").unlink()
     python.unlink()
     assert installs in call("--install").stderr and python.exists()
-
-
-def test_files_of_the_working_directory_do_not_run(clone, tmp_path, monkeypatch):
-    """pip, venv and others are imported by the installation."""
-    folder, call = clone
-    write_modules(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    call("--install")
-    assert (folder / ".venv/installed.txt").exists() and ran(tmp_path) == []
+    assert ran(tmp_path) == []
 
 
 def test_python_without_venv_is_an_error(clone, tmp_path):

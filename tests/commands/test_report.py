@@ -52,7 +52,6 @@ def test_json(runs, launch, tmp_path, is_first):
         results = read(folder)
         assert run.keys() == results.keys() | {"name", "losses", "eval_losses", "speed_up", "efficiency"}
         assert {name: run[name] for name in results} == results and run["name"] == str(folder)
-        assert all(isinstance(run[name], int | float) for name in report.NEEDED)
         assert run["losses"] == [[step, loss] for step, (loss, _) in losses(folder).items()]
         assert run["eval_losses"][-1] == [results["global_step"], results["eval_loss"]]
         assert [step for step, _ in run["eval_losses"]] == [0, 6]

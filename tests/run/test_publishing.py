@@ -7,6 +7,7 @@ from harness.messages import UserError
 from harness.run.publishing import Repository, check_repository, take_repository
 
 import pytest
+from huggingface_hub import close_session
 from local_hub import serve
 from safetensors.torch import load_file
 
@@ -30,6 +31,7 @@ def use_hub(hub, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    close_session()  # it keeps a connection to the server of the test before
     return lambda token: monkeypatch.setenv("HF_TOKEN", token)
 
 

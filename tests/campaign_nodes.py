@@ -357,7 +357,7 @@ def main(trials: str = "64", seed: str = "0", what: str = "") -> int:
     plan = [(one, moment) for one in LOSSES if what in ("", one) for moment in MOMENTS]
     chance.shuffle(plan)
     print(folder, flush=True)
-    lock = FileLock(Path(tempfile.gettempdir(), "campaign-nodes.lock"))
+    lock = FileLock("/tmp/campaign-nodes.lock")  # whatever TMPDIR is: the names of the namespaces are the same
     with lock, Nodes(2, folder / "machines", "campaign", "10.178.0") as machines, contextlib.suppress(KeyboardInterrupt):
         references = {}
         for variant in VARIANTS:

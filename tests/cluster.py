@@ -23,9 +23,10 @@ def missing(*programs: str) -> str:
     absent = [program for program in ("ip", "nsenter", "unshare", *programs) if not shutil.which(program)]
     if absent:
         return f"not installed: {', '.join(absent)}"
-    if subprocess.run(["ip", "netns", "add", "recipes-probe"], capture_output=True).returncode:
+    probe = f"recipes-probe-{os.getpid()}"
+    if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode:
         return "this machine allows no network namespaces"
-    subprocess.run(["ip", "netns", "delete", "recipes-probe"], check=True)
+    subprocess.run(["ip", "netns", "delete", probe], check=True)
     return ""
 
 

@@ -60,6 +60,7 @@ LOSSES = (
     "SIGTERM to node 1",
     "node 1 comes later",  # it is missing at first
     "node 0",
+    "launcher of node 0",
 )
 MOMENTS = {"starting": "", "training": "rows", "evaluating": "evaluating", "saving": "saving"}  # which record begins it
 
@@ -235,7 +236,7 @@ def interrupt(nodes: TwoNodes, trial: Trial, chance: random.Random):
     seconds = chance.uniform(1, 15)
     trial.details += f", for {seconds:.1f} s" if trial.what == "network of node 1" else ""
     take_away(nodes, trial.what, seconds)
-    if trial.what == "node 0":
+    if nodes.has_ended(0):
         nodes.wait_for(lambda: nodes.has_ended(1), LIMIT + WAIT, "the end of node 1 without node 0")
         if nodes.processes[1].returncode == 0:
             raise Failure("node 1 ended with exit code 0 without node 0")
@@ -278,12 +279,14 @@ def take_away(nodes: TwoNodes, what: str, seconds: float):
     elif what == "SIGTERM to node 1":
         nodes.processes[1].terminate()
         nodes.wait_for(lambda: nodes.has_ended(1), LIMIT, "the end of node 1 after SIGTERM")
-    elif what == "launcher of node 1":
-        nodes.processes[1].kill()
-        nodes.wait_for(lambda: not nodes.machines.pids("node1"), 15, "the end of the processes of a killed launcher")
-    elif what in ("node 0", "node 1"):
-        nodes.machines.kill(what.replace(" ", ""))
-        nodes.wait_for(lambda: nodes.has_ended(int(what[-1])), 15, "the end of a killed node")
+    elif what != "node 1 comes later":
+        rank = int(what[-1])
+        if what.startswith("launcher"):
+            nodes.processes[rank].kill()
+        else:
+            nodes.machines.kill(f"node{rank}")
+        name = nodes.machines.names[rank]
+        nodes.wait_for(lambda: nodes.has_ended(rank) and not nodes.machines.pids(name), 15, f"the end of all processes of {name}")
 
 
 def pids_that_train(nodes: TwoNodes, rank: int) -> list[int]:

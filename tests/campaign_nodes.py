@@ -236,7 +236,7 @@ def interrupt(nodes: TwoNodes, trial: Trial, chance: random.Random):
     seconds = chance.uniform(1, 15)
     trial.details += f", for {seconds:.1f} s" if trial.what == "network of node 1" else ""
     take_away(nodes, trial.what, seconds)
-    if nodes.has_ended(0):
+    if trial.what in ("node 0", "launcher of node 0"):
         nodes.wait_for(lambda: nodes.has_ended(1), LIMIT + WAIT, "the end of node 1 without node 0")
         if nodes.processes[1].returncode == 0:
             raise Failure("node 1 ended with exit code 0 without node 0")

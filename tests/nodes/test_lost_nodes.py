@@ -96,7 +96,7 @@ def test_run_goes_on_without_what_is_lost(machines, fork_launch, tmp_path):
     """
     reference = make_reference(TwoNodes(machines, fork_launch, tmp_path / "uninterrupted", "streamed"))
     nodes = TwoNodes(machines, fork_launch, tmp_path / "lost", "streamed")
-    nodes.start(0, wait=10)
+    nodes.start(0, wait=8)
     nodes.wait_for(nodes.last_step, 90, "a step of one node")
     for what, moment in (
         ("node 1 comes later", "training"),

@@ -131,7 +131,9 @@ class ChangingNodes(DynamicRendezvousHandler):
 def make_rendezvous(meeting: Meeting, usable: list[int]) -> ChangingNodes:
     """`usable`: see `ChangingNodes`."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    store, nodes, patience = meeting.connect(), meeting.nodes, timedelta(seconds=meeting.patience)
+    store, nodes = meeting.connect(), meeting.nodes
+    # A node that was lost stays in its round until its last heartbeat is older than `silence`.
+    patience = timedelta(seconds=meeting.silence + LAST_CALL + meeting.patience)
     rendezvous = ChangingNodes.from_backend(
         run_id="run",
         store=store,

@@ -171,6 +171,30 @@ def test_node_that_is_stopped_while_it_checks_ends_no_other(start_two, tmp_path)
     assert (code, err, node.wait()[0]) == (0, "", 143) and out.endswith("checks True\n") and "Lost node 1" in out
 
 
+DIES_IN_RENDEZVOUS = """
+import os, sys
+from harness.nodes.cluster import Nodes
+from harness.nodes.meeting import Meeting
+from harness.nodes.rendezvous import ChangingNodes, make_rendezvous
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+os.environ["NODE_SILENCE"] = "3"
+rendezvous = make_rendezvous(Meeting(Nodes(2, rank, "127.0.0.1", port, min_count=1), {}), [1, 2])
+if rank:
+    print(super(ChangingNodes, rendezvous).next_rendezvous().world_size, flush=True)
+    os._exit(1)
+print(rendezvous.next_rendezvous().world_size, flush=True)
+os._exit(0)
+"""
+
+
+def test_node_that_is_lost_in_the_rendezvous_is_not_waited_for(start_two):
+    """It has joined a round, and has not said so to the others."""
+    head, node = start_two(DIES_IN_RENDEZVOUS)
+    assert node.wait()[1].endswith("2\n")
+    code, out, err = head.wait()
+    assert (code, err) == (0, "") and out.endswith("1\n"), out
+
+
 LATE = """
 import sys, time
 from harness.nodes import cluster, meeting

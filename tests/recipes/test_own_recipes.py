@@ -103,7 +103,7 @@ def test_sharded_equals_unsharded(rehearse_own, recipe):
     if recipe == "reward":  # it evaluates after `train`
         assert read(two, "after_results.json")["eval_loss"] == pytest.approx(read(two)["eval_loss"], rel=1e-3)
     for (loss, _), (of_two, _) in zip(losses(one).values(), losses(two).values(), strict=True):
-        assert of_two == pytest.approx(loss, rel=0.02, abs=0.005)
+        assert of_two == pytest.approx(loss, **({"rel": 1e-4} if precision else {"rel": 0.02, "abs": 0.005}))
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,18 @@ KINDS = {
     "optimizer that cannot be sharded": ("--tiny qwen2_chat 4gpu_full_shard --optim adafactor", "FSDP cannot shard its states"),
     "package for kernels that is missing": (f"{TINY} --use_liger_kernel true", "-m pip install --no-deps liger-kernel"),
     "rows that would not be cut": (f"{TINY} --packing false --padding_free true", "rows would not be cut at --max_length"),
+    "the worst model as the best": (
+        f"{TINY} --load_best_model_at_end --metric_for_best_model eval_loss --greater_is_better true",
+        "--greater_is_better: a loss is better when it is lower",
+    ),
+    "batches that the first process reads": (
+        TINY + """ --accelerator_config '{"dispatch_batches": true}'""",
+        "--accelerator_config: dispatch_batches: every process reads its own rows",
+    ),
+    "completions of conversations": (
+        f"{TINY} --assistant_only_loss false --completion_only_loss true",
+        "for conversations pass --assistant_only_loss true",
+    ),
     "reference before the model is sharded": (
         "--tiny qwen3_dpo 4gpu_full_shard --precompute_ref_log_probs true",
         "--precompute_ref_log_probs: TRL computes them before FSDP has sharded the model",

@@ -88,6 +88,11 @@ def check_arguments(script_args: ScriptArguments, training_args: TrainingArgumen
         raise UserError("--save_only_model leaves out the optimizer, so the run could not resume: leave out the flag")
     if training_args.save_total_limit == 1:
         raise UserError("--save_total_limit 1 deletes the last checkpoint before the next one is complete: pass 2 or more")
+    if (training_args.metric_for_best_model or "").endswith("loss") and training_args.greater_is_better:
+        raise UserError("--greater_is_better: a loss is better when it is lower, so the worst model would be kept: leave it out")
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(training_args.accelerator_config, name):
+            raise UserError(f"--accelerator_config: {name}: every process reads its own rows: leave it out")
     check_trackers(training_args.report_to)
     # `set_steps` has turned --max_tokens into max_steps.
     if script_args.dataset_streaming and training_args.max_steps <= 0 and not script_args.data.keeps_samples:

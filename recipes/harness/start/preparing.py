@@ -21,7 +21,7 @@ from harness.data.prepared import use_prepared_files
 from harness.data.streams import documents_per_batch
 from harness.data.tokenized import finish_rows
 from harness.hub import check_model_exists, wait_for_hub
-from harness.messages import print_once
+from harness.messages import UserError, print_once
 from harness.model.loading import (
     build_adapter_on_meta,
     check_architecture,
@@ -88,6 +88,13 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
     if model_args.use_peft:
         build_adapter_on_meta(model_args, display_name)
     rows = check_dataset(script_args.data)
+    only_completions = bool(script_args.data.formats) and getattr(training_args, "completion_only_loss", None)
+    without = next((place for place, row in rows if "completion" not in row), None)
+    if only_completions and without:
+        raise UserError(
+            f"--completion_only_loss: {without} has no prompt and completion for the trainer, so all of it would count: leave out "
+            "the flag; for conversations pass --assistant_only_loss true"
+        )
     splits = script_args.split_conversations
     chat_templates.check_conversations(training_args, model_args, script_args.given, rows, display_name, splits)
 

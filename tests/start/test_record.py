@@ -43,6 +43,12 @@ def test_values_that_are_not_defaults_by_their_source():
     assert list(record.settings_of(found)) == ["names", "options", "rate", "steps"]
 
 
+def test_off_is_not_the_default_if_that_lets_other_arguments_decide():
+    """As with bf16 and completion_only_loss of TRL. An empty text, list or "no" is what the parser makes of None."""
+    assert asked(options=False) == {"recipe": {"options": False}}
+    assert asked(options="no") == asked(options="") == asked(options=[]) == {}
+
+
 def test_a_list_of_one_is_what_it_contains():
     """TRL reads it so, and a recipe gives the name alone."""
     assert asked(names=["all-linear"]) == asked(names="all-linear")

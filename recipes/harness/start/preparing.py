@@ -92,8 +92,8 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
     without = next((place for place, row in rows if "completion" not in row), None)
     if only_completions and without:
         raise UserError(
-            f"--completion_only_loss: {without} has no prompt and completion for the trainer, so all of it would count: leave out "
-            "the flag; for conversations pass --assistant_only_loss true"
+            f"--completion_only_loss: {without} has no prompt and completion for the trainer, so all of it would count: leave "
+            "out the flag; for conversations pass --assistant_only_loss true"
         )
     splits = script_args.split_conversations
     chat_templates.check_conversations(training_args, model_args, script_args.given, rows, display_name, splits)

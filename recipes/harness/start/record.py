@@ -71,7 +71,8 @@ def asked_values(
     asked: dict[str, dict[str, Any]] = {}
     for name, default in defaults_of(classes).items():
         value = plain(getattr(values, name, default))
-        is_off = value in OFF and default in OFF
+        # Of an argument such as bf16 or completion_only_loss, None means that other arguments decide.
+        is_off = value in OFF and default in OFF and not (value is False and default is None)
         if value != default and not is_off and name not in NOT_RECORDED:
             source = next((source for source, names in sources.items() if name in names), "other")
             asked.setdefault(source, {})[name] = without_secrets(value)

@@ -127,8 +127,8 @@ def test_mirror_has_what_the_disk_of_a_lost_node_had(start_node, rehearse, tmp_p
     two, disks, mirror = tmp_path / "2 nodes.yaml", [tmp_path / "disk0", tmp_path / "disk1"], tmp_path / "mirror"
     settings = yaml.safe_load((ROOT / "accelerate_configs/3xt4_shard_grad_op.yaml").read_text())
     two.write_text(yaml.safe_dump(settings | {"num_machines": 2, "num_processes": 2}))
-    flags = [*FLAGS, "--max_steps", "80", "--fp16", "false"]
-    command = ["gpt2_xl_wikitext", two, "--output_dir", "run", *flags, "--mirror", mirror.as_uri()]
+    flags = [*FLAGS, "--max_steps", "80"]
+    command = ["qwen2_fineweb_edu", two, "--output_dir", "run", *flags, "--mirror", mirror.as_uri()]
     for disk in disks:
         disk.mkdir()
     (head, log), (node, _) = [start_node(rank, "1:2", *command, cwd=disks[rank]) for rank in range(2)]
@@ -143,5 +143,5 @@ def test_mirror_has_what_the_disk_of_a_lost_node_had(start_node, rehearse, tmp_p
     for process in (head, node):
         assert process.wait(180) == 0, log.read_text() + of_node.read_text()
     assert "The run goes on with 2 nodes of 2." in log.read_text()
-    check_losses(disks[0] / "run", rehearse("gpt2_xl_wikitext", two, *flags))
+    check_losses(disks[0] / "run", rehearse("qwen2_fineweb_edu", two, *flags))
     assert (mirror / "model.safetensors").read_bytes() == (disks[0] / "run/model.safetensors").read_bytes()

@@ -41,7 +41,7 @@ from forked_launcher import ForkedLauncher
 ROOT = Path(__file__).resolve().parents[1]
 STEPS, ROWS_OF_STEP, EVALUATED = 120, 4, 16
 SILENCE, WAIT = 6, 40  # NODE_SILENCE, NODE_WAIT
-LIMIT = SILENCE + 60  # seconds until the run goes on
+LIMIT = SILENCE + 60  # seconds until the run continues
 SILENT = 45
 TOLERANCE = 1e-3  # of a loss in float32, on another number of processes
 FLAGS = ["--per_device_train_batch_size", "2", "--max_eval_samples", str(EVALUATED)]

@@ -85,13 +85,13 @@ def test_hybrid_shard_keeps_whole_replicas(start_node, rehearse, workdir, tmp_pa
     head, log = nodes[0]
     wait_for(head, log, "  loss ", 5)
     lose(nodes[3][0])
-    wait_for(head, log, "The run goes on with 2 nodes of 4.")
+    wait_for(head, log, "The run continues with 2 nodes of 4.")
     wait_for(nodes[2][0], nodes[2][1], "Node 2 is not used: 2 nodes can train, not more.")
     wait_for(head, log, "Resuming from")
     nodes[3] = start_node(3, "2:4", *command)
     for process, of_node in nodes:
         assert process.wait(180) == 0, log.read_text() + of_node.read_text()
-    assert "A node joins after step" in log.read_text() and "The run goes on with 4 nodes of 4." in log.read_text()
+    assert "A node joins after step" in log.read_text() and "The run continues with 4 nodes of 4." in log.read_text()
     assert "error: " not in log.read_text() and "Traceback" not in log.read_text(), log.read_text()
     assert [start["processes"] for start in read(run, "starts.json")["starts"]] == [4, 2, 4]
     assert (read(run)["replicas"], read(run)["num_nodes"]) == (2, 4)
@@ -136,12 +136,12 @@ def test_mirror_has_what_the_disk_of_a_lost_node_had(start_node, rehearse, tmp_p
     lose(node)
     shutil.rmtree(disks[1])
     disks[1].mkdir()
-    wait_for(head, log, "The run goes on with 1 node of 2.")
+    wait_for(head, log, "The run continues with 1 node of 2.")
     wait_for(head, log, "Resuming from")
     assert "Downloading checkpoint-" in log.read_text()
     node, of_node = start_node(1, "1:2", *command, cwd=disks[1])
     for process in (head, node):
         assert process.wait(180) == 0, log.read_text() + of_node.read_text()
-    assert "The run goes on with 2 nodes of 2." in log.read_text()
+    assert "The run continues with 2 nodes of 2." in log.read_text()
     check_losses(disks[0] / "run", rehearse("qwen2_fineweb_edu", two, *flags))
     assert (mirror / "model.safetensors").read_bytes() == (disks[0] / "run/model.safetensors").read_bytes()

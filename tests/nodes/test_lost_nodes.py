@@ -115,7 +115,7 @@ def test_run_goes_on_without_what_is_lost(machines, fork_launch, tmp_path):
     nodes.wait_for_end()
     check(nodes, Trial("", "", "streamed"), reference)
     log, of_node = nodes.logs[0].read_text(), nodes.logs[2].read_text()
-    assert log.count("The run goes on with 2 nodes of 2.") == 3 and log.count("The run goes on with 1 node of 2.") == 2, log
+    assert log.count("The run continues with 2 nodes of 2.") == 3 and log.count("The run continues with 1 node of 2.") == 2, log
     assert "Process 0 failed first (exit code 137)" in log and "Starting again from the newest checkpoint, 1 of 3 " in log, log
     assert of_node.count("\n") <= 4, of_node
     processes = [start["processes"] for start in read(nodes.run, "starts.json")["starts"]]

@@ -94,7 +94,7 @@ def test_job_continues_without_a_lost_node(slurm_cluster, environment, workdir, 
     wait_until(lambda: state(slurm_cluster, job) not in ("RUNNING", "COMPLETING"), 120, log.read_text)
     text = log.read_text()
     assert state(slurm_cluster, job) == "COMPLETED", slurm_cluster.run("scontrol", "show", "job", job) + text
-    assert "The run goes on with 1 node of 2." in text and text.count("Resuming from") == 1 and "Traceback" not in text
+    assert "The run continues with 1 node of 2." in text and text.count("Resuming from") == 1 and "Traceback" not in text
     assert len(losses(run)) == 60 and [start["processes"] for start in read(run, "starts.json")["starts"]] == [2, 1]
 
 

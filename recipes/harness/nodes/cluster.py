@@ -32,7 +32,7 @@ class Nodes:
     port: int = DEFAULT_PORT  # of the head, where the launchers meet
     processes: int = 0  # on each machine; 0: as many as the config says
     is_allocation: bool = False  # a SLURM allocation in which `srun` has not started this process
-    min_count: int = 0  # the run goes on with so many, set by NNODES=MIN:MAX; 0: their number is fixed
+    min_count: int = 0  # the run continues with so many, set by NNODES=MIN:MAX; 0: their number is fixed
 
 
 def nodes_from_environment() -> Nodes:
@@ -82,7 +82,7 @@ def nodes_from_environment() -> Nodes:
 def _range_of_nodes() -> tuple[int, int]:
     """The smallest and the largest number of nodes, of NNODES: 2, or as for torchrun 1:2. The smallest is 0 if it is not given.
 
-    SLURM and SkyPilot say how many nodes there are; NNODES=MIN:MAX then says how few the run goes on with.
+    SLURM and SkyPilot say how many nodes there are; NNODES=MIN:MAX then says how few the run continues with.
     """
     found = re.fullmatch(r"([1-9]\d{0,3}):([1-9]\d{0,3})", os.environ.get("NNODES", ""))
     if not found:

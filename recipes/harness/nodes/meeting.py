@@ -50,7 +50,7 @@ class Meeting(contextlib.AbstractContextManager):
         self.nodes = nodes
         self.silence, self.patience = seconds_of_silence(), seconds_to_wait()
         self.known: dict[int, dict] = {}  # rank: host, address and facts of that node
-        self.lost: set[int] = set()  # ranks of known nodes that send no heartbeats; the run goes on without them
+        self.lost: set[int] = set()  # ranks of known nodes that send no heartbeats; the run continues without them
         self.joins = False  # the run has begun without this node
         self.is_training = False
         self._seen_by_all: Any = None  # a file in the output directory
@@ -296,7 +296,7 @@ class Meeting(contextlib.AbstractContextManager):
         return code == STOPPED and self.nodes.min_count > 0 and rank > 0
 
     def _lose(self, rank: int) -> None:
-        """The run goes on without this node if their number can change; it ends without the head."""
+        """The run continues without this node if their number can change; it ends without the head."""
         if not self.nodes.min_count or rank == 0:
             self._exit_for_silence(rank)
         if rank not in self.lost:

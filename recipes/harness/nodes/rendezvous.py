@@ -92,7 +92,7 @@ class ChangingNodes(DynamicRendezvousHandler):
         count = max(number for number in self.usable if number <= found.world_size)
         before, self.in_round = self.in_round, frozenset(ranks[:count])
         if before and before != self.in_round and nodes.rank == 0:
-            print(f"The run goes on with {plural(count, 'node')} of {nodes.count}.", flush=True)
+            print(f"The run continues with {plural(count, 'node')} of {nodes.count}.", flush=True)
         address = nodes.head if nodes.rank else "127.0.0.1"
         return RendezvousInfo(found.store, found.rank, count, RendezvousStoreInfo(address, port))
 

@@ -46,7 +46,7 @@ def main(numbers: list[int]) -> None:
             return command.simulate_options(method, recipe, grid, grid.common_flags, options, is_quiet=True)
 
         began = time.monotonic()
-        candidates, found = choose.choose(machine, grid.settings, simulate)
+        candidates, found = choose.choose(machine, grid, simulate)
         seconds = time.monotonic() - began
         every = [option for options in grid.settings.values() for option in options]
         fitting = {

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import RECIPES, ROOT, read
 from trl import ModelConfig
+from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,11 @@ def test_every_recipe(preview_tiny, recipe):
     out = process.stdout
     if recipe == "qwen3_dpo":
         assert out.count("--- a row as the trainer gets it") == 2 and "not shown: which tokens count in the loss" in out
-        assert "chosen_ids: " in out and "batch        input_ids (" in out
+        assert (
+            "chosen_ids: " in out
+            and "batch        input_ids (" in out
+            and re.search(r"^truncated +[\d.]+% of the pairs", out, re.M)
+        )
         return
     trained = (
         r"^trained +\d+,\d+ of [\d,]+ parameters \([\d.]+%\), in adapters on q_proj, " if "lora" in recipe else "^trained +all "
@@ -52,6 +57,23 @@ def test_every_recipe(preview_tiny, recipe):
     assert shares["padding"] == 0
     is_text = recipe in ("qwen2_fineweb_edu", "gpt2_xl_wikitext")
     assert shares["in the loss"] > 98 if is_text else 5 < shares["in the loss"] < 100
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+@pytest.mark.parametrize("length", [3, 6, None])
+def test_what_truncation_cuts_off_pairs(mode, length):
+    """As many tokens as TRL's collator cuts off."""
+    sizes = [(2, 3, 5), (4, 1, 9), (1, 1, 1)]
+    rows = [
+        {name: [1] * size for name, size in zip(("prompt_ids", "chosen_ids", "rejected_ids"), row, strict=True)} for row in sizes
+    ]
+    collator = DataCollatorForPreference(pad_token_id=0, max_length=length, truncation_mode=mode)
+    found = preview.truncation_of_pairs(SimpleNamespace(data_collator=collator, train_dataset=rows))
+    batch, tokens = collator(rows), sum(2 * prompt + chosen + rejected for prompt, chosen, rejected in sizes)
+    assert found["truncated_tokens"] == pytest.approx(1 - int(batch["attention_mask"].sum()) / tokens)
+    kept = (batch["completion_mask"] * batch["attention_mask"]).sum(1)
+    assert found["without_answer"] == int((kept == 0).sum()) // 2
+    assert found["truncated_pairs"] == {3: 2 / 3, 6: 2 / 3, None: 0}[length]
 
 
 def test_tokens_in_the_loss_are_in_brackets(preview_tiny):

@@ -5,8 +5,9 @@ import json
 import random
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from harness import configs
 from harness.contexts import Context
@@ -242,7 +243,7 @@ def test_choice_is_the_fastest_of_the_grid(is_dense):
             return [made(option, sizes, is_dense) for option in options]
 
         machine = Machine("1x3090", 1, CARD)
-        candidates, _ = choose.choose(machine, settings, simulate)
+        candidates, _ = choose.choose(machine, choose.Grid(1, settings, [], (None, None)), simulate)
         every = [(option, made(option, sizes, is_dense)) for options in settings.values() for option in options]
         possible = {
             option: roofline.middle_seconds(CARD, found) for option, found in every if machines.is_possible(machine, found)
@@ -258,6 +259,27 @@ def test_choice_is_the_fastest_of_the_grid(is_dense):
     assert few < 0.6 * 100 * 40
 
 
+def test_weights_that_do_not_fit_are_not_simulated(capsys):
+    """Neither whole nor gathered. What keeps the least on a GPU is simulated first, which says how many weights there are."""
+    machine = Machine("4x3090", 4, CARD)
+    grid = grid_of(RECIPE, machine)
+    large = dataclasses.replace(FOUND, parameters=12 * 10**9, trained=10**7, optimizer=10**7)
+    simulated = []
+
+    def simulate(options):
+        simulated.extend(Path(option.config).stem for option in options)
+        return [dataclasses.replace(large, micro_batch=option.micro_batch) for option in options]
+
+    candidates, found = choose.choose(machine, grid, simulate)
+    assert simulated[:2] == ["1x3090_offload"] * 2 and set(simulated) == {"1x3090_offload", "4gpu_full_shard"}
+    assert candidates and sum(isinstance(one, Refused) for one in found.values()) == 4
+    printed = capsys.readouterr().err.splitlines()
+    assert sorted(printed) == [
+        "4gpu_ddp is not simulated: weights, gradients and optimizer states alone need at least 24.1 GB on each GPU.",
+        "4gpu_shard_grad_op is not simulated: weights, gradients and optimizer states alone need at least 30.0 GB on each GPU.",
+    ]
+
+
 def test_what_does_not_fit_is_not_chosen():
     """GPU memory with the margin, host memory, a dtype that the GPU has not, and refused runs."""
     fitting = dataclasses.replace(FOUND, peaks={"forward": Peak(int(20.0e9), {})}, needs_bf16=True)
@@ -267,6 +289,38 @@ def test_what_does_not_fit_is_not_chosen():
     assert not machines.is_possible(Machine("", 4, CARD, host=memory.needed_host_memory(fitting)), fitting)
     assert not machines.is_possible(Machine("", 4, dataclasses.replace(CARD, bf16=False)), fitting)
     assert not machines.is_possible(Machine("", 4, CARD), Refused("", "", ""))
+
+
+def replaced(content: Any, value: Any) -> Iterator[Any]:
+    """A copy of JSON for every place in it, with `value` there."""
+    yield value
+    if isinstance(content, dict | list):
+        for place in content if isinstance(content, dict) else range(len(content)):
+            for other in replaced(content[place], value):
+                copy = content.copy()
+                copy[place] = other
+                yield copy
+
+
+def test_damaged_simulation_is_simulated_again(tmp_path):
+    """The cache can be on a disk that others write to."""
+    file = tmp_path / "plans/any.json"
+    choose.keep_simulation(file, FOUND)
+    assert choose.cached_simulation(file) == dataclasses.replace(FOUND, hull=[list(pair) for pair in FOUND.hull])
+    content = json.loads(file.read_text())
+    for value in (None, {"a": "b"}, ["a"]):
+        for changed in replaced(content, value):
+            file.write_text(json.dumps(changed))
+            found = choose.cached_simulation(file)
+            assert found is None or found.max_length is None, changed
+    for changed in (content | {"peaks": {}}, content | {"hull": []}, content | {"other": 1}):
+        file.write_text(json.dumps(changed))
+        assert choose.cached_simulation(file) is None
+    file.write_bytes(b"\xff{")
+    assert choose.cached_simulation(file) is None
+    file.unlink()
+    file.mkdir()
+    assert choose.cached_simulation(file) is None
 
 
 def test_what_was_always_refused_is_one_error(error_of):

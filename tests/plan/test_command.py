@@ -1,5 +1,6 @@
 """`launch.sh --plan` as a user calls it."""
 
+import dataclasses
 import json
 import os
 import re
@@ -9,7 +10,8 @@ import sys
 from pathlib import Path
 
 from harness.model import gpu_features
-from harness.plan import cards, choose, command
+from harness.plan import cards, choose, command, pages, summary
+from harness.plan.simulation import Refused
 from harness.rehearsal import tiny
 
 import pytest
@@ -208,3 +210,34 @@ def test_choice_knows_that_triton_is_missing(monkeypatch, one_gpu, capsys):
     monkeypatch.setattr(os, "execve", lambda *arguments: None)
     command.plan_choice(str(ROOT / "recipes/qwen2_chat.py"), [config], command.PlanArguments(start=True), [])
     assert contexts[0].no_triton == "1" and "PyTorch instead of Triton, which needs more memory: 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("own", "reason"), [([], "1"), ([("A6000", 48.0, 155.0, 768.0)], "")])
+def test_plan_of_a_config_knows_that_triton_is_missing(monkeypatch, one_gpu, error_of, own, reason):
+    """As the choice does, unless the plan is for another GPU."""
+    monkeypatch.setattr(os, "environ", {"PATH": one_gpu, "CUDA_VISIBLE_DEVICES": "1"})
+    monkeypatch.setattr(command, "start_server", lambda: "fork")
+    monkeypatch.setattr(
+        gpu_features, "find_gpu_features", lambda: gpu_features.GpuFeatures([], "", os.environ["CUDA_VISIBLE_DEVICES"])
+    )
+    contexts = []
+
+    def simulate(method, context, *rest, **options):
+        contexts.append((context.no_triton, os.environ["CUDA_VISIBLE_DEVICES"]))
+        return Refused("qwen2_chat", "1x3090", "too large")
+
+    monkeypatch.setattr(command, "simulate_in_process", simulate)
+    paths = [str(ROOT / "accelerate_configs/1x3090.yaml")]
+    error_of(command.plan_configs, str(ROOT / "recipes/qwen2_chat.py"), paths, command.PlanArguments(cards=own), [])
+    assert contexts == [(reason, "")]
+
+
+def test_why_the_number_of_steps_is_not_known(environment, own_files, tmp_path, monkeypatch):
+    """There is no tokenizer: the dataset has nothing to do with it."""
+    for file in (tmp_path / "model").glob("token*"):
+        file.unlink()
+    monkeypatch.chdir(tmp_path)
+    count = command.row_counter("fork", str(ROOT / "recipes/llama31_8b_lora.py"), own_files)
+    simulation = command.with_steps(dataclasses.replace(FOUND, max_steps=-1), count)
+    described = pages.describe_length(summary.make_plan(simulation))
+    assert described.startswith("unknown number of steps") and "tokenizer" in described, described

@@ -3,14 +3,16 @@
 from harness.compat.trl import compute_loss_without_triton
 from harness.model.varlen import mask_of_window
 from harness.plan.attention_flops import pairs_in_documents
-from harness.plan.fakes import flash_workspace, use_triton_loss
+from harness.plan.fakes import Linear4bit, flash_workspace, use_triton_loss
 from harness.plan.ledger import VARLEN_BACKWARD, Counts, Ledger, Peak, counts_of_step
 from harness.plan.shapes import check_bytes, expected_bytes
 
+import bitsandbytes
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
+from transformers import BitsAndBytesConfig
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
@@ -86,6 +88,21 @@ def test_bytes_that_operators_read_and_write():
         assert ledger.touched == 0
         tensor + 1
     assert ledger.touched == 8 * MEGA  # read and written
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_bytes_that_unpacking_reads_and_writes(is_nested):
+    """Of the tensors that bitsandbytes makes."""
+    packed, state = bitsandbytes.functional.quantize_4bit(torch.randn(256, 512), quant_type="nf4", compress_statistics=is_nested)
+    scales = state.absmax.numel() * 4
+    expected = packed.nbytes + scales + 2 * 256 * 512
+    if is_nested:
+        expected += state.absmax.nbytes + scales  # bytes become float32
+        expected += 2 * scales  # the offset is added
+    settings = BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_use_double_quant=is_nested)
+    ledger = Ledger()
+    assert Linear4bit.of_size(256, 512, None, settings, ledger).unpacked(torch.bfloat16).shape == (256, 512)
+    assert ledger.touched == expected
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (3, 0), (3, 2), (99, 99)])

@@ -3,12 +3,13 @@
 import os
 import re
 
-from harness.plan import cards, memory, roofline
+from harness import configs
+from harness.plan import cards, choose, memory, roofline
 from harness.plan.ledger import Counts, Peak
 from harness.plan.simulation import Simulation
 
 import pytest
-from conftest import ROOT, TABLE, TABLE_PAIRS
+from conftest import CONFIGS, RECIPES, ROOT, TABLE, TABLE_PAIRS
 
 # SIMULATE_ALL=1 simulates all pairs, which takes minutes, as the workflow on GitHub does.
 QUICK = [("qwen2_fineweb_edu", "1x3090_offload")]
@@ -50,6 +51,27 @@ def test_few_layers_give_what_all_layers_give(pair, fields):
     few = [of_pair.pop("simulated_layers") for of_pair in (extended, simulated)]
     assert extended == simulated
     assert few == [0 if "ddp" in pair[1] else 5, 0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES if ALL else [ROOT / "recipes/qwen2_fineweb_edu.py"], ids=lambda path: path.stem)
+def test_least_bytes_are_below_the_peak(recipe, simulate):
+    """Of every config that the recipe can be run with, computed from the simulation with any of them."""
+    is_4bit = "qlora" in recipe.stem
+    paths = [
+        path
+        for gpus in (1, 4)
+        for path in choose.configs_for(gpus, 1, CARDS["RTX 3090"], is_4bit, list(map(str, CONFIGS)))
+        if ALL or gpus > 1
+    ]
+    found = [read_simulation(fields) for fields in simulate([(recipe, path, [], "cuda") for path in paths])]
+    least = {}
+    for other in found:
+        for path, simulation in zip(paths, found, strict=True):
+            least[path] = memory.least_bytes(other, configs.read(path), simulation.processes)
+            assert least[path] <= simulation.peak.bytes, (path, other.config)
+    unsharded = next(path for path in paths if "4gpu_ddp" in path)
+    weights = found[paths.index(unsharded)].expected["weights"]
+    assert least[unsharded] > (0.9 if is_4bit else 0.5) * weights, "it is of use"
 
 
 def read_simulation(fields: dict) -> Simulation:

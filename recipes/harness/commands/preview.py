@@ -176,7 +176,10 @@ def why_no_documents(trainer: Any) -> str:
 
 
 def preview_other_rows(preview: Preview, recipe: str, reason: str, json_file: Any) -> int:
-    """Shows the first rows as the trainer gets them, and the first micro-batch. `json_file`: where to print JSON, else None."""
+    """Shows the first rows as the trainer gets them, the first micro-batch, and what truncation cuts off pairs of answers.
+
+    `json_file`: where to print JSON, else None. Returns 1 if there is a warning.
+    """
     from harness.folder import DATA, read_json
 
     trainer = preview.trainer
@@ -190,12 +193,17 @@ def preview_other_rows(preview: Preview, recipe: str, reason: str, json_file: An
         {name: list(value.shape) for name, value in batch.items() if hasattr(value, "shape")} if hasattr(batch, "items") else {}
     )
     data = read_json(Path(trainer.args.output_dir, DATA))
-    cannot = f"not shown: which tokens count in the loss, lengths, what is truncated, the length of the run: {reason}"
+    cut = truncation_of_pairs(trainer)
+    unknown = "which tokens count in the loss, lengths, what is truncated, the length of the run"
+    cannot = f"not shown: {unknown.replace(', what is truncated', '') if cut else unknown}: {reason}"
+    found = []
+    if cut and cut["without_answer"]:
+        found = [f"{cut['without_answer']} of {cut['pairs']} pairs keep no token of an answer: pass a larger --max_length"]
     if json_file:
         names = {"recipe": recipe, "dataset": preview.arguments[0].data.display_name}
-        content = {**names, "rows": first, "batch": shapes, "data": data, "not_shown": cannot, "warnings": []}
-        print(json.dumps(content, indent=2), file=json_file)
-        return 0
+        content = {**names, "rows": first, "batch": shapes, "data": data, "not_shown": cannot, "warnings": found}
+        print(json.dumps(content | ({"truncation": cut} if cut else {}), indent=2), file=json_file)
+        return int(bool(found))
     for row in first:
         print_once("\n--- a row as the trainer gets it")
         for name, text in row.items():
@@ -204,8 +212,34 @@ def preview_other_rows(preview: Preview, recipe: str, reason: str, json_file: An
     print_data(data)
     if shapes:
         print_once(f"batch        {', '.join(f'{name} {tuple(shape)}' for name, shape in shapes.items())}")
+    if cut:
+        print_once(f"truncated    {cut['truncated_pairs']:.1%} of the pairs, {cut['truncated_tokens']:.1%} of the tokens")
     print_once(cannot)
-    return 0
+    for problem in found:
+        print(f"warning: {problem}", file=sys.stderr)
+    return int(bool(found))
+
+
+def truncation_of_pairs(trainer: Any) -> dict[str, Any] | None:
+    """What the collator of DPOTrainer cuts off the first pairs of answers, None for other rows. Shares are from 0 to 1."""
+    from harness.data.loading import FIRST_ROWS
+
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+    collator = trainer.data_collator
+    if not isinstance(collator, DataCollatorForPreference):
+        return None
+    limit = collator.max_length or math.inf
+    rows = list(itertools.islice(trainer.train_dataset, FIRST_ROWS))
+    pairs = [[len(row["prompt_ids"]) + len(row[answer]) for answer in ("chosen_ids", "rejected_ids")] for row in rows]
+    cut = [[max(0, length - limit) for length in pair] for pair in pairs]
+    keeps_start = collator.truncation_mode == "keep_start"
+    return {
+        "pairs": len(rows),
+        "truncated_pairs": sum(map(any, cut)) / len(rows),
+        "truncated_tokens": sum(map(sum, cut)) / sum(map(sum, pairs)),
+        "without_answer": sum(len(row["prompt_ids"]) >= limit for row in rows) if keeps_start else 0,
+    }
 
 
 def value_as_text(name: str, value: Any, tokenizer: Any) -> str:

@@ -1,9 +1,10 @@
 """Chooses for a machine: the config, micro-batch and activation checkpointing with which a recipe is the fastest by the plan.
 
 The grid: the configs that the run can use there × activation checkpointing × every micro-batch that divides
-`global_batch_size`. Of each setting (a config with or without checkpointing) the smallest micro-batch is simulated first. From it
-follows a number of seconds that none of its micro-batches can be below. Then the settings that could be the fastest are
-simulated with larger micro-batches, until those that remain cannot be faster.
+`global_batch_size`. Left out are configs with which weights, gradients and optimizer states alone do not fit. Of each other
+setting (a config with or without checkpointing) the smallest micro-batch is simulated first. From it follows a number of seconds
+that none of its micro-batches can be below. Then the settings that could be the fastest are simulated with larger micro-batches,
+until those that remain cannot be faster.
 """
 
 import contextlib
@@ -15,17 +16,19 @@ import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.contexts import Context
 from harness.folder import DamagedFile, read_json, write_json
+from harness.json_types import Types
 from harness.messages import UserError
 from harness.plan import memory, proposals, roofline, summary
-from harness.plan.cards import Card
+from harness.plan.cards import GB, Card
 from harness.plan.ledger import Counts, Peak
 from harness.plan.machines import Machine, is_possible, usable_host, with_margin
+from harness.plan.pages import print_progress
 from harness.plan.roofline import middle_seconds
 from harness.plan.simulation import Refused, Simulation
 
@@ -33,6 +36,8 @@ CLOSE = 1.3  # runners-up that could be within this factor of the fastest are si
 SIGNAL = 300  # seconds before the time limit, of --signal in launch.sh
 SAVING = 60  # seconds to write a checkpoint; assumed
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes")  # whose versions a simulation depends on
+PEAKS = dict[str, get_type_hints(Peak)]
+CACHED: Types = get_type_hints(Simulation) | {"peaks": PEAKS, "host_peaks": PEAKS, "step": get_type_hints(Counts)}
 
 
 class Option(NamedTuple):
@@ -121,7 +126,7 @@ def make_grid(values: dict[str, Any], machine: Machine, paths: list[str], words:
 def configs_for(gpus: int, nodes: int, card: Card, is_4bit: bool, paths: list[str]) -> list[str]:
     """Configs that so many nodes with `gpus` each can use. Of those that differ in these numbers only, the nearest is taken."""
     processes = nodes * gpus
-    kinds: dict[str, AccelerateConfig] = {}
+    kinds: dict[str, list[AccelerateConfig]] = {}
     for path in paths:
         try:
             config = configs.read(path)
@@ -135,11 +140,15 @@ def configs_for(gpus: int, nodes: int, card: Card, is_4bit: bool, paths: list[st
             continue
         if (config.num_processes > 1) if processes == 1 else (config.distributed_type == "NO"):
             continue
-        kind = str(dataclasses.replace(config, path="", num_processes=0, num_machines=0))
-        other = kinds.get(kind)
-        if other is None or abs(config.num_processes - processes) < abs(other.num_processes - processes):
-            kinds[kind] = config
-    return [config.path for config in kinds.values()]
+        # A 4-bit model computes in the dtype it is loaded in, with FSDP's bf16 and without.
+        precision = "no" if is_4bit and config.is_fsdp and config.mixed_precision == "bf16" else config.mixed_precision
+        kind = str(dataclasses.replace(config, path="", num_processes=0, num_machines=0, mixed_precision=precision))
+        kinds.setdefault(kind, []).append(config)
+
+    def distance(config: AccelerateConfig) -> tuple[bool, int]:
+        return is_4bit and config.mixed_precision != "no", abs(config.num_processes - processes)
+
+    return [min(alike, key=distance).path for alike in kinds.values()]
 
 
 def shown_flags(option: Option, grid: Grid) -> list[str]:
@@ -156,7 +165,7 @@ def shown_flags(option: Option, grid: Grid) -> list[str]:
 
 def choose(
     machine: Machine,
-    settings: dict[tuple[str, bool | None], list[Option]],
+    grid: Grid,
     simulate: Callable[[list[Option]], list[Simulation | Refused]],
     count: int = 3,
 ) -> tuple[list[Candidate], dict[Option, Simulation | Refused]]:
@@ -171,9 +180,14 @@ def choose(
         new = [option for option in options if option not in simulations]
         simulations.update(zip(new, simulate(new), strict=True))
 
-    simulate_missing([options[0] for options in settings.values()])
-    share = remaining_share(machine.card, settings, simulations, simulate_missing)
-    simulated = {setting: options for setting, options in settings.items() if isinstance(simulations[options[0]], Simulation)}
+    # The config that keeps the least on a GPU comes first. It says how many parameters there are, and so what cannot fit.
+    first = [options[0] for options in grid.settings.values()]
+    saving = min((option.config for option in first), key=lambda path: not configs.read(path).offload_params)
+    simulate_missing([option for option in first if option.config == saving])
+    simulations |= too_large(machine, grid, simulations)
+    simulate_missing(first)
+    simulated = {setting: options for setting, options in grid.settings.items() if is_simulated(simulations[options[0]])}
+    share = remaining_share(machine.card, simulated, simulations, simulate_missing)
 
     def candidates(setting: tuple[str, bool | None]) -> list[Candidate]:
         fitting = [option for option in simulated[setting] if is_possible(machine, simulations.get(option))]
@@ -204,6 +218,25 @@ def choose(
     return sorted(best, key=by_seconds), simulations
 
 
+def too_large(machine: Machine, grid: Grid, simulations: dict[Option, Simulation | Refused]) -> dict[Option, Refused]:
+    """The first options of settings whose weights, gradients and optimizer states alone are too large for the GPU."""
+    found = next(filter(is_simulated, simulations.values()), None)
+    refused = {}
+    for path, is_on in grid.settings if found else ():
+        config = configs.read(path)
+        least = memory.least_bytes(found, config, grid.processes)
+        if least > with_margin(machine.card).memory:
+            reason = f"weights, gradients and optimizer states alone need at least {least / GB:.1f} GB on each GPU"
+            refused[grid.settings[path, is_on][0]] = Refused(found.recipe, config.name, reason)
+    for config, reason in {(one.config, one.reason) for one in refused.values()}:
+        print_progress(f"{config} is not simulated: {reason}.")
+    return refused
+
+
+def is_simulated(found: Simulation | Refused) -> bool:
+    return isinstance(found, Simulation)
+
+
 def by_seconds(candidate: Candidate) -> float:
     return candidate.seconds
 
@@ -219,10 +252,9 @@ def remaining_share(
     Measured on the fastest setting, whether it fits or not: slower ones keep more, so `bound` holds for them too. 0.0, with which
     it always holds, if the share is not known.
     """
-    simulated = [options for options in settings.values() if isinstance(simulations[options[0]], Simulation)]
-    if not simulated:
+    if not settings:
         return 0.0
-    options = min(simulated, key=lambda options: middle_seconds(card, simulations[options[0]]))
+    options = min(settings.values(), key=lambda options: middle_seconds(card, simulations[options[0]]))
     simulate_missing([options[-1]])
     smallest, largest = simulations[options[0]], simulations[options[-1]]
     if isinstance(largest, Refused) or not smallest.step.touched:
@@ -380,12 +412,15 @@ def propose(
 
 def cached_simulation(path: Path) -> Simulation | None:
     """What `keep_simulation` wrote, None if there is none or it is damaged."""
-    try:
-        fields = read_json(path)
-        peaks = {key: {moment: Peak(**peak) for moment, peak in fields[key].items()} for key in ("peaks", "host_peaks")}
-        return Simulation(**fields | peaks | {"step": Counts(**fields["step"])})
-    except (DamagedFile, TypeError, KeyError, AttributeError):
+    if not path.is_file():
         return None
+    try:
+        fields = read_json(path, CACHED)
+        peaks = {key: {moment: Peak(**peak) for moment, peak in fields[key].items()} for key in ("peaks", "host_peaks")}
+        simulation = Simulation(**fields | peaks | {"step": Counts(**fields["step"])})
+    except (DamagedFile, OSError, TypeError):  # such as a field that is not of this version
+        return None
+    return simulation if simulation.peaks and simulation.hull else None
 
 
 def keep_simulation(path: Path, simulation: Simulation) -> None:

@@ -56,25 +56,30 @@ def main(*words: str) -> None:
         print(NOT_OFFLOADED, file=sys.stderr, flush=True)
     use_cache_if_unreachable()
     recipe, plan_flags = str(arguments.recipe), arguments
-    if arguments.start or arguments.machines:
-        plan_choice(recipe, arguments.configs, plan_flags, arguments.flags)
-    else:
-        plan_configs(recipe, arguments.configs, plan_flags, arguments.flags)
+    plan = plan_choice if arguments.start or arguments.machines else plan_configs
+    plan(recipe, arguments.configs, plan_flags, arguments.flags)
 
 
 def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, arguments: list[str]) -> None:
-    """Prints the plan of one config, or of several side by side."""
+    """Prints the plan of one config, or of several side by side. With --card it is not about the GPUs of this machine."""
     read = [configs.read(path) for path in paths]
+    gpus = [] if plan_flags.cards else find_gpus()
+    environment = hide_gpus()
     method = start_server()
     from harness.plan import pages, proposals, summary  # they import torch, which a misspelt flag need not wait for
     from harness.plan.simulation import Refused
 
     all_cards, price = known_cards(plan_flags), plan_flags.prices_of(1)[0]
+    no_triton = why_not_triton(method, environment) if gpus else ""
+
+    def context_of(config: AccelerateConfig) -> Context:
+        return dataclasses.replace(fit_processes(recipe, config), no_triton=no_triton)
+
     simulations = []
     for config in read:
         if not plan_flags.json:
             pages.print_progress(f"Simulating {Path(recipe).stem} with {config.name} …")
-        simulations.append(simulate_in_process(method, fit_processes(recipe, config), arguments, optional=len(read) > 1))
+        simulations.append(simulate_in_process(method, context_of(config), arguments, optional=len(read) > 1))
 
     count_rows = row_counter(method, recipe, arguments)
     plans = [
@@ -83,7 +88,7 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
     ]
     for config, plan in zip(read, plans, strict=True):
         if not isinstance(plan, Refused):
-            keep_plan(plan, fit_processes(recipe, config), arguments)
+            keep_plan(plan, context_of(config), arguments)
     refused = [simulation.reason for simulation in simulations if isinstance(simulation, Refused)]
     if len(refused) == len(read):
         raise UserError(f"{Path(recipe).stem} cannot be simulated with any config: {max(refused, key=refused.count)}")
@@ -98,9 +103,7 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
 
         def simulate_change(path: str, flags_of_change: list[str]) -> "Simulation | Refused":
             pages.print_progress(f"Trying {' '.join([Path(path).stem, *flags_of_change])} …")
-            return simulate_in_process(
-                method, fit_processes(recipe, configs.read(path)), [*arguments, *flags_of_change], optional=True
-            )
+            return simulate_in_process(method, context_of(configs.read(path)), [*arguments, *flags_of_change], optional=True)
 
         card = proposals.card_of_config(paths[0], all_cards)
         pages.print_proposals(proposals.try_proposals(plans[0], simulations[0], paths[0], simulate_change, card))
@@ -157,11 +160,10 @@ def simulate_quietly(
 
 def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, arguments: list[str]) -> None:
     """Chooses for the machines of --for, or for this one, and prints the choice; with --start, starts it."""
-    gpus, is_started, environment = [] if plan_flags.machines else find_gpus(), plan_flags.start, dict(os.environ)
+    gpus, is_started = [] if plan_flags.machines else find_gpus(), plan_flags.start
     if is_started:
         check_start(Path(recipe).stem, plan_flags, gpus, is_tiny=plan_flags.tiny)
-    # bitsandbytes asks every visible GPU when it is imported, and then CUDA would fail in the forked processes that simulate.
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    environment = hide_gpus()
     method = start_server()
     from harness.plan import choose, machines, pages, summary
 
@@ -175,8 +177,6 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
         sys.exit(processes.explain_exit(code))
     count_rows = row_counter(method, recipe, arguments)
     no_triton = why_not_triton(method, environment) if gpus else ""
-    if no_triton:
-        pages.print_progress(f"TRL's loss runs in PyTorch instead of Triton, which needs more memory: {no_triton}")
     plans = []
     for machine, price in zip(chosen_for, plan_flags.prices_of(len(chosen_for)), strict=True):
         grid = choose.make_grid(values, machine, paths, arguments)._replace(no_triton=no_triton)
@@ -217,10 +217,24 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
         start(words, environment)
 
 
+def hide_gpus() -> dict[str, str]:
+    """Hides this machine's GPUs from this process; returns its environment before that.
+
+    bitsandbytes asks every visible GPU when it is imported, and then CUDA would fail in the forked processes that simulate.
+    """
+    environment = dict(os.environ)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
 def why_not_triton(method: str, environment: dict[str, str]) -> str:
-    """Why TRL's loss cannot use Triton on the GPUs that are visible in this environment, "" if it can."""
+    """Why TRL's loss cannot use Triton on the GPUs that are visible in this environment, which is printed; "" if it can."""
+    from harness.plan import pages
+
     process = processes.Process(method, ask_gpus, environment.get("CUDA_VISIBLE_DEVICES"))
     _, reason = process.wait()
+    if reason:
+        pages.print_progress(f"TRL's loss runs in PyTorch instead of Triton, which needs more memory: {reason}")
     return reason or ""
 
 
@@ -243,7 +257,7 @@ def simulate_grid(
     def simulate(new: list["Option"]) -> list["Simulation | Refused"]:
         return simulate_options(method, recipe, grid, [*arguments, *grid.common_flags], new, is_quiet)
 
-    return choose.choose(machine, grid.settings, simulate)
+    return choose.choose(machine, grid, simulate)
 
 
 def propose_changes(
@@ -347,59 +361,61 @@ def download_bytes(simulation: "Simulation") -> int:
     return weights + sum(file_sizes("dataset", name, (".parquet", ".jsonl", ".json", ".csv")) or 0 for name in names)
 
 
-def with_steps(simulation: "Simulation", count_rows: Callable[[], float | None]) -> "Simulation":
-    """`simulation` with max_steps from its epochs, if max_steps is not set and the number of rows is known."""
+def with_steps(simulation: "Simulation", count_rows: Callable[[], float | str]) -> "Simulation":
+    """`simulation` with max_steps from its epochs if max_steps is not set, or with the reason why they are not known."""
     if simulation.max_steps > 0:
         return simulation
     rows = count_rows()  # after packing, estimated
-    if not rows:
-        return simulation
+    if isinstance(rows, str):
+        return dataclasses.replace(simulation, no_steps=rows)
     rows_per_step = simulation.micro_batch * simulation.accumulation * simulation.processes
     steps = math.ceil(simulation.epochs * rows / rows_per_step)
     return dataclasses.replace(simulation, max_steps=steps, steps_are_estimated=True)
 
 
-def row_counter(method: str, recipe: str, arguments: list[str]) -> Callable[[], float | None]:
-    """A function that returns the rows of an epoch, None if they are not known.
+def row_counter(method: str, recipe: str, arguments: list[str]) -> Callable[[], float | str]:
+    """A function that returns the rows of an epoch, or why they are not known.
 
     It counts them, in a process of its own, when it is first called. Configs and the changes that `--plan` proposes do not alter
     their number.
     """
 
     @functools.cache
-    def count_rows() -> float | None:
-        _, rows = processes.call(method, rows_of_epoch, recipe, arguments)
-        return rows
+    def count_rows() -> float | str:
+        code, rows = processes.call(method, rows_of_epoch, recipe, arguments)
+        return rows or f"the process that reads the first rows ended with exit code {code}"
 
     return count_rows
 
 
-def rows_of_epoch(recipe: str, arguments: list[str]) -> float | None:
+def rows_of_epoch(recipe: str, arguments: list[str]) -> float | str:
     """Packed rows in an epoch of a recipe; the rows, if they are no documents.
 
-    None if tokenizer or data cannot be had, or do not say how many rows there are.
+    Or why they are not known: tokenizer or data cannot be had, or do not say how many rows there are.
     """
     from harness.commands.preview import Preview, why_no_documents
     from harness.data.loading import count_training_rows
 
-    preview = Preview(recipe, on_cpu=True)
+    preview, rows = Preview(recipe, on_cpu=True), None
     messages: Any = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="plan-") as output_dir:
         words = [*arguments, "--disable_tqdm", "true", "--output_dir", output_dir]
         with contextlib.redirect_stdout(messages), contextlib.redirect_stderr(messages):
             try:
                 preview.build(words)
-                if not why_no_documents(preview.trainer):
-                    return preview.read_rows().epoch()[0]
-                data = preview.arguments[0].data  # such as preference data
-                return min(filter(None, (count_training_rows(data), data.max_samples)), default=None)
-            except SystemExit:
-                return None
+                if why_no_documents(preview.trainer):
+                    data = preview.arguments[0].data  # such as preference data
+                    rows = min(filter(None, (count_training_rows(data), data.max_samples)), default=None)
+                else:
+                    rows = preview.read_rows().epoch()[0]
+            except UserError as error:
+                return str(error)
+            except SystemExit:  # after a message, or a traceback, whose last line is the error
+                return messages.getvalue().strip().rpartition("\n")[2].removeprefix("error: ")
+    return rows or "the dataset does not say how many rows it has"
 
 
 if __name__ == "__main__":
-    if "--start" not in sys.argv[1:2]:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # nothing is computed on a GPU
     code = 0
     set_interrupt_handler(signal.default_int_handler)
     try:

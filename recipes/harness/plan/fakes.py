@@ -27,6 +27,7 @@ from transformers.quantizers import AutoHfQuantizer
 with expected_names():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+BLOCK_SIZE = 64  # weights with a common scale, in 4 bits
 # Operators that CUDA's autocast computes in float32 and the CPU's does not (PyTorch's page on torch.amp lists both).
 FLOAT32_OPERATORS = (
     "layer_norm",
@@ -548,25 +549,36 @@ class Linear4bit(bitsandbytes.nn.Linear4bit):
     def of_size(
         cls, rows: int, columns: int, bias: torch.Tensor | None, settings: BitsAndBytesConfig, ledger: Ledger
     ) -> "Linear4bit":
-        """A layer of this size, with tensors as large as bitsandbytes' packed weight and its scales (of 64 weights each)."""
+        """A layer of this size, with tensors as large as bitsandbytes' packed weight and the scales of its blocks."""
         layer = cls.__new__(cls)
         torch.nn.Module.__init__(layer)
         layer.in_features, layer.out_features, layer.bias, layer.ledger = columns, rows, bias, ledger
         layer.compute_dtype, layer.compute_type_is_set = settings.bnb_4bit_compute_dtype, True
-        storage, is_nested = settings.bnb_4bit_quant_storage, settings.bnb_4bit_use_double_quant
+        storage, layer.is_nested = settings.bnb_4bit_quant_storage, settings.bnb_4bit_use_double_quant
         packed = torch.empty(rows * columns // 2 // storage.itemsize, 1, dtype=storage)
         layer.weight = torch.nn.Parameter(packed, requires_grad=False)
-        layer.weight.compress_statistics = is_nested
+        layer.weight.compress_statistics = layer.is_nested
         layer.weight.quant_type = settings.bnb_4bit_quant_type
-        blocks = rows * columns // 64
-        layer.register_buffer("scales", torch.empty(blocks, dtype=torch.uint8 if is_nested else torch.float32), persistent=False)
-        if is_nested:
+        blocks = rows * columns // BLOCK_SIZE
+        kind = torch.uint8 if layer.is_nested else torch.float32
+        layer.register_buffer("scales", torch.empty(blocks, dtype=kind), persistent=False)
+        if layer.is_nested:
             layer.register_buffer("scales_of_scales", torch.empty(-(-blocks // 256)), persistent=False)
         return layer
 
     def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight that the product reads. Counts the bytes that bitsandbytes' kernels read and write to make it.
+
+        bitsandbytes 0.50, `dequantize_4bit` in functional.py and `_dequant_linear_fallback` in backends/cuda/ops.py: one kernel
+        reads the packed weight and a float32 scale for each of its blocks. With nested quantization, two more make these scales:
+        from bytes, and then an offset is added. (In forward, with at most 1,536 tokens and some sizes, a kernel multiplies
+        without unpacking: `_gemm_4bit_use_custom_cuda`.)
+        """
         with self.ledger.within(holder="gathered"):  # it is as large for any micro-batch
-            return torch.empty(self.out_features, self.in_features, dtype=dtype)
+            weight = torch.empty(self.out_features, self.in_features, dtype=dtype)
+        per_scale = 4 + (1 + 4 + 4 + 4 if self.is_nested else 0)
+        self.ledger.touched += weight.numel() // 2 + weight.numel() // BLOCK_SIZE * per_scale + weight.nbytes
+        return weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = Product4bit.apply(x.to(self.compute_dtype), self)

@@ -1,5 +1,6 @@
 """The memory of a run: what must stay free on a GPU next to the peak, on which cards it fits, host memory and disk."""
 
+from harness.configs import AccelerateConfig
 from harness.model.loading import host_memory_of_node
 from harness.plan.cards import GB, Card
 from harness.plan.links import has_nvlink_rate
@@ -46,6 +47,20 @@ def largest_micro_batch(card: Card, simulation: Simulation) -> int:
         if not fits(card, simulation, peak):
             return rows - 1
     return MOST_ROWS
+
+
+def least_bytes(simulation: Simulation, config: AccelerateConfig, processes: int) -> float:
+    """The least that weights, gradients and the optimizer's states can take on a GPU with a config: bytes, from the number of
+    parameters, which a simulation with any other config has found. All of them are counted in 16 bits, or in 4.
+    """
+    in_4bit = simulation.bytes_in_4bit
+    weights = in_4bit + 2 * (simulation.parameters - 2 * in_4bit)
+    gradients, states = 2 * simulation.trained, min(4 * simulation.trained, simulation.optimizer * simulation.shards)
+    shards = (config.shards if config.is_hybrid else processes) if config.is_fsdp else 1
+    kept = 0 if config.offload_params else (weights + states) / shards
+    if config.is_fsdp and not config.reshard_after_forward:
+        return kept + weights  # between forward and backward, whole
+    return kept + (0 if config.offload_params else gradients / shards)
 
 
 def needed_host_memory(simulation: Simulation) -> float:

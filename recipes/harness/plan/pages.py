@@ -173,7 +173,7 @@ def cost_of(plan: dict[str, Any]) -> float:
 
 def describe_length(plan: dict[str, Any]) -> str:
     if not plan["steps"]:
-        return "unknown number of steps: the dataset does not say how many rows it has; pass --max_steps to see hours"
+        return f"unknown number of steps, pass --max_steps to see hours: {plan['no_steps']}"
     if plan["steps_are_estimated"]:
         return f"about {plan['steps']:,} steps, estimated from the first rows of the dataset"
     return f"{plan['steps']:,} steps"

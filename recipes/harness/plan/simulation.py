@@ -127,6 +127,7 @@ class Simulation:
     download: int = 0
     has_global_batch_flag: bool = False
     steps_are_estimated: bool = False
+    no_steps: str = ""  # why max_steps is not known
 
     @property
     def peak(self) -> Peak:

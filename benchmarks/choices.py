@@ -32,6 +32,7 @@ def main(numbers: list[int]) -> None:
 
     method = command.start_server()
     from harness.plan import choose, machines, roofline
+    from harness.plan.grid import Grid, make_grid
     from harness.plan.values import values_of_recipe
 
     paths = [str(path) for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
@@ -39,9 +40,9 @@ def main(numbers: list[int]) -> None:
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for name, text in (PAIRS[number] for number in numbers):
         recipe, (machine,) = str(ROOT / f"recipes/{name}.py"), machines.read_machines(text)
-        grid = choose.make_grid(values_of_recipe(recipe, []), machine, paths, [])
+        grid = make_grid(values_of_recipe(recipe, []), machine, paths, [])
 
-        def simulate(options: list, recipe: str = recipe, grid: choose.Grid = grid) -> list:
+        def simulate(options: list, recipe: str = recipe, grid: Grid = grid) -> list:
             return command.simulate_options(method, recipe, grid, grid.common_flags, options, is_quiet=True)
 
         candidates, found = choose.choose(machine, grid, simulate)
@@ -66,7 +67,7 @@ def main(numbers: list[int]) -> None:
         print(f"{name} for {text}: {len(times)} simulations, {sum(times):.0f} CPU-seconds", file=sys.stderr, flush=True)
 
 
-def words_of(option: "choose.Option") -> str:  # noqa: F821
+def words_of(option: "Option") -> str:  # noqa: F821
     checkpointing = "" if option.checkpointing is None else f", checkpointing {'on' if option.checkpointing else 'off'}"
     return f"`{Path(option.config).stem}`, micro-batch {option.micro_batch}{checkpointing}"
 

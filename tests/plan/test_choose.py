@@ -13,8 +13,8 @@ from harness import configs
 from harness.contexts import Context
 from harness.nodes import hardware
 from harness.nodes.hardware import Gpu
-from harness.plan import arguments, cards, choose, links, machines, memory, roofline, summary
-from harness.plan.choose import Option
+from harness.plan import arguments, cache, cards, choose, chosen, links, machines, memory, roofline, summary
+from harness.plan.grid import Grid, Option, make_grid
 from harness.plan.ledger import Counts, Peak
 from harness.plan.machines import Machine
 from harness.plan.simulation import Refused
@@ -30,7 +30,7 @@ PATHS = [str(path) for path in sorted((ROOT / "accelerate_configs").glob("*.yaml
 CARD = cards.find_card("3090")
 
 
-def names_of(grid: choose.Grid) -> set[str]:
+def names_of(grid: Grid) -> set[str]:
     return {configs.read(path).name for path, _ in grid.settings}
 
 
@@ -66,8 +66,8 @@ def test_misspelt_machine_is_one_error(error_of, text, words):
     assert all(word in message for word in words), message
 
 
-def grid_of(recipe: Path, machine: Machine, words: Sequence[str] = ()) -> choose.Grid:
-    return choose.make_grid(values_of_recipe(str(recipe), list(words)), machine, PATHS, list(words))
+def grid_of(recipe: Path, machine: Machine, words: Sequence[str] = ()) -> Grid:
+    return make_grid(values_of_recipe(str(recipe), list(words)), machine, PATHS, list(words))
 
 
 def test_grid_of_several_nodes():
@@ -80,14 +80,14 @@ def test_grid_of_several_nodes():
     assert (context.processes, context.nodes) == (8, 2)
     path = next(path for path in PATHS if "hybrid" in path)
     candidate = choose.Candidate(Option(path, 4, False), FOUND, 1.0)
-    command_line = choose.command_line("llama31_8b_lora", machine, candidate, ["--seed", "1"], grid)
+    command_line = chosen.command_line("llama31_8b_lora", machine, candidate, ["--seed", "1"], grid)
     assert command_line.startswith("sbatch --nodes 2 --gpus-per-node 4 launch.sh llama31_8b_lora 2x4gpu_hybrid_shard --seed 1")
     slow = candidate._replace(simulation=dataclasses.replace(FOUND, step=Counts({"torch.bfloat16": 2.5e16}, {}, 0)))
-    assert "--signal USR1@480 launch.sh" in choose.command_line("r", machine, slow, [], grid), "a step takes 200 s"
+    assert "--signal USR1@480 launch.sh" in chosen.command_line("r", machine, slow, [], grid), "a step takes 200 s"
     three = grid_of(ROOT / "recipes/gpt2_xl_wikitext.py", machines.read_machines("3x1xT4")[0])
     assert three.processes == 3 and "3xt4_shard_grad_op" in names_of(three) and "2x4gpu_hybrid_shard" not in names_of(three)
-    one = choose.on_machine(machine._replace(nodes=1), FOUND, 1.0, 0)["on_machine"]["price"]
-    assert choose.on_machine(machine, FOUND, 1.0, 0)["on_machine"]["price"] == [
+    one = chosen.on_machine(machine._replace(nodes=1), FOUND, 1.0, 0)["on_machine"]["price"]
+    assert chosen.on_machine(machine, FOUND, 1.0, 0)["on_machine"]["price"] == [
         pytest.approx(2 * price, abs=0.02) for price in one
     ]
 
@@ -243,7 +243,7 @@ def test_choice_is_the_fastest_of_the_grid(is_dense):
             return [made(option, sizes, is_dense) for option in options]
 
         machine = Machine("1x3090", 1, CARD)
-        candidates, _ = choose.choose(machine, choose.Grid(1, settings, [], (None, None)), simulate)
+        candidates, _ = choose.choose(machine, Grid(1, settings, [], (None, None)), simulate)
         every = [(option, made(option, sizes, is_dense)) for options in settings.values() for option in options]
         possible = {
             option: roofline.middle_seconds(CARD, found) for option, found in every if machines.is_possible(machine, found)
@@ -305,22 +305,22 @@ def replaced(content: Any, value: Any) -> Iterator[Any]:
 def test_damaged_simulation_is_simulated_again(tmp_path):
     """The cache can be on a disk that others write to."""
     file = tmp_path / "plans/any.json"
-    choose.keep_simulation(file, FOUND)
-    assert choose.cached_simulation(file) == dataclasses.replace(FOUND, hull=[list(pair) for pair in FOUND.hull])
+    cache.keep_simulation(file, FOUND)
+    assert cache.cached_simulation(file) == dataclasses.replace(FOUND, hull=[list(pair) for pair in FOUND.hull])
     content = json.loads(file.read_text())
     for value in (None, {"a": "b"}, ["a"]):
         for changed in replaced(content, value):
             file.write_text(json.dumps(changed))
-            found = choose.cached_simulation(file)
+            found = cache.cached_simulation(file)
             assert found is None or found.max_length is None, changed
     for changed in (content | {"peaks": {}}, content | {"hull": []}, content | {"other": 1}):
         file.write_text(json.dumps(changed))
-        assert choose.cached_simulation(file) is None
+        assert cache.cached_simulation(file) is None
     file.write_bytes(b"\xff{")
-    assert choose.cached_simulation(file) is None
+    assert cache.cached_simulation(file) is None
     file.unlink()
     file.mkdir()
-    assert choose.cached_simulation(file) is None
+    assert cache.cached_simulation(file) is None
 
 
 def test_what_was_always_refused_is_one_error(error_of):
@@ -334,11 +334,11 @@ def test_command_has_only_flags_that_change_something():
     grid = grid_of(RECIPE, machines.read_machines("2x3090")[0])
     path = next(path for path, _ in grid.settings if path.endswith("4gpu_ddp.yaml"))
     same, machine = choose.Candidate(Option(path, 2, False), FOUND, 1.0), Machine("", 2, CARD)
-    assert choose.command_line("r", machine, same, [], grid) == "NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp"
+    assert chosen.command_line("r", machine, same, [], grid) == "NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp"
     other = choose.Candidate(Option(path, 4, True), FOUND, 1.0)
     flags = "--per_device_train_batch_size 4 --activation_checkpointing true"
     assert (
-        choose.command_line("r", machine, other, ["--use_peft"], grid)
+        chosen.command_line("r", machine, other, ["--use_peft"], grid)
         == f"NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp --use_peft {flags}"
     )
 
@@ -346,8 +346,8 @@ def test_command_has_only_flags_that_change_something():
 @pytest.mark.parametrize(("step", "seconds"), [(1, 0), (120, 0), (121, 360), (305, 720)])
 def test_signal_comes_early_enough(step, seconds):
     """After it, a run finishes up to two steps and writes a checkpoint; launch.sh asks for 300 s."""
-    assert f"#SBATCH --signal=USR1@{choose.SIGNAL}\n" in (ROOT / "launch.sh").read_text()
-    assert choose.signal_seconds(step) == seconds
+    assert f"#SBATCH --signal=USR1@{chosen.SIGNAL}\n" in (ROOT / "launch.sh").read_text()
+    assert chosen.signal_seconds(step) == seconds
 
 
 def test_choice_says_when_the_signal_must_come(capsys):
@@ -356,7 +356,7 @@ def test_choice_says_when_the_signal_must_come(capsys):
     machine = Machine("1x3090", 1, CARD)
     for flops, printed in ((1e12, False), (5e15, True)):
         found = dataclasses.replace(FOUND, step=Counts({"torch.bfloat16": flops}, {}, 0))
-        plan = summary.make_plan(found) | choose.on_machine(machine, found, 0, 0) | {"command": "./launch.sh any", "choices": []}
+        plan = summary.make_plan(found) | chosen.on_machine(machine, found, 0, 0) | {"command": "./launch.sh any", "choices": []}
         pages.print_choice(plan)
         assert ("On SLURM, pass `sbatch --signal USR1@" in capsys.readouterr().out) is printed
 
@@ -370,7 +370,7 @@ def test_in_time_and_cheapest(capsys):
     plans = []
     for text, price, within in (("2x3090", 1.0, worst * 1.01), ("4x3090", 1.0, worst * 0.99)):
         (machine,) = machines.read_machines(text)
-        plan = summary.make_plan(found) | choose.on_machine(machine, found, price, within)
+        plan = summary.make_plan(found) | chosen.on_machine(machine, found, price, within)
         plans.append(plan | {"command": "./launch.sh any"})
     assert [plan["on_machine"]["in_time"] for plan in plans] == [True, False] and best < worst
     assert plans[1]["on_machine"]["price"][0] == pytest.approx(2 * plans[0]["on_machine"]["price"][0], abs=0.02)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from harness.model import gpu_features
 from harness.plan import cards, choose, command, pages, summary
+from harness.plan.grid import Option
 from harness.plan.simulation import Refused
 from harness.rehearsal import tiny
 
@@ -184,7 +185,7 @@ def test_run_after_the_choice_sees_the_gpus(monkeypatch, one_gpu, visible):
     variables = {"PATH": one_gpu} | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
     monkeypatch.setattr(os, "environ", dict(variables))
     config, seen = str(ROOT / "accelerate_configs/1x3090.yaml"), []
-    candidates = [choose.Candidate(choose.Option(config, 1, False), FOUND, 1.0)]
+    candidates = [choose.Candidate(Option(config, 1, False), FOUND, 1.0)]
     monkeypatch.setattr(command, "start_server", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
     monkeypatch.setattr(command, "simulate_grid", lambda *args: (candidates, {}))
     monkeypatch.setattr(os, "execve", lambda path, words, environment: seen.append((words[3:5], environment)))
@@ -204,7 +205,7 @@ def test_choice_knows_that_triton_is_missing(monkeypatch, one_gpu, capsys):
 
     def simulate(method, recipe, machine, grid, *rest):
         contexts.append(grid.context(recipe, config))
-        return [choose.Candidate(choose.Option(config, 1, False), FOUND, 1.0)], {}
+        return [choose.Candidate(Option(config, 1, False), FOUND, 1.0)], {}
 
     monkeypatch.setattr(command, "simulate_grid", simulate)
     monkeypatch.setattr(os, "execve", lambda *arguments: None)

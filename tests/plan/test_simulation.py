@@ -4,7 +4,8 @@ import os
 import re
 
 from harness import configs
-from harness.plan import cards, choose, memory, roofline
+from harness.plan import cards, memory, roofline
+from harness.plan.grid import configs_for
 from harness.plan.ledger import Counts, Peak
 from harness.plan.simulation import Simulation
 
@@ -60,7 +61,7 @@ def test_least_bytes_are_below_the_peak(recipe, simulate):
     paths = [
         path
         for gpus in (1, 4)
-        for path in choose.configs_for(gpus, 1, CARDS["RTX 3090"], is_4bit, list(map(str, CONFIGS)))
+        for path in configs_for(gpus, 1, CARDS["RTX 3090"], is_4bit, list(map(str, CONFIGS)))
         if ALL or gpus > 1
     ]
     found = [read_simulation(fields) for fields in simulate([(recipe, path, [], "cuda") for path in paths])]

@@ -37,7 +37,8 @@ from harness.start.plans import keep_plan
 
 if TYPE_CHECKING:
     from harness.plan.cards import Card
-    from harness.plan.choose import Candidate, Grid, Option
+    from harness.plan.choose import Candidate
+    from harness.plan.grid import Grid, Option
     from harness.plan.machines import Machine
     from harness.plan.simulation import Refused, Simulation
 
@@ -165,7 +166,8 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
         check_start(Path(recipe).stem, plan_flags, gpus, is_tiny=plan_flags.tiny)
     environment = hide_gpus()
     method = start_server()
-    from harness.plan import choose, machines, pages, summary
+    from harness.plan import chosen, machines, pages, summary
+    from harness.plan.grid import make_grid
 
     all_cards = known_cards(plan_flags)
     if gpus:
@@ -179,7 +181,7 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
     no_triton = why_not_triton(method, environment) if gpus else ""
     plans = []
     for machine, price in zip(chosen_for, plan_flags.prices_of(len(chosen_for)), strict=True):
-        grid = choose.make_grid(values, machine, paths, arguments)._replace(no_triton=no_triton)
+        grid = make_grid(values, machine, paths, arguments)._replace(no_triton=no_triton)
         if grid.idle:
             pages.print_progress(f"{machine.name}: {grid.idle}.")
         candidates, simulations = simulate_grid(method, recipe, machine, grid, arguments, plan_flags.json)
@@ -187,13 +189,13 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
             proposals = propose_changes(method, recipe, machine, grid, arguments, simulations)
             plans.append({"machine": machine.name, "config": None, "proposals": proposals})
             continue
-        best, described = candidates[0], choose.describe(Path(recipe).stem, machine, grid, candidates, arguments)
+        best, described = candidates[0], chosen.describe(Path(recipe).stem, machine, grid, candidates, arguments)
         simulation = best.simulation
         if not is_started:  # once more, with an evaluation and the length of the run
             words = [*arguments, *grid.common_flags, *best.option.flags]
             simulation = simulate_in_process(method, grid.context(recipe, best.option.config), words)
             simulation = with_steps(simulation, count_rows)
-        plan = summary.make_plan(simulation, all_cards=all_cards) | choose.on_machine(
+        plan = summary.make_plan(simulation, all_cards=all_cards) | chosen.on_machine(
             machine, simulation, price, plan_flags.within
         )
         plan |= {"flags": described[0]["flags"], "command": described[0]["command"], "choices": described}
@@ -312,11 +314,11 @@ def simulate_options(
     method: str, recipe: str, grid: "Grid", arguments: list[str], options: list["Option"], is_quiet: bool
 ) -> list["Simulation | Refused"]:
     """Simulates options side by side, as many as there are cores. Simulations are kept in a cache."""
-    from harness.plan import choose, pages
+    from harness.plan import cache, pages
     from harness.plan.simulation import Refused
 
-    files = {option: choose.cache_path(grid.context(recipe, option.config), [*arguments, *option.flags]) for option in options}
-    simulations = {option: choose.cached_simulation(file) for option, file in files.items()}
+    files = {option: cache.cache_path(grid.context(recipe, option.config), [*arguments, *option.flags]) for option in options}
+    simulations = {option: cache.cached_simulation(file) for option, file in files.items()}
     new = [option for option in options if simulations[option] is None]
     if new and not is_quiet:
         names = sorted({Path(option.config).stem for option in new})
@@ -334,7 +336,7 @@ def simulate_options(
                 sys.exit(processes.explain_exit(code))
             simulations[option] = simulation
             if not isinstance(simulation, Refused):
-                choose.keep_simulation(files[option], simulation)
+                cache.keep_simulation(files[option], simulation)
     return [simulations[option] for option in options]
 
 

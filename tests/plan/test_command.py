@@ -85,6 +85,7 @@ def test_library_of_other_version_is_one_error(monkeypatch, error_of):
     for name in [name for name in sys.modules if name.startswith("harness.plan.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(command.processes, "start_server", lambda: "spawn")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the command sets it
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     message = error_of(command.main, str(ROOT / "recipes/qwen2_chat.py"), str(ROOT / "accelerate_configs/1x3090.yaml"))
     assert "FakeTensorMode" in message and "requirements.txt" in message

@@ -54,7 +54,7 @@ def choose(
     first = [options[0] for options in grid.settings.values()]
     saving = min((option.config for option in first), key=lambda path: not configs.read(path).offload_params)
     simulate_missing([option for option in first if option.config == saving])
-    simulations |= too_large(machine, grid, simulations)
+    simulations |= refuse_too_large(machine, grid, simulations)
     simulate_missing(first)
     simulated = {setting: options for setting, options in grid.settings.items() if is_simulated(simulations[options[0]])}
     share = remaining_share(machine.card, simulated, simulations, simulate_missing)
@@ -90,7 +90,7 @@ def choose(
     return sorted(shown, key=by_seconds), simulations
 
 
-def too_large(machine: Machine, grid: Grid, simulations: dict[Option, Simulation | Refused]) -> dict[Option, Refused]:
+def refuse_too_large(machine: Machine, grid: Grid, simulations: dict[Option, Simulation | Refused]) -> dict[Option, Refused]:
     """The first options, not simulated so far, of settings whose weights, gradients and optimizer states are too large."""
     found = next(filter(is_simulated, simulations.values()), None)
     refused = {}

@@ -21,6 +21,7 @@ from harness.plan.ledger import VARLEN_BACKWARD, Ledger
 import bitsandbytes
 import torch
 from transformers import BitsAndBytesConfig
+from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
 
@@ -230,7 +231,7 @@ def make_fake_adapters(fakes: Fakes) -> None:
     original = peft.get_peft_model
 
     def get_peft_model(*args: Any, **kwargs: Any) -> Any:
-        with fakes.here(holder="weights", place="host"):
+        with no_init_weights(), fakes.here(holder="weights", place="host"):  # fake weights have no values
             return original(*args, **kwargs)
 
     peft.get_peft_model = sft_trainer.get_peft_model = get_peft_model

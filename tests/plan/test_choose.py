@@ -308,7 +308,7 @@ def test_damaged_simulation_is_simulated_again(tmp_path):
     cache.keep_simulation(file, FOUND)
     assert cache.cached_simulation(file) == dataclasses.replace(FOUND, hull=[list(pair) for pair in FOUND.hull])
     content = json.loads(file.read_text())
-    for value in (None, {"a": "b"}, ["a"]):
+    for value in (None, {"a": "b"}, [None]):
         for changed in replaced(content, value):
             file.write_text(json.dumps(changed))
             found = cache.cached_simulation(file)

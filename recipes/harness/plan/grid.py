@@ -112,4 +112,5 @@ def configs_for(gpus: int, nodes: int, card: Card, is_4bit: bool, paths: list[st
     def distance(config: AccelerateConfig) -> tuple[bool, int]:
         return is_4bit and config.mixed_precision != "no", abs(config.num_processes - processes)
 
-    return [min(alike, key=distance).path for alike in kinds.values()]
+    nearest = [min(alike, key=distance) for alike in kinds.values()]
+    return [config.path for config in sorted(nearest, key=distance)]  # of equally fast ones, the first is chosen

@@ -113,6 +113,28 @@ def test_processes_wait_for_the_first_one(start_two):
     assert [script.wait() for script in start_two(WAIT_FOR_FIRST)] == [(0, "checked\n", "")] * 2
 
 
+LOST_BEFORE_TRAINING = """
+import os, signal
+import torch.distributed as dist
+from harness.run.failures import exit_for_known_failure
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    dist.barrier()
+except RuntimeError as error:
+    exit_for_known_failure(error)
+"""
+
+
+def test_lost_process_before_the_training_is_no_error_of_the_user(start_two):
+    """After one of a user (exit code 2) the processes are not started again."""
+    code, out, err = start_two(LOST_BEFORE_TRAINING)[0].wait()
+    assert (code, out) == (network.LOST, "") and err.count("\n") == 2
+    assert err.startswith("\nerror: the connection to another process was lost (")
+
+
 CHECK_IN_TURN = """
 import os, sys
 from pathlib import Path

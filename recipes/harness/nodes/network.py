@@ -79,17 +79,21 @@ def exit_with_causes(reason: Exception | str) -> NoReturn:
     _exit(message, UNREACHABLE)
 
 
-def exit_if_connection_lost(error: Exception, step: int, resume: str) -> None:
-    """Exits with one message if `error` is a lost connection to another process; returns if it is something else."""
+def exit_if_connection_lost(error: Exception, step: int | None = None, resume: str = "") -> None:
+    """Exits with one message if `error` is a lost connection to another process; returns if it is something else.
+
+    `step`: None before the training. `resume`: what to do then.
+    """
     import torch.distributed as dist
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     if isinstance(error, dist.DistError) or (type(error) is RuntimeError and FROM_GLOO.search(str(error))):
-        lost = f"the connection to another process was lost at step {step} ({first_line(error)})"
+        place = "" if step is None else f" at step {step}"
+        lost = f"the connection to another process was lost{place} ({first_line(error)})"
         if _can_start_again():
             _exit(lost, LOST, is_error=False)
-        _exit(f"{lost}. {resume}", LOST)
+        _exit(f"{lost}. {resume}".strip(), LOST)
 
 
 def _can_start_again() -> bool:

@@ -21,7 +21,9 @@ HOST_ADVICE = "request more memory (SLURM: --mem), stop other programs, or use a
 def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
     """Exits with one message if `error` is a known failure; returns if it is not. `trainer` is None before there is one."""
     exit_if_out_of_memory(error, trainer)
-    if trainer is not None:
+    if trainer is None:
+        exit_if_connection_lost(error)
+    else:
         from harness.run.disk import exit_if_disk_failed  # here, because a launcher imports this module before transformers
 
         exit_if_disk_failed(error, trainer)

@@ -190,7 +190,8 @@ def prepare_trainer(trainer: Trainer) -> None:
     """Changes of a trainer that do not depend on a checkpoint."""
     set_base_revision(trainer)
     compile_layers(trainer)
-    install_byte_check(trainer.model)
+    if trainer.is_fsdp_enabled:
+        install_byte_check(trainer.model)
     repeat_stream(trainer)
     set_loss_scale(trainer)
     fill_last_step(trainer)  # it depends on the loss

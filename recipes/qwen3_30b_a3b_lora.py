@@ -6,6 +6,8 @@
 Rows: conversations (`messages` with role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
 `instruction`, `input` and `output`. Of preference data (`prompt`, `chosen`, `rejected`) `chosen` is trained on.
 The routers stay frozen; their auxiliary loss is part of the loss (0.001, as in the model's config; --router_aux_loss_coef).
+PyTorch computes all experts at once on H100, H200 and B200 only. On others, each is a product of its own, and the GPU waits for
+the host in every layer; the forecast does not count this.
 Needs four GPUs and 72 GB of host memory. Forecast, not measured: 22.1 GB per GPU, 1,500 to 9,800 tokens/s on four A100s. With
 24 GB GPUs, 1.2 GB stay free.
 """

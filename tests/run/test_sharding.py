@@ -9,13 +9,16 @@ from harness.model.quantized import install_byte_check
 from harness.rehearsal import tiny
 from harness.run import session, stopping
 from harness.run.settings import RunSettings
-from harness.run.sharding import compile_layers, prepare_sharding
+from harness.run.sharding import compile_layers, gather_experts_early, prepare_sharding
 
 import pytest
 import torch
 import yaml
 from conftest import ROOT, losses, read, slow
-from transformers import AutoConfig
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 RECIPE = "qwen2_fineweb_edu"
 
@@ -95,6 +98,33 @@ def test_offloaded_activations_change_no_loss(rehearse, tmp_path):
     config = tmp_path / "offload.yaml"
     config.write_text(yaml.safe_dump(settings))
     assert losses(rehearse(RECIPE, config)) == losses(rehearse(RECIPE, "1x3090_offload"))
+
+
+@pytest.fixture
+def one_process():
+    """A mesh of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_next_layer_of_experts_is_gathered_early(monkeypatch, one_process):
+    """Before a layer computes, while FSDP alone would do it when the host comes to the next layer."""
+    sizes = {"vocab_size": 50, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    model, gathered = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)), []
+    layers = list(transformer_layers(model).values())
+    for module in (*layers, model):
+        fully_shard(module, mesh=one_process)
+    gather_experts_early(model)
+    layers[0].mlp.register_forward_hook(lambda module, inputs, output: gathered.append("computed"))
+    unshard = FSDPParamGroup.unshard
+    monkeypatch.setattr(
+        FSDPParamGroup, "unshard", lambda group, async_op=False: gathered.append(group) or unshard(group, async_op)
+    )
+    model(input_ids=torch.ones(1, 8, dtype=torch.long))
+    (of_next,) = layers[1]._get_fsdp_state()._fsdp_param_groups
+    assert gathered.index(of_next) < gathered.index("computed")
 
 
 def test_adapters_get_their_input_as_it_is(build_trainer):

@@ -1,5 +1,6 @@
 """Sharding: what accelerate must know before it wraps the model, what FSDP2 does after it, and a check of the result."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -213,6 +214,7 @@ class AfterWrapping(TrainerCallback):
         if self.config.reduce_each_batch:
             reduce_each_batch(model)
         if isinstance(model, FSDPModule):
+            gather_experts_early(model)
             if self.has_own_loss:
                 return_float32(model)
             head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
@@ -283,6 +285,19 @@ def reduce_each_batch(model: FSDPModule) -> None:
     Cost: a reduce-scatter per micro-batch. Otherwise FSDP keeps unsharded float32 gradients on every GPU until the step.
     """
     model.set_requires_gradient_sync = model.set_requires_all_reduce
+
+
+def gather_experts_early(model: FSDPModule) -> None:
+    """With a mixture of experts, asks for the weights of the next layer before a layer computes.
+
+    FSDP asks for them when the host comes to the next layer. Usually that is long before the GPU does. But PyTorch 2.13 has a
+    kernel for all experts at once only for compute capabilities 9.0 and 10.0; on other GPUs the host waits in every layer, to
+    read how many tokens each expert gets, and nothing would be gathered meanwhile. Memory: the same.
+    """
+    layers = list(transformer_layers(model).values())
+    if any(weight.dim() == 3 for layer in layers for weight in layer.parameters()):  # the weights of all experts are one
+        for layer, following in itertools.pairwise(layers):
+            layer.set_modules_to_forward_prefetch([following])
 
 
 def keep_head_gathered(model: FSDPModule, head: torch.nn.Module) -> None:

@@ -136,5 +136,5 @@ def generate(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> list[CachingA
 def compile_kernel(kernel: CachingAutotuner, capability: int) -> list[bytes]:
     """The cubins of a kernel for a GPU of this compute capability, one for each configuration that Inductor would measure."""
     kernel.device_props = kernel.device_props._replace(cc=capability, major=capability // 10)
-    with recorded_gpu():
+    with recorded_gpu(), torch._inductor.config.patch(use_static_cuda_launcher=False):  # with it, the kernel has no `asm`
         return [kernel._precompile_config(config).kernel.asm["cubin"] for config in kernel.configs]

@@ -9,7 +9,7 @@ Rows: conversations (`messages` with role and content, or ShareGPT's `conversati
 `instruction`, `input` and `output`; preference data (`prompt`, `chosen`, `rejected`), of which `chosen` is trained on; or
 texts: a column `text`, or the one of --dataset_text_field.
 Needs two 24 GB GPUs, 47 GB of host memory and 186 GB of disk; or one with 44 GB of host memory. Forecast, not measured: 12.2 GB
-per GPU, 69 to 158 s per step of 16,384 tokens, on one GPU 150 to 305 s. If memory runs out: --per_device_train_batch_size 2.
+per GPU, 70 to 160 s per step of 16,384 tokens, on one GPU 152 to 309 s. If memory runs out: --per_device_train_batch_size 2.
 """
 
 from harness import load, parse, train
@@ -47,7 +47,7 @@ def main():
         max_length=1024,
         packing=True,
         packing_strategy="bfd_split",  # a long conversation continues in the next row
-        per_device_train_batch_size=4,  # 8 needs 7.9 GB more and is 1 to 7 % faster (forecast): each moves the model over PCIe
+        per_device_train_batch_size=4,  # 8 needs 7.9 GB more and is 2 to 8 % faster (forecast): each moves the model over PCIe
         activation_checkpointing=True,  # 12 GB per GPU instead of 171 (forecast)
         learning_rate=1e-4,
         warmup_steps=0.03,  # below 1: a share of all steps

@@ -1,9 +1,9 @@
 """Takes something away from a run on two nodes at a random moment, gives it back, and checks what the run has trained.
 
-    python tests/campaign_nodes.py [TRIALS [SEED [WHAT]]]
+    python tests/campaign_nodes.py [TRIALS [SEED [KIND]]]
 
 Needs root on Linux, for network namespaces. It prints a table, also after Ctrl-C, and writes every trial into
-campaign_nodes.jsonl. WHAT: only trials in which this is taken away.
+campaign_nodes.jsonl. KIND: only trials of one loss or one moment.
 
 A trial is a rehearsal of one epoch, 120 steps of four rows, on two nodes with one process each (NNODES=1:2). It saves and
 evaluates every ten steps. What is taken away is in LOSSES, when in MOMENTS; the same command then runs again on the node that is
@@ -350,14 +350,14 @@ def table(trials: list[Trial]) -> str:
     return "\n".join([*lines, "", f"{len(trials)} trials, {len(failed)} failed", *(f"- {trial}" for trial in failed)])
 
 
-def main(trials: str = "64", seed: str = "0", what: str = "") -> int:
+def main(trials: str = "64", seed: str = "0", kind: str = "") -> int:
     """Returns 1 if a trial failed."""
     if reason := missing():
         sys.exit(reason)
     folder, chance, done = Path(tempfile.mkdtemp(prefix="campaign-nodes-")), random.Random(int(seed)), []
     offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(folder / "home"), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     launcher = ForkedLauncher(os.environ | offline, folder)
-    plan = [(one, moment) for one in LOSSES if what in ("", one) for moment in MOMENTS]
+    plan = [(one, moment) for one in LOSSES for moment in MOMENTS if kind in ("", one, moment)]
     chance.shuffle(plan)
     print(folder, flush=True)
     lock = FileLock("/tmp/campaign-nodes.lock")  # whatever TMPDIR is: the names of the namespaces are the same

@@ -39,3 +39,13 @@ def test_missing_check_is_found(tmp_path, monkeypatch):
     monkeypatch.setitem(fuzz.KINDS, "odd", Odd)
     counts, failed = fuzz.fuzz("odd", 200, SEED, tmp_path)
     assert counts["traceback"] > 50 and counts["other value"] and len(failed) >= counts["traceback"]
+
+
+@pytest.mark.unit
+def test_expected_conversation_without_messages(error_of):
+    from harness.commands.expectations import check_expectations
+
+    recorded = fuzz.Expectations.content | {"conversations": [{"messages": [], "tools": None, "input_ids": [1]}]}
+    assert "expected.json, conversation 0 is damaged: it has no messages" in error_of(
+        check_expectations, recorded, "expected.json"
+    )

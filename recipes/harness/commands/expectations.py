@@ -123,7 +123,7 @@ def check_expectations(recorded: dict, name: str) -> None:
     for number, row in enumerate(recorded["conversations"]):
         place = f"{name}, conversation {number}"
         check_types(row, CONVERSATION, place)
-        if "messages" not in row and not {"prompt", "completion"} <= row.keys():
+        if not row.get("messages") and not {"prompt", "completion"} <= row.keys():
             raise DamagedFile(f"{place} is damaged: it has no messages")
         if isinstance(row.get("tools"), str):
             check_types({"tools": parse_tools(row["tools"])}, CONVERSATION_TOOLS, place)

@@ -68,8 +68,9 @@ class ChangingNodes(DynamicRendezvousHandler):
             number = plural(len(self.in_round), "node")
             print(f"Node {self.meeting.nodes.rank} is not used: {number} can train, not more.", flush=True)
             while not self.num_nodes_waiting():
-                if self.is_closed():
-                    sys.exit(self.meeting.wait_for_end())
+                with self._errors():
+                    if self.is_closed():
+                        sys.exit(self.meeting.wait_for_end())
                 time.sleep(1)
 
     def _next_round(self) -> RendezvousInfo:

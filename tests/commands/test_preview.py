@@ -31,7 +31,8 @@ def preview_tiny(fork_launch):
 
 @pytest.mark.parametrize("recipe", [path.stem for path in RECIPES])
 def test_every_recipe(preview_tiny, recipe):
-    process = preview_tiny(recipe)
+    unpacked = ["--max_length", "2048"] if recipe == "qwen35_4b_lora" else []  # its rows are cut off there
+    process = preview_tiny(recipe, *unpacked)
     assert process.returncode == 0 and "warning" not in process.stderr, process.stderr
     out = process.stdout
     if recipe == "qwen3_dpo":
@@ -43,7 +44,9 @@ def test_every_recipe(preview_tiny, recipe):
         )
         return
     trained = (
-        r"^trained +\d+,\d+ of [\d,]+ parameters \([\d.]+%\), in adapters on q_proj, " if "lora" in recipe else "^trained +all "
+        r"^trained +\d+,\d+ of [\d,]+ parameters \([\d.]+%\), in adapters on (q_proj|\d+ out_proj), "
+        if "lora" in recipe
+        else "^trained +all "
     )
     assert re.search(trained, out, re.MULTILINE)
     assert (
@@ -54,7 +57,7 @@ def test_every_recipe(preview_tiny, recipe):
     is_stream = recipe in ("qwen2_fineweb_edu", "llama31_70b_qlora")  # which need not say how many rows it has
     assert re.search(rf"^one epoch +(about [\d,]+ steps|{'unknown' if is_stream else 'about'})", out, re.MULTILINE)
     shares = {name: float(share) for name, share in re.findall(r"^(padding|in the loss) +([\d.]+)%", out, re.MULTILINE)}
-    assert shares["padding"] == 0
+    assert shares["padding"] == 0 or unpacked
     is_text = recipe in ("qwen2_fineweb_edu", "gpt2_xl_wikitext")
     assert shares["in the loss"] > 98 if is_text else 5 < shares["in the loss"] < 100
 

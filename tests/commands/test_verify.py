@@ -289,3 +289,12 @@ def test_mistake_is_one_error(rehearse, tmp_path, error_of, words, part):
     (tmp_path / "config.json").write_text("{}")
     folders = {"RUN": str(rehearse(*CHAT)), "UNFINISHED": str(tmp_path)}
     assert part in error_of(verify.main, *(folders.get(word, word) for word in words))
+
+
+def test_answers_that_do_not_count_are_no_prompts():
+    """In a row of --split_conversations a template can write earlier answers in another form, without their reasoning."""
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user", "assistant")]
+    turns[1]["train"] = False
+    expected = types.SimpleNamespace(conversations=[{"messages": turns, "input_ids": [5, 6, 7, 8]}])
+    prompts = verify.make_prompts(lambda turns, tools, options: [5, 6, 7] if len(turns) == 3 else [9], expected)
+    assert [(len(prompt.turns), prompt.is_trained) for prompt in prompts] == [(3, True)]

@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -42,6 +43,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers.integrations import hub_kernels
 from trl.kernels import chunked_logprob
 from trl.trainer import dpo_trainer, sft_trainer
 
@@ -279,6 +281,31 @@ def keep_activation_checkpointing(changed: bool) -> int:
     return len(model.get_input_embeddings()._forward_hooks)
 
 
+def load_tokenizers_only(changed: bool) -> str:
+    """What SFTTrainer loads for a model that reads images too, if its processor cannot be loaded."""
+    folder = tempfile.mkdtemp()
+    tiny_tokenizer().save_pretrained(folder)
+    Path(folder, "processor_config.json").write_text('{"processor_class": "Qwen3VLProcessor"}')
+    if changed:
+        trl_changes.load_tokenizers_only()
+    loaded = sft_trainer.AutoProcessor.from_pretrained(folder)
+    return "tokenizer" if isinstance(loaded, transformers.PreTrainedTokenizerBase) else "processor"
+
+
+def use_no_gpu_kernels(changed: bool) -> str:
+    """What transformers calls for a layer with a state on a CPU, if a package with its kernel is installed."""
+    Path(folder := tempfile.mkdtemp(), "fla.py").write_text("def kernel(x):\n    return 'kernel'\n")
+    sys.path.insert(0, folder)
+    if changed:
+        transformers_changes.use_no_gpu_kernels()
+
+    @hub_kernels.use_kernel_func_from_hub_with_fallback("kernel", "fla")
+    def in_pytorch(x):
+        return "torch"
+
+    return in_pytorch(0)
+
+
 CASES = [
     allow_fsdp_on_cpu,
     give_weights_addresses,
@@ -295,6 +322,8 @@ CASES = [
     pack_streams_in_batches,
     compute_loss_without_triton,
     keep_activation_checkpointing,
+    load_tokenizers_only,
+    use_no_gpu_kernels,
 ]
 
 

@@ -22,11 +22,13 @@ EXPECTED = {
     "keep_activation_checkpointing": (3, 1),
     "keep_states_paged": (False, True),
     "load_tokenizers_as_offline": (False, True),
+    "load_tokenizers_only": ("OSError", "tokenizer"),
     "map_in_one_process": (2, 1),
     "pack_streams_in_batches": (1000, 7),
     "read_no_weights": (["cpu"], ["meta"]),
     "run_exit_handlers": ("", "called"),
     "set_date_of_chat_templates": ("this year", "2001"),
+    "use_no_gpu_kernels": ("kernel", "torch"),
     "sharded_adamw": ("RuntimeError", [True, True, False, True, True, True]),
 }
 # Changes that add something or read a private name, and the test that fails without them.
@@ -39,6 +41,7 @@ TESTED_ELSEWHERE = {
     "hide_store_warnings": "nodes/test_meeting.py::test_another_server_in_place_of_the_head_is_an_error",
     "launch_environment": "start/test_plain_launchers.py::test_accelerate_launch",
     "make_agent": "start/test_processes.py::test_others_are_ended_when_one_fails",
+    "is_stateful": "model/test_packing.py::test_layers_that_carry_a_state",
     "load_models_with": "commands/test_preview.py::test_every_recipe",
     "never_ask_for_code": "start/test_remote_code.py::test_code_of_a_model_does_not_run",
     "multiply_in_float32": "rehearsal/test_products.py::test_factors_are_copied_to_float32",

@@ -73,7 +73,6 @@ def test_template_that_renders_earlier_answers_differently(tokenizer, monkeypatc
     assert render(tokenizer, template, ONE_ANSWER)[0] == tokenizer.apply_chat_template(ONE_ANSWER, tokenize=False)
     training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
     monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
-    monkeypatch.setattr(chat_templates, "load_processor", lambda model_args: tokenizer)
 
     def check(rows):
         check_conversations(training_args, SimpleNamespace(), frozenset(), placed(rows), "Qwen/Qwen3-0.6B")
@@ -131,7 +130,6 @@ def test_what_a_template_leaves_out_is_an_error(tokenizer, error_of, family, row
 def test_keys_that_a_template_ignores_are_named(tokenizer, capsys, monkeypatch):
     training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=False)
     monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
-    monkeypatch.setattr(chat_templates, "load_processor", lambda model_args: tokenizer)
     tokenizer.chat_template = (
         (TEMPLATES / "qwen2_5.jinja").read_text().replace("message.role + ", "message.role + message.mood|string + ")
     )
@@ -179,7 +177,6 @@ def test_arguments_of_calls_in_the_run(tokenizer, monkeypatch):
     """As the template needs them that makes the tokens: DeepSeek's own, or TRL's copy that marks the answers."""
     tokenizer.chat_template = (TEMPLATES / "deepseekv3.jinja").read_text()
     monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
-    monkeypatch.setattr(chat_templates, "load_processor", lambda model_args: tokenizer)
     rows = placed([{"messages": WITH_CALL["messages"]}])
     for assistant_only_loss, has_text in ((False, True), (True, False)):
         training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=assistant_only_loss)
@@ -208,7 +205,6 @@ def test_turns_that_do_not_count_are_not_marked(tokenizer, family):
 def test_marks_that_a_template_cannot_follow(tokenizer, monkeypatch, error_of):
     training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
     monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
-    monkeypatch.setattr(chat_templates, "load_processor", lambda model_args: tokenizer)
     rows = [{"messages": [QUESTION, ANSWER | {"train": False}, QUESTION, SECOND_ANSWER]}]
     tokenizer.chat_template = (TEMPLATES / "llama3_training.jinja").read_text()
     assert "marks the answers itself" in error_of(

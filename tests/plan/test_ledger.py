@@ -124,6 +124,17 @@ def count_pairs(lengths: list[int], window: tuple[int, int]) -> int:
     return sum(int(mask_of_window(length, *window).sum()) for length in lengths)
 
 
+def test_flops_of_linear_attention():
+    """A chunk's triangular system, forward and backward: two of them, and the product for the gradient of the matrix."""
+    matrix = torch.eye(64).repeat(3, 1, 1).requires_grad_()
+    right = torch.rand(3, 64, 16, requires_grad=True)
+    with Ledger() as ledger:
+        solved = torch.linalg.solve_triangular(matrix, right, upper=False, unitriangular=True)
+        assert ledger.take_counts().flops == {"torch.float32": 3 * 64 * 64 * 16}
+        solved.sum().backward()
+    assert ledger.take_counts().flops == {"torch.float32": (1 + 2) * 3 * 64 * 64 * 16}
+
+
 def test_memory_of_attention_on_fake_tensors():
     """Forward keeps the output and one float32 per token and head, backward makes three gradients. There is no mask."""
     ledger, tokens, heads, size = Ledger(), 4096, 8, 64

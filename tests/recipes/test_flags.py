@@ -153,7 +153,7 @@ def test_all_flags_are_listed():
 
 # Recipes with SFTTrainer, similar to llama31_70b_qlora, and the one with DPOTrainer.
 SIMILAR = ("qwen2_chat", "qwen2_fineweb_edu", "llama31_8b_lora", "qwen3_8b_qlora", "qwen3_dpo")
-WITH_EXPERTS = "qwen3_30b_a3b_lora"  # as qwen3_8b_qlora, for models with experts only
+OF_OTHER_MODELS = ("qwen3_30b_a3b_lora", "qwen35_4b_lora")  # as qwen3_8b_qlora, for models with such layers only
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ WITH_EXPERTS = "qwen3_30b_a3b_lora"  # as qwen3_8b_qlora, for models with expert
     [
         pytest.param(path, marks=slow if path.stem in SIMILAR else (), id=path.stem)
         for path in RECIPES
-        if path.stem != WITH_EXPERTS
+        if path.stem not in OF_OTHER_MODELS
     ],
 )
 def test_every_flag_has_an_effect_or_is_refused(recipe, folders, arguments_of_trainer):

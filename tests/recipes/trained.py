@@ -5,7 +5,7 @@ from harness.commands import chat
 import torch
 from conftest import read
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def texts_in_loss(trainer, row) -> list[str]:
@@ -42,6 +42,7 @@ def reload(run, workdir):
     """The saved model in float32, loaded as a user does; a 4-bit adapter with the 4-bit weights that it was trained on."""
     if not (run / "adapter_config.json").exists():
         return AutoModelForCausalLM.from_pretrained(run).float().eval()
-    if not read(run)["load_in_4bit"]:
+    is_text_model = "ForCausalLM" in str(AutoConfig.from_pretrained(read(run, "adapter_config.json")["base_model_name_or_path"]))
+    if not read(run)["load_in_4bit"] and is_text_model:
         return AutoPeftModelForCausalLM.from_pretrained(run, dtype=torch.float32).eval()
-    return chat.load_model(run)
+    return chat.load_model(run)  # an adapter of a model that reads images too has the names of the whole model

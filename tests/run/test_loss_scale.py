@@ -13,6 +13,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaForCausalLM,
     Qwen2ForSequenceClassification,
+    Qwen3_5ForConditionalGeneration,
     T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
@@ -79,7 +80,7 @@ def test_gradient_accumulation_does_not_change_the_loss(tmp_path, trainer_class,
 
 
 def test_which_losses_use_the_number_of_tokens():
-    assert all(uses_count(model.forward) for model in (LlamaForCausalLM, GPT2LMHeadModel))
+    assert all(uses_count(model.forward) for model in (LlamaForCausalLM, GPT2LMHeadModel, Qwen3_5ForConditionalGeneration))
     unaware = (BertForSequenceClassification, Qwen2ForSequenceClassification, T5ForConditionalGeneration)
     assert [uses_count(model.forward) for model in unaware] == [False] * 3
     assert uses_count(SFTTrainer.compute_loss) and DPOTrainer.loss_is_scaled_for_ga is False

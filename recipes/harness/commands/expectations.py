@@ -145,7 +145,10 @@ Render = Callable[[list[dict], list[dict] | None, dict], list[int]]  # from turn
 
 
 def make_prompts(to_tokens: Render, expected: Expected) -> list[Prompt]:
-    """The prompts of the run's conversations, one for each answer, with the tokens that `to_tokens` returns."""
+    """The prompts of the run's conversations, one for each trained answer, with the tokens that `to_tokens` returns.
+
+    Other answers can be in a row in another form: templates drop the reasoning of earlier answers.
+    """
     prompts = []
     for row in expected.conversations:
         turns = without_none(row.get("messages") or row["prompt"] + row["completion"])
@@ -154,7 +157,7 @@ def make_prompts(to_tokens: Render, expected: Expected) -> list[Prompt]:
         options = row.get("chat_template_kwargs") or {}
         first = len(row["prompt"]) if "prompt" in row else 1
         for number in range(first, len(turns)):
-            if turns[number]["role"] == "assistant":
+            if turns[number]["role"] == "assistant" and turns[number].get("train", True):
                 tokens = to_tokens(turns[:number], tools, options)
                 is_trained = bool(tokens) and row["input_ids"][: len(tokens)] == tokens
                 prompts.append(Prompt(turns[:number], tools, options, tokens, is_trained))

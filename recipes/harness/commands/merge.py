@@ -169,6 +169,9 @@ def read_sharded(checkpoint: Path, names: list[str] | None) -> dict[str, Any]:
 def put_together(checkpoint: Path, target: Path) -> None:
     """Writes a plain model from a sharded checkpoint, in the dtype of the model that the run started from."""
     from harness.model.quantized import save_readable
+    from harness.rehearsal.tiny import has_vision_part
+    from harness.run.marker import read_marker
+    from harness.run.saving import copy_processor
 
     from torch.distributed.checkpoint import FileSystemReader
     from tqdm import tqdm
@@ -197,6 +200,8 @@ def put_together(checkpoint: Path, target: Path) -> None:
     config.save_pretrained(target)
     if list(checkpoint.glob("tokenizer*")):  # a trainer can have none
         AutoTokenizer.from_pretrained(checkpoint).save_pretrained(target)
+    if has_vision_part(config):
+        copy_processor(read_marker(checkpoint)["model"], "main", target)
 
 
 def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
@@ -275,11 +280,13 @@ def merge_in_memory(base: Path, settings: Any, adapter: dict[str, Any], unties: 
     `unties`: the adapter trained the embeddings or the output layer of a model in which both have the same weights, so that
     they are different weights now.
     """
+    from harness.model.weight_files import class_of_model
+
     import torch
     from peft import PeftModel, set_peft_model_state_dict
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    model = class_of_model(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype="auto")
     if unties:
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.detach().clone())

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -127,6 +128,10 @@ def set_date_of_chat_templates(moment: datetime | None) -> None:
             return moment
 
     chat_template_utils.datetime = FixedDate if moment else datetime
+
+
+# Packages with GPU kernels for layers that carry a state from token to token; the first two are for linear attention.
+KERNEL_PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")
 
 
 class TrainerWithHooks:
@@ -275,6 +280,29 @@ def takes_other_attention(model_class: type | None) -> bool:
     """
     names = ("_supports_flash_attn", "_supports_sdpa", "_supports_attention_backend")
     return all(getattr(model_class, name, False) for name in names)
+
+
+@changes("transformers:PreTrainedModel._is_stateful")
+def is_stateful(model_class: type | None) -> bool:
+    """Whether a model's layers carry a state from token to token, as Mamba and linear attention do.
+
+    Upstream: no issue: there is no public name.
+    Checked with: transformers 5.23.0.
+    Remove when: there is one.
+    """
+    return getattr(model_class, "_is_stateful", False)
+
+
+@changes("transformers.integrations.hub_kernels:use_kernel_func_from_hub_with_fallback(func_name, package, internal_path)")
+def use_no_gpu_kernels() -> None:
+    """From here on, layers with a state compute in PyTorch, also where packages with kernels for GPUs are installed.
+
+    transformers chooses when it imports the module of a model, and then calls the kernels on a CPU too, where they fail.
+    Upstream: no issue found.
+    Checked with: transformers 5.23.0.
+    Remove when: transformers looks at the device.
+    """
+    sys.modules.update(dict.fromkeys(KERNEL_PACKAGES))  # None: the import fails as if the package was not installed
 
 
 @changes("transformers:PreTrainedConfig._attn_implementation")

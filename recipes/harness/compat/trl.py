@@ -53,6 +53,21 @@ def pack_streams_in_batches(documents: Callable[[Any, int, str], int]) -> None:
     sft_trainer.pack_dataset = pack_dataset
 
 
+@changes("trl.trainer.sft_trainer:AutoProcessor", "trl.trainer.dpo_trainer:AutoProcessor")
+def load_tokenizers_only() -> None:
+    """Makes SFTTrainer and DPOTrainer load the tokenizer of a model that reads images too, not its processor.
+
+    With a processor they prepare every row as one that has images, and loading it needs torchvision.
+    Upstream: no issue: a recipe can pass `processing_class`.
+    Checked with: trl 1.16.0.
+    Remove when: the trainers look at the rows to choose.
+    """
+    from transformers import AutoTokenizer
+    from trl.trainer import dpo_trainer, sft_trainer
+
+    sft_trainer.AutoProcessor = dpo_trainer.AutoProcessor = AutoTokenizer
+
+
 @changes(
     "trl.kernels.chunked_logprob:_TRITON_AVAILABLE",
     "trl.trainer.utils:_CHUNKED_LOGPROB_CHUNK_SIZE",

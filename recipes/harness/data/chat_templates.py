@@ -31,9 +31,9 @@ from harness.data.formats import (
 )
 from harness.data.sources import DataSettings
 from harness.hub import hub_errors
-from harness.messages import UserError, last_line, print_once
+from harness.messages import UserError, print_once
 
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import ModelConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import prepare_multimodal_messages
@@ -280,9 +280,6 @@ def check_conversations(
             )
         return
     try:
-        if isinstance(processor := load_processor(model_args), ProcessorMixin):  # with which the trainer renders
-            processor.chat_template = tokenizer.chat_template
-            training_template(processor)
         template = training_template(tokenizer)
         marked = [_text_of_row(tokenizer, row, template) for _, row in fit_calls(tokenizer, rows, template)]
         can_mark = not template or marked == [_text_of_row(tokenizer, row) for _, row in fitted]
@@ -550,16 +547,6 @@ def conversations_of(row: dict) -> list[dict]:
         others = {name: value for name, value in row.items() if name not in ("chosen", "rejected")}
         return [others | {"completion": row[name]} for name in ("chosen", "rejected")]
     return [row] if isinstance(row.get("messages", row.get("completion")), list) else []
-
-
-def load_processor(model_args: ModelConfig) -> PreTrainedTokenizerBase | ProcessorMixin:
-    """What SFTTrainer loads: the processor of a model that reads images too, or the tokenizer."""
-    name = model_args.model_name_or_path
-    try:
-        with hub_errors("model", name):
-            return AutoProcessor.from_pretrained(name, revision=model_args.model_revision)
-    except ImportError as error:
-        raise UserError(f"--model_name_or_path: {name}: {last_line(error)}") from error
 
 
 def load_tokenizer(model_args: ModelConfig) -> PreTrainedTokenizerBase:

@@ -20,7 +20,7 @@ from harness.configs import LAYER_CLASSES, AccelerateConfig
 from harness.contexts import Context
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
 from harness.messages import UserError, last_line, print_once
-from harness.model.attention import set_attention
+from harness.model.attention import config_and_class, set_attention
 from harness.model.weight_files import check_weights, check_weights_on_hub, folder_of_weights
 from harness.nodes.hardware import memory_limit
 from harness.rehearsal import tiny
@@ -397,6 +397,29 @@ def _are_renamed(names: list[str], model: PreTrainedModel, model_args: ModelConf
     with contextlib.suppress(ValueError), torch.device("meta"):
         get_peft_model(model, settings)
     return not set(names) & set(settings.target_modules)
+
+
+def keep_adapter_in_text_part(model_args: ModelConfig, is_tiny: bool) -> None:
+    """Makes the adapter of a model that reads images too leave out what reads them, where the rows are texts.
+
+    An adapter there would get no gradient, and servers such as vLLM refuse it. Names that only the text part has stay.
+    """
+    config, _ = config_and_class(model_args, is_tiny)
+    if not model_args.use_peft or not model_args.lora_target_modules or config is None or not tiny.has_vision_part(config):
+        return
+    if config.is_encoder_decoder:
+        return
+    with torch.device("meta"):
+        model = tiny.make_model(config)
+    text = model.get_decoder()
+    (prefix,) = (name for name, module in model.named_modules() if module is text)
+    outside = [name for name, _ in model.named_modules() if not f"{name}.".startswith(f"{prefix}.")]
+    names = model_args.lora_target_modules
+    if names == "all-linear":
+        names = linear_modules(text)
+    elif isinstance(names, str) or not any(path.split(".")[-1] in names for path in outside):
+        return
+    model_args.lora_target_modules = rf"{re.escape(prefix)}\..*\.({'|'.join(names)})"
 
 
 def build_adapter_on_meta(model_args: ModelConfig, name: str) -> PeftModel:

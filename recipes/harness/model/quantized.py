@@ -82,7 +82,7 @@ def _quantize(model_args: ModelConfig, folder: Path) -> None:
     import trl
     from huggingface_hub import snapshot_download
     from tqdm import tqdm
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     torch.set_num_threads(os.cpu_count() or 1)
     quantization = trl.get_quantization_config(model_args)
@@ -90,7 +90,7 @@ def _quantize(model_args: ModelConfig, folder: Path) -> None:
     name, revision = model_args.model_name_or_path, model_args.model_revision
     config = AutoConfig.from_pretrained(name, revision=revision)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = tiny.make_model(config)
     head = model.get_output_embeddings()
     linear = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head}
 

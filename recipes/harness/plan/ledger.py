@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from harness.compat.guards import changes, expected_names
-from harness.plan.attention_flops import flops_of_varlen, flops_of_varlen_backward
+from harness.plan.attention_flops import flops_of_solve, flops_of_varlen, flops_of_varlen_backward
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -96,6 +96,7 @@ class Ledger(TorchDispatchMode):
         self.flop_counters: dict[Any, Callable[..., int]] = flop_registry | {
             VARLEN: flops_of_varlen,
             VARLEN_BACKWARD: flops_of_varlen_backward,
+            torch.ops.aten.linalg_solve_triangular: flops_of_solve,
         }
         # For some operators, a function that counts the bytes which the CUDA kernel allocates, and releases at its end.
         self.workspaces: dict[Any, Callable[..., int]] = {}

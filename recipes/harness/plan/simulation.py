@@ -21,12 +21,13 @@ from typing import Any
 
 from harness.batches import length_of_rows
 from harness.compat.accelerate import allow_fsdp_on_cpu, launch_environment
-from harness.compat.transformers import TrainerWithHooks, add_overrides
+from harness.compat.transformers import TrainerWithHooks, add_overrides, use_no_gpu_kernels
 from harness.configs import AccelerateConfig
 from harness.contexts import BuildingContext, Context, RecipeStopped
 from harness.folder import read_json
 from harness.messages import UserError
 from harness.model.loading import check_architecture, check_module_names
+from harness.model.packing import check_packing
 from harness.plan import layers
 from harness.plan.allocator import replay
 from harness.plan.fakes import Fakes, count_wrapping, install_steps
@@ -35,6 +36,7 @@ from harness.plan.ledger import Counts, Ledger, Peak, counts_of_step, in_order
 from harness.plan.shapes import check_bytes, expected_bytes, shapes_of
 from harness.rehearsal import tiny
 from harness.rehearsal.tiny import PLANNED
+from harness.run.parameters import freeze_unused_parts
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
 from harness.start import preparing
 from harness.start.arguments import Arguments
@@ -70,10 +72,12 @@ class Plan(BuildingContext):
                 f"{Path(self.recipe).name} makes its model itself, and --plan simulates the model that a recipe names as "
                 "model_name_or_path"
             )
+        use_no_gpu_kernels()  # before a model is made
         preparing.check_all_arguments(self, arguments)
         preparing.set_model_options(self, arguments)
         tiny.use_planned_size(*arguments)
         check_architecture(training_args, model_args, name)
+        check_packing(training_args, model_args, name, is_simulated=True)
         check_module_names(model_args, self.config, name)
         if getattr(training_args, "activation_offloading", False):
             training_args.activation_offloading = False  # the plan's page says so
@@ -208,6 +212,7 @@ def simulate_training(plan: Plan, ledger: Ledger, fakes: Any, with_evaluation: b
             ledger.mark(tensor, "weights", "gpu")
     if trainer.args.torch_compile:
         compile_layers(trainer.model, ledger)
+    freeze_unused_parts(trainer)
     show_buffers = prepare_sharding(trainer, config)  # called by `AfterWrapping`
     simulation = describe_run(plan, batch)
     if trainer.is_fsdp_enabled:
@@ -312,7 +317,8 @@ def describe_run(plan: Plan, batch: dict) -> Simulation:
     is_adapter = hasattr(model, "peft_config")
     folder = Path((model.get_base_model() if hasattr(model, "get_base_model") else model).config.name_or_path)
     published, planned = json.loads((folder / "config.json").read_text("utf-8")), read_json(folder / PLANNED)
-    dtype = published.get("dtype") or published.get("torch_dtype") or "float32"
+    text = published.get("text_config", published)  # of a model that reads images too
+    dtype = published.get("dtype") or published.get("torch_dtype") or text.get("dtype") or "float32"
     reads_once = config.cpu_ram_efficient_loading and not bytes_in_4bit
     shards = 1
     if trainer.is_fsdp_enabled:

@@ -24,7 +24,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from harness.batches import is_packed
 from harness.data import reading
 from harness.data.loading import REHEARSED_ROWS, open_dataset
 from harness.data.script_arguments import ScriptArguments
@@ -119,11 +118,6 @@ def print_notice(script_args: ScriptArguments, training_args: TrainingArguments,
         f"Values that are not the recipe's: {', '.join(changed)}."
     )
     print_once(textwrap.fill(notice, 110))
-    if not name:
-        return
-    is_known = family_of(name) is not None
-    if not is_known and is_packed(training_args) and "flash" not in (model_args.attn_implementation or ""):
-        check_packing(tiny_model_folder(model_args), model_args.attn_implementation)
 
 
 def use_replacements(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
@@ -312,9 +306,10 @@ def make_tiny_model(name: str, revision: str, folder: Path) -> None:
     processor = tokenizer
     logging.disable_progress_bar()
     try:
-        if has_vision_part(config):
-            processor = AutoProcessor.from_pretrained(name, revision=revision)
-            processor.tokenizer = tokenizer
+        if has_vision_part(config) and not known:
+            with contextlib.suppress(ImportError):  # without torchvision, for a recipe that trains on texts
+                processor = AutoProcessor.from_pretrained(name, revision=revision)
+                processor.tokenizer = tokenizer
         config = shrink(config, {"vocab_size": len(tokenizer), **token_ids})
         set_seed(0)
         model = make_model(config, dtype=config.dtype or torch.float32)
@@ -498,24 +493,3 @@ def _values_of_two_layers(values: dict[str, Any], layers: int) -> dict[str, Any]
             kept = list(kept) if name in layer_numbers else list(kept.values())
         per_layer[name] = kept
     return per_layer
-
-
-def check_packing(folder: Path, attention: str | None) -> None:
-    """Prints a message if packed documents of this model change each other. Raises UserError if it refuses packed rows."""
-    import torch
-    import transformers
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-
-    transformers.logging.disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(folder)
-    model = getattr(transformers, config.architectures[0]).from_pretrained(folder, dtype="float32", attn_implementation=attention)
-    tokens = list(range(16))
-    packed = DataCollatorForLanguageModeling(0, padding_free=True)([{"input_ids": tokens, "seq_lengths": [8, 8]}])
-    try:
-        together = model(**packed, use_cache=False).logits[0, 8:]
-    except Exception as error:  # any architecture can refuse the collator's arguments in its own way
-        raise UserError(f"--packing: this architecture cannot be trained on packed rows, pass false: {error}"[:400]) from error
-    alone = model(input_ids=torch.tensor([tokens[8:]]), use_cache=False).logits[0]
-    if not torch.allclose(together, alone, atol=0.01 * alone.abs().max().item()):
-        print_once("Packed documents of this architecture are not kept apart: pass --packing false.")
-    transformers.logging.enable_progress_bar()

@@ -20,6 +20,9 @@ def set_loss_scale(trainer: Trainer) -> None:
     was divided by it. Most classifiers, encoder-decoders and masked language models ignore it and return a mean: their loss and
     gradients were multiplied by the gradient accumulation steps and the number of processes. The same is true of a
     `compute_loss_func`, and of the accumulation with a `compute_loss` of the recipe's own.
+
+    It passes no number to most classes that read images too, such as Qwen3.5's: the loss would be a mean of means, and a token
+    of a short row would count more. Those that pass it on to their loss get it.
     """
     if trainer.loss_is_scaled_for_ga is not None:  # the recipe says it
         return
@@ -34,8 +37,9 @@ def set_loss_scale(trainer: Trainer) -> None:
             trainer.loss_is_scaled_for_ga = trainer.args.average_tokens_across_devices = False
         return
     model = base_of(trainer.accelerator.unwrap_model(trainer.model))
-    if trainer.model_accepts_loss_kwargs and uses_count(model.forward) is False:
-        trainer.model_accepts_loss_kwargs = False
+    uses = uses_count(model.forward)
+    if uses is not None:
+        trainer.model_accepts_loss_kwargs = uses
 
 
 def uses_count(function: Callable) -> bool | None:

@@ -9,7 +9,7 @@ import torch
 from peft import PeftConfig
 from peft.tuners.lora import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
@@ -18,6 +18,26 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
         return model.get_nb_trainable_parameters()
     sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
     return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
+
+
+def freeze_unused_parts(trainer: Trainer) -> None:
+    """Freezes what only reads images or sound, if the rows are texts: it would have no gradient, for which DDP waits.
+
+    A trainer with a processor instead of a tokenizer trains all of the model.
+    """
+    model = base_of(trainer.accelerator.unwrap_model(trainer.model))
+    config = config_of(model)
+    if config is None or "text_config" not in config.sub_configs or config.is_encoder_decoder:
+        return
+    if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
+        return
+    head = model.get_output_embeddings()
+    if head is None:  # a classifier
+        return
+    used = {*model.get_decoder().parameters(), *head.parameters()}
+    for weight in model.parameters():
+        if weight not in used:
+            weight.requires_grad_(False)
 
 
 def config_of(model: torch.nn.Module) -> PreTrainedConfig | None:

@@ -52,7 +52,8 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
     torch.manual_seed(0)  # on every process, so that they generate the same tokens
     # Compiled layers would be compiled again for every layer's part of the cache.
     uncompiled = torch.compiler.set_stance("force_eager")
-    with torch.no_grad(), trainer.autocast_smart_context_manager(), uncompiled, generate_on(device):
+    # accelerate has put autocast around the forward pass of the outermost module only, and an adapter's `generate` calls another.
+    with torch.no_grad(), trainer.accelerator.autocast(), uncompiled, generate_on(device):
         generated = model.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),

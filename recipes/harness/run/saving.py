@@ -10,16 +10,19 @@ from typing import Any
 from harness.folder import RESULTS, RUN, draft_of, read_json, remove_link, sync
 from harness.model.quantized import read_source
 from harness.model.weight_files import dtype_of_weights
+from harness.rehearsal.tiny import has_vision_part
 from harness.run.parameters import adapters_of, config_of, generates
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import hf_hub_download, save_torch_state_dict
+from huggingface_hub.errors import HFValidationError
 from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedConfig, Trainer, TrainingArguments
 
+PROCESSOR = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 RESULTS_IN_CARD = ("global_step", "epoch", "tokens", "world_size", "global_batch_size", "final_loss", "train_loss")
 ROWS_IN_CARD = ("rows", "skipped_rows", "held_out", "trained_rows", "used_rows", "rows_read")
 RESULTS_IN_CARD += ("eval_loss_on_start", "eval_loss", "perplexity")
@@ -60,6 +63,10 @@ def restore_config(model: torch.nn.Module, original: PreTrainedConfig) -> None:
     fails to generate from a padded batch.
     """
     model.config.use_cache = getattr(original, "use_cache", True)
+    for name in original.sub_configs:  # of a model that reads images too
+        part, part_before = getattr(model.config, name, None), getattr(original, name, None)
+        if part is not None and part_before is not None:
+            part.dtype = part_before.dtype or original.dtype
     before = original.get_text_config()
     if hasattr(before, "output_router_logits"):
         model.config.get_text_config().output_router_logits = before.output_router_logits
@@ -97,10 +104,25 @@ def save_model(trainer: Trainer, original: PreTrainedConfig | None) -> None:
         if not is_adapter and original is not None:
             model.config.dtype = original.dtype  # in training the weights are float32
             model.config.save_pretrained(draft)
+            if has_vision_part(original):
+                copy_processor(original.name_or_path, revision_of(trainer.args) or "main", draft)
         if trainer.processing_class:
             trainer.processing_class.save_pretrained(draft)
         move_files(draft, output_dir)
     trainer.accelerator.wait_for_everyone()
+
+
+def copy_processor(name: str, revision: str, folder: Path) -> None:
+    """Copies what prepares the images and videos of a model, of which a trainer on texts has the tokenizer only.
+
+    `name`: of the original model, a folder or a Hub ID. Files that do not exist, or cannot be downloaded now, are left out.
+    """
+    for file in PROCESSOR:
+        source = Path(name, file)
+        with contextlib.suppress(OSError, HFValidationError):
+            if not Path(name).is_dir():
+                source = hf_hub_download(name, file, revision=revision)
+            shutil.copyfile(source, folder / file)
 
 
 def move_files(draft: Path, output_dir: Path) -> None:

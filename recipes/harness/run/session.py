@@ -17,7 +17,14 @@ from harness.run.expectations import save_expectations, why_no_expectations
 from harness.run.failures import exit_for_known_failure, only_report, only_report_if_all
 from harness.run.loss_scale import set_loss_scale
 from harness.run.mirror import Mirror
-from harness.run.parameters import base_of, config_of, count_parameters, describe_training, modules_with_adapter
+from harness.run.parameters import (
+    base_of,
+    config_of,
+    count_parameters,
+    describe_training,
+    freeze_unused_parts,
+    modules_with_adapter,
+)
 from harness.run.profile import Profile
 from harness.run.progress import replace_progress_bar
 from harness.run.publishing import SAME_COMMAND, publish
@@ -64,6 +71,7 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     # launch.sh locks the folder itself.
     locks = settings.identity is not None and trainer.is_world_process_zero()
     held = folder.lock_run(output_dir, settings.identity) if locks else None
+    freeze_unused_parts(trainer)
     show_buffers = prepare_sharding(trainer, settings.config)  # called by `AfterWrapping`
     prepare_trainer(trainer)
     group, for_failures = make_cpu_group(trainer.args.ddp_timeout), make_group_for_failures()

@@ -7,10 +7,11 @@ from datetime import datetime
 
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.compat.torch import multiply_in_float32
-from harness.compat.transformers import set_date_of_chat_templates
+from harness.compat.transformers import set_date_of_chat_templates, use_no_gpu_kernels
 from harness.compat.trl import (
     install_training_template,
     keep_activation_checkpointing,
+    load_tokenizers_only,
     pack_streams_in_batches,
     prepare_rows_in_two_steps,
 )
@@ -30,8 +31,10 @@ from harness.model.loading import (
     check_model_of_liger,
     check_module_names,
     check_quantization,
+    keep_adapter_in_text_part,
     set_loading_options,
 )
+from harness.model.packing import check_packing
 from harness.rehearsal import tiny
 from harness.start import checks
 from harness.start.arguments import Arguments
@@ -54,6 +57,8 @@ def set_model_options(context: Context, arguments: Arguments) -> None:
     """Sets how the model is loaded and its loss computed. After `check_all_arguments`, which looks at what was asked for."""
     script_args, training_args, model_args = arguments
     set_loading_options(training_args, model_args, context.is_sharded, context, script_args.given)
+    if script_args.data.formats:  # rows of a recipe that names none can have images
+        keep_adapter_in_text_part(model_args, context.tiny)
     if model_args.load_in_4bit and context.on_cpu and not context.is_simulated:
         keep_4bit_layout()
 
@@ -64,6 +69,8 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
     for source in script_args.data.sources:
         reading.print_how_files_are_read(source.name, source.config, source.text_rows)
     display_name = model_args.model_name_or_path
+    if context.on_cpu or context.is_simulated:
+        use_no_gpu_kernels()  # before a model is made
     if context.tiny:  # in copies: `replace_model_and_dataset` comes later
         if display_name and tiny.family_of(display_name) is None:
             check_model_exists(display_name, model_args.model_revision)
@@ -83,6 +90,7 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
         return
     if training_args.use_liger_kernel and not context.on_cpu:
         check_model_of_liger(model_args.model_name_or_path, model_args.model_revision)
+    check_packing(training_args, model_args, display_name)
     check_module_names(model_args, context.config, display_name)
     check_experts(model_args)
     if model_args.use_peft:
@@ -112,6 +120,8 @@ def replace_model_and_dataset(context: Context, arguments: Arguments) -> None:
 def prepare_process(context: Context, arguments: Arguments, date: datetime | None = None) -> None:
     """Changes the libraries in this process as the arguments need it. `date`: that chat templates print, None for today's."""
     _, training_args, _ = arguments
+    if context.on_cpu or context.is_simulated:
+        use_no_gpu_kernels()
     if context.on_cpu:
         multiply_in_float32()
     if training_args.use_cpu and training_args.use_liger_kernel:
@@ -133,6 +143,8 @@ def prepare_data(context: Context, arguments: Arguments) -> None:
     script_args, training_args, model_args = arguments
     wait_for_hub()
     install_training_template(chat_templates.training_template)
+    if script_args.data.formats:
+        load_tokenizers_only()
     pack_streams_in_batches(documents_per_batch)
     prepare_rows_in_two_steps(functools.partial(finish_rows, context.tokenized, context.is_training_run))
     if name := model_args.model_name_or_path:

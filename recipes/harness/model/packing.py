@@ -1,0 +1,80 @@
+"""Whether packed documents of a model are kept apart, also in layers that carry a state from one token to the next."""
+
+import importlib.util
+import re
+
+from harness.compat.transformers import KERNEL_PACKAGES, is_stateful
+from harness.messages import UserError, print_once
+from harness.model.attention import has_documents
+from harness.model.gpu_features import VARLEN
+from harness.model.weight_files import class_of_model
+from harness.rehearsal import tiny
+
+import torch
+from transformers import AutoConfig, PreTrainedConfig, TrainingArguments
+from trl import ModelConfig
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+# Models that give the kernels the lengths of packed documents, by the type of their text part; see tests/model/test_packing.py.
+KEPT_APART_BY_KERNELS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
+PACKAGES = "flash-linear-attention and causal-conv1d"  # the names of the kernels of linear attention on PyPI
+
+
+def check_packing(training_args: TrainingArguments, model_args: ModelConfig, name: str, is_simulated: bool = False) -> None:
+    """Raises UserError if packed documents change each other in layers that carry a state from one token to the next.
+
+    Prints a warning if they do in other layers: without FlashAttention, some models attend to all tokens of a row.
+    `name`: of the model, in messages. `is_simulated`: tensors have no values, so every model with a state is refused.
+    """
+    if not has_documents(training_args):
+        return
+    config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
+    has_state = carries_state(config)
+    kind = config.get_text_config().model_type
+    has_kernels = all(map(importlib.util.find_spec, KERNEL_PACKAGES[:2]))
+    if has_state and kind in KEPT_APART_BY_KERNELS and has_kernels:
+        return
+    attention = None if has_state else model_args.attn_implementation
+    if attention and (attention == VARLEN or "flash" in attention):
+        return
+    keeps_apart = None if is_simulated else keeps_documents_apart(config, attention)
+    if has_state and not keeps_apart:
+        advice = f", or install {PACKAGES}, which need a GPU" if kind in KEPT_APART_BY_KERNELS else ""
+        raise UserError(
+            f"--packing: {name} ({kind}) has layers that carry a state from one token to the next, so packed documents would "
+            f"change each other: pass --packing false{advice}"
+        )
+    if keeps_apart is False:
+        print_once(f"warning: packed documents of {name} ({kind}) attend to each other: pass --packing false.")
+
+
+def carries_state(config: PreTrainedConfig) -> bool:
+    """Whether a layer of a model carries a state from one token to the next: linear attention, Mamba, or a convolution."""
+    text = config.get_text_config()
+    kinds = [*(getattr(text, "layer_types", None) or []), *(getattr(text, "layers_block_type", None) or [])]
+    has_other_layers = any("linear" in kind or not re.search("attention|mlp|moe|dense|sparse", kind) for kind in kinds)
+    return has_other_layers or is_stateful(class_of_model(config))
+
+
+def keeps_documents_apart(config: PreTrainedConfig, attention: str | None) -> bool | None:
+    """Whether a packed document gets the logits that it has alone, in a small model of this architecture on the CPU.
+
+    `attention`: its implementation, None for the model's default. Returns None if there is no such small model.
+    """
+    tokens = list(range(10, 26))
+    packed = DataCollatorForLanguageModeling(0, padding_free=True)([{"input_ids": tokens, "seq_lengths": [8, 8]}])
+    try:
+        small = tiny.shrink(config, {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0})
+        small.architectures = config.architectures
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            model = tiny.make_model(small, dtype=torch.float32, attn_implementation=attention).eval()
+            alone = model(input_ids=torch.tensor([tokens[8:]]), use_cache=False).logits[0]
+    except Exception:  # any architecture can fail in its own way when its sizes change
+        return None
+    try:
+        with torch.no_grad():
+            together = model(**packed, use_cache=False).logits[0, 8:]
+    except Exception:  # any architecture can refuse the collator's arguments in its own way
+        return False
+    return torch.allclose(together, alone, atol=0.01 * alone.abs().max().item())

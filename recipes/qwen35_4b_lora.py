@@ -9,8 +9,8 @@ Rows: conversations (`messages` with role and content, or ShareGPT's `conversati
 `thinking` or `reasoning`. If no answer has reasoning: --chat_template_kwargs '{"enable_thinking": false}'.
 Of preference data (`prompt`, `chosen`, `rejected`) `chosen` is trained on.
 Only the text part is trained; the part that reads images stays as it is.
-Needs one 16 GB GPU with bf16. Forecast, not measured: 11.1 GB and 480 to 960 tokens/s on an RTX 3090, without the kernels of
-flash-linear-attention and causal-conv1d, which make linear attention faster where they are installed.
+Needs one 16 GB GPU with bf16. Forecast, not measured: 11.1 GB and 480 to 960 tokens/s on an RTX 3090. Linear attention is
+faster if flash-linear-attention and causal-conv1d are installed.
 """
 
 from harness import load, parse, train
@@ -25,7 +25,7 @@ def main():
         dataset_formats="messages",
         global_batch_size=16,  # rows per optimizer step on all GPUs together; sets gradient_accumulation_steps
         max_eval_samples=64,
-        # The template drops the reasoning of all answers but the last, as in a chat. One row per answer keeps each.
+        # The template drops the reasoning of all answers but the last. With one row per answer, every answer is the last.
         split_conversations=True,
         # trl.ScriptArguments: the dataset
         dataset_name="HuggingFaceH4/Multilingual-Thinking",  # 1,000 conversations, reasoning in five languages

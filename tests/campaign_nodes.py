@@ -1,4 +1,4 @@
-"""Takes something away from a run on two nodes at a random moment, gives it back, and checks what the run has trained.
+"""Interrupts a run on two nodes at a random moment, starts what was lost again, and checks what the run has trained.
 
     python tests/campaign_nodes.py [TRIALS [SEED [KIND]]]
 
@@ -11,7 +11,7 @@ gone.
 
 In the end both launchers must exit with code 0, without a traceback. Every row of the epoch must have been trained once, counted
 by the numbers in its tokens, in the attempts at each step that count: the last ones. Each step must have had the same rows in all
-attempts and in an uninterrupted run, and the same loss up to rounding. The run must go on within LIMIT seconds.
+attempts and in an uninterrupted run, and the same loss up to rounding. The run must continue within LIMIT seconds.
 
 If neither the logs nor the records grow for SILENT seconds, the stacks of all processes are written into stacks-N.txt, with
 py-spy if it is installed.

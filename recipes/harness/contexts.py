@@ -30,7 +30,7 @@ class Context:
     config: AccelerateConfig = field(default_factory=AccelerateConfig)
     processes: int = 0  # on all nodes; 0 if no config says how many
     nodes: int = 1  # at most, in the launcher; in a process that trains, those that are there
-    most_processes: int = 0  # in a process that trains: on all nodes, those that are not there included
+    most_processes: int = 0  # in a process that trains: on all nodes, also on missing ones
     min_nodes: int = 0  # the run continues with so many; 0: their number is fixed
     joins: bool = False  # this node joins a run that has begun on others
     tiny: bool = False  # a rehearsal: tiny model and dataset

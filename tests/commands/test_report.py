@@ -75,7 +75,7 @@ def test_runs_that_differ(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr()
     assert "differ in recipe" in printed.err and "| 97 97 | 14.2 14.2" in printed.out
     assert "efficiency" in printed.out and "the run with the fewest processes" in printed.out
-    differences = printed.out.partition("In what these runs differ")[2].splitlines()[2:8]
+    differences = printed.out.partition("Differences between these runs")[2].splitlines()[2:8]
     assert [line.split() for line in differences if "---" not in line] == [
         ["|", "setting", "|", "a", "|", "b", "|"],
         ["|", "recipe", "|", "a", "|", "b", "|"],

@@ -61,7 +61,7 @@ def check_losses(run, uninterrupted):
         (1, 1, 1, [1, 2, 4]),
         (1, 1, 3, [1, 2, 3, 4]),
         (2, 4, 3, [2, 4]),
-        (3, 1, 1, "steps of 8 rows cannot be trained on 3 nodes, which need a multiple of 6"),
+        (3, 1, 1, "a step has 8 rows, and on 3 nodes it needs a multiple of 6"),
     ],
     ids=["rows cannot be divided by three", "every number", "replicas on two nodes", "not the smallest number"],
 )
@@ -86,7 +86,7 @@ def test_hybrid_shard_keeps_whole_replicas(start_node, rehearse, workdir, tmp_pa
     wait_for(head, log, "  loss ", 5)
     lose(nodes[3][0])
     wait_for(head, log, "The run continues with 2 nodes of 4.")
-    wait_for(nodes[2][0], nodes[2][1], "Node 2 is not used: 2 nodes can train, not more.")
+    wait_for(nodes[2][0], nodes[2][1], "Node 2 waits: the run can use 2 nodes at the moment.")
     wait_for(head, log, "Resuming from")
     nodes[3] = start_node(3, "2:4", *command)
     for process, of_node in nodes:

@@ -88,11 +88,11 @@ def test_lost_network_and_lost_node(on_nodes, machines, workdir, tmp_path):
     assert read(run)["resumed_from_step"] == reached and len(losses(run)) == reached + 2
 
 
-def test_run_goes_on_without_what_is_lost(machines, fork_launch, tmp_path):
-    """One run loses four things. It trains the same rows as an uninterrupted run, each once, with the same losses.
+def test_run_continues_after_interruptions(machines, fork_launch, tmp_path):
+    """A run with four interruptions trains the same rows as an uninterrupted run, each once, with the same losses.
 
-    A node comes later. While the run evaluates, a process is killed; while it saves, the other node loses power; while it trains,
-    that node loses its network. The node is taken back each time.
+    Node 1 starts later. A process of node 0 is killed during an evaluation. Node 1 loses power during a save, and its network
+    during training. It joins again each time.
     """
     reference = make_reference(TwoNodes(machines, fork_launch, tmp_path / "uninterrupted", "streamed"))
     nodes = TwoNodes(machines, fork_launch, tmp_path / "lost", "streamed")

@@ -94,7 +94,7 @@ def test_grid_of_several_nodes():
 
 def test_nodes_that_cannot_divide_a_step(error_of):
     machine = machines.read_machines("3x2x3090")[0]
-    assert "3 nodes cannot divide the 16 rows" in error_of(grid_of, RECIPE, machine)
+    assert "16 rows cannot be divided among 3 nodes" in error_of(grid_of, RECIPE, machine)
 
 
 def test_links_of_a_machine():

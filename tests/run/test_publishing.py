@@ -72,7 +72,7 @@ def test_failing_check_is_no_error(hub, use_hub, capsys, failure):
     use_hub(TOKEN)
     hub.failure = lambda method, path: failure if "whoami" in path else None
     check_repository(Repository("mine", True))
-    assert "nothing is checked (" in capsys.readouterr().out
+    assert "the token was not checked (" in capsys.readouterr().out
 
 
 def test_trainer_itself_uploads_nothing():

@@ -180,7 +180,7 @@ KINDS = {
     ),
     "reference before the model is sharded": (
         "--tiny qwen3_dpo 4gpu_full_shard --precompute_ref_log_probs true",
-        "--precompute_ref_log_probs: TRL computes them before FSDP has sharded the model",
+        "--precompute_ref_log_probs: TRL computes these before FSDP moves the model to the GPU",
     ),
     "variable of accelerate": (
         f"launch.sh {TINY}",

@@ -203,7 +203,7 @@ def chat(model: Any, tokenizer: Any, new_tokens: int, template_arguments: dict[s
 
 
 def continue_lines(model: Any, tokenizer: Any, new_tokens: int, prompt: dict[str, Any]) -> None:
-    """Continues every line of standard input, until it ends, in the form of the prompts of the training."""
+    """Puts each line of standard input into the prompt format of the training, and generates its continuation."""
     for line in lines():
         if line.strip():
             text = prompt.get("begins", "") + line.replace("\\n", "\n") + prompt.get("ends", "")

@@ -4,7 +4,7 @@
 
 The speed-up is over the run with the fewest processes, by tokens/s, so that runs of different length can be compared; runs with
 equally many processes have no efficiency. A plan is what `launch.sh --plan … --json` prints; its forecast is shown next to what
-the run with its recipe, config and number of processes measured. A run for which a plan was made has that forecast without one.
+the run with its recipe, config and number of processes measured. If a plan was made for a run, its forecast is shown too.
 """
 
 import json
@@ -98,7 +98,7 @@ def main(*words: str) -> None:
     for name, lines in compared.items():
         print("\n" + "\n".join([f"{name}, against its plan:", *lines]))
     if differing := differences_of(runs):
-        print("\nIn what these runs differ:\n")
+        print("\nDifferences between these runs:\n")
         print_table([("setting", *(run["name"] for run in runs)), *differing])
     differences = [name for name in COMPARED if len({str(run.get(name)) for run in runs}) > 1]
     if differences:

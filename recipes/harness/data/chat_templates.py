@@ -265,8 +265,8 @@ def check_conversations(
     if not hasattr(training_args, "assistant_only_loss"):
         if place := next((place for place, row in rows if has_untrained_turn({"completion": row.get("completion")})), None):
             raise UserError(
-                f"{place}: a part of an answer is marked not to count in the loss, and that of preferences counts all of it: "
-                "delete the mark"
+                f"{place}: a part of an answer is marked not to count in the loss, but the loss of preferences counts complete "
+                "answers: delete the mark"
             )
         return
     has_untrained = any(has_untrained_turn(row) for _, row in rows)

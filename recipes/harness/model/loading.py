@@ -400,9 +400,9 @@ def _are_renamed(names: list[str], model: PreTrainedModel, model_args: ModelConf
 
 
 def keep_adapter_in_text_part(model_args: ModelConfig, is_tiny: bool) -> None:
-    """Makes the adapter of a model that reads images too leave out what reads them, where the rows are texts.
+    """If the rows are texts, keeps the adapter of a model for text and images out of the part that reads images.
 
-    An adapter there would get no gradient, and servers such as vLLM refuse it. Names that only the text part has stay.
+    An adapter there would get no gradient, and servers such as vLLM refuse it. Names that only the text part has are not changed.
     """
     config, _ = config_and_class(model_args, is_tiny)
     if not model_args.use_peft or not model_args.lora_target_modules or config is None or not tiny.has_vision_part(config):

@@ -51,10 +51,10 @@ def dtype_of_weights(name: str, revision: str) -> torch.dtype | None:
 
 
 def check_weights_on_hub(name: str, revision: str) -> None:
-    """As `check_weights`, of a model on the Hub that is not downloaded yet. Does nothing if the Hub does not answer.
+    """`check_weights` before a model is downloaded from the Hub. Does nothing if the Hub does not answer.
 
-    The first bytes of a file say which weights it has. transformers gets files with these bytes and nothing after them, which are
-    as long as the real ones and need no space. So weights that are tied are not compared.
+    Downloads only the headers of the files, which have the names and shapes of the weights. transformers gets sparse files with
+    these headers, as long as the real ones, but without values. So the values of tied weights are not compared.
     """
     from huggingface_hub import HfApi, hf_hub_download, utils
     from huggingface_hub.utils import NotASafetensorsRepoError, SafetensorsParsingError, httpx

@@ -292,7 +292,7 @@ class Meeting(contextlib.AbstractContextManager):
         return [rank for rank in self.known if rank != self.nodes.rank]
 
     def _leaves(self, rank: int, code: int | None) -> bool:
-        """Whether a node that ended with this exit code was stopped, and the others go on."""
+        """Whether a node with this exit code was stopped, and the others continue."""
         return code == STOPPED and self.nodes.min_count > 0 and rank > 0
 
     def _lose(self, rank: int) -> None:

@@ -66,7 +66,7 @@ class ChangingNodes(DynamicRendezvousHandler):
             if self.meeting.nodes.rank in self.in_round:
                 return found
             number = plural(len(self.in_round), "node")
-            print(f"Node {self.meeting.nodes.rank} is not used: {number} can train, not more.", flush=True)
+            print(f"Node {self.meeting.nodes.rank} waits: the run can use {number} at the moment.", flush=True)
             while not self.num_nodes_waiting():
                 with self._errors():
                     if self.is_closed():

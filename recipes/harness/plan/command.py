@@ -393,7 +393,7 @@ def row_counter(method: str, recipe: str, arguments: list[str]) -> Callable[[], 
 def rows_of_epoch(recipe: str, arguments: list[str]) -> float | str:
     """Packed rows in an epoch of a recipe; the rows, if they are no documents.
 
-    Or why they are not known: tokenizer or data cannot be had, or do not say how many rows there are.
+    Returns the reason instead if tokenizer or data cannot be loaded, or the number of rows is not known.
     """
     from harness.commands.preview import Preview, why_no_documents
     from harness.data.loading import count_training_rows

@@ -67,7 +67,7 @@ def make_grid(values: dict[str, Any], machine: Machine, paths: list[str], words:
             f"a step: --global_batch_size {math.ceil(rows / unit) * unit} uses all"
         )
     if rows and rows % (processes * smallest):
-        raise UserError(f"--for: {machine.nodes} nodes cannot divide the {rows} rows of a step: pass another --global_batch_size")
+        raise UserError(f"--for: {rows} rows cannot be divided among {machine.nodes} nodes: pass another --global_batch_size")
     micro_batches = [default] if "per_device_train_batch_size" not in given and not is_open else [None]
     if is_open:
         per_process = rows // processes
@@ -78,7 +78,7 @@ def make_grid(values: dict[str, Any], machine: Machine, paths: list[str], words:
         for is_on in checkpointing:
             settings[path, is_on] = [Option(path, size, is_on) for size in micro_batches]
     if not settings:
-        raise UserError(f"no config is for {machine.name}: copy the nearest one in accelerate_configs/ and name it")
+        raise UserError(f"no config is for {machine.name}: copy the most similar one, change it, and pass its path")
     common = []
     if not machine.card.bf16 and not given & {"bf16", "fp16"} and not is_4bit:
         common = ["--bf16", "false", "--fp16", "true"]

@@ -59,7 +59,7 @@ def least_bytes(simulation: Simulation, config: AccelerateConfig, processes: int
     shards = (config.shards if config.is_hybrid else processes) if config.is_fsdp else 1
     kept = 0 if config.offload_params else (weights + states) / shards
     if config.is_fsdp and not config.reshard_after_forward:
-        return kept + weights  # between forward and backward, whole
+        return kept + weights  # unsharded between forward and backward
     return kept + (0 if config.offload_params else gradients / shards)
 
 

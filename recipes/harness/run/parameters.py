@@ -21,7 +21,7 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def freeze_unused_parts(trainer: Trainer) -> None:
-    """Freezes what only reads images or sound, if the rows are texts: it would have no gradient, for which DDP waits.
+    """If the rows are texts, freezes the parts that read images or sound: they get no gradients, and DDP would wait for these.
 
     A trainer with a processor instead of a tokenizer trains all of the model.
     """

@@ -55,7 +55,7 @@ def check_repository(repository: Repository) -> None:
     try:
         check_rights(HfApi(), repository, token)
     except (httpx.HTTPError, OSError, ValueError) as error:  # also an answer that is not the Hub's
-        print_once(f"--push_to_hub: nothing is checked ({last_line(error)}); the upload is tried after the training.")
+        print_once(f"--push_to_hub: the token was not checked ({last_line(error)}). The upload is tried anyway.")
 
 
 def check_rights(api: HfApi, repository: Repository, token: str) -> None:

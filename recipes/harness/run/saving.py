@@ -113,7 +113,7 @@ def save_model(trainer: Trainer, original: PreTrainedConfig | None) -> None:
 
 
 def copy_processor(name: str, revision: str, folder: Path) -> None:
-    """Copies what prepares the images and videos of a model, of which a trainer on texts has the tokenizer only.
+    """Copies the image and video processors of a model: a trainer on texts has loaded only the tokenizer.
 
     `name`: of the original model, a folder or a Hub ID. Files that do not exist, or cannot be downloaded now, are left out.
     """

@@ -187,8 +187,8 @@ def check_flags_have_effect(
         raise UserError("--padding_free: without --packing true, rows would not be cut at --max_length: pass --packing true")
     if getattr(training_args, "precompute_ref_log_probs", False) and model_args.use_peft and is_sharded:
         raise UserError(
-            "--precompute_ref_log_probs: TRL computes them before FSDP has sharded the model, when it is on no GPU yet: leave "
-            "out the flag, or use a config without FSDP"
+            "--precompute_ref_log_probs: TRL computes these before FSDP moves the model to the GPU: leave out the flag, or use a "
+            "config without FSDP"
         )
     for name in ("max_steps", "num_train_epochs"):
         if script_args.max_tokens and name in given:

@@ -53,7 +53,7 @@ FLAGS_INSTEAD = {
     "train_sampling_strategy group_by_length": ("group_by_length",),
 }
 INSTEAD = {name: f"pass --{flag}" for flag, names in FLAGS_INSTEAD.items() for name in names} | {
-    "cpu_offload": "the config says it: use one with fsdp_offload_params: true, such as 1x3090_offload",
+    "cpu_offload": "use a config with fsdp_offload_params: true, such as 1x3090_offload",
     "early_stopping_patience": "give the trainer of the recipe a transformers.EarlyStoppingCallback",
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
     "num_cpu_threads_per_process": "set the variable OMP_NUM_THREADS",

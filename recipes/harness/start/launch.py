@@ -107,7 +107,7 @@ def count_processes(context: Context, nodes: Nodes) -> int:
     if nodes.min_count % max(1, config.shards // gpus):
         raise UserError(
             f"NNODES is {nodes.min_count}:{nodes.count}, but a replica of {config.name} is on {config.shards // gpus} nodes: "
-            "pass a multiple of that as the smaller number"
+            f"pass a multiple of {config.shards // gpus} as the first number"
         )
     return nodes.count * gpus
 
@@ -260,8 +260,8 @@ def train_on_several_nodes(nodes: Nodes, context: Context, options: list[str], a
         separate_disks = checked.saves and not meeting.all_see(output_dir)
         if separate_disks != meeting.value_of_head("separate disks", separate_disks):  # the head was alone when the run began
             raise UserError(
-                f"--output_dir: {output_dir} is not the folder of the node where the run began: a node with a disk of its own "
-                "can only join a run that began on several nodes"
+                f"--output_dir: {output_dir} is not on a file system that this node shares with node 0. Without one, a node "
+                "can join only a run that began on several nodes: use a shared folder"
             )
         if separate_disks and not checked.has_mirror:
             raise UserError(

@@ -47,7 +47,7 @@ def _is_useful(record: logging.LogRecord) -> bool:
 
 
 def shorten_load_report(record: logging.LogRecord) -> bool:
-    """Makes one line, in one process, of transformers' table of weights that a model has and its files lack: a new head.
+    """Replaces transformers' table of weights that the model's files lack, such as a new head, with one line in one process.
 
     A table with other problems, such as shapes that differ, stays as it is.
     """
@@ -56,7 +56,7 @@ def shorten_load_report(record: logging.LogRecord) -> bool:
     new = re.findall(r"^(.+?) +\| MISSING ", table, re.MULTILINE)
     if not is_report or not new or "MISMATCH" in table or "CONVERSION" in table:
         return True
-    record.msg, record.args = f"{model} begins with random values in {', '.join(new)}: the files of the model lack them.", ()
+    record.msg, record.args = f"{model}: random values in {', '.join(new)}, which the model's files do not have.", ()
     return is_first_process()
 
 

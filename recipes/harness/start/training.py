@@ -290,9 +290,9 @@ def usable_numbers_of_nodes(context: Context, training_args: TrainingArguments) 
     usable = [count for count in counts if rows % (per_step * count) == 0 and count % of_replica == 0]
     if context.min_nodes not in usable:
         raise UserError(
-            f"NNODES is {context.min_nodes}:{context.nodes}, but steps of {rows} rows cannot be trained on "
-            f"{plural(context.min_nodes, 'node')}, which need a multiple of {per_step * context.min_nodes}: pass another "
-            "--global_batch_size, or other numbers of nodes"
+            f"NNODES is {context.min_nodes}:{context.nodes}, but a step has {rows} rows, and on "
+            f"{plural(context.min_nodes, 'node')} it needs a multiple of {per_step * context.min_nodes}: pass another "
+            "--global_batch_size, or other numbers in NNODES"
         )
     return usable
 

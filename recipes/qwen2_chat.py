@@ -5,7 +5,7 @@
     ./launch.sh qwen2_chat 1x3090 --dataset_name my/conversations    # a Hub ID, a folder, or a file
 
 Rows: conversations (`messages` with role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
-`instruction`, `input` and `output`. Of preference data (`prompt`, `chosen`, `rejected`) `chosen` is trained on.
+`instruction`, `input` and `output`. Preference data (`prompt`, `chosen`, `rejected`): the run trains on `chosen`.
 Needs one 24 GB GPU. Forecast, not measured: 12.7 GB and 5,800 to 12,000 tokens/s on 1x3090.
 """
 

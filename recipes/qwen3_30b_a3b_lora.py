@@ -4,7 +4,7 @@
     ./launch.sh qwen3_30b_a3b_lora 4gpu_full_shard --dataset_name my.jsonl
 
 Rows: conversations (`messages` with role and content, or ShareGPT's `conversations`), `prompt` and `completion`, or
-`instruction`, `input` and `output`. Of preference data (`prompt`, `chosen`, `rejected`) `chosen` is trained on.
+`instruction`, `input` and `output`. Preference data (`prompt`, `chosen`, `rejected`): the run trains on `chosen`.
 The routers stay frozen; their auxiliary loss is part of the loss (0.001, as in the model's config; --router_aux_loss_coef).
 PyTorch computes all experts at once on H100, H200 and B200 only. On others, each is a product of its own, and the GPU waits for
 the host in every layer; the forecast does not count this.

@@ -3,10 +3,10 @@
     python tests/campaign_nodes.py [TRIALS [SEED [KIND]]]
 
 Needs root on Linux, for network namespaces. It prints a table, also after Ctrl-C, and writes every trial into
-campaign_nodes.jsonl. KIND: only trials of one loss or one moment.
+campaign_nodes.jsonl. KIND: only trials of one interruption or one moment.
 
 A trial is a rehearsal of one epoch, 120 steps of four rows, on two nodes with one process each (NNODES=1:2). It saves and
-evaluates every ten steps. What is taken away is in LOSSES, when in MOMENTS; the same command then runs again on the node that is
+evaluates every ten steps. What happens is in INTERRUPTIONS, when in MOMENTS; the same command then runs again on the node that is
 gone.
 
 In the end both launchers must exit with code 0, without a traceback. Every row of the epoch must have been trained once, counted
@@ -51,7 +51,7 @@ VARIANTS = {
     "in memory": ["--max_steps", "-1", "--global_batch_size", str(ROWS_OF_STEP)],
     "streamed": ["--dataset_streaming", "true", "--max_steps", str(STEPS), "--gradient_accumulation_steps", "1"],  # on two nodes
 }
-LOSSES = (
+INTERRUPTIONS = (
     "process of node 0",  # SIGKILL, as the others but the network and SIGTERM
     "process of node 1",
     "launcher of node 1",
@@ -340,7 +340,7 @@ def tokens_of(run: Path) -> int:
 
 def table(trials: list[Trial]) -> str:
     lines = [f"| taken away | {' | '.join(MOMENTS)} | seconds until it trained again |", "|---" * (2 + len(MOMENTS)) + "|"]
-    for what in LOSSES:
+    for what in INTERRUPTIONS:
         of_kind = [trial for trial in trials if trial.what == what]
         counts = Counter(trial.moment for trial in of_kind)
         seconds = [trial.seconds for trial in of_kind if trial.seconds and not trial.problem] or [0]
@@ -357,7 +357,7 @@ def main(trials: str = "64", seed: str = "0", kind: str = "") -> int:
     folder, chance, done = Path(tempfile.mkdtemp(prefix="campaign-nodes-")), random.Random(int(seed)), []
     offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(folder / "home"), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     launcher = ForkedLauncher(os.environ | offline, folder)
-    plan = [(one, moment) for one in LOSSES for moment in MOMENTS if kind in ("", one, moment)]
+    plan = [(one, moment) for one in INTERRUPTIONS for moment in MOMENTS if kind in ("", one, moment)]
     chance.shuffle(plan)
     print(folder, flush=True)
     lock = FileLock("/tmp/campaign-nodes.lock")  # whatever TMPDIR is: the names of the namespaces are the same

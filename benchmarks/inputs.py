@@ -62,6 +62,18 @@ SHAPES = {
         "num_attention_heads": 32,
         "vocab_size": 128_256,
     },
+    "Qwen/Qwen3.5-4B": {
+        "text_config": {
+            "hidden_size": 2_560,
+            "intermediate_size": 9_216,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "linear_num_value_heads": 32,
+            "vocab_size": 248_320,
+        },
+    },
     "meta-llama/Llama-3.1-70B": {
         "hidden_size": 8_192,
         "intermediate_size": 28_672,
@@ -80,14 +92,16 @@ def meta_model(name: str, tokenizer: "PreTrainedTokenizerFast", is_tiny: bool = 
     from harness.rehearsal import tiny
 
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     token_ids = {f"{token}_token_id": getattr(tokenizer, f"{token}_token_id") for token in ("bos", "eos", "pad")}
-    config = AutoConfig.for_model(**tiny.family_of(name)["config"] | SHAPES[name] | token_ids | sizes)
+    family, shape = tiny.family_of(name)["config"], SHAPES[name]
+    shape = {key: family[key] | value if isinstance(value, dict) else value for key, value in shape.items()}
+    config = AutoConfig.for_model(**family | shape | token_ids | sizes)
     if is_tiny:
         config = tiny.shrink(config, {"vocab_size": len(tokenizer), **token_ids})
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = tiny.make_model(config)
     config.architectures = [type(model).__name__]
     return model
 

@@ -37,9 +37,16 @@ def main():
         lora_alpha=32,
         lora_dropout=0.05,
         lora_target_modules=[
-            *("in_proj_qkv", "in_proj_z", "out_proj"),  # of the 24 layers with linear attention
-            *("q_proj", "k_proj", "v_proj", "o_proj"),  # of the 8 layers with full attention
-            *("gate_proj", "up_proj", "down_proj"),
+            "in_proj_qkv",  # these three are in the 24 layers with linear attention
+            "in_proj_z",
+            "out_proj",
+            "q_proj",  # these four in the 8 layers with full attention
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",  # these three in all layers
+            "up_proj",
+            "down_proj",
         ],
         # trl.SFTConfig: the training
         assistant_only_loss=True,  # the reasoning and the answer, with the model's own chat template

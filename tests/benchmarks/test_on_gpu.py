@@ -23,6 +23,7 @@ PARAMETERS = {  # from each model's page on the Hub
     "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
     "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
+    "Qwen/Qwen3.5-4B": 4_539_265_536,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Llama-3.1-70B": 70_553_706_496,
     "openai-community/gpt2-xl": 1_557_611_200,

@@ -111,7 +111,8 @@ def test_prompts_are_those_of_the_recipe(rehearse, monkeypatch, capsys, tmp_path
 def test_folder_says_how_a_prompt_looks(rehearse, tmp_path):
     assert read(rehearse(*QLORA), "prompt.json") == {"rows": "conversations", "chat_template_kwargs": None}
     assert read_prompt(tmp_path) == {}
-    (tmp_path / "run.json").write_text(json.dumps({"recipe": "", "config": "", "tiny": True, "chat_template_kwargs": {"a": 1}}))
+    settings = {"recipe": "", "config": "", "tiny": True, "data_files": [], "chat_template_kwargs": {"a": 1}}
+    (tmp_path / "run.json").write_text(json.dumps(settings))
     assert read_prompt(tmp_path) == {"rows": None, "chat_template_kwargs": {"a": 1}}, "of an earlier version"
     (tmp_path / "prompt.json").write_text('{"rows": "texts"}')
     assert read_prompt(tmp_path / "checkpoint-3") == {"rows": "texts"}

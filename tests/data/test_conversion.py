@@ -90,8 +90,10 @@ def test_two_processes_convert_each_row_once(tmp_path, environment):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_row_that_cannot_be_converted(tmp_path, error_of, streaming):
-    rows = [conversation(number, **({"tool_calls": 5} if number == 45 else {})) for number in range(60)]
+def test_row_that_cannot_be_converted(tmp_path, error_of, streaming, monkeypatch):
+    """No row is known that the conversion fails for, so its function for calls is replaced."""
+    monkeypatch.setattr(formats, "_clean_call", lambda call: call + 1)
+    rows = [conversation(number, **({"tool_calls": [{"name": "a"}]} if number == 45 else {})) for number in range(60)]
     script_args = arguments_for(write(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
     for function, argument in ((check_dataset, script_args.data), (load, script_args)):
         assert f"{tmp_path}/rows.jsonl, line 46: this row cannot be converted (TypeError" in error_of(function, argument)

@@ -49,9 +49,9 @@ def test_run_killed_after_last_step_trains_no_other_step(rehearse, fork_launch, 
 
 
 def test_run_killed_after_last_step_saves_the_best_model(rehearse, fork_launch, workdir):
-    """Here the best one is that of the first checkpoint, with the largest loss."""
+    """Here the best one is that of the first checkpoint: the learning rate is so high that the loss grows."""
     flags = ["--max_steps", "4", "--save_steps", "2", "--eval_steps", "2", "--eval_on_start", "false"]
-    flags += ["--load_best_model_at_end", "true", "--metric_for_best_model", "eval_loss", "--greater_is_better", "true"]
+    flags += ["--load_best_model_at_end", "true", "--learning_rate", "3"]
     uninterrupted = rehearse(RECIPE, "1x3090_offload", *flags)
     run = workdir / "runs/killed-before-the-best"
     shutil.copytree(uninterrupted, run)
@@ -65,17 +65,17 @@ def test_run_killed_after_last_step_saves_the_best_model(rehearse, fork_launch, 
 
 
 def test_best_evaluation_has_a_checkpoint(fork_launch, workdir):
-    """Also between two saves. If it is deleted, the best one that exists is chosen. Here the best is that with the largest loss.
+    """Also between two saves. If it is deleted, the best one that exists is chosen. Here the best is the first.
 
     The resumed run logs as often as it is told to, not as the run did before, and transformers' warning about that is hidden.
     """
     run = workdir / "runs/best-between-saves"
-    flags = ["--save_steps", "4", "--eval_steps", "2", "--load_best_model_at_end", "true", "--greater_is_better", "true"]
+    flags = ["--save_steps", "4", "--eval_steps", "2", "--load_best_model_at_end", "true", "--learning_rate", "3"]
     flags += ["--output_dir", run, "--eval_on_start", "false"]
     process = fork_launch("--tiny", RECIPE, "1x3090", *flags, "--max_steps", "4", "--logging_steps", "0.5")
     assert process.returncode == 0 and "The saved model is that of step 2" in process.stdout, process.stderr
     evaluations = [log["eval_loss"] for log in read(run, "trainer_state.json")["log_history"] if "eval_loss" in log]
-    assert len(evaluations) == 2 and read(run)["eval_loss"] == evaluations[0] > evaluations[1]
+    assert len(evaluations) == 2 and read(run)["eval_loss"] == evaluations[0] < evaluations[1]
     assert read(run, "expected.json")["step"] == 2
 
     shutil.rmtree(run / "checkpoint-2")

@@ -78,7 +78,7 @@ def test_evaluation_that_a_stop_left_out(fork_launch, workdir):
     command = ["--tiny", ROOT / "tests/run/signal_itself.py", "1x3090", "--max_steps", "8", "--save_steps", "4"]
     command += ["--eval_steps", "2", "--eval_delay", "4", "--eval_on_start", "false", "--logging_steps", "1"]
     command += ["--neftune_noise_alpha", "5", "--metric_for_best_model", "eval_loss"]
-    command += ["--greater_is_better", "true"]  # so that the best evaluation is the first one, which the stop leaves out
+    command += ["--learning_rate", "3"]  # so that the best evaluation is the first one, which the stop leaves out
     # No evaluation is better than the first one by 9, so the second one lowers the learning rate.
     plateau = json.dumps({"patience": 0, "threshold": 9, "threshold_mode": "abs"})
     command += ["--lr_scheduler_type", "reduce_lr_on_plateau", "--lr_scheduler_kwargs", plateau]

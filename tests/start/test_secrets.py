@@ -51,10 +51,13 @@ def test_traceback_of_an_error(fork_launch, tmp_path):
 def watched(look: Callable[[psutil.Process], object]) -> Iterator[list]:
     """What `look` returns of every process that is started in the block, again and again."""
     found, has_ended = [], threading.Event()
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
 
     def watch() -> None:
         while not has_ended.wait(0.05):
             for process in psutil.Process().children(recursive=True):
+                if process.pid in before:
+                    continue
                 with contextlib.suppress(psutil.Error, OSError):
                     found.append(look(process))
 

@@ -53,7 +53,8 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
     # Compiled layers would be compiled again for every layer's part of the cache.
     uncompiled = torch.compiler.set_stance("force_eager")
     # accelerate has put autocast around the forward pass of the outermost module only, and an adapter's `generate` calls another.
-    with torch.no_grad(), trainer.accelerator.autocast(), uncompiled, generate_on(device):
+    autocast = trainer.accelerator.autocast()
+    with torch.no_grad(), autocast, trainer.autocast_smart_context_manager(), uncompiled, generate_on(device):
         generated = model.generate(
             input_ids=ids.to(device),
             attention_mask=mask.to(device),

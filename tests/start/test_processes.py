@@ -266,13 +266,14 @@ def test_processes_that_crash_start_again(python, tmp_path):
 
 
 SIGNAL_BETWEEN = """
-import multiprocessing.popen_forkserver, os
+import multiprocessing.popen_forkserver, os, pathlib, sys
 launch, started = multiprocessing.popen_forkserver.Popen._launch, []
 def signal_before_second(popen, process):
     started.append(process)
     if len(started) == 2:
         os.kill(os.getpid(), {number})
     launch(popen, process)
+    pathlib.Path(sys.argv[1]).with_name("started").write_text(str(len(started)))
 multiprocessing.popen_forkserver.Popen._launch = signal_before_second
 """
 
@@ -286,6 +287,7 @@ def test_signal_while_processes_are_started(python, tmp_path, number):
     assert process.returncode == 128 + number, process.stdout + process.stderr
     message = "" if number == signal.SIGINT else "Stopped by SIGTERM before the training began.\n"
     assert process.stderr.removesuffix("---\n") == message
+    assert (tmp_path / "started").read_text() == "3"
 
 
 IGNORES_SIGTERM = """

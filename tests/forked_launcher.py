@@ -115,7 +115,11 @@ def main():
 
     if not processes.import_libraries():
         sys.exit("this process cannot be forked")
-    for module in ("matplotlib.figure", "bitsandbytes.nn", "harness.run.session", "harness.start.training"):
+    import torch
+
+    # With a CUDA build, a process that has imported bitsandbytes cannot be forked: the launchers would spawn their processes.
+    without_cuda = [] if torch.version.cuda else ["bitsandbytes.nn"]
+    for module in ("matplotlib.figure", *without_cuda, "harness.run.session", "harness.start.training"):
         importlib.import_module(module)
     gc.freeze()  # as `import_libraries` does
     for line in sys.stdin:

@@ -51,6 +51,7 @@ RUN_TYPES: Types = {
     "recipe": str,
     "config": str,
     "tiny": bool,
+    "model": NotRequired[str | None],
     "datasets": NotRequired[list[str]],
     "data_files": list[tuple[str, int, int]],  # name, size and time
     "settings": NotRequired[dict],

@@ -16,6 +16,8 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, Qwen2Config, Qwen3MoeConfig
 
+QWEN35 = ["--model_name_or_path", "Qwen/Qwen3.5-4B", "--packing", "false", "--split_conversations", "true"]
+
 
 @pytest.fixture(scope="module")
 def adapter(rehearse, tmp_path_factory):
@@ -102,6 +104,18 @@ def test_sharded_checkpoint_becomes_plain_model(fork_launch, rehearse, tmp_path,
     assert merged.dtype == final.dtype == torch.bfloat16
     assert torch.equal(logits(merged), logits(final))
     assert "a plain model already" in error_of(merge.main, str(run), str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(("recipe", "model"), [("qwen3_30b_a3b_lora", []), ("qwen2_chat", QWEN35)])
+def test_sharded_checkpoint_gets_the_names_of_the_saved_model(rehearse, tmp_path, recipe, model):
+    """Of a mixture of experts, which are one weight in the model; and of a model that reads images too."""
+    flags = ["--use_peft", "false", "--max_steps", "2", "--save_steps", "2", "--eval_strategy", "no"]
+    run = rehearse(recipe, "4gpu_full_shard", *model, *flags, NPROC_PER_NODE="2")
+    assert merge.main(str(run / "checkpoint-2"), str(tmp_path / "plain")) == 0
+    theirs, ours = load_file(run / "model.safetensors"), {}
+    for file in (tmp_path / "plain").glob("*.safetensors"):
+        ours |= load_file(file)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 def test_accelerate_merges_a_sharded_checkpoint(rehearse, tmp_path):

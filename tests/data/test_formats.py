@@ -298,6 +298,11 @@ def test_parts_of_an_answer_that_do_not_count(keys, untrained):
             "with a part of a turn whose begin_offset and end_offset are no places in it",
         ),
         (
+            {"messages": [CHAT[0], CHAT[1] | {"train_detail": part(0, 4, False)}]},
+            "messages",
+            "with a train_detail that is not a list",
+        ),
+        (
             {"messages": [CHAT[0], CHAT[1] | {"content": [{"type": "text", "text": "a", "weight": 0.5}, "b"]}]},
             "messages",
             "neither true nor false",

@@ -170,6 +170,11 @@ KINDS = {
         f"{TINY} --load_best_model_at_end --metric_for_best_model eval_loss --greater_is_better true",
         "--greater_is_better: a loss is better when it is lower",
     ),
+    "the least accurate model as the best": (
+        f"{TINY} --load_best_model_at_end --metric_for_best_model eval_mean_token_accuracy --greater_is_better false",
+        "--greater_is_better: an accuracy is better when it is higher",
+    ),
+    "fewer restarts than none": (f"{TINY} --max_restarts -1", "--max_restarts is -1, expected "),
     "batches that the first process reads": (
         TINY + """ --accelerator_config '{"dispatch_batches": true}'""",
         "--accelerator_config: dispatch_batches: every process reads its own rows",

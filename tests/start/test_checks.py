@@ -162,10 +162,14 @@ def test_arguments_that_an_optimizer_does_not_read(tmp_path, error_of):
     for optim, given, unread in (
         ("adamw_torch", "foo=1", "foo=1"),
         ("ademamix", "alpha=5.0,foo=1", "foo=1"),
+        ("lomo", "foo", None),
+        ("adafactor", "scale_parameter=True,", None),
         ("sgd", "nesterov=true,momentum=0.9", ""),
     ):
         training_args = TrainingArguments(str(tmp_path), optim=optim, optim_args=given, use_cpu=True, bf16=False)
-        if unread:
+        if unread is None:
+            assert "is not NAME=VALUE" in error_of(checks.check_optimizer, training_args, AccelerateConfig())
+        elif unread:
             message = error_of(checks.check_optimizer, training_args, AccelerateConfig())
             assert message == f"--optim_args: {optim} does not read {unread}: leave it out"
         else:

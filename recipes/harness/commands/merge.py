@@ -19,6 +19,8 @@ from harness.commands.verify import compare_merged
 from harness.folder import (
     COMPLETION_MARKER,
     PROMPT,
+    RUN,
+    RUN_TYPES,
     SHARDED,
     check_patterns,
     checkpoints,
@@ -169,15 +171,20 @@ def read_sharded(checkpoint: Path, names: list[str] | None) -> dict[str, Any]:
 def put_together(checkpoint: Path, target: Path) -> None:
     """Writes a plain model from a sharded checkpoint, in the dtype of the model that the run started from."""
     from harness.model.quantized import save_readable
+    from harness.model.weight_files import class_of_model
     from harness.rehearsal.tiny import has_vision_part
-    from harness.run.marker import read_marker
     from harness.run.saving import copy_processor
 
+    import torch
     from torch.distributed.checkpoint import FileSystemReader
     from tqdm import tqdm
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.core_model_loading import revert_weight_conversion
 
-    config = AutoConfig.from_pretrained(checkpoint)
+    config, run = AutoConfig.from_pretrained(checkpoint), read_json(checkpoint.parent / RUN, RUN_TYPES)
+    model_class = class_of_model(config)
+    with torch.device("meta"):
+        model = model_class.from_config(config) if model_class is AutoModelForCausalLM else model_class(config)
     weight_map, waiting = {}, {}
 
     def write_file() -> None:
@@ -191,7 +198,8 @@ def put_together(checkpoint: Path, target: Path) -> None:
         if config.tie_word_embeddings and name.endswith("lm_head.weight"):
             continue
         (tensor,) = read_sharded(checkpoint, [name]).values()
-        waiting[name.removeprefix(WRAPPER)] = tensor.to(config.dtype)
+        # The names on the Hub, which other programs read too, such as one weight for each expert.
+        waiting |= revert_weight_conversion(model, {name.removeprefix(WRAPPER): tensor.to(config.dtype)})
         if sum(tensor.nbytes for tensor in waiting.values()) > FILE_BYTES:
             write_file()
     if waiting:
@@ -200,14 +208,14 @@ def put_together(checkpoint: Path, target: Path) -> None:
     config.save_pretrained(target)
     if list(checkpoint.glob("tokenizer*")):  # a trainer can have none
         AutoTokenizer.from_pretrained(checkpoint).save_pretrained(target)
-    if has_vision_part(config):
-        copy_processor(read_marker(checkpoint)["model"], "main", target)
+    if has_vision_part(config) and run.get("model") and not run["tiny"]:
+        copy_processor(run["model"], run.get("settings", {}).get("model_revision", "main"), target)
 
 
 def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
     """Writes the model an adapter belongs to, with the adapter added to its weights."""
     from harness.model.quantized import read_source, save_readable
-    from harness.model.weight_files import check_weights
+    from harness.model.weight_files import check_weights, names_in_model
 
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
@@ -227,7 +235,7 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
         if not base.is_dir():
             patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
             base = Path(snapshot_download(str(base), revision=settings.revision, allow_patterns=patterns))
-    check_weights(base, str(base))
+    name_in_model = names_in_model(check_weights(base, str(base)))
     unties = AutoConfig.from_pretrained(base).tie_word_embeddings and not settings.ensure_weight_tying
     unties = unties and any(part in EMBEDDINGS for name in adapter for part in name.split("."))
     if unties or needs_peft(adapter, settings):
@@ -240,8 +248,8 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
         merged = {}
         with safe_open(file, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (safe_open is not a dict)
-                weight = weights.get_tensor(name)
-                merged[name] = changes.pop(name)(weight) if name in changes else weight
+                change = changes.pop(name_in_model(name), None)
+                merged[name] = change(weights.get_tensor(name)) if change else weights.get_tensor(name)
             save_readable(merged, target / file.name)
     if changes:
         raise UserError(f"{base} has no weight {next(iter(changes))}: is it the model that this adapter was trained on?")

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime, tzinfo
@@ -302,6 +303,9 @@ def use_no_gpu_kernels() -> None:
     Checked with: transformers 5.23.0.
     Remove when: transformers looks at the device.
     """
+    # Each process would print a line for each of these functions.
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    logger.addFilter(lambda record: "reference PyTorch implementation" not in record.getMessage())
     sys.modules.update(dict.fromkeys(KERNEL_PACKAGES))  # None: the import fails as if the package was not installed
 
 

@@ -341,7 +341,7 @@ def options_of(row: dict) -> dict:
 def check_template_arguments(tokenizer: PreTrainedTokenizerBase, rows: list[dict]) -> None:
     """Raises UserError for names that the template cannot get from a row or --chat_template_kwargs; prints those it ignores."""
     names = dict.fromkeys(name for row in rows for name in row.get(TEMPLATE_ARGUMENTS) or {})
-    if taken := sorted(names.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys()):
+    if taken := sorted(names.keys() & {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}):
         raise UserError(f"--{TEMPLATE_ARGUMENTS}: {taken[0]} is no variable of a chat template: leave it out")
     template = tokenizer.get_chat_template()
     if ignored := [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]:

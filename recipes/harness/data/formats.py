@@ -356,7 +356,9 @@ def _marks_of_parts(turn: dict, content: Any) -> list[tuple[int, int, bool]]:
         begin, end = end, end + len(_text_of_part(part))
         if isinstance(part, dict) and (found := _marks_of(part)):
             marks.append((begin, end, all(found)))
-    parts = next((value for key in TRAINED_PARTS if isinstance(value := _from_json(turn.get(key)), list)), [])
+    parts = next((value for key in TRAINED_PARTS if (value := _from_json(turn.get(key))) is not None), [])
+    if not isinstance(parts, list):
+        raise SkippedRow("with a train_detail that is not a list")
     for part in parts:
         begin, last = (part.get(key) if isinstance(part, dict) else None for key in ("begin_offset", "end_offset"))
         if begin is last is None and len(parts) == 1 and isinstance(content, str):

@@ -4,7 +4,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import transformers
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 WEIGHTS = "model.safetensors"
 LONGEST_NAME = 255  # bytes of the name of a file
@@ -92,8 +94,10 @@ def write_header(path: Path, tensors: dict[str, Any]) -> None:
         file.truncate(8 + len(header) + max((tensor.data_offsets[1] for tensor in tensors.values()), default=0))
 
 
-def check_weights(folder: Path, name: str) -> None:
+def check_weights(folder: Path, name: str) -> PreTrainedModel | None:
     """Raises UserError unless the files in `folder` are complete and have every weight of the model, in its shape.
+
+    Returns the model on the meta device, None if its files are quantized.
 
     transformers gives weights that are not in the files random values. It loads the files here onto the meta device, which reads
     only the names and shapes. `name`: of the model, in messages.
@@ -101,6 +105,24 @@ def check_weights(folder: Path, name: str) -> None:
     check_weight_files(folder)
     if model := check_names_and_shapes(folder, name):
         check_tied_weights(model, folder, name)
+    return model
+
+
+def names_in_model(model: PreTrainedModel | None) -> Callable[[str], str]:
+    """The name in a model of a weight by its name in the files. The files of many models that read images have older names.
+
+    `model`: None for quantized files.
+    """
+    if model is None:
+        return str
+    known = model.state_dict()
+    renamings = [change for change in get_model_conversion_mapping(model) if isinstance(change, WeightRenaming)]
+
+    def name_in_model(name: str) -> str:
+        renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, known)
+        return renamed if renamed in known else name
+
+    return name_in_model
 
 
 def check_names_and_shapes(folder: Path, name: str) -> PreTrainedModel | None:

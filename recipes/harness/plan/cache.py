@@ -40,14 +40,15 @@ def keep_simulation(path: Path, simulation: Simulation) -> None:
 
 
 def cache_path(context: Context, words: list[str]) -> Path:
-    """The file of a simulation: by the recipe, the config, the flags, a local model's config, this code and the versions."""
+    """The file of a simulation: by recipe, config, flags and the YAML file among them, a local model's config, code, versions."""
     from huggingface_hub.constants import HF_HOME
 
-    models = [Path(word.split("=")[-1], "config.json") for word in words]
+    named = [Path(word.split("=")[-1]) for word in words]
+    read = [path / "config.json" if path.suffix not in (".yaml", ".yml") else path for path in named]
     sources = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
     recipe, config = Path(context.recipe), Path(context.config.path)
     digest = hashlib.sha256(json.dumps([context.processes, context.nodes, bool(context.no_triton), *words]).encode())
-    for path in (recipe, config, *(path for path in models if path.is_file()), *sources):
+    for path in (recipe, config, *(path for path in read if path.is_file()), *sources):
         digest.update(path.read_bytes())
     for package in PACKAGES:
         digest.update(importlib.metadata.version(package).encode())

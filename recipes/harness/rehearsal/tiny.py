@@ -307,7 +307,7 @@ def make_tiny_model(name: str, revision: str, folder: Path) -> None:
     logging.disable_progress_bar()
     try:
         if has_vision_part(config) and not known:
-            with contextlib.suppress(ImportError):  # without torchvision, for a recipe that trains on texts
+            with contextlib.suppress(ImportError, OSError):  # without torchvision or its files, for a recipe that trains on texts
                 processor = AutoProcessor.from_pretrained(name, revision=revision)
                 processor.tokenizer = tokenizer
         config = shrink(config, {"vocab_size": len(tokenizer), **token_ids})

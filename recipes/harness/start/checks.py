@@ -35,6 +35,7 @@ def check_numbers(script_args: ScriptArguments, training_args: TrainingArguments
         "max_length": 1,
         "max_tokens": 1,
         "global_batch_size": 1,
+        "max_restarts": 0,
         "lora_r": 1,
         "learning_rate": sys.float_info.min,  # above 0
         "weight_decay": 0,
@@ -90,6 +91,8 @@ def check_arguments(script_args: ScriptArguments, training_args: TrainingArgumen
         raise UserError("--save_total_limit 1 deletes the last checkpoint before the next one is complete: pass 2 or more")
     if (training_args.metric_for_best_model or "").endswith("loss") and training_args.greater_is_better:
         raise UserError("--greater_is_better: a loss is better when it is lower, so the worst model would be kept: leave it out")
+    if "accuracy" in (training_args.metric_for_best_model or "") and training_args.greater_is_better is False:
+        raise UserError("--greater_is_better: an accuracy is better when it is higher: leave it out")
     for name in ("split_batches", "dispatch_batches"):
         if getattr(training_args.accelerator_config, name):
             raise UserError(f"--accelerator_config: {name}: every process reads its own rows: leave it out")
@@ -254,9 +257,12 @@ def check_liger(training_args: TrainingArguments, context: Context) -> None:
 def check_optimizer(training_args: TrainingArguments, config: AccelerateConfig) -> None:
     """Raises UserError for an optimizer whose package is missing, or whose states FSDP cannot shard."""
     name = training_args.optim.value
+    words = training_args.optim_args.split(",") if training_args.optim_args else []
+    if malformed := [word for word in words if "=" not in word]:
+        raise UserError(f"--optim_args: {malformed[0]!r} is not NAME=VALUE: separate several with commas")
     try:
         optimizer, options = Trainer.get_optimizer_cls_and_kwargs(training_args)
-        if unread := [word for word in (training_args.optim_args or "").split(",") if word and not reads(training_args, word)]:
+        if unread := [word for word in words if not reads(training_args, word)]:
             raise UserError(f"--optim_args: {name} does not read {', '.join(unread)}: leave it out")
         is_8bit = optimizer.__module__.startswith("bitsandbytes")  # it would ask every GPU
         built = None if is_8bit else optimizer([torch.nn.Parameter(torch.zeros(2, 2))], **options)

@@ -14,7 +14,15 @@ from accelerate.commands.merge import merge_command, merge_command_parser
 from conftest import read
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Gemma3Config,
+    GPT2Config,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 QWEN35 = ["--model_name_or_path", "Qwen/Qwen3.5-4B", "--packing", "false", "--split_conversations", "true"]
 
@@ -171,6 +179,31 @@ def test_merge_of_other_adapters(tmp_path, options):
     torch.testing.assert_close(merged, logits(model), atol=1e-4, rtol=0)
     with model.disable_adapter():
         assert (logits(model) - merged).abs().max() > 0.01
+
+
+def test_merge_into_files_with_older_names(tmp_path):
+    """transformers renames the weights of many models that read images when it loads them."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = sizes | {"vocab_size": 64, "num_key_value_heads": 2, "head_dim": 16}
+    config = Gemma3Config(
+        text_config=text,
+        vision_config=sizes | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_index=63,
+    )
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "base")
+    assert "language_model.model.norm.weight" in load_file(tmp_path / "base/model.safetensors")
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=r".*language_model\..*q_proj"))
+    for weight in model.parameters():
+        weight.data += 0.1 * torch.randn_like(weight) * weight.requires_grad
+    model.save_pretrained(tmp_path / "adapter")
+    merge.main(str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    merged = logits(AutoModelForImageTextToText.from_pretrained(tmp_path / "merged"))
+    torch.testing.assert_close(merged, logits(model), atol=1e-4, rtol=0)
+    with model.disable_adapter():
+        assert not torch.equal(logits(model), merged)
 
 
 def test_adapter_that_peft_cannot_merge(tmp_path, error_of):

@@ -302,6 +302,16 @@ def replaced(content: Any, value: Any) -> Iterator[Any]:
                 yield copy
 
 
+def test_plan_follows_the_file_of_the_flags(tmp_path):
+    """The arguments of `--config FILE` are part of the run."""
+    file, config = tmp_path / "flags.yaml", configs.read(str(ROOT / "accelerate_configs/1x3090.yaml"))
+    context, found = Context(str(RECIPE), processes=1, config=config), set()
+    for length in (512, 16384):
+        file.write_text(f"max_length: {length}")
+        found.add(cache.cache_path(context, ["--config", str(file)]))
+    assert len(found) == 2
+
+
 def test_damaged_simulation_is_simulated_again(tmp_path):
     """The cache can be on a disk that others write to."""
     file = tmp_path / "plans/any.json"

@@ -16,7 +16,7 @@ import torch
 import transformers.integrations.accelerate as device_maps
 from conftest import ROOT, assert_one_error, read, slow
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
 QLORA = ("llama31_70b_qlora", "2x3090_qlora")
@@ -175,7 +175,7 @@ def test_gpus_are_used_one_after_the_other(rehearse, monkeypatch, error_of):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", load)
     memory = [(9e9, 24e9), (10e9, 24e9)]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: memory[index])
     message = error_of(chat.load_model, rehearse(*QLORA))

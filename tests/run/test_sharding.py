@@ -9,7 +9,7 @@ from harness.model.quantized import install_byte_check
 from harness.rehearsal import tiny
 from harness.run import session, stopping
 from harness.run.settings import RunSettings
-from harness.run.sharding import compile_layers, gather_experts_early, prepare_sharding
+from harness.run.sharding import AfterWrapping, compile_layers, prepare_sharding
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from conftest import ROOT, losses, read, slow
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
 
 RECIPE = "qwen2_fineweb_edu"
 
@@ -110,15 +110,16 @@ def one_process():
     torch.distributed.destroy_process_group()
 
 
-def test_next_layer_of_experts_is_gathered_early(monkeypatch, one_process):
+def test_next_layer_of_experts_is_gathered_early(monkeypatch, tmp_path, one_process):
     """Before a layer computes, while FSDP alone would do it when the host comes to the next layer."""
     sizes = {"vocab_size": 50, "hidden_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}
     model, gathered = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)), []
     layers = list(transformer_layers(model).values())
+    trainer = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, bf16=False))
     for module in (*layers, model):
         fully_shard(module, mesh=one_process)
-    gather_experts_early(model)
+    AfterWrapping(trainer, AccelerateConfig(), 1, lambda: None).on_train_begin(None, None, None, model)
     layers[0].mlp.register_forward_hook(lambda module, inputs, output: gathered.append("computed"))
     unshard = FSDPParamGroup.unshard
     monkeypatch.setattr(

@@ -50,12 +50,11 @@ def load_model(run: Path) -> Any:
 
     `run`: the folder of a finished run, or of a model that --merge or someone else has made from it.
     """
-    from harness.model.weight_files import check_adapter_weights, check_found
-    from harness.rehearsal.tiny import has_vision_part
+    from harness.model.weight_files import check_adapter_weights, check_found, class_of_model
 
     import torch
     import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig
 
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -78,9 +77,7 @@ def load_model(run: Path) -> Any:
     try:
         with hub_errors("model", base):
             config = AutoConfig.from_pretrained(base, revision=options.get("revision"))
-            # An adapter of a model that reads images too has the names of the whole model.
-            model_class = AutoModelForImageTextToText if has_vision_part(config) else AutoModelForCausalLM
-            model, found = model_class.from_pretrained(base, output_loading_info=True, **options)
+            model, found = class_of_model(config).from_pretrained(base, output_loading_info=True, **options)
     except UserError as error:
         if "dispatched on the CPU" not in str(error):  # transformers does not split 4-bit weights between GPU and CPU
             raise

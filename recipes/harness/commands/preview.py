@@ -194,8 +194,8 @@ def preview_other_rows(preview: Preview, recipe: str, reason: str, json_file: An
     )
     data = read_json(Path(trainer.args.output_dir, DATA))
     cut = truncation_of_pairs(trainer)
-    unknown = "which tokens count in the loss, lengths, what is truncated, the length of the run"
-    cannot = f"not shown: {unknown.replace(', what is truncated', '') if cut else unknown}: {reason}"
+    unknown = ["which tokens count in the loss", "lengths", *([] if cut else ["what is truncated"]), "the length of the run"]
+    cannot = f"not shown: {', '.join(unknown)}: {reason}"
     found = []
     if cut and cut["without_answer"]:
         found = [f"{cut['without_answer']} of {cut['pairs']} pairs keep no token of an answer: pass a larger --max_length"]

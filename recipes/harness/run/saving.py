@@ -16,6 +16,7 @@ from harness.run.parameters import adapters_of, config_of, generates
 import torch
 from huggingface_hub import hf_hub_download, save_torch_state_dict
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import httpx
 from peft import PeftModel
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -119,7 +120,7 @@ def copy_processor(name: str, revision: str, folder: Path) -> None:
     """
     for file in PROCESSOR:
         source = Path(name, file)
-        with contextlib.suppress(OSError, HFValidationError):
+        with contextlib.suppress(OSError, HFValidationError, httpx.HTTPError):  # the model is trained, whatever happens here
             if not Path(name).is_dir():
                 source = hf_hub_download(name, file, revision=revision)
             shutil.copyfile(source, folder / file)

@@ -262,7 +262,7 @@ def check_optimizer(training_args: TrainingArguments, config: AccelerateConfig) 
         raise UserError(f"--optim_args: {malformed[0]!r} is not NAME=VALUE: separate several with commas")
     try:
         optimizer, options = Trainer.get_optimizer_cls_and_kwargs(training_args)
-        if unread := [word for word in words if not reads(training_args, word)]:
+        if unread := [word for word in words if not is_read_by_optimizer(training_args, word)]:
             raise UserError(f"--optim_args: {name} does not read {', '.join(unread)}: leave it out")
         is_8bit = optimizer.__module__.startswith("bitsandbytes")  # it would ask every GPU
         built = None if is_8bit else optimizer([torch.nn.Parameter(torch.zeros(2, 2))], **options)
@@ -290,7 +290,7 @@ def check_optimizer(training_args: TrainingArguments, config: AccelerateConfig) 
         )
 
 
-def reads(training_args: TrainingArguments, word: str) -> bool:
+def is_read_by_optimizer(training_args: TrainingArguments, word: str) -> bool:
     """Whether the optimizer reads this one of `optim_args`, NAME=VALUE: transformers ignores others without a word."""
     changed = copy.copy(training_args)
     changed.optim_args = None

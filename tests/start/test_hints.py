@@ -2,6 +2,7 @@
 
 import re
 
+from harness import instead
 from harness.start import flags
 
 import pytest
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.unit
 RECIPE = ROOT / "recipes/qwen2_chat.py"
 
 
-@pytest.mark.parametrize("name", [*flags.INSTEAD, *flags.RENAMED])
+@pytest.mark.parametrize("name", [*instead.INSTEAD, *instead.RENAMED])
 def test_hint(error_of, name):
     """The flags that it names exist, and the variables are on a page."""
     message = error_of(flags.check_flags, RECIPE, [f"--{name}", "1"])

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from harness.instead import INSTEAD, RENAMED
 from harness.messages import UserError, exit_on_user_error, print_once
 
 # The files of the dataclasses whose fields become flags.
@@ -25,48 +26,6 @@ SOURCES = {
 NO_FLAGS = ("DatasetConfig", "DatasetMixtureConfig")  # classes in these files that no recipe gives to `parse`
 # Where other classes are that a recipe can give to `parse`, such as DPOConfig and Seq2SeqTrainingArguments.
 OTHER_CONFIGS = {"transformers": "training_args*.py", "trl": "**/*_config.py"}
-# Earlier names of flags, and their names today.
-RENAMED = {
-    "evaluation_strategy": "eval_strategy",
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-    "max_seq_length": "max_length",
-    "torch_dtype": "dtype",
-    "warmup_ratio": "warmup_steps: a value below 1 is a share of all steps",
-}
-# Flags of other programs and of earlier versions, and what does the same here.
-FLAGS_INSTEAD = {
-    "dataset_name": ("data_path", "dataset", "datasets", "train_file"),
-    "dataset_streaming": ("streaming",),
-    "dataset_test_split": ("validation_file",),
-    "learning_rate": ("lr",),
-    "load_in_4bit --use_peft": ("quantization_bit",),
-    "lora_r": ("lora_rank",),
-    "max_eval_samples": ("val_set_size",),
-    "max_length": ("block_size", "cutoff_len", "sequence_len"),
-    "model_name_or_path": ("base_model", "model", "model_id", "model_name"),
-    "packing": ("sample_packing",),
-    "per_device_train_batch_size": ("batch_size", "micro_batch_size"),
-    "use_cpu": ("no_cuda",),
-    "use_peft": ("finetuning_type", "use_lora"),
-    "attn_implementation flash_attention_2": ("flash_attn", "flash_attention", "use_flash_attention_2", "use_flash_attn"),
-    "train_sampling_strategy group_by_length": ("group_by_length",),
-}
-INSTEAD = {name: f"pass --{flag}" for flag, names in FLAGS_INSTEAD.items() for name in names} | {
-    "cpu_offload": "use a config with fsdp_offload_params: true, such as 1x3090_offload",
-    "early_stopping_patience": "give the trainer of the recipe a transformers.EarlyStoppingCallback",
-    "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
-    "num_cpu_threads_per_process": "set the variable OMP_NUM_THREADS",
-    "nproc_per_node": "set the variable NPROC_PER_NODE",
-    "num_gpus": "the config says how many there are: set the variable NPROC_PER_NODE for another number per node",
-    "num_processes": "the config says how many there are: set the variable NPROC_PER_NODE for another number per node",
-    "overwrite_output_dir": "nothing is overwritten: pass another --output_dir, or move that folder away",
-    "resume": "the same command resumes from the newest checkpoint in --output_dir: leave it out",
-    **dict.fromkeys(
-        ("tokenizer", "tokenizer_name", "tokenizer_name_or_path"), "pass processing_class= to the trainer in the recipe"
-    ),
-    "use_mps_device": "PyTorch uses Apple's GPU by itself: leave it out",
-}
 PAGES = {
     "SFTConfig": "https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig",
     "DPOConfig": "https://huggingface.co/docs/trl/dpo_trainer#trl.DPOConfig",

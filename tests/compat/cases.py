@@ -33,7 +33,6 @@ import bitsandbytes
 import datasets
 import huggingface_hub
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
 from datasets.fingerprint import Hasher
@@ -42,7 +41,6 @@ from tokenizers.models import WordLevel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers.integrations import hub_kernels
 from trl.kernels import chunked_logprob
 from trl.trainer import dpo_trainer, sft_trainer
@@ -116,48 +114,6 @@ def keep_4bit_layout(changed: bool) -> bool:
     with torch.no_grad():
         layer(torch.ones(1, 128, dtype=torch.bfloat16))
     return torch.equal(layer.weight.data.flatten(), before.flatten())
-
-
-def sharded_adamw(changed: bool) -> list[bool]:
-    """bitsandbytes' 8-bit AdamW on sharded weights with rows of one block, of more than one, and of less than half a block.
-
-    Whether it updates them as on unsharded weights. Of the second, whose blocks are others, whether it does about that.
-    """
-    as_launched()
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    weights = [nn.Parameter(torch.randn(32, columns)) for columns in (256, 300, 64)]
-    model = nn.Module()
-    model.weights = nn.ParameterList(weight.detach().clone() for weight in weights)
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    sharded_class = bitsandbytes_changes.sharded_adamw() if changed else bitsandbytes.optim.AdamW
-    options = {"lr": 0.1, "optim_bits": 8, "min_8bit_size": 4096}
-    optimizers = [bitsandbytes.optim.AdamW(weights, **options), sharded_class(model.weights, **options)]
-    for _ in range(3):
-        for weight, sharded in zip(weights, model.weights, strict=True):
-            weight.grad = torch.randn_like(weight)
-            sharded.grad = DTensor.from_local(weight.grad.clone(), sharded.device_mesh, sharded.placements)
-        for optimizer in optimizers:
-            optimizer.step()
-    differences = [(a - b.full_tensor()).abs().max().item() for a, b in zip(weights, model.weights, strict=True)]
-    kinds = [optimizers[1].state[weight]["state1"].dtype == torch.uint8 for weight in model.weights]
-    return [*kinds, differences[0] == 0, 0 < differences[1] < 0.05, differences[2] < 1e-6]
-
-
-def keep_states_paged(changed: bool) -> bool:
-    """Whether a resumed paged optimizer has its states, with their values, in the buffers that it makes for them."""
-    if changed:
-        bitsandbytes_changes.keep_states_paged()
-    first, resumed = (bitsandbytes.optim.AdamW([nn.Parameter(torch.ones(64, 64))], optim_bits=8, is_paged=True) for _ in range(2))
-    make, buffers = resumed.get_state_buffer, []
-    resumed.get_state_buffer = lambda *arguments, **options: buffers.append(make(*arguments, **options)) or buffers[-1]
-    weight = first.param_groups[0]["params"][0]
-    weight.grad = torch.randn(64, 64)
-    first.step()
-    resumed.load_state_dict(first.state_dict())
-    (state,) = resumed.state.values()
-    is_equal = all(torch.equal(state[name], first.state[weight][name]) for name in ("state1", "state2", "absmax1", "absmax2"))
-    return is_equal and [id(state["state1"]), id(state["state2"])] == list(map(id, buffers))
 
 
 def run_exit_handlers(changed: bool) -> str:
@@ -311,8 +267,6 @@ CASES = [
     give_weights_addresses,
     hide_saved_buffers,
     keep_4bit_layout,
-    sharded_adamw,
-    keep_states_paged,
     run_exit_handlers,
     read_no_weights,
     load_tokenizers_as_offline,

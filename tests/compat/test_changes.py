@@ -20,7 +20,6 @@ EXPECTED = {
     "install_training_template": ("ValueError", "marked"),
     "keep_4bit_layout": (False, True),
     "keep_activation_checkpointing": (3, 1),
-    "keep_states_paged": (False, True),
     "load_tokenizers_as_offline": (False, True),
     "load_tokenizers_only": ("OSError", "tokenizer"),
     "map_in_one_process": (2, 1),
@@ -29,7 +28,6 @@ EXPECTED = {
     "run_exit_handlers": ("", "called"),
     "set_date_of_chat_templates": ("this year", "2001"),
     "use_no_gpu_kernels": ("kernel", "torch"),
-    "sharded_adamw": ("RuntimeError", [True, True, False, True, True, True]),
 }
 # Changes that add something or read a private name, and the test that fails without them.
 TESTED_ELSEWHERE = {

@@ -163,7 +163,6 @@ KINDS = {
         TINY + """ --lr_scheduler_type cosine_with_min_lr --lr_scheduler_kwargs '{"min_lrr": 1e-6}'""",
         "--lr_scheduler_kwargs {'min_lrr': 1e-06}: get_cosine_with_min_lr_schedule_with_warmup() got an unexpected keyword",
     ),
-    "optimizer that cannot be sharded": ("--tiny qwen2_chat 4gpu_full_shard --optim adafactor", "FSDP cannot shard its states"),
     "package for kernels that is missing": (f"{TINY} --use_liger_kernel true", "-m pip install --no-deps liger-kernel"),
     "rows that would not be cut": (f"{TINY} --packing false --padding_free true", "rows would not be cut at --max_length"),
     "the worst model as the best": (
@@ -209,11 +208,8 @@ KINDS = {
         "--tiny llama31_70b_qlora 2x3090_qlora --torch_compile true",
         "--torch_compile: bitsandbytes wraps sharded 4-bit weights",
     ),
-    "optimizer that FSDP cannot shard": ("--tiny qwen2_chat 4gpu_shard_grad_op --optim paged_adamw_8bit", "use adamw_8bit, or"),
-    "8-bit optimizer on the CPU": (
-        "--tiny qwen2_chat 1x3090_offload --optim adamw_8bit",
-        "bitsandbytes takes many times as long",
-    ),
+    "optimizer that FSDP cannot shard": ("--tiny qwen2_chat 4gpu_shard_grad_op --optim adamw_8bit", "--optim adamw_8bit"),
+    "optimizer that a resume does not page": (f"{TINY} --optim paged_adamw_8bit", "--optim paged_adamw_8bit"),
     "optimizer without its package": (f"{TINY} --optim adamw_torch_8bit", "--optim adamw_torch_8bit: You need to have `torchao"),
     "tensor parallelism by a flag": (
         f'{TINY} --model_init_kwargs \'{{"tp_plan": "auto"}}\'',

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness.compat.accelerate import give_weights_addresses, hide_saved_buffers
-from harness.compat.bitsandbytes import keep_states_paged, sharded_adamw
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
 from harness.json_types import shorten
@@ -23,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import SFTTrainer
 
-SHARDED_8BIT = ("adamw_8bit", "adamw_bnb_8bit")  # values of --optim that FSDP can shard, of those of bitsandbytes
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
@@ -39,7 +37,6 @@ def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> Callable[[],
     pass_inputs_to_adapters(trainer)
     separate_untied_weights(trainer)
     give_weights_addresses(trainer.model)
-    prepare_optimizer(trainer)
     trainer.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # see `compile_layers`
     if trainer.accelerator.ddp_handler:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # otherwise DDP holds the gradients twice
@@ -72,18 +69,15 @@ def train_in_float32(trainer: Trainer) -> None:
     """Makes trained weights float32 if the run computes in mixed precision, whatever dtype they were loaded in.
 
     FSDP does the same. A step of the optimizer below 0.4 % of a bf16 weight rounds to nothing, and torch's gradient scaler
-    refuses fp16 weights. Prints a warning if mixed precision is off, but not for `stable_adamw`: torch-optimi adds up what was
-    rounded away (Kahan summation).
+    refuses fp16 weights. Prints a warning if mixed precision is off.
     """
     rounded = [weight for weight in trainer.model.parameters() if weight.requires_grad and weight.dtype in SIXTEEN_BIT]
     if rounded and trainer.accelerator.mixed_precision == "no":
-        if trainer.args.optim == "stable_adamw":
-            return
         dtype = str(rounded[0].dtype).removeprefix("torch.")
         print_once(
             f"warning: weights are trained in {dtype}, because mixed precision is off: steps below "
             f"{torch.finfo(rounded[0].dtype).eps / 2:.2%} of a weight round to nothing (--learning_rate "
-            f"{trainer.args.learning_rate}): pass --dtype float32, --bf16 true, or --optim stable_adamw, which adds them up."
+            f"{trainer.args.learning_rate}): pass --dtype float32 or --bf16 true"
         )
         return
     for weight in rounded:
@@ -165,21 +159,6 @@ def prepare_gradient_scaler(trainer: Trainer, checkpoint: Path | None) -> None:
         settings = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler else {}
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", **settings)
     accelerator.scaler.scale(torch.zeros((), device=device))  # makes the scale
-
-
-def prepare_optimizer(trainer: Trainer) -> None:
-    """Makes bitsandbytes' optimizers work with sharded weights, and after a resume. `check_optimizer` refuses the others.
-
-    torch-optimi 0.3.3 would take Triton wherever it is installed, also without a GPU, and on GPUs that it does not support.
-    """
-    if trainer.args.optim == "stable_adamw":
-        optimizer, options = trainer.get_optimizer_cls_and_kwargs(trainer.args)
-        trainer.optimizer_cls_and_kwargs = optimizer, {**options, "triton": False}
-    if trainer.is_fsdp_enabled and trainer.args.optim in SHARDED_8BIT:
-        _, options = trainer.get_optimizer_cls_and_kwargs(trainer.args)
-        trainer.optimizer_cls_and_kwargs = sharded_adamw(), options
-    elif "paged" in trainer.args.optim:
-        keep_states_paged()
 
 
 def compile_layers(trainer: Trainer) -> None:

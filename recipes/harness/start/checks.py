@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+import re
 import sys
 
 from harness.configs import AccelerateConfig
@@ -10,7 +11,6 @@ from harness.contexts import Context
 from harness.data.script_arguments import ScriptArguments
 from harness.data.splits import is_slice
 from harness.messages import UserError, last_line
-from harness.run.sharding import SHARDED_8BIT
 from harness.run.storage import Storage
 from harness.start.flags import check_passwords
 
@@ -257,6 +257,10 @@ def check_liger(training_args: TrainingArguments, context: Context) -> None:
 def check_optimizer(training_args: TrainingArguments, config: AccelerateConfig) -> None:
     """Raises UserError for an optimizer whose package is missing, or whose states FSDP cannot shard."""
     name = training_args.optim.value
+    if config.is_fsdp and re.search("8bit|4bit|bnb|paged|lion|ademamix|adafactor|stable", name):
+        raise UserError(f"--optim {name} is not for FSDP: use adamw_torch_fused, whose states are divided among all GPUs")
+    if "paged" in name:
+        raise UserError(f"--optim {name}: bitsandbytes does not page the states of a resumed run: use adamw_8bit")
     words = training_args.optim_args.split(",") if training_args.optim_args else []
     if malformed := [word for word in words if "=" not in word]:
         raise UserError(f"--optim_args: {malformed[0]!r} is not NAME=VALUE: separate several with commas")
@@ -272,22 +276,6 @@ def check_optimizer(training_args: TrainingArguments, config: AccelerateConfig) 
         return
     if built is not None:
         check_schedule(training_args, built)
-    if config.is_fsdp and name == "adafactor":
-        raise UserError(
-            "--optim adafactor: FSDP cannot shard its states: use adamw_8bit, whose states are small too, or adamw_torch_fused"
-        )
-    if not config.is_fsdp or not is_8bit:
-        return
-    if name not in SHARDED_8BIT:
-        raise UserError(
-            f"--optim {name}: FSDP cannot shard its states: use adamw_8bit, or adamw_torch_fused, whose float32 states are "
-            "divided among all GPUs"
-        )
-    if config.offload_params:
-        raise UserError(
-            f"--optim {name}: with fsdp_offload_params the optimizer runs on the CPU, where bitsandbytes takes many times as "
-            "long: use adamw_torch_fused"
-        )
 
 
 def is_read_by_optimizer(training_args: TrainingArguments, word: str) -> bool:

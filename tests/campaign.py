@@ -12,8 +12,6 @@ A trial interrupts a rehearsal of six steps, which saves a checkpoint every two 
 - damage: a file of the newest checkpoint is missing, empty, truncated or changed.
 - signal: SIGTERM or SIGUSR1 at a random moment after the start, to the launcher or to all processes.
 - processes: as kill, and the same command continues on another number of processes.
-- mirror: SIGKILL just before a change in the folder of --mirror. Then the output directory is lost, and the same command is
-  killed again, while it downloads the newest checkpoint or later; the next one continues with or without what it had.
 
 Then the same command must exit with code 0, repeat no more steps than there are between two checkpoints, and log the losses and
 save the model of the uninterrupted run, bit for bit (except ROUNDED). On another number of processes sums are rounded
@@ -62,7 +60,7 @@ DAMAGE = {
     "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
     "changed": lambda path: path.write_bytes(bytes(255 - byte for byte in path.read_bytes())),
 }
-KINDS = ("kill", "damage", "signal", "processes", "mirror")
+KINDS = ("kill", "damage", "signal", "processes")
 # Other numbers of processes that can have the steps of a config; 1x3090 is for one process only.
 OTHER_NUMBERS = {"1x3090_offload": (2,), "4gpu_ddp": (1, 2), "4gpu_full_shard": (1, 2)}
 ON_OTHER_PROCESSES = 0.01
@@ -76,7 +74,6 @@ class Run:
 
     `kill_before`: the number of a change of a file; `target`: whether it kills the process or all. `changes`: a file that lists
     all changes. `as_fork`: a fork of this process instead of launch.sh. `processes`: how many, 0 for those of the config.
-    `watch`: a folder instead of the output directory.
     """
 
     def __init__(
@@ -88,7 +85,6 @@ class Run:
         changes: Path | None = None,
         as_fork: bool = True,
         processes: int = 0,
-        watch: Path | None = None,
     ):
         self.log = folder.with_name(f"{folder.name}.log")
         config, *flags = arguments
@@ -107,7 +103,7 @@ class Run:
             if not as_fork:
                 os.execv(ROOT / "launch.sh", command)
             if kill_before or changes:
-                watch_changes(watch or folder, kill_before, target, changes)
+                watch_changes(folder, kill_before, target, changes)
             sys.argv = command
             runpy.run_module("harness.start.launch", run_name="__main__", alter_sys=True)  # exits
         except BaseException:
@@ -229,7 +225,7 @@ class Campaign:
     def try_once(self, kind: str, variant: str) -> Trial:
         reference, run = self.reference(variant), self.folder / "run"
         shutil.rmtree(run, ignore_errors=True)
-        interrupts = {"kill": self._kill, "damage": self._damage, "signal": self._signal, "mirror": self._mirror}
+        interrupts = {"kill": self._kill, "damage": self._damage, "signal": self._signal}
         interrupt = interrupts.get(kind, self._kill)
         what, last_step, problem = interrupt(run, variant, reference)
         processes = self.random.choice(OTHER_NUMBERS[VARIANTS[variant][0]]) if kind == "processes" else 0
@@ -277,36 +273,6 @@ class Campaign:
             problem = f"exit code {code}"
         return f"{number.name} after {moment:.1f} s to {target}", last_logged_step(started), problem
 
-    def _mirror(self, run: Path, variant: str, reference: Reference) -> tuple[str, int, str]:
-        """`try_once` starts the finished run again."""
-        place = self.folder / "mirror"
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir()
-        os.environ["NODE_SILENCE"] = "1"
-        arguments = [*VARIANTS[variant], "--mirror", f"file://{place}"]
-        # An upload of a checkpoint changes as many files as there are in it, three times those of the model.
-        first, second = self.random.randint(1, 80), self.random.randint(1, 60)
-        is_kept = self.random.random() < 0.5
-        started = Run(run, arguments, first, self.random.choice(TARGETS), watch=place)
-        _, problem = started.wait()
-        what = f"before change {first} of the mirror ({saved_in(place)})"
-        if (place / "train_results.json").exists():  # the run was not killed: it has fewer changes
-            return what, 0, problem
-        shutil.rmtree(run, ignore_errors=True)
-        again = Run(run, arguments, second, self.random.choice(TARGETS))
-        _, problem_of_second = again.wait()
-        what += f", before change {second} of a new output directory ({saved_in(run)}{'' if is_kept else ', then lost'})"
-        if not is_kept and not (place / "train_results.json").exists():
-            shutil.rmtree(run, ignore_errors=True)
-        last = Run(run, arguments)
-        code, problem_of_last = last.wait()
-        problem = problem or problem_of_second or problem_of_last
-        if not problem and code != 0:
-            problem = f"exit code {code} in the end: {last.log.read_text()[-300:]}"
-        if not problem and saved_in(place) != "checkpoint-4, checkpoint-6":
-            problem = f"the mirror has {saved_in(place)}"
-        return what, 0, problem
-
     def table(self) -> str:
         counts = Counter((trial.variant, trial.kind) for trial in self.trials)
         lines = [f"| run | {' | '.join(KINDS)} |", "|---" * (1 + len(KINDS)) + "|"]
@@ -318,11 +284,6 @@ class Campaign:
             f"{len(self.trials)} trials, {len(failed)} failed; at most {most} steps were repeated, of {INTERVAL} between saves."
         )
         return "\n".join([*lines, "", summary, *(f"- {trial}" for trial in failed)])
-
-
-def saved_in(folder: Path) -> str:
-    """The names of the complete checkpoints."""
-    return ", ".join(sorted(path.parent.name for path in folder.glob("checkpoint-*/complete.json"))) or "no checkpoint"
 
 
 def last_logged_step(run: Run) -> int:

@@ -44,7 +44,6 @@ OTHER_PACKAGES = {
     "serving_python": (["fastapi==0.165.0", "uvicorn==0.54.0", "openai", "python-multipart"], True),  # transformers[serving]
     "sky_python": (["skypilot==0.14.1"], False),
     "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0", "zstandard==0.25.0"], True),
-    "s3_python": (["s3fs==2026.9.0", "moto[server]==5.2.5"], True),
 }
 MARKS = (
     "unit: imports no torch, in its process or in one that it starts. A file without the mark has no such tests",
@@ -54,7 +53,7 @@ MARKS = (
 REHEARSING = {"rehearse", "fork_launch", "simulate"}
 # Fixtures in the order in which their tests run: quick ones, machines, rehearsals, those that install packages.
 ORDER = {"environment": 1, "build_trainer": 1, "machines": 2, "rehearse": 3, "fork_launch": 3, "simulate": 3}
-ORDER |= {"serving_python": 4, "sky_python": 4, "tracker_python": 4, "s3_python": 4}
+ORDER |= {"serving_python": 4, "sky_python": 4, "tracker_python": 4}
 
 
 def pytest_addoption(parser):
@@ -134,11 +133,6 @@ def sky_python(shared) -> Path:
 @pytest.fixture(scope="session")
 def tracker_python(shared) -> Path:
     return install(shared, "tracker_python")
-
-
-@pytest.fixture(scope="session")
-def s3_python(shared) -> Path:
-    return install(shared, "s3_python")
 
 
 def install(shared: Path, name: str) -> Path:

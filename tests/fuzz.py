@@ -639,18 +639,6 @@ class Stream(Kind):
         return next(iter(part))
 
 
-class Beat(Kind):
-    """heartbeat.json of a mirror."""
-
-    path, content = "mirror/heartbeat.json", {"run": "other", "host": "a-host", "silence": 60, "written": 1_700_000_000.5}
-
-    def read(self) -> Any:
-        from harness.run import mirror, storage
-
-        beat = mirror.Heartbeat(storage.Storage(self.file.parent.as_uri()), self.folder / "run").read()
-        return beat and (beat["silence"], mirror._host(beat))
-
-
 class Adapter(Kind):
     """adapter_config.json, as --chat and --merge read it."""
 
@@ -827,7 +815,6 @@ class WeightIndex(Kind):
 KINDS = LIGHT | {
     "trainer_state.json": TrainerState,
     "stream_0.json": Stream,
-    "heartbeat.json": Beat,
     "adapter_config.json": Adapter,
     "YAML of --config": ArgumentsFile,
     "README.md of a data folder": DatasetCard,

@@ -101,7 +101,6 @@ class CheckedRun:
     identity: dict[str, Any]  # the content of its run.json
     on_cpu: bool
     saves: bool  # checkpoints, in `output_dir`
-    has_mirror: bool
     max_restarts: int | None = None
     usable_nodes: list[int] = field(default_factory=list)  # numbers of nodes that can train
 

@@ -41,7 +41,7 @@ CHOICE_OF_ROWS = (
     *("max_samples", "max_eval_samples", "dataset_streaming", "column_map", "chat_template_kwargs", "split_conversations"),
     "text_rows",
 )
-# The keys of run.json that may differ between two starts of a run, under the conditions of `_check_same_run`.
+# The keys of run.json that may differ between two starts of a run, under the conditions of `check_same_run`.
 MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "settings", "defaults", *CHOICE_OF_ROWS)
 # What is there once a run has trained: such a folder belongs to its run.
 TRAINED = ("checkpoint-*", "damaged-checkpoint-*", "*.safetensors", RESULTS)
@@ -361,14 +361,13 @@ def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bo
             raise UserError(f"--output_dir: {folder} has files that are not from a run: choose an empty or new folder")
         return
     if has_trained(folder):
-        check_same_run("--output_dir", str(folder), existing, identity, bool(list(folder.glob("checkpoint-*"))))
+        check_same_run(folder, existing, identity)
 
 
-def check_same_run(flag: str, place: str, existing: dict, identity: dict, has_checkpoints: bool, is_copy: bool = False) -> None:
+def check_same_run(folder: Path, existing: dict, identity: dict) -> None:
     """Raises UserError, with all differences, unless `existing` is of the run that `identity` describes.
 
-    `existing`: the run.json of a folder or a mirror whose run has trained. `flag`, `place`: what the user has passed. `is_copy`:
-    perhaps of another machine, whose data files have times of their own.
+    `existing`: the run.json of a folder whose run has trained.
     """
     keys = [key for key in identity if key not in MAY_DIFFER and not names_same_files(key, existing, identity)]
     differences = {key: (existing.get(key), identity[key]) for key in keys}
@@ -381,9 +380,9 @@ def check_same_run(flag: str, place: str, existing: dict, identity: dict, has_ch
         before, now = before_and_now(differences)
         problems.append(f"it holds a run with {before}, this run has {now}")
     # Copies on the disks of other nodes have times of their own, so only their sizes are compared.
-    if not ((is_copy or NODE_VARIABLE in os.environ) and names_same_files("data_files", existing, identity)):
+    if not (NODE_VARIABLE in os.environ and names_same_files("data_files", existing, identity)):
         problems += _changed_data_files(existing, identity)
-    if has_checkpoints and existing.get("sharded") != identity["sharded"]:
+    if list(folder.glob("checkpoint-*")) and existing.get("sharded") != identity["sharded"]:
         kinds = {True: "FSDP", False: "unsharded"}
         problems.append(
             f"it holds {kinds[not identity['sharded']]} checkpoints of {existing.get('config')}, which {identity['config']} "
@@ -392,8 +391,8 @@ def check_same_run(flag: str, place: str, existing: dict, identity: dict, has_ch
     if problems:
         of_rows = any(values[0] != values[1] for values in rows.values()) or "has changed since" in " ".join(problems)
         reason = ". Evaluation rows might be trained on" if of_rows else ""
-        choose = f"pass the same values, choose another {flag}" + ("" if is_copy else ", or move that folder away")
-        raise UserError(f"{flag}: {place}: {'; '.join(problems)}{reason}: {choose}")
+        choose = "pass the same values, choose another --output_dir, or move that folder away"
+        raise UserError(f"--output_dir: {folder}: {'; '.join(problems)}{reason}: {choose}")
 
 
 def _changed_data_files(existing: dict, identity: dict) -> list[str]:
@@ -460,31 +459,16 @@ def check_patterns(settings: Any, names: list[str], folder: Path) -> None:
 def finished_results(folder: Path, max_steps: int, num_train_epochs: float) -> dict:
     """The results of the run in `folder` if it has trained as far as is asked for now, else {}."""
     results = read_json(folder / RESULTS, RESULT_TYPES)
-    return results if is_finished(results, max_steps, num_train_epochs) else {}
-
-
-def is_finished(results: dict, max_steps: int, num_train_epochs: float) -> bool:
-    """Whether `results`, the content of RESULTS or {}, are of a run that has trained as far as is asked for now."""
     if not results:
-        return False
-    if results.get("stopped_early_of") == [max_steps, num_train_epochs]:  # by a callback of the recipe
-        return True
-    return results["global_step"] >= max_steps if max_steps > 0 else (results["epoch"] or 0) >= num_train_epochs
+        return {}
+    is_finished = results["global_step"] >= max_steps if max_steps > 0 else (results["epoch"] or 0) >= num_train_epochs
+    stopped_early = results.get("stopped_early_of") == [max_steps, num_train_epochs]  # by a callback of the recipe
+    return results if is_finished or stopped_early else {}
 
 
 def describe_end(results: dict) -> str:
     loss = "" if results["final_loss"] is None else f", final loss {results['final_loss']:.4f}"
     return f"{results['global_step']} steps{loss}"
-
-
-def check_settings_of_finished(flag: str, place: str, results: dict, identity: dict) -> None:
-    """Raises UserError if a finished run with these results had other settings than `identity` has: they would train nothing."""
-    if changes := changed_since_end(results, identity):
-        before, now = before_and_now({f"--{name}": values for name, values in changes.items()})
-        raise UserError(
-            f"{flag}: {place} is finished: {describe_end(results)}. It was trained with {before}, this run has {now}: choose "
-            f"another {flag} to train with that"
-        )
 
 
 def exit_if_finished(folder: Path, identity: dict, max_steps: int, num_train_epochs: float) -> None:
@@ -493,7 +477,12 @@ def exit_if_finished(folder: Path, identity: dict, max_steps: int, num_train_epo
     Also raises UserError if it is finished with other settings than `identity` has.
     """
     if results := finished_results(folder, max_steps, num_train_epochs):
-        check_settings_of_finished("--output_dir", str(folder), results, identity)
+        if changes := changed_since_end(results, identity):  # they would train nothing
+            before, now = before_and_now({f"--{name}": values for name, values in changes.items()})
+            raise UserError(
+                f"--output_dir: {folder} is finished: {describe_end(results)}. It was trained with {before}, this run has {now}: "
+                "choose another --output_dir to train with that"
+            )
         flag = "--max_steps" if max_steps > 0 else "--num_train_epochs"
         print_once(
             f"{folder} is finished: {describe_end(results)}.\n"

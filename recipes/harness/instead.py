@@ -36,6 +36,7 @@ INSTEAD = {name: f"pass --{flag}" for flag, names in FLAGS_INSTEAD.items() for n
     "cpu_offload": "use a config with fsdp_offload_params: true, such as 1x3090_offload",
     "early_stopping_patience": "give the trainer of the recipe a transformers.EarlyStoppingCallback",
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
+    "mirror": "pass an --output_dir in a bucket that is mounted (SkyPilot's mode MOUNT_CACHED, see docs/several-machines.md)",
     "num_cpu_threads_per_process": "set the variable OMP_NUM_THREADS",
     "nproc_per_node": "set the variable NPROC_PER_NODE",
     "num_gpus": "the config says how many there are: set the variable NPROC_PER_NODE for another number per node",

@@ -64,7 +64,6 @@ DOES_NOT_MATTER = (
     "run_name",
     "project",
     "report_to",
-    "mirror",
     "push_to_hub",
     "hub_model_id",
     "hub_private_repo",

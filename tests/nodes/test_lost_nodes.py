@@ -1,12 +1,11 @@
 """Machines started with NNODES, NODE_RANK and MASTER_ADDR; the network of one fails, another one loses power."""
 
 import itertools
-import shutil
 
 import pytest
 import yaml
 from campaign_nodes import MOMENTS, SILENCE, Trial, TwoNodes, check, make_reference, take_away
-from conftest import ROOT, losses, read, slow, wait_until
+from conftest import ROOT, losses, read, wait_until
 
 
 @pytest.fixture
@@ -128,41 +127,3 @@ def test_run_continues_after_interruptions(machines, fork_launch, tmp_path):
         1,
         2,
     ]  # first as checked
-
-
-@slow
-def test_nodes_without_a_shared_folder(on_nodes, machines, rehearse, tmp_path):
-    """Two nodes with a disk each train and save with --mirror. One loses power and its disk, and both are started again."""
-    two, disks = tmp_path / "2 nodes.yaml", [tmp_path / "disk0", tmp_path / "disk1"]
-    settings = yaml.safe_load((ROOT / "accelerate_configs/3xt4_shard_grad_op.yaml").read_text())
-    two.write_text(yaml.safe_dump(settings | {"num_machines": 2, "num_processes": 2}))
-    flags = ["--max_steps", "60", "--save_steps", "4", "--logging_steps", "1", "--eval_strategy", "no", "--fp16", "false"]
-    command = ["--tiny", "gpt2_xl_wikitext", two, *flags, "--output_dir", "run"]
-    mirror = tmp_path / "mirror"
-    for disk in disks:
-        disk.mkdir()
-    for process, log in on_nodes(2, *command, folders=disks):
-        assert (
-            process.wait(timeout=120) == 2
-            and "pass a folder on a file system that all nodes share, or --mirror" in log.read_text()
-        )
-
-    started = on_nodes(2, *command, "--mirror", mirror.as_uri(), folders=disks, NODE_SILENCE="6")
-    log = started[0][1]
-    wait_until(lambda: (mirror / "checkpoint-8/complete.json").exists(), 120, log.read_text)
-    machines.kill("node1")
-    assert started[0][0].wait(timeout=60) not in (0, 2) and "same command resumes" in log.read_text()
-    own = {path.name for path in (disks[0] / "run/checkpoint-8").rglob("*.distcp")}
-    assert own == {"__0_0.distcp"}  # the file of process 0
-    shutil.rmtree(disks[1])
-    disks[1].mkdir()
-
-    for process, log in on_nodes(2, *command, "--mirror", mirror.as_uri(), folders=disks, NODE_SILENCE="6"):
-        assert process.wait(timeout=120) == 0, log.read_text()
-    uninterrupted = rehearse("gpt2_xl_wikitext", two, *flags)
-    assert read(disks[0] / "run")["resumed_from_step"] >= 8
-    assert losses(disks[0] / "run") == losses(uninterrupted)
-    assert (mirror / "model.safetensors").read_bytes() == (uninterrupted / "model.safetensors").read_bytes()
-    for disk in disks:  # save_total_limit
-        assert len(list((disk / "run").glob("checkpoint-*"))) <= 2
-    assert sorted(path.name for path in mirror.glob("checkpoint-*")) == ["checkpoint-56", "checkpoint-60"]

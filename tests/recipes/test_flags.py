@@ -10,7 +10,6 @@ import uuid
 from harness import contexts
 from harness.data.script_arguments import ScriptArguments
 from harness.rehearsal import tiny
-from harness.run import mirror
 
 import pytest
 import transformers
@@ -30,7 +29,6 @@ VALUES = {
     "global_batch_size": "48",
     "max_eval_samples": "3",
     "profile": "true",
-    "mirror": "file:///some/folder",
     "column_map": '{"text": "instruction", "instruction": "text", "note": "system"}',
     "chat_template_kwargs": '{"style": "short"}',
     "text_rows": "line",
@@ -108,7 +106,6 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
         loaded.append((arguments, kwargs))
         return load_model(*arguments, **kwargs)
 
-    monkeypatch.setattr(mirror, "claim", lambda *arguments: None)  # it would write to --mirror
     # Of a function in this process, datasets would pickle all of pytest.
     monkeypatch.setattr(Hasher, "hash", lambda *value: uuid.uuid4().hex)
     monkeypatch.setattr(trl, "SFTTrainer", trainer)

@@ -1,5 +1,6 @@
 """A run resumes from its newest complete checkpoint as if it had not been interrupted."""
 
+import errno
 import json
 import math
 import os
@@ -265,6 +266,22 @@ def test_damaged_checkpoint_is_renamed(copied_run, capsys, kind):
     (message,) = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
     assert message.startswith(f"{run / 'checkpoint-6'} is damaged: {file} {words}") and " damaged-checkpoint-6." in message
     assert (run / "damaged-checkpoint-6").is_dir() and not (run / "checkpoint-6").exists()
+
+
+def test_damaged_checkpoint_where_folders_cannot_be_renamed(copied_run, monkeypatch):
+    """As in a mounted bucket: it is copied, and does not count as complete any more."""
+    run, _ = copied_run
+    (run / "checkpoint-6/optimizer.pt").unlink()
+    rename = os.rename
+
+    def rename_files_only(source, target, **options):
+        if Path(source).is_dir():
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        rename(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", rename_files_only)
+    assert checkpoints.find_checkpoint(SimpleNamespace(output_dir=str(run))) == run / "checkpoint-4"
+    assert (run / "damaged-checkpoint-6/model.safetensors").is_file() and not (run / "checkpoint-6").exists()
 
 
 ODD_STATES = {

@@ -114,7 +114,7 @@ def test_plan_is_that_of_the_same_recipe_config_flags_and_processes(tmp_path, ho
 
     assert not copied(run, ["--max_steps", "4"]) and not copied(dataclasses.replace(run, processes=4), ["--max_steps", "3"])
     assert not copied(dataclasses.replace(run, tiny=True), ["--max_steps", "3"])
-    assert copied(run, ["--output_dir", "some", "--max_steps", "3", "--mirror", "file:///some"])
+    assert copied(run, ["--output_dir", "some", "--max_steps", "3"])
     assert read_forecast(tmp_path, "Tesla T4")["peak_gpu_gb"] == 10.0
     config.write_text("c")
     assert not copied(run, ["--max_steps", "3"])

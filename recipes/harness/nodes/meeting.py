@@ -53,7 +53,7 @@ class Meeting(contextlib.AbstractContextManager):
         self.lost: set[int] = set()  # ranks of known nodes that send no heartbeats; the run continues without them
         self.joins = False  # the run has begun without this node
         self.is_training = False
-        self._seen_by_all: Any = None  # a file in the output directory
+        self._seen_by_all: Path | None = None  # a file in the output directory
         self.exit_code: int | None = None  # of this node, once it has ended
         self.has_ended = threading.Event()
         self._waiting_since: float | None = None
@@ -80,8 +80,10 @@ class Meeting(contextlib.AbstractContextManager):
         """Whether all nodes see the same `folder`. Network file systems can show a new file late. Collective."""
         if patience is None:
             patience = 2 if is_on_local_disk(folder) else 90
-        own = tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-by-all-nodes-")  # noqa: SIM115 (see below)
-        of_head, deadline = folder / self._exchange("token", Path(own.name).name)[0], time.monotonic() + patience
+        file, path = tempfile.mkstemp(dir=folder, prefix=".seen-by-all-nodes-")
+        os.close(file)  # a bucket that is mounted shows a file to other nodes when it is closed
+        own = Path(path)
+        of_head, deadline = folder / self._exchange("token", own.name)[0], time.monotonic() + patience
         while not (sees := of_head.exists()) and time.monotonic() < deadline:
             time.sleep(0.5)
             os.scandir(folder).close()
@@ -89,12 +91,8 @@ class Meeting(contextlib.AbstractContextManager):
         if self.nodes.min_count:
             self._seen_by_all = own  # a node that comes back looks for the file of the head
         else:
-            own.close()
+            own.unlink()
         return all_see
-
-    def value_of_head(self, key: str, value: Any) -> Any:
-        """What the head has here. Collective."""
-        return self._exchange(key, value)[0]
 
     def another_address(self) -> str:
         """An address of another node, "" if there is none."""
@@ -113,7 +111,7 @@ class Meeting(contextlib.AbstractContextManager):
         if self.exit_code is None:
             self.exit_code = code or 0
             if self._seen_by_all:
-                self._seen_by_all.close()
+                self._seen_by_all.unlink(missing_ok=True)
             self.has_ended.set()
             if self.is_training:
                 self.watcher.join(LEAVE_TIMEOUT + 5 if code else self.patience)  # a node that fails ends the others

@@ -65,13 +65,12 @@ class Checkpoints(TrainerCallback):
             choose_best_again(self.output_dir, args, state)
 
     def before_save(self, checkpoint: Path) -> None:
-        """Deletes old checkpoints on every disk, and marks the new one as incomplete. Collective."""
+        """Deletes old checkpoints, and marks the new one as incomplete. Collective."""
         process = PartialState()
         if not (self.output_dir / folder.RUN).is_file():  # transformers would make the folder again
             raise FileNotFoundError(self.output_dir)
         folder.remove_link(self.output_dir / "README.md")  # TRL writes it with every checkpoint
-        has_own_disk = self.settings.separate_disks and process.is_local_main_process
-        if process.is_main_process or has_own_disk:
+        if process.is_main_process:
             self._delete_old(checkpoint)
             begin_writing(checkpoint)
         process.wait_for_everyone()
@@ -202,7 +201,7 @@ def _rename_damaged(path: Path) -> Path:
     for number in range(1, 1000):
         renamed = path.with_name(f"damaged-{path.name}" + (f".{number}" if number > 1 else ""))
         if not renamed.exists():
-            return path.rename(renamed)
+            return Path(shutil.move(path, renamed))  # where folders cannot be renamed, as in a mounted bucket, it copies
     raise UserError(f"--output_dir: there are too many copies of damaged-{path.name}: delete some")
 
 

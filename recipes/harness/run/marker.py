@@ -86,8 +86,9 @@ def write_marker(checkpoint: Path, content: dict) -> None:
     (checkpoint / WRITING).unlink()
 
 
-def parse_marker(text: str | bytes) -> dict[str, Any]:
-    """The content of a completion marker, also of one that comes from a mirror. Raises DamagedFile for any other content."""
+def read_marker(checkpoint: Path) -> dict[str, Any]:
+    """The completion marker of a checkpoint. Raises DamagedFile, and FileNotFoundError if there is none."""
+    text = (checkpoint / COMPLETION_MARKER).read_bytes()
     marker = parse_json(text, COMPLETION_MARKER, {"geometry": GEOMETRY, "progress": dict[str, float], "files": dict})
     if min(marker["geometry"][name] for name in COUNTS) < 1:
         raise DamagedFile(f"{COMPLETION_MARKER} is damaged: {shorten(marker['geometry'])}")
@@ -120,43 +121,23 @@ def settings_of_checkpoint(output_dir: Path) -> dict[str, Any]:
         return {}
 
 
-def path_in(checkpoint: Path, name: str) -> Path:
-    """The path of a file of a checkpoint. Raises DamagedFile if a link leads out of the checkpoint."""
-    path = checkpoint / name
-    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(checkpoint)):
-        raise DamagedFile(f"{name} is a link that leads out of the checkpoint")
-    return path
-
-
-def read_marker(checkpoint: Path) -> dict[str, Any]:
-    """The completion marker of a checkpoint. Raises DamagedFile, and FileNotFoundError if there is none."""
-    return parse_marker((checkpoint / COMPLETION_MARKER).read_bytes())
-
-
-def wrong_files(checkpoint: Path, files: dict[str, Entry], is_mine: Callable[[str], bool] = lambda name: True) -> dict[str, str]:
-    """What is wrong with which files of a marker: compares all sizes, and the checksums of those that `is_mine` accepts."""
-    wrong = {}
-    for name, (size, _) in files.items():
-        try:
-            path = path_in(checkpoint, name)
-        except DamagedFile as error:
-            wrong[name] = str(error)
-            continue
-        if not path.is_file():
-            wrong[name] = f"{name} is missing"
-        elif path.stat().st_size != size:
-            wrong[name] = f"{name} has {path.stat().st_size:,} bytes, it had {size:,}"
-    own = [name for name in files if name not in wrong and is_mine(name)]
-    with ThreadPoolExecutor() as pool:
-        checksums = pool.map(checksum_of_file, [checkpoint / name for name in own])
-        wrong |= {name: f"{name} was changed" for name, now in zip(own, checksums, strict=True) if now != files[name][1]}
-    return wrong
-
-
 def find_damage(checkpoint: Path, is_mine: Callable[[str], bool] = lambda name: True) -> str:
     """What is wrong with a checkpoint, "" for nothing. Compares the sizes of all files, and the checksums of this process's."""
     try:
-        return next(iter(wrong_files(checkpoint, read_marker(checkpoint)["files"], is_mine).values()), "")
+        files = read_marker(checkpoint)["files"]
+        for name, (size, _) in files.items():
+            path = checkpoint / name
+            if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(checkpoint)):
+                return f"{name} is a link that leads out of the checkpoint"
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size:,} bytes, it had {size:,}"
+        own = [name for name in files if is_mine(name)]
+        with ThreadPoolExecutor() as pool:
+            checksums = pool.map(checksum_of_file, [checkpoint / name for name in own])
+            changed = [name for name, now in zip(own, checksums, strict=True) if now != files[name][1]]
+        return f"{changed[0]} was changed" if changed else ""
     except DamagedFile as error:
         return str(error)
     except FileNotFoundError:

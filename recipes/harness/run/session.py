@@ -16,7 +16,6 @@ from harness.run.evaluation import MeanEvaluation, check_metric_is_computed, eva
 from harness.run.expectations import save_expectations, why_no_expectations
 from harness.run.failures import exit_for_known_failure, only_report, only_report_if_all
 from harness.run.loss_scale import set_loss_scale
-from harness.run.mirror import Mirror
 from harness.run.parameters import (
     base_of,
     config_of,
@@ -75,8 +74,6 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     show_buffers = prepare_sharding(trainer, settings.config)  # called by `AfterWrapping`
     prepare_trainer(trainer)
     group, for_failures = make_cpu_group(trainer.args.ddp_timeout), make_group_for_failures()
-    mirror = Mirror(trainer, group, settings)
-    mirror.pull()
     checkpoint = find_checkpoint(trainer.args)
     prepare_resume(trainer, checkpoint)
     resumed_from = folder.step_of(checkpoint) if checkpoint else 0
@@ -98,8 +95,6 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
         parts.position,
         parts.reader,
         parts.checkpoints,
-        # After Checkpoints: only complete checkpoints are uploaded.
-        mirror,
         StopAtLastStep(),
         stop,
         # Before Progress, which measures the steps.
@@ -124,7 +119,6 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     code = parts.reader.report_stop() or stop.report_stop(trainer)
     stop.group = parts.reader.group = None  # `Trainer.end` destroys it: what still refers to it would do so again
     if code:
-        mirror.close()
         trainer.end()
         raise SystemExit(code)
 
@@ -141,17 +135,13 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
             print_once(f"Nothing for --verify to compare with: {reason}.")
         if not reason and trainer.is_world_process_zero():
             save_expectations(trainer, original, evaluation, settings.conversations)
-    mirror.finish()
-    more = {"used": settings.used} | mirror.results()
-    results = write_results(trainer, output, evaluation, parts.progress, parameters, resumed_from, more)
+    results = write_results(trainer, output, evaluation, parts.progress, parameters, resumed_from, settings.used)
     with only_report("README.md"):
         write_model_card(trainer)
     with only_report_if_all("samples.txt", for_failures):
         generate_samples(trainer, settings.tiny)
     with only_report("the summary"):
         print_summary(results, str(output_dir))
-    mirror.upload_model()
-    mirror.close()
     del for_failures  # `Trainer.end` destroys the group
     if settings.repository and not settings.tiny and trainer.is_world_process_zero():
         publish(output_dir, settings.repository, SAME_COMMAND)  # meanwhile, no other process waits for this one

@@ -17,9 +17,7 @@ class RunSettings:
     tiny: bool = False  # a rehearsal
     identity: dict[str, Any] | None = None  # the content of run.json, if this process is to lock the output directory
     used: dict[str, Any] = field(default_factory=dict)  # values of arguments that are others than was asked for
-    separate_disks: bool = False  # every node has an output directory of its own, and --mirror has all files
     profile: bool = False
-    mirror: str | None = None  # URL
     dataset_weights: dict[str, float] | None = None  # of a mixture: the share of each dataset, by its label
     repository: Repository | None = None  # to which the model is uploaded
     prompt: dict[str, Any] = field(default_factory=dict)  # the content of prompt.json

@@ -11,8 +11,6 @@ from harness.contexts import Context
 from harness.data.script_arguments import ScriptArguments
 from harness.data.splits import is_slice
 from harness.messages import UserError, last_line
-from harness.run.storage import Storage
-from harness.start.flags import check_passwords
 
 import torch
 from transformers import SchedulerType, TrainingArguments, get_scheduler
@@ -85,6 +83,10 @@ def check_arguments(script_args: ScriptArguments, training_args: TrainingArgumen
         raise UserError(
             "--resume_from_checkpoint is not needed: the same command resumes from the newest checkpoint in --output_dir"
         )
+    if training_args.hub_strategy in ("checkpoint", "all_checkpoints"):
+        raise UserError(
+            "--hub_strategy: a checkpoint would be uploaded before it is complete, so no run could resume from it: leave it out"
+        )
     if training_args.save_only_model:
         raise UserError("--save_only_model leaves out the optimizer, so the run could not resume: leave out the flag")
     if training_args.save_total_limit == 1:
@@ -127,16 +129,6 @@ def check_best_metric(script_args: ScriptArguments, training_args: TrainingArgum
     if name.endswith("_loss") and name.removesuffix("_loss") not in labels:
         losses = ", ".join(f"eval_{label}_loss" for label in labels)
         raise UserError(f"--metric_for_best_model {training_args.metric_for_best_model}: pass eval_loss or one of {losses}")
-
-
-def check_mirror(script_args: ScriptArguments, is_training_run: bool) -> None:
-    """Raises UserError for a --mirror that this run cannot have: an unknown URL, a missing package, a command without a run."""
-    if script_args.mirror is None:
-        return
-    if not is_training_run:
-        raise UserError("--mirror is for training, and this command writes no checkpoints: leave it out")
-    check_passwords([f"--mirror={script_args.mirror}"])
-    Storage(script_args.mirror)
 
 
 def check_remote_code(training_args: TrainingArguments, model_init_kwargs: dict) -> None:

@@ -213,20 +213,13 @@ def set_training_environment(context: Context) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
-def train(
-    method: str,
-    context: Context,
-    checked: CheckedRun,
-    arguments: list[str],
-    meeting: "Meeting | None" = None,
-    separate_disks: bool = False,
-) -> int:
-    """Runs the recipe in the processes of this node; returns the exit code. `separate_disks`: see `Train`."""
+def train(method: str, context: Context, checked: CheckedRun, arguments: list[str], meeting: "Meeting | None" = None) -> int:
+    """Runs the recipe in the processes of this node; returns the exit code."""
     from harness.compat.accelerate import launch_environment
     from harness.nodes.rendezvous import OneNode, make_rendezvous
     from harness.start.training import Train
 
-    training = Train(**vars(context) | {"on_cpu": checked.on_cpu}, separate_disks=separate_disks)
+    training = Train(**vars(context) | {"on_cpu": checked.on_cpu})
     set_training_environment(training)
     output_dir = Path(checked.output_dir)
     restarts = checked.max_restarts
@@ -257,26 +250,19 @@ def train_on_several_nodes(nodes: Nodes, context: Context, options: list[str], a
         context.joins = meeting.joins
         checked = meeting.check_in_turn(lambda: ask_process(method, run_check, context, arguments))
         output_dir = Path(checked.output_dir)
-        separate_disks = checked.saves and not meeting.all_see(output_dir)
-        if separate_disks != meeting.value_of_head("separate disks", separate_disks):  # the head was alone when the run began
-            raise UserError(
-                f"--output_dir: {output_dir} is not on a file system that this node shares with node 0. Without one, a node "
-                "can join only a run that began on several nodes: use a shared folder"
-            )
-        if separate_disks and not checked.has_mirror:
+        if checked.saves and not meeting.all_see(output_dir):
             raise UserError(
                 f"--output_dir: {output_dir} is not the same folder on all nodes, so their checkpoints could not be put "
-                "together: pass a folder on a file system that all nodes share, or --mirror with the URL of a bucket, to which "
-                "every node uploads its part, or --save_strategy no"
+                "together: pass a folder on a file system that all nodes share, or --save_strategy no"
             )
         # Not before all nodes have checked.
-        held = folder.lock_run(output_dir, checked.identity) if nodes.rank == 0 or separate_disks else None
+        held = folder.lock_run(output_dir, checked.identity) if nodes.rank == 0 else None
         another = meeting.another_address()
         if another and (interface := interface_to(another)):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo takes the one that the machine's name resolves to
         if nodes.rank == 0:
             copy_plan(context, arguments, Path(checked.output_dir))
-        code = meeting.run(lambda: train(method, context, checked, arguments, meeting, separate_disks))
+        code = meeting.run(lambda: train(method, context, checked, arguments, meeting))
         if held:
             held.release()
         return code

@@ -23,8 +23,7 @@ def plan_file(context: Context, arguments: list[str]) -> Path:
     from huggingface_hub.constants import HF_HOME
 
     recipe, config = Path(context.recipe), Path(context.config.path)
-    for name in ("mirror", "output_dir"):  # a plan is the same without them
-        arguments = without(name, arguments)
+    arguments = without("output_dir", arguments)  # a plan is the same without it
     starts = [place for place, word in enumerate(arguments) if word.startswith("--")]
     flags = sorted(arguments[start:end] for start, end in itertools.pairwise([*starts, len(arguments)]))
     digest = hashlib.sha256(json.dumps([context.processes, context.nodes, flags]).encode())

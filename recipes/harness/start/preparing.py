@@ -46,7 +46,6 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 
 def check_all_arguments(context: Context, arguments: Arguments) -> None:
     """Raises UserError for arguments that contradict each other, or that would have no effect. Reads no model and no dataset."""
-    checks.check_mirror(arguments[0], context.is_training_run)
     checks.check_arguments(*arguments)
     checks.check_flags_have_effect(*arguments, context.is_sharded)
     checks.check_optimizer(arguments[1], context.config)

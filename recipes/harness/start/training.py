@@ -17,14 +17,14 @@ from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.datasets import map_in_one_process
 from harness.contexts import CheckedRun, Context, RecipeStopped
 from harness.data import reading
-from harness.messages import NODE_VARIABLE, UserError, plural, print_once
+from harness.messages import UserError, plural, print_once
 from harness.model.attention import print_attention
 from harness.model.gpu_features import VARLEN, why_not_triton
 from harness.model.loading import check_host_memory
 from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes.network import check_all_reduce, wait_for_first_process
 from harness.rehearsal import tiny
-from harness.run import mirror, session
+from harness.run import session
 from harness.run.marker import settings_of_checkpoint
 from harness.run.prompts import describe_rows
 from harness.run.publishing import SAME_COMMAND, check_repository, publish
@@ -74,9 +74,8 @@ class Check(RunContext):
         script_args, training_args, _ = arguments
         usable = usable_numbers_of_nodes(self, training_args)
         identity = check_and_claim_run(self, arguments)
-        saves, has_mirror = training_args.save_strategy != "no", bool(script_args.mirror)
-        restarts = script_args.max_restarts
-        self.checked = CheckedRun(training_args.output_dir, identity, self.on_cpu, saves, has_mirror, restarts, usable)
+        saves, restarts = training_args.save_strategy != "no", script_args.max_restarts
+        self.checked = CheckedRun(training_args.output_dir, identity, self.on_cpu, saves, restarts, usable)
         raise RecipeStopped
 
 
@@ -85,7 +84,6 @@ class Train(RunContext):
     """Trains. `is_checked` is False without launch.sh: then the first process checks the run while the others wait."""
 
     is_checked: bool = True
-    separate_disks: bool = False  # every node has an output directory of its own, and --mirror has all files
     settings: RunSettings = field(default_factory=RunSettings)
 
     def before_arguments(self, values: argparse.Namespace) -> None:
@@ -125,9 +123,7 @@ class Train(RunContext):
             nodes_change=self.min_nodes > 0,
             tiny=self.tiny,
             identity=identity,
-            separate_disks=self.separate_disks,
             profile=script_args.profile,
-            mirror=script_args.mirror,
             dataset_weights={source.label: source.weight for source in data.sources} if data.is_mixture else None,
             asked_accumulation_steps=script_args.asked_accumulation_steps,
             repository=script_args.repository,
@@ -217,7 +213,7 @@ def settings_of_continued_run(context: Context, output_dir: str) -> dict[str, An
 
 
 def check_and_claim_run(context: Context, arguments: Arguments, is_checked: bool = True) -> dict[str, Any]:
-    """Checks a run, claims its output directory and its mirror, and quantizes its model if that is needed; returns its run.json.
+    """Checks a run, claims its output directory, and quantizes its model if that is needed; returns its run.json.
 
     `is_checked`: see `Train`.
 
@@ -231,17 +227,13 @@ def check_and_claim_run(context: Context, arguments: Arguments, is_checked: bool
         machine.check_gpus(training_args, model_args, context)
 
     output_dir, is_default = Path(training_args.output_dir), training_args.output_dir == context.default_output_dir
-    uses_mirror = bool(script_args.mirror) and NODE_VARIABLE not in os.environ  # the first node's launcher
     identity = identity_of_run(context, arguments)
     folder.check_output_dir(output_dir, identity, is_default, context.joins)
-    results_in_mirror, began = mirror.check(script_args.mirror, identity, output_dir) if uses_mirror else ({}, None)
     check_model_and_dataset(context, arguments)
     if script_args.repository and not context.tiny:
         check_repository(script_args.repository)
 
     if not folder.is_replaced_rehearsal(output_dir, identity, is_default):
-        if uses_mirror:
-            mirror.exit_if_finished(script_args.mirror, results_in_mirror, identity, training_args)
         length = training_args.max_steps, training_args.num_train_epochs
         is_uploaded = True
         if script_args.repository and not context.tiny and folder.finished_results(output_dir, *length):
@@ -249,12 +241,10 @@ def check_and_claim_run(context: Context, arguments: Arguments, is_checked: bool
         if not is_uploaded:
             sys.exit(1)
         folder.exit_if_finished(output_dir, identity, *length)
-    began = folder.date_of(folder.read_json(output_dir / folder.RUN)) or began or datetime.now()
+    began = folder.date_of(folder.read_json(output_dir / folder.RUN)) or datetime.now()
     identity["date"] = began.isoformat(timespec="seconds")
     if not (context.joins and (output_dir / folder.RUN).is_file()):
         folder.claim_output_dir(output_dir, identity, is_default)
-    if uses_mirror:
-        mirror.claim(script_args.mirror, identity, output_dir)
     record_start(context, output_dir, script_args.asked, is_checked)
     print_differences(context, arguments)
     replace_model_and_dataset(context, arguments)

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.contexts import Context
-from harness.model import attention, gpu_features, loading
+from harness.model import gpu_features, loading
 from harness.run import parameters
 from harness.start import machine
 
@@ -192,31 +192,6 @@ def test_host_memory_is_checked(monkeypatch, capsys, error_of, model, config, pr
     memory.available, memory.free = 1e12, 0
     monkeypatch.setattr(loading, "memory_limit", lambda: 3e9)  # of a container or a SLURM job
     assert "3 GB are free, and 0 GB of swap" in error_of(loading.check_host_memory, *run)
-
-
-def test_attention_and_its_cost_are_printed(capsys, rehearse, workdir):
-    rehearse("qwen2_fineweb_edu", "1x3090")  # makes the tiny model
-    model_args = ModelConfig(str(next((workdir / "outputs/tiny/.made").glob("Qwen--Qwen2-0.5B-*"))))
-    training_args = SFTConfig(use_cpu=True, bf16=True, packing=True, max_length=48, per_device_train_batch_size=2)
-
-    def printed(implementation, context):
-        model_args.attn_implementation = implementation
-        attention.print_attention(training_args, model_args, context)
-        return capsys.readouterr().out.splitlines()
-
-    (line,) = printed(None, Context("a.py"))
-    assert "SDPA for most models, not varlen: it needs GPUs of compute capability 8.0" in line
-    assert "all 96 of its batch: 25% of the FLOP" in line  # hidden size 64
-    gpu = Context("a.py", attention=["varlen", FLASH], no_triton="no compiler")
-    loss, line = printed("varlen", gpu)
-    assert "PyTorch instead of Triton" in loss and loss.endswith("no compiler")
-    assert line == "Attention: varlen, PyTorch's FlashAttention-2: tokens attend to their own document only."
-    assert printed(FLASH, gpu)[1] == f"Attention: {FLASH}, from --attn_implementation."
-    assert "from --attn_implementation. With a mask, each token" in printed("sdpa", gpu)[1]
-    assert printed("varlen", Context("a.py", on_cpu=True))[0].endswith("(on a CPU, one SDPA per document).")
-    training_args.packing = False
-    assert not printed(None, Context("a.py", on_cpu=True))
-    assert printed(FLASH, gpu)[1].startswith(f"Attention: {FLASH}, not varlen: it is for rows packed with")
 
 
 @pytest.fixture

@@ -151,7 +151,6 @@ KINDS = {
     "two sizes of a batch": (f"{TINY} --global_batch_size 8 --gradient_accumulation_steps 2", "pass one of them"),
     "no evaluation rows": (f"{TINY} --max_eval_samples 0", "--max_eval_samples is 0, expected 1 or more"),
     "fp16 with a config for bf16": (f"{TINY} --fp16", "pass --bf16 false or --fp16 false too"),
-    "unknown attention": (f"{TINY} --attn_implementation foo", "--attn_implementation foo is unknown: pass eager, varlen,"),
     "unknown choice": (f"{TINY} --eval_strategy sometimes", "invalid choice: 'sometimes'"),
     "invalid JSON": (f"{TINY} --model_init_kwargs {{bad", "{bad is not JSON"),
     # arguments that contradict each other

@@ -303,7 +303,7 @@ def print_differences(context: Context, arguments: Arguments) -> None:
     elif model_args.model_name_or_path:
         check_host_memory(model_args, context.config, context)
     if model_args.model_name_or_path:
-        print_attention(training_args, model_args, context)
+        print_attention(model_args, context)
 
 
 def identity_of_run(context: Context, arguments: Arguments) -> dict[str, Any]:

@@ -1,22 +1,16 @@
-"""The Hugging Face Hub: is it reachable, is a model on it, what its errors mean, and how long a run waits for it."""
+"""The Hugging Face Hub: is it reachable, is a model on it, and what its errors mean."""
 
 import contextlib
-import errno
-import logging
 import os
-import re
 import ssl
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from urllib import error, request
 
 from harness.folder import read_json
 from harness.messages import UserError
 
-FIRST_MESSAGE, NEXT_MESSAGE = 5, 30  # seconds of waiting before the first message, and between two messages
 TEMPORARY = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which the Hub may answer again
 TOKENIZER = "the tokenizer of"  # a `kind` of `hub_errors`; the name of a model follows
 OWN_CODE = (
@@ -24,7 +18,6 @@ OWN_CODE = (
     "is part of transformers"
 )
 LOGIN = "`.venv/bin/hf auth login` (or set HF_TOKEN)"
-DATASET_FILES = re.compile(r"/datasets/.+/(resolve|paths-info|tree)/")  # in the address of a request
 
 
 class HubLost(Exception):
@@ -86,18 +79,6 @@ def check_model_exists(model: str, revision: str) -> None:
         raise UserError(f"--model_name_or_path: {model}: {OWN_CODE}")
 
 
-def file_sizes(kind: str, name: str, suffixes: tuple[str, ...]) -> int | None:
-    """Bytes of a repository's files with one of `suffixes`; None when the Hub does not say. `kind`: "model" or "dataset"."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.utils import httpx
-
-    try:
-        files = HfApi().repo_info(name, repo_type=kind, files_metadata=True, timeout=10).siblings
-    except (OSError, ValueError, httpx.HTTPError):
-        return None
-    return sum(file.size for file in files if file.rfilename.endswith(suffixes) and file.size) or None
-
-
 @contextlib.contextmanager
 def hub_errors(kind: str, name: str) -> Iterator[None]:
     """Turns the exceptions of loading a model or dataset into a UserError that says which one failed and what to do.
@@ -144,96 +125,17 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
             reason = "it is empty"
         elif "trust_remote_code" in str(problem):
             reason = OWN_CODE
-        elif blocked := next(filter(None, map(_unwritable_cache, causes)), ""):
-            raise UserError(f"HF_HOME: {blocked}: set HF_HOME to a folder that you can write to") from problem
         else:
             known = causes[-1] if isinstance(problem, DatasetGenerationError) else problem  # which only says that there is one
             reason = str(known).strip()[:400] or type(known).__name__
         raise UserError(f"{kind} {name}: {reason}") from problem
 
 
-def _unwritable_cache(error: BaseException) -> str:
-    """Which folder of the caches of the Hub's libraries cannot be written, and why; "" for any other error."""
-    from datasets.config import HF_DATASETS_CACHE
-    from huggingface_hub.constants import HF_HOME, HF_HUB_CACHE
-
-    file = str(getattr(error, "filename", None) or "")
-    is_cache = any(file == str(folder) or file.startswith(f"{folder}/") for folder in (HF_HOME, HF_HUB_CACHE, HF_DATASETS_CACHE))
-    kinds = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOSPC, errno.EDQUOT)
-    is_blocked = isinstance(error, OSError) and error.errno in kinds
-    return f"{file} cannot be written ({error.strerror})" if is_cache and is_blocked else ""
-
-
-def wait_for_hub() -> None:
-    """Makes every request for the files of a dataset wait, up to HUB_PATIENCE seconds, when the Hub fails.
-
-    huggingface_hub alone gives up after about 23 seconds of status 503, so a short outage would end a run of days.
-    """
-    from huggingface_hub import get_session, set_client_factory
+def temporary_failure(failure: BaseException) -> str:
+    """Why the Hub did not answer, "" for an error that waiting does not mend."""
     from huggingface_hub.utils import httpx
 
-    class PatientClient(httpx.Client):
-        def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
-            if not DATASET_FILES.search(request.url.path):
-                return super().send(request, **options)
-            return retry(self._send_once, request, **options)
-
-        def _send_once(self, request: httpx.Request, **options: Any) -> httpx.Response:
-            response = super().send(request, **options)
-            if response.status_code in TEMPORARY:
-                response.close()
-                raise httpx.HTTPStatusError(f"HTTP status {response.status_code}", request=request, response=response)
-            return response
-
-    patience()
-    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)  # the messages of `retry` replace its own
-    hooks = get_session().event_hooks  # they refuse requests offline
-    set_client_factory(lambda: PatientClient(event_hooks=hooks, follow_redirects=True, timeout=None))
-
-
-def patience() -> int:
-    """Seconds to wait for a Hub that fails."""
-    text = os.environ.get("HUB_PATIENCE", "600")
-    if not text.isdecimal():
-        raise UserError(f"HUB_PATIENCE is {text!r}, expected a whole number of seconds")
-    return int(text)
-
-
-def retry(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls `function` until the Hub answers. Raises HubLost after `patience()` seconds; other errors at once."""
-    began, next_message, pause = time.monotonic(), FIRST_MESSAGE, 1.0
-    while True:
-        try:
-            return function(*args, **kwargs)
-        except Exception as failure:
-            reason, requested_pause = temporary_failure(failure)
-            if not reason:
-                raise
-            waited = time.monotonic() - began
-            if waited + requested_pause > patience():
-                message = f"the Hub has not answered for {waited:.0f} of {patience()} s (HUB_PATIENCE): {reason}"
-                raise HubLost(message) from failure
-        if waited >= next_message:
-            next_message = waited + NEXT_MESSAGE
-            process = f"Process {os.environ['RANK']} is" if "RANK" in os.environ else "This run is"
-            print(f"{process} waiting for the Hub ({reason}), {waited:.0f} of {patience()} s (HUB_PATIENCE) so far.", flush=True)
-        time.sleep(requested_pause or min(pause, patience() - waited))
-        pause = min(2 * pause, 30)
-
-
-def temporary_failure(failure: Exception) -> tuple[str, float]:
-    """Why the Hub did not answer and how many seconds it asks to wait; ("", 0) for an error that waiting does not mend.
-
-    A `Retry-After` that is a date counts as 0.
-    """
-    from huggingface_hub.utils import httpx
-
-    response = getattr(failure, "response", None)
-    if response is not None:
-        seconds = response.headers.get("Retry-After", "")
-        if response.status_code not in TEMPORARY:
-            return "", 0.0
-        return f"HTTP status {response.status_code}", float(seconds) if seconds.isdecimal() else 0.0
-    if isinstance(failure, httpx.TransportError | TimeoutError | ConnectionError):
-        return str(failure) or type(failure).__name__, 0.0
-    return "", 0.0
+    if (response := getattr(failure, "response", None)) is not None:
+        return f"HTTP status {response.status_code}" if response.status_code in TEMPORARY else ""
+    is_of_network = isinstance(failure, httpx.TransportError | TimeoutError | ConnectionError)
+    return (str(failure) or type(failure).__name__) if is_of_network else ""

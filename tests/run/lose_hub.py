@@ -1,6 +1,6 @@
 """A recipe for test_batches.py: the second of two processes cannot read the batches of a step.
 
-It loses the Hub or, if the variable BAD_ROW is set, meets a row that cannot be read.
+It loses the Hub, as the readers of `datasets` say it, or, if the variable BAD_ROW is set, meets a row that cannot be read.
 
 Reads two steps without training, the first one with the Hub, and writes what each process got into batches_RANK.json.
 """
@@ -12,7 +12,6 @@ import runpy
 from pathlib import Path
 
 import harness
-from harness.hub import HubLost
 from harness.messages import UserError
 from harness.run.agreement import make_cpu_group
 from harness.run.settings import RunSettings
@@ -28,7 +27,7 @@ def read_two_steps(trainer):
     def lose_hub():
         yield from itertools.islice(loader, 3)
         if rank == 1:
-            raise UserError("line 7: not JSON") if "BAD_ROW" in os.environ else HubLost("the Hub has not answered")
+            raise UserError("line 7: not JSON") if "BAD_ROW" in os.environ else ConnectionError("Server Disconnected")
         yield next(loader)
 
     parts.position.loader, steps = lose_hub(), []

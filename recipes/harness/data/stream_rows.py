@@ -4,18 +4,21 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from harness.data.columns import Columns
+from harness.hub import HubLost, temporary_failure
 from harness.messages import UserError
 
 import numpy
 import xxhash
-from datasets import DatasetInfo, IterableDataset, NamedSplit, concatenate_datasets, interleave_datasets
+from datasets import DatasetInfo, IterableDataset, NamedSplit, concatenate_datasets, config, interleave_datasets
 from fsspec.core import url_to_fs
-from pyarrow import ArrowException, Schema, parquet
+from huggingface_hub.utils import httpx
+from pyarrow import ArrowException, RecordBatch, Schema, parquet
 
 MOST_PARTS = 16  # of a stream: the first step needs a batch of packed documents of each part
 # A resumed run reads the current blocks again: fewer blocks are larger. More blocks open files and read footers more often.
@@ -71,26 +74,38 @@ def _read_footer(file: str) -> tuple[int, Schema]:
 
 
 def read_blocks(blocks: list[Block]) -> Iterator[dict[str, Any]]:
-    """The rows of blocks of Parquet files. Raises UserError for a file that cannot be read."""
-    for file, number, of in blocks:
-        count, _ = _read(file, _read_footer, file)
-        groups = range(count * number // of, count * (number + 1) // of)
-        if not groups:
-            continue
-        with _read(file, _open, file) as opened:
-            table = _read(file, functools.partial(parquet.ParquetFile, pre_buffer=True), opened)
+    """The rows of blocks of Parquet files. Raises UserError for a file that cannot be read.
+
+    If the Hub fails longer than huggingface_hub waits (about 23 seconds), the block is opened again, as often and after as many
+    seconds as `datasets` does with files of other formats. Then HubLost is raised: the run stops with a checkpoint.
+    """
+    for block in blocks:
+        given, failures = 0, 0  # batches of the block; failures since the last one
+        while True:
+            try:
+                for batch in itertools.islice(_batches(*block), given, None):
+                    given, failures = given + 1, 0
+                    yield from batch.to_pylist()
+                break
+            except (ArrowException, OSError, httpx.HTTPError) as error:
+                reason = temporary_failure(error)
+                if not reason:
+                    raise UserError(f"{block[0]} cannot be read: {error}: download or write it again, or leave it out") from error
+                failures += 1
+                if failures > config.STREAMING_READ_MAX_RETRIES:
+                    raise HubLost(f"the Hub does not answer: {reason}") from error
+                print(f"Waiting for the Hub ({reason}): try {failures} of {config.STREAMING_READ_MAX_RETRIES}.", flush=True)
+                time.sleep(config.STREAMING_READ_RETRY_INTERVAL)
+
+
+def _batches(file: str, number: int, of: int) -> Iterator[RecordBatch]:
+    """The rows of a block."""
+    count, _ = _read_footer(file)
+    if groups := list(range(count * number // of, count * (number + 1) // of)):
+        with _open(file) as opened:
+            table = parquet.ParquetFile(opened, pre_buffer=True)
             for group in groups:
-                batches = table.iter_batches(ROWS_AT_ONCE, row_groups=[group])
-                while (rows := _read(file, next, batches, None)) is not None:
-                    yield from rows.to_pylist()
-
-
-def _read(file: str, function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns that reads `file`. Its errors become a UserError with the name of the file."""
-    try:
-        return function(*args)
-    except (ArrowException, OSError) as error:
-        raise UserError(f"{file} cannot be read: {error}: download or write it again, or leave it out") from error
+                yield from table.iter_batches(ROWS_AT_ONCE, row_groups=[group])
 
 
 def shuffle(rows: IterableDataset, seed: int) -> IterableDataset:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.contexts import Context
-from harness.hub import file_sizes, use_cache_if_unreachable
+from harness.hub import use_cache_if_unreachable
 from harness.messages import UserError, exit_on_user_error
 from harness.nodes.cluster import nodes_from_environment
 from harness.nodes.hardware import find_gpus, physical_cores
@@ -350,6 +350,18 @@ def fit_processes(recipe: str, config: AccelerateConfig) -> Context:
     if config.is_hybrid and count * gpus != config.replicas * config.shards:
         raise UserError(f"{config.name} is for {config.replicas} nodes with {config.shards} GPUs, not for {count} with {gpus}")
     return Context(recipe, config, processes=count * gpus, nodes=count, on_cpu=True)
+
+
+def file_sizes(kind: str, name: str, suffixes: tuple[str, ...]) -> int | None:
+    """Bytes of a repository's files with one of `suffixes`; None when the Hub does not say. `kind`: "model" or "dataset"."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import httpx
+
+    try:
+        files = HfApi().repo_info(name, repo_type=kind, files_metadata=True, timeout=10).siblings
+    except (OSError, ValueError, httpx.HTTPError):
+        return None
+    return sum(file.size for file in files if file.rfilename.endswith(suffixes) and file.size) or None
 
 
 def download_bytes(simulation: "Simulation") -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from harness.data.streams import StreamPosition
 from harness.exchange import gather_values
-from harness.hub import HubLost
+from harness.hub import HubLost, temporary_failure
 from harness.messages import UserError, print_once
 from harness.run.agreement import maximum
 from harness.signals import OUT_OF_TIME
@@ -85,10 +85,11 @@ class AgreedReader(TrainerCallback):
         batches, states, code = [], {}, 0
         try:
             batches, states = self.reader.next_step(iterator, count)
-        except (HubLost, UserError) as error:
-            if not self.reader.is_stream:
+        except Exception as error:
+            reason = str(error) if isinstance(error, HubLost) else temporary_failure(error)  # the latter of `datasets`
+            if not self.reader.is_stream or not (reason or isinstance(error, UserError)):
                 raise
-            self.error, code = str(error), OUT_OF_TIME if isinstance(error, HubLost) else 2
+            self.error, code = reason or str(error), OUT_OF_TIME if reason else 2
         self.exit_code = maximum(code, self.group)
         if self.exit_code:
             self.trainer.control.should_training_stop = self.trainer.control.should_log = True

@@ -21,7 +21,7 @@ from harness.data.checking import check_dataset
 from harness.data.prepared import use_prepared_files
 from harness.data.streams import documents_per_batch
 from harness.data.tokenized import finish_rows
-from harness.hub import check_model_exists, wait_for_hub
+from harness.hub import check_model_exists
 from harness.messages import UserError, print_once
 from harness.model.loading import (
     build_adapter_on_meta,
@@ -140,7 +140,6 @@ def prepare_process(context: Context, arguments: Arguments, date: datetime | Non
 def prepare_data(context: Context, arguments: Arguments) -> None:
     """Changes how rows are downloaded, rendered and packed in this process, and which process shows progress."""
     script_args, training_args, model_args = arguments
-    wait_for_hub()
     install_training_template(chat_templates.training_template)
     if script_args.data.formats:
         load_tokenizers_only()

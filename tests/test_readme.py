@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import configs, contexts
+from harness import configs, contexts, instead
 from harness.start import flags
 from harness.start.training import Check
 
@@ -192,8 +192,13 @@ def test_recipes_and_configs_exist(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_and_files_exist(page):
-    """Those that stand between backticks; a flag is one of a recipe, or one that a file of the project has."""
-    known = flags.known_flags(RECIPES[0]) | {flag[2:] for flag in re.findall(r"--[\w-]+", _sources())} | FLAGS_OF_OTHERS
+    """Those that stand between backticks; a flag is one of a recipe, of a file of the project, or one that is answered."""
+    known = (
+        {name.removeprefix("--") for name in (*instead.INSTEAD, *instead.COMMANDS_INSTEAD)}
+        | flags.known_flags(RECIPES[0])
+        | {flag[2:] for flag in re.findall(r"--[\w-]+", _sources())}
+        | FLAGS_OF_OTHERS
+    )
     for word in " ".join(re.findall(r"`([^`]+)`", without_code(PAGES[page]))).split():
         if word.startswith("--"):
             assert word[2:].split("=")[0].rstrip(",") in known, f"{word} is not a flag"

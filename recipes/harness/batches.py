@@ -2,8 +2,6 @@
 
 from typing import Any
 
-ASSUMED_LENGTH = 1024  # tokens of a row without max_length, where an estimate is needed
-
 
 def length_of_rows(training_args: Any) -> int | None:
     """The most tokens that a row has; None if the recipe has no max_length, or sets none: then rows keep their length."""

@@ -93,6 +93,7 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
     from pyarrow import ArrowException
     from safetensors import SafetensorError
 
+    not_here = (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError)
     damaged = (EOFError, ArrowException, SafetensorError)
     if kind != "dataset":
         from harness.compat.transformers import never_ask_for_code
@@ -116,7 +117,7 @@ def hub_errors(kind: str, name: str) -> Iterator[None]:
             reason = f"access is gated: accept its terms on its Hub page, then {LOGIN}"
         elif is_caused_by(errors.RepositoryNotFoundError, errors.HFValidationError):
             reason = f"not found on the Hub, or private: check the name; for a private one {LOGIN}"
-        elif lacks_tokenizer or is_caused_by(httpx.TransportError, ConnectionError, errors.OfflineModeIsEnabled):
+        elif lacks_tokenizer or is_caused_by(httpx.TransportError, ConnectionError, *not_here):
             reason = (
                 "not on this machine, and the Hub cannot be reached: connect to the network (HF_ENDPOINT and HF_HUB_OFFLINE "
                 "apply), or run ./launch.sh --prepare on a machine with a network, or give the path of a local folder"

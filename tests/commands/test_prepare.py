@@ -4,8 +4,6 @@ import shutil
 from pathlib import Path
 
 from harness.commands import prepare
-from harness.data.script_arguments import ScriptArguments
-from harness.data.sources import DataSettings, Source
 
 import pytest
 from conftest import read
@@ -44,22 +42,23 @@ def offline(environment, workdir):
 
 
 def test_stream(publish_tiny, hub, fork_launch, offline, tmp_path):
-    """As many files as the number of tokens needs are downloaded. A run that needs more exits with an error."""
+    """All files of the chosen config are downloaded, and read without the Hub. Of another dataset there are none."""
     publish_tiny("qwen2_fineweb_edu", "Qwen/Qwen2-0.5B", "HuggingFaceFW/fineweb-edu")
     process = fork_launch("--preview", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
     assert process.returncode == 0 and "--- a sequence of" in process.stdout, process.stderr
     assert not any("model.safetensors" in request for request in hub.requests)
     process = fork_launch("--prepare", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
-    assert "To download: model Qwen/Qwen2-0.5B" in process.stdout and "1 of its 8 files" in process.stdout
+    assert "To download: model Qwen/Qwen2-0.5B" in process.stdout and "dataset HuggingFaceFW" in process.stdout
     assert not (tmp_path / "outputs").exists()
     again = fork_launch("--prepare", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
     assert "To download: nothing" in again.stdout
     process = offline("qwen2_fineweb_edu", "1x3090", "--use_cpu", *STREAM, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert read(tmp_path / "outputs/qwen2_fineweb_edu")["dataset"] == "HuggingFaceFW/fineweb-edu"
-    longer = offline("qwen2_fineweb_edu", "1x3090", "--use_cpu", *STREAM, "--max_tokens", "100_000", cwd=tmp_path)
-    assert longer.returncode == 2 and "too few of its files" in longer.stderr and "--prepare" in longer.stderr
+    other = ["--dataset_name", "HuggingFaceFW/fineweb", "--output_dir", "other"]
+    process = offline("qwen2_fineweb_edu", "1x3090", "--use_cpu", *STREAM, *other, cwd=tmp_path)
+    assert process.returncode == 2 and "HuggingFaceFW/fineweb: " in process.stderr and "--prepare" in process.stderr
 
 
 def test_dataset_is_tokenized_once(publish_tiny, environment, fork_launch, offline, tmp_path):
@@ -88,11 +87,3 @@ def test_check_memory(error_of):
     assert "quantizing some/model needs 2,003.0 GB of host memory" in error_of(
         prepare.check_memory_to_quantize, "some/model", 10**12
     )
-
-
-def test_stream_whose_files_do_not_say_their_number_of_rows(error_of):
-    script_args = ScriptArguments()
-    script_args.data = DataSettings((Source("a/stream"),))
-    files = {"train": ["hf://datasets/a/stream@main/train.jsonl.gz"]}
-    message = error_of(prepare.choose_stream_files, script_args.data.sources[0], script_args, None, None, files)
-    assert "a/stream" in message and "--dataset_streaming false" in message

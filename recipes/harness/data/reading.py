@@ -34,12 +34,12 @@ from datasets import (
 )
 from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS, sanitize_patterns
 from datasets.utils.metadata import MetadataConfigs
-from huggingface_hub import HfApi, metadata_load
+from huggingface_hub import HfApi, metadata_load, snapshot_download
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from yaml import YAMLError
 
 Split = Dataset | IterableDataset
-NOT_DATA = re.compile(r"(?i)^(readme|license|licence|dataset_infos?|state|requirements|stream)\b.*|.*\.(py|sh|yaml|yml|lock)$")
+NOT_DATA = re.compile(r"(?i)^(readme|license|licence|dataset_infos?|state|requirements)\b.*|.*\.(py|sh|yaml|yml|lock)$")
 # The split that a word in the name of a file or folder stands for.
 SPLITS = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
 SMALL = 100e6  # bytes of files that a check, a preview and a rehearsal read completely
@@ -203,6 +203,8 @@ def open_splits(name: str, config: str | None, streaming: bool, text_rows: str |
     with hub_errors("dataset", name):
         if not HF_HUB_OFFLINE:
             HfApi().dataset_info(name)  # fails at once when it is not there or the Hub is unreachable
+        elif streaming:  # from files in the cache of the Hub; `datasets` would only find what it has converted
+            return _open_files(snapshot_download(name, repo_type="dataset"), config, streaming, text_rows)
         if streaming:
             builder = load_dataset_builder(name, config)
             files = builder.config.data_files or {}

@@ -1,6 +1,5 @@
 """Which datasets a run reads, and how: what `load` and `check_dataset` take. `parsing.py` makes it of the arguments."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,10 +67,6 @@ class DataSettings:
     def hold_out_at_least(self, eval_rows: int) -> "DataSettings":
         """The settings of a rehearsal or plan, which holds out as many rows as the run and evaluates on fewer."""
         return self.change_each(lambda source: replace(source, eval_rows_of_run=eval_rows))
-
-    def samples_of(self, source: Source) -> int | None:
-        """`max_samples`, of a dataset of a mixture its share."""
-        return self.max_samples and math.ceil(self.max_samples * source.weight)
 
     def most_eval_rows(self, source: Source) -> int:
         """How many rows of a dataset the run evaluates on at most; a rehearsal holds out as many, and evaluates on fewer."""

@@ -18,7 +18,6 @@ from harness.compat.trl import (
 from harness.contexts import Context
 from harness.data import chat_templates, reading
 from harness.data.checking import check_dataset
-from harness.data.prepared import use_prepared_files
 from harness.data.streams import documents_per_batch
 from harness.data.tokenized import finish_rows
 from harness.hub import check_model_exists
@@ -107,13 +106,9 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
 
 
 def replace_model_and_dataset(context: Context, arguments: Arguments) -> None:
-    """Makes the arguments name what is loaded instead: the tiny model and dataset, or the files of --prepare."""
-    script_args, training_args, _ = arguments
+    """Makes the arguments of a rehearsal name the tiny model and dataset."""
     if context.tiny:
         tiny.use_replacements(*arguments)
-        return
-    processes = context.processes or training_args.world_size
-    script_args.data = use_prepared_files(script_args.data, script_args.max_tokens, training_args, processes)
 
 
 def prepare_process(context: Context, arguments: Arguments, date: datetime | None = None) -> None:

@@ -792,26 +792,6 @@ class SavedDataset(Kind):
         return rows.column_names, len(rows), [row.get("text") for row in rows]
 
 
-class WeightIndex(Kind):
-    path, content = (
-        "model/model.safetensors.index.json",
-        {"metadata": {}, "weight_map": {"a": "1.safetensors", "b": "2.safetensors"}},
-    )
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        import torch
-        from safetensors.torch import save_file
-
-        for name in ("a", "b"):
-            save_file({name: torch.zeros(2)}, self.file.with_name(f"{'1' if name == 'a' else '2'}.safetensors"))
-
-    def read(self) -> Any:
-        from harness.model import weight_files
-
-        return weight_files.check_weight_files(self.file.parent)
-
-
 KINDS = LIGHT | {
     "trainer_state.json": TrainerState,
     "stream_0.json": Stream,
@@ -819,7 +799,6 @@ KINDS = LIGHT | {
     "YAML of --config": ArgumentsFile,
     "README.md of a data folder": DatasetCard,
     "state.json of a saved dataset": SavedDataset,
-    "model.safetensors.index.json": WeightIndex,
 }
 
 

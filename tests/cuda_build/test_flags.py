@@ -6,7 +6,6 @@ import torch
 if not torch.version.cuda:
     pytest.skip("needs PyTorch's CUDA build: ./launch.sh --test --cuda_build", allow_module_level=True)
 
-from harness.model.loading import check_model_of_liger
 from harness.start import checks
 
 from conftest import ROOT, losses
@@ -14,13 +13,6 @@ from conftest import ROOT, losses
 
 def test_package_is_that_of_the_message():
     assert checks.LIGER in (ROOT / "tests/cuda_build/requirements.txt").read_text().splitlines()
-
-
-def test_liger_is_refused_where_it_would_do_nothing(error_of):
-    published = ROOT / "tests/published/models"
-    check_model_of_liger(str(published / "Qwen/Qwen2-0.5B"), None)
-    message = error_of(check_model_of_liger, str(published / "openai-community/gpt2-xl"), None)
-    assert "Liger has no kernels for" in message and "(gpt2)" in message
 
 
 def test_rehearsal_with_liger(rehearse):

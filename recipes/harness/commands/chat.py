@@ -82,7 +82,7 @@ def load_model(run: Path) -> Any:
         if "dispatched on the CPU" not in str(error):  # transformers does not split 4-bit weights between GPU and CPU
             raise
         raise UserError(gpu_memory_message(base)) from error
-    check_found(model, found, base)
+    check_found(found, base)
     if base != str(run):
         check_patterns(settings, [name for name, _ in model.named_modules()], run)
         model = load_adapter(model, run)

@@ -235,7 +235,7 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
         if not base.is_dir():
             patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
             base = Path(snapshot_download(str(base), revision=settings.revision, allow_patterns=patterns))
-    name_in_model = names_in_model(check_weights(base, str(base)))
+    name_in_model = names_in_model(check_weights(str(base)))
     unties = AutoConfig.from_pretrained(base).tie_word_embeddings and not settings.ensure_weight_tying
     unties = unties and any(part in EMBEDDINGS for name in adapter for part in name.split("."))
     if unties or needs_peft(adapter, settings):

@@ -13,24 +13,18 @@ from harness.compat.transformers import (
     build_from_config,
     load_models_with,
     read_no_weights,
-    transformer_layers,
 )
 from harness.compat.trl import compute_loss_without_triton
-from harness.configs import LAYER_CLASSES, AccelerateConfig
 from harness.contexts import Context
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
-from harness.messages import UserError, last_line, print_once
+from harness.messages import UserError
 from harness.model.attention import config_and_class, set_attention
-from harness.model.weight_files import check_weights, check_weights_on_hub, folder_of_weights
-from harness.nodes.hardware import memory_limit
 from harness.rehearsal import tiny
 
 import torch
 import transformers
 from peft import PeftModel, get_peft_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForSequenceClassification,
     GenerationConfig,
@@ -44,8 +38,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers import AutoHfQuantizer
-from transformers.utils.quantization_config import QuantizationMethod
 from trl import DPOConfig, ModelConfig, SFTConfig, get_peft_config
 
 # Classes that generate text from tokens; some read images or sound too.
@@ -54,7 +46,6 @@ GENERATING = {
     *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(),
     *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values(),
 }
-PROCESS_BYTES = 2_500_000_000  # of host memory: Python, torch, CUDA's libraries; assumed
 
 
 def set_loading_options(
@@ -142,148 +133,54 @@ def set_dtype_of_4bit_model(training_args: TrainingArguments, model_args: ModelC
         model_args.dtype = "bfloat16" if training_args.bf16 else "float16" if training_args.fp16 else "float32"
 
 
-def check_experts(model_args: ModelConfig) -> None:
-    """Prints what 4-bit weights and adapters do with fused experts, which are 3-D parameters and no linear layers.
-
-    Raises UserError if PEFT refuses to put the adapter on the model.
-    """
-    config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if not model_args.use_peft or model_class is None or not any("expert" in name for name in config.to_dict()):
-        return
-    with torch.device("meta"):
-        model = model_class(config)
-    experts = {name: weight for name, weight in model.named_parameters() if weight.dim() > 2}
-    total, fused = model.num_parameters(), sum(weight.numel() for weight in experts.values())
-    if not fused:
-        return
-    try:
-        adapter = get_peft_model(model, get_peft_config(model_args))
-    except ValueError as error:
-        raise UserError(f"--use_peft: PEFT refuses the adapter: {error} (for fused experts: --lora_dropout 0)") from error
-    trained = " ".join(name for name, weight in adapter.named_parameters() if weight.requires_grad)
-    has_adapter = any(name.rpartition(".")[0] in trained for name in experts)
-    messages = []
-    if model_args.load_in_4bit:
-        dtype = getattr(torch, model_args.dtype or "auto", config.dtype or torch.float32)  # "auto" is no attribute of torch
-        messages.append(
-            f"--load_in_4bit does not quantize fused experts: {fused:,} of {total:,} parameters stay in "
-            f"{str(dtype).removeprefix('torch.')} ({fused * dtype.itemsize / 1e9:.1f} GB)."
-        )
-    if "all-linear" in (model_args.lora_target_modules or "") and not has_adapter:
-        names = sorted({name.rpartition(".")[2] for name in experts})
-        messages.append(
-            f"The adapter (all-linear) skips the fused experts: --lora_target_parameters {' '.join(names)} --lora_dropout 0 adds "
-            "them."
-        )
-    if messages:
-        print_once(" ".join(messages))
-
-
-def check_model(training_args: TrainingArguments, model_args: ModelConfig, with_weights: bool) -> None:
-    """Raises UserError unless config, tokenizer and (in a folder) weights can be read and fit each other and the run."""
+def check_model(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool) -> None:
+    """Raises UserError unless config and tokenizer of the model can be read, and fit each other and the run."""
     from transformers import AutoTokenizer
 
     name, revision = model_args.model_name_or_path, model_args.model_revision
     check_model_exists(name, revision)
     check_architecture(training_args, model_args, name)
     with hub_errors("model", name):
-        config = AutoConfig.from_pretrained(name, revision=revision).get_text_config()
+        config = AutoConfig.from_pretrained(name, revision=revision)
+    quantization = getattr(config, "quantization_config", None) or {}
+    if is_sharded and quantization and "mxfp4" not in str(quantization):  # those are loaded in bf16
+        raise UserError(
+            f"--model_name_or_path: the files of {name} are quantized, which FSDP cannot shard: pass the model that they were "
+            "made from, with --load_in_4bit --use_peft for 4-bit weights"
+        )
     with hub_errors(TOKENIZER, name):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-        largest_token = max(tokenizer.get_vocab().values())
     files = tokenizer.vocab_files_names.values()
-    if Path(name).is_dir() and not any(Path(name, file).is_file() for file in files):
+    if Path(name).is_dir() and not any(Path(name, file).is_file() for file in files):  # transformers would make an empty one
         raise UserError(
             f"--model_name_or_path: {name} has no tokenizer ({' or '.join(files)}): copy it from the source of the weights"
         )
-    vocabulary = getattr(config, "vocab_size", None)
+    vocabulary, largest_token = getattr(config.get_text_config(), "vocab_size", None), max(tokenizer.get_vocab().values())
     if vocabulary and largest_token >= vocabulary:
         raise UserError(
             f"--model_name_or_path: the tokenizer of {name} has tokens up to {largest_token}, but the model's vocab_size is "
             f"{vocabulary}: copy the tokenizer's files from the source of the weights"
         )
-    for flag in ("eos_token", "pad_token"):
-        token = getattr(training_args, flag, None)
-        if token and token not in tokenizer.get_vocab():
-            raise UserError(f"--{flag} {token}: the tokenizer of {name} does not have this token: leave out the flag")
-    positions, length = count_positions(config), length_of_rows(training_args)
+    positions, length = count_positions(config.get_text_config()), length_of_rows(training_args)
     if positions and length and length > positions:
         raise UserError(f"--max_length is {length}, but {name} has {positions} positions: pass {positions} or less")
-    if not with_weights:
-        return
-    if folder := folder_of_weights(name, revision):
-        check_weights(folder, name)
-    else:
-        check_weights_on_hub(name, revision)
-
-
-def check_model_of_liger(name: str, revision: str | None) -> None:
-    """Raises UserError for a model that Liger has no kernels for: it would train unchanged, without a word."""
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    model_type = AutoConfig.from_pretrained(name, revision=revision).model_type
-    if model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise UserError(f"--use_liger_kernel: Liger has no kernels for {name} ({model_type}): leave out the flag")
-
-
-def host_memory_of_node(processes: int, loading: float, training: float, saving: float) -> float:
-    """Bytes of host memory that a run needs on a node with so many processes.
-
-    `loading`: of all copies of the model while they are loaded. `training`: of what offload keeps there. `saving`: of the model
-    that the first process gathers, in float32.
-    """
-    return processes * PROCESS_BYTES + max(loading, training, saving)
 
 
 def check_architecture(training_args: TrainingArguments, model_args: ModelConfig, name: str) -> None:
-    """Raises UserError if the model is no causal language model, and the recipe's trainer loads it by its name to train one.
+    """Raises UserError if TRL's trainer would load a class that is no causal language model.
 
-    TRL's trainers load the class that config.json names. A recipe with a plain Trainer loads its model itself. `name`: of the
-    model, in messages.
+    It loads the class that config.json names. A recipe with a plain Trainer loads its model itself. `name`: of the model, in
+    messages.
     """
-    if not isinstance(training_args, SFTConfig | DPOConfig):
-        return
     with hub_errors("model", name):
         config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
-    if not config.architectures:
-        raise UserError(
-            f'--model_name_or_path: config.json of {name} has no "architectures", which names the class of the model, such as '
-            '["Qwen2ForCausalLM"]: copy it from the source of the weights'
-        )
-    architecture = config.architectures[0]
-    if hasattr(transformers, architecture) and architecture not in GENERATING:
+    architecture = (config.architectures or [""])[0]
+    is_other = hasattr(transformers, architecture) and architecture not in GENERATING
+    if is_other and isinstance(training_args, SFTConfig | DPOConfig):
         raise UserError(
             f"--model_name_or_path: {name} is a {architecture}, and this recipe trains causal language models, such as "
             "Qwen2ForCausalLM: pass another model, or use a recipe that loads this one itself"
         )
-
-
-def check_quantization(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool) -> None:
-    """Raises UserError for a model whose files are quantized, and which cannot be trained as it is."""
-    name = model_args.model_name_or_path
-    config = AutoConfig.from_pretrained(name, revision=model_args.model_revision)
-    settings = getattr(config, "quantization_config", None)
-    if settings is None:
-        return
-    advice = "pass the model that it was made from (with --load_in_4bit --use_peft for 4-bit weights)"
-    method = settings["quant_method"] if isinstance(settings, dict) else settings.quant_method
-    if method == QuantizationMethod.MXFP4:  # transformers can load it in bf16
-        return
-    try:
-        quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=True)
-        quantizer.validate_environment(device_map=None, dtype=config.dtype)
-    except (ImportError, ValueError, RuntimeError) as error:
-        raise UserError(f"--model_name_or_path: {name} is quantized: {last_line(error).rstrip('.')}: {advice}") from error
-    if not quantizer.is_trainable:
-        raise UserError(f"--model_name_or_path: {name} is quantized ({method}) and cannot be trained: {advice}")
-    if not model_args.use_peft:
-        raise UserError(
-            f"--model_name_or_path: the weights of {name} are quantized and frozen, so nothing would be trained: add --use_peft, "
-            "or pass the model that it was made from"
-        )
-    if is_sharded:
-        raise UserError(f"--model_name_or_path: {name} is quantized, and FSDP cannot shard its files: {advice}")
 
 
 def count_positions(config: PreTrainedConfig) -> int | None:
@@ -295,63 +192,6 @@ def count_positions(config: PreTrainedConfig) -> int | None:
     return positions and max(positions, *map(int, factors), 0)
 
 
-def check_host_memory(model_args: ModelConfig, config: AccelerateConfig, context: Context) -> None:
-    """Prints and checks what a run that keeps weights in host memory needs there. Raises UserError if it is too little.
-
-    The estimate is that of `--plan`, without a simulation.
-    """
-    import psutil
-    from transformers import AutoModelForCausalLM
-
-    is_4bit = model_args.load_in_4bit and config.is_fsdp
-    if not config.offload_params and not is_4bit:
-        return
-    hub_config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
-    if type(hub_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hub_config)
-    packed = 0
-    if is_4bit:
-        head = model.get_output_embeddings()
-        packed = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head)
-    parameters = sum(weight.numel() for weight in model.parameters())
-    loaded_bytes = 4 if model_args.dtype == "float32" or not model_args.use_peft else 2
-    weights = packed // 2 + (parameters - packed) * loaded_bytes
-    processes = context.processes // context.nodes
-    copies = 1 if config.cpu_ram_efficient_loading else processes
-    # The file of the 4-bit weights is memory-mapped, so the kernel can drop its pages.
-    loading = 0 if is_4bit else copies * weights
-    training = 0
-    if config.offload_params:
-        shards = weights * processes // context.processes
-        loading += shards  # they are made while the loaded weights are still there
-        trained, frozen = parameters, 0
-        if model_args.use_peft:
-            adapter = build_adapter_on_meta(model_args, model_args.model_name_or_path)
-            trained, frozen = sum(weight.numel() for weight in adapter.parameters() if weight.requires_grad), shards
-        training = frozen + 16 * trained * processes // context.processes  # weights, gradients and two moments in float32
-    saving = 0 if model_args.use_peft else 4 * parameters
-    needed = host_memory_of_node(processes, loading, training, saving)
-    free, swap = min(psutil.virtual_memory().available, memory_limit()), psutil.swap_memory().free
-    numbers = f"about {needed / 1e9:.0f} GB of host memory, {free / 1e9:.0f} GB are free"
-    if needed > free + swap:
-        raise UserError(
-            f"{config.name}: this run needs {numbers}, and {swap / 1e9:.0f} GB of swap: stop other programs, "
-            "request more memory (SLURM: --mem), or use another config or a smaller model; --plan shows what each needs"
-        )
-    print_once(f"This run needs {numbers}." if needed <= free else f"warning: this run needs {numbers}. The rest is swap: slow.")
-
-
-def check_module_names(model_args: ModelConfig, config: AccelerateConfig, name: str) -> None:
-    """Raises UserError unless adapter and Accelerate config name modules of the model, which is called `name` in messages."""
-    if model_args.use_peft or config.layer_classes:
-        model = build_on_meta(model_args)
-        check_layer_classes(model, config, name)
-        if model_args.use_peft:
-            check_adapter_names(model, model_args, name)
-
-
 def build_on_meta(model_args: ModelConfig) -> PreTrainedModel:
     """The model without its weights, on the meta device."""
     name, revision = model_args.model_name_or_path, model_args.model_revision
@@ -360,43 +200,6 @@ def build_on_meta(model_args: ModelConfig) -> PreTrainedModel:
         if model_args.lora_task_type == "SEQ_CLS":  # set by a recipe for a classifier or a reward model
             return AutoModelForSequenceClassification.from_config(config)
         return tiny.make_model(config)
-
-
-def check_layer_classes(model: PreTrainedModel, config: AccelerateConfig, name: str) -> None:
-    """Raises UserError unless the layer classes of the config are those of the model; others would stay unsharded."""
-    expected = {type(layer).__name__ for layer in transformer_layers(model).values()}
-    classes, given = {type(module).__name__ for module in model.modules()}, set(config.layer_classes)
-    if given and not expected <= given <= classes:
-        raise UserError(
-            f"{Path(config.path).name}: {LAYER_CLASSES} is {','.join(config.layer_classes)}, but the layers of {name} are "
-            f"{','.join(sorted(expected))}: write this, or delete the line"
-        )
-
-
-def check_adapter_names(model: PreTrainedModel, model_args: ModelConfig, name: str) -> None:
-    """Raises UserError for a name that the model does not have. PEFT refuses names only if it knows none of them."""
-    modules = [path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None]
-    weights = [path for path, _ in model.named_parameters()]
-    named = {
-        "lora_target_modules": (modules, f"{', '.join(linear_modules(model))}, or all-linear for all of these"),
-        "lora_target_parameters": (weights, ", ".join(_last_parts(weights, 2))),
-        "lora_modules_to_save": (modules, ", ".join(_last_parts(modules))),
-    }
-    for flag, (existing, choice) in named.items():
-        given = getattr(model_args, flag) or []
-        if isinstance(given, str):  # all-linear, or a regular expression for whole names
-            continue
-        unknown = [word for word in given if not any(f".{path}".endswith(f".{word}") for path in existing)]
-        if unknown and not (flag == "lora_target_modules" and _are_renamed(unknown, model, model_args)):
-            raise UserError(f"--{flag}: {name} has no {', '.join(unknown)}: pass some of {choice}")
-
-
-def _are_renamed(names: list[str], model: PreTrainedModel, model_args: ModelConfig) -> bool:
-    """Whether these are names of transformers 4 that PEFT replaces. Adds the adapter to the model."""
-    settings = get_peft_config(model_args)
-    with contextlib.suppress(ValueError), torch.device("meta"):
-        get_peft_model(model, settings)
-    return not set(names) & set(settings.target_modules)
 
 
 def keep_adapter_in_text_part(model_args: ModelConfig, is_tiny: bool) -> None:
@@ -423,30 +226,31 @@ def keep_adapter_in_text_part(model_args: ModelConfig, is_tiny: bool) -> None:
 
 
 def build_adapter_on_meta(model_args: ModelConfig, name: str) -> PeftModel:
-    """The model with its adapter on the meta device. Raises UserError for what PEFT or TRL's loss refuse."""
-    model = build_on_meta(model_args)
-    choice = f"the linear modules of {name} are {', '.join(linear_modules(model))}"
+    """The model with its adapter on the meta device. Raises UserError for a name that PEFT would ignore next to known ones."""
+    model, settings = build_on_meta(model_args), get_peft_config(model_args)
+    modules = [path for path, module in model.named_modules() if next(module.parameters(recurse=False), None) is not None]
+    weights, linear = [path for path, _ in model.named_parameters()], linear_modules(model)
+    problem = None
     try:
         with torch.device("meta"):
-            model = get_peft_model(model, get_peft_config(model_args))
+            model = get_peft_model(model, settings)  # replaces names of transformers 4 in the settings
     except ValueError as error:
-        reason = re.sub(r"(?s)(Target module \w+)\(.*\) is", r"\1 is", str(error))  # without all modules in that one
-        raise UserError(f"--use_peft: {' '.join(reason.split())[:300]} ({choice})") from error
-    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
-        raise UserError(
-            "--lora_target_modules: the output head cannot have an adapter, because TRL's loss reads its weight and not its "
-            f"output; {choice}"
-        )
+        problem = error
+    named = {"target_modules": (modules, linear), "target_parameters": (weights, weights), "modules_to_save": (modules, modules)}
+    for option, (existing, choice) in named.items():
+        given = getattr(settings, option) or []
+        if isinstance(given, str):  # all-linear, or a regular expression for whole names
+            continue
+        if unknown := sorted(word for word in given if not any(f".{path}".endswith(f".{word}") for path in existing)):
+            parts = dict.fromkeys(re.sub(r".*\.\d+\.", "", path) for path in choice)
+            raise UserError(f"--lora_{option}: {name} has no {', '.join(unknown)}: pass some of {', '.join(parts)}")
+    if problem:
+        raise UserError(f"--use_peft: {' '.join(str(problem).split())[:300]}") from problem
     return model
 
 
 def linear_modules(model: PreTrainedModel) -> list[str]:
     """The last parts of the names of all linear modules but the output head, each once."""
     head = model.get_output_embeddings()
-    return _last_parts(
-        [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D) and module is not head]
-    )
-
-
-def _last_parts(names: list[str], count: int = 1) -> list[str]:
-    return list(dict.fromkeys(".".join(name.split(".")[-count:]) for name in names))
+    modules = {path: module for path, module in model.named_modules() if isinstance(module, torch.nn.Linear | Conv1D)}
+    return list(dict.fromkeys(path.split(".")[-1] for path, module in modules.items() if module is not head))

@@ -1,12 +1,12 @@
 """The memory of a run: what must stay free on a GPU next to the peak, on which cards it fits, host memory and disk."""
 
 from harness.configs import AccelerateConfig
-from harness.model.loading import host_memory_of_node
 from harness.plan.cards import GB, Card
 from harness.plan.links import has_nvlink_rate
 from harness.plan.simulation import Simulation
 
 MOST_ROWS = 4096  # of a micro-batch
+PROCESS_BYTES = 2_500_000_000  # of host memory: Python, torch, CUDA's libraries; assumed
 # What a simulation does not see, on top of its peak.
 CUDA_CONTEXT = 0.5 * GB  # with the loaded kernels
 NCCL_BUFFERS = 0.5 * GB  # of a communicator over PCIe; assumed
@@ -74,7 +74,7 @@ def needed_host_memory(simulation: Simulation) -> float:
         loading = simulation.copies * max(0, simulation.host_peaks["load"].bytes - simulation.quantized)
     training = max((peak.bytes for moment, peak in simulation.host_peaks.items() if moment != "load"), default=0)
     saving = 0 if simulation.is_adapter else 4 * simulation.parameters  # gathered on the first process, in float32
-    return host_memory_of_node(per_node, loading, per_node * training, saving)
+    return per_node * PROCESS_BYTES + max(loading, per_node * training, saving)
 
 
 def disk_space(simulation: Simulation) -> float:

@@ -26,7 +26,7 @@ from harness.configs import AccelerateConfig
 from harness.contexts import BuildingContext, Context, RecipeStopped
 from harness.folder import read_json
 from harness.messages import UserError
-from harness.model.loading import check_architecture, check_module_names
+from harness.model.loading import build_adapter_on_meta, check_architecture
 from harness.model.packing import check_packing
 from harness.plan import layers
 from harness.plan.allocator import replay
@@ -78,7 +78,8 @@ class Plan(BuildingContext):
         tiny.use_planned_size(*arguments)
         check_architecture(training_args, model_args, name)
         check_packing(training_args, model_args, name, is_simulated=True)
-        check_module_names(model_args, self.config, name)
+        if model_args.use_peft:
+            build_adapter_on_meta(model_args, name)
         if getattr(training_args, "activation_offloading", False):
             training_args.activation_offloading = False  # the plan's page says so
         preparing.prepare_data(self, arguments)

@@ -25,15 +25,12 @@ from harness.messages import UserError, print_once
 from harness.model.loading import (
     build_adapter_on_meta,
     check_architecture,
-    check_experts,
     check_model,
-    check_model_of_liger,
-    check_module_names,
-    check_quantization,
     keep_adapter_in_text_part,
     set_loading_options,
 )
 from harness.model.packing import check_packing
+from harness.model.weight_files import check_weights
 from harness.rehearsal import tiny
 from harness.start import checks
 from harness.start.arguments import Arguments
@@ -80,17 +77,11 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
         if HF_HUB_OFFLINE:
             print_once("The Hub is not reachable, or HF_HUB_OFFLINE is set: using the files on this machine.")
         if display_name:
-            check_model(training_args, model_args, with_weights=with_weights)
-            if context.is_training_run:
-                check_quantization(training_args, model_args, context.is_sharded)
+            check_model(training_args, model_args, context.is_sharded)
     if not display_name:  # the recipe makes its model itself
         check_dataset(script_args.data)
         return
-    if training_args.use_liger_kernel and not context.on_cpu:
-        check_model_of_liger(model_args.model_name_or_path, model_args.model_revision)
     check_packing(training_args, model_args, display_name)
-    check_module_names(model_args, context.config, display_name)
-    check_experts(model_args)
     if model_args.use_peft:
         build_adapter_on_meta(model_args, display_name)
     rows = check_dataset(script_args.data)
@@ -103,6 +94,8 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
         )
     splits = script_args.split_conversations
     chat_templates.check_conversations(training_args, model_args, script_args.given, rows, display_name, splits)
+    if with_weights and not context.tiny:
+        check_weights(model_args.model_name_or_path, model_args.model_revision)  # last: it downloads them
 
 
 def replace_model_and_dataset(context: Context, arguments: Arguments) -> None:

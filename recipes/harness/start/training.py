@@ -20,7 +20,6 @@ from harness.data import reading
 from harness.messages import UserError, plural, print_once
 from harness.model.attention import print_attention
 from harness.model.gpu_features import VARLEN, why_not_triton
-from harness.model.loading import check_host_memory
 from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes.network import check_all_reduce, wait_for_first_process
 from harness.rehearsal import tiny
@@ -288,7 +287,7 @@ def usable_numbers_of_nodes(context: Context, training_args: TrainingArguments) 
 
 
 def print_differences(context: Context, arguments: Arguments) -> None:
-    """Prints what a run does that was not asked for. Raises UserError if host memory is too small for it."""
+    """Prints what a run does that was not asked for."""
     script_args, training_args, model_args = arguments
     steps, asked = training_args.gradient_accumulation_steps, script_args.asked_accumulation_steps
     if asked not in (None, steps):
@@ -300,8 +299,6 @@ def print_differences(context: Context, arguments: Arguments) -> None:
         tiny.print_notice(*arguments)
         if script_args.repository:
             print_once("A rehearsal uploads nothing: --push_to_hub is for the run.")
-    elif model_args.model_name_or_path:
-        check_host_memory(model_args, context.config, context)
     if model_args.model_name_or_path:
         print_attention(model_args, context)
 

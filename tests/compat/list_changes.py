@@ -23,14 +23,16 @@ def load_all() -> list:
 
 
 def main() -> int:
-    problems = 0
-    for change in load_all():
+    changes, problems = load_all(), 0
+    from harness.compat.guards import problem_of_target
+
+    for change in changes:
         print(f"\n{change.module}.{change.name}: {change.doc.splitlines()[0]}")
         for target in change.targets:
-            problem = target.problem()
+            problem = problem_of_target(target)
             problems += bool(problem)
-            print(f"  FAILED  {problem}" if problem else f"  ok      {target.module}:{target.attribute}")
-    print(f"\n{len(load_all())} changes, {problems} problems")
+            print(f"  FAILED  {problem}" if problem else f"  ok      {target.partition('(')[0]}")
+    print(f"\n{len(changes)} changes, {problems} problems")
     return int(problems > 0)
 
 

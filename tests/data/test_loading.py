@@ -399,21 +399,17 @@ def test_folder_with_configs(tmp_path, error_of):
 @pytest.mark.parametrize(
     "configs",
     [
-        *("[a, b]", "foo", "[{data_files: [{path: a.jsonl}]}]", "[{data_files: 5}]", "[{data_dir: 5}]"),
-        *(
-            "[{data_files: /etc/*}]",
-            "[{data_files: ../*}]",
-            "[{data_files: a/../../*}]",
-            "[{data_dir: ../..}]",
-            "[{data_dir: /etc}]",
-        ),
-        "[{data_dir: .., data_files: [{split: train, path: x/*}]}]",
+        *("[a, b]", "[{data_files: 5}]", "[{config_name: a, data_files: nothing.jsonl}]"),
+        *("[{config_name: a, data_files: /etc/*.txt}]", "[{config_name: a, data_files: ../*.jsonl}]"),
+        "[{config_name: a, data_dir: ../other}]",
     ],
 )
-def test_configs_of_a_readme_that_are_not_as_on_the_hub(tmp_path, error_of, configs):
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
-    (tmp_path / "README.md").write_text(f"---\nconfigs: {configs}\n---\n")
-    assert "README.md are invalid" in error_of(reading.open_splits, str(tmp_path), None, False)
+def test_configs_of_a_readme_that_are_wrong(tmp_path, error_of, configs):
+    """Or name files outside of the folder."""
+    for name in ("data/a.jsonl", "out.jsonl", "other/b.jsonl"):
+        write(tmp_path / name, texts(1))
+    (tmp_path / "data/README.md").write_text(f"---\nlicense: mit\nconfigs: {configs}\n---\n")
+    assert str(tmp_path / "data") in error_of(reading.open_splits, str(tmp_path / "data"), None, False)
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["memory", "stream"])

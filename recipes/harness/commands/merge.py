@@ -170,6 +170,7 @@ def read_sharded(checkpoint: Path, names: list[str] | None) -> dict[str, Any]:
 
 def put_together(checkpoint: Path, target: Path) -> None:
     """Writes a plain model from a sharded checkpoint, in the dtype of the model that the run started from."""
+    from harness.compat.transformers import names_on_hub
     from harness.model.quantized import save_readable
     from harness.model.weight_files import class_of_model
     from harness.rehearsal.tiny import has_vision_part
@@ -179,7 +180,6 @@ def put_together(checkpoint: Path, target: Path) -> None:
     from torch.distributed.checkpoint import FileSystemReader
     from tqdm import tqdm
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.core_model_loading import revert_weight_conversion
 
     config, run = AutoConfig.from_pretrained(checkpoint), read_json(checkpoint.parent / RUN, RUN_TYPES)
     model_class = class_of_model(config)
@@ -199,7 +199,7 @@ def put_together(checkpoint: Path, target: Path) -> None:
             continue
         (tensor,) = read_sharded(checkpoint, [name]).values()
         # The names on the Hub, which other programs read too, such as one weight for each expert.
-        waiting |= revert_weight_conversion(model, {name.removeprefix(WRAPPER): tensor.to(config.dtype)})
+        waiting |= names_on_hub(model, {name.removeprefix(WRAPPER): tensor.to(config.dtype)})
         if sum(tensor.nbytes for tensor in waiting.values()) > FILE_BYTES:
             write_file()
     if waiting:
@@ -214,8 +214,9 @@ def put_together(checkpoint: Path, target: Path) -> None:
 
 def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
     """Writes the model an adapter belongs to, with the adapter added to its weights."""
+    from harness.compat.transformers import names_in_model
     from harness.model.quantized import read_source, save_readable
-    from harness.model.weight_files import check_weights, names_in_model
+    from harness.model.weight_files import check_weights
 
     from huggingface_hub import snapshot_download
     from safetensors import safe_open

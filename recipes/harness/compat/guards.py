@@ -8,7 +8,6 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,35 +19,50 @@ P, R = ParamSpec("P"), TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Target:
-    """An attribute of a library: `module:Class.attribute`, for a function with the names of its parameters, `module:f(a, b)`."""
+class Change:
+    """A function of this package and what it changes or uses of a library."""
 
+    name: str  # of the function
     module: str
-    attribute: str
-    parameters: tuple[str, ...] | None  # None: not a function, or any signature will do
+    doc: str
+    targets: tuple[str, ...]  # `module:Class.attribute`, or with the names of the parameters `module:function(a, b)`
 
-    @classmethod
-    def read(cls, text: str) -> "Target":
-        module, attribute, parameters = re.fullmatch(r"([\w.]+):([\w.]+)(?:\((.*)\))?", text).groups()
-        names = None if parameters is None else tuple(name.strip() for name in parameters.split(",") if name.strip())
-        return cls(module, attribute, names)
 
-    def problem(self) -> str:
-        """What is different in the installed version, "" if nothing is."""
-        library = self.module.split(".")[0]
-        try:
-            found = functools.reduce(getattr, self.attribute.split("."), importlib.import_module(self.module))
-        except (ImportError, AttributeError):
-            return f"{_version(library)} has no {self.module}.{self.attribute}"
-        if self.parameters is None:
-            return ""
-        names = tuple(inspect.signature(found).parameters)
-        if names != self.parameters:
-            different = f"{self.module}.{self.attribute}({', '.join(names)})"
-            return f"{_version(library)} has {different}, expected ({', '.join(self.parameters)})"
-        if getattr(found, "__module__", library).split(".")[0] not in (library, "harness"):
-            return f"{_version(library)} has no {self.module}.{self.attribute} of its own"  # it is inherited from another library
-        return ""
+def changes(*targets: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Declares what a function changes or uses of a library. Its first call raises UserError if the library is different."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        """The function with the check before its first call; its attribute `change` is for the listing and its test."""
+
+        @functools.cache
+        def check_library() -> None:
+            if problem := next(filter(None, map(problem_of_target, targets)), ""):
+                raise UserError(
+                    f"{problem}, which {function.__name__} in {function.__module__.replace('.', '/')}.py needs: install the "
+                    "versions of requirements.txt"
+                )
+
+        @functools.wraps(function)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+            check_library()
+            return function(*args, **kwargs)
+
+        guarded.change = Change(function.__name__, function.__module__, function.__doc__ or "", targets)
+        return guarded
+
+    return decorate
+
+
+def problem_of_target(target: str) -> str:
+    """What is different in the installed version, "" if nothing is."""
+    path, _, parameters = target.partition("(")
+    module, attribute = path.split(":")
+    name = f"{_version(module.split('.')[0])} has no {module}.{attribute}"
+    try:
+        found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError):
+        return name
+    return f"{name}({parameters}" if parameters and ", ".join(inspect.signature(found).parameters) != parameters[:-1] else ""
 
 
 @contextlib.contextmanager
@@ -68,45 +82,6 @@ def _version(library: str) -> str:
         return f"{library} {importlib.metadata.version(library)}"
     except importlib.metadata.PackageNotFoundError:
         return f"{library} (not installed)"
-
-
-@dataclass(frozen=True)
-class Change:
-    """A function of this package and what it changes or uses of a library."""
-
-    name: str  # of the function
-    module: str
-    doc: str
-    targets: tuple[Target, ...]
-
-    def problem(self) -> str:
-        return next((problem for target in self.targets if (problem := target.problem())), "")
-
-
-def changes(*targets: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Declares what a function changes or uses of a library. The first call checks it and raises UserError if it is different."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        """The function with the check before its first call; its attribute `change` is for the listing and its test."""
-        change = Change(function.__name__, function.__module__, function.__doc__ or "", tuple(map(Target.read, targets)))
-        checked = False
-
-        @functools.wraps(function)
-        def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
-            nonlocal checked
-            if not checked:
-                if problem := change.problem():
-                    raise UserError(
-                        f"{problem}, which {change.name} in {change.module.replace('.', '/')}.py needs: "
-                        "install the versions of requirements.txt"
-                    )
-                checked = True
-            return function(*args, **kwargs)
-
-        guarded.change = change
-        return guarded
-
-    return decorate
 
 
 @changes("atexit:_run_exitfuncs")

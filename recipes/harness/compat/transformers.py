@@ -96,6 +96,48 @@ def read_no_weights() -> None:
     core_model_loading._materialize_copy = make_empty
 
 
+@changes(
+    "transformers.conversion_mapping:get_model_conversion_mapping(model, key_mapping, hf_quantizer, add_legacy)",
+    "transformers.core_model_loading:rename_source_key(source_key, weight_renamings, weight_converters, base_model_prefix, "
+    "meta_state_dict, reverse)",
+    "transformers.core_model_loading:WeightRenaming",
+)
+def names_in_model(model: PreTrainedModel | None) -> Callable[[str], str]:
+    """The name in a model of a weight by its name in the files. The files of many models that read images have older names.
+
+    `model`: None for quantized files, whose names stay.
+    Upstream: no issue: `from_pretrained` renames weights while it loads, and there is no public name for that.
+    Checked with: transformers 5.23.0.
+    Remove when: there is one.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    if model is None:
+        return str
+    known = model.state_dict()
+    renamings = [change for change in get_model_conversion_mapping(model) if isinstance(change, WeightRenaming)]
+
+    def name_in_model(name: str) -> str:
+        renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, known)
+        return renamed if renamed in known else name
+
+    return name_in_model
+
+
+@changes("transformers.core_model_loading:revert_weight_conversion(model, state_dict)")
+def names_on_hub(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights of a model under the names that `save_pretrained` writes, such as one weight for each expert.
+
+    Upstream: no issue: `save_pretrained` does this with a whole model, and there is no public name for a part of one.
+    Checked with: transformers 5.23.0.
+    Remove when: there is one.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, weights)
+
+
 @changes("transformers.tokenization_utils_base:is_offline_mode")
 def load_tokenizers_as_offline() -> None:
     """Makes tokenizers that come from the Hub equal to those that come from the cache.

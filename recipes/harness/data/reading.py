@@ -7,6 +7,7 @@ import contextlib
 import glob
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,16 +33,14 @@ from datasets import (
     load_dataset_builder,
     load_from_disk,
 )
-from datasets.data_files import NON_WORDS_CHARS, SPLIT_KEYWORDS, sanitize_patterns
-from datasets.utils.metadata import MetadataConfigs
-from huggingface_hub import HfApi, metadata_load, snapshot_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from yaml import YAMLError
 
 Split = Dataset | IterableDataset
 NOT_DATA = re.compile(r"(?i)^(readme|license|licence|dataset_infos?|state|requirements)\b.*|.*\.(py|sh|yaml|yml|lock)$")
-# The split that a word in the name of a file or folder stands for.
-SPLITS = {word: str(split) for split, words in SPLIT_KEYWORDS.items() for word in words}
+# The split that a word in the name of a file or folder stands for, as in `datasets`.
+SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test"}
+SPLITS |= dict.fromkeys(("validation", "valid", "dev", "val"), "validation")
 SMALL = 100e6  # bytes of files that a check, a preview and a rehearsal read completely
 
 
@@ -219,43 +218,16 @@ def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]
     `load_dataset` would return the rows of an earlier folder with the same name and README.md.
     """
     readme = folder / "README.md"
-    bad = UserError(
-        f"--dataset_name: the configs in the YAML header of {readme} are invalid: each needs config_name and data_files (a list "
-        "of paths, or of split and path). Correct or delete them"
-    )
-    try:
-        header = (metadata_load(readme) if readme.is_file() else None) or {}
-    except (YAMLError, ValueError, TypeError, RecursionError) as error:
-        if b"\nconfigs:" in readme.read_bytes():
-            raise bad from error
-        header = {}  # the header of something else
-    try:
-        configs = MetadataConfigs.from_dataset_card_data(header)
-        default = configs.get_default_config_name()
-    except (ValueError, TypeError, AttributeError) as error:
-        raise bad from error
-    if not configs:
+    if not readme.is_file() or not re.match(rb"---\n(?:.*\n)??configs:", readme.read_bytes(), re.DOTALL):
         if config not in (None, "default"):  # as `datasets` names the only one
             raise UserError(f"--dataset_config: {folder} has no configs in a README.md: leave out --dataset_config {config}")
         return {}
-    name = config or default
-    if name not in configs:
-        problem = f"none called {name}" if name else "so one must be chosen"
-        raise UserError(
-            f"--dataset_config: {folder} has the configs {', '.join(map(str, configs))}, {problem}: pass one of these"
-        )
-    files = {}
-    try:
-        base = Path(configs[name].get("data_dir") or "")
-        for split, patterns in sanitize_patterns(configs[name].get("data_files") or "**/*").items():
-            if any(base.joinpath(pattern).is_absolute() or ".." in base.joinpath(pattern).parts for pattern in patterns):
-                raise bad  # files of other folders are not meant, and would be trained on
-            found = [file for pattern in patterns for file in sorted((folder / base).glob(pattern)) if file.is_file()]
-            files[split] = list(dict.fromkeys(found))
-            if not found:
-                raise UserError(f"--dataset_name: {readme} names {patterns}, which is not there")
-    except (ValueError, TypeError) as error:
-        raise bad from error
+    with hub_errors("dataset", str(folder)):
+        named = load_dataset_builder(str(folder), config).config.data_files or {}
+    files = {str(split): [Path(os.path.normpath(file)) for file in of_split] for split, of_split in named.items()}
+    # Files of other folders are not meant, and would be trained on.
+    if not all(file.is_relative_to(folder) for of_split in files.values() for file in of_split):
+        raise UserError(f"--dataset_name: the configs in {readme} name files outside of {folder}: correct or delete them")
     return files
 
 
@@ -365,7 +337,7 @@ def _split_of(path: Path) -> str:
     if sharded := re.match(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}", path.name):
         return sharded[1]
     for part in reversed(path.parts):
-        words = re.split(f"[{NON_WORDS_CHARS}]+", part.lower())
+        words = re.split("[-._ 0-9]+", part.lower())
         if found := next((SPLITS[word] for word in words if word in SPLITS), None):
             return found
     return ""

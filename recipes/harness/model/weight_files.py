@@ -1,7 +1,7 @@
 """Whether the weight files of a model have the weights that its config names. transformers gives others random values."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,6 @@ from huggingface_hub import try_to_load_from_cache
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 
 def class_of_model(config: PreTrainedConfig) -> Any:
@@ -83,23 +81,6 @@ def read_weight(name: str, revision: str, weight: str | None = None) -> torch.Te
                     if weight or value.dtype.is_floating_point:
                         return value
     return None
-
-
-def names_in_model(model: PreTrainedModel | None) -> Callable[[str], str]:
-    """The name in a model of a weight by its name in the files. The files of many models that read images have older names.
-
-    `model`: None for quantized files.
-    """
-    if model is None:
-        return str
-    known = model.state_dict()
-    renamings = [change for change in get_model_conversion_mapping(model) if isinstance(change, WeightRenaming)]
-
-    def name_in_model(name: str) -> str:
-        renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, known)
-        return renamed if renamed in known else name
-
-    return name_in_model
 
 
 def check_adapter_weights(model: PeftModel, folder: Path) -> None:

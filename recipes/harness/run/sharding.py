@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness.compat.accelerate import give_weights_addresses, hide_saved_buffers
+from harness.compat.torch import gather_once_per_step, reduce_each_batch
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
 from harness.json_types import shorten
@@ -241,29 +242,6 @@ def check_sharding(model: torch.nn.Module, accelerator: Accelerator, config: Acc
             f"FSDP left {', '.join(unsharded[:3]) or 'every layer'} unsharded: "
             "check fsdp_auto_wrap_policy and fsdp_transformer_layer_cls_to_wrap in the config"
         )
-
-
-def gather_once_per_step(model: FSDPModule) -> None:
-    """All-gathers the weights once per optimizer step: they stay unsharded from its first micro-batch to its last.
-
-    accelerate already delays the reduction of gradients until the last micro-batch; resharding now follows the same switch.
-    Cost: the whole model in the compute dtype on every GPU.
-    """
-    set_gradient_sync = model.set_requires_gradient_sync
-
-    def set_sync_and_resharding(requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        set_gradient_sync(requires_gradient_sync, recurse=recurse)
-        model.set_reshard_after_backward(requires_gradient_sync, recurse=recurse)
-
-    model.set_requires_gradient_sync = set_sync_and_resharding
-
-
-def reduce_each_batch(model: FSDPModule) -> None:
-    """Keeps accumulated gradients sharded: every micro-batch reduce-scatters its own, the last one all-reduces across replicas.
-
-    Cost: a reduce-scatter per micro-batch. Otherwise FSDP keeps unsharded float32 gradients on every GPU until the step.
-    """
-    model.set_requires_gradient_sync = model.set_requires_all_reduce
 
 
 def gather_experts_early(model: FSDPModule) -> None:

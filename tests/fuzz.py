@@ -731,44 +731,6 @@ dataset_name: my/dataset
         return super().mutate(rng)[0], True
 
 
-class DatasetCard(AccelerateConfig):
-    """The header of README.md in a data folder."""
-
-    path, free = "data/README.md", set()
-    text = """configs:
-- config_name: a
-  default: true
-  data_files:
-  - split: train
-    path: train/*.jsonl
-  - split: test
-    path: [test.jsonl]
-- config_name: b
-  data_dir: train
-"""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        for name in ("train/1.jsonl", "train/2.jsonl", "test.jsonl", "../x"):
-            (self.file.parent / name).parent.mkdir(exist_ok=True)
-            (self.file.parent / name).write_text('{"text": "a"}\n')
-
-    def write(self, content: bytes | dict) -> None:
-        text = content if isinstance(content, bytes) else json.dumps(content).encode() if content else self.text.encode()
-        self.file.write_bytes(b"---\n" + text + b"\n---\n")
-
-    def read(self) -> Any:
-        from harness.data import reading
-        from harness.messages import UserError
-
-        found = reading._configured_files(self.file.parent, None)
-        files = [file for of_split in found.values() for file in of_split]
-        assert all(file.resolve().is_relative_to(self.file.parent.resolve()) for file in files), files
-        if not found:
-            raise UserError("the header has no configs: all files are read")
-        return found
-
-
 class SavedDataset(Kind):
     """state.json of a folder that `save_to_disk` has written."""
 
@@ -797,7 +759,6 @@ KINDS = LIGHT | {
     "stream_0.json": Stream,
     "adapter_config.json": Adapter,
     "YAML of --config": ArgumentsFile,
-    "README.md of a data folder": DatasetCard,
     "state.json of a saved dataset": SavedDataset,
 }
 

@@ -393,7 +393,7 @@ def test_folder_with_configs(tmp_path, error_of):
         (folder / "README.md").write_text(f"---\nconfigs:\n{configs}\n---\n")
         train, test = load(arguments_for(folder, ("text",), dataset_config="de"))
         assert set(train["text"]) == {f"{place} {row}" for row in range(20)} and test["text"] == ["held"]
-    assert "has the configs de, en" in error_of(check, folder, ("text",))
+    assert "'de', 'en'" in error_of(check, folder, ("text",))
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ unset CDPATH
 if [[ ${WORLD_SIZE:-1} != 1 && -z ${NNODES:-} ]]; then
   printf 'WORLD_SIZE=%s is ignored: several machines are set by NNODES, NODE_RANK and MASTER_ADDR.\n' "$WORLD_SIZE" >&2
 fi
-unset RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE HARNESS_NODE # of another launcher; this one starts the processes itself
+unset RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE # of another launcher; this one starts the processes itself
 script=${BASH_SOURCE[0]}
 if [[ ${script##*/} == slurm_script && -n ${SLURM_JOB_ID:-} ]]; then
   # SLURM runs a copy in its spool folder. `scontrol` has the path of the original, with its arguments.
@@ -208,7 +208,7 @@ install_requirements() {
     fail "the installation did not finish, see above: run the same command again to continue it"
   # Imports what a run needs, a quarter of all modules, and so compiles it once. The processes of a run would each do that.
   env -u PYTHONDONTWRITEBYTECODE "$python" -c \
-    'from harness.start.processes import import_libraries; import_libraries()' >/dev/null 2>&1 || true
+    'import harness.start.training' >/dev/null 2>&1 || true
   wanted >"$here/.venv/installed.txt"
 }
 

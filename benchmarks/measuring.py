@@ -1,5 +1,6 @@
 """One measurement: starts ./launch.sh with a recipe at its real size, whose model and dataset come from a Hub on this machine."""
 
+import argparse
 import ast
 import contextlib
 import itertools
@@ -167,7 +168,7 @@ def measure(
         sizes: keys of the model's config with other values.
     """
     from harness import configs
-    from harness.start.launch import allocator_settings
+    from harness.start.machine import allocator_settings
 
     settings = settings_of(config)
     fsdp_config = settings.get("fsdp_config", {})
@@ -193,7 +194,8 @@ def measure(
             subprocess.run([inputs.ROOT / "launch.sh", "--prepare", recipe], cwd=folder, env=environment)
         if limit:
             share = f"per_process_memory_fraction:{min(1.0, limit / device['bytes']):.4f}"
-            usual = allocator_settings(configs.read(str(path)), inputs.ROOT / f"recipes/{recipe}.py", flags)
+            given = {"use_peft": False, "activation_checkpointing_kwargs": None} | values
+            usual = allocator_settings(configs.read(str(path)), argparse.Namespace(**given))
             environment["PYTORCH_ALLOC_CONF"] = f"{usual},{share}"
         results = run([recipe, str(path) if changes else config, *words[2:]], folder / "output", environment, deadline)
         if "failed" not in results:

@@ -144,10 +144,8 @@ def send_gpu_features(connection: Connection) -> None:
 
 def main(rounds: int, results: Path) -> None:
     from harness.folder import write_json
-    from harness.start import processes
 
-    # The programs are forked from this process, so it imports the libraries, but does not ask for a GPU.
-    context = get_context("fork" if processes.import_libraries() else "spawn")
+    context = get_context("spawn")
     ours, theirs = context.Pipe()
     asking = context.Process(target=send_gpu_features, args=(theirs,))
     asking.start()

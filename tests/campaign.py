@@ -35,6 +35,8 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+from forked_launcher import fork_instead, import_libraries
+
 ROOT = Path(__file__).resolve().parents[1]
 INTERVAL = 2  # steps between two checkpoints
 FLAGS = ["--max_steps", "6", "--save_steps", str(INTERVAL), "--logging_steps", "1", "--eval_strategy", "no", "--max_length", "64"]
@@ -105,6 +107,7 @@ class Run:
             if kill_before or changes:
                 watch_changes(folder, kill_before, target, changes)
             sys.argv = command
+            fork_instead(trains=True)
             runpy.run_module("harness.start.launch", run_name="__main__", alter_sys=True)  # exits
         except BaseException:
             traceback.print_exc()
@@ -205,7 +208,7 @@ class Trial:
 class Campaign:
     def __init__(self, folder: Path, seed: int, variants=tuple(VARIANTS)):
         self.folder, self.random, self.variants = folder, random.Random(seed), variants
-        self.import_seconds = import_libraries()
+        self.import_seconds = import_what_runs_need()
         self.references: dict[str, Reference] = {}
         self.trials: list[Trial] = []
         folder.mkdir(parents=True, exist_ok=True)
@@ -352,14 +355,12 @@ def logged_losses(run: Path) -> list[tuple]:
     return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in history if "loss" in entry]
 
 
-def import_libraries() -> float:
-    """Imports what every run needs; returns the seconds that it took. No thread may be started before a fork."""
+def import_what_runs_need() -> float:
+    """Returns the seconds that it took. No thread may be started before a fork."""
     began = time.monotonic()
     sys.path.insert(0, str(ROOT / "recipes"))
     os.environ |= {"PYTHONPATH": str(ROOT / "recipes"), "PYTHON": sys.executable}
-    from harness.start import processes
-
-    assert processes.import_libraries(), "this process cannot be forked"
+    import_libraries()
     return time.monotonic() - began
 
 

@@ -226,6 +226,34 @@ def rehearse(launch, fork_launch, workdir):
 
 
 @pytest.fixture
+def check_run():
+    """Runs a recipe in this process up to the end of the checks, as its first process would with this config."""
+    from harness import contexts
+    from harness.start import machine, training
+
+    class Check(training.Train):
+        has_passed = False
+
+        def before_arguments(self, values):
+            self.on_cpu = values.use_cpu = machine.must_use_cpu(self, values)
+
+        def prepare(self, arguments):
+            with pytest.MonkeyPatch.context() as patch:  # the processes that train are not there
+                patch.setattr(training, "is_of_several", lambda: False)
+                self.check_run(arguments)
+            self.has_passed = True
+            raise contexts.RecipeStopped
+
+    def call(recipe, config, processes, tiny=False):
+        context = Check(str(recipe), config, processes, tiny=tiny)
+        with contexts.active(context):
+            runpy.run_path(str(recipe), run_name="__main__")
+        return context.has_passed
+
+    return call
+
+
+@pytest.fixture
 def build_trainer(workdir, monkeypatch, tmp_path):
     """Runs a recipe (name or path) in this process, tiny; returns the trainer it passes to `train`."""
     import harness
@@ -239,10 +267,8 @@ def build_trainer(workdir, monkeypatch, tmp_path):
         path = recipe if "/" in recipe else str(ROOT / "recipes" / f"{recipe}.py")
         monkeypatch.setattr(harness, "train", trainers.append)
         monkeypatch.setattr(sys, "argv", [path, "--output_dir", str(tmp_path / f"in-process-{len(trainers)}"), *flags])
-        # Once as the launcher does, to check and to make the tiny model and dataset; once as a process that trains does.
-        for context in (training.Check, training.Train):
-            with contexts.active(context(path, processes=1, tiny=True, on_cpu=True)):
-                runpy.run_path(path, run_name="__main__")
+        with contexts.active(training.Train(path, processes=1, tiny=True, on_cpu=True)):
+            runpy.run_path(path, run_name="__main__")
         return trainers[-1]
 
     return call

@@ -4,10 +4,13 @@ As a program it reads one JSON object per line and answers each with one; `Forke
 with its process ID, `{"poll": pid}` with its exit code, null while it runs.
 """
 
+import atexit
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
+import logging
 import os
 import runpy
 import signal
@@ -22,6 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 COMMANDS = {f"--{name}": f"harness.commands.{name}" for name in ("preview", "prepare", "merge", "chat", "verify")}
 COMMANDS["--plan"] = "harness.plan.command"
+LIBRARIES = (
+    *("torch.nn.attention.varlen", "torch.distributed.launcher.api", "datasets", "transformers.trainer"),
+    *("trl.trainer.sft_trainer", "harness.run.session", "harness.start.training", "harness.start.parsing"),
+)
 WITH_CONFIG = ("harness.start.launch", "harness.plan.command")
 
 
@@ -110,18 +117,21 @@ class Started:
         self.send_signal(signal.SIGKILL)
 
 
-def main():
-    from harness.start import processes
-
-    if not processes.import_libraries():
-        sys.exit("this process cannot be forked")
+def import_libraries():
+    """Imports what every run needs, before forks."""
     import torch
 
-    # With a CUDA build, a process that has imported bitsandbytes cannot be forked: the launchers would spawn their processes.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # bitsandbytes compiles functions when it is imported
+    # With a CUDA build, a process that has imported bitsandbytes cannot be forked.
     without_cuda = [] if torch.version.cuda else ["bitsandbytes.nn"]
-    for module in ("matplotlib.figure", *without_cuda, "harness.run.session", "harness.start.training"):
+    for module in ("matplotlib.figure", *without_cuda, *LIBRARIES):
         importlib.import_module(module)
-    gc.freeze()  # as `import_libraries` does
+    del os.environ["TORCHDYNAMO_DISABLE"]
+    gc.freeze()  # else the first garbage collection of every process would copy all memory pages
+
+
+def main():
+    import_libraries()
     for line in sys.stdin:
         question = json.loads(line)
         if "poll" in question:
@@ -132,6 +142,75 @@ def main():
             if answer == 0:
                 launch(**question)
         print(json.dumps(answer), flush=True)
+
+
+def fork_instead(trains: bool):
+    """Makes the launcher in this process fork the processes of a run, where it would start Python."""
+    from torch.distributed.launcher import api
+
+    logging.getLogger("torch.multiprocessing").setLevel(logging.CRITICAL)  # it is for processes that torch forks
+    start, popen = api.elastic_launch, subprocess.Popen
+
+    def launch_forks(config, program):
+        config.start_method = "fork"
+        return lambda recipe, *flags: start(config, run_recipe)(recipe, flags, trains)
+
+    def start_fork(command, *arguments, **options):
+        if command[0] != sys.executable or not command[1].endswith(".py") or arguments or options:
+            return popen(command, *arguments, **options)
+        return Fork(command[1], command[2:], trains)
+
+    api.elastic_launch, subprocess.Popen = launch_forks, start_fork
+
+
+class Fork:
+    """A forked process that runs a recipe, with the method of `subprocess.Popen` that the launcher uses."""
+
+    def __init__(self, recipe, flags, trains):
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                run_recipe(recipe, flags, trains)
+            finally:
+                os._exit(0)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def run_recipe(recipe, flags, trains):
+    """Does what `python RECIPE` does in a process that was forked; returns only after exit code 0, as torch's agent expects."""
+    from harness import launched
+    from harness.start import parsing
+
+    import torch
+
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.disable()  # torch's agent has enabled it
+    launched.begin()
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if not trains:
+        parse = parsing.parse
+        parsing.parse = lambda *arguments, **values: (parse(*arguments, **values), launched.end_run(0))
+    sys.argv = [recipe, *flags]
+    sys.path.insert(0, str(Path(recipe).parent))
+    code = 1
+    try:
+        runpy.run_path(recipe, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if code:
+            os._exit(code)
 
 
 def launch(
@@ -147,8 +226,6 @@ def launch(
     err: str,
 ):
     """Does what `python -m MODULE` does; never returns."""
-    from harness.start import processes
-
     code = 1
     try:
         stdin = variables.pop("STDIN", os.devnull)
@@ -170,8 +247,7 @@ def launch(
             assert ctypes.CDLL(None).unshare(0x20000) == 0  # CLONE_NEWNS
             for options in (["--make-rprivate", "/"], *mounts):
                 subprocess.run(["mount", *options], check=True)
-        if not trains:
-            processes.train = lambda *arguments: 0
+        fork_instead(trains)
         sys.argv = ["launch", *words]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0

@@ -1,10 +1,8 @@
-"""A few trials of campaign.py and campaign_nodes.py; docs/measurements.md has the results of many."""
+"""A few trials of campaign.py; docs/measurements.md has the results of many."""
 
 import subprocess
 import sys
 
-import pytest
-from cluster import missing
 from conftest import ROOT, slow
 
 
@@ -14,13 +12,3 @@ def test_kill_damage_and_signal(environment, tmp_path):
     process = subprocess.run(command, env=environment | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=400)
     assert process.returncode == 0, process.stdout + process.stderr
     assert "| full, 1 process | 1 | 1 | 1 | 0 |" in process.stdout and "3 trials, 0 failed" in process.stdout
-
-
-@slow
-def test_lost_nodes(environment, tmp_path):
-    if reason := missing():
-        pytest.skip(reason)
-    command = [sys.executable, ROOT / "tests/campaign_nodes.py", "2", "1"]
-    process = subprocess.run(command, env=environment | {"TMPDIR": str(tmp_path)}, capture_output=True, text=True, timeout=400)
-    assert process.returncode == 0, process.stdout + process.stderr
-    assert "2 trials, 0 failed" in process.stdout

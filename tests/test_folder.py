@@ -9,7 +9,6 @@ from pathlib import Path
 from harness import folder, restarts
 from harness.contexts import Context
 from harness.data.reading import file_versions
-from harness.messages import NODE_VARIABLE
 
 import pytest
 from conftest import ROOT, read
@@ -226,26 +225,6 @@ def test_changed_file_is_refused(tmp_path, error_of, monkeypatch, file, advice):
     message = error_of(claim, run, changed, is_default=True)
     assert f"{file[0] if file else 'd/b.jsonl'} of a has changed since" in message
     assert ("touch -d @1.000000000" in message) == advice
-    monkeypatch.setenv(NODE_VARIABLE, "1")
-    if advice:
-        claim(run, changed, is_default=True)
-    else:
-        assert "has changed since" in error_of(claim, run, changed, is_default=True)
-
-
-def test_nodes_with_copies_of_other_times_share_a_folder(tmp_path, monkeypatch):
-    """The first node's run.json stays, as it locks the folder after all nodes have checked."""
-    run, times = tmp_path / "run", [[name, size, 5] for name, size, _ in IDENTITY["data_files"]]
-    of_second = IDENTITY | {"dataset": "/b/a", "data_files": times}
-    claim(run, IDENTITY)
-    with monkeypatch.context() as on_second:
-        on_second.setenv(NODE_VARIABLE, "1")
-        claim(run, of_second)
-    assert read(run, "run.json") == IDENTITY
-    folder.lock_run(run, IDENTITY).release()
-    folder.lock_run(run, of_second).release()  # on a disk of its own
-    claim(run, of_second)  # it has not trained yet
-    assert read(run, "run.json") == of_second
 
 
 def test_versions_of_local_files(tmp_path):

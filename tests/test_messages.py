@@ -25,14 +25,13 @@ def fail():
         ({}, "error: a message of two lines\n"),
         ({"RANK": "0"}, "error: a message of two lines\n"),
         ({"RANK": "1"}, "error: process 1: a message of two lines\n"),
-        ({messages.NODE_VARIABLE: "2"}, "error: node 2: a message of two lines\n"),
     ],
-    ids=["one process", "first process", "another process", "another node"],
+    ids=["one process", "first process", "another process"],
 )
 def test_user_error(monkeypatch, capsys, variables, expected):
     """It is printed in one line; all exit with code 2. Others than the first wait: if that fails too, the launcher stops them."""
     waited = []
-    monkeypatch.setattr(messages.time, "sleep", waited.append)
+    monkeypatch.setattr(messages, "wait_for_end", waited.append)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as end:
@@ -43,7 +42,7 @@ def test_user_error(monkeypatch, capsys, variables, expected):
 
 def test_user_error_of_all_processes_is_printed_once(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(messages.time, "sleep", lambda seconds: signals.record_signal(15))
+    monkeypatch.setattr(messages, "wait_for_end", lambda seconds: signals.record_signal(15))
     monkeypatch.setattr(signals, "_last_signal", 0)
     with pytest.raises(SystemExit):
         fail()
@@ -75,10 +74,8 @@ def test_other_errors_are_not_caught():
         ({}, True),
         ({"RANK": "0"}, True),
         ({"RANK": "3"}, False),
-        ({messages.NODE_VARIABLE: "1"}, False),
-        ({messages.NODE_VARIABLE: "1", "RANK": "0"}, True),
     ],
-    ids=["one process", "first process", "another process", "launcher of another node", "first process, from its launcher"],
+    ids=["one process", "first process", "another process"],
 )
 def test_print_once(monkeypatch, capsys, variables, is_printed):
     for name, value in variables.items():

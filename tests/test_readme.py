@@ -12,9 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from harness import configs, contexts, instead
-from harness.start import flags
-from harness.start.training import Check
+from harness import configs, instead
+from harness.start import flags, launch
 
 import pytest
 from conftest import ALL_CONFIGS, ALL_RECIPES, CONFIGS, RECIPES, ROOT, TABLE, TABLE_PAIRS
@@ -96,7 +95,7 @@ TRAINING = [call for call in CALLS if not any(word.startswith("-") for word in c
 
 
 @pytest.mark.parametrize("command", TRAINING, ids=shlex.join)
-def test_training_command_passes_its_checks(command, tmp_path, monkeypatch):
+def test_training_command_passes_its_checks(check_run, command, tmp_path, monkeypatch):
     """As the launcher checks it, with the tiny model and dataset."""
     monkeypatch.chdir(tmp_path)
     recipe, config, *rest = command
@@ -114,25 +113,19 @@ def test_training_command_passes_its_checks(command, tmp_path, monkeypatch):
             Path(rest[number]).write_text(json.dumps(row) * 20)
     if "--output_dir" in rest:  # may be a folder of another machine
         rest[rest.index("--output_dir") + 1] = "a run"
-    flags.check_flags(path, rest)
+    _, rest = launch.take_max_restarts(rest)
     config = configs.read(str(ROOT / f"accelerate_configs/{config}.yaml"))
-    check = Check(str(path), config, config.num_processes, tiny=True)
     monkeypatch.setattr(sys, "argv", [str(path), *rest])
-    with contexts.active(check):
-        runpy.run_path(str(path), run_name="__main__")
-    assert check.checked
+    assert check_run(path, config, config.num_processes, tiny=True)
 
 
-def test_recipe_of_readme_passes_its_checks(tmp_path, monkeypatch):
+def test_recipe_of_readme_passes_its_checks(check_run, tmp_path, monkeypatch):
     (text,) = re.findall(r"```python\n(.*?)```", PAGES[ROOT / "README.md"], re.DOTALL)
     recipe = tmp_path / "mine.py"
     recipe.write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(recipe)])
-    check = Check(str(recipe), configs.read(str(ROOT / "accelerate_configs/1x3090.yaml")), 1, tiny=True)
-    with contexts.active(check):
-        runpy.run_path(str(recipe), run_name="__main__")
-    assert check.checked
+    assert check_run(recipe, configs.read(str(ROOT / "accelerate_configs/1x3090.yaml")), 1, tiny=True)
 
 
 def test_table_of_recipes_agrees_with_configs():

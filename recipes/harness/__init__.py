@@ -7,8 +7,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from harness import launched
 from harness.messages import UserError, exit_on_user_error
 
+launched.begin()
 # On a CPU with bf16 arithmetic, bitsandbytes logs in every process that it misses a package that training does not use.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 # Offline, `kernels` reports that it did not check the publisher of a kernel; it did when the kernel was downloaded.

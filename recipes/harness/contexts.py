@@ -15,6 +15,7 @@ from typing import Any
 
 from harness.configs import AccelerateConfig
 
+PROJECT = Path(__file__).resolve().parents[2]
 _current: "Context | None" = None  # of this process
 
 
@@ -29,10 +30,7 @@ class Context:
     recipe: str  # path
     config: AccelerateConfig = field(default_factory=AccelerateConfig)
     processes: int = 0  # on all nodes; 0 if no config says how many
-    nodes: int = 1  # at most, in the launcher; in a process that trains, those that are there
-    most_processes: int = 0  # in a process that trains: on all nodes, also on missing ones
-    min_nodes: int = 0  # the run continues with so many; 0: their number is fixed
-    joins: bool = False  # this node joins a run that has begun on others
+    nodes: int = 1
     tiny: bool = False  # a rehearsal: tiny model and dataset
     on_cpu: bool = False  # computes and shards on CPU: a rehearsal without enough GPUs, a command that needs none, or --use_cpu
     # What this machine's GPUs support, see `harness.model.gpu_features.find_gpu_features`.
@@ -58,9 +56,7 @@ class Context:
 
     @property
     def rehearsal_hint(self) -> str:
-        """The end of messages about machines that cannot run the config."""
-        names = " ".join(shlex.quote(Path(path).stem) for path in (self.recipe, self.config.path))
-        return f"Rehearse it here with a tiny model and dataset: ./launch.sh --tiny {names}"
+        return rehearsal_hint(self.recipe, self.config)
 
     def before_arguments(self, values: argparse.Namespace) -> None:
         """Called with the values of all arguments before objects are made of them: TrainingArguments connects the processes."""
@@ -93,16 +89,12 @@ class BuildingContext(Context):
         raise RecipeStopped
 
 
-@dataclass
-class CheckedRun:
-    """What the launcher needs to know of a run that passed its checks."""
-
-    output_dir: str
-    identity: dict[str, Any]  # the content of its run.json
-    on_cpu: bool
-    saves: bool  # checkpoints, in `output_dir`
-    max_restarts: int | None = None
-    usable_nodes: list[int] = field(default_factory=list)  # numbers of nodes that can train
+def rehearsal_hint(recipe: str, config: AccelerateConfig) -> str:
+    """The end of messages about machines that cannot run the config."""
+    own = (PROJECT / "recipes", PROJECT / "accelerate_configs")
+    files = [(path, Path(path).resolve()) for path in (recipe, config.path)]
+    names = [shlex.quote(file.stem if file.parent in own else path) for path, file in files]
+    return f"Rehearse it here with a tiny model and dataset: ./launch.sh --tiny {' '.join(names)}"
 
 
 def current() -> Context | None:

@@ -19,7 +19,7 @@ from types import NoneType
 from typing import Any, NotRequired
 
 from harness.json_types import Types, shorten, wrong_type
-from harness.messages import NODE_VARIABLE, UserError, last_line, print_once
+from harness.messages import UserError, last_line, print_once
 from harness.patterns import problem_of_pattern
 from harness.restarts import LENGTHS, Changes, before_and_now, changed_settings, keep_settings, must_be_equal
 
@@ -231,11 +231,10 @@ def lock_run(folder: Path, identity: dict) -> FileLock:
     return held
 
 
-def check_output_dir(folder: Path, identity: dict, is_default: bool, joins: bool = False) -> None:
+def check_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
     """Raises UserError if the folder belongs to another run, or if another process is writing into it. Writes nothing.
 
-    `identity` is the content of run.json for the run that is about to start. `is_default`: no --output_dir was given. `joins`:
-    the run has begun on other nodes, so that one of them may be writing.
+    `identity` is the content of run.json for the run that is about to start. `is_default`: no --output_dir was given.
     """
     try:
         str(folder).encode()
@@ -244,7 +243,7 @@ def check_output_dir(folder: Path, identity: dict, is_default: bool, joins: bool
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir: {folder} is a file, expected a folder")
     existing = _read_run_file(folder)
-    if existing and not joins:
+    if existing:
         lock(folder).release()  # raises UserError if another process holds it
     _check_same_run(folder, existing, identity, is_default)
 
@@ -275,8 +274,7 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
         if written and not has_trained(folder) and not _is_same_run(written, identity):
             for name in (DATA, STARTS):  # of a run that has trained nothing
                 (folder / name).unlink(missing_ok=True)
-        # That of the first node stays, so that it is the same on all.
-        if written != identity and not (NODE_VARIABLE in os.environ and _is_same_run(written, identity)):
+        if written != identity:
             write_json(folder / RUN, identity)
         held.release()
     except OSError as error:
@@ -379,9 +377,7 @@ def check_same_run(folder: Path, existing: dict, identity: dict) -> None:
     if differences:
         before, now = before_and_now(differences)
         problems.append(f"it holds a run with {before}, this run has {now}")
-    # Copies on the disks of other nodes have times of their own, so only their sizes are compared.
-    if not (NODE_VARIABLE in os.environ and names_same_files("data_files", existing, identity)):
-        problems += _changed_data_files(existing, identity)
+    problems += _changed_data_files(existing, identity)
     if list(folder.glob("checkpoint-*")) and existing.get("sharded") != identity["sharded"]:
         kinds = {True: "FSDP", False: "unsharded"}
         problems.append(

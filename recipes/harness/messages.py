@@ -9,10 +9,10 @@ import traceback
 from collections.abc import Iterator
 from typing import NoReturn
 
+from harness.launched import has_ended, record_end
 from harness.signals import last_signal
 
 DEBUG_VARIABLE = "HARNESS_DEBUG"  # set by launch.sh --debug: errors show their traceback
-NODE_VARIABLE = "HARNESS_NODE"  # number of this node, set in the launchers of all nodes but the first
 
 LONGEST_MESSAGE = 3000  # letters of an error: it can have what is in a file
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -31,34 +31,45 @@ def exit_on_user_error() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        place = f"node {os.environ[NODE_VARIABLE]}: " if os.environ.get(NODE_VARIABLE) else ""
+        place = ""
         if not is_first_process():
-            time.sleep(3)  # if the first process fails too, it prints the message, and the launcher stops this one
+            wait_for_end(3)  # if the first process fails too, it prints the message
             place = f"process {os.environ['RANK']}: "
-        if is_first_process() or not last_signal():
+        if is_first_process() or not (last_signal() or has_ended()):
             if os.environ.get(DEBUG_VARIABLE):
                 traceback.print_exc()
             message = printable(" ".join(str(error).split()))
             shown = message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]} …"
             print(f"error: {place}{shown}", file=sys.stderr, flush=True)
+        record_end(2)
         sys.exit(2)
     except KeyboardInterrupt:
+        record_end(130)
         sys.exit(130)
 
 
-def die(message: str, code: int, is_of_one_process: bool = False, is_error: bool = True) -> NoReturn:
+def die(message: str, code: int, is_of_one_process: bool = False, is_error: bool = True, is_final: bool = True) -> NoReturn:
     """Prints an error and ends this process at once: the others may never reach the end of a collective.
 
     If the processes of a node fail alike, the first one prints the message, and the launcher stops the others. `is_error`: False
-    if the run continues.
+    if the run continues. `is_final`: the run is not started again.
     """
     prints = is_of_one_process or os.environ.get("LOCAL_RANK", "0") == "0"
     if not prints:
-        time.sleep(3)
-    if prints or not last_signal():
+        wait_for_end(3)
+    if prints or not (last_signal() or has_ended()):
         text = f"error: {message}" if is_error else f"{message[0].upper()}{message[1:].removesuffix('.')}."
         print(f"\n{text}", file=sys.stderr, flush=True)
+    if is_final:
+        record_end(code)
     os._exit(code)
+
+
+def wait_for_end(seconds: float) -> None:
+    """Waits until a process of this node has recorded the end of the run, or has sent this one a signal."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not (has_ended() or last_signal()):
+        time.sleep(0.05)
 
 
 def last_line(error: Exception) -> str:
@@ -77,11 +88,11 @@ def printable(text: str) -> str:
 
 
 def print_once(message: str, is_printable: bool = False) -> None:
-    """Prints in the process with rank 0, before there are ranks in the launcher of the first node.
+    """Prints in the process with rank 0.
 
     `is_printable`: `message` has sequences for colours, and the texts between them are `printable` already.
     """
-    if not is_first_process() or ("RANK" not in os.environ and NODE_VARIABLE in os.environ):
+    if not is_first_process():
         return
     try:
         print(message if is_printable else printable(message), flush=True)

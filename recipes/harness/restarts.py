@@ -87,7 +87,6 @@ DOES_NOT_MATTER = (
     "save_total_limit",
     "include_num_input_tokens_seen",
     # how to compute the same
-    "max_restarts",
     "activation_checkpointing",
     "activation_checkpointing_kwargs",
     "activation_offloading",

@@ -24,7 +24,6 @@ from typing import Any
 from harness.compat import accelerate as accelerate_changes
 from harness.compat import bitsandbytes as bitsandbytes_changes
 from harness.compat import datasets as datasets_changes
-from harness.compat import guards
 from harness.compat import transformers as transformers_changes
 from harness.compat import trl as trl_changes
 
@@ -114,24 +113,6 @@ def keep_4bit_layout(changed: bool) -> bool:
     with torch.no_grad():
         layer(torch.ones(1, 128, dtype=torch.bfloat16))
     return torch.equal(layer.weight.data.flatten(), before.flatten())
-
-
-def run_exit_handlers(changed: bool) -> str:
-    """What a function that was registered with atexit writes when a forked process ends."""
-    reader, writer = os.pipe()
-
-    def work() -> None:
-        import atexit
-
-        atexit.register(os.write, writer, b"called")
-        if changed:
-            guards.run_exit_handlers()
-
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join()
-    os.close(writer)
-    return os.read(reader, 10).decode()
 
 
 def read_no_weights(changed: bool) -> list[str]:
@@ -267,7 +248,6 @@ CASES = [
     give_weights_addresses,
     hide_saved_buffers,
     keep_4bit_layout,
-    run_exit_handlers,
     read_no_weights,
     load_tokenizers_as_offline,
     set_date_of_chat_templates,

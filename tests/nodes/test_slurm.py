@@ -1,14 +1,10 @@
 """Jobs of a real SLURM in network namespaces of this machine: submitted, requeued, refused, started by srun."""
 
 import json
-import os
 import re
-import signal
 import subprocess
-from pathlib import Path
 
 import pytest
-import yaml
 from cluster import Slurm, missing
 from conftest import ROOT, losses, read, wait_until
 
@@ -73,29 +69,6 @@ def test_requeued_twice_logs_the_same_losses(slurm_cluster, uninterrupted, envir
     assert text.count("Resuming from") == 2
     assert losses(run) == losses(uninterrupted[0])  # bit for bit
     assert read(run)["tokens"] == read(uninterrupted[0])["tokens"]
-
-
-def test_job_continues_without_a_lost_node(slurm_cluster, environment, workdir, tmp_path):
-    """With --no-kill, and the exit code is that of the run."""
-    run, two = workdir / "runs/no-kill", tmp_path / "2 nodes.yaml"
-    settings = yaml.safe_load((ROOT / "accelerate_configs/3xt4_shard_grad_op.yaml").read_text())
-    two.write_text(yaml.safe_dump(settings | {"num_machines": 2, "num_processes": 2}))
-    flags = ["--max_steps", "60", "--save_steps", "4", "--logging_steps", "1", "--eval_strategy", "no"]
-    arguments = ["--tiny", "qwen2_fineweb_edu", two, "--output_dir", run, *flags]
-    variables = environment | {"NNODES": "1:2", "NODE_SILENCE": "6"}
-    job = submit(slurm_cluster, variables, workdir, *arguments, options=["--no-kill"])
-    log = workdir / f"slurm-{job}.out"
-    wait_until(lambda: log.exists() and log.read_text().count("  loss ") >= 6, 120, log.read_text)
-    listed = slurm_cluster.run("ip", "netns", "pids", "recipes-node1").split()
-    for pid in listed:
-        if Path(f"/proc/{pid}/comm").read_text().strip() != "slurmd":  # which the next tests need
-            os.kill(int(pid), signal.SIGKILL)
-    slurm_cluster.run("scontrol", "update", "NodeName=node1", "State=DOWN", "Reason=lost")  # slurmd brings it back
-    wait_until(lambda: state(slurm_cluster, job) not in ("RUNNING", "COMPLETING"), 120, log.read_text)
-    text = log.read_text()
-    assert state(slurm_cluster, job) == "COMPLETED", slurm_cluster.run("scontrol", "show", "job", job) + text
-    assert "The run continues with 1 node of 2." in text and text.count("Resuming from") == 1 and "Traceback" not in text
-    assert len(losses(run)) == 60 and [start["processes"] for start in read(run, "starts.json")["starts"]] == [2, 1]
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 from harness import configs
 from harness.contexts import Context
 from harness.folder import read_json
-from harness.plan import command, fakes, simulation
+from harness.plan import command, fakes, processes, simulation
 from harness.plan.ledger import Ledger
 from harness.rehearsal.tiny import PLANNED
-from harness.start import processes
 
 
 class RealTensors:

@@ -135,50 +135,12 @@ def test_hours_and_price_of_epochs(launch, environment, own_files, tmp_path):
     assert list(Path(environment["HF_HOME"], "plans").glob("llama31_8b_lora-1x3090-*-plan.json")), "for the run"
 
 
-CHOOSE = """
-import os, sys
-import torch
-
-asked, forks = [], []
-
-def answer(name, value):
-    def call(*args):
-        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-            return 0
-        asked.append(name)
-        return value
-    return call
-
-for name, value in {"is_available": True, "device_count": 1, "get_device_capability": (8, 6), "current_device": 0}.items():
-    setattr(torch.cuda, name, answer(name, value))
-torch.cuda._lazy_init = torch._C._cuda_init = answer("_lazy_init", None)
-os.register_at_fork(before=lambda: forks.append(list(asked)))
-from harness.messages import UserError
-from harness.plan import command
-try:
-    command.main("--start", *sys.argv[1:])
-except (UserError, SystemExit) as error:
-    print(error)
-print(len(forks), [names for names in forks if names])
-"""
-
-
 @pytest.fixture
 def one_gpu(tmp_path):
     """A folder for PATH with an nvidia-smi that lists one GPU."""
     (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "NVIDIA GeForce RTX 3090, 24576, 8.6, 0"\n')
     (tmp_path / "nvidia-smi").chmod(0o755)
     return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-
-
-def test_choice_asks_no_gpu_before_it_forks(environment, one_gpu):
-    """CUDA does not survive a fork: in the process that simulates, the optimizer would fail when it asks for a stream."""
-    paths = [ROOT / "recipes/qwen2_chat.py", *(ROOT / f"accelerate_configs/{name}.yaml" for name in ("1x3090", "1x3090_offload"))]
-    variables = {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
-    variables |= {"PYTHONPATH": str(ROOT / "recipes"), "PATH": one_gpu}
-    command = [sys.executable, "-c", CHOOSE, *paths, "--model_name_or_path", "./nowhere"]
-    process = subprocess.run(command, env=variables, capture_output=True, text=True)
-    assert re.search(r"^[1-9]\d* \[\]$", process.stdout, re.MULTILINE) and "nowhere" in process.stdout, process
 
 
 @pytest.mark.parametrize("visible", [None, "1"])

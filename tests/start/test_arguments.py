@@ -1,15 +1,14 @@
 """What `parse` sets: batch sizes, steps, and the environment of a run."""
 
+import argparse
 import ast
-import os
-import sys
 from types import SimpleNamespace
 
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.data.script_arguments import ScriptArguments
 from harness.run import sharding
-from harness.start import launch
+from harness.start import machine
 from harness.start.arguments import keep_rows_of_step, set_steps
 
 import pytest
@@ -97,40 +96,24 @@ PINNED = ",pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
 
 
 @pytest.mark.parametrize(
-    ("config", "words", "expected"),
+    ("config", "values", "expected"),
     [
-        ("1x3090", [], "expandable_segments:True"),
-        ("1x3090_offload", [], "expandable_segments:True"),
-        ("1x3090_offload", ["--use_peft"], f"expandable_segments:True{PINNED}"),
-        ("1x3090_offload", ["--use_peft", "--activation_offloading"], "expandable_segments:True"),
-        ("1x3090_offload", ["--use_peft", "--activation_checkpointing_kwargs", '{"offload": true}'], "expandable_segments:True"),
+        ("1x3090", {}, "expandable_segments:True"),
+        ("1x3090_offload", {}, "expandable_segments:True"),
+        ("1x3090_offload", {"use_peft": True}, f"expandable_segments:True{PINNED}"),
+        ("1x3090_offload", {"use_peft": True, "activation_offloading": True}, "expandable_segments:True"),
+        (
+            "1x3090_offload",
+            {"use_peft": True, "activation_checkpointing_kwargs": '{"offload": true}'},
+            "expandable_segments:True",
+        ),
+        ("1x3090_offload", {"use_peft": True, "activation_checkpointing_kwargs": {"offload": True}}, "expandable_segments:True"),
     ],
 )
-def test_allocator_settings(config, words, expected):
+def test_allocator_settings(config, values, expected):
     """Segments grow, and the pinned memory of frozen, offloaded weights is not rounded up."""
-    recipe, path = ROOT / "recipes/qwen2_chat.py", ROOT / f"accelerate_configs/{config}.yaml"
-    assert launch.allocator_settings(configs.read(str(path)), recipe, words) == expected
-
-
-def test_allocator_settings_of_a_recipe_that_offloads_activations(tmp_path):
-    recipe, config = tmp_path / "mine.py", configs.read(str(ROOT / "accelerate_configs/1x3090_offload.yaml"))
-    recipe.write_text("parse(use_peft=True, activation_checkpointing_kwargs={'offload': True})\n")
-    assert launch.allocator_settings(config, recipe, []) == "expandable_segments:True"
-    words = ["--activation_checkpointing_kwargs", '{"offload": false}']
-    assert launch.allocator_settings(config, recipe, words) == f"expandable_segments:True{PINNED}"
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [({}, "expandable_segments:True"), ({"PYTORCH_ALLOC_CONF": "a"}, "a"), ({"PYTORCH_CUDA_ALLOC_CONF": "a"}, None)],
-)
-def test_allocator_variable_of_the_user_is_kept(monkeypatch, variables, expected):
-    """The newer or the older name of the variable. The run is stopped after it was set."""
-    monkeypatch.setattr(os, "environ", dict(variables))
-    monkeypatch.setattr(launch.processes, "start_server", lambda: sys.exit())
-    with pytest.raises(SystemExit):
-        launch.main(["--tiny", str(ROOT / "recipes/qwen2_chat.py"), str(ROOT / "accelerate_configs/1x3090.yaml")])
-    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+    found = argparse.Namespace(**{"use_peft": False, "activation_checkpointing_kwargs": None} | values)
+    assert machine.allocator_settings(configs.read(str(ROOT / f"accelerate_configs/{config}.yaml")), found) == expected
 
 
 def test_torch_knows_the_settings_of_pinned_memory():
@@ -198,13 +181,6 @@ def test_steps_keep_their_rows_on_another_number_of_processes(processes, asked, 
     training_args.gradient_accumulation_steps = asked
     keep_rows_of_step(SimpleNamespace(), training_args, processes, on_one)  # started again, on as many processes
     assert training_args.gradient_accumulation_steps == expected
-
-
-@pytest.mark.parametrize("before", [{}, SAVED | {"asked_accumulation_steps": 1}], ids=["no checkpoint", "another flag"])
-def test_steps_have_the_rows_of_all_nodes_while_one_is_missing(before):
-    training_args = SimpleNamespace(gradient_accumulation_steps=2, per_device_train_batch_size=2, output_dir="run")
-    keep_rows_of_step(SimpleNamespace(), training_args, 4, before, most_processes=8)
-    assert training_args.gradient_accumulation_steps == 4
 
 
 def test_number_of_processes_that_cannot_continue(error_of):

@@ -61,20 +61,9 @@ KINDS = {
     "stray word": (f"{TINY} stray", "stray is no flag, and no value of the flag before it"),
     # the machine
     "too few GPUs": ("launch.sh qwen2_fineweb_edu 4gpu_ddp", "needs 4 GPUs, this machine has none. Rehearse it here"),
-    "module that hides a package": (
-        f"launch.sh {TINY}",
-        "hides the package datasets: rename it",
-        {"PYTHONPATH": "hides"},
-    ),
     "/dev/shm is full": (TINY, "/dev/shm has 0 MB free", {}, "-t tmpfs -o size=4k,mode=1777 tmpfs /dev/shm"),
     # recipes
-    "recipe with a syntax error": ("--tiny ./syntax.py 1x3090", "syntax.py, line 2: invalid syntax"),
     "help of a recipe with a syntax error": ("launch.sh ./syntax.py --help", "syntax.py, line 2: invalid syntax"),
-    "recipe that is not text": ("--tiny ./bytes.py 1x3090", "bytes.py is not a Python file"),
-    "recipe with a relative import": ("--tiny ./relative.py 1x3090", "relative.py, line 2: from . import own: a recipe is not"),
-    "recipe without parse": ("--tiny ./empty.py 1x3090", "ended without calling parse()"),
-    "recipe without train": ("--tiny ./untrained.py 1x3090", "calls parse() but never train()"),
-    "recipe that calls trainer.train": ("--tiny ./plain.py 1x3090", "calls parse() but never train()"),
     "two processes without torch.distributed": (
         TINY,
         "1x3090 trains on one GPU, but NPROC_PER_NODE is 2",
@@ -168,7 +157,7 @@ KINDS = {
         f"{TINY} --load_best_model_at_end --metric_for_best_model eval_mean_token_accuracy --greater_is_better false",
         "--greater_is_better: an accuracy is better when it is higher",
     ),
-    "fewer restarts than none": (f"{TINY} --max_restarts -1", "--max_restarts is -1, expected "),
+    "fewer restarts than none": (f"{TINY} --max_restarts -1", "--max_restarts"),
     "batches that the first process reads": (
         TINY + """ --accelerator_config '{"dispatch_batches": true}'""",
         "--accelerator_config: dispatch_batches: every process reads its own rows",
@@ -401,7 +390,7 @@ def test_debug_shows_the_traceback(launch, fork_launch, tmp_path):
     """Of an error in the launcher, and in the process that checks the run. The message is the last line."""
     tiny = ["--tiny", "qwen2_fineweb_edu", "1x3090"]
     for process, function in (
-        (launch("--debug", *tiny, "--max_lenght", "5", cwd=tmp_path), "check_flags"),
+        (launch("--debug", *tiny, "--max_lenght", "5", cwd=tmp_path), "check_names"),
         (fork_launch(*tiny, "--max_steps", "0", cwd=tmp_path, HARNESS_DEBUG="1"), "check_numbers"),
     ):
         assert process.returncode == 2 and not process.stdout

@@ -2,16 +2,15 @@
 
 import functools
 import os
-import runpy
 import sys
 from types import SimpleNamespace
 
 import harness
-from harness import configs, contexts
+from harness import configs
 from harness.configs import AccelerateConfig
 from harness.contexts import Context
+from harness.nodes.cluster import Nodes
 from harness.start import checks, launch, machine
-from harness.start.training import Check
 
 import pytest
 import torch
@@ -50,13 +49,11 @@ def test_missing_gpus_are_an_error(monkeypatch, error_of, config, gpus):
         (2, ["--global_batch_size=1"], ""),
     ],
 )
-def test_fewer_gpus_are_offered(monkeypatch, error_of, gpus, flags, offer):
+def test_fewer_gpus_are_offered(check_run, monkeypatch, error_of, gpus, flags, offer):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    check = Check(str(ROOT / "recipes/qwen2_fineweb_edu.py"), AccelerateConfig("4gpu_full_shard.yaml"), processes=4)
     monkeypatch.setattr(sys, "argv", ["qwen2_fineweb_edu.py", *flags])
-    with contexts.active(check):
-        message = error_of(runpy.run_path, check.recipe, run_name="__main__")
+    message = error_of(check_run, ROOT / "recipes/qwen2_fineweb_edu.py", AccelerateConfig("4gpu_full_shard.yaml"), 4)
     assert offer in message and ("NPROC_PER_NODE" in message) == bool(offer)
 
 
@@ -74,23 +71,13 @@ def test_old_driver_is_an_error(monkeypatch, error_of):
     assert "too old (found version 11080)" in message and "Update the driver" in message and "PYTHON" in message
 
 
-def test_rehearsal_on_cpu_hides_gpus(monkeypatch):
-    """FSDP asks PyTorch which accelerator there is. With one GPU for four processes it would use that one."""
-    monkeypatch.setattr(os, "environ", dict(os.environ) | {"CUDA_VISIBLE_DEVICES": "0"})
-    config = AccelerateConfig("c.yaml", distributed_type="FSDP")
-    launch.set_training_environment(Context("a.py", config, processes=4, tiny=True))
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
-    launch.set_training_environment(Context("a.py", config, processes=4, tiny=True, on_cpu=True))
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-
-
 @pytest.mark.parametrize(("visible", "expected"), [(None, "0"), ("2,3", "2")])
 def test_one_process_sees_one_gpu(monkeypatch, visible, expected):
     """With several visible GPUs, transformers would wrap the model in nn.DataParallel."""
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     monkeypatch.setattr(os, "environ", environment | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {}))
     config = AccelerateConfig("c.yaml", distributed_type="NO")
-    launch.set_training_environment(Context("a.py", config, processes=1))
+    launch.set_environment_of_processes("a.py", config, Nodes(), 1, tiny=False)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 
@@ -124,17 +111,16 @@ def test_bf16_needs_compute_capability_8(monkeypatch, error_of, precision, model
         machine.check_bf16(*arguments, 2)
 
 
-def test_launcher_checks_bf16(monkeypatch, error_of):
+def test_launcher_checks_bf16(check_run, monkeypatch, error_of):
     """`parse` does, once the arguments of the run are known. (On this machine there is no GPU.)"""
     calls = []
     monkeypatch.setattr(machine, "check_bf16", lambda *arguments: calls.append(arguments[2:]))
     monkeypatch.setattr(machine, "must_use_cpu", lambda context, values: False)
     monkeypatch.setattr(machine, "physical_cores", lambda: 8)
-    check = Check(str(ROOT / "recipes/qwen2_chat.py"), configs.read(str(ROOT / "accelerate_configs/4gpu_ddp.yaml")), 4)
+    config = configs.read(str(ROOT / "accelerate_configs/4gpu_ddp.yaml"))
     monkeypatch.setattr(sys, "argv", ["qwen2_chat.py", "--bf16", "false", "--model_name_or_path", "/nowhere"])
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    with contexts.active(check):
-        assert "/nowhere" in error_of(runpy.run_path, check.recipe, run_name="__main__")
+    assert "/nowhere" in error_of(check_run, ROOT / "recipes/qwen2_chat.py", config, 4)
     assert calls == [(False, 4)]
 
 

@@ -116,6 +116,11 @@ def test_accelerate_launch_that_overrides_the_config(start, tmp_path):
     assert "'loss'" not in process.stdout and not list((tmp_path / "run").glob("checkpoint-*"))
 
 
+def values(**given: bool) -> argparse.Namespace:
+    """Values of arguments, as the parser finds them."""
+    return argparse.Namespace(use_peft=False, activation_checkpointing_kwargs=None, **given)
+
+
 @pytest.fixture
 def no_context():
     """A context that this process gets in a test is no longer that of the next one."""
@@ -151,8 +156,8 @@ def test_accelerate_launch_without_config_file(monkeypatch, capsys, no_context, 
         monkeypatch.delenv(name)
     for name, value in ({"ACCELERATE_MIXED_PRECISION": "no"} | variables).items():
         monkeypatch.setenv(name, value)
-    context = training.start_without_launcher()
-    context.before_arguments(argparse.Namespace(use_cpu=True, bf16=True))
+    context = training.context_of_process()
+    context.before_arguments(values(use_cpu=True, bf16=True))
     assert not context.config.path and context.processes == int(variables.get("WORLD_SIZE", 1))
     printed = "".join(capsys.readouterr())
     assert printed.count("warning") == warnings and all((key in printed) == bool(warnings) for key in configs.OWN_KEYS)
@@ -162,24 +167,24 @@ def test_accelerate_launch_without_config_file(monkeypatch, capsys, no_context, 
 def test_accelerate_launch_without_a_gpu(monkeypatch, error_of, no_context):
     for name, value in {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
-    context = training.start_without_launcher()
-    assert "pass --use_cpu" in error_of(context.before_arguments, argparse.Namespace(use_cpu=False, bf16=False))
+    context = training.context_of_process()
+    assert "pass --use_cpu" in error_of(context.before_arguments, values(use_cpu=False, bf16=False))
 
 
 def test_python_without_a_gpu(monkeypatch, error_of, no_context):
     """transformers' words about bf16 do not say what to do."""
     for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
-    context = training.start_without_launcher()
-    message = error_of(context.before_arguments, argparse.Namespace(use_cpu=False, bf16=True))
+    context = training.context_of_process()
+    message = error_of(context.before_arguments, values(use_cpu=False, bf16=True))
     assert "no GPU that PyTorch can use: pass --use_cpu" in message and "./launch.sh --tiny" in message
-    context.before_arguments(argparse.Namespace(use_cpu=True, bf16=True))
+    context.before_arguments(values(use_cpu=True, bf16=True))
 
 
 def test_python_has_no_config(monkeypatch, capsys, no_context):
     for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
-    assert training.start_without_launcher() == training.Train(sys.argv[0], is_checked=False) and not any(capsys.readouterr())
+    assert training.context_of_process() == training.Train(sys.argv[0]) and not any(capsys.readouterr())
 
 
 @pytest.fixture

@@ -78,5 +78,6 @@ def test_command(monkeypatch):
     context = Context(str(ROOT / "recipes/qwen2_chat.py"), tiny=True)
     context.config.path = "/mine/two gpus.yaml"
     monkeypatch.setattr("sys.argv", [context.recipe, "--run_name", f"a {TOKEN}"])
-    assert record.command_of(context, True) == "./launch.sh --tiny qwen2_chat '/mine/two gpus.yaml' --run_name 'a hidden'"
-    assert record.command_of(context, False).endswith("qwen2_chat.py --run_name 'a hidden'")
+    assert record.command_of(context).endswith("qwen2_chat.py --run_name 'a hidden'")
+    monkeypatch.setattr(record, "launched", lambda: True)
+    assert record.command_of(context) == "./launch.sh --tiny qwen2_chat '/mine/two gpus.yaml' --run_name 'a hidden'"

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from harness.contexts import Context
+from harness.configs import AccelerateConfig
+from harness.nodes.cluster import Nodes
 from harness.start import flags
 from harness.start import launch as launch_module
 
@@ -97,7 +98,8 @@ def test_nccl_listens_on_this_machine_only(monkeypatch, nodes, before, expected)
     """Unless the user says otherwise, or there are other nodes."""
     monkeypatch.setattr(launch_module, "interface_of", lambda address: {"127.0.0.1": "lo"}[address])
     monkeypatch.setattr(os, "environ", dict(before))
-    launch_module.set_training_environment(Context("recipe.py", processes=2 * nodes, nodes=nodes))
+    config = AccelerateConfig("c.yaml", distributed_type="FSDP")
+    launch_module.set_environment_of_processes("recipe.py", config, Nodes(count=nodes), 2, tiny=False)
     assert os.environ.get("NCCL_SOCKET_IFNAME") == expected
 
 

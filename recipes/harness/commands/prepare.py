@@ -19,8 +19,8 @@ from harness.contexts import BuildingContext
 from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, print_once, readable_size
 from harness.start import flags
-from harness.start.launch import gpu_features, hide_library_warnings, set_environment
-from harness.start.processes import build_trainer
+from harness.start.environment import hide_library_warnings, set_environment
+from harness.start.recipes import build_trainer
 
 SETTINGS = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]  # files of a model besides its weights
 
@@ -35,7 +35,9 @@ def main(*words: str) -> int:
     flags.check_flags(parsed.recipe, parsed.flags)
     prepare = Prepare(str(parsed.recipe), tiny=parsed.tiny, on_cpu=True)
     set_environment(prepare.tiny)
-    prepare.attention, prepare.no_flash, prepare.no_triton, prepare.gpu_problem = gpu_features()
+    from harness.model.gpu_features import find_gpu_features
+
+    prepare.attention, prepare.no_flash, prepare.no_triton, prepare.gpu_problem = find_gpu_features()
     hide_library_warnings()
     print_untested_versions()
     with tempfile.TemporaryDirectory(prefix="prepare-") as output_dir:

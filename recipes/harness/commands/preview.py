@@ -26,8 +26,8 @@ from harness.commands.expectations import IGNORED, Document, documents_of
 from harness.contexts import BuildingContext
 from harness.messages import UserError, exit_on_user_error, plural, print_once, printable
 from harness.start import flags
-from harness.start.launch import hide_library_warnings, set_environment
-from harness.start.processes import build_trainer
+from harness.start.environment import hide_library_warnings, set_environment
+from harness.start.recipes import build_trainer
 
 BATCHES = 100
 BOLD, GREEN, GREY = "1;", "32", "90"  # codes of a terminal

@@ -16,8 +16,8 @@ from harness.compat.guards import changes
 def launch_environment(config: str, processes: int, nodes: int, script: str) -> dict[str, str]:
     """The environment variables that `accelerate launch --config_file CONFIG` sets for the processes of `script`.
 
-    The harness forks its processes from one that has imported the libraries, so it cannot call `accelerate launch`, which
-    starts a new Python for each. accelerate has no public function that turns a config file into these variables.
+    launch.sh starts processes itself: `accelerate launch` ends them 30 s after a signal, and does not pass on their exit codes.
+    accelerate has no public function that turns a config file into these variables.
     Upstream: huggingface/accelerate#2891, closed without such a function.
     Checked with: accelerate 1.15.0.
     Remove when: accelerate has such a function.

@@ -1,8 +1,7 @@
-"""Checks a library before it is changed, and the one private name of Python itself.
+"""Checks a library before it is changed.
 
 `python tests/compat/list_changes.py` lists all changes and checks the libraries."""
 
-import atexit
 import contextlib
 import functools
 import importlib
@@ -82,16 +81,3 @@ def _version(library: str) -> str:
         return f"{library} {importlib.metadata.version(library)}"
     except importlib.metadata.PackageNotFoundError:
         return f"{library} (not installed)"
-
-
-@changes("atexit:_run_exitfuncs")
-def run_exit_handlers() -> None:
-    """Runs what was registered with `atexit`.
-
-    multiprocessing ends its processes with `os._exit`, which leaves these functions out. Trackers such as wandb finish a run
-    in them.
-    Upstream: python/cpython#83856, fixed in Python 3.13.
-    Checked with: Python 3.11, 3.12 and 3.13.
-    Remove when: Python 3.13 is the oldest supported version.
-    """
-    atexit._run_exitfuncs()

@@ -1,14 +1,11 @@
 """Changes to PyTorch, and private names of it."""
 
-import ctypes
 import functools
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 from harness.compat.guards import changes
-from harness.messages import UserError
 
 import torch
 
@@ -82,40 +79,3 @@ def reduce_each_batch(model: Any) -> None:
     Remove when: accelerate has an option for it.
     """
     model.set_requires_gradient_sync = model.set_requires_all_reduce
-
-
-@changes("torch.cuda:_is_in_bad_fork")
-def can_use_gpu_after_fork() -> bool:
-    """Whether a fork of this process could use a GPU.
-
-    CUDA does not survive a fork once it was initialized, and counting GPUs can be enough. Only a forked process knows.
-    Upstream: documented in PyTorch's notes on multiprocessing; there is no public way to ask.
-    Checked with: torch 2.13.0.
-    Remove when: torch.cuda has a public function for it.
-    """
-    pid = os.fork()
-    if pid == 0:
-        os._exit(int(torch.cuda._is_in_bad_fork()))
-    return os.waitpid(pid, 0)[1] == 0
-
-
-@changes("torch:_C")
-def hide_store_warnings() -> None:
-    """Hides the C++ log of this process up to errors, unless TORCH_CPP_LOG_LEVEL is set.
-
-    A TCPStore that gets a wrong answer or loses its connection prints a warning with 20 C++ stack frames, for each attempt.
-    torch reads TORCH_CPP_LOG_LEVEL when it is imported, so that processes forked later would have no log either.
-    Upstream: no issue found.
-    Checked with: torch 2.13.0.
-    Remove when: torch has a function that sets the level of this log, or TCPStore leaves it to its exceptions.
-    """
-    if "TORCH_CPP_LOG_LEVEL" in os.environ:
-        return
-    try:
-        level = ctypes.c_int.in_dll(ctypes.CDLL(torch._C.__file__), "FLAGS_caffe2_log_level")
-    except ValueError as error:
-        raise UserError(
-            f"torch {torch.__version__} has no FLAGS_caffe2_log_level, which hide_store_warnings in harness/compat/torch.py "
-            "needs: install the versions of requirements.txt"
-        ) from error
-    level.value = 3  # FATAL

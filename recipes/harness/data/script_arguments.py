@@ -31,13 +31,6 @@ class ScriptArguments(trl.ScriptArguments):
         default=None,
         metadata={"help": "Rows per optimizer step on all processes together; sets gradient_accumulation_steps."},
     )
-    max_restarts: int | None = field(
-        default=None,
-        metadata={
-            "help": "How often processes that crash are started again, to resume from the newest checkpoint. Default: 0; 3 on "
-            "several nodes."
-        },
-    )
     max_tokens: int | None = field(default=None, metadata={"help": "Train on this many tokens; sets max_steps."})
     max_samples: int | None = field(
         default=None,

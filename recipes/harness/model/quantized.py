@@ -61,8 +61,12 @@ def quantize_once(model_args: ModelConfig) -> None:
             print_once(f"The 4-bit weights of {name} are in {folder}.")
             return
         print_once(f"Quantizing {name} to 4 bits, once, into {folder} …")
-        draft = folder.with_name(f".{folder.name}.draft")
-        _quantize(model_args, draft)
+        draft, threads = folder.with_name(f".{folder.name}.draft"), torch.get_num_threads()
+        torch.set_num_threads(os.cpu_count() or 1)
+        try:
+            _quantize(model_args, draft)
+        finally:
+            torch.set_num_threads(threads)  # this process trains afterwards, as the others do
         draft.rename(folder)
 
 
@@ -84,7 +88,6 @@ def _quantize(model_args: ModelConfig, folder: Path) -> None:
     from tqdm import tqdm
     from transformers import AutoConfig, AutoTokenizer
 
-    torch.set_num_threads(os.cpu_count() or 1)
     quantization = trl.get_quantization_config(model_args)
     dtype = getattr(torch, model_args.dtype)
     name, revision = model_args.model_name_or_path, model_args.model_revision

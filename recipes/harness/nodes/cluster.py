@@ -1,6 +1,5 @@
 """Which nodes a run has, from the variables of SLURM, of SkyPilot or of the user; on SLURM, srun starts the launcher on each."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -8,9 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 from harness.configs import LARGEST_PORT, MAX_GPUS
@@ -19,35 +16,36 @@ from harness.nodes.variables import integer_from_environment
 from harness.signals import OUT_OF_TIME, last_signal, record_signal, set_signal_handler
 
 DEFAULT_PORT = 29400
-EXIT_CODE_FILE = "HARNESS_EXIT_CODE_FILE"  # variable: where the head of a SLURM job writes its exit code
 
 
 @dataclass
 class Nodes:
     """The machines of a run, as seen from one of them. The defaults are one machine."""
 
-    count: int = 1  # at most
+    count: int = 1
     rank: int = 0  # of this machine; 0 is the head
     head: str = "127.0.0.1"  # name or address at which the others reach machine 0
-    port: int = DEFAULT_PORT  # of the head, where the launchers meet
+    port: int = DEFAULT_PORT  # of the head, where the nodes meet
+    another: str = ""  # name or address of another machine, "" if it is not known
     processes: int = 0  # on each machine; 0: as many as the config says
     is_allocation: bool = False  # a SLURM allocation in which `srun` has not started this process
-    min_count: int = 0  # the run continues with so many, set by NNODES=MIN:MAX; 0: their number is fixed
 
 
 def nodes_from_environment() -> Nodes:
     """Reads the environment. Raises UserError if a variable is missing, wrong, or contradicts another."""
-    least, most = _range_of_nodes()
+    if ":" in os.environ.get("NNODES", ""):
+        raise UserError(f"NNODES is {os.environ['NNODES']}, expected one number: a run has a fixed number of nodes")
     if "SLURM_JOB_ID" in os.environ:
         nodes = _slurm_nodes()
     elif "SKYPILOT_NODE_RANK" in os.environ:
         addresses = os.environ.get("SKYPILOT_NODE_IPS", "").split()
         nodes = Nodes(len(addresses), integer_from_environment("SKYPILOT_NODE_RANK", least=0), (addresses or [""])[0])
+        nodes.another = addresses[1] if nodes.count > 1 else ""
         nodes.processes = integer_from_environment("SKYPILOT_NUM_GPUS_PER_NODE", 0, least=0)
     else:
         missing = [name for name in ("NNODES", "NODE_RANK", "MASTER_ADDR") if not os.environ.get(name)]
         nodes = Nodes(
-            count=most,
+            count=integer_from_environment("NNODES", 1),
             rank=integer_from_environment("NODE_RANK", 0, least=0),
             head=os.environ.get("MASTER_ADDR", ""),
         )
@@ -56,12 +54,11 @@ def nodes_from_environment() -> Nodes:
                 f"{' and '.join(missing)} missing: several machines need NNODES and MASTER_ADDR (the name of the first one), the "
                 "same on all, and NODE_RANK, 0 on the first, 1 on the next"
             )
-    if least > nodes.count:
-        raise UserError(f"NNODES is {os.environ['NNODES']}, but there {'are' if nodes.count > 1 else 'is'} {nodes.count}")
-    nodes.min_count = least if least < nodes.count else 0
     if nodes.rank not in range(nodes.count):
         raise UserError(f"node rank {nodes.rank} of {nodes.count} nodes: ranks go from 0 to {nodes.count - 1}")
     nodes.processes = integer_from_environment("NPROC_PER_NODE", 0) or nodes.processes
+    if nodes.rank:
+        nodes.another = nodes.head
     if nodes.processes > MAX_GPUS:
         raise UserError(f"NPROC_PER_NODE is for more than {MAX_GPUS} GPUs per machine: is a digit wrong?")
     nodes.port = integer_from_environment("MASTER_PORT", nodes.port)
@@ -77,21 +74,6 @@ def nodes_from_environment() -> Nodes:
                 "without a port"
             ) from error
     return nodes
-
-
-def _range_of_nodes() -> tuple[int, int]:
-    """The smallest and the largest number of nodes, of NNODES: 2, or as for torchrun 1:2. The smallest is 0 if it is not given.
-
-    SLURM and SkyPilot say how many nodes there are; NNODES=MIN:MAX then says how few the run continues with.
-    """
-    found = re.fullmatch(r"([1-9]\d{0,3}):([1-9]\d{0,3})", os.environ.get("NNODES", ""))
-    if not found:
-        is_used = not {"SLURM_JOB_ID", "SKYPILOT_NODE_RANK"} & os.environ.keys()
-        return 0, integer_from_environment("NNODES", 1) if is_used else 1
-    least, most = int(found[1]), int(found[2])
-    if least > most:
-        raise UserError(f"NNODES is {found[0]}, expected the smaller number first")
-    return least, most
 
 
 def _slurm_nodes() -> Nodes:
@@ -122,7 +104,7 @@ def _slurm_nodes() -> Nodes:
         names, reason = _run_scontrol("show", "hostnames", node_list)
         if reason or not names:
             raise UserError(f"cannot read the names of the nodes {node_list} ({reason}): set MASTER_ADDR to the first one's name")
-        nodes.head = names[0]
+        nodes.head, nodes.another = names[0], names[1]
     return nodes
 
 
@@ -137,19 +119,15 @@ def _run_scontrol(*arguments: str) -> tuple[list[str], str]:
 
 
 def run_with_srun(nodes: Nodes, arguments: list[str]) -> int:
-    """Starts the launcher once on every node of a SLURM allocation; returns the exit code of the head.
+    """Starts the launcher once on every node of a SLURM allocation; returns the highest exit code of all nodes.
 
-    srun returns the highest one, also that of a lost node. A job that ran out of time, and has a checkpoint, goes back to the
-    queue.
+    A job that ran out of time, and has a checkpoint, goes back to the queue.
     """
     command = ["srun", f"--nodes={nodes.count}", f"--ntasks={nodes.count}", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
     cpus = [int(number) for number in re.findall(r"(\d+)(?:\(x\d+\))?", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
-    if nodes.min_count:
-        command.append("--no-kill")  # the step goes on when a node is lost; the job does with sbatch --no-kill
     if cpus:
         command.append(f"--cpus-per-task={min(cpus)}")  # the one task gets all the CPUs that the job has on a node
     started: list[subprocess.Popen] = []
-    code_of_head = tempfile.NamedTemporaryFile("r")  # noqa: SIM115 (until this process ends). sbatch starts it on the head
 
     def forward(number: int, frame: FrameType | None) -> None:
         record_signal(number)
@@ -157,13 +135,10 @@ def run_with_srun(nodes: Nodes, arguments: list[str]) -> int:
             srun.send_signal(number)  # srun sends it on to the nodes
 
     set_signal_handler(forward)
-    environment = os.environ | {EXIT_CODE_FILE: code_of_head.name}
-    started.append(subprocess.Popen([*command, sys.executable, "-m", "harness.start.launch", *arguments], env=environment))
+    started.append(subprocess.Popen([*command, sys.executable, "-m", "harness.start.launch", *arguments]))
     if last_signal():  # it came before srun was started
         forward(last_signal(), None)
     code = started[0].wait()
-    if nodes.min_count:
-        code = int(code_of_head.read() or code)
     job = os.environ["SLURM_JOB_ID"]
     if code == 128 + signal.SIGUSR1:
         print("error: out of time before the first checkpoint: give the job more --time", file=sys.stderr)
@@ -172,10 +147,3 @@ def run_with_srun(nodes: Nodes, arguments: list[str]) -> int:
         if subprocess.run(["scontrol", "requeue", job]).returncode:
             print(f"error: job {job} cannot be requeued: submit the same command again", file=sys.stderr)
     return code
-
-
-def record_exit_code(code: int) -> None:
-    """Tells `run_with_srun`, if that has started this launcher on the head."""
-    if EXIT_CODE_FILE in os.environ and os.environ.get("SLURM_NODEID") == "0":
-        with contextlib.suppress(OSError):  # it has not run on this node
-            Path(os.environ[EXIT_CODE_FILE]).write_text(str(code))

@@ -1,18 +1,21 @@
 """The network between the processes of a run: the check at its start, lost connections, addresses and interfaces."""
 
 import contextlib
+import json
+import math
 import os
 import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
-from harness import contexts
-from harness.messages import die
+from harness.launched import end_run
+from harness.messages import UserError, die
 from harness.signals import last_signal
 
+T = TypeVar("T")
 # Exit codes of a process that lost the others, and of one that could not reach them at the start.
 LOST, UNREACHABLE = 3, 4
 CAUSES = (
@@ -44,18 +47,72 @@ def check_all_reduce(device: Any, seconds: float = 120) -> None:
             exit_with_causes(f"{wrong} of {len(numbers)} sums were wrong")
 
 
-def wait_for_first_process() -> None:
-    """Waits until the first process calls this too, however long it checks a run and quantizes its model. Collective."""
+def publish_of_node(value: Any) -> None:
+    """Gives the first process of the run what the first process of this node has found. Returns at once."""
+    if is_of_several() and os.environ.get("LOCAL_RANK", "0") == "0":
+        _store_of_run().set(f"node/{os.environ.get('GROUP_RANK', '0')}", json.dumps(value))
+
+
+def values_of_nodes() -> list[Any]:
+    """What all nodes have published, by the rank of the node. To be called by the first process, which waits for them."""
+    store = _store_of_run()
+    keys = [f"node/{node}" for node in range(int(os.environ.get("GROUP_WORLD_SIZE", "1")))]
+    while not store.check(keys):
+        time.sleep(0.1)
+    return [json.loads(store.get(key)) for key in keys]
+
+
+def answer_of_first(find: Callable[[], T], first_of_node: bool = False) -> T:
+    """What `find` returns in the first process, on all processes. They wait for it without a time limit.
+
+    If it raises UserError or exits, the others exit with the same code, without a message. `find` returns what JSON can have.
+    `first_of_node`: the first process of each node, for those of the node.
+    """
+    if not is_of_several():
+        return find()
+    node = os.environ.get("GROUP_RANK", "0") if first_of_node else "all"
+    is_first = os.environ["LOCAL_RANK" if first_of_node else "RANK"] == "0"
+    readers = int(os.environ["LOCAL_WORLD_SIZE" if first_of_node else "WORLD_SIZE"]) - 1
+    store, answer, read = _store_of_run(), f"answer/{node}", f"read/{node}"
+    if is_first:
+        try:
+            value = find()
+        except BaseException as error:
+            code = {SystemExit: getattr(error, "code", 0) or 0, UserError: 2}.get(type(error), 1)
+            store.set(answer, json.dumps({"exit_code": code}))
+            _wait_until(lambda: store.add(read, 0) >= readers, seconds=30)  # the store may end with this process
+            raise
+        store.set(answer, json.dumps({"value": value}))
+        return value
+    try:
+        _wait_until(lambda: store.check([answer]))
+        content = json.loads(store.get(answer))
+        store.add(read, 1)
+    except RuntimeError as error:
+        exit_with_causes(error)
+    if "exit_code" in content:
+        end_run(content["exit_code"])
+    return content["value"]
+
+
+def is_of_several() -> bool:
+    """Whether this process is one of several of a run. They need not be connected yet."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _store_of_run() -> Any:
     import torch.distributed as dist
 
     try:
-        store, rank, _ = next(dist.rendezvous("env://"))
-        if rank == 0:
-            store.set("first process is ready", "")
-        while not store.check(["first process is ready"]):
-            time.sleep(0.5)
+        return next(dist.rendezvous("env://"))[0]
     except RuntimeError as error:
         exit_with_causes(error)
+
+
+def _wait_until(is_done: Callable[[], bool], seconds: float = math.inf) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_done() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager
@@ -73,10 +130,7 @@ def time_limit(seconds: float, stop: Callable[[Any], None], argument: Any) -> It
 
 def exit_with_causes(reason: Exception | str) -> NoReturn:
     """Exits because processes that have just started cannot communicate."""
-    context, message = contexts.current(), f"the processes cannot communicate: {first_line(reason)}. {CAUSES}"
-    if _can_start_again() and context and context.min_nodes:  # a node may be lost
-        _exit(message, LOST, is_error=False)
-    _exit(message, UNREACHABLE)
+    _exit(f"the processes cannot communicate: {first_line(reason)}. {CAUSES}", UNREACHABLE)
 
 
 def exit_if_connection_lost(error: Exception, step: int | None = None, resume: str = "") -> None:
@@ -97,8 +151,8 @@ def exit_if_connection_lost(error: Exception, step: int | None = None, resume: s
 
 
 def _can_start_again() -> bool:
-    """Whether the launcher may start the processes again. If it does not, it prints the error."""
-    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    """Whether torch starts the processes again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def _exit(message: str, code: int, is_error: bool = True) -> NoReturn:
@@ -106,7 +160,7 @@ def _exit(message: str, code: int, is_error: bool = True) -> NoReturn:
     time.sleep(1)  # if another process of this node has failed, the launcher sees it first, and sends a signal
     if last_signal():  # the launcher says why the other process exited
         os._exit(code)
-    die(message, code, is_error=is_error)
+    die(message, code, is_error=is_error, is_final=code != LOST)
 
 
 def first_line(error: Exception | str) -> str:

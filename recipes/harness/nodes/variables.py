@@ -17,10 +17,5 @@ def integer_from_environment(variable: str, default: int | None = None, least: i
 
 
 def seconds_to_wait() -> int:
-    """How long a node that starts late is waited for, and one whose processes exit late."""
+    """How long the nodes wait for one that starts late."""
     return integer_from_environment("NODE_WAIT", 600)
-
-
-def seconds_of_silence() -> int:
-    """After how long a node that sends nothing counts as lost."""
-    return integer_from_environment("NODE_SILENCE", 60)

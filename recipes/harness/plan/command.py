@@ -29,10 +29,11 @@ from harness.hub import use_cache_if_unreachable
 from harness.messages import UserError, exit_on_user_error
 from harness.nodes.cluster import nodes_from_environment
 from harness.nodes.hardware import find_gpus, physical_cores
+from harness.plan import processes
 from harness.plan.arguments import PlanArguments, read_arguments
 from harness.plan.values import values_of_recipe
 from harness.signals import set_interrupt_handler
-from harness.start import flags, processes
+from harness.start import flags
 from harness.start.plans import keep_plan
 
 if TYPE_CHECKING:
@@ -437,4 +438,4 @@ if __name__ == "__main__":
             main(*sys.argv[1:])
     except SystemExit as end:
         code = end.code
-    processes.exit_quickly(code or 0)
+    sys.exit(code)

@@ -33,6 +33,7 @@ from harness.plan.allocator import replay
 from harness.plan.fakes import Fakes, count_wrapping, install_steps
 from harness.plan.fused import compile_layers
 from harness.plan.ledger import Counts, Ledger, Peak, counts_of_step, in_order
+from harness.plan.processes import Process
 from harness.plan.shapes import check_bytes, expected_bytes, shapes_of
 from harness.rehearsal import tiny
 from harness.rehearsal.tiny import PLANNED
@@ -40,8 +41,8 @@ from harness.run.parameters import freeze_unused_parts
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
 from harness.start import preparing
 from harness.start.arguments import Arguments
-from harness.start.launch import allocator_settings, set_training_environment
-from harness.start.processes import Process, build_trainer
+from harness.start.machine import allocator_settings
+from harness.start.recipes import build_trainer
 
 import datasets
 import torch
@@ -56,9 +57,12 @@ class Plan(BuildingContext):
     """Runs a recipe until it has built its trainer, for a model and rows of full size that are not loaded."""
 
     is_simulated = True
+    allocator: str = ""  # PYTORCH_ALLOC_CONF
 
     def before_arguments(self, values: argparse.Namespace) -> None:
         values.use_cpu = True
+        given = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+        self.allocator = given or allocator_settings(self.config, values)
         if values.fp16:
             self.no_triton = "fp16 is for GPUs that Triton does not support"
         if self.is_sharded:
@@ -164,12 +168,7 @@ def simulate(
     began, plan, config = cpu_seconds(), Plan(**vars(context)), context.config
     gc.freeze()  # otherwise every garbage collection would look through the libraries
     gc.set_threshold(200_000)
-    set_training_environment(plan)
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
-    settings = settings or allocator_settings(config, Path(plan.recipe), flags)
-    limit = re.search(r"pinned_max_round_threshold_mb:(\d+)", settings)
     ledger = Ledger()
-    ledger.pinned_limit = int(limit[1]) * 2**20 if limit else None
     fakes = make_fakes(ledger)
     if config.distributed_type != "NO":
         os.environ.update(launch_environment(config.path, plan.processes, plan.nodes, plan.recipe))
@@ -184,10 +183,12 @@ def simulate(
     ):
         quiet = ["--output_dir", output_dir, "--report_to", "none", "--disable_tqdm", "true"]
         build_trainer(plan, [*flags, *quiet])
+        limit = re.search(r"pinned_max_round_threshold_mb:(\d+)", plan.allocator)
+        ledger.pinned_limit = int(limit[1]) * 2**20 if limit else None
         simulation = simulate_training(plan, ledger, fakes, with_evaluation, with_all_layers)
     ledger.events = in_order(ledger.events)
     simulation.peaks, simulation.host_peaks = ledger.peaks(), ledger.peaks("host")
-    simulation.reserved, simulation.needed = replay(ledger.sizes(), "expandable_segments:True" in settings)
+    simulation.reserved, simulation.needed = replay(ledger.sizes(), "expandable_segments:True" in plan.allocator)
     simulation.hull, simulation.curve = ledger.hull(), ledger.curve()
     simulation.has_global_batch_flag = "global_batch_size" in plan.arguments[0].given
     simulation.cpu_seconds = cpu_seconds() - began

@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.configs import AccelerateConfig
 from harness.contexts import Context, RecipeStopped
-from harness.start.processes import run_recipe
+from harness.start.recipes import run_recipe
 
 
 @dataclass

@@ -7,6 +7,7 @@ from pathlib import Path
 from harness import folder
 from harness.compat.transformers import transformer_layers
 from harness.data.streams import fill_last_step, repeat_stream
+from harness.launched import end_run, record_end
 from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
 from harness.run.agreement import make_cpu_group, make_group_for_failures
@@ -84,7 +85,7 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     print_once(f"Training {describe_training(modules_with_adapter(trainer.model), parameters)}.")
 
     parts = add_parts(trainer, group, checkpoint, settings, original)
-    stop = StopAfterSignal(group, settings.nodes_change)
+    stop = StopAfterSignal(group)
     del group
     callbacks = [
         MeanEvaluation(trainer, settings.dataset_weights),
@@ -115,12 +116,13 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
         trainer.load_best_checkpoint()
     except KeyboardInterrupt:
         print_once(f"\nStopped at step {trainer.state.global_step}. {folder.resume_hint(output_dir)}")
+        record_end(130)
         os._exit(130)  # other processes may never reach the end of a collective
     code = parts.reader.report_stop() or stop.report_stop(trainer)
     stop.group = parts.reader.group = None  # `Trainer.end` destroys it: what still refers to it would do so again
     if code:
         trainer.end()
-        raise SystemExit(code)
+        end_run(code)
 
     print_best_checkpoint(trainer)
     save_model(trainer, original)

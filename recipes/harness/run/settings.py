@@ -13,7 +13,6 @@ class RunSettings:
 
     config: AccelerateConfig = field(default_factory=AccelerateConfig)
     processes: int = 0  # on all nodes; 0 if no config says how many
-    nodes_change: bool = False  # the run continues when a node is stopped
     tiny: bool = False  # a rehearsal
     identity: dict[str, Any] | None = None  # the content of run.json, if this process is to lock the output directory
     used: dict[str, Any] = field(default_factory=dict)  # values of arguments that are others than was asked for

@@ -8,7 +8,7 @@ from harness.exchange import gather_values
 from harness.messages import UserError, print_once
 from harness.run.agreement import maximum
 from harness.run.sharding import local_tensor
-from harness.signals import NODE_JOINS, OUT_OF_TIME, last_signal, record_signal, set_signal_handler
+from harness.signals import OUT_OF_TIME, last_signal, record_signal, set_signal_handler
 
 import torch
 from torch.distributed import ProcessGroup
@@ -18,9 +18,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 class StopAfterSignal(TrainerCallback):
     """Stops all processes after the step in which one of them received a signal, with a checkpoint."""
 
-    def __init__(self, group: ProcessGroup | None, nodes_change: bool = False) -> None:
-        """`nodes_change`: the run continues when a node is stopped."""
-        self.group, self.nodes_change = group, nodes_change
+    def __init__(self, group: ProcessGroup | None) -> None:
+        self.group = group
         self.signal = 0  # the one that all processes agreed on
         set_signal_handler(record_signal)  # until now a signal ends the process: there is nothing to save
 
@@ -42,12 +41,7 @@ class StopAfterSignal(TrainerCallback):
             return 0
         saved, step = trainer.args.save_strategy != "no", trainer.state.global_step
         name, hint = signal.Signals(self.signal).name, "the same command resumes there" if saved else "without a checkpoint"
-        if self.signal == NODE_JOINS:
-            print_once(f"\nA node joins after step {step}.")
-        elif self.nodes_change and not last_signal():
-            print_once(f"\nAnother node was stopped by {name} after step {step}.")
-        else:
-            print_once(f"\nStopped by {name} at step {step}; {hint}.")
+        print_once(f"\nStopped by {name} at step {step}; {hint}.")
         return OUT_OF_TIME if saved and self.signal == signal.SIGUSR1 else 128 + self.signal
 
 

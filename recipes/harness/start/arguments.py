@@ -34,7 +34,7 @@ from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny
 from harness.run.publishing import take_repository
 from harness.start import checks
-from harness.start.flags import unknown_flag
+from harness.start.flags import check_names, unknown_flag
 from harness.start.record import asked_values, defaults_of, values_of
 
 import trl
@@ -65,7 +65,7 @@ def read_arguments(
     checks.check_numbers(*arguments)
     processes = context.processes or int(os.environ.get("WORLD_SIZE", 1))
     before = context.settings_of_checkpoint(training_args.output_dir)
-    set_steps(arguments, recipe, processes, context.tiny, before, context.most_processes)
+    set_steps(arguments, recipe, processes, context.tiny, before)
     data = settings_of_data(script_args, training_args, dataset_formats, FIRST_ROWS if context.only_first_rows else 0)
     if context.tiny and "max_eval_samples" not in script_args.given:
         data = data.hold_out_at_least(recipe.get("max_eval_samples", ScriptArguments.max_eval_samples))
@@ -88,8 +88,6 @@ class Parser(trl.TrlParser):
         values, rest = super().parse_known_args(*args, **kwargs)
         if rest and not rest[0].startswith("-"):
             raise UserError(f"{rest[0]} is no flag, and no value of the flag before it: RECIPE and CONFIG come first, then flags")
-        if rest:
-            raise UserError(unknown_flag(rest[0], [f"--{name}" for name in vars(values)]))
         self.values = argparse.Namespace(**vars(values))
         self.look(values)
         return values, rest
@@ -109,6 +107,7 @@ def parse_command_line(context: Context, config_class: type, recipe: dict[str, A
     for name in recipe:
         if name not in names:
             raise UserError(f"{Path(context.recipe).name}: {unknown_flag(name, sorted(names))}")
+    check_names(sys.argv[1:], names | {"config"})
     check_config_file(classes, sys.argv[1:])
     parser = Parser(classes, allow_abbrev=False)
     parser.look = context.before_arguments
@@ -230,17 +229,15 @@ def set_steps(
     processes: int,
     is_tiny: bool,
     before: dict[str, Any] | None = None,
-    most_processes: int = 0,
 ) -> None:
     """Sets gradient_accumulation_steps from global_batch_size, and max_steps from max_tokens or the flag num_train_epochs.
 
-    `recipe`: the values of the recipe. `before`: the settings of the checkpoint that the run continues. `most_processes`: on all
-    nodes, some of which may be missing.
+    `recipe`: the values of the recipe. `before`: the settings of the checkpoint that the run continues.
     """
     script_args, training_args, _ = arguments
     set_accumulation_steps(arguments, recipe, processes, is_tiny)
     if "gradient_accumulation_steps" in script_args.given or not script_args.global_batch_size:
-        keep_rows_of_step(script_args, training_args, processes, before or {}, most_processes)
+        keep_rows_of_step(script_args, training_args, processes, before or {})
     if trains_for_epochs(script_args):
         script_args.dataset_streaming = False
         if not is_tiny and "num_train_epochs" not in script_args.given:
@@ -320,18 +317,17 @@ def keep_rows_of_step(
     training_args: TrainingArguments,
     processes: int,
     before: dict[str, Any],
-    most_processes: int = 0,
 ) -> None:
     """Sets gradient_accumulation_steps so that a run has as many rows per step as before, on more or fewer processes.
 
     For runs without a global_batch_size. `before`: the settings of the checkpoint, {} without one. Raises UserError if this
     number of processes cannot have these steps. If gradient_accumulation_steps or the micro-batch were changed, or there is no
-    checkpoint, a step has the rows of `most_processes`, with the nodes that are missing; if that is 0, those of `processes`.
+    checkpoint, a step has the rows of `processes`.
     """
     asked, micro_batch = training_args.gradient_accumulation_steps, training_args.per_device_train_batch_size
     script_args.asked_accumulation_steps = asked  # a checkpoint has what was asked for, and what was used
     if before.get("asked_accumulation_steps") != asked or before["per_device_train_batch_size"] != micro_batch:
-        before = {"gradient_accumulation_steps": asked, "world_size": most_processes or processes}
+        before = {"gradient_accumulation_steps": asked, "world_size": processes}
     micro_batches = before["gradient_accumulation_steps"] * before["world_size"]
     if micro_batches % processes:
         raise UserError(

@@ -33,7 +33,6 @@ def check_numbers(script_args: ScriptArguments, training_args: TrainingArguments
         "max_length": 1,
         "max_tokens": 1,
         "global_batch_size": 1,
-        "max_restarts": 0,
         "lora_r": 1,
         "learning_rate": sys.float_info.min,  # above 0
         "weight_decay": 0,

@@ -11,7 +11,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from harness.instead import INSTEAD, RENAMED
@@ -108,8 +108,12 @@ def _check_source(recipe: Path) -> None:
 
 def check_flags(recipe: Path, words: list[str], more: Iterable[str] = ()) -> None:
     """Raises UserError, with the nearest known flag, if one of `words` is a flag that does not exist. `more`: known names."""
-    names = known_flags(recipe) | set(more)
     check_passwords(words)
+    check_names(words, known_flags(recipe) | set(more))
+
+
+def check_names(words: Iterable[str], names: Collection[str]) -> None:
+    """Raises UserError if one of `words` is a flag that is not in `names`, with what to use instead or the nearest known flag."""
     for word in words:
         if not word.startswith("--"):
             continue

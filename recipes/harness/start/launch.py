@@ -1,89 +1,92 @@
-"""From the command line to a checked run and its processes. launch.sh calls it:
+"""Starts a run on this machine: `python RECIPE` once for each of its GPUs, and passes signals on to these processes.
 
-`python -m harness.start.launch [--tiny] RECIPE.py CONFIG.yaml [--flag value …]`.
+    python -m harness.start.launch [--tiny] RECIPE CONFIG [--max_restarts N] [--flag value …]
+
+It imports neither transformers nor TRL, and does not read the recipe. Several processes are started, and after a crash started
+again, by torch's elastic agent. One process without torch.distributed is a child of this one.
 """
 
 import signal
 
-from harness.signals import set_interrupt_handler
+from harness.signals import SIGNALS, last_signal, record_signal, set_interrupt_handler, set_signal_handler
 
 if __name__ == "__main__":
-    set_interrupt_handler(signal.SIG_DFL)  # while modules are imported
+    set_interrupt_handler(signal.SIG_DFL)  # while modules are imported: they can swallow a KeyboardInterrupt
 
-import ast
 import contextlib
-import hashlib
 import logging
 import os
 import re
-import shlex
+import shutil
+import subprocess
 import sys
-import warnings
-from collections.abc import Callable
+import tempfile
+import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import FrameType
 
-from harness import configs, folder, hub
+from harness import configs
 from harness.configs import AccelerateConfig
-from harness.contexts import CheckedRun, Context
-from harness.messages import NODE_VARIABLE, UserError, exit_on_user_error, plural, print_once
-from harness.nodes.cluster import Nodes, nodes_from_environment, record_exit_code, run_with_srun
+from harness.contexts import rehearsal_hint
+from harness.launched import EXIT_CODE, STARTED, STOPPED, Launched
+from harness.messages import DEBUG_VARIABLE, UserError, exit_on_user_error, plural, print_once
+from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
 from harness.nodes.hardware import physical_cores
-from harness.nodes.network import interface_of
-from harness.nodes.variables import integer_from_environment
-from harness.signals import set_signal_handler
-from harness.start import flags, processes
-from harness.start.plans import copy_plan
+from harness.nodes.network import LOST, UNREACHABLE, first_line, interface_of, interface_to, own_address
+from harness.nodes.variables import integer_from_environment, seconds_to_wait
+from harness.start import flags
+from harness.start.environment import set_environment
 
-if TYPE_CHECKING:
-    from harness.nodes.meeting import Meeting
+import psutil
 
-T = TypeVar("T")
+HOST_ADVICE = "request more memory (SLURM: --mem), stop other programs, or use a config without fsdp_offload_params"
+KILLED = f": it was killed, usually by the kernel because the host's memory was full (`dmesg` shows it): {HOST_ADVICE}"
 
 
 def main(words: list[str]) -> int:
-    """Checks a run, then trains on this node. In a SLURM allocation, it starts itself on every node with srun instead.
+    """Trains on this node. In a SLURM allocation, it starts itself on every node with srun instead.
 
     `words`: [--tiny] RECIPE CONFIG, then the flags of the recipe. Returns the exit code.
     """
-    options = [word for word in words[:1] if word == "--tiny"]
-    recipe, config_path, *arguments = words[len(options) :]
+    tiny = words[:1] == ["--tiny"]
+    recipe, config_path, *arguments = words[tiny:]
     if "--help" in arguments or "-h" in arguments:
         print_once(flags.help_text(Path(recipe)))
         return 0
-    flags.check_flags(Path(recipe), arguments)
     config, nodes = configs.read(config_path), nodes_from_environment()
-    context = Context(recipe, config, nodes=nodes.count, min_nodes=nodes.min_count, tiny=options == ["--tiny"])
-    context.processes = count_processes(context, nodes)
+    per_node = count_processes(recipe, config, nodes, tiny)
     if nodes.is_allocation:
         return run_with_srun(nodes, words)
-    set_environment(context.tiny, config.gpu_ids)
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():  # the latter is its older name
-        os.environ["PYTORCH_ALLOC_CONF"] = allocator_settings(config, Path(recipe), arguments)
-    method = processes.start_server()
-    warnings.filterwarnings("ignore")  # in the launcher only
-    context.attention, context.no_flash, context.no_triton, context.gpu_problem = ask_process(method, gpu_features)
-    if nodes.count > 1:
-        return train_on_several_nodes(nodes, context, options, arguments, method)
-    checked = ask_process(method, run_check, context, arguments)
-    # Not in a `with`: after an error it stays locked until this process exits.
-    held = folder.lock_run(Path(checked.output_dir), checked.identity)
-    copy_plan(context, arguments, Path(checked.output_dir))
-    code = train(method, context, checked, arguments)
-    held.release()
-    return code
+    flags.check_passwords(arguments)
+    max_restarts, arguments = take_max_restarts(arguments)
+    set_environment(tiny, config.gpu_ids)
+    set_environment_of_processes(recipe, config, nodes, per_node, tiny)
+    folder = Path(tempfile.mkdtemp(prefix="run-"))
+    try:
+        os.environ.update(Launched(config_path, tiny, nodes.count, os.getpid(), str(folder)).variables())
+        forward_signals(folder)
+        command = [sys.executable, recipe, *arguments]
+        if config.distributed_type == "NO":
+            code, rank = run_one_process(command, max_restarts, folder), None
+        else:
+            code, rank = run_processes(command, nodes, per_node, max_restarts)
+        for number in (signal.SIGINT, *SIGNALS):
+            signal.signal(number, signal.SIG_IGN)  # the run has ended
+        recorded = folder / EXIT_CODE
+        return int(recorded.read_text()) if recorded.exists() else explain_exit(code, rank)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def count_processes(context: Context, nodes: Nodes) -> int:
-    """How many processes run a config on all nodes. Raises UserError if these are not the machines for it."""
-    config = context.config
+def count_processes(recipe: str, config: AccelerateConfig, nodes: Nodes, tiny: bool) -> int:
+    """How many processes run on each node. Raises UserError if these are not the machines for the config."""
     gpus = nodes.processes or config.num_processes // config.num_machines  # per machine
     if nodes.count == 1 < config.num_machines:
-        if not context.tiny:
+        if not tiny:
             raise UserError(
                 f"{config.name} is for {config.num_machines} machines with {plural(gpus, 'GPU')} each, this is one: start it on "
                 f"each with NNODES={config.num_machines} NODE_RANK=… MASTER_ADDR=…, or with sbatch --nodes "
-                f"{config.num_machines}. {context.rehearsal_hint}"
+                f"{config.num_machines}. {rehearsal_hint(recipe, config)}"
             )
         gpus = nodes.processes or config.num_processes  # a rehearsal runs all processes on this machine
     if config.distributed_type == "NO":
@@ -104,178 +107,136 @@ def count_processes(context: Context, nodes: Nodes) -> int:
             f"{'are' if nodes.count > 1 else 'is'} {plural(nodes.count, 'node')} with {plural(gpus, 'GPU')} each: request other "
             "machines (NPROC_PER_NODE sets the GPUs), or change parallelism_config in a copy of the config"
         )
-    if nodes.min_count % max(1, config.shards // gpus):
-        raise UserError(
-            f"NNODES is {nodes.min_count}:{nodes.count}, but a replica of {config.name} is on {config.shards // gpus} nodes: "
-            f"pass a multiple of {config.shards // gpus} as the first number"
-        )
-    return nodes.count * gpus
+    return gpus
 
 
-def set_environment(tiny: bool, gpu_ids: str = "") -> None:
-    """Sets what the libraries read when they are imported, and what every process needs. `gpu_ids`: of the config.
-
-    Raises UserError for a number of threads that is none, and for variables that accelerate reads instead of the config.
-    """
-    for name in os.environ:
-        if name.startswith("ACCELERATE_USE_") and os.environ[name].lower() in ("1", "true", "yes", "on"):
-            raise UserError(f"{name} is set in the environment, and would change what the config says: unset it")
-    if gpu_ids:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu_ids  # as accelerate does for the processes, and here for the checks too
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads == "":
-        del os.environ["OMP_NUM_THREADS"]
-    elif threads and not re.fullmatch(r"[1-9]\d{0,3}(,[1-9]\d{0,3})*", threads):
-        raise UserError(f"OMP_NUM_THREADS is {threads!r}, expected a number of threads: set another one, or unset it")
-    elif threads:
-        os.environ["OMP_NUM_THREADS"] = threads.split(",")[0]  # accelerate reads no list, which has numbers for nested loops
-    # PyTorch's compiler runs what it finds in its cache: by default a folder in /tmp, which other users can make first.
-    with contextlib.suppress(RuntimeError):  # there is no home
-        if os.access(Path.home(), os.W_OK):
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache/torchinductor"))
-    os.environ["PYTHONUNBUFFERED"] = "1"  # losses reach a log file at once
-    # datasets would tell a server about every file that a process opens, and without a network wait for it.
-    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
-    if tiny:
-        os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-    else:
-        hub.use_cache_if_unreachable()
+def take_max_restarts(arguments: list[str]) -> tuple[int, list[str]]:
+    """The value of --max_restarts, 0 without the flag, and the other flags: the recipe does not have this one."""
+    value, rest = "0", []
+    words = iter(arguments)
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name in ("--max_restarts", "--max-restarts"):
+            value = text if equals else next(words, "")
+        else:
+            rest.append(word)
+    if not re.fullmatch(r"\d{1,6}", value):
+        raise UserError(f"--max_restarts is {value!r}, expected how often to start again after a crash: 0 or more")
+    return int(value), rest
 
 
-def allocator_settings(config: AccelerateConfig, recipe: Path, arguments: list[str]) -> str:
-    """PYTORCH_ALLOC_CONF of a run: how PyTorch allocates GPU memory and pinned host memory.
-
-    Large pinned blocks are neither rounded up nor cached if parameters are offloaded and only an adapter is trained.
-    """
-    settings = "expandable_segments:True"  # less fragmentation of GPU memory
-    is_adapter = flags.is_true("use_peft", arguments, recipe)
-    of_recipe = [ast.unparse(value) for value in flags.recipe_values(recipe, "activation_checkpointing_kwargs")]
-    checkpointing = flags.value_of("activation_checkpointing_kwargs", arguments) or "".join(of_recipe[-1:])
-    offloads_activations = (
-        config.activation_checkpointing_offload
-        or flags.is_true("activation_offloading", arguments, recipe)
-        or re.search("""["']offload["']:\\s*true""", checkpointing, re.IGNORECASE) is not None
-    )
-    if config.offload_params and is_adapter and not offloads_activations:
-        # PyTorch rounds pinned blocks up to powers of two: 19.2 GB of weights take 21.3 GB. So blocks above 1 MB are not rounded.
-        # Such blocks must not be cached either: PyTorch 2.13 can reuse a cached block that is too small (pytorch/pytorch#192722).
-        # All other runs keep the cache: gradients of offloaded weights and offloaded activations are allocated in every step.
-        settings += ",pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
-    return settings
-
-
-def ask_process(method: str, function: Callable[..., T], *arguments: Any) -> T:
-    """What `function` returns in a process of its own, which may use a GPU. Exits as that process does if it fails."""
-    code, answer = processes.call(method, function, *arguments)
-    if code or answer is None:
-        sys.exit(processes.explain_exit(code))
-    return answer
-
-
-def gpu_features() -> tuple[list[str], str, str, str]:
-    from harness.model.gpu_features import find_gpu_features
-
-    return find_gpu_features()
-
-
-def run_check(context: Context, arguments: list[str]) -> CheckedRun:
-    """Checks the machine, and the recipe up to the end of `parse`."""
-    from harness.start.machine import print_untested_versions
-    from harness.start.training import Check
-
-    hide_library_warnings()
-    print_untested_versions()
-    check = Check(**vars(context))
-    processes.run_recipe(check, arguments)
-    if check.checked is None:
-        raise UserError(f"{Path(context.recipe).name} ended without calling parse(): is it a recipe?")
-    return check.checked
-
-
-def hide_library_warnings() -> None:
-    """For commands that run a recipe without training."""
-    warnings.filterwarnings("ignore")
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # a UserError says what is wrong with a file
-
-
-def set_training_environment(context: Context) -> None:
-    """Sets what the processes that train inherit."""
+def set_environment_of_processes(recipe: str, config: AccelerateConfig, nodes: Nodes, per_node: int, tiny: bool) -> None:
+    """Sets what the processes inherit."""
+    # Modules next to the recipe. Python would add their folder itself, but for PYTHONSAFEPATH.
+    paths = [str(Path(recipe).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     # accelerate sets one thread per process. An optimizer on the CPU (offload) needs every core, a rehearsal only one.
-    threads = 1 if context.on_cpu else max(1, physical_cores() * context.nodes // context.processes)
+    threads = 1 if tiny else max(1, physical_cores() // per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    if context.on_cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few
-    if context.nodes == 1 and (loopback := interface_of("127.0.0.1")):
+    if nodes.count == 1 and (loopback := interface_of("127.0.0.1")):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # gloo listens at the address of the machine's name
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={loopback}")  # NCCL would listen at that of another interface
-    if context.config.distributed_type == "NO":
+    if nodes.count > 1 and nodes.another and (interface := interface_to(nodes.another)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo takes the one that the machine's name resolves to
+    if config.distributed_type == "NO":
         # With several visible GPUs, transformers would wrap the model in nn.DataParallel.
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
-def train(method: str, context: Context, checked: CheckedRun, arguments: list[str], meeting: "Meeting | None" = None) -> int:
-    """Runs the recipe in the processes of this node; returns the exit code."""
-    from harness.compat.accelerate import launch_environment
-    from harness.nodes.rendezvous import OneNode, make_rendezvous
-    from harness.start.training import Train
+def forward_signals(folder: Path) -> None:
+    """Passes signals on to the processes as they are, so that a checkpoint is not cut off. `folder`: of `Launched`."""
 
-    training = Train(**vars(context) | {"on_cpu": checked.on_cpu})
-    set_training_environment(training)
-    output_dir = Path(checked.output_dir)
-    restarts = checked.max_restarts
-    if restarts is None:
-        restarts = 3 if context.nodes > 1 else 0
-    if context.config.distributed_type == "NO":
-        return processes.train(method, training, arguments, {}, OneNode(is_distributed=False), output_dir, restarts)
-    variables = launch_environment(context.config.path, context.processes, context.nodes, context.recipe)
-    rendezvous = make_rendezvous(meeting, checked.usable_nodes) if meeting else OneNode()
-    return processes.train(method, training, arguments, variables, rendezvous, output_dir, restarts)
+    def forward(number: int, frame: FrameType | None) -> None:
+        record_signal(number)
+        (folder / STOPPED).write_text(str(number))  # ends processes that are being started
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
+        children = psutil.Process().children()
+        if number == signal.SIGINT:
+            time.sleep(0.5)  # Ctrl-C reaches a single process too, and that prints where it stopped
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
+        if not children and not (folder / STARTED).exists():  # a node that waits for the others
+            print(f"Stopped by {signal.Signals(number).name} before the training began.", file=sys.stderr, flush=True)
+            os._exit(128 + number)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    set_signal_handler(forward)
+    set_interrupt_handler(forward)
 
 
-def train_on_several_nodes(nodes: Nodes, context: Context, options: list[str], arguments: list[str], method: str) -> int:
-    """Meets the launchers of the other nodes, checks in turn, and runs this node's processes."""
-    from harness.nodes.meeting import Meeting
-    from harness.nodes.network import interface_to
+def run_one_process(command: list[str], max_restarts: int, folder: Path) -> int:
+    """Runs a process, again after a crash; returns its exit code, -N for signal N."""
+    for left in range(max_restarts, -1, -1):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(max_restarts - left)  # as torch's agent does
+        os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(max_restarts)
+        code = subprocess.Popen(command).wait()
+        if code == 0 or (folder / EXIT_CODE).exists() or last_signal():
+            break
+    return code
 
-    if nodes.rank:
-        os.environ[NODE_VARIABLE] = str(nodes.rank)
-    facts = {
-        "command": shlex.join([*options, Path(context.recipe).stem, context.config.name, *arguments]),
-        "attention implementation": ", ".join(context.attention),
-        "NPROC_PER_NODE": context.processes // context.nodes,
-    }
-    for path in (context.recipe, context.config.path):
-        facts[f"digest of {Path(path).name}"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
-    with Meeting(nodes, facts) as meeting:
-        context.joins = meeting.joins
-        checked = meeting.check_in_turn(lambda: ask_process(method, run_check, context, arguments))
-        output_dir = Path(checked.output_dir)
-        if checked.saves and not meeting.all_see(output_dir):
-            raise UserError(
-                f"--output_dir: {output_dir} is not the same folder on all nodes, so their checkpoints could not be put "
-                "together: pass a folder on a file system that all nodes share, or --save_strategy no"
-            )
-        # Not before all nodes have checked.
-        held = folder.lock_run(output_dir, checked.identity) if nodes.rank == 0 else None
-        another = meeting.another_address()
-        if another and (interface := interface_to(another)):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)  # gloo takes the one that the machine's name resolves to
-        if nodes.rank == 0:
-            copy_plan(context, arguments, Path(checked.output_dir))
-        code = meeting.run(lambda: train(method, context, checked, arguments, meeting))
-        if held:
-            held.release()
-        return code
+
+def run_processes(command: list[str], nodes: Nodes, per_node: int, max_restarts: int) -> tuple[int, int]:
+    """Runs the processes of this node; returns exit code and rank of the first one that failed, or zeros."""
+    from harness.nodes.rendezvous import ONE_NODE
+
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if not os.environ.get(DEBUG_VARIABLE):
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the messages here replace them
+    config = LaunchConfig(
+        nodes.count,
+        nodes.count,
+        per_node,
+        run_id="run",
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+        signals_to_handle="SIGQUIT",  # the others are passed on; torch would kill the processes 30 s later
+        rdzv_backend=ONE_NODE if nodes.count == 1 else "c10d",
+    )
+    if nodes.count > 1:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # processes that start again need a store of their own
+        config.rdzv_endpoint = f"{nodes.head}:{nodes.port}"
+        config.rdzv_configs |= {"is_host": nodes.rank == 0, "join_timeout": seconds_to_wait()}
+        own = own_address(nodes.head)
+        config.local_addr = nodes.head if own.startswith("127.") else own  # the name of the head can be that of its loopback
+        print(f"Node {nodes.rank} of {nodes.count} meets the others at {config.rdzv_endpoint}.", flush=True)
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return failure.exitcode, rank
+    except RendezvousTimeoutError as error:
+        raise UserError(
+            f"waited {seconds_to_wait()} s (NODE_WAIT) for {plural(nodes.count - 1, 'other node')}: start all nodes with the "
+            "same NNODES, MASTER_ADDR and MASTER_PORT"
+        ) from error
+    except (RendezvousError, DistError) as error:
+        print(f"error: {nodes.head}:{nodes.port} cannot be reached: {first_line(error)}", file=sys.stderr)
+        return UNREACHABLE, 0
+    return 0, 0
+
+
+def explain_exit(exit_code: int, rank: int | None) -> int:
+    """The exit code for the shell, after a message: the process could not print one itself.
+
+    `exit_code`: of the first process that failed, -N for signal N. `rank`: None for a single process.
+    """
+    code = exit_code if exit_code >= 0 else 128 - exit_code
+    if last_signal() and exit_code in (LOST, -signal.SIGKILL):  # another process was stopped before it could record the signal
+        print(f"Stopped by {signal.Signals(last_signal()).name}.", file=sys.stderr)
+        return 128 + last_signal()
+    if code - 128 in SIGNALS:  # training has a handler, with which the process exits by itself
+        print(f"Stopped by {signal.Signals(code - 128).name} before the training began.", file=sys.stderr)
+    elif exit_code < 0 or (code not in (0, 128 + signal.SIGINT, LOST, UNREACHABLE) and rank is not None):
+        reason = KILLED if code == 128 + signal.SIGKILL else "; see its output above"
+        print(f"error: process {rank or 0} failed first (exit code {code}){reason}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":
-    code = 0
-    set_signal_handler(processes.exit_for_signal)
-    set_interrupt_handler(processes.interrupt)
-    try:
-        with exit_on_user_error():
-            code = main(sys.argv[1:])
-    except SystemExit as end:
-        code = end.code
-    record_exit_code(code or 0)
-    processes.exit_quickly(code or 0)
+    with exit_on_user_error():
+        sys.exit(main(sys.argv[1:]))

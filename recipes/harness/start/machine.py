@@ -7,9 +7,11 @@ import shutil
 import sys
 from pathlib import Path
 
+from harness.configs import AccelerateConfig
 from harness.contexts import Context
-from harness.messages import NODE_VARIABLE, UserError, plural, print_once
+from harness.messages import UserError, plural, print_once
 from harness.nodes.hardware import physical_cores
+from harness.start.record import plain
 
 from transformers import TrainingArguments
 from trl import ModelConfig
@@ -34,6 +36,27 @@ def print_untested_versions() -> None:
                 untested.append(f"{package} {found} (tested: {expected})")
     if untested:
         print_once(f"warning: not tested with {', '.join(untested)}")
+
+
+def allocator_settings(config: AccelerateConfig, values: argparse.Namespace) -> str:
+    """PYTORCH_ALLOC_CONF of a run: how PyTorch allocates GPU memory and pinned host memory. It reads that at its first use.
+
+    Large pinned blocks are neither rounded up nor cached if parameters are offloaded and only an adapter is trained. `values`: of
+    all arguments.
+    """
+    settings = "expandable_segments:True"  # less fragmentation of GPU memory
+    checkpointing = plain(values.activation_checkpointing_kwargs) or {}  # the flag has JSON
+    offloads_activations = (
+        config.activation_checkpointing_offload
+        or getattr(values, "activation_offloading", False)  # not of every class of arguments
+        or checkpointing.get("offload")
+    )
+    if config.offload_params and values.use_peft and not offloads_activations:
+        # PyTorch rounds pinned blocks up to powers of two: 19.2 GB of weights take 21.3 GB. So blocks above 1 MB are not rounded.
+        # Such blocks must not be cached either: PyTorch 2.13 can reuse a cached block that is too small (pytorch/pytorch#192722).
+        # All other runs keep the cache: gradients of offloaded weights and offloaded activations are allocated in every step.
+        settings += ",pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:1"
+    return settings
 
 
 def count_gpus() -> int:
@@ -64,8 +87,6 @@ def must_use_cpu(context: Context, values: argparse.Namespace) -> bool:
         return True
     needed, found = context.processes // context.nodes, count_gpus()
     if found >= needed:
-        if context.gpu_problem:
-            raise UserError(context.gpu_problem)
         return False
     if context.tiny:
         return True
@@ -126,7 +147,7 @@ def print_few_cores(context: Context) -> None:
     """Prints a warning if this node has fewer cores than GPUs, as in a SLURM job without --cpus-per-task."""
     gpus, cores = context.processes // context.nodes, physical_cores()
     if not context.on_cpu and cores < gpus:
-        node = os.environ.get(NODE_VARIABLE, "0")
+        node = os.environ.get("GROUP_RANK", "0")
         print(
             f"warning: node {node} gives this run {plural(cores, 'core')} for {gpus} GPUs, so the processes wait "
             "for each other: ask for more (SLURM: --cpus-per-task, 8 for each GPU)",

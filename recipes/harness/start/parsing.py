@@ -10,18 +10,25 @@ from harness import contexts
 from harness.compat.transformers import never_ask_for_code
 from harness.messages import is_first_process
 from harness.start.arguments import Arguments, read_arguments
-from harness.start.training import start_without_launcher
+from harness.start.recipes import begin_process, report_failures_of
+from harness.start.training import context_of_process
 
 from accelerate.utils import check_cuda_p2p_ib_support
 
 
 def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **recipe: Any) -> Arguments:
     """See `harness.parse`, which turns a UserError into one message and exit code 2."""
-    context = contexts.current() or start_without_launcher()
+    context, trains = contexts.current(), contexts.current() is None
+    if trains:
+        context = context_of_process()
+        begin_process()
+        report_failures_of(context)
     quiet_libraries()
     never_ask_for_code()
     disable_peer_to_peer()
     arguments = read_arguments(context, config_class, dataset_formats, recipe)
+    if trains:
+        report_failures_of(context)  # again: torch puts its own hook around it when it connects the processes
     context.arguments = arguments
     context.prepare(arguments)
     return arguments

@@ -19,7 +19,7 @@ from typing import Any
 
 from harness import folder
 from harness.contexts import Context
-from harness.messages import NODE_VARIABLE
+from harness.launched import launched
 
 PROJECT = Path(__file__).resolve().parents[3]
 SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD)$")
@@ -100,27 +100,25 @@ def values_of(*objects: Any) -> dict[str, Any]:
     return {name: without_secrets(plain(getattr(part, name))) for name, part in names.items()}
 
 
-def command_of(context: Context, is_checked: bool) -> str:
-    """The command line of this start. `is_checked`: by launch.sh."""
+def command_of(context: Context) -> str:
+    """The command line of this start."""
     words = [Path(sys.executable).name, *sys.argv]
-    if is_checked:
+    if launched():
         files = [Path(context.recipe), Path(context.config.path)]
         names = [file.stem if file.resolve().is_relative_to(PROJECT) else str(file) for file in files]
         words = ["./launch.sh", *(["--tiny"] if context.tiny else []), *names, *sys.argv[1:]]
     return without_secrets(shlex.join(words))
 
 
-def record_start(context: Context, output_dir: Path, asked: dict[str, dict[str, Any]], is_checked: bool) -> None:
-    """Adds this start to starts.json. On the first node only: the others start with the same command."""
-    if NODE_VARIABLE in os.environ:
-        return
+def record_start(context: Context, output_dir: Path, asked: dict[str, dict[str, Any]]) -> None:
+    """Adds this start to starts.json."""
     from harness.run.results import versions  # imports torch
 
     checkpoint = folder.newest_complete_checkpoint(output_dir)
     start = {
         "started": datetime.datetime.now().isoformat(timespec="seconds"),
         "host": platform.node(),
-        "command": command_of(context, is_checked),
+        "command": command_of(context),
         "working_directory": str(Path.cwd()),
         "processes": context.processes,
         "nodes": context.nodes,

@@ -1,27 +1,32 @@
-"""The contexts of a run: `Check` in one process before it starts, `Train` in each of its processes."""
+"""The context of a run, in each of its processes: what `parse` does before the training."""
 
 import argparse
 import atexit
 import hashlib
 import json
 import os
+import platform
 import sys
+import tempfile
+import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from harness import configs, contexts, folder
-from harness.batches import rows_of_step
-from harness.compat.accelerate import allow_fsdp_on_cpu
+from harness.compat.accelerate import allow_fsdp_on_cpu, launch_environment
 from harness.compat.datasets import map_in_one_process
-from harness.contexts import CheckedRun, Context, RecipeStopped
+from harness.contexts import Context
 from harness.data import reading
-from harness.messages import UserError, plural, print_once
+from harness.exchange import gather_values
+from harness.launched import launched
+from harness.messages import UserError, is_first_process, print_once
 from harness.model.attention import print_attention
-from harness.model.gpu_features import VARLEN, why_not_triton
+from harness.model.gpu_features import GpuFeatures, find_gpu_features
 from harness.model.quantized import quantize_once, use_quantized_weights
-from harness.nodes.network import check_all_reduce, wait_for_first_process
+from harness.nodes.hardware import is_on_local_disk
+from harness.nodes.network import answer_of_first, check_all_reduce, is_of_several, publish_of_node, values_of_nodes
 from harness.rehearsal import tiny
 from harness.run import session
 from harness.run.marker import settings_of_checkpoint
@@ -45,72 +50,50 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments, set_seed
 from trl.data_utils import is_conversational
 
+SEEN_BY_ALL = ".seen-by-all-nodes-"  # begins the name of a file by which nodes find out whether they share a folder
 CONVERSATIONS = 16  # for evaluation, that a run keeps for --verify
 
 
 @dataclass
-class RunContext(Context):
-    """Of a run: it continues the one in its output directory, if there is one."""
+class Train(Context):
+    """Trains. The first process checks the run and claims its output directory, while the others wait."""
 
     is_training_run = True
+    settings: RunSettings = field(default_factory=RunSettings)
 
     def settings_of_checkpoint(self, output_dir: str) -> dict[str, Any]:
         return settings_of_continued_run(self, output_dir)
 
-
-@dataclass
-class Check(RunContext):
-    """Checks a run and claims its output directory. Ends the recipe after `parse`."""
-
-    checked: CheckedRun | None = None
-
     def before_arguments(self, values: argparse.Namespace) -> None:
-        self.on_cpu = values.use_cpu = machine.must_use_cpu(self, values)
-
-    def prepare(self, arguments: Arguments) -> None:
-        machine.check_shared_memory(self)
-        machine.print_few_cores(self)
-        script_args, training_args, _ = arguments
-        usable = usable_numbers_of_nodes(self, training_args)
-        identity = check_and_claim_run(self, arguments)
-        saves, restarts = training_args.save_strategy != "no", script_args.max_restarts
-        self.checked = CheckedRun(training_args.output_dir, identity, self.on_cpu, saves, restarts, usable)
-        raise RecipeStopped
-
-
-@dataclass
-class Train(RunContext):
-    """Trains. `is_checked` is False without launch.sh: then the first process checks the run while the others wait."""
-
-    is_checked: bool = True
-    settings: RunSettings = field(default_factory=RunSettings)
-
-    def before_arguments(self, values: argparse.Namespace) -> None:
-        if not self.is_checked:
-            self.on_cpu = values.use_cpu
+        if launched():
+            self.on_cpu = machine.must_use_cpu(self, values)
+        else:
+            self.on_cpu = self.on_cpu or values.use_cpu
             check_start_without_launcher(self, values)
         values.use_cpu = self.on_cpu
+        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():  # the latter is its older name
+            os.environ["PYTORCH_ALLOC_CONF"] = machine.allocator_settings(self.config, values)
+        if self.on_cpu:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few
         if self.is_sharded and self.on_cpu:
             allow_fsdp_on_cpu()
 
     def prepare(self, arguments: Arguments) -> None:
         script_args, training_args, model_args = arguments
-        if not self.is_checked and training_args.device.type == "cuda":
-            machine.check_one_gpu(training_args)
-            self.attention, self.no_triton = features_of_gpu(training_args.device), why_not_triton()
-        identity = None
-        if not self.is_checked and training_args.process_index == 0:
-            identity = check_and_claim_run(self, arguments, is_checked=False)
-        else:
+        publish_of_node(facts_of_node(self, training_args))
+        answer = answer_of_first(lambda: self.check_run(arguments))
+        features = GpuFeatures(*answer["features"])
+        self.attention, self.no_flash, self.no_triton = features.attention, features.no_flash, features.no_triton
+        training_args.gradient_accumulation_steps = answer["gradient_accumulation_steps"]
+        if training_args.process_index:
             set_model_options(self, arguments)
             replace_model_and_dataset(self, arguments)
+        if self.nodes > 1 and training_args.save_strategy != "no":
+            check_folder_is_shared(Path(training_args.output_dir), answer["file"])
         if model_args.load_in_4bit and self.is_sharded:
+            answer_of_first(lambda: quantize_once(model_args), first_of_node=True)
             use_quantized_weights(model_args, training_args)
-        if not self.is_checked and training_args.world_size > 1:
-            wait_for_first_process()
-        if self.min_nodes and training_args.process_index == 0:
-            record_other_number_of_processes(self, arguments)
-        prepare_process(self, arguments, folder.date_of(folder.read_json(Path(training_args.output_dir, folder.RUN))))
+        prepare_process(self, arguments, datetime.fromisoformat(answer["identity"]["date"]))
         set_seed(training_args.seed)  # before a recipe makes a model: all processes make the same
         if training_args.world_size > 1:
             map_in_one_process()
@@ -119,15 +102,29 @@ class Train(RunContext):
         self.settings = RunSettings(
             config=self.config,
             processes=self.processes,
-            nodes_change=self.min_nodes > 0,
             tiny=self.tiny,
-            identity=identity,
+            identity=answer["identity"] if training_args.process_index == 0 else None,
             profile=script_args.profile,
             dataset_weights={source.label: source.weight for source in data.sources} if data.is_mixture else None,
             asked_accumulation_steps=script_args.asked_accumulation_steps,
             repository=script_args.repository,
             prompt={"rows": None, "chat_template_kwargs": script_args.chat_template_kwargs},
         )
+
+    def check_run(self, arguments: Arguments) -> dict[str, Any]:
+        """What the first process does: checks the run, claims its output directory; returns what all processes need of it."""
+        training_args = arguments[1]
+        self.attention, self.no_flash, self.no_triton, problem = features = features_of_nodes(self, training_args)
+        if problem:
+            raise UserError(problem)
+        identity = check_and_claim_run(self, arguments)
+        if training_args.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # the run has not begun
+        answer = {"features": list(features), "identity": identity, "file": ""}
+        if self.nodes > 1:
+            file, answer["file"] = tempfile.mkstemp(dir=training_args.output_dir, prefix=SEEN_BY_ALL)
+            os.close(file)
+        return answer | {"gradient_accumulation_steps": training_args.gradient_accumulation_steps}
 
     def tokenized(self, trainer: Trainer, split: str, rows: Any, tokenized: Any) -> None:
         """Records how prompts look, and keeps the first evaluation conversations, with their tokens.
@@ -155,19 +152,82 @@ class Train(RunContext):
         atexit.register(trainer.end)
 
 
-def start_without_launcher() -> Train:
-    """The context of a recipe that was started by `accelerate launch`, torchrun or python; from here on that of this process."""
-    context = Train(recipe=sys.argv[0], is_checked=False)
-    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
+def context_of_process() -> Train:
+    """The context of a recipe that is started to train, by launch.sh, `accelerate launch`, torchrun or python."""
+    context = Train(recipe=sys.argv[0])
+    if call := launched():
+        context.config, context.tiny, context.nodes = configs.read(call.config), call.tiny, call.nodes
+        context.processes = int(os.environ.get("WORLD_SIZE", 1))
+        if context.config.distributed_type != "NO":
+            os.environ.update(launch_environment(call.config, context.processes, context.nodes, context.recipe))
+    elif "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
         context.config = configs.read(config_of_accelerate_launch())
         context.processes = int(os.environ.get("WORLD_SIZE", 1))
     contexts.set_current(context)
+    if launched() and (restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))):
+        print_once(
+            f"Started again after a crash, {restarts} of {os.environ['TORCHELASTIC_MAX_RESTARTS']} times (--max_restarts)."
+        )
     return context
 
 
-def features_of_gpu(device: torch.device) -> list[str]:
-    """The attention implementations that the GPU of this process supports; launch.sh asks for all processes."""
-    return [VARLEN] if torch.cuda.get_device_capability(device) >= (8, 0) else []
+def facts_of_node(context: Train, training_args: TrainingArguments) -> dict[str, Any] | None:
+    """What the first process of the run must know of this node, found by the first process of the node; None in the others."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return None
+    features = GpuFeatures([])
+    try:
+        machine.check_one_gpu(training_args)
+        machine.check_shared_memory(context)
+        machine.print_few_cores(context)
+        if training_args.device.type == "cuda":
+            features = find_gpu_features()
+    except UserError as error:
+        features = GpuFeatures([], problem=str(error))
+    files = {
+        Path(path).name: hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        for path in (context.recipe, context.config.path)
+        if path
+    }
+    return {"host": platform.node(), "command": sys.argv[1:], "files": files, "features": list(features)}
+
+
+def features_of_nodes(context: Train, training_args: TrainingArguments) -> GpuFeatures:
+    """What the GPUs of all nodes can. Raises UserError if nodes were started differently."""
+    nodes = values_of_nodes() if is_of_several() else [facts_of_node(context, training_args)]
+    for number, node in enumerate(nodes):
+        place = f"node {number} ({node['host']}): " if len(nodes) > 1 else ""
+        if problem := GpuFeatures(*node["features"]).problem:
+            raise UserError(f"{place}{problem}")
+        for fact in ("command", "files"):
+            if node[fact] != nodes[0][fact]:
+                raise UserError(
+                    f"{place}was started with other {'flags' if fact == 'command' else 'files'} than {nodes[0]['host']}: "
+                    f"{node[fact]}, there {nodes[0][fact]}: start all nodes with the same command and the same files"
+                )
+    features = [GpuFeatures(*node["features"]) for node in nodes]
+    return GpuFeatures(
+        [name for name in features[0].attention if all(name in node.attention for node in features)],
+        *(next(filter(None, reasons), "") for reasons in zip(*(node[1:3] for node in features), strict=True)),
+    )
+
+
+def check_folder_is_shared(output_dir: Path, file: str) -> None:
+    """Raises UserError unless all nodes see the `file` of the first process. Collective.
+
+    Network file systems can show a new file late.
+    """
+    deadline = time.monotonic() + (2 if is_on_local_disk(output_dir) else 90)
+    while not (sees := Path(file).exists()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+        os.scandir(output_dir).close()
+    if not all(gather_values(sees)):
+        raise UserError(
+            f"--output_dir: {output_dir} is not the same folder on all nodes, so their checkpoints could not be put together: "
+            "pass a folder on a file system that all nodes share, or --save_strategy no"
+        )
+    if is_first_process():
+        Path(file).unlink()
 
 
 def check_start_without_launcher(context: Train, values: argparse.Namespace) -> None:
@@ -211,10 +271,8 @@ def settings_of_continued_run(context: Context, output_dir: str) -> dict[str, An
         raise UserError(f"--output_dir: {output_dir} cannot be read ({error.strerror}): choose another folder") from error
 
 
-def check_and_claim_run(context: Context, arguments: Arguments, is_checked: bool = True) -> dict[str, Any]:
-    """Checks a run, claims its output directory, and quantizes its model if that is needed; returns its run.json.
-
-    `is_checked`: see `Train`.
+def check_and_claim_run(context: Context, arguments: Arguments) -> dict[str, Any]:
+    """Checks a run, claims its output directory; returns its run.json.
 
     Raises UserError for what the user can fix. Exits if the run is finished. Prints what differs from what was asked for. The
     arguments then name what is loaded instead of the model and the dataset.
@@ -227,7 +285,7 @@ def check_and_claim_run(context: Context, arguments: Arguments, is_checked: bool
 
     output_dir, is_default = Path(training_args.output_dir), training_args.output_dir == context.default_output_dir
     identity = identity_of_run(context, arguments)
-    folder.check_output_dir(output_dir, identity, is_default, context.joins)
+    folder.check_output_dir(output_dir, identity, is_default)
     check_model_and_dataset(context, arguments)
     if script_args.repository and not context.tiny:
         check_repository(script_args.repository)
@@ -242,48 +300,11 @@ def check_and_claim_run(context: Context, arguments: Arguments, is_checked: bool
         folder.exit_if_finished(output_dir, identity, *length)
     began = folder.date_of(folder.read_json(output_dir / folder.RUN)) or datetime.now()
     identity["date"] = began.isoformat(timespec="seconds")
-    if not (context.joins and (output_dir / folder.RUN).is_file()):
-        folder.claim_output_dir(output_dir, identity, is_default)
-    record_start(context, output_dir, script_args.asked, is_checked)
+    folder.claim_output_dir(output_dir, identity, is_default)
+    record_start(context, output_dir, script_args.asked)
     print_differences(context, arguments)
     replace_model_and_dataset(context, arguments)
-    if model_args.load_in_4bit and context.is_sharded:
-        quantize_once(model_args)
     return identity
-
-
-def record_other_number_of_processes(context: Context, arguments: Arguments) -> None:
-    """Adds an entry to starts.json if the processes have started again on another number of nodes."""
-    script_args, training_args, _ = arguments
-    output_dir = Path(training_args.output_dir)
-    starts = folder.read_starts(output_dir)
-    if starts and starts[-1].get("processes") != context.processes:
-        record_start(context, output_dir, script_args.asked, is_checked=True)
-
-
-def usable_numbers_of_nodes(context: Context, training_args: TrainingArguments) -> list[int]:
-    """On how many nodes the run can train as many rows per step, in whole replicas; the largest number last.
-
-    Raises UserError if the smallest number of NNODES=MIN:MAX is none of them.
-    """
-    if not context.min_nodes:
-        return [context.nodes]
-    if training_args.save_strategy == "no":
-        raise UserError(
-            "--save_strategy no: a run with NNODES=MIN:MAX resumes from a checkpoint when the nodes change: save some"
-        )
-    rows, per_node = rows_of_step(training_args, context.processes), context.processes // context.nodes
-    of_replica = max(1, context.config.shards // per_node)  # nodes
-    per_step = training_args.per_device_train_batch_size * per_node  # the fewest rows of a node
-    counts = range(context.min_nodes, context.nodes + 1)
-    usable = [count for count in counts if rows % (per_step * count) == 0 and count % of_replica == 0]
-    if context.min_nodes not in usable:
-        raise UserError(
-            f"NNODES is {context.min_nodes}:{context.nodes}, but a step has {rows} rows, and on "
-            f"{plural(context.min_nodes, 'node')} it needs a multiple of {per_step * context.min_nodes}: pass another "
-            "--global_batch_size, or other numbers in NNODES"
-        )
-    return usable
 
 
 def print_differences(context: Context, arguments: Arguments) -> None:

@@ -1,0 +1,125 @@
+"""A recipe in this process: how its failures are reported, and running one for a command that needs its trainer."""
+
+import atexit
+import functools
+import multiprocessing
+import multiprocessing.util  # its exit handler is registered before ours, so it runs after it
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from harness import contexts
+from harness.contexts import BuildingContext, Context
+from harness.hub import HubLost
+from harness.launched import end_of_imports, record_end
+from harness.messages import UserError, exit_on_user_error
+from harness.run.failures import exit_for_known_failure, raise_if_of_library
+from harness.signals import OUT_OF_TIME, SIGNALS, last_signal
+
+DAEMON_TIMEOUT = 2  # seconds for the daemons of a process to exit when it exits
+
+
+def report_failures_of(context: Context) -> None:
+    """Makes this process end with one message, and the right exit code, when the recipe that runs in it fails."""
+    sys.excepthook = functools.partial(_end_process, context)
+
+
+def begin_process() -> None:
+    """What a process that trains does when its imports are done."""
+    end_of_imports()
+    atexit.register(_prepare_exit)
+
+
+def _end_process(context: Context, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """The `sys.excepthook` of a recipe. It exits itself: Python would exit with code 1."""
+    code = 1
+    try:
+        with exit_on_user_error():
+            report_failure(context, error)
+    except SystemExit as end:
+        code = end.code
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def report_failure(context: Context, error: BaseException) -> None:
+    """Exits with a message about an error of a recipe, or raises UserError."""
+    if isinstance(error, UserError | KeyboardInterrupt):
+        raise error
+    if isinstance(error, HubLost):
+        print(f"error: {error}. The same command resumes later", file=sys.stderr, flush=True)
+        record_end(OUT_OF_TIME)
+        sys.exit(OUT_OF_TIME)
+    path = context.recipe
+    if isinstance(error, Exception):
+        exit_for_known_failure(error)
+        if context.arguments and is_about_a_conversation(error):
+            from harness.data.checking import find_refused_row
+
+            if refused := find_refused_row(*context.arguments):
+                raise refused from error
+        if not context.has_trained:
+            raise_if_of_library(error, path)
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(3)  # if all processes fail alike, the first one prints its traceback, and the launcher stops the others
+        if last_signal():
+            sys.exit(1)
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename != path:  # from the recipe's own lines on
+        trace = trace.tb_next
+    sys.__excepthook__(type(error), error.with_traceback(trace), trace)
+    sys.exit(1)
+
+
+def is_about_a_conversation(error: Exception) -> bool:
+    """Whether a chat template has failed, with whatever error, or has marked no answer."""
+    files = {Path(frame.f_code.co_filename).name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    in_subprocess = "chat_template_utils.py" in str(error.__cause__)  # --dataset_num_proc
+    is_of_template = "chat_template_utils.py" in files or in_subprocess or type(error).__module__.startswith("jinja2")
+    return is_of_template or "has no assistant tokens" in str(error)
+
+
+def run_recipe(context: Context, flags: list[str]) -> None:
+    """Does what `python RECIPE flags` does, as far as its context needs it. Known failures are one message."""
+    sys.argv = [context.recipe, *flags]
+    sys.path.insert(0, str(Path(context.recipe).parent))
+    try:
+        with contexts.active(context):
+            runpy.run_path(context.recipe, run_name="__main__")
+    except Exception as error:
+        report_failure(context, error)
+
+
+def build_trainer(context: BuildingContext, flags: list[str]) -> Any:
+    """Runs a recipe until it calls `train`; returns the trainer that it has built."""
+    run_recipe(context, flags)
+    if context.trainer is None:
+        raise UserError(f"{Path(context.recipe).name} ended without calling train(): is it a recipe?")
+    return context.trainer
+
+
+def _prepare_exit() -> None:
+    """Runs before the exit handler of multiprocessing, which waits for daemons, such as workers that ignore SIGTERM.
+
+    They have some time, because a Pool ends its workers itself.
+    """
+    for number in (signal.SIGINT, *SIGNALS):  # the run has ended: a signal would only interrupt the exit handlers
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise when a worker is killed
+    timer = threading.Timer(DAEMON_TIMEOUT, _kill_daemons)
+    timer.daemon = True
+    timer.start()
+
+
+def _kill_daemons() -> None:
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()

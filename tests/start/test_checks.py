@@ -174,7 +174,7 @@ def test_dtype_of_sharded_4bit_weights_in_a_recipe(error_of):
 def test_fewer_cores_than_gpus_are_a_warning(monkeypatch, capsys, cores, on_cpu, warned):
     """On every node. A rehearsal on the CPU has fewer on purpose."""
     monkeypatch.setattr(machine, "physical_cores", lambda: cores)
-    monkeypatch.setenv("HARNESS_NODE", "1")
+    monkeypatch.setenv("GROUP_RANK", "1")
     machine.print_few_cores(Context("a.py", processes=8, nodes=2, on_cpu=on_cpu))
     printed = capsys.readouterr().err
     assert (printed.startswith("warning: node 1 gives this run 1 core for 4 GPUs") and "--cpus-per-task" in printed) == warned

@@ -35,7 +35,7 @@ FLAGS_INSTEAD = {
 INSTEAD = {name: f"pass --{flag}" for flag, names in FLAGS_INSTEAD.items() for name in names} | {
     "cpu_offload": "use a config with fsdp_offload_params: true, such as 1x3090_offload",
     "early_stopping_patience": "give the trainer of the recipe a transformers.EarlyStoppingCallback",
-    "max_restarts": "./launch.sh reads it, torchrun has --max-restarts",
+    "max_restarts": "./launch.sh reads it, and torchrun has an option of its own",
     "logging_dir": "set the variable TENSORBOARD_LOGGING_DIR",
     "mirror": "pass an --output_dir in a bucket that is mounted (SkyPilot's mode MOUNT_CACHED, see docs/several-machines.md)",
     "num_cpu_threads_per_process": "set the variable OMP_NUM_THREADS",

@@ -9,7 +9,6 @@ from harness.messages import UserError
 from harness.model import attention, gpu_features, varlen
 from harness.plan.simulation import Plan
 from harness.rehearsal import tiny
-from harness.start.training import features_of_gpu
 
 import pytest
 import torch
@@ -156,12 +155,6 @@ def test_choice(tmp_path, family, sizes, arguments, context, expected):
             attention.set_attention(training_args, model_args, context)
     else:
         attention.set_attention(training_args, model_args, context)
-
-
-@pytest.mark.parametrize(("capability", "expected"), [((8, 0), ["varlen"]), ((7, 5), [])])
-def test_without_launcher_a_process_asks_its_own_gpu(monkeypatch, capability, expected):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: capability)
-    assert features_of_gpu(torch.device("cuda")) == expected
 
 
 def test_a_plan_simulates_other_flash_attention_as_varlen(tmp_path):

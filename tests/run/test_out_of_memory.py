@@ -6,7 +6,7 @@ from harness.configs import AccelerateConfig
 from harness.contexts import Context
 from harness.run import failures, session, stopping
 from harness.run.settings import RunSettings
-from harness.start import processes
+from harness.start import launch, recipes
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_recipe_that_runs_out_of_memory(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.path", [*sys.path])
     monkeypatch.setattr("sys.argv", [])
     with pytest.raises(SystemExit, match="12"):
-        processes.run_recipe(Context(str(path), AccelerateConfig()), [])
+        recipes.run_recipe(Context(str(path), AccelerateConfig()), [])
     error = capsys.readouterr().err
     assert error.strip().count("\n") == 0 and error.strip().startswith("error: ") and "Traceback" not in error
 
@@ -87,6 +87,6 @@ def test_recipe_that_runs_out_of_memory(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("code", [-9, 137])
 def test_killed_process(capsys, code):
     """The message names host memory as the usual reason."""
-    assert processes.explain_exit(code, 1) == 137
+    assert launch.explain_exit(code, 1) == 137
     message = capsys.readouterr().err
     assert "process 1 failed first (exit code 137): it was killed" in message and "memory was full" in message

@@ -34,12 +34,12 @@ from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
 from harness.nodes.hardware import physical_cores
 from harness.nodes.network import LOST, UNREACHABLE, first_line, interface_of, interface_to, own_address
 from harness.nodes.variables import integer_from_environment, seconds_to_wait
+from harness.run.failures import HOST_ADVICE
 from harness.start import flags
 from harness.start.environment import set_environment
 
 import psutil
 
-HOST_ADVICE = "request more memory (SLURM: --mem), stop other programs, or use a config without fsdp_offload_params"
 KILLED = f": it was killed, usually by the kernel because the host's memory was full (`dmesg` shows it): {HOST_ADVICE}"
 
 

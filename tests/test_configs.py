@@ -15,10 +15,10 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin
 from conftest import CONFIGS, ROOT
-from fuzz import BOMB
 
 FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
 WRAP = "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+BOMB = "[" + ", ".join(f"&a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 1}]" for n in range(9)) + "]"  # 9^9 items
 OBVIOUS = {"distributed_type", "num_processes", "num_machines", "fsdp_config", "fsdp_version", "parallelism_config"}
 CONTRADICTION = ("reshard_after_forward: false", "reshard_after_backward: false", "reduce_each_batch: true")
 
@@ -164,9 +164,8 @@ def test_no_config():
         (FSDP + WRAP + "  fsdp_ignored_modules: [a]\n", ["fsdp_ignored_modules is ['a'], expected a regular expression"]),
         (
             FSDP + WRAP + "  fsdp_ignored_modules: (\n",
-            ["fsdp_ignored_modules is '(', expected a regular expression: it is no regular expression: missing )"],
+            ["fsdp_ignored_modules is '(', expected a regular expression"],
         ),
-        (FSDP + WRAP + "  fsdp_ignored_modules: ([a-z_.]+)+!\n", ["fsdp_ignored_modules", "takes too long"]),
         ("distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n", ["fsdp_config", "FSDP"]),
         (FSDP + WRAP + "  fsdp_state_dict_type: SHARDED_STATEDICT\n", ["fsdp_state_dict_type", "SHARDED_STATE_DICT"]),
         (

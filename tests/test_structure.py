@@ -12,7 +12,7 @@ pytestmark = pytest.mark.unit
 HARNESS = ROOT / "recipes/harness"
 # From the bottom to the top. A module may import from its own level and from those before it.
 LEVELS = [
-    ["signals", "launched", "messages", "instead", "restarts", "json_types", "patterns"],
+    ["signals", "launched", "messages", "instead", "restarts"],
     ["compat", "batches", "exchange"],
     ["configs", "contexts", "folder", "hub"],
     ["nodes"],

@@ -15,12 +15,9 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from types import NoneType
-from typing import Any, NotRequired
+from typing import Any
 
-from harness.json_types import Types, shorten, wrong_type
-from harness.messages import UserError, last_line, print_once
-from harness.patterns import problem_of_pattern
+from harness.messages import UserError, print_once
 from harness.restarts import LENGTHS, Changes, before_and_now, changed_settings, keep_settings, must_be_equal
 
 from filelock import FileLock, Timeout
@@ -46,59 +43,8 @@ MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "setti
 # What is there once a run has trained: such a folder belongs to its run.
 TRAINED = ("checkpoint-*", "damaged-checkpoint-*", "*.safetensors", RESULTS)
 
-# What this project reads from run.json, and from train_results.json.
-RUN_TYPES: Types = {
-    "recipe": str,
-    "config": str,
-    "tiny": bool,
-    "model": NotRequired[str | None],
-    "datasets": NotRequired[list[str]],
-    "data_files": list[tuple[str, int, int]],  # name, size and time
-    "settings": NotRequired[dict],
-    "defaults": NotRequired[dict],
-    "chat_template_kwargs": NotRequired[dict[str, Any] | None],
-}
-RESULT_TYPES: Types = {
-    "global_step": int,
-    "epoch": float | None,
-    "final_loss": float | None,
-    "quantization": NotRequired[dict[str, Any]],
-    "quantized_weights": NotRequired[str],
-}
-PROMPT_TYPES: Types = {
-    "rows": str | None,
-    "begins": NotRequired[str],
-    "ends": NotRequired[str],
-    "chat_template_kwargs": NotRequired[dict[str, Any] | None],
-}
 
-
-ADAPTER_TYPES: Types = {
-    "peft_type": str,
-    "base_model_name_or_path": str | None,
-    "revision": NotRequired[str | None],
-    "r": NotRequired[int],
-    "lora_alpha": NotRequired[float],
-    "lora_dropout": NotRequired[float],
-    "bias": NotRequired[str],
-    "rank_pattern": NotRequired[dict[str, int]],
-    "alpha_pattern": NotRequired[dict[str, float]],
-    "modules_to_save": NotRequired[list[str] | None],
-    "target_modules": NotRequired[list[str] | str | None],
-    "exclude_modules": NotRequired[list[str] | str | None],
-    "target_parameters": NotRequired[list[str] | None],
-    "layers_to_transform": NotRequired[list[int] | int | None],
-    "layers_pattern": NotRequired[list[str] | str | None],
-    **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out", "ensure_weight_tying", "lora_bias"), NotRequired[bool]),
-    "megatron_config": NotRequired[NoneType],  # with which PEFT imports any module that `megatron_core` names
-}
-
-# What a run reads from data.json at its end: of a mixture, each dataset.
-DATASET_TYPES: Types = {"label": str, "epoch_rows": NotRequired[int], "used_rows": NotRequired[int]}
-DATA_TYPES: Types = {"datasets": NotRequired[list[DATASET_TYPES]]}
-
-
-class DamagedFile(UserError, ValueError):
+class DamagedFile(UserError):
     """A JSON file of a run that cannot be read."""
 
 
@@ -129,30 +75,17 @@ def remove_link(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def read_json(path: Path, expected: Types | None = None) -> dict:
-    """The content of a file of `write_json`, {} if there is none. Raises DamagedFile if it is something else."""
-    return parse_json(path.read_bytes(), str(path), expected) if path.is_file() else {}
-
-
-def parse_json(text: str | bytes, name: str, expected: Types | None = None) -> dict:
-    """A JSON object that has at least the keys in `expected`, with values of these types. Raises DamagedFile for anything else.
-
-    `name`: of the file, for the message.
-    """
+def read_json(path: Path, *keys: str) -> dict:
+    """The content of a JSON file, {} if there is none. Raises DamagedFile if it is no object, or lacks one of `keys`."""
+    if not path.is_file():
+        return {}
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DamagedFile(f"{name} is damaged ({error}): restore it from a copy, or delete it") from error
-    if not isinstance(content, dict):
-        raise DamagedFile(f"{name} is damaged (it holds no JSON object): restore it from a copy, or delete it")
-    check_types(content, expected or {}, name)
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or not content.keys() >= set(keys):
+        raise DamagedFile(f"{path} is damaged: restore it from a copy, or delete it")
     return content
-
-
-def check_types(content: Any, expected: Types, name: str) -> None:
-    """Raises DamagedFile, with the `name` of the file, unless `content` has the keys in `expected`, with such values."""
-    if wrong := wrong_type(content, expected):
-        raise DamagedFile(f"{name} is damaged: {wrong}: restore it from a copy, or delete it")
 
 
 def sync(path: Path) -> None:
@@ -195,11 +128,8 @@ def resume_hint(folder: Path) -> str:
 
 
 def date_of(run: dict) -> datetime | None:
-    """When a run was started for the first time. `run`: the content of run.json; None if that does not say it."""
-    try:
-        return datetime.fromisoformat(run.get("date", ""))
-    except (TypeError, ValueError):
-        return None
+    """When a run was started for the first time. `run`: the content of run.json, or {}."""
+    return datetime.fromisoformat(run["date"]) if "date" in run else None
 
 
 def lock(folder: Path) -> FileLock:
@@ -232,7 +162,7 @@ def lock_run(folder: Path, identity: dict) -> FileLock:
 
 
 def check_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
-    """Raises UserError if the folder belongs to another run, or if another process is writing into it. Writes nothing.
+    """Raises UserError if the folder belongs to another run, or if another process is writing into it. Writes nothing but a lock.
 
     `identity` is the content of run.json for the run that is about to start. `is_default`: no --output_dir was given.
     """
@@ -242,10 +172,10 @@ def check_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
         raise UserError(f"--output_dir: {str(folder)!r} is not UTF-8: choose another name") from error
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir: {folder} is a file, expected a folder")
-    existing = _read_run_file(folder)
+    existing = _read_run(folder)
     if existing:
         lock(folder).release()  # raises UserError if another process holds it
-    _check_same_run(folder, existing, identity, is_default)
+    check_same_run(folder, existing, identity, is_default)
 
 
 def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
@@ -253,25 +183,33 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
 
     Prints what is different from the run that the folder has; `identity` then says what this start uses of it.
     """
-    existing = _read_run_file(folder)
+    existing, messages = _read_run(folder), []
     try:
         if is_replaced_rehearsal(folder, identity, is_default):
             held = lock(folder)  # raises UserError if it has started since `check_output_dir`
             config = re.sub(r"[^\w.+-]", "_", Path(existing["config"]).name)
-            moved, replaced = folder.with_name(f"{folder.name}.{config}"), ""
-            if read_json(moved / RUN).get("tiny"):
+            moved = folder.with_name(f"{folder.name}.{config}")
+            if replaces := bool(read_json(moved / RUN).get("tiny")):
                 shutil.rmtree(moved)
-                replaced = ", in place of an older one"
             folder.rename(moved)
             held.release()
-            print_once(f"The earlier rehearsal with {existing['config']} was moved from {folder} to {moved}{replaced}.")
+            older = ", in place of an older one" if replaces else ""
+            print_once(f"The earlier rehearsal with {existing['config']} was moved from {folder} to {moved}{older}.")
             existing = {}
         folder.mkdir(parents=True, exist_ok=True)
         held = lock(folder)
-        _check_same_run(folder, _read_run_file(folder), identity, is_default)
-        messages = keep_settings(existing, identity) if newest_complete_checkpoint(folder) else []
-        written = read_json(folder / RUN)
-        if written and not has_trained(folder) and not _is_same_run(written, identity):
+        written = _read_run(folder)
+        check_same_run(folder, written, identity, is_default)
+        if newest_complete_checkpoint(folder):
+            messages = keep_settings(existing, identity)
+        touched = [file[0] for file in existing.get("data_files", []) if file not in identity["data_files"]]
+        if touched and has_trained(folder):
+            messages.append(
+                f"warning: {touched[0]} was written again or copied since the run began. If its rows have changed, this run may "
+                "train on rows that it was evaluated on"
+            )
+        is_same = _is_same_run(written, identity)
+        if written and not is_same and not has_trained(folder):
             for name in (DATA, STARTS):  # of a run that has trained nothing
                 (folder / name).unlink(missing_ok=True)
         if written != identity:
@@ -279,10 +217,12 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
         held.release()
     except OSError as error:
         raise UserError(f"--output_dir: {folder} cannot be written ({error.strerror}): choose another folder") from error
+    if existing.get("recipe_digest", identity["recipe_digest"]) != identity["recipe_digest"] and has_trained(folder):
+        messages.append(
+            f"{identity['recipe']}.py has changed since {folder} was last trained; the run resumes with the new version."
+        )
     for message in messages:
         print_once(message)
-    if existing.get("recipe_digest", identity["recipe_digest"]) != identity["recipe_digest"] and has_trained(folder):
-        print_once(f"{identity['recipe']}.py has changed since {folder} was last trained; the run resumes with the new version.")
 
 
 def has_trained(folder: Path) -> bool:
@@ -293,21 +233,20 @@ def has_trained(folder: Path) -> bool:
 def read_starts(folder: Path) -> list[dict]:
     """The starts of a run, the last one at the end. Nothing depends on them, so a damaged file counts as none."""
     with contextlib.suppress(DamagedFile):
-        starts = read_json(folder / STARTS, {"starts": list}).get("starts", [])
-        return [start for start in starts if isinstance(start, dict)]
+        return read_json(folder / STARTS).get("starts", [])
     return []
 
 
-def _read_run_file(folder: Path) -> dict:
+def _read_run(folder: Path) -> dict:
     try:
-        return read_json(folder / RUN, RUN_TYPES)
-    except ValueError as error:
+        return read_json(folder / RUN, "recipe", "config", "tiny", "data_files")
+    except DamagedFile as error:
         raise UserError(f"--output_dir: {error}, or choose another folder") from error
 
 
 def is_replaced_rehearsal(folder: Path, identity: dict, is_default: bool) -> bool:
     """Whether a rehearsal in the default folder is moved away: it is another one, or it ended with other settings."""
-    existing = _read_run_file(folder) if is_default and identity["tiny"] else {}
+    existing = _read_run(folder) if is_default and identity["tiny"] else {}
     if not existing.get("tiny"):
         return False
     return not _is_same_run(existing, identity) or bool(changed_since_end(read_json(folder / RESULTS), identity))
@@ -319,152 +258,73 @@ def changed_since_end(results: dict, identity: dict) -> Changes:
 
 
 def _is_same_run(existing: dict, identity: dict) -> bool:
-    """Whether two run.json are equal, but for their dates, the paths and times of the same files, and what may change."""
-    keys = (existing.keys() | identity.keys()) - {"date", "settings", "defaults"}
-    different = [key for key in keys if existing.get(key) != identity.get(key)]
-    is_same = all(names_same_files(key, existing, identity) for key in different)
-    return is_same and not must_be_equal(changed_settings(existing, identity))
+    """Whether two run.json are equal, but for their dates, the places of files that were moved, and what may change."""
+    keys = (existing.keys() | identity.keys()) - {"date", "settings", "defaults", "data_files"}
+    is_same = all(_means_the_same(existing.get(key), identity.get(key)) for key in keys)
+    same_files = _names_and_sizes(existing) == _names_and_sizes(identity)
+    return is_same and same_files and not must_be_equal(changed_settings(existing, identity))
 
 
-def names_same_files(key: str, existing: dict, identity: dict) -> bool:
-    """Whether `key` is about the dataset, and both runs have local files of the same names and sizes; or about the same model.
+def _means_the_same(before: Any, now: Any) -> bool:
+    """Whether two values are equal, or the path that a run has recorded can be that of a file that was moved since.
 
-    Their paths can differ, relative and absolute ones. On another machine their modification times differ too.
+    It is also another one on another machine.
     """
-    if key == "model":
-        return _is_same_path(str(existing.get(key)), str(identity.get(key)))
-    if key == "datasets":
-        before, now = (run.get(key) or [] for run in (existing, identity))
-        return len(before) == len(now) and all(
-            one == other or _is_same_path(one, other) for one, other in zip(before, now, strict=True)
-        )
-    if key not in ("dataset", "data_files") or (key == "dataset" and "datasets" in identity):
-        return False
-    before, now = ([file[:2] for file in run.get("data_files", [])] for run in (existing, identity))
-    return before == now != []
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        return all(map(_means_the_same, before, now))
+    are_paths = all(isinstance(path, str) and path.startswith("/") for path in (before, now))
+    return before == now or (are_paths and Path(before).name == Path(now).name and not Path(before).exists())
 
 
-def _is_same_path(before: str, now: str) -> bool:
-    """Whether the path that a run has recorded can be that of the folder `now`: it was moved, or is on another machine."""
-    path = Path(before)
-    return path.is_absolute() and Path(now).is_absolute() and path.name == Path(now).name and not path.exists()
+def _names_and_sizes(run: dict) -> list:
+    """Those of the local files of the dataset."""
+    return [file[:2] for file in run.get("data_files", [])]
 
 
-def _check_same_run(folder: Path, existing: dict, identity: dict, is_default: bool) -> None:
-    """Raises UserError unless `folder` is free, or its run is the one that `identity` describes."""
+def check_same_run(folder: Path, existing: dict, identity: dict, is_default: bool) -> None:
+    """Raises UserError, with all differences, unless `folder` is free, or its run is the one that `identity` describes.
+
+    `existing`: the content of its run.json.
+    """
     if is_replaced_rehearsal(folder, identity, is_default):
         return
     if not existing:
         if folder.is_dir() and any(not path.name.startswith((LOCK, f".{RUN}.")) for path in folder.iterdir()):
             raise UserError(f"--output_dir: {folder} has files that are not from a run: choose an empty or new folder")
         return
-    if has_trained(folder):
-        check_same_run(folder, existing, identity)
-
-
-def check_same_run(folder: Path, existing: dict, identity: dict) -> None:
-    """Raises UserError, with all differences, unless `existing` is of the run that `identity` describes.
-
-    `existing`: the run.json of a folder whose run has trained.
-    """
-    keys = [key for key in identity if key not in MAY_DIFFER and not names_same_files(key, existing, identity)]
-    differences = {key: (existing.get(key), identity[key]) for key in keys}
-    rows = {key: (existing.get(key, identity[key]), identity[key]) for key in CHOICE_OF_ROWS}
-    differences |= {f"--{key}": values for key, values in rows.items()}
-    differences |= {f"--{key}": values for key, values in must_be_equal(changed_settings(existing, identity)).items()}
-    differences = {name: values for name, values in differences.items() if values[0] != values[1]}
+    if not has_trained(folder):
+        return
+    differences = {key: (existing.get(key), identity[key]) for key in identity if key not in MAY_DIFFER}
+    rows = {f"--{key}": (existing.get(key, identity[key]), identity[key]) for key in CHOICE_OF_ROWS}
+    settings = {f"--{key}": values for key, values in must_be_equal(changed_settings(existing, identity)).items()}
+    differences = {name: pair for name, pair in (differences | rows | settings).items() if not _means_the_same(*pair)}
     problems = []
     if differences:
         before, now = before_and_now(differences)
         problems.append(f"it holds a run with {before}, this run has {now}")
-    problems += _changed_data_files(existing, identity)
+    before, now = _names_and_sizes(existing), _names_and_sizes(identity)
+    changed = dict.fromkeys(file[0] for file in [*now, *before] if file not in now or file not in before)
+    problems += [f"{name} of {identity['dataset']} has changed since the run began" for name in changed]
     if list(folder.glob("checkpoint-*")) and existing.get("sharded") != identity["sharded"]:
         kinds = {True: "FSDP", False: "unsharded"}
         problems.append(
-            f"it holds {kinds[not identity['sharded']]} checkpoints of {existing.get('config')}, which {identity['config']} "
+            f"it holds {kinds[not identity['sharded']]} checkpoints of {existing['config']}, which {identity['config']} "
             f"({kinds[identity['sharded']]}) cannot resume"
         )
     if problems:
-        of_rows = any(values[0] != values[1] for values in rows.values()) or "has changed since" in " ".join(problems)
-        reason = ". Evaluation rows might be trained on" if of_rows else ""
+        reason = ". Evaluation rows might be trained on" if changed or rows.keys() & differences.keys() else ""
         choose = "pass the same values, choose another --output_dir, or move that folder away"
         raise UserError(f"--output_dir: {folder}: {'; '.join(problems)}{reason}: {choose}")
 
 
-def _changed_data_files(existing: dict, identity: dict) -> list[str]:
-    """Which local files of the dataset have changed since run.json was written."""
-    before, now = existing["data_files"], identity["data_files"]
-    names = dict.fromkeys(file[0] for file in [*now, *before] if file not in now or file not in before)
-    problems = []
-    for name in names:
-        sizes = {size for other, size, _ in now if other == name}
-        times = [time for other, size, time in before if other == name and size in sizes]
-        same = (
-            f" (if only its time has: `touch -d @{times[0] // 10**9}.{times[0] % 10**9:09} FILE` sets it back)" if times else ""
-        )
-        problems.append(f"{name} of {identity['dataset']} has changed since the run began{same}")
-    return problems
-
-
-def check_saved_model(folder: Path) -> None:
-    """Raises UserError for a folder that is not that of a run with a saved model or adapter."""
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: pass the output directory of a finished run")
-    has_model = (folder / "config.json").is_file() and not (folder / SHARDED).is_dir()
-    if not (folder / "adapter_config.json").is_file() and not has_model:
-        raise UserError(
-            f"{folder} has no model and no adapter: pass the folder of a finished run or of a checkpoint that is not sharded; "
-            "./launch.sh --merge makes a model of a sharded one"
-        )
-
-
-def read_prompt(folder: Path) -> dict:
-    """How a prompt looks for the model in `folder`, that of a run, a checkpoint or a merged model; {} if it is not known."""
-    folder = folder.absolute()
-    run = folder.parent if CHECKPOINT.fullmatch(folder.name) else folder
-    if prompt := read_json(run / PROMPT, PROMPT_TYPES):
-        return prompt
-    if not (run / RUN).is_file():  # may have been downloaded
-        return {}
-    return {"rows": None, "chat_template_kwargs": read_json(run / RUN, RUN_TYPES).get("chat_template_kwargs")}
-
-
-def read_adapter_settings(folder: Path) -> Any:
-    """The `peft.PeftConfig` of an adapter. Raises UserError if its file is damaged or names no base model."""
-    from peft import PeftConfig
-
-    read_json(folder / "adapter_config.json", ADAPTER_TYPES)
-    try:
-        settings = PeftConfig.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-        raise UserError(f"{folder / 'adapter_config.json'} is damaged: {last_line(error)}") from error
-    if not settings.base_model_name_or_path:
-        raise UserError(f"{folder / 'adapter_config.json'} is damaged: base_model_name_or_path is missing")
-    return settings
-
-
-def check_patterns(settings: Any, names: list[str], folder: Path) -> None:
-    """Raises UserError if a regular expression in the settings of an adapter is none, or does not end with a name in `names`."""
-    for key in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save", "rank_pattern", "alpha_pattern"):
-        value = getattr(settings, key, None) or ()
-        for pattern in [value] if isinstance(value, str) else value:
-            if problem := problem_of_pattern(pattern, names):
-                raise UserError(f"{folder / 'adapter_config.json'} is damaged: {key} has {shorten(pattern)}: {problem}")
-
-
 def finished_results(folder: Path, max_steps: int, num_train_epochs: float) -> dict:
     """The results of the run in `folder` if it has trained as far as is asked for now, else {}."""
-    results = read_json(folder / RESULTS, RESULT_TYPES)
+    results = read_json(folder / RESULTS, "global_step", "epoch", "final_loss")
     if not results:
         return {}
     is_finished = results["global_step"] >= max_steps if max_steps > 0 else (results["epoch"] or 0) >= num_train_epochs
     stopped_early = results.get("stopped_early_of") == [max_steps, num_train_epochs]  # by a callback of the recipe
     return results if is_finished or stopped_early else {}
-
-
-def describe_end(results: dict) -> str:
-    loss = "" if results["final_loss"] is None else f", final loss {results['final_loss']:.4f}"
-    return f"{results['global_step']} steps{loss}"
 
 
 def exit_if_finished(folder: Path, identity: dict, max_steps: int, num_train_epochs: float) -> None:
@@ -473,17 +333,17 @@ def exit_if_finished(folder: Path, identity: dict, max_steps: int, num_train_epo
     Also raises UserError if it is finished with other settings than `identity` has.
     """
     if results := finished_results(folder, max_steps, num_train_epochs):
+        loss = "" if results["final_loss"] is None else f", final loss {results['final_loss']:.4f}"
+        end = f"{folder} is finished: {results['global_step']} steps{loss}."
         if changes := changed_since_end(results, identity):  # they would train nothing
             before, now = before_and_now({f"--{name}": values for name, values in changes.items()})
             raise UserError(
-                f"--output_dir: {folder} is finished: {describe_end(results)}. It was trained with {before}, this run has {now}: "
-                "choose another --output_dir to train with that"
+                f"--output_dir: {end} It was trained with {before}, this run has {now}: choose another --output_dir to train "
+                "with that"
             )
         flag = "--max_steps" if max_steps > 0 else "--num_train_epochs"
-        print_once(
-            f"{folder} is finished: {describe_end(results)}.\n"
-            f"To train further: the same command with a larger {flag}. To start over: another --output_dir, or rm -r {folder}"
-        )
+        further = f"To train further: the same command with a larger {flag}."
+        print_once(f"{end}\n{further} To start over: another --output_dir, or rm -r {folder}")
         sys.exit(0)
     if (folder / RESULTS).exists() and not list(folder.glob("checkpoint-*")):
         raise UserError(

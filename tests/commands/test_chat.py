@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from harness.commands import chat, merge
-from harness.folder import read_prompt
+from harness.commands.saved import read_prompt
 from harness.run.prompts import what_all_share
 
 import pytest

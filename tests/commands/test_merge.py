@@ -4,9 +4,9 @@ import json
 import shutil
 
 from harness.commands import chat, merge
-from harness.folder import read_adapter_settings
+from harness.commands.saved import read_adapter_settings
 from harness.messages import UserError
-from harness.run.marker import COUNTS, begin_writing, sync_files, write_marker
+from harness.run.marker import begin_writing, sync_files, write_marker
 
 import pytest
 import torch
@@ -220,7 +220,7 @@ def test_unsharded_checkpoint_of_an_adapter_is_named(tmp_path, error_of):
     checkpoint.mkdir()
     (checkpoint / "adapter_model.safetensors").touch()
     begin_writing(checkpoint)
-    content = {"geometry": dict.fromkeys(COUNTS, 1), "progress": {}}
+    content = {"geometry": {}, "progress": {}}
     write_marker(checkpoint, content | {"files": sync_files(checkpoint, lambda name: True)})
     assert f"./launch.sh --merge {checkpoint}" in error_of(merge.find_sharded_checkpoint, tmp_path)
 

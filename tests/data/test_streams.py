@@ -259,12 +259,13 @@ def test_position_with_fewer_micro_batches_per_step(documents, tmp_path, capsys,
 
 
 def damaged_positions(path):
-    """A position with every key left out, or with every kind of value in its place; and what is no object."""
+    """A position with every key left out, those of other streams, and what is no object."""
     position = json.loads(path.read_text())
     for key in ("parts", "shards", "state"):
         yield json.dumps({name: value for name, value in position.items() if name != key})
-        for value in (None, True, -1, 0, 1.5, 10**9, "2", [], [1], {}, {"type": []}, {"examples_iterable": 1}):
-            yield json.dumps(position | {key: value})
+    yield json.dumps(position | {"shards": 10**9})
+    for state in ({}, {"type": []}, {"examples_iterable": 1}):
+        yield json.dumps(position | {"state": state})
     yield from ("", "{", "[]", "null", "2", "[" * 100_000, "\udcff")
 
 

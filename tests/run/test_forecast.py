@@ -71,18 +71,6 @@ def test_unknown_utilization_explains_nothing(forecast):
     assert lines[-1] == "seconds per step: 4.10 measured, 1.36–2.73 forecast on RTX 3090"
 
 
-@pytest.mark.parametrize("odd", [{"step_seconds": {"RTX 3090": 3}}, {"step_seconds": {"RTX 3090": ["a", "b"]}}])
-def test_odd_plan_leaves_out_the_comparison(tmp_path, capsys, odd):
-    from harness.run.results import print_summary
-
-    (tmp_path / "plan.json").write_text(json.dumps(PLAN | odd))
-    more = {"num_nodes": 1, "fsdp_enabled": False, "world_size": 1, "replicas": 1, "train_loss": None, "final_loss": 2.5}
-    forecast = read_forecast(tmp_path, "NVIDIA GeForce RTX 3090")
-    print_summary(RESULTS | more | {"forecast": forecast}, "some")
-    printed = capsys.readouterr().out
-    assert "warning: the comparison with the forecast failed" in printed and "10 steps: loss 2.5000" in printed
-
-
 @pytest.mark.unit
 def test_card_that_is_not_known(tmp_path, forecast):
     unknown = read_forecast(tmp_path, "NVIDIA RTX A6000")

@@ -13,16 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.commands import arguments
+from harness.commands.saved import check_saved_model, read_adapter_settings, read_prompt
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.folder import (
     CONVERSATIONS,
-    RESULT_TYPES,
     RESULTS,
-    check_patterns,
-    check_saved_model,
-    read_adapter_settings,
     read_json,
-    read_prompt,
 )
 from harness.hub import TOKENIZER, hub_errors
 from harness.messages import UserError, exit_on_user_error, last_line, print_once, printable
@@ -60,7 +56,7 @@ def load_model(run: Path) -> Any:
     transformers.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
-    results, has_gpu = read_json(run / RESULTS, RESULT_TYPES), torch.cuda.is_available()
+    results, has_gpu = read_json(run / RESULTS), torch.cuda.is_available()
     options = {"device_map": "auto" if has_gpu else {"": "cpu"}, "dtype": "auto"}
     base = str(run)
     if (run / "adapter_config.json").is_file():
@@ -84,7 +80,6 @@ def load_model(run: Path) -> Any:
         raise UserError(gpu_memory_message(base)) from error
     check_found(found, base)
     if base != str(run):
-        check_patterns(settings, [name for name, _ in model.named_modules()], run)
         model = load_adapter(model, run)
         with hub_errors("adapter", str(run)):
             check_adapter_weights(model, run)

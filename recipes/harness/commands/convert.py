@@ -9,6 +9,7 @@ from pathlib import Path
 from harness.commands import arguments
 from harness.configs import (
     FSDP1_KEYS,
+    NAMES_OF_TYPES,
     STRATEGIES,
     TOP_KEYS,
     find_problems,
@@ -18,8 +19,8 @@ from harness.configs import (
     marks_of_fsdp1,
     problems_of_counts,
     read,
+    shorten,
 )
-from harness.json_types import has_type, name_of_type, shorten
 from harness.messages import UserError, exit_on_user_error, plural, print_once
 
 import yaml
@@ -93,8 +94,8 @@ def translate(path: str) -> tuple[dict, list[str]]:
     if not isinstance(fsdp.get("fsdp_auto_wrap_policy", ""), str):
         raise UserError(f"{file}: fsdp_auto_wrap_policy is {shorten(fsdp['fsdp_auto_wrap_policy'])}, expected a text")
     for key, kind in DEEPSPEED_TYPES.items():
-        if deepspeed.get(key) not in (None, "auto") and not has_type(deepspeed[key], kind):
-            raise UserError(f"{file}: {key} is {shorten(deepspeed[key])}, expected {name_of_type(kind)}")
+        if deepspeed.get(key) not in (None, "auto") and not isinstance(deepspeed[key], kind):
+            raise UserError(f"{file}: {key} is {shorten(deepspeed[key])}, expected {NAMES_OF_TYPES.get(kind, 'a text')}")
     if is_deepspeed(keys):
         fsdp = _fsdp1_of_deepspeed(deepspeed, file, notes)
     strategy = _strategy_of(fsdp, file)

@@ -15,18 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from harness.commands import arguments
+from harness.commands.saved import read_adapter_settings, read_prompt
 from harness.commands.verify import compare_merged
 from harness.folder import (
     COMPLETION_MARKER,
     PROMPT,
     RUN,
-    RUN_TYPES,
     SHARDED,
-    check_patterns,
     checkpoints,
-    read_adapter_settings,
     read_json,
-    read_prompt,
     write_json,
 )
 from harness.hub import hub_errors
@@ -181,7 +178,7 @@ def put_together(checkpoint: Path, target: Path) -> None:
     from tqdm import tqdm
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    config, run = AutoConfig.from_pretrained(checkpoint), read_json(checkpoint.parent / RUN, RUN_TYPES)
+    config, run = AutoConfig.from_pretrained(checkpoint), read_json(checkpoint.parent / RUN)
     model_class = class_of_model(config)
     with torch.device("meta"):
         model = model_class.from_config(config) if model_class is AutoModelForCausalLM else model_class(config)
@@ -229,7 +226,6 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
             f"{folder} has the adapter of a classifier, which --merge does not merge: use AutoPeftModelForSequenceClassification."
             "from_pretrained with its num_labels, then merge_and_unload()"
         )
-    check_patterns(settings, [name.removesuffix(".weight") for name in adapter], folder)
     base = Path(settings.base_model_name_or_path)
     base = Path(read_source(base).get("model", base))  # not the quantized copy that it was trained on
     with hub_errors("model", str(base)):

@@ -10,14 +10,13 @@ the run with its recipe, config and number of processes measured. If a plan was 
 import json
 import sys
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
 from harness.commands import arguments
-from harness.folder import RESULTS, check_types, read_json
-from harness.json_types import Types
+from harness.folder import RESULTS, read_json
 from harness.messages import UserError, exit_on_user_error
 from harness.restarts import in_words
-from harness.run.forecast import FORECAST_TYPES, PLAN_TYPES, describe_forecast, forecast_of
+from harness.run.forecast import describe_forecast, forecast_of
 from harness.run.metrics import metrics_of
 
 COLUMNS = (
@@ -39,32 +38,6 @@ COLUMNS = (
     "tokens/s (forecast)",
     "GB per GPU (forecast)",
 )
-# What is read from train_results.json.
-READ: Types = {
-    "num_nodes": int,
-    "world_size": int,
-    "train_runtime": float,
-    "tokens_per_second": float,
-    "peak_gpu_gb": float,
-    "peak_host_gb": float,
-    "final_loss": float,
-    "gpu_utilization": NotRequired[list[float]],
-    "gpu_memory_gb": NotRequired[list[float]],
-    "rows_per_second": NotRequired[float],
-    "train_loss": NotRequired[float | None],
-    "eval_loss_on_start": NotRequired[float | None],
-    "eval_loss": NotRequired[float | None],
-    "tokens": NotRequired[float],
-    "global_step": NotRequired[int],
-    "peak_gpu_reserved_gb": NotRequired[float],
-    "recipe": NotRequired[str],
-    "config": NotRequired[str],
-    "device": NotRequired[str],
-    "forecast": NotRequired[dict[str, Any]],
-    "data_files": NotRequired[list[tuple[str, int, int]] | None],  # name, size and time
-    **dict.fromkeys(("settings", "defaults", "versions"), NotRequired[dict[str, Any]]),
-}
-LOG: Types = {"step": int, "loss": NotRequired[float], "eval_loss": NotRequired[float]}  # an entry of trainer_state.json
 MEASURED = {"forecast", "tokens", "global_step", "peak_gpu_reserved_gb"}  # what a run with a plan has besides
 COMPARED = ("recipe", "model", "dataset", "device", "tiny")
 DESCRIBED = (*COMPARED, "recipe_digest", "config", "dataset_config", "use_peft", "load_in_4bit", "attention", "global_step")
@@ -111,17 +84,12 @@ def read_run(folder: Path) -> dict[str, Any]:
     """The results of a run, with its name and its training and evaluation losses as (step, loss)."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder: pass the output directories of finished runs")
-    results = read_json(folder / RESULTS)
+    results = read_json(folder / RESULTS, "world_size", "tokens_per_second")
     if not results:
         raise UserError(f"{folder} is not the folder of a finished run: it has no {RESULTS}, which a run writes at its end")
-    check_types(results, READ, str(folder / RESULTS))
-    if "forecast" in results:
-        check_types(results["forecast"], FORECAST_TYPES, f"{folder / RESULTS}, forecast")
     if results["world_size"] < 1 or not speed_of(results) > 0:
         raise UserError(f"{folder} has no speed: its run trained no step")
-    history = read_json(folder / "trainer_state.json", {"log_history": NotRequired[list[dict]]}).get("log_history", [])
-    for entry in history:
-        check_types(entry, LOG, f"{folder}/trainer_state.json, log_history")
+    history = read_json(folder / "trainer_state.json").get("log_history", [])
     losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
     eval_losses = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
     return results | {"name": str(folder), "losses": losses, "eval_losses": eval_losses}
@@ -132,10 +100,8 @@ def add_plans(runs: list[dict[str, Any]], path: Path) -> None:
     try:
         content = json.loads(path.read_text("utf-8"))
         plans = [plan for plan in (content if isinstance(content, list) else [content]) if "refused" not in plan]
-        for plan in plans:
-            check_types(plan, {"recipe": str, "config": str, "processes": int} | PLAN_TYPES, str(path))
         forecasts = {(plan["recipe"], plan["config"], plan["processes"]): plan for plan in plans}
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise UserError(f"{path} is not a plan: write one with ./launch.sh --plan RECIPE CONFIG --json > {path}") from error
     planned = [run for run in runs if not run.get("tiny") and _identity(run) in forecasts]
     if not planned:

@@ -28,8 +28,9 @@ from harness.commands.expectations import (
     print_checks,
     read_expectations,
 )
+from harness.commands.saved import check_saved_model
 from harness.commands.served import check_served_model, is_address
-from harness.folder import RESULT_TYPES, RESULTS, RUN, check_saved_model, date_of, read_json
+from harness.folder import RESULTS, RUN, date_of, read_json
 from harness.messages import UserError, exit_on_user_error, print_once
 
 # How far a loss may be from the one it is compared with, in nats per token.
@@ -101,7 +102,7 @@ def compare(folder: Path, model: str, served_name: str, expected: Expected, rows
 
 def tolerance_of(folder: Path, model: Any) -> float:
     """The tolerance for another model than the saved one."""
-    was_4bit = bool(read_json(folder / RESULTS, RESULT_TYPES).get("quantization"))
+    was_4bit = bool(read_json(folder / RESULTS).get("quantization"))
     if getattr(model.config, "quantization_config", None) is not None:
         return TOLERANCE_QUANTIZED
     return TOLERANCE_4BIT if was_4bit else TOLERANCE

@@ -22,7 +22,6 @@ from typing import Any
 from harness.data.stream_rows import MOST_PARTS
 from harness.exchange import gather_values
 from harness.folder import DamagedFile, read_json, step_of
-from harness.json_types import has_type
 from harness.messages import UserError, print_once
 
 import torch
@@ -227,7 +226,7 @@ def _read_states(checkpoint: Path, stream: IterableDataset) -> tuple[int, dict[i
     counts, states = set(), {}
     for path in checkpoint.glob("stream_*.json"):
         with contextlib.suppress(DamagedFile):  # or one of an earlier version
-            position = read_json(path, {"parts": int, "shards": int, "state": dict})
+            position = read_json(path, "parts", "shards", "state")
             number = re.fullmatch(r"stream_(\d{1,9})\.json", path.name)
             is_same = position.get("shards") == stream.num_shards
             if number and is_same and _has_form(position["state"], stream.state_dict()):
@@ -250,7 +249,7 @@ def _has_form(state: Any, of_start: Any) -> bool:
             and all(_has_form(state[key], forms[key]) or (key == "previous_state" and state[key] is None) for key in state)
         )
     if type(of_start) is int:
-        return has_type(state, int) and state >= 0
+        return type(state) is int
     if isinstance(of_start, str):
         return state == of_start
     return of_start is None or type(state) is type(of_start)

@@ -133,7 +133,7 @@ def _quantize(model_args: ModelConfig, folder: Path) -> None:
 
 def read_source(folder: str | Path) -> dict[str, Any]:
     """The model, with its revision, that the quantized weights in `folder` were made from; {} for another folder."""
-    return read_json(Path(folder, SOURCE), {"model": str, "revision": str | None})
+    return read_json(Path(folder, SOURCE))
 
 
 def _quantize_weight(name: str, weight: torch.Tensor, quantization: BitsAndBytesConfig) -> dict[str, torch.Tensor]:

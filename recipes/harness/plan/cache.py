@@ -6,17 +6,13 @@ import hashlib
 import importlib.metadata
 import json
 from pathlib import Path
-from typing import get_type_hints
 
 from harness.contexts import Context
 from harness.folder import DamagedFile, read_json, write_json
-from harness.json_types import Types
 from harness.plan.ledger import Counts, Peak
 from harness.plan.simulation import Simulation
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes")  # whose versions a simulation depends on
-PEAKS = dict[str, get_type_hints(Peak)]
-CACHED: Types = get_type_hints(Simulation) | {"peaks": PEAKS, "host_peaks": PEAKS, "step": get_type_hints(Counts)}
 
 
 def cached_simulation(path: Path) -> Simulation | None:
@@ -24,10 +20,10 @@ def cached_simulation(path: Path) -> Simulation | None:
     if not path.is_file():
         return None
     try:
-        fields = read_json(path, CACHED)
+        fields = read_json(path)
         peaks = {key: {moment: Peak(**peak) for moment, peak in fields[key].items()} for key in ("peaks", "host_peaks")}
         simulation = Simulation(**fields | peaks | {"step": Counts(**fields["step"])})
-    except (DamagedFile, OSError, TypeError):  # such as a field that is not of this version
+    except (DamagedFile, OSError, TypeError, LookupError, AttributeError):  # such as a field that is not of this version
         return None
     return simulation if simulation.peaks and simulation.hull else None
 

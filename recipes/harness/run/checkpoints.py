@@ -1,16 +1,14 @@
 """The checkpoints of a run: when one is complete, which old ones are deleted, from which one the run resumes."""
 
 import copy
-import dataclasses
 import platform
 import re
 import shutil
 from pathlib import Path
-from typing import NotRequired
 
 from harness import folder
 from harness.exchange import gather_values, value_of_first
-from harness.folder import DamagedFile, check_types, read_json
+from harness.folder import read_json
 from harness.messages import UserError, print_once
 from harness.restarts import before_and_now
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
@@ -21,15 +19,9 @@ from harness.run.settings import RunSettings
 import torch
 from accelerate import PartialState
 from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer import TRAINER_STATE_NAME
 
 # The settings that decide which rows a step has, with the number of processes.
 DATA_SETTINGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "seed")
-# Types of the values in trainer_state.json that a resumed run reads.
-STATE = {"global_step": int, "max_steps": int, "epoch": float | None, "num_input_tokens_seen": int}
-STATE |= {"total_flos": float, "best_metric": float | None, "best_global_step": int | None}
-STATE |= {"best_model_checkpoint": str | None, "stateful_callbacks": dict, "log_history": list[dict]}
-STATE |= {"train_batch_size": NotRequired[int | None], "num_train_epochs": NotRequired[float]}
 # What decides the shape of an adapter, and how much it adds, in its settings.
 ADAPTER = ("peft_type", "r", "lora_alpha", "target_modules", "target_parameters", "modules_to_save", "rank_pattern")
 ADAPTER += ("alpha_pattern", "use_rslora", "use_dora", "bias")
@@ -151,7 +143,6 @@ def find_checkpoint(args: TrainingArguments) -> Path | None:
     complete, damaged = None, {}
     for path in [output_dir / name for name, is_it in listed if not is_it]:
         own_damage = find_damage(path, lambda name: belongs_to(name, process, process.is_local_main_process))
-        own_damage = own_damage or damage_of_state(path)
         found = gather_values((own_damage, platform.node()))
         if not any(damage for damage, _ in found):
             complete = path
@@ -172,28 +163,6 @@ def find_checkpoint(args: TrainingArguments) -> Path | None:
             delete(path)
     process.wait_for_everyone()
     return complete
-
-
-def damage_of_state(checkpoint: Path) -> str:
-    """What is wrong with trainer_state.json, which transformers reads without a check, "" for nothing."""
-    no_state = {"global_step": folder.step_of(checkpoint)}  # if it is missing, `find_damage` says so
-    try:
-        state = read_json(checkpoint / TRAINER_STATE_NAME, STATE) or no_state
-        known = {field.name for field in dataclasses.fields(TrainerState)}
-        entries = state.get("log_history", [])
-        best = state.get("best_model_checkpoint")
-        if best is not None and not folder.best_checkpoint(checkpoint.parent, best):
-            return f"{TRAINER_STATE_NAME} names {best!r:.100} as the best checkpoint"
-        if state["global_step"] != folder.step_of(checkpoint):
-            return f"{TRAINER_STATE_NAME} is of step {state['global_step']}"
-        for entry in entries:
-            losses = [name for name in entry if name.endswith("loss")]
-            check_types(entry, {"step": int} | dict.fromkeys(losses, float), f"{TRAINER_STATE_NAME}, log_history")
-        if state.keys() - known:
-            return f"{TRAINER_STATE_NAME} is damaged"
-        return ""
-    except (DamagedFile, OSError) as error:
-        return str(error)
 
 
 def _rename_damaged(path: Path) -> Path:
@@ -231,7 +200,7 @@ def print_changed_rows(checkpoint: Path, args: TrainingArguments, is_stream: boo
 
 def check_adapter(checkpoint: Path, model: torch.nn.Module) -> None:
     """Raises UserError if the adapter of a checkpoint is not like that of the model, also where a recipe makes its own."""
-    saved = read_json(checkpoint / "adapter_config.json", folder.ADAPTER_TYPES)
+    saved = read_json(checkpoint / "adapter_config.json")
     for adapter in adapters_of(model) if saved else ():
         now = {name: sorted(value) if isinstance(value, set | list) else value for name, value in adapter.to_dict().items()}
         before = {name: sorted(value) if isinstance(value, list) else value for name, value in saved.items()}

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.compat.transformers import attention_of
 from harness.exchange import gather_values
-from harness.folder import DATA, DATA_TYPES, RESULTS, RUN, draft_of, read_json, read_starts, write_json
+from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, read_starts, write_json
 from harness.messages import plural, print_once
 from harness.run.failures import only_report
 from harness.run.forecast import describe_forecast, read_forecast
@@ -197,7 +197,7 @@ def measure_speed(progress: Progress) -> dict:
 def describe_data(trainer: Trainer) -> dict:
     """How much of the data was read."""
     output_dir, state = Path(trainer.args.output_dir), trainer.state
-    data = read_json(output_dir / DATA, DATA_TYPES)
+    data = read_json(output_dir / DATA)
     add_reading(data, state.epoch or 0)
     described: dict[str, Any] = {}
     if not isinstance(trainer.train_dataset, IterableDataset) and "datasets" not in data:

@@ -8,10 +8,8 @@ from harness.compat.accelerate import give_weights_addresses, hide_saved_buffers
 from harness.compat.torch import gather_once_per_step, reduce_each_batch
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
-from harness.json_types import shorten
 from harness.messages import UserError, print_once
 from harness.model.quantized import prepare_quantized_model
-from harness.patterns import problem_of_pattern
 
 import torch
 from accelerate import Accelerator
@@ -29,7 +27,6 @@ SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> Callable[[], None]:
     """Sets what accelerate reads when it wraps the model; returns what to call once it is wrapped."""
     if trainer.is_fsdp_enabled:
-        check_ignored_modules(trainer)
         set_mixed_precision(trainer, config.reduce_dtype)
         set_offload(trainer)
         set_layer_classes(trainer)
@@ -42,13 +39,6 @@ def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> Callable[[],
     if trainer.accelerator.ddp_handler:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # otherwise DDP holds the gradients twice
     return hide_saved_buffers(trainer) if trainer.is_fsdp_enabled else lambda: None
-
-
-def check_ignored_modules(trainer: Trainer) -> None:
-    """Raises UserError if the regular expression in fsdp_ignored_modules does not end with the names of this model's modules."""
-    pattern = trainer.accelerator.state.fsdp_plugin.ignored_modules
-    if pattern and (problem := problem_of_pattern(pattern, [name for name, _ in trainer.model.named_modules()])):
-        raise UserError(f"fsdp_ignored_modules is {shorten(pattern)}, expected a regular expression: {problem}")
 
 
 def set_mixed_precision(trainer: Trainer, reduce_dtype: str) -> None:

@@ -28,7 +28,6 @@ from harness.data import reading
 from harness.data.loading import FIRST_ROWS
 from harness.data.parsing import settings_of_data, sources_of
 from harness.data.script_arguments import ScriptArguments
-from harness.json_types import has_type, name_of_type, shorten
 from harness.messages import UserError, plural
 from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny
@@ -108,7 +107,7 @@ def parse_command_line(context: Context, config_class: type, recipe: dict[str, A
         if name not in names:
             raise UserError(f"{Path(context.recipe).name}: {unknown_flag(name, sorted(names))}")
     check_names(sys.argv[1:], names | {"config"})
-    check_config_file(classes, sys.argv[1:])
+    check_config_file(sys.argv[1:])
     parser = Parser(classes, allow_abbrev=False)
     parser.look = context.before_arguments
     parser.set_defaults_with_config(
@@ -162,10 +161,10 @@ def _parse(parser: Parser) -> tuple:
         raise UserError(reason) from error
 
 
-def check_config_file(classes: tuple[type, ...], words: list[str]) -> None:
-    """Raises UserError if the file of --config has values of other types than the arguments: TRL does not check them.
+def check_config_file(words: list[str]) -> None:
+    """Raises UserError for a file of --config that is none, and for `env` in it.
 
-    Its `env` is refused too: environment variables can start programs and send what is loaded elsewhere.
+    Environment variables can start programs, and send what is loaded elsewhere.
     """
     if "--config" not in words[:-1]:
         return
@@ -177,11 +176,6 @@ def check_config_file(classes: tuple[type, ...], words: list[str]) -> None:
         raise UserError(f"--config: {path} has no keys: expected lines of `argument: value`")
     if "env" in values:
         raise UserError(f"--config: env of {path} is not read: set environment variables in the shell")
-    hints = {name: hint for cls in classes for name, hint in typing.get_type_hints(cls).items()}
-    for name, value in values.items():
-        # A text is parsed as that of a flag is.
-        if name in hints and not isinstance(value, str) and not has_type(value, hints[name]):
-            raise UserError(f"--config: {name} is {shorten(value)}, expected {name_of_type(hints[name])}")
 
 
 def set_dependent_values(

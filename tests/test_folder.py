@@ -1,6 +1,5 @@
 """The output directory: claimed by one run, refused to others, finished when it has trained as far as is asked for."""
 
-import copy
 import os
 import subprocess
 import sys
@@ -303,7 +302,7 @@ def test_finished_run_names_other_settings(tmp_path, error_of):
     message = error_of(folder.exit_if_finished, tmp_path, other, 10, 3.0)
     assert "is finished: 10 steps" in message
     before, _, now = message.partition(", this run has ")
-    assert before.endswith("with --learning_rate 0.001, --weight_decay the default, --max_length the default")
+    assert before.endswith("with --learning_rate 0.001, --weight_decay not set, --max_length not set")
     assert now.startswith("--learning_rate 0.002, --weight_decay 0.1, --max_length 64: choose another")
 
 
@@ -322,9 +321,7 @@ def test_all_differences_of_another_run_are_named_at_once(tmp_path, error_of):
     claim(tmp_path, IDENTITY)
     begin_training(tmp_path)
     message = error_of(claim, tmp_path, with_settings(lora_r=16, optim="adafactor") | {"model": "b", "max_samples": 9})
-    assert (
-        "it holds a run with model a, --max_samples not set, --lora_r 8, --optim the default, this run has model b, " in message
-    )
+    assert "it holds a run with model a, --max_samples not set, --lora_r 8, --optim not set, this run has model b, " in message
     assert "--max_samples 9, --lora_r 16, --optim adafactor. Evaluation rows" in message
     assert read(tmp_path, "run.json") == IDENTITY
 
@@ -341,44 +338,26 @@ def test_setting_that_must_be_equal(tmp_path, error_of, name):
 
 
 def test_settings_that_may_change(tmp_path, capsys):
-    """A line for each. Those that are in the checkpoint of the optimizer stay as they are, and run.json says so."""
+    """A line for those that the checkpoint of the optimizer keeps, as run.json then says, and one for those of the loss."""
     claim(tmp_path, IDENTITY)
     begin_training(tmp_path)
-    claim(
-        tmp_path, with_settings(max_grad_norm=1, logging_steps=9, learning_rate=2e-3, adam_beta1=0.8, lr_scheduler_type="linear")
-    )
-    printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 4
-    assert "--max_grad_norm: 0.5 until now, 1 from here on." in printed
-    assert "--lr_scheduler_type: the default until now, linear from here on." in printed
-    assert any("--learning_rate 0.001 and continues with it: 0.002 has no effect" in line for line in printed)
-    assert any("--adam_beta1 the default and continues with it: 0.8 has no effect" in line for line in printed)
+    changes = {"max_grad_norm": 1, "lr_scheduler_type": "linear", "learning_rate": 2e-3, "adam_beta1": 0.8, "logging_steps": 9}
+    claim(tmp_path, with_settings(**changes))
+    of_optimizer, of_loss = capsys.readouterr().out.splitlines()
+    for words in ("--learning_rate 0.001, --adam_beta1 not set", "--learning_rate 0.002, --adam_beta1 0.8 has no effect"):
+        assert words in of_optimizer
+    assert of_loss.startswith("--lr_scheduler_type not set, --max_grad_norm 0.5 until now, --lr_scheduler_type linear")
     used = {"max_grad_norm": 1, "logging_steps": 9, "lr_scheduler_type": "linear"}
     assert read(tmp_path, "run.json") == with_settings(**used)
     claim(tmp_path, with_settings(**used))
     assert not capsys.readouterr().out
 
 
-def test_defaults_are_named_with_their_values(tmp_path, capsys, error_of):
-    before = with_settings(max_grad_norm=0.5) | {"defaults": {"max_grad_norm": 1.0, "learning_rate": 2e-5}}
-    claim(tmp_path, before)
-    begin_training(tmp_path)
-    now = with_settings(weight_decay=0.1, max_grad_norm=1.0) | {"defaults": {"weight_decay": 0.0, "lora_dropout": None}}
-    del now["settings"]["max_grad_norm"]
-    claim(tmp_path, copy.deepcopy(now))
-    printed = capsys.readouterr().out
-    assert "--max_grad_norm: 0.5 until now, the default (1.0) from here on." in printed
-    assert "--weight_decay the default (0.0) and continues with it: 0.1 has no effect" in printed
-    other = with_settings(lora_r=4) | {"defaults": {"lora_r": 16}}
-    del other["settings"]["lora_r"]
-    assert "--lora_r 8, this run has --lora_r the default (16)" in error_of(claim, tmp_path, other)
-
-
 def test_schedulers_that_load_no_other_state(tmp_path, error_of):
     claim(tmp_path, IDENTITY)
     begin_training(tmp_path)
     other = with_settings(lr_scheduler_type="reduce_lr_on_plateau")
-    assert "--lr_scheduler_type the default, this run has --lr_scheduler_type reduce" in error_of(claim, tmp_path, other)
+    assert "--lr_scheduler_type not set, this run has --lr_scheduler_type reduce" in error_of(claim, tmp_path, other)
 
 
 def test_run_that_trained_nothing_does_not_keep_its_folder(tmp_path, error_of):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.messages import UserError, print_once
-from harness.restarts import LENGTHS, Changes, before_and_now, changed_settings, keep_settings, must_be_equal
+from harness.restarts import before_and_now, changed_settings, keep_settings, must_be_equal
 
 from filelock import FileLock, Timeout
 
@@ -39,7 +39,7 @@ CHOICE_OF_ROWS = (
     "text_rows",
 )
 # The keys of run.json that may differ between two starts of a run, under the conditions of `check_same_run`.
-MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "settings", "defaults", *CHOICE_OF_ROWS)
+MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "settings", *CHOICE_OF_ROWS)
 # What is there once a run has trained: such a folder belongs to its run.
 TRAINED = ("checkpoint-*", "damaged-checkpoint-*", "*.safetensors", RESULTS)
 
@@ -249,20 +249,15 @@ def is_replaced_rehearsal(folder: Path, identity: dict, is_default: bool) -> boo
     existing = _read_run(folder) if is_default and identity["tiny"] else {}
     if not existing.get("tiny"):
         return False
-    return not _is_same_run(existing, identity) or bool(changed_since_end(read_json(folder / RESULTS), identity))
-
-
-def changed_since_end(results: dict, identity: dict) -> Changes:
-    """Which settings of a finished run with these results differ, but for how far it trains; {} for a run without results."""
-    return {name: values for name, values in changed_settings(results, identity).items() if name not in LENGTHS}
+    return not _is_same_run(existing, identity) or bool(changed_settings(read_json(folder / RESULTS), identity))
 
 
 def _is_same_run(existing: dict, identity: dict) -> bool:
     """Whether two run.json are equal, but for their dates, the places of files that were moved, and what may change."""
-    keys = (existing.keys() | identity.keys()) - {"date", "settings", "defaults", "data_files"}
+    keys = (existing.keys() | identity.keys()) - {"date", "settings", "data_files"}
     is_same = all(_means_the_same(existing.get(key), identity.get(key)) for key in keys)
     same_files = _names_and_sizes(existing) == _names_and_sizes(identity)
-    return is_same and same_files and not must_be_equal(changed_settings(existing, identity))
+    return is_same and same_files and not must_be_equal(existing, identity)
 
 
 def _means_the_same(before: Any, now: Any) -> bool:
@@ -296,7 +291,7 @@ def check_same_run(folder: Path, existing: dict, identity: dict, is_default: boo
         return
     differences = {key: (existing.get(key), identity[key]) for key in identity if key not in MAY_DIFFER}
     rows = {f"--{key}": (existing.get(key, identity[key]), identity[key]) for key in CHOICE_OF_ROWS}
-    settings = {f"--{key}": values for key, values in must_be_equal(changed_settings(existing, identity)).items()}
+    settings = {f"--{key}": values for key, values in must_be_equal(existing, identity).items()}
     differences = {name: pair for name, pair in (differences | rows | settings).items() if not _means_the_same(*pair)}
     problems = []
     if differences:
@@ -335,8 +330,8 @@ def exit_if_finished(folder: Path, identity: dict, max_steps: int, num_train_epo
     if results := finished_results(folder, max_steps, num_train_epochs):
         loss = "" if results["final_loss"] is None else f", final loss {results['final_loss']:.4f}"
         end = f"{folder} is finished: {results['global_step']} steps{loss}."
-        if changes := changed_since_end(results, identity):  # they would train nothing
-            before, now = before_and_now({f"--{name}": values for name, values in changes.items()})
+        if changes := changed_settings(results, identity):  # they would train nothing
+            before, now = before_and_now(changes, "--")
             raise UserError(
                 f"--output_dir: {end} It was trained with {before}, this run has {now}: choose another --output_dir to train "
                 "with that"

@@ -74,7 +74,7 @@ def pasted(monkeypatch):
 
 
 # Of the argument objects: what was given, and what follows from the arguments.
-NO_FLAGS = ("given", "asked", "data", "distributed_state")
+NO_FLAGS = ("given", "settings", "data", "distributed_state")
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, "PCI_BUS_ID"), ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, "FASTEST_FIRST")])

@@ -30,28 +30,26 @@ class Arguments:
     computed: int = field(default=0, init=False)
 
 
-def asked(**values):
+def settings(**values):
     defaults = {"rate": 1e-3, "steps": -1, "kind": "a", "names": [], "options": None, "disable_tqdm": True}
-    sources = {"flags": {"steps"}, "recipe": {"steps", "rate", "options"}}
-    return record.asked_values(argparse.Namespace(**defaults | values), (Arguments,), sources)
+    return record.settings_of(argparse.Namespace(**defaults | values), (Arguments,))
 
 
-def test_values_that_are_not_defaults_by_their_source():
-    assert asked() == {}
-    found = asked(steps=4, rate=0.1, names=["a", "b"], options='{"b": [1, 2]}')
-    assert found == {"flags": {"steps": 4}, "recipe": {"rate": 0.1, "options": {"b": [1, 2]}}, "other": {"names": ["a", "b"]}}
-    assert list(record.settings_of(found)) == ["names", "options", "rate", "steps"]
+def test_values_that_are_not_defaults():
+    assert settings() == {}
+    found = settings(steps=4, rate=0.1, names=["a", "b"], options='{"b": [1, 2]}')
+    assert list(found.items()) == [("names", ["a", "b"]), ("options", {"b": [1, 2]}), ("rate", 0.1), ("steps", 4)]
 
 
 def test_off_is_not_the_default_if_that_lets_other_arguments_decide():
     """As with bf16 and completion_only_loss of TRL. An empty text, list or "no" is what the parser makes of None."""
-    assert asked(options=False) == {"recipe": {"options": False}}
-    assert asked(options="no") == asked(options="") == asked(options=[]) == {}
+    assert settings(options=False) == {"options": False}
+    assert settings(options="no") == settings(options="") == settings(options=[]) == {}
 
 
 def test_a_list_of_one_is_what_it_contains():
     """TRL reads it so, and a recipe gives the name alone."""
-    assert asked(names=["all-linear"]) == asked(names="all-linear")
+    assert settings(names=["all-linear"]) == settings(names="all-linear")
 
 
 @pytest.mark.parametrize(
@@ -66,6 +64,7 @@ def test_a_list_of_one_is_what_it_contains():
         (["s3://me:pass@host/rows"], ["s3://host/rows"]),
         ("https://host/rows.jsonl?X-Amz-Signature=abc", "https://host/rows.jsonl"),
         ("--key my-secret-value", "--key env:SERVICE_KEY"),
+        ("--url 'https://me:pass@host/x?sig=a' \"b\" s3://you:word@b c@d", "--url 'https://host/x' \"b\" s3://b c@d"),
         (3, 3),
     ],
 )

@@ -155,11 +155,7 @@ def differences_of(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         told = {name: run.get(name) for name in DESCRIBED} | data | run.get("settings", {}) | run.get("versions", {})
         described.append({name: value for name, value in told.items() if name not in ("output_dir", "run_name")})
     names = dict.fromkeys(name for told in described for name in told)
-    defaults = {name: in_words(value) for run in runs for name, value in run.get("defaults", {}).items()}
-    rows = [
-        (name, *(defaults.get(name, "") if told.get(name) is None else in_words(told[name]) for told in described))
-        for name in names
-    ]
+    rows = [(name, *("" if told.get(name) is None else in_words(told[name]) for told in described)) for name in names]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 

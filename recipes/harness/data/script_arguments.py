@@ -66,10 +66,7 @@ class ScriptArguments(trl.ScriptArguments):
     profile: bool = field(default=False, metadata={"help": "Profile some steps in the middle of the run."})
 
     data: DataSettings | None = field(default=None, init=False)  # set by `parse` from these and other arguments; no flag
-    # The values that are not defaults, by where they come from (see `start/record.py`); the defaults; all values as parsed.
-    asked: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
-    defaults: dict[str, Any] = field(default_factory=dict, init=False)
-    parsed: dict[str, Any] = field(default_factory=dict, init=False)
+    settings: dict[str, Any] = field(default_factory=dict, init=False)  # the values of all arguments that are not defaults
     # Set by `parse`. Without an annotation they are no fields, so they are no flags.
     given = frozenset()  # names of all arguments that the user passed
     repository = None  # of --push_to_hub: a `harness.run.publishing.Repository`

@@ -38,12 +38,11 @@ def write_results(
     progress: Progress,
     parameters: tuple[int, int],
     resumed_from: int,
-    used: dict[str, Any],
 ) -> dict:
     """Gathers the numbers of all processes (collective); the first writes them. Memory in GB (1e9 bytes), time in seconds.
 
     Time and tokens are those of the whole run, including its parts before a resume. `train_runtime` includes everything,
-    `tokens_per_second` only the time of optimizer steps. `used`: values of arguments that are others than was asked for.
+    `tokens_per_second` only the time of optimizer steps.
     """
     output_dir, has_gpu = Path(trainer.args.output_dir), torch.cuda.is_available()
     processes = gather_values(measure_process(trainer, progress))
@@ -61,7 +60,8 @@ def write_results(
         | data
         | stopped_early(trainer)
         | {"global_step": trainer.state.global_step, "epoch": trainer.state.epoch, "resumed_from_step": resumed_from}
-        | {"used": used}
+        # No texts: there can be a token in one.
+        | {"used": {name: value for name, value in trainer.args.to_dict().items() if isinstance(value, int | float)}}
         | {
             "device": torch.cuda.get_device_name() if has_gpu else platform.processor() or platform.machine(),
             "finished": datetime.datetime.now().isoformat(timespec="seconds"),

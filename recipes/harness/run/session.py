@@ -137,7 +137,7 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
             print_once(f"Nothing for --verify to compare with: {reason}.")
         if not reason and trainer.is_world_process_zero():
             save_expectations(trainer, original, evaluation, settings.conversations)
-    results = write_results(trainer, output, evaluation, parts.progress, parameters, resumed_from, settings.used)
+    results = write_results(trainer, output, evaluation, parts.progress, parameters, resumed_from)
     with only_report("README.md"):
         write_model_card(trainer)
     with only_report_if_all("samples.txt", for_failures):

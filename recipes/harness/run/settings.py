@@ -15,7 +15,6 @@ class RunSettings:
     processes: int = 0  # on all nodes; 0 if no config says how many
     tiny: bool = False  # a rehearsal
     identity: dict[str, Any] | None = None  # the content of run.json, if this process is to lock the output directory
-    used: dict[str, Any] = field(default_factory=dict)  # values of arguments that are others than was asked for
     profile: bool = False
     dataset_weights: dict[str, float] | None = None  # of a mixture: the share of each dataset, by its label
     repository: Repository | None = None  # to which the model is uploaded

@@ -34,7 +34,7 @@ from harness.rehearsal import tiny
 from harness.run.publishing import take_repository
 from harness.start import checks
 from harness.start.flags import check_names, unknown_flag
-from harness.start.record import asked_values, defaults_of, values_of
+from harness.start.record import settings_of
 
 import trl
 from torch.distributed import DistError
@@ -128,17 +128,7 @@ def parse_command_line(context: Context, config_class: type, recipe: dict[str, A
     words = (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--"))
     flags = {word[2:].replace("-", "_").removeprefix("no_") for word in words}
     parsed[0].given = parser.given | flags
-    sources = {
-        "flags": flags,
-        "config_file": parser.given,
-        "rehearsal": tiny.VALUES if context.tiny else {},
-        "recipe": recipe,
-        "accelerate_config": values_of_config(context.config),
-        "project": {*DEFAULTS, "output_dir"},
-    }
-    parsed[0].asked = asked_values(parser.values, classes, sources)
-    parsed[0].defaults = defaults_of(classes)
-    parsed[0].parsed = values_of(*parsed)
+    parsed[0].settings = settings_of(parser.values, classes)
     return tuple(parsed)
 
 

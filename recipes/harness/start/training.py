@@ -43,7 +43,7 @@ from harness.start.preparing import (
     replace_model_and_dataset,
     set_model_options,
 )
-from harness.start.record import record_start, settings_of, values_of
+from harness.start.record import record_start
 
 import torch
 from datasets import Dataset
@@ -137,9 +137,6 @@ class Train(Context):
             self.settings.conversations += tokenized.take(CONVERSATIONS)
 
     def built(self, trainer: Trainer) -> None:
-        script_args, _, model_args = self.arguments
-        used = values_of(script_args, trainer.args, model_args)
-        self.settings.used = {name: value for name, value in used.items() if script_args.parsed.get(name) != value}
         try:
             session.train(trainer, self.settings)
         except Exception as error:
@@ -301,7 +298,7 @@ def check_and_claim_run(context: Context, arguments: Arguments) -> dict[str, Any
     began = folder.date_of(folder.read_json(output_dir / folder.RUN)) or datetime.now()
     identity["date"] = began.isoformat(timespec="seconds")
     folder.claim_output_dir(output_dir, identity, is_default)
-    record_start(context, output_dir, script_args.asked)
+    record_start(context, output_dir)
     print_differences(context, arguments)
     replace_model_and_dataset(context, arguments)
     return identity
@@ -345,8 +342,7 @@ def identity_of_run(context: Context, arguments: Arguments) -> dict[str, Any]:
         "use_peft": model_args.use_peft,
         "load_in_4bit": model_args.load_in_4bit,
         "recipe_digest": digest_of_recipe(context.recipe),
-        "settings": (settings := settings_of(script_args.asked)),
-        "defaults": {name: script_args.defaults[name] for name in settings},
+        "settings": script_args.settings,
         "data_files": [file for source in sources for file in reading.file_versions(source.name)],
         **{name: getattr(script_args, name) for name in folder.CHOICE_OF_ROWS},
     }

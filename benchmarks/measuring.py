@@ -37,7 +37,6 @@ RESULT_KEYS = (
     "peak_gpu_gb",
     "peak_gpu_reserved_gb",
     "peak_host_gb",
-    "gpu_utilization",
     "world_size",
     "global_batch_size",
     "model_params_b",

@@ -37,7 +37,6 @@ def test_table_and_picture(runs, launch, tmp_path):
         results = read(run)
         assert row["mean loss"] == f"{results['train_loss']:.4f}" and row["eval loss"] == f"{results['eval_loss']:.4f}"
         assert row["eval loss before"] == f"{results['eval_loss_on_start']:.4f}"
-    assert all(row["GPU %"] == "" for row in rows)  # a CPU
     assert (tmp_path / "report.png").stat().st_size > 10_000 and not process.stderr
 
 
@@ -65,15 +64,13 @@ def test_runs_that_differ(tmp_path, capsys, monkeypatch):
     numbers = {"num_nodes": 1, "train_runtime": 9.0, "tokens_per_second": 5.0, "peak_gpu_gb": 1.0, "peak_host_gb": 1.0}
     for name, processes in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()
-        results = numbers | {"world_size": processes, "final_loss": 1.0, "recipe": name, "gpu_utilization": [97.0] * processes}
-        results["gpu_memory_gb"] = [14.21] * processes
+        results = numbers | {"world_size": processes, "final_loss": 1.0, "recipe": name}
         results |= {"settings": {"seed": 3, "output_dir": name} | ({"lora_r": 16} if name == "b" else {})}
-        results |= {"defaults": {"seed": 42} | ({"lora_r": 8} if name == "b" else {})}
         results |= {"versions": {"torch": "2.13", "trl": f"1.{processes}"}, "data_files": [["rows.jsonl", processes, 0]]}
         (tmp_path / name / "train_results.json").write_text(json.dumps(results))
     report.main("a", "b")
     printed = capsys.readouterr()
-    assert "differ in recipe" in printed.err and "| 97 97 | 14.2 14.2" in printed.out
+    assert "differ in recipe" in printed.err
     assert "efficiency" in printed.out and "the run with the fewest processes" in printed.out
     differences = printed.out.partition("Differences between these runs")[2].splitlines()[2:8]
     assert [line.split() for line in differences if "---" not in line] == [
@@ -81,7 +78,7 @@ def test_runs_that_differ(tmp_path, capsys, monkeypatch):
         ["|", "recipe", "|", "a", "|", "b", "|"],
         ["|", "data_files", "|", "1", "with", "1", "bytes", "|", "1", "with", "2", "bytes", "|"],
         ["|", "trl", "|", "1.1", "|", "1.2", "|"],
-        ["|", "lora_r", "|", "8", "|", "16", "|"],
+        ["|", "lora_r", "|", "|", "16", "|"],
     ]
 
 

@@ -252,10 +252,10 @@ def test_redirect_is_an_error_and_gets_no_key(error_of, monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     try:
-        assert served.ask(address, "/v1", {}, {}) == (200, {"a": " " * 2000})
+        assert served.ask(address, "/v1", {}, "a") == (200, {"a": " " * 2000})
         monkeypatch.setattr(served, "MOST_BYTES", 1000)
         assert "more than 1,000 bytes" in error_of(served.ask, address, "/v1", {}, {})
-        assert f"redirects to http://localhost:{server.server_port}/moved" in error_of(served.ask, address, "/elsewhere", {}, {})
+        assert f"redirects to http://localhost:{server.server_port}/moved" in error_of(served.ask, address, "/elsewhere", {}, "a")
     finally:
         server.shutdown()
         server.server_close()

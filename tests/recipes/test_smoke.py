@@ -78,8 +78,7 @@ def test_pair_trains_and_saves_a_model(
     assert results["train_loss"] == pytest.approx(of_transformers, rel=1e-5)  # the mean of all steps
     if results.get("eval_loss_on_start"):
         assert next(entry["step"] for entry in history if "eval_loss" in entry) == 0
-    on_a_gpu = ("peak_gpu_gb", "peak_gpu_reserved_gb", "gpu_utilization", "gpu_memory_gb")
-    assert [results[name] for name in on_a_gpu] == [0, 0, [], []]
+    assert results["peak_gpu_gb"] == results["peak_gpu_reserved_gb"] == 0
     assert results["versions"]["torch"] == importlib.metadata.version("torch")
     assert (run / "loss.png").stat().st_size > 5000
 

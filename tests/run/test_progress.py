@@ -9,20 +9,16 @@ from harness.run.settings import RunSettings
 from harness.run.trainer import add_parts
 
 import pytest
-import torch
 from conftest import read
 
 RECIPE = "qwen2_fineweb_edu"
 
 
 def test_messages_are_aligned():
-    logs = {"loss": 2.34567, "learning_rate": 2e-5, "grad_norm": 0.84, "tokens_per_second": 10512.3, "gpu_0_utilization": 97.0}
-    logs |= {"gpu_1_utilization": 96.0, "gpu_0_memory_gb": 14.21, "gpu_1_memory_gb": 14.0, "host_gb": 31.44}
+    logs = {"loss": 2.34567, "learning_rate": 2e-5, "grad_norm": 0.84, "tokens_per_second": 10512.3}
     messages = [progress.format_logs(logs, step, 1000, 83.0) for step in (1, 1000)]
     start, rest = messages[0].split("  loss ")
-    assert start == "step     1/1,000" and rest == (
-        " 2.3457  lr 2.00e-05  grad    0.840     10,512 tokens/s  host 31.4 GB  GPU 97 96 % 14.2 14.0 GB  0:01:23 left"
-    )
+    assert start == "step     1/1,000" and rest == (" 2.3457  lr 2.00e-05  grad    0.840     10,512 tokens/s  0:01:23 left")
     assert len(messages[0]) == len(messages[1])
     evaluation = {"eval_loss": 2.0, "eval_runtime": 3.2}
     assert progress.format_logs(evaluation, 20, 30, 1.0) == "step 20/30  evaluation loss 2.0000  in 3 s"
@@ -68,7 +64,6 @@ def test_seconds_of_steps(build_trainer, monkeypatch):
     assert 0.9 < (so_far["tokens"] - 100) / (4 * 2 * 2 * 64) <= 1
     assert 0 < so_far["loss_tokens"] < so_far["tokens"]
     speeds = [entry["tokens_per_second"] for entry in trainer.state.log_history if "loss" in entry]
-    assert all(entry["host_gb"] > 0 for entry in trainer.state.log_history if "loss" in entry)
     assert len(speeds) == 4 and all(0.9 < speed / (2 * 64) <= 1 for speed in speeds)
 
 
@@ -82,29 +77,6 @@ def test_every_checkpoint_and_the_last_step_are_logged(build_trainer, strategy, 
     output = trainer.train()
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == logged
     assert results.mean_loss(trainer.state.log_history) == (pytest.approx(output.training_loss) if logged else None)
-
-
-def test_gpus_are_sampled_between_logs(monkeypatch):
-    """One process samples all GPUs of its node. A GPU without these counters ends no run."""
-    percents = iter([90, 10, 70, 30])
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "utilization", lambda index: next(percents))
-    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda index: 3e9 + index)
-    gpus = progress.GpuMonitor()
-    gpus.sample()
-    gpus.sample()
-    assert gpus.read() == {
-        "gpu_0_utilization": 80.0,
-        "gpu_0_memory_gb": 3.0,
-        "gpu_1_utilization": 20.0,
-        "gpu_1_memory_gb": 3.0,
-    }
-    assert gpus.read() == {} and gpus.whole_run() == [(80.0, 3.0), (20.0, 3.0)]
-    gpus.sample()  # `percents` has ended: an error
-    assert gpus.read() == {}
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert progress.GpuMonitor().samples == []
 
 
 def test_every_log_has_the_speed(rehearse):

@@ -13,8 +13,6 @@ from harness.messages import DEBUG_VARIABLE, UserError, die, last_line, print_on
 from harness.nodes.network import exit_if_connection_lost
 
 OUT_OF_MEMORY = 12  # exit code (ENOMEM)
-MESSAGE_LENGTH = 300  # of an error of a library
-HARNESS = str(Path(__file__).parents[1])
 HOST_ADVICE = "request more memory (SLURM: --mem), stop other programs, or use a config without fsdp_offload_params"
 
 
@@ -31,24 +29,16 @@ def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
 
 
 def raise_if_of_library(error: Exception, recipe: str) -> None:
-    """Raises UserError, in one line, if a library raised the error when the recipe's own lines called it.
+    """Raises UserError, in one line, if a library raised the error. For errors before or in the first step.
 
-    For errors before or in the first step, which are about arguments or rows. An error in the recipe's own code, or in this
-    project's, keeps its traceback.
+    An error that the recipe's own code or this project's has raised keeps its traceback.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    own = [number for number, frame in enumerate(frames) if frame.filename == recipe]
-    called = frames[own[-1] + 1 :] if own else []
-    packages = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
-    if not called or not called[-1].filename.startswith((*packages, "<")):
-        return
-    is_of_user = any(not frame.filename.startswith((*packages, "<", HARNESS)) for frame in called)  # that a library calls
-    if is_of_user or type(error.__cause__).__name__ == "RemoteTraceback":  # or may call in another process
-        return
-    text = " ".join(str(error).split())
-    text = text if len(text) <= MESSAGE_LENGTH else f"{text[:MESSAGE_LENGTH]} … {last_line(error)}"
-    place = f"{Path(recipe).name}, line {frames[own[-1]].lineno}"
-    raise UserError(f"{place}: {type(error).__name__}: {text} (--debug shows the traceback)") from error
+    own = [frame.lineno for frame in frames if frame.filename == recipe]
+    libraries = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
+    if own and frames[-1].filename.startswith(libraries):
+        place = f"{Path(recipe).name}, line {own[-1]}"
+        raise UserError(f"{place}: {type(error).__name__}: {last_line(error)} (--debug shows the traceback)") from error
 
 
 @contextlib.contextmanager
@@ -99,9 +89,11 @@ def _memory_message(error: Exception, trainer: Any = None) -> str:
     moment = f"at step {trainer.state.global_step}" if trainer is not None else "before the training"
     if not torch.cuda.is_available() or _is_host_memory(error):
         return f"{process}the host ran out of memory {moment}: {HOST_ADVICE}"
+    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return (
-        f"{process}{_gpu_memory()} ran out of memory {moment}. `./launch.sh --plan` with the same recipe, config and flags shows "
-        "what needs it, and which changes save most"
+        f"{process}the GPU ({total / 1e9:.1f} GB; peak {peak / 1e9:.1f} GB, {reserved / 1e9:.1f} GB reserved) ran out of memory "
+        f"{moment}. `./launch.sh --plan` with the same recipe, config and flags shows what needs it, and which changes save most"
     )
 
 
@@ -118,11 +110,3 @@ def _is_host_memory(error: Exception) -> bool:
         return True
     is_of_cuda = "CUDA error: out of memory" in str(error) and not isinstance(error, torch.OutOfMemoryError)
     return is_of_cuda and torch.cuda.mem_get_info()[0] > 256e6
-
-
-def _gpu_memory() -> str:
-    import torch
-
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-    return f"the GPU ({total / 1e9:.1f} GB; peak {peak / 1e9:.1f} GB, {reserved / 1e9:.1f} GB reserved)"

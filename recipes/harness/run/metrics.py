@@ -5,8 +5,8 @@ import re
 # What transformers, SFTTrainer and `Progress` log besides losses; of an evaluation with or without the label of a dataset.
 KNOWN = re.compile(
     r"eval_(.+_)?(runtime|samples_per_second|steps_per_second|model_preparation_time|loss)"
-    r"|(eval_)?(entropy|num_tokens|mean_token_accuracy|aux_loss)|train_\w+|gpu_\d+_\w+"
-    r"|loss|grad_norm|learning_rate|epoch|step|total_flos|loss_scale|(tokens|rows)_per_second|host_gb|num_input_tokens_seen"
+    r"|(eval_)?(entropy|num_tokens|mean_token_accuracy|aux_loss)|train_\w+"
+    r"|loss|grad_norm|learning_rate|epoch|step|total_flos|loss_scale|(tokens|rows)_per_second|num_input_tokens_seen"
 )
 
 

@@ -1,7 +1,6 @@
 """The progress of a run: its tokens and seconds are counted, and a line is printed at every log."""
 
 import datetime
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 from harness.exchange import gather_values
 from harness.run.metrics import evaluation_losses, format_metrics, own_metrics
 
-import psutil
 import torch
 from tqdm.auto import tqdm
 from transformers import (
@@ -54,7 +52,6 @@ class Progress(TrainerCallback):
         self.steps_began: float | None = None  # when the first step began; `began` is before an evaluation that precedes it
         self.logged_rows, self.logged_tokens, self.logged_seconds = 0, 0, 0.0  # at the last log
         self.seconds_left: float | None = None
-        self.gpus = GpuMonitor()
 
     def count(self, batches: list[dict], loss_tokens: torch.Tensor | int | None) -> None:
         """To be called with the batches of every step, and the tokens in the loss over all processes."""
@@ -73,7 +70,6 @@ class Progress(TrainerCallback):
             self.steps_began = self.running_since
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        self.gpus.sample()
         self._log_with_checkpoint(args, state, control)
         if control.should_log or control.should_evaluate or control.should_save:
             if torch.cuda.is_available():
@@ -107,7 +103,7 @@ class Progress(TrainerCallback):
         self.running_since, self.ended = None, time.monotonic()
 
     def log_fields(self, logs: dict) -> dict[str, float]:
-        """Speed, used host memory, this node's GPUs since the last log; in fp16 the gradient scaler's scale."""
+        """The speed since the last log; in fp16 the gradient scaler's scale."""
         if "loss" not in logs:
             return {}
         scaler = self.trainer.accelerator.scaler
@@ -119,9 +115,7 @@ class Progress(TrainerCallback):
             name = "tokens_per_second" if self.tokens else "rows_per_second"
             fields[name] = round(counted * self.trainer.args.world_size / seconds, 1)
         self.logged_rows, self.logged_tokens, self.logged_seconds = self.rows, self.tokens, self.seconds
-        memory = psutil.virtual_memory()
-        fields["host_gb"] = round((memory.total - memory.available) / 1e9, 1)  # of all programs on this node
-        return fields | self.gpus.read()
+        return fields
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict, **kwargs: object) -> None:
         line = format_logs(logs, state.global_step, state.max_steps, self.seconds_left)
@@ -149,43 +143,6 @@ def size_of(batch: Any) -> tuple[int, int]:
     return len(tensors[0]) if tensors else 0, ids.numel() if isinstance(ids, torch.Tensor) else 0
 
 
-class GpuMonitor:
-    """Utilization and used memory of the GPUs of this node, from NVML. The first process of a node samples all of them."""
-
-    def __init__(self) -> None:
-        is_monitor = torch.cuda.is_available() and os.environ.get("LOCAL_RANK", "0") == "0"
-        count = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if is_monitor else 0
-        self.samples: list[list[tuple[int, int]]] = [[] for _ in range(count)]  # (percent, bytes) since the last `read`
-        self.all_samples: list[list[tuple[int, int]]] = [[] for _ in range(count)]
-
-    def sample(self) -> None:
-        try:
-            for index, samples in enumerate(self.samples):
-                samples.append((torch.cuda.utilization(index), torch.cuda.device_memory_used(index)))
-        except Exception:  # NVML is missing, or does not support this GPU: a run does not need it
-            self.samples = []
-
-    def read(self) -> dict[str, float]:
-        """Of every GPU the mean utilization in percent and the maximum memory in GB (1e9 bytes) since the last call."""
-        found = {}
-        for index, samples in enumerate(self.samples):
-            if samples:
-                self.all_samples[index] += samples
-                percent, gigabytes = _summary(samples)
-                found |= {f"gpu_{index}_utilization": percent, f"gpu_{index}_memory_gb": gigabytes}
-                samples.clear()
-        return found
-
-    def whole_run(self) -> list[tuple[float, float]]:
-        """Mean percent and maximum GB of every GPU over the whole run, [] without samples."""
-        return [_summary(samples) for samples in self.all_samples if samples]
-
-
-def _summary(samples: list[tuple[int, int]]) -> tuple[float, float]:
-    percent = sum(percent for percent, _ in samples) / len(samples)
-    return round(percent, 1), round(max(size for _, size in samples) / 1e9, 2)
-
-
 def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -> str:
     """The line for a person, "" for logs that say nothing new."""
     start, own = f"step {step:{len(f'{steps:,}')},}/{steps:,}", format_metrics(own_metrics(logs))
@@ -206,12 +163,6 @@ def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -
         parts.append(f"{logs.get('tokens_per_second', 0):9,.0f} tokens/s")
     if torch.cuda.is_available():
         parts.append(f"{torch.cuda.max_memory_allocated() / 1e9:5.1f} GB")
-    if "host_gb" in logs:
-        parts.append(f"host {logs['host_gb']:.1f} GB")
-    percents = [f"{value:3.0f}" for name, value in logs.items() if name.endswith("_utilization")]
-    if percents:
-        used = [f" {value:.1f}" for name, value in logs.items() if name.endswith("_memory_gb")]
-        parts.append(f"GPU{''.join(percents)} %{''.join(used)} GB")
     if seconds_left is not None:
         parts.append(f"{datetime.timedelta(seconds=round(seconds_left))} left")
     return "  ".join(parts) + own

@@ -2,7 +2,6 @@
 
 import datetime
 import importlib.metadata
-import json
 import math
 import os
 import platform
@@ -45,7 +44,7 @@ def write_results(
     `tokens_per_second` only the time of optimizer steps.
     """
     output_dir, has_gpu = Path(trainer.args.output_dir), torch.cuda.is_available()
-    processes = gather_values(measure_process(trainer, progress))
+    processes = gather_values(measure_process(trainer))
     by_node, data = group_by_node(processes), {}
     with only_report("the report about the data"):
         data = describe_data(trainer)
@@ -68,11 +67,6 @@ def write_results(
             "versions": versions(),
         }
     )
-    of_every_node = {key: results[key] for key in ("fsdp_enabled", "world_size", "model_params_b", "final_loss")}
-    results["nodes"] = [
-        {"node": int(node), "peak_gpu_gb": round(max(process["gpu"] for process in of_node), 3), **of_every_node}
-        for node, of_node in by_node.items()
-    ]
     with only_report("the comparison with the forecast"):
         if has_gpu and (forecast := read_forecast(output_dir, results["device"])):
             results["forecast"] = forecast
@@ -96,8 +90,8 @@ def stopped_early(trainer: Trainer) -> dict:
     return {"stopped_early_of": [args.max_steps, args.num_train_epochs]} if state.global_step < state.max_steps else {}
 
 
-def measure_process(trainer: Trainer, progress: Progress) -> dict:
-    """The numbers of this process. Memory in GB (1e9 bytes); "gpus": see `GpuMonitor` in `progress.py`."""
+def measure_process(trainer: Trainer) -> dict:
+    """The numbers of this process. Memory in GB (1e9 bytes)."""
     host_unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
     has_gpu = torch.cuda.is_available()
     return {
@@ -106,7 +100,6 @@ def measure_process(trainer: Trainer, progress: Progress) -> dict:
         "reserved": torch.cuda.max_memory_reserved() / 1e9 if has_gpu else 0.0,
         "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * host_unit / 1e9,
         "fsdp": trainer.is_fsdp_enabled,
-        "gpus": progress.gpus.whole_run(),
     }
 
 
@@ -143,8 +136,6 @@ def measure_memory(processes: list[dict], by_node: dict[str, list[dict]]) -> dic
     return {
         "peak_gpu_gb": round(max(process["gpu"] for process in processes), 3),
         "peak_gpu_reserved_gb": round(max(process["reserved"] for process in processes), 3),
-        "gpu_utilization": [percent for process in processes for percent, _ in process["gpus"]],
-        "gpu_memory_gb": [used for process in processes for _, used in process["gpus"]],
         "peak_host_gb": round(max(hosts), 3),
     }
 
@@ -225,12 +216,11 @@ def mean_loss(log_history: list[dict]) -> float | None:
 
 
 def draw_losses(log_history: list[dict], title: str, path: Path, unit: str = "") -> None:
-    """Draws training and evaluation loss over steps, and below them the recipe's own metrics of evaluation."""
+    """Draws training and evaluation loss over steps."""
     from matplotlib.figure import Figure
 
-    own = sorted({name for entry in log_history for name in own_metrics(entry) if name.startswith("eval_")})
-    figure = Figure(figsize=(7, 7 if own else 4), layout="tight")
-    axes, *below = figure.subplots(2 if own else 1, squeeze=False)[:, 0]
+    figure = Figure(figsize=(7, 4), layout="tight")
+    axes = figure.subplots()
     labels = {label: None for entry in log_history for label in evaluation_losses(entry) if label}
     evaluations = [(f"eval_{label}_loss", f"evaluation of {label}", ".:") for label in labels]
     for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--"), *evaluations):
@@ -238,13 +228,8 @@ def draw_losses(log_history: list[dict], title: str, path: Path, unit: str = "")
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
     axes.set(xlabel="step", ylabel=f"loss{unit}", title=title)
-    for name in own:
-        points = [(entry["step"], entry[name]) for entry in log_history if name in entry]
-        below[0].plot(*zip(*points, strict=True), ".-", label=name.removeprefix("eval_"))
-        below[0].set(xlabel="step", ylabel="metrics of evaluation")
-    for part in (axes, *below):
-        part.grid(alpha=0.3)
-        part.legend()
+    axes.grid(alpha=0.3)
+    axes.legend()
     with draft_of(path) as draft:
         figure.savefig(draft, dpi=120)
 
@@ -273,8 +258,6 @@ def describe_metrics(results: dict) -> str:
 
 def print_summary(results: dict, output_dir: str) -> None:
     """Prints the numbers that a person looks for first."""
-    if results["num_nodes"] > 1:
-        print_once("\n".join(json.dumps(report) for report in results["nodes"]))
     kind = "FSDP" if results["fsdp_enabled"] else "Unsharded"
     processes = plural(results["world_size"], "process")
     replicas = results["replicas"]

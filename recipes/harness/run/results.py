@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import json
 import math
 import os
 import platform
@@ -67,6 +68,11 @@ def write_results(
             "versions": versions(),
         }
     )
+    of_every_node = {key: results[key] for key in ("fsdp_enabled", "world_size", "model_params_b", "final_loss")}
+    results["nodes"] = [
+        {"node": int(node), "peak_gpu_gb": round(max(process["gpu"] for process in of_node), 3), **of_every_node}
+        for node, of_node in by_node.items()
+    ]
     with only_report("the comparison with the forecast"):
         if has_gpu and (forecast := read_forecast(output_dir, results["device"])):
             results["forecast"] = forecast
@@ -258,6 +264,8 @@ def describe_metrics(results: dict) -> str:
 
 def print_summary(results: dict, output_dir: str) -> None:
     """Prints the numbers that a person looks for first."""
+    if results["num_nodes"] > 1:
+        print_once("\n".join(json.dumps(report) for report in results["nodes"]))
     kind = "FSDP" if results["fsdp_enabled"] else "Unsharded"
     processes = plural(results["world_size"], "process")
     replicas = results["replicas"]

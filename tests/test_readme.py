@@ -29,7 +29,7 @@ COMMANDS = list(
     }.values()
 )
 FOLDERS = ("accelerate_configs", "benchmarks", "cloud", "docs", "recipes", "tests")
-FLAGS_OF_OTHERS = {"logdir", "max-lora-rank"}  # of tensorboard and vLLM
+FLAGS_OF_OTHERS = {"logdir", "max-lora-rank", "jobid", "overlap"}  # of tensorboard, vLLM and srun
 
 
 def without_code(text: str) -> str:

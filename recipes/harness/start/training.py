@@ -80,7 +80,8 @@ class Train(Context):
 
     def prepare(self, arguments: Arguments) -> None:
         script_args, training_args, model_args = arguments
-        publish_of_node(facts_of_node(self, training_args))
+        if is_of_several():
+            publish_of_node(facts_of_node(self, training_args))
         answer = answer_of_first(lambda: self.check_run(arguments))
         features = GpuFeatures(*answer["features"])
         self.attention, self.no_flash, self.no_triton = features.attention, features.no_flash, features.no_triton
@@ -181,11 +182,8 @@ def facts_of_node(context: Train, training_args: TrainingArguments) -> dict[str,
             features = find_gpu_features()
     except UserError as error:
         features = GpuFeatures([], problem=str(error))
-    files = {
-        Path(path).name: hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        for path in (context.recipe, context.config.path)
-        if path
-    }
+    paths = [Path(path) for path in (context.recipe, context.config.path) if path]
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:8] for path in paths}
     return {"host": platform.node(), "command": sys.argv[1:], "files": files, "features": list(features)}
 
 

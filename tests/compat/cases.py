@@ -6,6 +6,7 @@ Each case is a function with the name of the change. It runs twice, in processes
 `changed=True`. The program prints what the two returned, as JSON; an error counts as a result.
 """
 
+import contextlib
 import functools
 import json
 import multiprocessing
@@ -229,18 +230,18 @@ def load_tokenizers_only(changed: bool) -> str:
     return "tokenizer" if isinstance(loaded, transformers.PreTrainedTokenizerBase) else "processor"
 
 
-def use_no_gpu_kernels(changed: bool) -> str:
-    """What transformers calls for a layer with a state on a CPU, if a package with its kernel is installed."""
+def use_no_gpu_kernels(changed: bool) -> list[str]:
+    """What transformers calls for a layer with a state on a CPU, if a package with its kernel is installed; and afterwards."""
     Path(folder := tempfile.mkdtemp(), "fla.py").write_text("def kernel(x):\n    return 'kernel'\n")
     sys.path.insert(0, folder)
-    if changed:
-        transformers_changes.use_no_gpu_kernels()
 
     @hub_kernels.use_kernel_func_from_hub_with_fallback("kernel", "fla")
     def in_pytorch(x):
         return "torch"
 
-    return in_pytorch(0)
+    with transformers_changes.use_no_gpu_kernels() if changed else contextlib.nullcontext():
+        within = in_pytorch(0)
+    return [within, in_pytorch(0)]
 
 
 CASES = [

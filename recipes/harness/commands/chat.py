@@ -46,6 +46,7 @@ def load_model(run: Path) -> Any:
 
     `run`: the folder of a finished run, or of a model that --merge or someone else has made from it.
     """
+    from harness.compat.transformers import use_no_gpu_kernels
     from harness.model.weight_files import check_adapter_weights, check_found, class_of_model
 
     import torch
@@ -70,6 +71,7 @@ def load_model(run: Path) -> Any:
                 options["dtype"] = quantization.bnb_4bit_compute_dtype  # what the run has loaded the rest of the model in
     if not has_gpu:
         keep_4bit_layout()
+        use_no_gpu_kernels()
     try:
         with hub_errors("model", base):
             config = AutoConfig.from_pretrained(base, revision=options.get("revision"))

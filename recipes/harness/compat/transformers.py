@@ -4,7 +4,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -173,10 +172,6 @@ def set_date_of_chat_templates(moment: datetime | None) -> None:
     chat_template_utils.datetime = FixedDate if moment else datetime
 
 
-# Packages with GPU kernels for layers that carry a state from token to token; the first two are for linear attention.
-KERNEL_PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")
-
-
 class TrainerWithHooks:
     """Overrides that call methods of a subclass where Trainer has neither a callback nor a method meant to be overridden.
 
@@ -336,19 +331,31 @@ def is_stateful(model_class: type | None) -> bool:
     return getattr(model_class, "_is_stateful", False)
 
 
-@changes("transformers.integrations.hub_kernels:use_kernel_func_from_hub_with_fallback(func_name, package, internal_path)")
-def use_no_gpu_kernels() -> None:
-    """From here on, layers with a state compute in PyTorch, also where packages with kernels for GPUs are installed.
+@changes(
+    "transformers.integrations.hub_kernels:is_torchdynamo_exporting()",
+    "transformers.integrations.hub_kernels:use_kernel_func_from_hub_with_fallback(func_name, package, internal_path)",
+)
+def use_no_gpu_kernels() -> contextlib.ExitStack:
+    """From here on, or in a `with` block, layers with a state compute in PyTorch, whatever kernels for GPUs are installed.
 
-    transformers chooses when it imports the module of a model, and then calls the kernels on a CPU too, where they fail.
+    transformers calls these kernels (fla, causal_conv1d, mamba_ssm) for tensors of every device, and on a CPU they fail. While a
+    model is exported it does not call them.
     Upstream: no issue found.
     Checked with: transformers 5.23.0.
     Remove when: transformers looks at the device.
     """
-    # Each process would print a line for each of these functions.
+    from transformers.integrations import hub_kernels
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "reference PyTorch implementation" not in record.getMessage()
+
     logger = logging.getLogger("transformers.integrations.hub_kernels")
-    logger.addFilter(lambda record: "reference PyTorch implementation" not in record.getMessage())
-    sys.modules.update(dict.fromkeys(KERNEL_PACKAGES))  # None: the import fails as if the package was not installed
+    undo = contextlib.ExitStack()  # does nothing unless it is used as a context
+    undo.callback(setattr, hub_kernels, "is_torchdynamo_exporting", hub_kernels.is_torchdynamo_exporting)
+    undo.callback(logger.removeFilter, is_other)
+    logger.addFilter(is_other)  # each process would print a line for each of these functions
+    hub_kernels.is_torchdynamo_exporting = lambda: True
+    return undo
 
 
 @changes("transformers:PreTrainedConfig._attn_implementation")

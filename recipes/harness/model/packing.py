@@ -3,7 +3,7 @@
 import importlib.util
 import re
 
-from harness.compat.transformers import KERNEL_PACKAGES, is_stateful
+from harness.compat.transformers import is_stateful, use_no_gpu_kernels
 from harness.messages import UserError, print_once
 from harness.model.attention import has_documents
 from harness.model.gpu_features import VARLEN
@@ -17,21 +17,25 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 # Models that give the kernels the lengths of packed documents, by the type of their text part; see tests/model/test_packing.py.
 KEPT_APART_BY_KERNELS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")
-PACKAGES = "flash-linear-attention and causal-conv1d"  # the names of the kernels of linear attention on PyPI
+# The kernels of linear attention: their modules, and the names of their packages.
+KERNELS, PACKAGES = ("fla", "causal_conv1d"), "flash-linear-attention and causal-conv1d"
 
 
-def check_packing(training_args: TrainingArguments, model_args: ModelConfig, name: str, is_simulated: bool = False) -> None:
+def check_packing(
+    training_args: TrainingArguments, model_args: ModelConfig, name: str, on_cpu: bool = False, is_simulated: bool = False
+) -> None:
     """Raises UserError if packed documents change each other in layers that carry a state from one token to the next.
 
     Prints a warning if they do in other layers: without FlashAttention, some models attend to all tokens of a row.
-    `name`: of the model, in messages. `is_simulated`: tensors have no values, so every model with a state is refused.
+    `name`: of the model, in messages. `on_cpu`: the kernels of linear attention cannot be used. `is_simulated`: tensors have no
+    values, so every model with a state is refused.
     """
     if not has_documents(training_args):
         return
     config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
     has_state = carries_state(config)
     kind = config.get_text_config().model_type
-    has_kernels = all(map(importlib.util.find_spec, KERNEL_PACKAGES[:2]))
+    has_kernels = not (on_cpu or is_simulated) and all(map(importlib.util.find_spec, KERNELS))
     if has_state and kind in KEPT_APART_BY_KERNELS and has_kernels:
         return
     attention = None if has_state else model_args.attn_implementation
@@ -66,14 +70,14 @@ def keeps_documents_apart(config: PreTrainedConfig, attention: str | None) -> bo
     try:
         small = tiny.shrink(config, {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0})
         small.architectures = config.architectures
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with use_no_gpu_kernels(), torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             model = tiny.make_model(small, dtype=torch.float32, attn_implementation=attention).eval()
             alone = model(input_ids=torch.tensor([tokens[8:]]), use_cache=False).logits[0]
     except Exception:  # any architecture can fail in its own way when its sizes change
         return None
     try:
-        with torch.no_grad():
+        with use_no_gpu_kernels(), torch.no_grad():
             together = model(**packed, use_cache=False).logits[0, 8:]
     except Exception:  # any architecture can refuse the collator's arguments in its own way
         return False

@@ -76,7 +76,7 @@ class Plan(BuildingContext):
                 f"{Path(self.recipe).name} makes its model itself, and --plan simulates the model that a recipe names as "
                 "model_name_or_path"
             )
-        use_no_gpu_kernels()  # before a model is made
+        use_no_gpu_kernels()
         preparing.check_all_arguments(self, arguments)
         preparing.set_model_options(self, arguments)
         tiny.use_planned_size(*arguments)

@@ -65,7 +65,7 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
         reading.print_how_files_are_read(source.name, source.config, source.text_rows)
     display_name = model_args.model_name_or_path
     if context.on_cpu or context.is_simulated:
-        use_no_gpu_kernels()  # before a model is made
+        use_no_gpu_kernels()
     if context.tiny:  # in copies: `replace_model_and_dataset` comes later
         if display_name and tiny.family_of(display_name) is None:
             check_model_exists(display_name, model_args.model_revision)
@@ -81,7 +81,7 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
     if not display_name:  # the recipe makes its model itself
         check_dataset(script_args.data)
         return
-    check_packing(training_args, model_args, display_name)
+    check_packing(training_args, model_args, display_name, on_cpu=context.on_cpu and context.is_training_run)
     if model_args.use_peft:
         build_adapter_on_meta(model_args, display_name)
     rows = check_dataset(script_args.data)

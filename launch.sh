@@ -18,7 +18,6 @@
 #   ./launch.sh --verify RUN [MODEL]               compares what was trained with what is saved, merged, quantized or served
 #   ./launch.sh --chat RUN [--max_new_tokens N]    chats with the model of a finished run; also a QLoRA adapter, without a merge
 #   ./launch.sh --report RUN… [PLAN.json]          compares finished runs with each other, and with the forecasts of --plan --json
-#   ./launch.sh --convert FILE [OUT]               translates an Accelerate config for FSDP1 or DeepSpeed to FSDP2
 #   ./launch.sh --COMMAND --help                   the arguments of a command
 #   ./launch.sh --install                          installs requirements.txt into .venv, as the first call of any command does
 #   ./launch.sh --test RECIPE [CONFIG]             the smoke test of one recipe
@@ -361,14 +360,14 @@ case ${1:-} in
   --install) prepare_python ;;
   --test) run_tests "${@:2}" ;;
   --tiny | --prepare | --preview | --plan) run "$@" ;;
-  --merge | --chat | --verify | --convert | --report)
+  --merge | --chat | --verify | --report)
     check_words "$@"
     call "commands.${1#--}" "${@:2}"
     ;;
   -*)
     instead=$(python3 -I "$here/recipes/harness/instead.py" "$1")
     [[ -z $instead ]] || fail "$1: $instead"
-    near=$(nearest 0.7 "$1" --tiny --plan --preview --prepare --merge --chat --verify --convert --report --test --install --help)
+    near=$(nearest 0.7 "$1" --tiny --plan --preview --prepare --merge --chat --verify --report --test --install --help)
     [[ -z $near ]] || fail "unknown option $1. Did you mean $near? ./launch.sh --help lists them"
     fail "unknown option $1: ./launch.sh --help lists them. Flags of a recipe come last: ./launch.sh RECIPE CONFIG $1 …"
     ;;

@@ -1,10 +1,10 @@
 """Accelerate configs: those of the project explain every key; keys that accelerate would ignore are refused."""
 
+import argparse
 import dataclasses
 import os
 
 from harness import configs
-from harness.commands import convert
 from harness.compat.accelerate import launch_environment
 from harness.plan.proposals import configs_that_save_more
 from harness.start import launch
@@ -13,6 +13,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.to_fsdp2 import to_fsdp2_command
 from accelerate.utils import FullyShardedDataParallelPlugin
 from conftest import CONFIGS, ROOT
 
@@ -24,10 +25,10 @@ CONTRADICTION = ("reshard_after_forward: false", "reshard_after_backward: false"
 
 
 def test_known_keys_are_those_of_accelerate():
-    assert {field.name for field in dataclasses.fields(ClusterConfig)} >= configs.TOP_KEYS
+    assert {field.name for field in dataclasses.fields(ClusterConfig)} >= configs.TOP_KEYS.keys()
     flags = {action.dest for action in launch_command_parser()._actions} | {"fsdp_ignored_modules"}
     known = {name for name in flags if name.startswith("fsdp_")}
-    assert known == configs.FSDP2_KEYS | configs.FSDP1_KEYS
+    assert known == configs.FSDP2_KEYS.keys() | configs.FSDP1_KEYS | {"fsdp_min_num_params"}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -99,7 +100,7 @@ def test_every_fsdp_key_is_read(path):
     assert ",".join(config.layer_classes) == fsdp.get(configs.LAYER_CLASSES, "")
     for key in fsdp.keys() & attributes.keys():
         assert attributes[key] == fsdp[key], key
-    for key in configs.OWN_KEYS & fsdp.keys():
+    for key in configs.OWN_KEYS.keys() & fsdp.keys():
         assert key in attributes
 
 
@@ -119,62 +120,43 @@ def test_no_config():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("distributed_type: FSDP\nnum_procesess: 1\n", ["num_procesess", "num_processes"]),
-        ("distributed_type: MULTI_GPU\nuse_cpu: true\n", ["use_cpu is not read: delete the line; pass --use_cpu"]),
-        (FSDP + "  fsdp_offload_parms: true\n", ["fsdp_offload_parms", "fsdp_offload_params"]),
-        (FSDP.replace("  fsdp_version: 2\n", "  fsdp_offload_params: true\n"), ["fsdp_version", "missing"]),
-        (FSDP.replace("version: 2", "version: 1"), ["fsdp_version is 1"]),
+        ("distributed_type: FSDP\nnum_procesess: 1\n", ["num_procesess", "num_processes?"]),
+        ("distributed_type: MULTI_GPU\nuse_cpu: true\n", ["use_cpu"]),
+        (FSDP + WRAP + "  fsdp_offload_parms: true\n", ["fsdp_offload_parms", "fsdp_offload_params?"]),
+        (FSDP.replace("  fsdp_version: 2\n", "  fsdp_offload_params: true\n"), ["fsdp_version"]),
+        (FSDP.replace("version: 2", "version: 1"), ["fsdp_version"]),
+        (FSDP.replace("version: 2", "version: 2.0") + WRAP, ["fsdp_version"]),
         (FSDP + WRAP + "  fsdp_offload_params: sometimes\n", ["fsdp_offload_params", "sometimes"]),
-        (FSDP + WRAP + "  fsdp_reshard_after_backward: false\n", ["needs fsdp_reshard_after_forward: false"]),
+        (FSDP + WRAP + "  fsdp_reshard_after_backward: false\n", ["fsdp_reshard_after_forward: false"]),
         (FSDP + WRAP + "  fsdp_reduce_dtype: fp8\n", ["fsdp_reduce_dtype", "fp8"]),
-        (FSDP + WRAP + "  fsdp_activation_checkpointing_offload: true\n", ["needs fsdp_activation_checkpointing: true"]),
+        (FSDP + WRAP + "  fsdp_activation_checkpointing_offload: true\n", ["fsdp_activation_checkpointing: true"]),
         (
             FSDP + WRAP + "".join(f"  fsdp_{key}\n" for key in CONTRADICTION),
             ["fsdp_reduce_each_batch", "fsdp_reshard_after_backward"],
         ),
-        (FSDP + "  fsdp_sharding_strategy: HYBRID_SHARD\n", ["FSDP1 (fsdp_sharding_strategy)", "--convert"]),
-        (FSDP + "  fsdp_use_orig_params: true\n", ["FSDP1 (fsdp_use_orig_params)", "--convert"]),
-        (FSDP + "  fsdp_reshard_after_forward: HYBRID_SHARD\n", ["fsdp_reshard_after_forward: HYBRID_SHARD", "--convert"]),
-        ("distributed_type: DEEPSPEED\n", ["DeepSpeed", "FSDP2 does the same", "--convert"]),
         (FSDP, ["fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]),
         (FSDP + "  fsdp_auto_wrap_policy: SIZE_BASED_WRAP\n", ["TRANSFORMER_BASED_WRAP"]),
-        ('distributed_type: "NO"\nnum_processes: 2\n', ["one process"]),
-        ("distributed_type: NO\n", ["False", "FSDP"]),
-        ("distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: 2\n", ["num_processes (3)", "multiple"]),
-        (
-            "distributed_type: MULTI_GPU\nnum_processes: 300\nnum_machines: 2\n",
-            ["num_processes", "more than 64 GPUs per machine"],
-        ),
-        (f"distributed_type: MULTI_GPU\nnum_processes: {10**400}\n", ["num_processes", "more than 64 GPUs per machine"]),
-        ("distributed_type: MULTI_GPU\nmixed_precision: fp8\n", ["fp8", "bf16"]),
-        (
-            "distributed_type: MULTI_GPU\ndistributed_type: FSDP\n",
-            ["not a readable YAML file", "the key 'distributed_type' is there twice", "line 2, column 1"],
-        ),
-        (FSDP + WRAP + "  fsdp_version: 2\n", ["the key 'fsdp_version' is there twice", "line 6, column 3"]),
-        ("distributed_type: MULTI_GPU\n7: 8\n", ["the key 7 is no text", "line 2, column 1"]),
-        ("distributed_type: MULTI_GPU\nmain_process_port: 65536\n", ["main_process_port is 65536, expected 0 to 65535"]),
-        ("distributed_type: MULTI_GPU\nmain_process_port: -1\n", ["main_process_port is -1, expected 0 to 65535"]),
-        ("distributed_type: MULTI_GPU\ndebug: [true]\n", ["debug is [True], expected true or false"]),
-        ("distributed_type: MULTI_GPU\nmain_process_port: x\n", ["main_process_port is 'x', expected a whole number"]),
-        ("distributed_type: MULTI_GPU\ngpu_ids: 0-3\n", ["gpu_ids is '0-3', expected all, or numbers"]),
-        ("distributed_type: MULTI_GPU\nmixed_precision: &a [*a]\n", ["mixed_precision is [[[[...]]]], expected"]),
-        (f"distributed_type: MULTI_GPU\nmixed_precision: {BOMB}\n", ["mixed_precision is [[1], [[1]"]),
-        (FSDP.replace("version: 2", "version: 2.0") + WRAP, ["fsdp_version is 2.0: write fsdp_version: 2"]),
-        (FSDP + WRAP + "  fsdp_ignored_modules: [a]\n", ["fsdp_ignored_modules is ['a'], expected a regular expression"]),
-        (
-            FSDP + WRAP + "  fsdp_ignored_modules: (\n",
-            ["fsdp_ignored_modules is '(', expected a regular expression"],
-        ),
-        ("distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n", ["fsdp_config", "FSDP"]),
+        ('distributed_type: "NO"\nnum_processes: 2\n', ["distributed_type"]),
+        ("distributed_type: NO\n", ["distributed_type", "False"]),
+        ("num_processes: 2\n", ["distributed_type"]),
+        ("distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: 2\n", ["num_processes"]),
+        ("distributed_type: MULTI_GPU\nnum_processes: 0\n", ["num_processes"]),
+        ("distributed_type: MULTI_GPU\nnum_processes: 300\nnum_machines: 2\n", ["num_processes"]),
+        ("distributed_type: MULTI_GPU\nmixed_precision: fp8\n", ["mixed_precision", "fp8", "bf16"]),
+        ("distributed_type: MULTI_GPU\nmixed_precision: no\n", ["mixed_precision", "'no'"]),
+        ("distributed_type: MULTI_GPU\ndistributed_type: FSDP\n", ["distributed_type", "line 2, column 1"]),
+        (FSDP + WRAP + "  fsdp_version: 2\n", ["fsdp_version", "line 6, column 3"]),
+        ("distributed_type: MULTI_GPU\n7: 8\n", ["7", "line 2, column 1"]),
+        ("distributed_type: MULTI_GPU\nmain_process_port: x\n", ["main_process_port"]),
+        ("distributed_type: MULTI_GPU\ngpu_ids: 0-3\n", ["gpu_ids", "0-3"]),
+        ("distributed_type: MULTI_GPU\nmixed_precision: &a [*a]\n", ["mixed_precision"]),
+        (f"distributed_type: MULTI_GPU\nmixed_precision: {BOMB}\n", ["mixed_precision"]),
+        (FSDP + WRAP + "  fsdp_ignored_modules: [a]\n", ["fsdp_ignored_modules"]),
+        ("distributed_type: MULTI_GPU\nfsdp_config:\n  fsdp_version: 2\n", ["fsdp_config"]),
+        ("distributed_type: FSDP\nfsdp_config: 3\n", ["fsdp_config"]),
         (FSDP + WRAP + "  fsdp_state_dict_type: SHARDED_STATEDICT\n", ["fsdp_state_dict_type", "SHARDED_STATE_DICT"]),
-        (
-            FSDP + WRAP + "parallelism_config:\n  parallelism_config_dp_replicate_size: x\n",
-            ["parallelism_config_dp_replicate_size is 'x'"],
-        ),
-        (FSDP + WRAP + "parallelism_config:\n  parallelism_config_dp_shard_size: 0\n", ["dp_shard_size is 0"]),
-        ('distributed_type: "NO"\ndebug: true\n', ["debug has no effect with distributed_type NO"]),
-        ("distributed_type: MULTI_GPU\ngpu_ids: first\n", ["gpu_ids is 'first'", "0,2"]),
+        (FSDP + WRAP + "parallelism_config:\n  parallelism_config_dp_replicate_size: x\n", ["dp_replicate_size"]),
+        (FSDP + WRAP + "parallelism_config:\n  parallelism_config_dp_shard_size: 0\n", ["dp_shard_size"]),
         ("- a\n- b\n", ["key: value"]),
         ("a: [\n", ["not a readable YAML"]),
         ("a: 2026-99-99\n", ["not a readable YAML"]),
@@ -190,6 +172,58 @@ def test_error_names_the_key(tmp_path, error_of, text, words):
         assert word in message
 
 
+FSDP1 = """compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_forward_prefetch: false
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_use_orig_params: true
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 4
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""  # as `accelerate config` writes it
+
+
+def test_what_accelerate_translates_from_fsdp1_is_read(tmp_path, error_of):
+    """`accelerate to-fsdp2`, which the message names."""
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text(FSDP1)
+    assert f"to-fsdp2 --config_file {old}" in error_of(configs.read, str(old))
+    to_fsdp2_command(argparse.Namespace(config_file=str(old), output_file=str(new), overwrite=False))
+    config = configs.read(str(new))
+    assert config.is_fsdp and config.num_processes == 4 and not config.reshard_after_forward
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        FSDP + "  fsdp_use_orig_params: true\n",
+        FSDP + "  fsdp_reshard_after_forward: HYBRID_SHARD\n",
+        "distributed_type: DEEPSPEED\n",
+        "distributed_type: FSDP\ndeepspeed_config:\n  zero_stage: 3\n",
+    ],
+)
+def test_configs_for_fsdp1_and_deepspeed_are_refused(tmp_path, error_of, text):
+    (tmp_path / "old.yaml").write_text(text)
+    assert "for FSDP1 or DeepSpeed" in error_of(configs.read, str(tmp_path / "old.yaml"))
+
+
 @pytest.mark.parametrize(("value", "expected"), [("all", ""), ("", ""), ("0, 2", "0,2"), ("1", "1")])
 def test_gpu_ids(tmp_path, monkeypatch, value, expected):
     path = tmp_path / "mine.yaml"
@@ -202,30 +236,30 @@ def test_gpu_ids(tmp_path, monkeypatch, value, expected):
 
 
 def test_config_that_does_not_exist(tmp_path, error_of):
-    for read_config in (configs.read, convert.translate):
-        assert error_of(read_config, str(tmp_path / "mine.yaml")) == f"file not found: {tmp_path}/mine.yaml"
+    assert error_of(configs.read, str(tmp_path / "mine.yaml")) == f"file not found: {tmp_path}/mine.yaml"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_accelerate_reads_the_config(path):
     ClusterConfig.from_yaml_file(yaml_file=str(path))
-    assert yaml.safe_load(path.read_text()).keys() <= configs.TOP_KEYS
+    assert yaml.safe_load(path.read_text()).keys() <= configs.TOP_KEYS.keys()
 
 
 @pytest.mark.parametrize(
-    ("line", "word"),
+    "line",
     [
-        ("megatron_lm_config: {}", "use FSDP"),
-        ("ipex_config: {}", "--use_cpu"),
-        ("dynamo_config: {}", "--torch_compile true"),
-        ("distributed_type: MULTI_CPU", "--use_cpu"),
-        ("mixed_precision: fp8", "use bf16"),
+        "megatron_lm_config: {}",
+        "ipex_config: {}",
+        "dynamo_config: {}",
+        "distributed_type: MULTI_CPU",
+        "parallelism_config: {parallelism_config_tp_size: 2}",
+        "parallelism_config: {parallelism_config_cp_size: 2}",
     ],
 )
-def test_keys_of_other_methods_are_explained(tmp_path, error_of, line, word):
+def test_other_methods_are_refused_and_not_called_a_typo(tmp_path, error_of, line):
     (tmp_path / "other.yaml").write_text(line if "type" in line else f"distributed_type: MULTI_GPU\n{line}\n")
     message = error_of(configs.read, str(tmp_path / "other.yaml"))
-    assert word in message and "did you mean" not in message
+    assert line.removeprefix("parallelism_config: {").split(":")[0] in message and "did you mean" not in message
 
 
 def test_plan_passes_over_other_files(tmp_path):

@@ -5,48 +5,46 @@ import difflib
 import re
 import reprlib
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from harness.messages import UserError
 
 import yaml
 
-# The keys that accelerate 1.15 reads for FSDP2 (utils/launch.py, FullyShardedDataParallelPlugin); tests/test_configs.py compares.
-BOOLEAN_KEYS = {
-    "fsdp_reshard_after_forward",
-    "fsdp_offload_params",
-    "fsdp_cpu_ram_efficient_loading",
-    "fsdp_activation_checkpointing",
-    "fsdp_activation_checkpointing_offload",
-}
 LAYER_CLASSES = "fsdp_transformer_layer_cls_to_wrap"  # names with commas between them, without spaces
-FSDP2_KEYS = BOOLEAN_KEYS | {
-    "fsdp_version",
-    "fsdp_auto_wrap_policy",
-    LAYER_CLASSES,
-    "fsdp_state_dict_type",
-    "fsdp_ignored_modules",  # a regular expression
+# The type of the value of each key, or the values that it may have. Every key may be null. Accelerate 1.15 reads these for FSDP2
+# (utils/launch.py, FullyShardedDataParallelPlugin); tests/test_configs.py compares.
+FSDP2_KEYS = {
+    "fsdp_version": (2,),
+    "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",),  # one FSDP unit per transformer layer
+    LAYER_CLASSES: str,
+    "fsdp_reshard_after_forward": bool,
+    "fsdp_offload_params": bool,
+    "fsdp_cpu_ram_efficient_loading": bool,
+    "fsdp_activation_checkpointing": bool,
+    "fsdp_activation_checkpointing_offload": bool,
+    "fsdp_state_dict_type": ("SHARDED_STATE_DICT", "FULL_STATE_DICT"),
+    "fsdp_ignored_modules": str,  # a regular expression
 }
-# Keys of this project. accelerate ignores them; harness/run/sharding.py reads them.
-OWN_BOOLEAN_KEYS = {"fsdp_reshard_after_backward", "fsdp_reduce_each_batch"}
-OWN_KEYS = OWN_BOOLEAN_KEYS | {"fsdp_reduce_dtype"}
-FSDP1_KEYS = {
-    "fsdp_sharding_strategy",
-    "fsdp_min_num_params",
-    "fsdp_use_orig_params",
-    "fsdp_sync_module_states",
-    "fsdp_backward_prefetch",
-    "fsdp_forward_prefetch",
+OWN_KEYS = {  # of this project: accelerate ignores them, run/sharding.py reads them
+    "fsdp_reshard_after_backward": bool,
+    "fsdp_reduce_each_batch": bool,
+    "fsdp_reduce_dtype": ("float32", "bfloat16", "float16"),
 }
-# FSDP1's sharding strategies; older versions of accelerate write their numbers, counted from 1.
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-# Top-level keys that a run needs, that `accelerate config` writes, or that launch.sh sets, with their types. Each may be null.
-TOP_TYPES = {
+PARALLELISM_KEYS = {
+    "parallelism_config_dp_replicate_size": int,
+    "parallelism_config_dp_shard_size": int,
+    # Tensor, context and sequence parallelism, which this project does not have.
+    "parallelism_config_tp_size": (1,),
+    "parallelism_config_cp_size": (1,),
+    "parallelism_config_sp_size": (1,),
+}
+TOP_KEYS = {  # that a run needs, that `accelerate config` writes, or that launch.sh sets
     "compute_environment": str,
     "debug": bool,
-    "distributed_type": bool | str,  # without quotes, NO is false
+    "distributed_type": ("FSDP", "MULTI_GPU", "NO"),
     "downcast_bf16": bool | str,
     "enable_cpu_affinity": bool,
     "fsdp_config": dict,
@@ -55,42 +53,28 @@ TOP_TYPES = {
     "main_process_ip": str,
     "main_process_port": int,
     "main_training_function": str,
-    "mixed_precision": bool | str,  # without quotes, `no` is false in YAML
-    "num_machines": object,  # `problems_of_counts` says what is wrong
-    "num_processes": object,
+    "mixed_precision": ("no", "bf16", "fp16"),  # without quotes, `no` is false in YAML
+    "num_machines": int,
+    "num_processes": int,
     "parallelism_config": dict,
     "rdzv_backend": str,
     "same_network": bool,
     "tpu_env": list,
-    "tpu_use_cluster": bool,
-    "tpu_use_sudo": bool,
-    "use_cpu": bool,
+    "tpu_use_cluster": (False,),
+    "tpu_use_sudo": (False,),
+    "use_cpu": (False,),  # --use_cpu trains on the CPU
 }
-TOP_KEYS = set(TOP_TYPES)
-NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", dict: "lines of `key: value` below it", list: "a list"}
+FSDP1_KEYS = {
+    "fsdp_sharding_strategy",
+    "fsdp_use_orig_params",
+    "fsdp_sync_module_states",
+    "fsdp_backward_prefetch",
+    "fsdp_forward_prefetch",
+}
+Kind = type | UnionType | tuple[Any, ...]
+NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", list: "a list", dict: "lines of `key: value` below it"}
 LARGEST_PORT = 65_535
 MAX_GPUS = 64  # per machine. A larger number is a mistake, and a process would be started for each before the GPUs are counted
-STATE_DICT_TYPES = ("SHARDED_STATE_DICT", "FULL_STATE_DICT")
-DISTRIBUTED_TYPES = ("FSDP", "MULTI_GPU", "NO")
-PARALLELISM_KEYS = {"parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"}
-OTHER_PARALLELISM = {
-    "parallelism_config_tp_size": "tensor parallelism",
-    "parallelism_config_cp_size": "context parallelism",
-    "parallelism_config_sp_size": "sequence parallelism",
-}
-# Keys and values that `accelerate config` writes and that are not used here, with what to do instead.
-NOT_HERE = "(docs/which-parallelism.md#not-here)"
-INSTEAD = {
-    "megatron_lm_config": f"Megatron-LM is not supported, use FSDP {NOT_HERE}",
-    "MEGATRON_LM": f"Megatron-LM is not supported, use FSDP {NOT_HERE}",
-    "fp8_config": f"fp8 is not supported, use bf16 {NOT_HERE}",
-    "fp8": f"fp8 is not supported, use bf16 {NOT_HERE}",
-    "XLA": f"TPUs are not supported {NOT_HERE}",
-    "ipex_config": f"IPEX is not supported: delete the line, and pass --use_cpu to train on a CPU {NOT_HERE}",
-    "MULTI_CPU": "write MULTI_GPU or FSDP, and pass --use_cpu",
-    "dynamo_config": "delete the line, and pass --torch_compile true",
-    "dynamo_backend": "delete the line, and pass --torch_compile true",
-}
 
 
 @dataclasses.dataclass
@@ -98,7 +82,7 @@ class AccelerateConfig:
     """An Accelerate YAML. The defaults describe a run without one."""
 
     path: str = ""
-    distributed_type: str = ""  # one of DISTRIBUTED_TYPES, "" without a YAML
+    distributed_type: str = ""  # FSDP, MULTI_GPU or NO; "" without a YAML
     num_processes: int = 1  # on all machines
     num_machines: int = 1
     mixed_precision: str | None = None  # "no", "bf16", "fp16"; None when the YAML does not say
@@ -137,11 +121,26 @@ def read(path: str) -> AccelerateConfig:
     """Reads the YAML at `path`; "" is a run without one. Raises UserError with everything that is wrong with the file."""
     if not path:
         return AccelerateConfig()
-    keys = load_keys(path)
-    if problems := find_problems(keys, path):
-        raise UserError(f"{Path(path).name}: {'; '.join(problems)}")
+    file = Path(path).name
+    if not Path(path).is_file():
+        raise UserError(f"file not found: {path}")
+    keys = read_yaml(path, file)
+    if not isinstance(keys, dict):
+        raise UserError(f"{file}: no keys found: an Accelerate config is a list of `key: value` lines")
+    if is_for_others(keys):
+        raise UserError(
+            f"{file}: this config is for FSDP1 or DeepSpeed, and this project uses FSDP2: for FSDP1, run `.venv/bin/accelerate "
+            f"to-fsdp2 --config_file {shlex.quote(path)} --output_file NEW.yaml`; for DeepSpeed, copy the config of the same "
+            "strategy (docs/memory-and-strategies.md#fsdp1-and-deepspeed-terms)"
+        )
+    for part in (keys.get("fsdp_config"), keys.get("parallelism_config"), keys):
+        if isinstance(part, dict):
+            for key in [key for key, value in part.items() if value is None]:
+                del part[key]
+    if problems := find_problems(keys):
+        raise UserError(f"{file}: {'; '.join(problems)}")
 
-    fsdp, parallelism = keys.get("fsdp_config") or {}, keys.get("parallelism_config") or {}
+    fsdp, parallelism = keys.get("fsdp_config", {}), keys.get("parallelism_config", {})
     names = [field.name for field in dataclasses.fields(AccelerateConfig)]
     values = {name: keys[name] for name in names if name in keys}
     values |= {name: fsdp[f"fsdp_{name}"] for name in names if f"fsdp_{name}" in fsdp}
@@ -155,27 +154,6 @@ def read(path: str) -> AccelerateConfig:
             "gpu_ids": _gpu_ids(keys),
         }
     )
-
-
-def load_keys(path: str) -> dict:
-    """The keys of a YAML. Raises UserError unless they are keys and values."""
-    file = Path(path).name
-    if not Path(path).is_file():
-        raise UserError(f"file not found: {path}")
-    keys = read_yaml(path, file)
-    if not isinstance(keys, dict):
-        raise UserError(f"{file}: no keys found: an Accelerate config is a list of `key: value` lines")
-    for key, kind in (TOP_TYPES | {"deepspeed_config": dict}).items():
-        if keys.get(key) is not None and not isinstance(keys[key], kind):
-            raise UserError(f"{file}: {key} is {shorten(keys[key])}, expected {NAMES_OF_TYPES.get(kind, 'a text')}")
-    return keys
-
-
-def shorten(value: Any) -> str:
-    """A value of YAML for a message. What is deeply nested is not written out: aliases can make it endless."""
-    shortener = reprlib.Repr()
-    shortener.maxlevel, shortener.maxstring, shortener.maxother, shortener.maxlong = 3, 100, 100, 30
-    return shortener.repr(value)[:200]
 
 
 def read_yaml(path: str, name: str) -> Any:
@@ -201,133 +179,82 @@ class UniqueKeyLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _gpu_ids(keys: dict) -> str:
-    ids = keys.get("gpu_ids")
-    return "" if ids in (None, "all") else str(ids).replace(" ", "")
+def is_for_others(keys: dict) -> bool:
+    """Whether a YAML is for FSDP1 or DeepSpeed."""
+    fsdp = keys.get("fsdp_config")
+    is_fsdp1 = isinstance(fsdp, dict) and (fsdp.keys() & FSDP1_KEYS or isinstance(fsdp.get("fsdp_reshard_after_forward"), str))
+    return bool(is_fsdp1) or keys.get("distributed_type") == "DEEPSPEED" or "deepspeed_config" in keys
 
 
-def is_deepspeed(keys: dict) -> bool:
-    return keys.get("distributed_type") == "DEEPSPEED" or "deepspeed_config" in keys
-
-
-def marks_of_fsdp1(keys: dict) -> list[str]:
-    """What in a YAML is for FSDP1, in words; [] if nothing is."""
-    fsdp = keys.get("fsdp_config") or {}
-    if keys.get("distributed_type") != "FSDP" or not fsdp:
-        return []
-    marks = [key for key in fsdp if key in FSDP1_KEYS]
-    if fsdp.get("fsdp_reshard_after_forward") in STRATEGIES:
-        marks.append(f"fsdp_reshard_after_forward: {fsdp['fsdp_reshard_after_forward']}")
-    if fsdp.get("fsdp_version", 1) == 1:
-        marks.append("fsdp_version is " + ("1" if "fsdp_version" in fsdp else "missing, which accelerate reads as 1"))
-    return marks
-
-
-def find_problems(keys: dict, path: str) -> list[str]:
-    """Everything that is wrong with the keys of a YAML."""
-    kind, fsdp, parallelism = keys.get("distributed_type"), keys.get("fsdp_config") or {}, keys.get("parallelism_config") or {}
-    target = Path(path).with_name(f"fsdp2_{Path(path).name}")
-    translate = f"Write the FSDP2 config that does the same, and use that: {launcher_command('--convert', path, target)}"
-    if is_deepspeed(keys):
-        return [
-            "DeepSpeed is not used here, because FSDP2 does the same and can be rehearsed on CPU, see the table in "
-            "docs/memory-and-strategies.md (ZeRO-3 is 4gpu_full_shard, ZeRO-2 is 4gpu_shard_grad_op, ZeRO-Offload is "
-            f"1x3090_offload). {translate}"
-        ]
-    marks = marks_of_fsdp1(keys)
-    if marks and keys.get("mixed_precision") not in INSTEAD:
-        return [f"this config is for FSDP1 ({', '.join(marks)}). {translate}"]
-    named = [*zip(keys, keys, strict=True), ("distributed_type", kind), ("mixed_precision", keys.get("mixed_precision"))]
-    if unused := [f"{key}: {INSTEAD[name]}" for key, name in named if isinstance(name, str) and name in INSTEAD]:
-        return unused
-    problems = _unknown_keys(keys, TOP_KEYS)
-    problems += _unknown_keys([key for key in parallelism if key not in OTHER_PARALLELISM], PARALLELISM_KEYS)
-    for key, name in OTHER_PARALLELISM.items():
-        if parallelism.get(key, 1) != 1:
-            problems.append(f"{key}: {name} is not supported: delete the line")
+def find_problems(keys: dict) -> list[str]:
+    """Everything that is wrong with the keys of a YAML: with their names and types first, then what contradicts."""
+    if problems := wrong_keys(keys, TOP_KEYS):
+        return problems
+    fsdp, parallelism, kind = keys.get("fsdp_config", {}), keys.get("parallelism_config", {}), keys.get("distributed_type")
+    problems += wrong_keys(fsdp, FSDP2_KEYS | OWN_KEYS) + wrong_keys(parallelism, PARALLELISM_KEYS)
+    kinds, required = TOP_KEYS | FSDP2_KEYS, ["distributed_type"]
     if kind == "FSDP":
-        problems += _fsdp2_problems(fsdp)
+        required += ["fsdp_version", "fsdp_auto_wrap_policy"]
     elif fsdp:
         problems.append("fsdp_config is only read with distributed_type: FSDP")
-    for key in ("use_cpu", "tpu_use_cluster", "tpu_use_sudo", "tpu_env"):
-        if keys.get(key):
-            problems.append(f"{key} is not read: delete the line" + ("; pass --use_cpu" if key == "use_cpu" else ""))
-    if not re.fullmatch(r"([0-9]{1,3}(,[0-9]{1,3})*)?", _gpu_ids(keys)):
-        problems.append(f"gpu_ids is {shorten(keys['gpu_ids'])}, expected all, or numbers of GPUs such as 0,2")
-    port = keys.get("main_process_port")
-    if port is not None and not 0 <= port <= LARGEST_PORT:
-        problems.append(f"main_process_port is {shorten(port)}, expected 0 to {LARGEST_PORT}")
-    for key, size in parallelism.items():
-        if key in PARALLELISM_KEYS and (type(size) is not int or size < 1):
-            problems.append(f"{key} is {shorten(size)}, expected a number of GPUs or replicas")
+    problems += [f"{key} is missing, expected {name_of_kind(kinds[key])}" for key in required if key not in keys | fsdp]
     if problems:
         return problems
 
-    if kind not in DISTRIBUTED_TYPES:
-        problems.append(f"distributed_type is {shorten(kind)}, expected one of {', '.join(DISTRIBUTED_TYPES)}")
-    if keys.get("mixed_precision", "no") not in ("no", "bf16", "fp16"):
-        problems.append(f"mixed_precision is {shorten(keys['mixed_precision'])}, expected 'no', bf16 or fp16 (quote the 'no')")
-    problems += problems_of_counts(keys)
-    if not problems and kind == "NO" and keys.get("num_processes", 1) > 1:
-        problems.append(f"distributed_type NO is one process: use FSDP or MULTI_GPU for {keys['num_processes']}")
-    if kind == "NO":
-        unread = [key for key in ("debug", "enable_cpu_affinity") if keys.get(key)]
-        problems += [f"{key} has no effect with distributed_type NO: delete the line" for key in unread]
-    return problems
-
-
-def problems_of_counts(keys: dict) -> list[str]:
-    processes, machines = keys.get("num_processes", 1), keys.get("num_machines", 1)
-    if not all(type(number) is int and number > 0 for number in (processes, machines)) or processes % machines:
-        numbers = shorten(processes), shorten(machines)
-        return [f"num_processes ({numbers[0]}) counts all machines, so it must be a multiple of num_machines ({numbers[1]})"]
-    if processes // machines > MAX_GPUS:
-        return [f"num_processes is for more than {MAX_GPUS} GPUs per machine: is a digit wrong?"]
-    return []
-
-
-def _unknown_keys(keys: Iterable, known: set[str]) -> list[str]:
-    problems = []
-    for key in keys:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            problems.append(f"unknown key {key}: " + (f"did you mean {near[0]}?" if near else "it would be ignored: delete it"))
-    return problems
-
-
-def _fsdp2_problems(fsdp: dict) -> list[str]:
-    """Everything that is wrong with an fsdp_config."""
-    problems = _unknown_keys(fsdp, FSDP2_KEYS | OWN_KEYS)
-    if type(fsdp.get("fsdp_version")) is not int or fsdp["fsdp_version"] != 2:
-        version = shorten(fsdp["fsdp_version"]) if "fsdp_version" in fsdp else "missing"
-        problems.append(f"fsdp_version is {version}: write fsdp_version: 2")
-    if fsdp.get("fsdp_auto_wrap_policy") != "TRANSFORMER_BASED_WRAP":
-        problems.append("write fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, one FSDP unit per transformer layer")
-    for key in sorted((BOOLEAN_KEYS | OWN_BOOLEAN_KEYS) & fsdp.keys()):
-        if not isinstance(fsdp[key], bool):
-            problems.append(f"{key} is {shorten(fsdp[key])}, expected true or false")
     if fsdp.get("fsdp_reshard_after_backward") is False:
         if fsdp.get("fsdp_reshard_after_forward") is not False:
             problems.append("fsdp_reshard_after_backward: false needs fsdp_reshard_after_forward: false")
         if fsdp.get("fsdp_reduce_each_batch"):
             problems.append(
-                "fsdp_reduce_each_batch: true saves memory and fsdp_reshard_after_backward: false uses it: set only one of them"
+                "fsdp_reduce_each_batch: true saves memory that fsdp_reshard_after_backward: false uses: set only one"
             )
-    if not isinstance(fsdp.get(LAYER_CLASSES) or "", str):
-        problems.append(f"{LAYER_CLASSES} is {shorten(fsdp[LAYER_CLASSES])}, expected a name, or several like A,B")
-    try:
-        re.compile(fsdp.get("fsdp_ignored_modules") or "")
-    except (re.error, TypeError):
-        problems.append(f"fsdp_ignored_modules is {shorten(fsdp['fsdp_ignored_modules'])}, expected a regular expression")
     if fsdp.get("fsdp_activation_checkpointing_offload") and not fsdp.get("fsdp_activation_checkpointing"):
         problems.append("fsdp_activation_checkpointing_offload: true needs fsdp_activation_checkpointing: true")
-    if fsdp.get("fsdp_state_dict_type", STATE_DICT_TYPES[0]) not in STATE_DICT_TYPES:
-        problems.append(
-            f"fsdp_state_dict_type is {shorten(fsdp['fsdp_state_dict_type'])}, expected {' or '.join(STATE_DICT_TYPES)}"
-        )
-    if fsdp.get("fsdp_reduce_dtype", "float32") not in ("float32", "bfloat16", "float16"):
-        problems.append(f"fsdp_reduce_dtype is {shorten(fsdp['fsdp_reduce_dtype'])}, expected float32, bfloat16 or float16")
+    if not re.fullmatch(r"([0-9]{1,3}(,[0-9]{1,3})*)?", _gpu_ids(keys)):
+        problems.append(f"gpu_ids is {shorten(keys['gpu_ids'])}, expected all, or numbers of GPUs such as 0,2")
+    problems += [f"{key} is {size}, expected a number of GPUs or replicas" for key, size in parallelism.items() if size < 1]
+    processes, machines = keys.get("num_processes", 1), keys.get("num_machines", 1)
+    if min(processes, machines) < 1 or processes % machines:
+        problems.append(f"num_processes ({processes}) counts all machines, so it must be a multiple of num_machines ({machines})")
+    elif processes // machines > MAX_GPUS:
+        problems.append(f"num_processes is for more than {MAX_GPUS} GPUs per machine: is a digit wrong?")
+    elif kind == "NO" and processes > 1:
+        problems.append(f"distributed_type NO is one process: use FSDP or MULTI_GPU for {processes}")
     return problems
+
+
+def wrong_keys(keys: dict, kinds: dict[str, Kind]) -> list[str]:
+    """The keys that are not in `kinds`, and those with a value of another kind."""
+    problems = []
+    for key, value in keys.items():
+        if key not in kinds:
+            near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.85)
+            problems.append(f"unknown key {key}: " + (f"did you mean {near[0]}?" if near else "it would be ignored: delete it"))
+        elif not is_of_kind(value, kinds[key]):
+            problems.append(f"{key} is {shorten(value)}, expected {name_of_kind(kinds[key])}")
+    return problems
+
+
+def is_of_kind(value: Any, kind: Kind) -> bool:
+    if isinstance(kind, tuple):
+        return any(type(value) is type(one) and value == one for one in kind)
+    return isinstance(value, kind) and not (isinstance(value, bool) and kind is int)
+
+
+def name_of_kind(kind: Kind) -> str:
+    return " or ".join(map(repr, kind)) if isinstance(kind, tuple) else NAMES_OF_TYPES.get(kind, "a text")
+
+
+def shorten(value: Any) -> str:
+    """A value of YAML for a message. What is deeply nested is not written out: aliases can make it endless."""
+    shortener = reprlib.Repr()
+    shortener.maxlevel, shortener.maxstring, shortener.maxother, shortener.maxlong = 3, 100, 100, 30
+    return shortener.repr(value)[:200]
+
+
+def _gpu_ids(keys: dict) -> str:
+    ids = keys.get("gpu_ids")
+    return "" if ids in (None, "all") else str(ids).replace(" ", "")
 
 
 def launcher_command(*words: object) -> str:

@@ -50,7 +50,10 @@ INSTEAD = {name: f"pass --{flag}" for flag, names in FLAGS_INSTEAD.items() for n
     "use_mps_device": "PyTorch uses Apple's GPU by itself: leave it out",
 }
 # Commands of earlier versions.
-COMMANDS_INSTEAD: dict[str, str] = {}
+COMMANDS_INSTEAD = {
+    "convert": "run `.venv/bin/accelerate to-fsdp2 --config_file OLD.yaml --output_file NEW.yaml`; docs/memory-and-strategies.md "
+    "has a table of the terms of FSDP1 and DeepSpeed",
+}
 
 if __name__ == "__main__":
     print(COMMANDS_INSTEAD.get(sys.argv[1].removeprefix("--"), ""), end="")

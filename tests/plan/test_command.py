@@ -57,7 +57,6 @@ def test_mistake_is_one_error(launch, arguments, words):
         (["--merge", "--help"], "OUT"),
         (["--verify", "--help"], "--served_model_name"),
         (["--report", "--help"], "PLAN.json"),
-        (["--convert", "--help"], "FILE [OUT]"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

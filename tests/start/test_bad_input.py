@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from harness import configs
 from harness.folder import lock
 
 import pytest
@@ -81,23 +80,7 @@ KINDS = {
     "YAML that is not text": ("--tiny qwen2_chat ./bytes.yaml", "bytes.yaml: not a readable YAML file"),
     "empty YAML": ("--tiny qwen2_chat ./empty.yaml", "empty.yaml: no keys found"),
     "unknown key": ("--tiny qwen2_chat ./key.yaml", "unknown key num_procesess: did you mean num_processes?"),
-    "list instead of a number": ("--tiny qwen2_chat ./list.yaml", "num_processes ([1])"),
-    "number instead of keys": ("--tiny qwen2_chat ./number.yaml", "fsdp_config is 3, expected lines of `key: value`"),
-    "number instead of a mesh": ("--tiny qwen2_chat ./mesh.yaml", "parallelism_config is 4, expected lines"),
-    "FSDP1": ("--tiny qwen2_chat ./fsdp1.yaml", "fsdp_version is missing, which accelerate reads as 1"),
-    "DeepSpeed": ("--tiny qwen2_chat ./deepspeed.yaml", "DeepSpeed is not used here"),
-    "DeepSpeed with deepspeed_config": (
-        "--tiny qwen2_chat ./zero3.yaml",
-        "DeepSpeed is not used here",
-    ),
-    "deepspeed_config and FSDP": (
-        "--tiny qwen2_chat ./zero_fsdp.yaml",
-        "DeepSpeed is not used here",
-    ),
-    "tensor parallelism": ("--tiny qwen2_chat ./tp.yaml", "parallelism_config_tp_size"),
-    "context parallelism": ("--tiny qwen2_chat ./cp.yaml", "parallelism_config_cp_size"),
-    "use_cpu": ("--tiny qwen2_chat ./use_cpu.yaml", "use_cpu is not read: delete the line; pass --use_cpu"),
-    "layer classes that are no text": ("--tiny qwen2_chat ./classes.yaml", "layer_cls_to_wrap is ['A', 'B'], expected a name"),
+    "DeepSpeed": ("--tiny qwen2_chat ./deepspeed.yaml", "for FSDP1 or DeepSpeed"),
     # several machines
     "NNODES alone": (TINY, "NODE_RANK and MASTER_ADDR missing", {"NNODES": "2"}),
     "word instead of a number": (TINY, "NPROC_PER_NODE is 'two', expected a whole number", {"NPROC_PER_NODE": "two"}),
@@ -262,8 +245,6 @@ KINDS = {
     "rows that are not JSON": (f"{REAL} ./complete --dataset_name broken.jsonl", "JSON parse error"),
 }
 
-FSDP = "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
-PARALLEL = FSDP + "num_processes: 2\nparallelism_config:\n  parallelism_config_{}_size: 2\n"
 FILES = {
     "syntax.py": "import harness\ndef main(:\n",
     "bytes.py": b"\xff\xfe\x00a",
@@ -274,18 +255,8 @@ FILES = {
     "hides/datasets.py": "",
     "tab.yaml": "learning_rate:\t1\n",
     "key.yaml": "distributed_type: FSDP\nnum_procesess: 1\n",
-    "list.yaml": "distributed_type: MULTI_GPU\nnum_processes: [1]\n",
     "env.yaml": "env:\n  HF_ENDPOINT: http://127.0.0.1:9\n",
-    "number.yaml": "distributed_type: FSDP\nfsdp_config: 3\n",
-    "mesh.yaml": "distributed_type: MULTI_GPU\nparallelism_config: 4\n",
-    "fsdp1.yaml": "distributed_type: FSDP\nfsdp_config:\n  fsdp_offload_params: true\n",
     "deepspeed.yaml": "distributed_type: DEEPSPEED\n",
-    "zero3.yaml": "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\nnum_processes: 2\nzero3_init_flag: true\n",
-    "zero_fsdp.yaml": "distributed_type: FSDP\ndeepspeed_config:\n  zero_stage: 3\n",
-    "tp.yaml": PARALLEL.format("tp"),
-    "cp.yaml": PARALLEL.format("cp"),
-    "classes.yaml": FSDP + "  fsdp_transformer_layer_cls_to_wrap: [A, B]\n",
-    "use_cpu.yaml": "distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\n",
     "rates.yaml": "learning_rate: [1, 2]\n",
     "fails.jinja": "{{ raise_exception('never') }}",
     "empty.jsonl": "",
@@ -373,15 +344,6 @@ def test_one_error_message(bad, environment, fork_launch, kind):
         process = fork_launch(*words, cwd=bad, mounts=mounts, trains=False, **variables)
     assert_one_error(process, expected)
     assert "hf_secret" not in process.stderr and _written(bad) == before
-
-
-@pytest.mark.parametrize("name", ["tp", "cp"])
-def test_other_parallelism_is_not_called_a_typo(tmp_path, error_of, name):
-    """The nearest known key is another kind of parallelism."""
-    path = tmp_path / "parallel.yaml"
-    path.write_text(PARALLEL.format(name))
-    message = error_of(configs.read, str(path))
-    assert f"parallelism_config_{name}_size" in message and "did you mean" not in message
 
 
 def test_debug_shows_the_traceback(launch, fork_launch, tmp_path):

@@ -28,7 +28,6 @@ RECIPE, CONFIG = "qwen2_fineweb_edu", "1x3090"
         "--chat no_run",
         "--verify no_run",
         "--report no_run",
-        "--convert no.yaml",
     ],
 )
 def test_files_of_the_working_directory_do_not_run(launch, tmp_path, command):

@@ -41,13 +41,6 @@ def chat() -> CommandParser:
     return parser
 
 
-def convert() -> CommandParser:
-    parser = CommandParser("convert", "Translates an Accelerate config for FSDP1 or DeepSpeed to FSDP2.")
-    parser.add_argument("file", metavar="FILE", help="a YAML that `accelerate config` has written")
-    parser.add_argument("out", metavar="OUT", nargs="?", default="", help="the file to write; without it, the config is printed")
-    return parser
-
-
 def merge() -> CommandParser:
     parser = CommandParser("merge", "Merges an adapter into its base model, or a sharded checkpoint into one model.")
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run or of a checkpoint")
@@ -129,7 +122,7 @@ def whole_number(text: str) -> int:
     return int(text)
 
 
-PARSERS = {parser.__name__: parser for parser in (chat, convert, merge, prepare, preview, report, verify)}
+PARSERS = {parser.__name__: parser for parser in (chat, merge, prepare, preview, report, verify)}
 
 if __name__ == "__main__":
     with exit_on_user_error():

@@ -121,9 +121,7 @@ def check_names(words: Iterable[str], names: Collection[str]) -> None:
         if name in COMMANDS and name not in names:
             raise UserError(f"--{name} comes first: ./launch.sh --{name} RECIPE{' CONFIG' if name == 'tiny' else ''}")
         if name in OF_CONFIG:
-            raise UserError(
-                f"--{name}: the config says how a run is sharded: pass a config, or translate yours with ./launch.sh --convert"
-            )
+            raise UserError(f"--{name}: the config says how a run is sharded: pass a config: ./launch.sh lists them")
         if name in INSTEAD and name not in names:
             raise UserError(f"--{name}: {INSTEAD[name]}")
         if name in RENAMED:

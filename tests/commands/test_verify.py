@@ -107,7 +107,7 @@ def test_full_run_on_two_processes(rehearse, table):
     expected, evaluated = verify.read_expectations(run)
     assert expected.eval_losses == {"": read(run)["eval_loss"]} and len(expected.conversations) == 16
     losses = verify.measure(chat.load_model(run), evaluated, "")
-    found = verify.mean_as_logged(losses, expected.batch_size, expected.processes)
+    found = verify.per_token(losses)
     assert found == pytest.approx(read(run)["eval_loss"], abs=0.005)
     # Every document of the 4 conversations below is in the rows, so these are the tokens that were evaluated.
     documents = [ids for row in evaluated for ids, _ in row.documents]
@@ -260,13 +260,6 @@ def test_redirect_is_an_error_and_gets_no_key(error_of, monkeypatch):
         server.shutdown()
         server.server_close()
     assert seen == [("/v1", "Bearer secret")] * 2 + [("/elsewhere", "Bearer secret")]
-
-
-def test_last_batch_of_several_processes():
-    """It is completed with the first rows, whose loss is part of its mean."""
-    losses = [(1.0, 1), (4.0, 1), (6.0, 1)]
-    assert verify.mean_as_logged(losses, 2, 1) == pytest.approx((2.5 + 2.5 + 6) / 3)
-    assert verify.mean_as_logged(losses, 2, 2) == pytest.approx((2.5 + 2.5 + 3.5) / 3)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ TESTED_ELSEWHERE = {
     "launch_environment": "start/test_plain_launchers.py::test_accelerate_launch",
     "is_stateful": "model/test_packing.py::test_layers_that_carry_a_state",
     "load_models_with": "commands/test_preview.py::test_every_recipe",
+    "logged_metrics": "run/test_losses.py::test_metrics_of_dpo_are_means_over_pairs_and_tokens",
     "never_ask_for_code": "start/test_remote_code.py::test_code_of_a_model_does_not_run",
     "names_in_model": "commands/test_merge.py::test_merge_into_files_with_older_names",
     "names_on_hub": "commands/test_merge.py::test_sharded_checkpoint_gets_the_names_of_the_saved_model",

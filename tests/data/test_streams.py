@@ -185,9 +185,7 @@ def test_epoch_in_memory_has_every_row_once(is_packed, workers):
     rows = Dataset.from_list([{"input_ids": [number] * 3, "labels": [number] * 3} for number in range(37)])
     rows = pack_dataset(rows.select_columns("input_ids"), 3, "bfd") if is_packed else rows
     args = SimpleNamespace(world_size=1, gradient_accumulation_steps=SLOTS, train_batch_size=ROWS, dataloader_drop_last=False)
-    trainer = SimpleNamespace(train_dataset=rows, args=args, model_accepts_loss_kwargs=True, compute_loss_func=None)
-    trainer.loss_is_scaled_for_ga = None
-    trainer.model = SimpleNamespace(can_generate=lambda: True)
+    trainer = SimpleNamespace(train_dataset=rows, args=args, model=SimpleNamespace(can_generate=lambda: True))
     fill_last_step(trainer)
     expected = {"input_ids": [0], "seq_lengths": [1]} if is_packed else {"input_ids": [0] * 3, "labels": [-100] * 3}
     for processes_of_steps in ((1, 1, 1), (4, 1, 2)):

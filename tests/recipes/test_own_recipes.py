@@ -10,7 +10,7 @@ from harness.commands import report
 from harness.start import flags
 
 import pytest
-from conftest import ROOT, losses, read
+from conftest import ROOT, losses, read, slow
 from filelock import FileLock
 from peft import AutoPeftModelForSequenceClassification
 from safetensors.torch import load_file
@@ -107,6 +107,29 @@ def test_sharded_equals_unsharded(rehearse_own, recipe):
         assert read(two, "after_results.json")["eval_loss"] == pytest.approx(read(two)["eval_loss"], rel=1e-3)
     for (loss, _), (of_two, _) in zip(losses(one).values(), losses(two).values(), strict=True):
         assert of_two == pytest.approx(loss, **({"rel": 1e-4} if precision else {"rel": 0.02, "abs": 0.005}))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["distill", "preferences", *(pytest.param(recipe, marks=slow) for recipe in ("weighed", "tagger", "module"))]
+)
+def test_batches_and_processes_change_no_number(rehearse, tmp_path_factory, recipe):
+    """Of training and evaluation: 5 evaluation rows of unequal length, one at a time, and two on each of two processes."""
+    path, many = tmp_path_factory.getbasetemp() / "unequal.jsonl", " and so on"
+    texts = [f"The number {number} comes before {number + 1}{many * (9 * (number % 5 == 0))}" for number in range(120)]
+    rows = [{"messages": [{"role": role, "content": text} for role in ("user", "assistant")], "text": text} for text in texts]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    flags = [] if recipe == "module" else ["--dataset_name", path]
+    flags += [*SHORT, "--max_eval_samples", "5", "--bf16", "false"]
+    flags += ["--dtype", "float32"] if recipe in ("distill", "preferences") else []
+    large = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "1", "--per_device_eval_batch_size", "1"]
+    small = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "2", "--per_device_eval_batch_size", "2"]
+    one = rehearse(OWN / f"{recipe}.py", "1x3090", *flags, *large)
+    two = rehearse(OWN / f"{recipe}.py", "4gpu_ddp", *flags, *small)
+    histories = [read(run, "trainer_state.json")["log_history"] for run in (one, two)]
+    for entry, other in zip(*histories, strict=True):
+        names = [name for name in entry if name in ("loss", "grad_norm") or name.startswith("eval_")]
+        names = [name for name in names if not name.endswith(("_runtime", "_per_second", "num_tokens"))]
+        assert {name: other[name] for name in names} == pytest.approx({name: entry[name] for name in names}, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import math
 import re
 from pathlib import Path
 
-from harness.run.results import is_mean_likelihood
+from harness.run.losses import is_cross_entropy
 
 import pytest
 from conftest import ALL_CONFIGS, ALL_RECIPES, ROOT, TABLE_PAIRS, losses, read, slow
@@ -85,7 +85,7 @@ def test_pair_trains_and_saves_a_model(
     if recipe not in trainers:
         trainers[recipe] = build_trainer(recipe, "--load_in_4bit", "false")
     trainer = trainers[recipe]
-    if recipe not in {name for name, _ in PAIRS} and not is_mean_likelihood(trainer):
+    if recipe not in {name for name, _ in PAIRS} and not is_cross_entropy(trainer):
         check_saved_model(run, trainer)
         return
     model = reload(run, workdir)

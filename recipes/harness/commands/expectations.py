@@ -22,8 +22,6 @@ class Expected:
 
     step: int  # of the last evaluation
     eval_losses: dict[str, float]  # as logged, by dataset; {} if the run has logged another loss than the mean over tokens
-    batch_size: int  # of the evaluation, in one process
-    processes: int
     tie_word_embeddings: bool
     generation: dict[str, Any]  # how the original model's generation config differs from transformers' defaults
     tokenizer: dict[str, Any]  # of `describe_tokenizer`

@@ -142,20 +142,6 @@ def document_loss(model: Any, ids: list[int], labels: list[int], positions: int 
     return total, count
 
 
-def mean_as_logged(losses: Losses, batch_size: int, processes: int) -> float:
-    """The mean over rows of the loss of their batch, as transformers logs it.
-
-    Several processes complete the last batch with the first rows.
-    """
-    total, rows = 0.0, 0
-    for start in range(0, len(losses), batch_size):
-        batch = losses[start : start + batch_size]
-        completed = batch + losses[: batch_size - len(batch)] if processes > 1 else batch
-        if count := sum(count for _, count in completed):
-            total, rows = total + len(batch) * sum(loss for loss, _ in completed) / count, rows + len(batch)
-    return total / rows if rows else float("nan")
-
-
 def per_token(losses: Losses) -> float:
     return sum(loss for loss, _ in losses) / max(1, sum(count for _, count in losses))
 
@@ -175,7 +161,7 @@ def check_loss(
     checks = []
     for dataset, logged in expected.eval_losses.items():
         of_dataset = [loss for loss, row in zip(losses, rows, strict=True) if row.dataset == dataset]
-        found = mean_as_logged(of_dataset, expected.batch_size, expected.processes)
+        found = per_token(of_dataset)
         what = f"loss of {len(of_dataset)} evaluation sequences{f' of {dataset}' if dataset else ''}"
         source = f" (logged at step {expected.step})"
         checks.append(numeric_check(model, what, logged, found, tolerance, source))

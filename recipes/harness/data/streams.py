@@ -55,20 +55,20 @@ def largest_divisor(number: int, limit: int) -> int:
     return max(divisor for divisor in range(1, max(1, min(number, limit)) + 1) if number % divisor == 0)
 
 
-def fill_last_step(trainer: Trainer) -> None:
-    """Adds rows without loss to a training set in memory, so that its epochs consist of complete steps.
+def fill_last_step(trainer: Trainer) -> bool:
+    """Adds rows without loss to a training set in memory, so that its epochs consist of complete steps; whether it added any.
+
+    Not for a loss that is a mean over rows: one without a token would be NaN.
 
     accelerate repeats rows so that all processes have as many full micro-batches: how many, and which rows a run sees twice,
     depends on the number of processes. The added rows have no labels but -100. Where the collator makes the labels, they have one
     token, which has no loss because it follows no other.
     """
     rows, args = trainer.train_dataset, trainer.args
-    counts_tokens = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    is_mean = not counts_tokens or trainer.loss_is_scaled_for_ga is False  # of a micro-batch: without a token it would be NaN
     writes_text = hasattr(trainer.model, "can_generate") and trainer.model.can_generate()
     is_known = isinstance(rows, Dataset) and "input_ids" in rows.column_names and writes_text
-    if not is_known or is_mean or args.dataloader_drop_last or not len(rows):
-        return
+    if not is_known or args.dataloader_drop_last or not len(rows):
+        return False
     row = rows[0]
     tokens = len(row["input_ids"])
     if "labels" in row:
@@ -79,6 +79,7 @@ def fill_last_step(trainer: Trainer) -> None:
     missing = -len(rows) % (slots_of_step(args) * args.train_batch_size)
     if missing:
         trainer.train_dataset = concatenate_datasets([rows, Dataset.from_list([row] * missing, features=rows.features)])
+    return bool(missing)
 
 
 def documents_per_batch(stream: IterableDataset, max_length: int, strategy: str) -> int:

@@ -37,6 +37,7 @@ from harness.plan.processes import Process
 from harness.plan.shapes import check_bytes, expected_bytes, shapes_of
 from harness.rehearsal import tiny
 from harness.rehearsal.tiny import PLANNED
+from harness.run.losses import own_loss
 from harness.run.parameters import freeze_unused_parts
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
 from harness.start import preparing
@@ -221,7 +222,7 @@ def simulate_training(plan: Plan, ledger: Ledger, fakes: Any, with_evaluation: b
         # With it, accelerate moves the model to the meta device and waits for the weights of the first process.
         trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
     trainer.args.eval_on_start = False  # an evaluation is simulated after the step
-    trainer.add_callback(AfterWrapping(trainer, config, plan.processes, show_buffers))
+    trainer.add_callback(AfterWrapping(trainer, config, plan.processes, own_loss(trainer) is not None, show_buffers))
     step = SimulatedStep(trainer, config, ledger, fakes, batch, simulation, with_evaluation)
     trainer.add_callback(step)
     count_wrapping(trainer, ledger, fakes)

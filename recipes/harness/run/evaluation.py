@@ -1,10 +1,19 @@
-"""The evaluation of a run: the last one, the mean of several datasets, and the metric that chooses the best checkpoint."""
+"""The evaluation of a run: means over tokens or rows, of several datasets, and the metric that chooses the best checkpoint."""
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from harness import folder
+from harness.compat.trl import logged_metrics
 from harness.messages import UserError, print_once
+from harness.run.progress import size_of
 
+import torch
+from accelerate.data_loader import prepare_data_loader
+from datasets import IterableDataset
+from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
@@ -21,6 +30,131 @@ def step_of_saved_model(trainer: Trainer) -> int:
     """The last step, or that of the best checkpoint with `load_best_model_at_end`."""
     best = trainer.state.best_model_checkpoint if trainer.args.load_best_model_at_end else None
     return folder.step_of(Path(best)) if best else trainer.state.global_step
+
+
+class EvaluationBatches(Sampler[range]):
+    """The evaluation rows of a process: in each step as many as the others have, and no row twice.
+
+    accelerate completes the last batch with the first rows, which would count twice. Here the last rows, fewer than processes,
+    are batches of all processes (`shared`): then means are right, whether a trainer gathers them or not.
+    """
+
+    def __init__(self, rows: int, size: int, processes: int, process: int) -> None:
+        self.batches: list[range] = []
+        first = 0
+        while rows - first >= processes:
+            count = min(size, (rows - first) // processes)
+            self.batches.append(range(first + process * count, first + (process + 1) * count))
+            first += processes * count
+        self.shared = range(len(self.batches), len(self.batches) + len(range(first, rows, size)))
+        self.batches += [range(start, min(start + size, rows)) for start in range(first, rows, size)]
+
+    def __iter__(self) -> Iterator[range]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def read_equally(trainer: Trainer, loader: DataLoader) -> DataLoader:
+    """A loader of `EvaluationBatches` for one of transformers; a stream's as it is."""
+    if isinstance(loader.dataset, torch.utils.data.IterableDataset | IterableDataset):
+        return loader
+    args = trainer.args
+    batches = EvaluationBatches(len(loader.dataset), args.eval_batch_size, args.world_size, args.process_index)
+    options = ("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "multiprocessing_context")
+    divided = DataLoader(loader.dataset, batch_sampler=batches, **{name: getattr(loader, name) for name in options})
+    return prepare_data_loader(
+        divided,
+        device=trainer.accelerator.device,
+        num_processes=1,  # it is divided already
+        process_index=0,
+        put_on_device=True,
+        dispatch_batches=False,
+        non_blocking=trainer.accelerator.non_blocking,
+    )
+
+
+# What `Means` keeps of a batch: its loss, the weight of that, and the weights of metrics; of a pair, the tokens of its answers.
+LOSS, WEIGHT, ROWS, TOKENS, CHOSEN, REJECTED = range(6)
+# Metrics that SFTTrainer and DPOTrainer log as means over tokens. All others are means over rows.
+OVER_TOKENS = {"entropy": TOKENS, "mean_token_accuracy": CHOSEN, "logits/chosen": CHOSEN, "logits/rejected": REJECTED}
+
+
+class Means:
+    """The loss and TRL's metrics of an evaluation as means over its tokens or rows.
+
+    transformers and TRL log the mean over batches, in which the tokens of a short batch count more.
+    """
+
+    def __init__(self, trainer: Trainer, loader: DataLoader) -> None:
+        self.trainer = trainer
+        sampler = getattr(loader, "batch_sampler", None)
+        self.batches = sampler if isinstance(sampler, EvaluationBatches) else None
+        self.steps: list[torch.Tensor] = []
+
+    def sizes(self, batch: Any) -> torch.Tensor:
+        """What `add` needs of the next batch; before its loss is computed, which may change the batch."""
+        loss, device = self.trainer.parts.loss, self.trainer.accelerator.device
+        rows = len(self.batches.batches[len(self.steps)]) if self.batches else size_of(batch)[0]
+        rows = torch.tensor(float(rows), device=device)
+        tokens = loss.tokens(batch)
+        weight = rows if tokens is None or loss.unit == "row" else tokens
+        tokens = chosen = rejected = rows if tokens is None else tokens
+        if isinstance(batch, Mapping) and "completion_mask" in batch and "labels" not in batch:  # pairs: the chosen answers first
+            chosen, rejected = (mask.sum() for mask in batch["completion_mask"][:, 1:].chunk(2))
+            tokens = chosen + rejected
+        return torch.stack([size.to(device, torch.float32) for size in (weight, rows, tokens, chosen, rejected)])
+
+    def add(self, sizes: torch.Tensor, loss: torch.Tensor | None) -> None:
+        value = torch.full((), torch.nan) if loss is None else loss.detach().mean()
+        self.steps.append(torch.cat([value.to(sizes.device, torch.float32)[None], sizes]))
+
+    @contextlib.contextmanager
+    def replace_gathering(self) -> Iterator[None]:
+        """Makes the trainer take predictions of a shared batch from one process."""
+        gather = self.trainer.gather_function
+
+        def gather_once(data: Any, **options: Any) -> Any:
+            is_shared = self.batches is not None and len(self.steps) - 1 in self.batches.shared
+            return data if is_shared else gather(data, **options)
+
+        self.trainer.gather_function = gather_once
+        try:
+            yield
+        finally:
+            self.trainer.gather_function = gather
+
+    def finish(self) -> float | None:
+        """The mean loss, None without a batch; makes TRL's metrics such means too. Collective."""
+        if not self.steps:
+            return None
+        accelerator = self.trainer.accelerator
+        table = accelerator.gather(torch.stack(self.steps)[None]).cpu().double()  # by process and step
+        if self.batches:
+            table[:, self.batches.shared, WEIGHT:] /= accelerator.num_processes
+        losses, weights = table[..., LOSS], table[..., WEIGHT]
+        metrics = logged_metrics(self.trainer).get("eval", {})
+        for name, values in metrics.items():
+            of_steps = table[..., OVER_TOKENS.get(name, ROWS)].sum(0)
+            if name.startswith(("min_", "max_")):
+                metrics[name] = [min(values) if name.startswith("min_") else max(values)]
+            elif len(values) == len(of_steps) and of_steps.sum():
+                metrics[name] = [float(of_steps @ torch.tensor(values, dtype=torch.double) / of_steps.sum())]
+        return float(torch.where(weights > 0, losses * weights, 0).sum() / weights.sum())
+
+
+@contextlib.contextmanager
+def without_router_loss(trainer: Trainer) -> Iterator[None]:
+    """Keeps the loss of a mixture of experts' router out of an evaluation: it depends on which rows are in a batch together."""
+    was_enabled = getattr(trainer, "aux_loss_enabled", None)
+    if was_enabled:
+        trainer.aux_loss_enabled = False
+    try:
+        yield
+    finally:
+        if was_enabled:
+            trainer.aux_loss_enabled = True
 
 
 class MeanEvaluation(TrainerCallback):
@@ -70,7 +204,7 @@ def check_metric_is_computed(trainer: Trainer) -> None:
     metrics = ("loss", "runtime", "samples_per_second", "steps_per_second")
     known = [f"{label}{metric}" for label in ("", *labels) for metric in metrics]
     if type(trainer).__module__.startswith("trl."):  # SFTTrainer adds metrics without a label
-        known += ["mean_token_accuracy", "entropy", "num_tokens", "aux_loss"]
+        known += ["mean_token_accuracy", "entropy", "num_tokens"]
     if name not in known:
         losses = ", ".join(f"eval_{label}loss" for label in ("", *labels))
         raise UserError(f"--metric_for_best_model {trainer.args.metric_for_best_model} is not computed: pass {losses}")

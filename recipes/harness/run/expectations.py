@@ -10,7 +10,6 @@ from harness.folder import draft_of, write_json
 from harness.model.quantized import read_source
 from harness.run.evaluation import step_of_saved_model
 from harness.run.parameters import base_of
-from harness.run.results import is_mean_likelihood
 from harness.run.samples import why_no_text
 
 import pyarrow
@@ -44,6 +43,7 @@ def save_expectations(
 ) -> None:
     """Writes what --verify compares the saved, merged or served model with; not collective.
 
+    `evaluation`: {} if the loss is another one than the negative log-likelihood of tokens, which alone can be computed again.
     held_out.parquet has the tokens of all evaluation rows, and expected.json the losses of the last evaluation, the
     `conversations` with their tokens, and what the tokenizer and the original model say about generation.
     """
@@ -55,13 +55,10 @@ def save_expectations(
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     name = trainer.accelerator.unwrap_model(trainer.model).config.name_or_path
     columns = ("messages", "prompt", "completion", "tools", "chat_template_kwargs", "input_ids")
-    is_likelihood = is_mean_likelihood(trainer)  # another loss cannot be computed from log-probabilities
     losses = {label: f"eval_{label}_loss" if label else "eval_loss" for label in datasets}
     expected = {
         "step": step_of_saved_model(trainer),
-        "eval_losses": {label: evaluation[key] for label, key in losses.items() if key in evaluation and is_likelihood},
-        "batch_size": trainer.args.per_device_eval_batch_size,
-        "processes": trainer.args.world_size,
+        "eval_losses": {label: evaluation[key] for label, key in losses.items() if key in evaluation},
         "tie_word_embeddings": is_tied(trainer, original),
         "generation": generation_of(read_source(name).get("model", name)),
         "tokenizer": describe_tokenizer(tokenizer),

@@ -17,22 +17,22 @@ from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, read_starts,
 from harness.messages import plural, print_once
 from harness.run.failures import only_report
 from harness.run.forecast import describe_forecast, read_forecast
+from harness.run.losses import Loss
 from harness.run.metrics import evaluation_losses, format_metrics, metrics_of, own_metrics
-from harness.run.parameters import base_of, config_of, quantization_of
+from harness.run.parameters import config_of, quantization_of
 from harness.run.progress import Progress
 
 import torch
 from datasets import IterableDataset
 from transformers import Trainer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import TrainOutput
-from trl import SFTConfig
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes", "datasets")
 
 
 def write_results(
     trainer: Trainer,
+    loss: Loss,
     output: TrainOutput | None,
     evaluation: dict[str, float],
     progress: Progress,
@@ -55,7 +55,7 @@ def write_results(
         | ({"command": starts[-1].get("command"), "starts": len(starts)} if starts else {})
         | describe_model(trainer, processes, parameters)
         | measure_memory(processes, by_node)
-        | collect_losses(trainer, output, evaluation)
+        | collect_losses(trainer, loss, output, evaluation)
         | measure_speed(progress)
         | data
         | stopped_early(trainer)
@@ -79,7 +79,7 @@ def write_results(
     if trainer.is_world_process_zero():
         with only_report("loss.png"):
             names = [name for name in (results.get("recipe"), results.get("config")) if name]
-            unit = " (nats per token)" if is_mean_likelihood(trainer) else ""
+            unit = " (nats per token)" if loss.is_cross_entropy else ""
             draw_losses(trainer.state.log_history, " × ".join(names), output_dir / "loss.png", unit)
         write_json(output_dir / RESULTS, results)
     return results
@@ -146,17 +146,12 @@ def measure_memory(processes: list[dict], by_node: dict[str, list[dict]]) -> dic
     }
 
 
-def is_mean_likelihood(trainer: Trainer) -> bool:
-    """Whether the loss is the mean negative log-likelihood of tokens; not with DPO, classifiers, DFT and label smoothing."""
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    classes = {cls.__name__ for cls in type(base_of(model)).__mro__}  # FSDP makes a subclass
-    is_language_model = isinstance(trainer.args, SFTConfig) or classes & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
-    has_likelihood = "nll" in getattr(trainer.args, "loss_type", "nll") and not trainer.args.label_smoothing_factor
-    return bool(is_language_model and has_likelihood)
+def collect_losses(trainer: Trainer, loss: Loss, output: TrainOutput | None, evaluation: dict[str, float]) -> dict:
+    """The losses of training, and the losses and metrics of evaluation (of each dataset), at the start and at the end.
 
-
-def collect_losses(trainer: Trainer, output: TrainOutput | None, evaluation: dict[str, float]) -> dict:
-    """The losses of training, and the losses and metrics of evaluation (of each dataset), at the start and at the end."""
+    `loss_is_mean_over` says what a loss is the mean over, "tokens" or "rows", and `loss_is_cross_entropy` whether it is the
+    negative log-likelihood of tokens and nothing else.
+    """
     log_history = trainer.state.log_history
     logged = [entry["loss"] for entry in log_history if "loss" in entry]
     on_start: dict[str, float] = {}
@@ -169,11 +164,13 @@ def collect_losses(trainer: Trainer, output: TrainOutput | None, evaluation: dic
     return {
         "final_loss": logged[-1] if logged else (output.training_loss if output else None),
         "train_loss": mean_loss(log_history),
-        **{f"eval_{f'{label}_' if label else ''}loss_on_start": loss for label, loss in on_start.items()},
-        **{f"eval_{f'{label}_' if label else ''}loss": loss for label, loss in at_end.items()},
+        **{f"eval_{f'{label}_' if label else ''}loss_on_start": value for label, value in on_start.items()},
+        **{f"eval_{f'{label}_' if label else ''}loss": value for label, value in at_end.items()},
         **{f"{name}_on_start": value for name, value in own_on_start.items()},
         **own_metrics(evaluation),
-        **({"perplexity": math.exp(min(at_end[""], 700))} if "" in at_end and is_mean_likelihood(trainer) else {}),
+        **({"perplexity": math.exp(min(at_end[""], 700))} if "" in at_end and loss.is_cross_entropy else {}),
+        "loss_is_mean_over": f"{loss.unit}s",
+        "loss_is_cross_entropy": loss.is_cross_entropy,
     }
 
 

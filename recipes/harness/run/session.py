@@ -16,7 +16,7 @@ from harness.run.disk import check_disk_space
 from harness.run.evaluation import MeanEvaluation, check_metric_is_computed, evaluate, print_best_checkpoint
 from harness.run.expectations import save_expectations, why_no_expectations
 from harness.run.failures import exit_for_known_failure, only_report, only_report_if_all
-from harness.run.loss_scale import set_loss_scale
+from harness.run.losses import Loss, find_loss
 from harness.run.parameters import (
     base_of,
     config_of,
@@ -73,7 +73,8 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     held = folder.lock_run(output_dir, settings.identity) if locks else None
     freeze_unused_parts(trainer)
     show_buffers = prepare_sharding(trainer, settings.config)  # called by `AfterWrapping`
-    prepare_trainer(trainer)
+    loss, measure_loss = find_loss(trainer)  # before the layers are compiled
+    prepare_trainer(trainer, loss)
     group, for_failures = make_cpu_group(trainer.args.ddp_timeout), make_group_for_failures()
     checkpoint = find_checkpoint(trainer.args)
     prepare_resume(trainer, checkpoint)
@@ -84,12 +85,12 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     parameters = count_parameters(trainer.model)
     print_once(f"Training {describe_training(modules_with_adapter(trainer.model), parameters)}.")
 
-    parts = add_parts(trainer, group, checkpoint, settings, original)
+    parts = add_parts(trainer, group, checkpoint, settings, original, loss)
     stop = StopAfterSignal(group)
     del group
     callbacks = [
         MeanEvaluation(trainer, settings.dataset_weights),
-        AfterWrapping(trainer, settings.config, settings.processes, show_buffers),
+        AfterWrapping(trainer, settings.config, settings.processes, loss.own is not None, show_buffers, measure_loss),
         # Before Checkpoints: a checkpoint with NaN in it must not get a completion marker.
         StopOnNan(),
         # Before Checkpoints: the completion marker lists the file of the position.
@@ -136,8 +137,8 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
         if reason and not why_no_text(trainer):  # which the line about the samples says
             print_once(f"Nothing for --verify to compare with: {reason}.")
         if not reason and trainer.is_world_process_zero():
-            save_expectations(trainer, original, evaluation, settings.conversations)
-    results = write_results(trainer, output, evaluation, parts.progress, parameters, resumed_from)
+            save_expectations(trainer, original, evaluation if loss.is_cross_entropy else {}, settings.conversations)
+    results = write_results(trainer, loss, output, evaluation, parts.progress, parameters, resumed_from)
     with only_report("README.md"):
         write_model_card(trainer)
     with only_report_if_all("samples.txt", for_failures):
@@ -186,15 +187,15 @@ def check_can_be_sharded(model: torch.nn.Module) -> None:
         raise UserError(f"FSDP2 cannot shard {name}: {', '.join(others)} and its embeddings are one weight: use a config without")
 
 
-def prepare_trainer(trainer: Trainer) -> None:
+def prepare_trainer(trainer: Trainer, loss: Loss) -> None:
     """Changes of a trainer that do not depend on a checkpoint."""
     set_base_revision(trainer)
     compile_layers(trainer)
     if trainer.is_fsdp_enabled:
         install_byte_check(trainer.model)
     repeat_stream(trainer)
-    set_loss_scale(trainer)
-    fill_last_step(trainer)  # it depends on the loss
+    if loss.unit == "token":
+        loss.has_empty_rows = fill_last_step(trainer)
     hide_tied_weight_warning(trainer)
     replace_progress_bar(trainer)
     # The default waits, for each tensor of a batch, until the GPU has computed everything that was queued before.

@@ -19,7 +19,6 @@ from peft.tuners.lora import LoraLayer
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from trl import SFTTrainer
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
@@ -166,9 +165,12 @@ def compile_layers(trainer: Trainer) -> None:
 class AfterWrapping(TrainerCallback):
     """Once the model is wrapped: checks the sharding, and sets when weights are all-gathered and gradients are reduced."""
 
-    def __init__(self, trainer: Trainer, config: AccelerateConfig, processes: int, show_buffers: Callable[[], None]) -> None:
-        self.accelerator, self.config, self.processes, self.show_buffers = trainer.accelerator, config, processes, show_buffers
-        self.has_own_loss = computes_loss_of_outputs(trainer)
+    def __init__(
+        self, trainer: Trainer, config: AccelerateConfig, processes: int, has_own_loss: bool, *then: Callable[[], None]
+    ) -> None:
+        """`has_own_loss`: the loss is computed of the model's outputs. `then`: what else is to be called."""
+        self.accelerator, self.config, self.processes = trainer.accelerator, config, processes
+        self.has_own_loss, self.then = has_own_loss, then
         for other in vars(trainer).values():  # such as a reference model, which is wrapped when the trainer is built
             if isinstance(other, FSDPModule):
                 return_float32(other)
@@ -193,14 +195,8 @@ class AfterWrapping(TrainerCallback):
                 keep_head_gathered(model, head)
             if not is_tied:  # tied ones are one FSDP unit
                 skip_frozen_embedding_in_backward(embedding)
-        self.show_buffers()
-
-
-def computes_loss_of_outputs(trainer: Trainer) -> bool:
-    """Whether a trainer computes its loss of the model's outputs: not the model itself does, nor SFTTrainer without them."""
-    compute_loss = getattr(trainer.compute_loss, "__func__", trainer.compute_loss)
-    is_own = compute_loss not in (Trainer.compute_loss, SFTTrainer.compute_loss)
-    return is_own or trainer.compute_loss_func is not None
+        for function in self.then:
+            function()
 
 
 def return_float32(model: FSDPModule) -> None:

@@ -1,10 +1,12 @@
 """RunTrainer: what a run overrides in the trainer that a recipe has made, of whatever class."""
 
+import copy
 import functools
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from harness.compat.transformers import TrainerWithHooks, add_overrides
 from harness.data.streams import StreamPosition
@@ -12,6 +14,8 @@ from harness.folder import step_of
 from harness.messages import UserError
 from harness.run.batches import AgreedReader
 from harness.run.checkpoints import Checkpoints
+from harness.run.evaluation import Means, read_equally, without_router_loss
+from harness.run.losses import Loss
 from harness.run.marker import read_marker
 from harness.run.progress import Progress
 from harness.run.settings import RunSettings
@@ -20,16 +24,18 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader
 from transformers import PreTrainedConfig, Trainer
+from transformers.trainer_utils import EvalLoopOutput
 
 
 @dataclass
 class Parts:
-    """What the overrides of `RunTrainer` call. All of them are callbacks too."""
+    """What the overrides of `RunTrainer` call. All but the loss are callbacks too."""
 
     position: StreamPosition
     reader: AgreedReader
     progress: Progress
     checkpoints: Checkpoints
+    loss: Loss
 
 
 class RunTrainer(TrainerWithHooks):
@@ -37,12 +43,64 @@ class RunTrainer(TrainerWithHooks):
 
     parts: Parts
     is_first_step = True
+    means: Means | None = None  # of the evaluation that is going on
 
     def get_train_dataloader(self) -> DataLoader:
         return keep_workers_after_sigterm(self.parts.position.divide(super().get_train_dataloader()))
 
     def get_eval_dataloader(self, *args: object, **kwargs: object) -> DataLoader:
-        return keep_workers_after_sigterm(super().get_eval_dataloader(*args, **kwargs))
+        loader = super().get_eval_dataloader(*args, **kwargs)
+        is_of_transformers = getattr(super().get_eval_dataloader, "__func__", None) is Trainer.get_eval_dataloader
+        return keep_workers_after_sigterm(read_equally(self, loader) if is_of_transformers else loader)
+
+    def get_test_dataloader(self, *args: object, **kwargs: object) -> DataLoader:
+        loader = super().get_test_dataloader(*args, **kwargs)
+        is_of_transformers = getattr(super().get_test_dataloader, "__func__", None) is Trainer.get_test_dataloader
+        return read_equally(self, loader) if is_of_transformers else loader
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """The loss of a micro-batch as its share of the step's loss, in an evaluation the mean of the batch; see `Loss`."""
+        loss, options = self.parts.loss, {"return_outputs": True} if return_outputs else {}
+        if loss.is_right or not loss.is_measured:
+            return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **options)
+        tokens = loss.tokens(inputs)  # before the loss takes the labels out
+        scale = loss.scale(self, tokens, num_items_in_batch)
+        if self.model.training and loss.is_empty(tokens):
+            inputs = copy.copy(loss.batch)  # all processes compute; the scale is 0
+        count = loss.count_for(self.model.training, tokens, num_items_in_batch)
+        found = super().compute_loss(model, inputs, num_items_in_batch=count, **options)
+        return (found[0] * scale, found[1]) if return_outputs else found * scale
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """transformers logs the mean of the means of batches, and counts the rows that complete the last batch."""
+        self.means = Means(self, dataloader)
+        with self.means.replace_gathering(), without_router_loss(self):
+            output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        loss, self.means = self.means.finish(), None
+        if f"{metric_key_prefix}_loss" in output.metrics:
+            output.metrics[f"{metric_key_prefix}_loss"] = loss
+        return output
+
+    def prediction_step(self, model: torch.nn.Module, inputs: dict, *args: object, **kwargs: object) -> tuple:
+        if self.means is None:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        sizes = self.means.sizes(inputs)  # before the loss takes the labels out
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        self.means.add(sizes, loss)
+        return loss, logits, labels
 
     def read_batches(self, iterator: Iterator, count: int) -> list[dict]:
         return self.parts.reader.read(iterator, count)
@@ -70,12 +128,13 @@ def add_parts(
     checkpoint: Path | None,
     settings: RunSettings,
     original: PreTrainedConfig | None = None,
+    loss: Loss | None = None,
 ) -> Parts:
     """Makes a trainer a `RunTrainer` that resumes from `checkpoint`, None for a new run; returns its parts."""
     before = read_marker(checkpoint)["progress"] if checkpoint else {}
     progress, position = Progress(trainer, before), StreamPosition(trainer, checkpoint)
     reader = AgreedReader(trainer, group, position, step_of(checkpoint) if checkpoint else 0)
-    trainer.parts = Parts(position, reader, progress, Checkpoints(trainer, progress, settings, original))
+    trainer.parts = Parts(position, reader, progress, Checkpoints(trainer, progress, settings, original), loss or Loss())
     add_overrides(trainer, RunTrainer)
     return trainer.parts
 

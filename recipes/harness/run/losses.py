@@ -1,0 +1,274 @@
+"""What the loss of a trainer is a mean of. The loss itself is asked: it is computed with a few rows, before the first step."""
+
+import contextlib
+import copy
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.compat.trl import logged_metrics
+from harness.exchange import value_of_first
+from harness.messages import UserError, print_once
+from harness.run.parameters import base_of
+
+import numpy
+import torch
+from accelerate.data_loader import IterableDatasetShard
+from accelerate.utils import send_to_device
+from transformers import Trainer
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from trl import SFTTrainer
+
+ROWS = 8  # of which two are chosen to ask for the unit
+# How far two losses may be from each other, as a share, and count as equal: the same batch again, and the same rows in other
+# batches, whose matrix products round otherwise.
+SAME_BATCH, OTHER_BATCH = 1e-3, 5e-3
+
+
+@dataclass
+class Loss:
+    """How the loss of a batch follows from those of its tokens or rows, and what makes the loss of a step of micro-batches.
+
+    Where the trainers of TRL compute it, nothing has to be corrected (`is_right`). For all others, `count_for` and `scale` make
+    the loss of a step the mean over its tokens or rows, with any accumulation and number of processes.
+    """
+
+    own: str | None = None  # what computes it of the model's outputs; None: the model itself, or SFTTrainer without them
+    unit: str = "token"  # "token" (that has a label) or "row": what the loss of a batch is the mean over
+    is_right: bool = True
+    divides: bool = False  # by `num_items_in_batch`; otherwise it is the mean over its batch
+    factor: float = 1  # by which it is multiplied because of `average_tokens_across_devices`
+    shifts_labels: bool = False  # a token predicts the next one: the first label of a row is not in the loss
+    is_cross_entropy: bool = False  # the mean negative log-likelihood of tokens, and nothing else
+    is_measured: bool = True  # False: it is to be measured once the model is sharded
+    is_stated: bool = False  # the class of the trainer says how the accumulation is to treat it
+    has_empty_rows: bool = False  # rows without a label were added to the training data
+    batch: Any = None  # a micro-batch with which the loss was measured
+
+    def is_empty(self, tokens: torch.Tensor | None) -> bool:
+        """Whether a micro-batch has only rows that were added: a mean over its tokens would be NaN."""
+        return self.has_empty_rows and not self.divides and tokens is not None and not int(tokens)
+
+    def tokens(self, batch: Any) -> torch.Tensor | None:
+        """The tokens of a batch that have a label, as transformers counts them; None for a batch without labels."""
+        labels = batch.get("shift_labels", batch.get("labels")) if isinstance(batch, Mapping) else None
+        if not isinstance(labels, torch.Tensor):
+            return None
+        if self.shifts_labels and "shift_labels" not in batch:
+            labels = labels[..., 1:]
+        return labels.ne(-100).sum()
+
+    def count_for(self, is_training: bool, tokens: torch.Tensor | None, of_step: Any) -> Any:
+        """The `num_items_in_batch` to pass on: those of the step, in an evaluation those of the batch; None for a mean."""
+        if is_training and (self.divides or self.is_stated):
+            return of_step
+        return tokens.clamp(min=1) if self.divides and tokens is not None else None
+
+    def scale(self, trainer: Trainer, tokens: torch.Tensor | None, of_step: Any) -> Any:
+        """By what the loss of a micro-batch is to be multiplied. The gradients of processes are averaged, and losses in logs."""
+        if not trainer.model.training:
+            return 1 / self.factor
+        if self.is_stated or self.unit == "row" or of_step is None:
+            return 1
+        processes = trainer.args.world_size if trainer.args.average_tokens_across_devices else 1
+        return processes / self.factor if self.divides else tokens * processes / of_step
+
+
+def find_loss(trainer: Trainer) -> tuple[Loss, Callable[[], None]]:
+    """The loss of a trainer, and what to call once the model is sharded, which measures it if it could not be before.
+
+    transformers 5.23 passes `num_items_in_batch` to every model whose `forward` has **kwargs, to a `compute_loss_func` and to a
+    `compute_loss` of the recipe's own, and takes the result for a sum that was divided by it. Most classifiers,
+    encoder-decoders and masked language models return a mean instead, and so do many losses of recipes: their loss and gradients
+    were multiplied by the accumulation steps, and by the number of processes. To others it passes no number, such as to Qwen3.5:
+    their steps were means of means, in which a token of a short row counts more.
+    """
+    model = base_of(trainer.accelerator.unwrap_model(trainer.model))
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    shifts = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss and not is_encoder_decoder
+    loss = Loss(own=own_loss(trainer), shifts_labels=shifts, is_cross_entropy=is_cross_entropy(trainer))
+    own = loss.own
+    if own is None and isinstance(trainer, SFTTrainer):
+        loss.shifts_labels = True
+        trainer.model_accepts_loss_kwargs = True  # its loss uses the number, whatever the model does
+        return loss, lambda: None
+    if trainer.loss_is_scaled_for_ga is not None and trainer.compute_loss.__module__.startswith("trl."):  # such as DPOTrainer
+        loss.unit = "row"
+        return loss, lambda: None
+    batches = read_first_rows(trainer)
+    if batches is None:
+        return loss, lambda: None
+    loss.is_right = False
+    if not trainer.is_fsdp_enabled:
+        measure(trainer, loss, *batches)
+        return loss, lambda: None
+    loss.is_measured = False
+    return loss, lambda: measure(trainer, loss, *batches)
+
+
+def own_loss(trainer: Trainer) -> str | None:
+    """What computes the loss of the model's outputs; None if the model itself does, or SFTTrainer, which needs no outputs."""
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func"
+    compute_loss = getattr(trainer.compute_loss, "__func__", trainer.compute_loss)
+    return None if compute_loss in (Trainer.compute_loss, SFTTrainer.compute_loss) else "compute_loss"
+
+
+def is_cross_entropy(trainer: Trainer) -> bool:
+    """Whether the loss is certainly the mean negative log-likelihood of tokens.
+
+    It is not with DPO, classifiers, DFT, label smoothing and a loss of the recipe's own, which could add anything to it.
+    """
+    args, model = trainer.args, base_of(trainer.accelerator.unwrap_model(trainer.model))
+    if own_loss(trainer) or args.label_smoothing_factor or "nll" not in getattr(args, "loss_type", "nll"):
+        return False
+    if isinstance(trainer, SFTTrainer):
+        return True
+    classes = {cls.__name__ for cls in type(model).__mro__}  # FSDP makes a subclass
+    is_of_library = type(model).forward.__module__.startswith("transformers.")
+    adds_router_loss = getattr(getattr(model, "config", None), "output_router_logits", False)
+    return bool(is_of_library and classes & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()} and not adds_router_loss)
+
+
+def read_first_rows(trainer: Trainer) -> tuple[list, Callable[[list], Any]] | None:
+    """The first rows of the training data, and what makes a batch of them; None if a batch has no names."""
+    with unchanged(trainer):
+        loader = trainer.get_train_dataloader()
+        dataset = loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
+        rows = list(itertools.islice(dataset, max(ROWS, trainer.args.train_batch_size)))
+
+        def make_batch(of_rows: list) -> Any:
+            return send_to_device(loader.collate_fn(of_rows), trainer.args.device)
+
+        return (rows, make_batch) if isinstance(make_batch(rows[:1]), Mapping) else None
+
+
+def measure(trainer: Trainer, loss: Loss, rows: list, make_batch: Callable[[list], Any]) -> None:
+    """Computes the loss of a few rows to find what it is a mean of. All processes get the same rows, and the same answer.
+
+    Raises UserError if the loss of a micro-batch is neither divided by `num_items_in_batch` nor a mean.
+    """
+    loss.is_stated = trainer.loss_is_scaled_for_ga is not None
+    with unchanged(trainer):
+        batch = make_batch(rows[: trainer.args.train_batch_size])
+        factor, ratio = ask_for_count(trainer, loss, batch)
+        if loss.is_stated:
+            ratio = 0.5 if trainer.loss_is_scaled_for_ga else 1.0
+        if ratio is not None and min(abs(ratio - 0.5), abs(ratio - 1)) > SAME_BATCH:
+            raise UserError(
+                f"with twice the num_items_in_batch, the loss of {loss.own or 'the model'} is {ratio:.3g} times as large: "
+                "a part of it is divided by num_items_in_batch and a part is not. Divide all of it, so that steps are means over "
+                "tokens, or nothing, so that they are means over the micro-batches (or set loss_is_scaled_for_ga in the class of "
+                "the trainer, and divide by the accumulation steps yourself)"
+            )
+        loss.divides = ratio is not None and ratio < 0.75
+        loss.factor = factor if loss.divides else 1.0
+        loss.unit = "token" if loss.divides else ask_for_unit(trainer, loss, rows, make_batch)
+    loss.is_measured, loss.batch = True, batch
+    if loss.has_empty_rows and loss.unit == "row":
+        raise UserError(
+            "--dataloader_drop_last: the loss is a mean over rows, and those that were added to complete the last step have no "
+            "token in it: pass true"
+        )
+    if loss.is_stated:
+        return
+    trainer.model_accepts_loss_kwargs = True  # counts the tokens of a step, which `Loss.count_for` passes on or not
+    trainer.loss_is_scaled_for_ga = loss.unit == "token"
+
+
+def ask_for_count(trainer: Trainer, loss: Loss, batch: Any) -> tuple[float, float | None]:
+    """By what the loss of a micro-batch is multiplied on several processes, and what doubling `num_items_in_batch` does to it.
+
+    The second is None if no number is passed, and if the loss does not say it: it is 0 or NaN, as without any label.
+    """
+    tokens, args = loss.tokens(batch), trainer.args
+    if tokens is None or not (trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None):
+        return 1.0, None
+    once, twice = (loss_of(trainer, batch, tokens.float() * times) for times in (1, 2))
+    factor = 1.0
+    if args.average_tokens_across_devices and args.world_size > 1:
+        args.average_tokens_across_devices = False
+        alone = loss_of(trainer, batch, tokens.float())
+        args.average_tokens_across_devices = True
+        factor = once / alone if alone else 1.0
+    is_known = math.isfinite(once) and once != 0
+    return value_of_first((factor, twice / once) if is_known else (1.0, 0.5))
+
+
+def ask_for_unit(trainer: Trainer, loss: Loss, rows: list, make_batch: Callable[[list], Any]) -> str:
+    """Whether a loss is the mean over the tokens or over the rows of its batch: the loss of two rows against those of each."""
+    alone = [make_batch([row]) for row in rows[:ROWS]]
+    counts = [int(tokens) if (tokens := loss.tokens(batch)) is not None else 0 for batch in alone]
+    has_labels = any(counts)
+    order = sorted(range(len(alone)), key=lambda index: counts[index])
+    if len(order) < 2 or (has_labels and counts[order[-2]] == 0):
+        return "token" if has_labels else "row"
+    fewest = next(index for index in order if counts[index] or not has_labels)
+    most = order[-1] if order[-1] != fewest else order[-2]
+    batches = [make_batch([rows[fewest], rows[most]]), alone[fewest], alone[most]]
+    if has_labels and not is_same(make_batch([rows[most]]), alone[most]):  # such as masked tokens: other ones each time
+        batches[1:] = [{name: value[index : index + 1] for name, value in batches[0].items()} for index in (0, 1)]
+        counts[fewest], counts[most] = (int(loss.tokens(batch)) for batch in batches[1:])
+    both, *of_one = (loss_of(trainer, batch, None, is_training=False) for batch in batches)
+    weights = {"token": (counts[fewest], counts[most]), "row": (1, 1)}
+    expected = {
+        unit: sum(weight * value for weight, value in zip(of_rows, of_one, strict=True)) / sum(of_rows)
+        for unit, of_rows in weights.items()
+        if sum(of_rows)
+    }
+    unit = min(expected, key=lambda name: abs(expected[name] - both))
+    unit, is_mean, is_known = value_of_first(
+        (unit, abs(expected[unit] - both) <= OTHER_BATCH * abs(both), all(map(math.isfinite, (both, *of_one))) and all(of_one))
+    )
+    if is_mean or not is_known:
+        return unit
+    trainer.args.per_device_eval_batch_size = 1
+    print_once(
+        "warning: the loss of two rows together is neither the mean over their tokens nor over the two: padding counts, or rows "
+        "are compared with each other. So evaluations take one row at a time, and the loss of a step depends on "
+        "--per_device_train_batch_size"
+    )
+    return "row"
+
+
+def is_same(one: Mapping, other: Mapping) -> bool:
+    """Whether two batches have the same tensors."""
+    return all(torch.equal(value, other[name]) for name, value in one.items() if isinstance(value, torch.Tensor))
+
+
+def loss_of(trainer: Trainer, batch: Any, count: torch.Tensor | None, is_training: bool = True) -> float:
+    """The loss of a batch without gradients, each time with the same random numbers."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    trainer.model.train(is_training)
+    is_compiled = trainer.args.torch_compile
+    eager = torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext()  # each length once more
+    with torch.no_grad(), eager, trainer.accelerator.autocast(), trainer.compute_loss_context_manager():
+        return float(trainer.compute_loss(trainer.model, copy.copy(batch), num_items_in_batch=count).mean())
+
+
+@contextlib.contextmanager
+def unchanged(trainer: Trainer) -> Iterator[None]:
+    """Afterwards the model, the random numbers and what the trainer counts are as before."""
+    modes = [(module, module.training) for module in trainer.model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in trainer.model.buffers()]
+    numbers = {name: value for name, value in vars(trainer).items() if isinstance(value, int | float)}
+    metrics, logged = logged_metrics(trainer), copy.deepcopy(logged_metrics(trainer))
+    state, of_numpy = random.getstate(), numpy.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        yield
+    random.setstate(state)
+    numpy.random.set_state(of_numpy)
+    vars(trainer).update(numbers)
+    metrics.update(logged)
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    for module, is_training in modes:
+        module.training = is_training

@@ -1,0 +1,323 @@
+"""The loss of a step and of an evaluation is the mean over its tokens or rows, whatever computes it, in batches of any size."""
+
+import copy
+import functools
+import random
+
+from harness.data.streams import fill_last_step
+from harness.messages import UserError
+from harness.run.losses import find_loss
+from harness.run.settings import RunSettings
+from harness.run.trainer import add_parts
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
+from trl import DPOConfig, DPOTrainer
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+# Answers of 1 to 9 tokens, so that a mean of means is far from the mean.
+TEXTS = [
+    {"input_ids": [5 + number % 3, 3, *range(4, 4 + length)], "labels": [-100, -100, *range(4, 4 + length)]}
+    for number, length in enumerate([9, 1, 1, 2, 9, 1, 3, 1])
+]
+LABELED = [{"input_ids": [number, 2 * number, 3], "labels": int(number > 2)} for number in range(8)]
+
+
+def pad(rows):
+    """Rows as a batch, padded on the right."""
+    if isinstance(rows[0]["labels"], int):
+        return {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
+    longest = max(len(row["input_ids"]) for row in rows)
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    return {
+        name: torch.tensor([row[name] + [value] * (longest - len(row[name])) for row in rows]) for name, value in fill.items()
+    }
+
+
+def language_model():
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, **SIZES))
+
+
+def classifier():
+    dropout = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    return BertForSequenceClassification(BertConfig(vocab_size=32, **dropout, **SIZES))
+
+
+def encoder_decoder():
+    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2, "dropout_rate": 0}
+    return T5ForConditionalGeneration(T5Config(vocab_size=32, decoder_start_token_id=0, **sizes))
+
+
+def of_answers(logits, labels):
+    """Logits and labels of the tokens with a label, shifted."""
+    is_answer = labels[:, 1:] != -100
+    return logits[:, :-1][is_answer], labels[:, 1:][is_answer]
+
+
+def class_loss(outputs, labels, num_items_in_batch=None):
+    return cross_entropy(outputs.logits, labels)
+
+
+def weighed_loss(outputs, labels, weight, num_items_in_batch=None):
+    return torch.nn.CrossEntropyLoss(weight=weight)(outputs.logits, labels)
+
+
+def sum_of_tokens(outputs, labels, num_items_in_batch=None):
+    logits, labels = of_answers(outputs.logits, labels)
+    return 2 * cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+class Own(Trainer):
+    """With a loss of the outputs, whatever its name."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        mixed = self.mix(outputs.logits, labels, inputs, num_items_in_batch)
+        return (mixed, outputs) if return_outputs else mixed
+
+    def mix(self, logits, labels, inputs, count):
+        return cross_entropy(logits, labels)
+
+
+class Distilled(Own):
+    @functools.cached_property
+    def teacher(self):
+        torch.manual_seed(1)
+        return language_model().eval()
+
+    def mix(self, logits, labels, inputs, count):
+        with torch.no_grad():
+            of_teacher, _ = of_answers(self.teacher(**inputs).logits, labels)
+        logits, labels = of_answers(logits, labels)
+        distance = kl_div(logits.log_softmax(-1), of_teacher.softmax(-1), reduction="batchmean")
+        return 0.5 * cross_entropy(logits, labels) + 0.5 * distance
+
+
+class MeanOfRows(Own):
+    """The mean over rows of the mean over the tokens of each."""
+
+    def mix(self, logits, labels, inputs, count):
+        each = cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+        return (each.sum(1) / (labels[:, 1:] != -100).sum(1)).mean()
+
+
+class Summed(Own):
+    def mix(self, logits, labels, inputs, count):
+        logits, labels = of_answers(logits, labels)
+        return 3 * cross_entropy(logits, labels, reduction="sum") / count
+
+
+class Super(Trainer):
+    def compute_loss(self, model, inputs, **kwargs):
+        return super().compute_loss(model, inputs, **kwargs)
+
+
+def of_model(trainer, batch, rows):
+    return trainer.model(**batch).loss
+
+
+def of_trainer(trainer, batch, rows):
+    labels = batch.pop("labels")
+    return trainer.mix(trainer.model(**batch).logits, labels, batch, (labels[:, 1:] != -100).sum() if labels.dim() > 1 else None)
+
+
+def of_rows(trainer, batch, rows):
+    return sum(cross_entropy(*of_answers(trainer.model(**pad([row])).logits, pad([row])["labels"])) for row in rows) / len(rows)
+
+
+# A trainer, its compute_loss_func, the model, and the loss of all rows in one batch by other means.
+KINDS = {
+    "causal model": (Trainer, None, language_model, of_model),
+    "encoder-decoder": (Trainer, None, encoder_decoder, of_model),
+    "calls super": (Super, None, language_model, of_model),
+    "classifier": (Trainer, None, classifier, of_model),
+    "function": (Trainer, class_loss, classifier, of_model),
+    "partial": (Trainer, functools.partial(weighed_loss, weight=torch.ones(2)), classifier, of_model),
+    "lambda": (Trainer, lambda outputs, labels, **_: 1 * class_loss(outputs, labels), classifier, of_model),
+    "sum of a function": (Trainer, sum_of_tokens, language_model, lambda *args: 2 * of_model(*args)),
+    "method": (Own, None, classifier, of_model),
+    "sum": (Summed, None, language_model, lambda *args: 3 * of_model(*args)),
+    "teacher": (Distilled, None, language_model, of_trainer),
+    "mean of rows": (MeanOfRows, None, language_model, of_rows),
+}
+
+
+def tokenizer():
+    words = Tokenizer(WordLevel({"<e>": 0} | {f"w{index}": index for index in range(1, 32)}, unk_token="<e>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<e>", eos_token="<e>")
+
+
+def make_trainer(kind, folder, **arguments):
+    trainer_class, function, make_model, _ = KINDS[kind]
+    torch.manual_seed(0)
+    args = {"max_steps": 1, "learning_rate": 0, "logging_steps": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    args |= {"save_strategy": "no", "max_grad_norm": 1e9} | arguments
+    rows = Dataset.from_list(LABELED if make_model is classifier else TEXTS)
+    return trainer_class(
+        model=make_model(),
+        args=TrainingArguments(folder, **args),
+        train_dataset=rows,
+        eval_dataset=rows,
+        data_collator=pad,
+        compute_loss_func=function,
+    )
+
+
+def prepare(trainer):
+    loss, _ = find_loss(trainer)
+    add_parts(trainer, None, None, RunSettings(), loss=loss)
+    return loss
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulation_changes_neither_loss_nor_gradients(tmp_path, kind):
+    for rows in (8, 4, 2):  # in a micro-batch
+        trainer = make_trainer(kind, tmp_path, per_device_train_batch_size=rows, gradient_accumulation_steps=8 // rows)
+        prepare(trainer)
+        trainer.train()
+        logged = next(entry for entry in trainer.state.log_history if "loss" in entry)
+        model, data = trainer.model, trainer.train_dataset
+        model.train()
+        model.zero_grad()
+        expected = KINDS[kind][3](trainer, pad(list(data)), data)
+        expected.backward()
+        norm = torch.stack([weight.grad.norm() for weight in model.parameters() if weight.grad is not None]).norm()
+        assert logged["loss"] == pytest.approx(expected.item(), rel=1e-4)
+        assert logged["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_size_of_batches_does_not_change_an_evaluation(tmp_path, kind):
+    for rows in (1, 3, 8):
+        trainer = make_trainer(kind, tmp_path, per_device_train_batch_size=2, per_device_eval_batch_size=rows)
+        prepare(trainer)
+        trainer.model.eval()
+        data = trainer.eval_dataset
+        expected = KINDS[kind][3](trainer, pad(list(data)), data)
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_loss_that_counts_padding_is_evaluated_row_by_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Own, "mix", lambda self, logits, labels, inputs, count: logits.square().mean())
+    monkeypatch.setitem(KINDS, "padding", (Own, None, language_model, None))
+    trainer = make_trainer("padding", tmp_path)
+    prepare(trainer)
+    alone = [trainer.model(input_ids=torch.tensor([row["input_ids"]])).logits.square().mean().item() for row in TEXTS]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(sum(alone) / len(alone), rel=1e-5)
+    assert "evaluations take one row at a time" in capsys.readouterr().out
+
+
+def test_half_of_a_loss_that_is_divided_is_refused(tmp_path, monkeypatch):
+    def mix(self, logits, labels, inputs, count):
+        logits, labels = of_answers(logits, labels)
+        return cross_entropy(logits, labels, reduction="sum") / count + 0.1 * cross_entropy(logits, labels)
+
+    monkeypatch.setattr(Own, "mix", mix)
+    monkeypatch.setitem(KINDS, "half", (Own, None, language_model, None))
+    with pytest.raises(UserError, match="num_items_in_batch"):
+        find_loss(make_trainer("half", tmp_path))
+    Own.loss_is_scaled_for_ga = True
+    try:
+        assert find_loss(make_trainer("half", tmp_path))[0].divides, "the class says so"
+    finally:
+        del Own.loss_is_scaled_for_ga
+
+
+def test_asking_changes_nothing(tmp_path):
+    """Neither buffers, modes and random numbers nor what the trainer counts."""
+    trainer = make_trainer("teacher", tmp_path)
+    trainer.model.norm_of_batch = torch.nn.BatchNorm1d(32)
+    trainer.model.norm_of_batch.eval()
+    trainer.seen = 0
+    mix = trainer.mix
+
+    def counting(logits, labels, inputs, count):
+        trainer.seen += 1
+        trainer.model.norm_of_batch(logits.transpose(1, 2))
+        return mix(logits, labels, inputs, count) + torch.nn.functional.dropout(logits, 0.5).square().sum() * 0
+
+    trainer.mix = counting
+    before = copy.deepcopy(trainer.model.state_dict())
+    state, of_python = torch.get_rng_state(), random.getstate()
+    modes = [module.training for module in trainer.model.modules()]
+    find_loss(trainer)
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == of_python
+    assert all(torch.equal(before[name], weight) for name, weight in trainer.model.state_dict().items())
+    assert [module.training for module in trainer.model.modules()] == modes
+    assert trainer.seen == 0 and all(weight.grad is None for weight in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+def test_metrics_of_dpo_are_means_over_pairs_and_tokens(tmp_path, rows):
+    """Against the same values of each pair alone, added up here."""
+    torch.manual_seed(0)
+    pairs = [(row["input_ids"], row["input_ids"][::-1][: 1 + number]) for number, row in enumerate(TEXTS)]
+
+    def words(tokens):
+        return "".join(f" w{token}" for token in tokens)
+
+    rows_of_text = [{"prompt": "w5 w6", "chosen": words(chosen), "rejected": words(rejected)} for chosen, rejected in pairs]
+    settings = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "max_length": None}
+    args = DPOConfig(tmp_path, per_device_eval_batch_size=rows, **settings)
+    reference, model = language_model(), language_model()
+    data = Dataset.from_list(rows_of_text)
+    trainer = DPOTrainer(model, reference, args=args, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
+    add_parts(trainer, None, None, RunSettings(), loss=find_loss(trainer)[0])
+    found = trainer.evaluate()
+
+    chosen_tokens = correct = 0
+    losses, margins = [], []
+    for answers in pairs:
+        scores = []
+        for answer in answers:
+            ids = torch.tensor([[5, 6, *answer, 0]])
+            with torch.no_grad():
+                of_model, of_reference = (each.eval()(ids).logits[0, 1:-1].log_softmax(-1) for each in (model, reference))
+            wanted = ids[0, 2:, None]
+            scores.append((of_model.gather(1, wanted) - of_reference.gather(1, wanted)).sum())
+            if answer is answers[0]:
+                correct += (of_model.argmax(-1) == wanted[:, 0]).sum().item()
+                chosen_tokens += len(wanted)
+        margins.append(0.1 * (scores[0] - scores[1]))
+        losses.append(-torch.nn.functional.logsigmoid(margins[-1]))
+    assert found["eval_loss"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-5)
+    assert found["eval_rewards/margins"] == pytest.approx(torch.stack(margins).mean().item(), rel=1e-4)
+    assert found["eval_rewards/accuracies"] == pytest.approx(sum(margin > 0 for margin in margins) / len(margins))
+    assert found["eval_mean_token_accuracy"] == pytest.approx(correct / chosen_tokens)
+
+
+@pytest.mark.parametrize("kind", ["teacher", "sum"])
+def test_step_with_rows_that_only_complete_it(tmp_path, kind):
+    """A micro-batch of such rows has no token, and its mean would be NaN."""
+    trainer = make_trainer(kind, tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=2)
+    trainer.train_dataset = trainer.train_dataset.select(range(6))
+    loss = prepare(trainer)
+    loss.has_empty_rows = fill_last_step(trainer)
+    assert loss.unit == "token" and len(trainer.train_dataset) == 8
+    read = []
+    trainer.data_collator = lambda rows: (read.append(rows), pad(rows))[1]
+    trainer.train()
+    logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    for step, loss in enumerate(logged):
+        rows = [row for rows in read[4 * step : 4 * step + 4] for row in rows if max(row["labels"]) > 0]
+        assert loss == pytest.approx(KINDS[kind][3](trainer, pad(rows), rows).item(), rel=1e-4)
+    assert sum(max(row["labels"]) > 0 for rows in read for row in rows) == 6 and len(read) == 8

@@ -19,9 +19,10 @@ parse = harness.parse
 def parse_and_describe(*arguments, **values):
     parsed = parse(*arguments, **values)
     states = [torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), repr(numpy.random.get_state()).encode()]
+    names = [thread.name for thread in threading.enumerate()]
     found = {
         "threads of torch": torch.get_num_threads(),
-        "threads of Python": sorted(thread.name for thread in threading.enumerate()),
+        "threads of Python": sorted(name for name in names if name != "tqdm_monitor"),  # of progress bars
         "random numbers": [hashlib.sha256(state).hexdigest() for state in states],
         "dtype": str(torch.get_default_dtype()),
         "gradients": torch.is_grad_enabled(),

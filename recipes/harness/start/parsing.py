@@ -13,7 +13,6 @@ from harness.start.arguments import Arguments, read_arguments
 from harness.start.recipes import begin_process, report_failures_of
 from harness.start.training import context_of_process
 
-import tqdm
 from accelerate.utils import check_cuda_p2p_ib_support
 
 
@@ -37,7 +36,6 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **rec
 
 def quiet_libraries() -> None:
     """Hides warnings that the user can do nothing about."""
-    tqdm.tqdm.monitor_interval = 0  # its thread would only be in the process that checks the run, and stay there
     for module in ("transformers", "trl", "peft", "accelerate"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)  # how one library calls another
     warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # about accelerate's calls

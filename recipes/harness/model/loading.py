@@ -237,6 +237,7 @@ def build_adapter_on_meta(model_args: ModelConfig, name: str) -> PeftModel:
     except ValueError as error:
         problem = error
     named = {"target_modules": (modules, linear), "target_parameters": (weights, weights), "modules_to_save": (modules, modules)}
+    settings.modules_to_save = model_args.lora_modules_to_save  # PEFT adds the names that heads of classifiers can have
     for option, (existing, choice) in named.items():
         given = getattr(settings, option) or []
         if isinstance(given, str):  # all-linear, or a regular expression for whole names

@@ -442,6 +442,7 @@ def print_data(data: dict[str, Any]) -> None:
     for dataset in data.get("datasets", []):
         seen = f", {dataset['epoch_rows']:,} in an epoch" if "epoch_rows" in dataset else ""
         print_once(f"dataset      {dataset['name']}: {dataset['rows']:,} rows{seen}")
+    parts += [f"{number:,} dropped by the trainer ({reason})" for reason, number in data.get("dropped", {}).items()]
     if data["held_out"]:
         parts.append(f"{data['held_out']:,} held out for evaluation")
     print_once(f"rows         {', '.join(parts)}")

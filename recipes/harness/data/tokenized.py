@@ -1,20 +1,25 @@
-"""Tokenized rows before SFTTrainer truncates and packs them: ends that are there twice, and rows of which nothing would count."""
+"""Tokenized rows before a trainer cuts, drops and packs them: ends that are there twice, rows of which nothing would count."""
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from harness.messages import UserError, print_once
+from harness.compat.trl import FIRST_ROWS_OF_STREAM
+from harness.folder import DATA, read_json, write_json
+from harness.messages import UserError, is_first_process, print_once
 
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import SFTConfig
 from trl.data_utils import is_conversational
 
 Rows = Dataset | IterableDataset
 FIRST_ROWS = 2_000  # in which rows without a loss are counted where SFTTrainer does not drop them
-FIRST_ROWS_OF_STREAM = 100
+# Why a trainer drops rows; %s is --max_length.
+NO_ANSWER_LEFT = "no token of an answer is within --max_length %s"
+TOO_LONG = "prompt and answer are longer than --max_length %s"
 IGNORED = -100  # the label of a token that does not count in the loss
 
 
@@ -39,14 +44,11 @@ def finish_rows(
         tokenizer = tokenizer.tokenizer
     tokenized = without_double_ends(rows, tokenized, tokenizer)
     record(trainer, split, rows, tokenized)
-    cuts = args.max_length is not None and not (is_packed and args.packing_strategy != "bfd")
-    if cuts and is_training_run and (isinstance(tokenized, IterableDataset) or is_packed):
+    if is_packed and args.packing_strategy == "bfd" and is_training_run:  # which cuts rows, and drops none
         count_first_rows_without_loss(split, tokenized, args)
     prepared = truncate_and_pack(tokenized)
     if is_packed and isinstance(prepared, Dataset):
         prepared = without_rows_without_loss(prepared)
-    if cuts and isinstance(tokenized, Dataset) and not is_packed and (is_training_run or not len(prepared)):
-        report_rows_without_loss(split, len(tokenized) - len(prepared), len(tokenized), "", args)
     return prepared
 
 
@@ -105,19 +107,38 @@ def count_first_rows_without_loss(split: str, tokenized: Rows, args: SFTConfig) 
     part = slice(None, args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
     labels = [row["labels"][part] for row in itertools.islice(tokenized.select_columns(["labels"]), count)]
     without = sum(all(label == IGNORED for label in of_row) for of_row in labels)
-    report_rows_without_loss(split, without, len(labels), "first " if len(labels) == count else "", args)
+    print_dropped_rows(split, without, len(labels), "first " if len(labels) == count else "", NO_ANSWER_LEFT % args.max_length)
 
 
-def report_rows_without_loss(split: str, count: int, of: int, which: str, args: SFTConfig) -> None:
-    """Prints that `count` of `of` rows have no token in the loss. Raises UserError if these are all."""
+def report_dropped_rows(is_training_run: bool, split: str, rows: Rows, kept: Rows, args: TrainingArguments) -> None:
+    """Records how many rows a trainer drops in data.json, and prints it. Raises UserError if these are all.
+
+    See `report_dropped_rows` in compat/trl.py.
+    """
+    count, left = (len(rows), len(kept)) if isinstance(rows, Dataset) else (sum(1 for _ in rows), sum(1 for _ in kept))
+    if count == left:
+        return
+    has_prompts = {"prompt_ids", "labels"} & {*next(iter(rows))}  # RewardTrainer has neither, and drops rows that are too long
+    reason = (NO_ANSWER_LEFT if has_prompts else TOO_LONG) % args.max_length
+    if is_training_run or not left:
+        print_dropped_rows(split, count - left, count, "first " if count == FIRST_ROWS_OF_STREAM else "", reason)
+    if split == "train":
+        record_dropped_rows(Path(args.output_dir), (count - left) / count, reason)
+
+
+def print_dropped_rows(split: str, count: int, of: int, which: str, reason: str) -> None:
+    """Prints that `count` of `of` rows are not used. Raises UserError if these are all."""
     kind = "training rows" if split == "train" else "evaluation rows"
     if count == of > 0:
-        raise UserError(
-            f"--max_length: none of the {which}{of:,} {kind} has a token in the loss within {args.max_length} tokens: the "
-            "answers begin later: pass a larger --max_length. ./launch.sh --preview shows how long the rows are"
-        )
+        raise UserError(f"--max_length: none of the {which}{of:,} {kind} can be used: {reason}: pass a larger --max_length")
     if count:
-        print_once(
-            f"warning: {count:,} of the {which}{of:,} {kind} are not used: no token within --max_length {args.max_length} counts "
-            "in the loss, because the answer begins later."
-        )
+        print_once(f"warning: {count:,} of the {which}{of:,} {kind} are not used: {reason}.")
+
+
+def record_dropped_rows(output_dir: Path, share: float, reason: str) -> None:
+    """Subtracts the share of the training rows that a trainer drops from what `load` has written, if it has."""
+    path = output_dir / DATA
+    if is_first_process() and path.is_file():
+        data = read_json(path)
+        dropped = round(share * data["trained_rows"])
+        write_json(path, data | {"dropped": {reason: dropped}, "trained_rows": data["trained_rows"] - dropped})

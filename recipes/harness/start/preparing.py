@@ -14,12 +14,12 @@ from harness.compat.trl import (
     load_tokenizers_only,
     pack_streams_in_batches,
     prepare_rows_in_two_steps,
+    report_dropped_rows,
 )
 from harness.contexts import Context
-from harness.data import chat_templates, reading
+from harness.data import chat_templates, reading, tokenized
 from harness.data.checking import check_dataset
 from harness.data.streams import documents_per_batch
-from harness.data.tokenized import finish_rows
 from harness.hub import check_model_exists
 from harness.messages import UserError, print_once
 from harness.model.loading import (
@@ -132,7 +132,8 @@ def prepare_data(context: Context, arguments: Arguments) -> None:
     if script_args.data.formats:
         load_tokenizers_only()
     pack_streams_in_batches(documents_per_batch)
-    prepare_rows_in_two_steps(functools.partial(finish_rows, context.tokenized, context.is_training_run))
+    report_dropped_rows(functools.partial(tokenized.report_dropped_rows, context.is_training_run))
+    prepare_rows_in_two_steps(functools.partial(tokenized.finish_rows, context.tokenized, context.is_training_run))
     if name := model_args.model_name_or_path:
         data = chat_templates.fit_template(script_args.data, training_args, model_args, script_args.given)
         options = {"model_name": name, "splits_answers": script_args.split_conversations}

@@ -59,6 +59,19 @@ def test_check_distinguishes_columns_from_content(tmp_path, error_of):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+def test_hidden_files_and_empty_shards_are_skipped(tmp_path, streaming):
+    """As `datasets` skips what editors, git and archives leave in a folder."""
+    folder = tmp_path / "rows"
+    for number, (start, count) in enumerate([(0, 20), (20, 0), (20, 20)]):
+        table = pyarrow.table({"text": pyarrow.array([row["text"] for row in texts(count, start)], pyarrow.string())})
+        for place in (folder, folder / ".ipynb_checkpoints", folder / "__MACOSX", folder / "more/.git"):
+            place.mkdir(parents=True, exist_ok=True)
+            pyarrow.parquet.write_table(table, place / f"{number}.parquet")
+    train, held_out = load(arguments_for(folder, ("text",), dataset_streaming=streaming, max_eval_samples=2))
+    assert sorted(row["text"] for rows in (train, held_out) for row in rows) == sorted(row["text"] for row in texts(40))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
 def test_no_row_left_to_train_on(tmp_path, error_of, streaming):
     same = write(tmp_path / "same.jsonl", [{"text": "again"}] * 40)
     message = error_of(load, arguments_for(same, ("text",), dataset_streaming=streaming))

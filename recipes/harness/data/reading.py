@@ -22,6 +22,7 @@ from harness.data.text_rows import COMPRESSED, SUFFIXES, kind_of_file, read_rows
 from harness.hub import hub_errors
 from harness.messages import UserError, last_line, print_once
 
+import pyarrow.parquet
 from datasets import (
     Dataset,
     DatasetDict,
@@ -344,11 +345,22 @@ def _split_of(path: Path) -> str:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    return [file for file in sorted(folder.rglob("[!.]*")) if file.is_file()]
+    """The files in a folder and its subfolders, without hidden ones, as `datasets` finds them: .git, __MACOSX and the like."""
+
+    def is_hidden(file: Path) -> bool:
+        *folders, name = file.relative_to(folder).parts
+        return name.startswith(".") or any(part.startswith((".", "__")) for part in folders)
+
+    return [file for file in sorted(folder.rglob("*")) if file.is_file() and not is_hidden(file)]
 
 
 def _open_tables(files: list[Path], kind: str, streaming: bool) -> Split:
-    """Parquet or Arrow files; those without a column that others have become rows in which it is null."""
+    """Parquet or Arrow files; those without a column that others have become rows in which it is null.
+
+    Parquet files without rows are skipped, unless all are: `datasets` fails at them.
+    """
+    if kind == "parquet":
+        files = [file for file in files if pyarrow.parquet.read_metadata(file).num_rows] or files
     if streaming and kind == "parquet":
         return open_parquet([str(file) for file in files])
     columns = Columns()

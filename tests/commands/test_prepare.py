@@ -49,7 +49,8 @@ def test_stream(publish_tiny, hub, fork_launch, offline, tmp_path):
     assert not any("model.safetensors" in request for request in hub.requests)
     process = fork_launch("--prepare", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
-    assert "To download: model Qwen/Qwen2-0.5B" in process.stdout and "dataset HuggingFaceFW" in process.stdout
+    assert "dataset HuggingFaceFW" in process.stdout
+    assert any("model.safetensors" in request for request in hub.requests)
     assert not (tmp_path / "outputs").exists()
     again = fork_launch("--prepare", "qwen2_fineweb_edu", *STREAM, cwd=tmp_path)
     assert "To download: nothing" in again.stdout

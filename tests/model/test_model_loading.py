@@ -4,11 +4,10 @@ import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 
-from harness import configs
 from harness.contexts import Context
 from harness.model import gpu_features, loading
 from harness.run import parameters
-from harness.start import machine
+from harness.start import training
 
 import pytest
 import torch
@@ -82,7 +81,7 @@ OLD = torch.AcceleratorError("CUDA error: no kernel image is available for execu
     [(BUSY, "busy or unavailable (`nvidia-smi`", ""), (FULL, "CUDA out of memory", ""), (OLD, "", "no kernel image")],
 )
 def test_gpu_that_is_full_or_busy_is_an_error(monkeypatch, error_of, error, problem, no_flash):
-    """It says nothing about FlashAttention. A rehearsal on CPU does not need the GPU."""
+    """It says nothing about FlashAttention."""
 
     def attend(*args, **options):
         raise error
@@ -96,10 +95,9 @@ def test_gpu_that_is_full_or_busy_is_an_error(monkeypatch, error_of, error, prob
     assert no_flash in found_no_flash and bool(found_no_flash) == bool(no_flash)
     if not problem:
         return
-    config = configs.read(str(ROOT / "accelerate_configs/1x3090.yaml"))
-    context = Context("a.py", config, processes=1, tiny=True, gpu_problem=found)
-    assert problem in error_of(machine.must_use_cpu, context, SimpleNamespace(use_cpu=False))
-    assert machine.must_use_cpu(context, SimpleNamespace(use_cpu=True))
+    facts = {"host": "a", "command": [], "files": {}, "features": [[], "", "", found]}
+    monkeypatch.setattr(training, "facts_of_node", lambda *arguments: facts)
+    assert problem in error_of(training.features_of_nodes, training.Train("a.py"), None)
 
 
 def test_loss_without_triton(monkeypatch):

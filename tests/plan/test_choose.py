@@ -318,14 +318,8 @@ def test_damaged_simulation_is_simulated_again(tmp_path):
     cache.keep_simulation(file, FOUND)
     assert cache.cached_simulation(file) == dataclasses.replace(FOUND, hull=[list(pair) for pair in FOUND.hull])
     content = json.loads(file.read_text())
-    for value in (None, {"a": "b"}, [None]):
-        for changed in replaced(content, value):
-            file.write_text(json.dumps(changed))
-            found = cache.cached_simulation(file)
-            assert found is None or found.max_length is None, changed
-    for changed in (content | {"peaks": {}}, content | {"hull": []}, content | {"other": 1}):
-        file.write_text(json.dumps(changed))
-        assert cache.cached_simulation(file) is None
+    file.write_text(json.dumps(content | {"other": 1}))
+    assert cache.cached_simulation(file) is None
     file.write_bytes(b"\xff{")
     assert cache.cached_simulation(file) is None
     file.unlink()

@@ -52,7 +52,6 @@ VALUES = {
 }
 SWITCHES = {"dataset_streaming": [], "use_peft": [], "load_in_4bit": ADAPTER, "use_bnb_nested_quant": IN_4BIT}
 NAMES = ("dataset_name", "model_name_or_path")
-OF_LAUNCHER = ("max_restarts",)  # which reads it before the recipe does
 # The files are JSON, and it is one dataset.
 REFUSED_BY_ALL = ("ignore_bias_buffers", "lora_task_type", "text_rows", "dataset_weights")
 # The plain Trainer loads no quantized weights; 8-bit and 4-bit weights exclude each other; texts are no conversations.
@@ -145,7 +144,7 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
 
 def test_all_flags_are_listed():
     fields = {field.name for kind in (ScriptArguments, trl.ModelConfig) for field in dataclasses.fields(kind) if field.init}
-    assert fields == {*VALUES, *SWITCHES, *NAMES, *OF_LAUNCHER}
+    assert fields == {*VALUES, *SWITCHES, *NAMES}
 
 
 # Recipes with SFTTrainer, similar to llama31_70b_qlora, and the one with DPOTrainer.

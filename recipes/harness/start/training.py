@@ -36,6 +36,7 @@ from harness.run.settings import RunSettings
 from harness.run.trainer import RunTrainer
 from harness.start import machine
 from harness.start.arguments import Arguments
+from harness.start.plans import copy_plan
 from harness.start.preparing import (
     check_all_arguments,
     check_model_and_dataset,
@@ -296,6 +297,7 @@ def check_and_claim_run(context: Context, arguments: Arguments) -> dict[str, Any
     began = folder.date_of(folder.read_json(output_dir / folder.RUN)) or datetime.now()
     identity["date"] = began.isoformat(timespec="seconds")
     folder.claim_output_dir(output_dir, identity, is_default)
+    copy_plan(context, sys.argv[1:], output_dir)
     record_start(context, output_dir)
     print_differences(context, arguments)
     replace_model_and_dataset(context, arguments)

@@ -27,8 +27,8 @@
 # --plan RECIPE --for "2x3090,64GB" chooses the config and the micro-batch for a machine. More flags of --plan: --price_per_gpu_hour N,
 # --within 2h (only with --for), --card NAME=GB,TFLOPS,GB/s, --json.
 # RECIPE and CONFIG are names, or paths of files anywhere. --json makes --plan, --preview, --report and --verify print JSON.
-# ./launch.sh --debug … shows the traceback of an error. PYTHON=/path/to/python uses that environment instead of .venv and installs
-# nothing. TORCH_INDEX=https://download.pytorch.org/whl/cu126 installs PyTorch for another version of CUDA.
+# --debug, anywhere in a command, shows the traceback of an error. PYTHON=/path/to/python uses that environment instead of .venv and
+# installs nothing. TORCH_INDEX=https://download.pytorch.org/whl/cu126 installs PyTorch for another version of CUDA.
 #
 # Several machines:
 #   sbatch --nodes 2 --gpus-per-node 4 launch.sh RECIPE CONFIG            SLURM; or `srun ./launch.sh …` in an allocation
@@ -344,10 +344,17 @@ run_tests() {
   exec "$python" -P -m pytest "${selection[@]}" "$@"
 }
 
-if [[ ${1:-} == --debug ]]; then
-  export HARNESS_DEBUG=1
+# --debug can be anywhere, but after --test it is a flag of pytest, and with one of two values it is one of TrainingArguments.
+words=()
+while (($#)); do
+  if [[ $1 == --debug && ${words[0]:-} != --test && ! ${2:-} =~ ^(underflow_overflow|tpu_metrics_debug)$ ]]; then
+    export HARNESS_DEBUG=1
+  else
+    words+=("$1")
+  fi
   shift
-fi
+done
+set -- "${words[@]}"
 case ${1:-} in
   "")
     printf './launch.sh RECIPE CONFIG [--flag value …]      or, without a GPU:  ./launch.sh --tiny RECIPE CONFIG\n'

@@ -49,6 +49,14 @@ def test_user_error_of_all_processes_is_printed_once(monkeypatch, capsys):
     assert not capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_debug_can_be_anywhere_in_a_command(launch, tmp_path, place):
+    words = ["--report", "no-such-run"]
+    words.insert(place, "--debug")
+    process = launch(*words, cwd=tmp_path)
+    assert process.returncode == 2 and "Traceback" in process.stderr and process.stderr.splitlines()[-1].startswith("error: ")
+
+
 def test_debug_shows_the_traceback(monkeypatch, capsys):
     monkeypatch.setenv(messages.DEBUG_VARIABLE, "1")
     with pytest.raises(SystemExit):

@@ -23,9 +23,11 @@ def main():
         ids = tokenizer(row["text"])["input_ids"]
         return {"input_ids": ids, "labels": [int(any(map(str.isdigit, tokenizer.decode(token)))) for token in ids]}
 
+    model = AutoModelForTokenClassification.from_pretrained(name, num_labels=2, dtype="float32")
+    model.dropout.p = 0.0  # so that runs can be compared
     columns = train_dataset.column_names
     trainer = Trainer(
-        model=AutoModelForTokenClassification.from_pretrained(name, num_labels=2, classifier_dropout=0.0, dtype="float32"),
+        model=model,
         args=training_args,
         train_dataset=train_dataset.map(tag, remove_columns=columns),
         eval_dataset=eval_dataset.map(tag, remove_columns=columns),

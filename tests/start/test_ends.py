@@ -4,7 +4,6 @@ These tests start launch.sh as a user does, and look at exit codes, processes an
 how far each process has come.
 """
 
-import functools
 import json
 import os
 import signal
@@ -40,7 +39,8 @@ class Run:
             options = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL, "cwd": folder}
             if start is subprocess.Popen:  # in the background, a shell makes programs ignore Ctrl-C
                 options |= {"start_new_session": True, "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-            self.process = start(list(map(str, command)), env=variables | {"MOMENTS": str(folder)}, **options)
+            words = list(map(str, command))
+            self.process = start(words, env=variables | {"MOMENTS": str(folder)}, **options)
 
     def printed(self) -> str:
         return self.log.read_text()
@@ -348,7 +348,9 @@ def test_node_that_dies_and_comes_back(machines, environment, uninterrupted, tmp
 
     def start(rank: int, **more) -> Run:
         own = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": machines.names[0], "NPROC_PER_NODE": "1"} | more
-        return Run(tmp_path, command, environment | own, functools.partial(machines.start, machines.names[rank]))
+        return Run(
+            tmp_path, command, environment | own, lambda words, **more: machines.start(machines.names[rank], *words, **more)
+        )
 
     runs = [start(rank, **SLOWLY) for rank in (0, 1)]
     wait_until(lambda: len(runs[0].moments("step 6")) == 2, 120, runs[0].printed)

@@ -146,10 +146,14 @@ def set_environment_of_processes(recipe: str, config: AccelerateConfig, nodes: N
 def forward_signals(folder: Path) -> None:
     """Passes signals on to the processes as they are, so that a checkpoint is not cut off. `folder`: of `Launched`."""
 
+    passing_on: set[int] = set()
+
     def forward(number: int, frame: FrameType | None) -> None:
+        if number in passing_on:  # it came again meanwhile
+            return
+        passing_on.add(number)
         record_signal(number)
         (folder / STOPPED).write_text(str(number))  # ends processes that are being started
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *SIGNALS))
         children = psutil.Process().children()
         if number == signal.SIGINT:
             time.sleep(0.5)  # Ctrl-C reaches a single process too, and that prints where it stopped
@@ -159,7 +163,7 @@ def forward_signals(folder: Path) -> None:
         if not children and not (folder / STARTED).exists():  # a node that waits for the others
             print(f"Stopped by {signal.Signals(number).name} before the training began.", file=sys.stderr, flush=True)
             os._exit(128 + number)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        passing_on.discard(number)
 
     set_signal_handler(forward)
     set_interrupt_handler(forward)

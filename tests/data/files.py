@@ -433,7 +433,7 @@ def outcome(folder: Path, name: str, mode: str, tokenizer: object) -> tuple[str,
         for place, row in check_dataset(script_args.data):
             if "messages" in row or isinstance(row.get("prompt"), list):
                 parts = chat_templates.split_answers(row) if script_args.split_conversations else [row]
-                chat_templates.check_rendering(tokenizer, "of this model", [(place, part) for part in parts])
+                chat_templates.check_rendering(tokenizer, "of this model", [(place, part) for part in parts], True)
         train, test = load(script_args)
     except UserError as error:
         return str(error).replace(str(folder), ""), {}, []

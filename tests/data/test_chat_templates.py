@@ -122,9 +122,9 @@ def test_what_a_template_leaves_out_is_an_error(tokenizer, error_of, family, row
     else:
         tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
     if missing is None:
-        chat_templates.check_rendering(tokenizer, f"of {family}", placed([row]))
+        chat_templates.check_rendering(tokenizer, f"of {family}", placed([row]), can_split=True)
     else:
-        assert missing in error_of(chat_templates.check_rendering, tokenizer, f"of {family}", placed([row]))
+        assert missing in error_of(chat_templates.check_rendering, tokenizer, f"of {family}", placed([row]), True)
 
 
 def test_keys_that_a_template_ignores_are_named(tokenizer, capsys, monkeypatch):
@@ -166,7 +166,7 @@ def test_form_of_tool_calls(tokenizer, family):
     assert form == FORMS[family]
     ((_, fitted),) = chat_templates.fit_calls(tokenizer, placed([{"messages": WITH_CALL["messages"]}]))
     if family != "gemma3":
-        chat_templates.check_rendering(tokenizer, f"of {family}", [("a row", fitted)])
+        chat_templates.check_rendering(tokenizer, f"of {family}", [("a row", fitted)], can_split=True)
     turn = fitted["messages"][1]
     arguments = turn["tool_calls"][0]["function"]["arguments"]
     assert arguments == ('{"city": "Paris"}' if form.text_arguments else {"city": "Paris"})
@@ -218,6 +218,32 @@ def test_marks_that_a_template_cannot_follow(tokenizer, monkeypatch, error_of):
         message = error_of(check_conversations, training_args, SimpleNamespace(), frozenset(), placed(wrong), "a model")
         assert words in message and "pass --assistant_only_loss true" in message
     check_conversations(training_args, SimpleNamespace(), frozenset(), placed(two_shapes[:1]), "a model")
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_advice_for_two_answers_in_a_row(tokenizer, monkeypatch, error_of, splits):
+    """Qwen3's template writes reasoning, also an empty one, before the last answer only: a row for each does not help."""
+    tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
+    monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
+    training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
+    rows = placed([{"messages": [QUESTION, ANSWER, ANSWER]}])
+    message = error_of(check_conversations, training_args, SimpleNamespace(), frozenset(), rows, "a model", splits)
+    assert "--split_conversations" not in message and "line 1" in message
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+def test_preferences_with_reasoning_but_without_thinking(tokenizer, monkeypatch, error_of, thinks):
+    """The prompt would lose its empty reasoning, and the answer would begin in it."""
+    tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
+    monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
+    good = ANSWER | {"content": "<think>\nHm.\n</think>\n\nSo."}
+    row = {"prompt": [QUESTION], "chosen": [good], "rejected": [ANSWER], "chat_template_kwargs": {"enable_thinking": thinks}}
+    arguments = (SimpleNamespace(), SimpleNamespace(), frozenset())
+    if thinks:
+        check_conversations(*arguments, placed([row]), "a model")
+    else:
+        message = error_of(check_conversations, *arguments, placed([row | {"chosen": [ANSWER]}, row]), "a model")
+        assert "--chat_template_kwargs" in message and "line 2" in message
 
 
 def test_marks_in_preferences(tokenizer, monkeypatch, error_of):

@@ -446,6 +446,19 @@ def test_preferences_that_do_not_begin_alike():
     assert formats.examine(row, "preference") == (None, "whose chosen and rejected conversations do not begin alike")
 
 
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_turns_in_answers_of_preferences(role):
+    """All turns after the prompt count in the loss of preferences: those at the end are cut off, others make a row unusable."""
+    answers = {name: [as_assistant(name), {"role": role, "content": "Hm?"}] for name in ("chosen", "rejected")}
+    row = {"prompt": [CHAT[0]]} | answers
+    found, reason = formats.examine(row, "preference")
+    assert not reason and (found["chosen"], found["rejected"]) == ([as_assistant("chosen")], [as_assistant("rejected")])
+    found, reason = formats.examine(row | {"rejected": answers["rejected"] + answers["chosen"]}, "preference")
+    assert found is None and "count in the loss" in reason
+    same = [as_assistant("chosen"), CHAT[0]]
+    assert formats.examine(row | {"rejected": same}, "preference")[0] is None
+
+
 PARTS = [{"type": "text", "text": "Be", "train": False}, {"type": "text", "text": "cause."}]
 ODD = [
     {

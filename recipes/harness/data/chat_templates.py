@@ -251,7 +251,8 @@ def check_conversations(
         rows = [(place, part) for place, row in rows for part in split_answers(row)]
     check_template_arguments(tokenizer, [row for _, row in rows])
     fitted = fit_calls(tokenizer, rows)
-    check_rendering(tokenizer, path or f"of {model_name}", fitted)
+    can_split = not splits_answers and hasattr(training_args, "assistant_only_loss")
+    check_rendering(tokenizer, path or f"of {model_name}", fitted, can_split)
     merged = [(place, end) for place, row in fitted[:MOST_COMPARED] if (end := find_merged_prompt(tokenizer, row)) is not None]
     if merged:
         print_once(
@@ -263,6 +264,7 @@ def check_conversations(
         examples = ", ".join(f"{key} ({place})" for key, place in ignored.items())
         print_once(f"The chat template {path or f'of {model_name}'} ignores these keys of turns: {examples}.")
     if not hasattr(training_args, "assistant_only_loss"):
+        check_prompts_without_reasoning(tokenizer, fitted)
         if place := next((place for place, row in rows if has_untrained_turn({"completion": row.get("completion")})), None):
             raise UserError(
                 f"{place}: a part of an answer is marked not to count in the loss, but the loss of preferences counts complete "
@@ -281,25 +283,10 @@ def check_conversations(
         return
     try:
         template = training_template(tokenizer)
-        marked = [_text_of_row(tokenizer, row, template) for _, row in fit_calls(tokenizer, rows, template)]
-        can_mark = not template or marked == [_text_of_row(tokenizer, row) for _, row in fitted]
     except ValueError:
-        can_mark, template = False, ""
-    if not can_mark:
-        if template and (place := find_unmarked_parts(tokenizer, template, rows)):
-            raise UserError(
-                f"{place}: {PARTS}: delete the marks of the parts, or pass another template with --chat_template_path"
-            )
-        thoughtful = (place for place, row in rows if options_of(row).get("enable_thinking") is False and has_reasoning(row))
-        if place := next(thoughtful, None):
-            raise UserError(
-                f"--chat_template_kwargs: enable_thinking is false, but {place} has an answer with reasoning: remove the "
-                "reasoning, or leave out enable_thinking"
-            )
-        raise UserError(
-            f"--assistant_only_loss: the answers of {model_name} cannot be marked: {REASON}. Pass --split_conversations true, "
-            "which makes one row for every answer, use another model, or train on every turn with --assistant_only_loss false"
-        )
+        template = ""
+    if place_and_row := find_unmarked(tokenizer, template, rows):
+        raise UserError(explain_unmarked(tokenizer, template, *place_and_row, model_name, splits_answers))
     if has_untrained and (reason := why_marks_are_dropped(True, template)):
         raise UserError(reason)
 
@@ -317,12 +304,59 @@ def why_marks_are_dropped(assistant_only_loss: bool, template: str | None) -> st
     return ""
 
 
-def find_unmarked_parts(tokenizer: PreTrainedTokenizerBase, template: str, rows: list[PlacedRow]) -> str | None:
-    """The first row whose marked parts are not found in what the template renders."""
-    for place, row in rows:
-        if PARTS in str(refusal_of(tokenizer, row, [(template, find_call_form(tokenizer, template), {"tokenize": False})])):
-            return place
+def find_unmarked(tokenizer: PreTrainedTokenizerBase, template: str | None, rows: list[PlacedRow]) -> PlacedRow | None:
+    """The first row whose answers the template of `training_template`, "" if there is none, cannot mark."""
+    if template is None:
+        return None
+    for (place, row), (_, fitted) in zip(fit_calls(tokenizer, rows, template), fit_calls(tokenizer, rows), strict=True):
+        if not template or _text_of_row(tokenizer, row, template) != _text_of_row(tokenizer, fitted):
+            return place, row
     return None
+
+
+def explain_unmarked(
+    tokenizer: PreTrainedTokenizerBase, template: str, place: str, row: dict, model_name: str, splits_answers: bool
+) -> str:
+    """The error message for a row whose answers cannot be marked. See `check_conversations`."""
+    error = template and refusal_of(tokenizer, row, [(template, CallForm(), {"tokenize": False})])
+    if PARTS in str(error):
+        return f"{place}: {PARTS}: delete the marks of the parts, or pass another template with --chat_template_path"
+    if answers_with_reasoning_after_none(row):
+        return explain_no_thinking(place)
+    roles = [turn["role"] for turn in turns_of(row)]
+    if ("assistant", "assistant") in itertools.pairwise(roles):
+        return (
+            f"{place}: two answers follow each other, and {REASON}: join them to one answer, or pass another template with "
+            "--chat_template_path"
+        )
+    split = ""
+    if not splits_answers and not find_unmarked(tokenizer, template, [(place, part) for part in split_answers(row)]):
+        split = "pass --split_conversations true, which makes one row for every answer, "
+    return (
+        f"--assistant_only_loss: the answers of {model_name} cannot be marked ({place}): {REASON}: {split}use another model, or "
+        "train on every turn with --assistant_only_loss false"
+    )
+
+
+def answers_with_reasoning_after_none(row: dict) -> bool:
+    """Whether an answer has reasoning although its prompt ends the reasoning already."""
+    return options_of(row).get("enable_thinking") is False and has_reasoning(row)
+
+
+def explain_no_thinking(place: str) -> str:
+    return (
+        f"--chat_template_kwargs: enable_thinking is false, but {place} has an answer with reasoning: remove the reasoning, or "
+        "leave out enable_thinking"
+    )
+
+
+def check_prompts_without_reasoning(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> None:
+    """Raises UserError if reasoning takes the place of the empty one that the prompt of a preference ends with."""
+    for place, row in rows:
+        if answers_with_reasoning_after_none(row):
+            prompt = _text_of(tokenizer, row["prompt"], add_generation_prompt=True, **options_of(row)) or ""
+            if not (_text_of_row(tokenizer, row) or "").startswith(prompt):
+                raise UserError(explain_no_thinking(place))
 
 
 def turns_of(row: dict) -> list[dict]:
@@ -348,8 +382,11 @@ def check_template_arguments(tokenizer: PreTrainedTokenizerBase, rows: list[dict
         print_once(f"warning: the chat template has no variable {', '.join(ignored)} (chat_template_kwargs): it has no effect.")
 
 
-def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[PlacedRow]) -> None:
-    """Raises UserError if the chat template `name` fails on one of `rows`, or leaves something out of it."""
+def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[PlacedRow], can_split: bool) -> None:
+    """Raises UserError if the chat template `name` fails on one of `rows`, or leaves something out of it.
+
+    `can_split`: whether --split_conversations is possible.
+    """
     missing, examples = Counter(), {}
     for place, row in rows:
         try:
@@ -363,13 +400,13 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[Pl
         return
     ((part, count),) = missing.most_common(1)
     where, row = examples[part]
-    can_split = part == "reasoning" and not any(find_missing(tokenizer, answer) for answer in split_answers(row))
+    splitting_helps = part == "reasoning" and not any(find_missing(tokenizer, answer) for answer in split_answers(row))
     advice = {
         "reasoning": "write it into the content as <think>…</think>, or pass a template that has it with --chat_template_path",
         "tool calls": "use a model whose template has tool calls, or pass such a template with --chat_template_path",
         "tools": "use a model whose template has tools, or pass such a template with --chat_template_path",
     }.get(part, "pass another template with --chat_template_path")
-    if can_split:
+    if can_split and splitting_helps:
         advice = "pass --split_conversations true, which makes one row for every answer with its reasoning"
     raise UserError(
         f"--chat_template_path: the chat template {name} leaves out the {part} of {where}, in {count} of {len(rows)} checked "

@@ -215,10 +215,21 @@ def _to_preference(row: dict, text_field: str) -> dict:
         prompt, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
     if not prompt:
         raise SkippedRow("without a prompt")
-    if not chosen or chosen == rejected:
+    if not chosen or not rejected:
         raise SkippedRow("whose chosen and rejected answers are the same")
-    answers = {"chosen": _clean_conversation(chosen), "rejected": _clean_conversation(rejected)}
+    answers = {name: _without_last_questions(turns) for name, turns in (("chosen", chosen), ("rejected", rejected))}
+    if answers["chosen"] == answers["rejected"]:
+        raise SkippedRow("whose chosen and rejected answers are the same")
+    if any(turn["role"] != "assistant" for turns in answers.values() for turn in turns):
+        raise SkippedRow("whose answers have turns of a user or a tool in them, which would count in the loss")
     return {"prompt": _clean_conversation(prompt, row.get("system"), is_complete=False), **answers, **_template_columns(row)}
+
+
+def _without_last_questions(turns: list[dict]) -> list[dict]:
+    """The cleaned turns up to the last answer."""
+    cleaned = _clean_conversation(turns)
+    last = max(number for number, turn in enumerate(cleaned) if turn["role"] == "assistant")
+    return cleaned[: last + 1]
 
 
 def _answer_of(value: Any) -> list[dict] | None:
@@ -614,6 +625,6 @@ def explain_mismatch(
     reasons = {examine(row, fitting[0], text_field)[1]: None for row in rows}
     accepted_roles = f" (accepted roles: {', '.join(ROLES)})" if any("unknown role" in reason for reason in reasons) else ""
     return (
-        f"has the columns {columns}, but its first {len(rows)} rows have no text or answer to train on: they are "
+        f"has the columns {columns}, but its first {len(rows)} rows have no text or answer to train on: they are rows "
         f"{', '.join(reasons)}{accepted_roles}"
     )

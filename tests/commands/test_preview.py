@@ -145,7 +145,6 @@ def test_json_is_alone_on_stdout(preview_tiny):
     numbers = json.loads(process.stdout)
     assert numbers.keys() == KEYS.keys() and 0 < numbers["truncated_tokens"] < 1 and numbers["truncated_documents"] > 0
     assert "held out for evaluation" in process.stderr
-    assert process.returncode == bool(numbers["warnings"])
 
 
 def test_what_is_trained():
@@ -172,7 +171,7 @@ def test_json_of_a_recipe_that_truncates_rows_itself(preview_tiny):
 
 def test_documents_without_a_token_in_the_loss(preview_tiny):
     process = preview_tiny("llama31_8b_lora", "--max_length", "8")
-    assert process.returncode == 1 and "documents have no token in the loss" in process.stderr
+    assert process.returncode == 0 and "documents have no token in the loss" in process.stderr
 
 
 def test_documents_that_are_trained_on_and_evaluated(preview_tiny, tmp_path):
@@ -180,7 +179,7 @@ def test_documents_that_are_trained_on_and_evaluated(preview_tiny, tmp_path):
         rows = [{"text": f"A text that begins with {letter}, and continues for some more words. " * 3} for letter in letters]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     process = preview_tiny("qwen2_fineweb_edu", "--dataset_name", str(tmp_path), "--dataset_streaming", "false")
-    assert process.returncode == 1 and "1 of 4 documents for evaluation are also trained on" in process.stderr
+    assert process.returncode == 0 and "1 of 4 documents for evaluation are also trained on" in process.stderr
 
 
 def test_epochs_of_less_than_a_step(preview_tiny, tmp_path):
@@ -214,7 +213,7 @@ def test_data_of_a_preview_and_a_run(preview_tiny, rehearse, tmp_path):
         in process.stderr
     )
     shown = preview_tiny("qwen2_chat", "--dataset_name", str(path), "--full", "2").stdout
-    assert "--- document 2 of 54" in shown and "tokens …" not in shown
+    assert "--- conversation 2 of 54" in shown and "shown by" not in shown
     assert "rows         65, 3 skipped without an answer" in shown and "turns        120 user, 60 assistant" in shown
     run = rehearse("qwen2_chat", "1x3090", "--dataset_name", str(path))
     assert read(run)["data"] == data and read(run)["times_seen"] > 0

@@ -31,7 +31,7 @@ from harness.start.recipes import build_trainer
 
 BATCHES = 100
 BOLD, GREEN, GREY = "1;", "32", "90"  # codes of a terminal
-SHOWN_ROWS, SHOWN_DOCUMENTS, SHOWN_START, SHOWN_END = 2, 3, 160, 40  # rows; documents of a row; tokens of a long document
+SHOWN_ROWS, SHOWN_DOCUMENTS, SHOWN_START, SHOWN_END = 2, 3, 300, 100  # rows; documents of a row; tokens of a long document
 
 
 @dataclass
@@ -46,7 +46,13 @@ class PreviewRows:
     is_conversational: bool
     total: int | None  # rows of the training split that can be used, None if nothing says how many there are
     max_samples: int | None
+    splits_answers: bool = False  # --split_conversations
     data: dict[str, Any] = dataclasses.field(default_factory=dict)  # what `load` has read and skipped; {} without `load`
+
+    @property
+    def unit(self) -> str:
+        """What a document is: what a row of the dataset becomes."""
+        return "answer" if self.splits_answers else "conversation" if self.is_conversational else "document"
 
     @property
     def mean_length(self) -> float:
@@ -64,8 +70,7 @@ class PreviewRows:
         return tokens / self.mean_length, tokens
 
 
-def main(*words: str) -> int:
-    """Returns 1 if there are warnings."""
+def main(*words: str) -> None:
     from harness.start.machine import print_untested_versions
 
     parsed = arguments.preview().read(words)
@@ -78,7 +83,8 @@ def main(*words: str) -> int:
         preview.build([*parsed.flags, "--output_dir", output_dir])
         trainer, (script_args, _, model_args) = preview.trainer, preview.arguments
         if reason := why_no_documents(trainer):
-            return preview_other_rows(preview, parsed.recipe.stem, reason, sys.__stdout__ if parsed.json else None)
+            preview_other_rows(preview, parsed.recipe.stem, reason, sys.__stdout__ if parsed.json else None)
+            return
         rows = preview.read_rows()
         batches = list(itertools.islice(trainer.get_train_dataloader(), BATCHES))
         numbers = summarize(trainer.args, rows, batches, script_args) | what_is_trained(trainer.model, model_args)
@@ -88,17 +94,16 @@ def main(*words: str) -> int:
     if parsed.json:
         names = {"recipe": parsed.recipe.stem, "dataset": script_args.data.display_name}
         print(json.dumps({**names, **numbers, "warnings": found}, indent=2))
-        return int(bool(found))
+        return
     if preview.tiny:
         print_once("\nThis is the preview of a rehearsal: leave out --tiny to see the rows and numbers of the run.")
     if parsed.full:
         print_document(tokenizer, rows, parsed.full)
     else:
         print_rows(tokenizer, rows)
-    print_numbers(numbers)
+    print_numbers(numbers, rows.unit)
     for problem in found:
         print(f"warning: {problem}", file=sys.stderr)
-    return int(bool(found))
 
 
 @dataclass
@@ -157,6 +162,7 @@ class Preview(BuildingContext):
             kept=truncate(train, trainer.args) if "train" in whole else train,
             is_whole_known="train" in whole,
             is_conversational=any(self.conversational),
+            splits_answers=script_args.split_conversations,
             total=total or None,
             max_samples=script_args.max_samples,
             data=data,
@@ -175,10 +181,10 @@ def why_no_documents(trainer: Any) -> str:
     return "" if trainer.processing_class else "the trainer has no tokenizer"
 
 
-def preview_other_rows(preview: Preview, recipe: str, reason: str, json_file: Any) -> int:
+def preview_other_rows(preview: Preview, recipe: str, reason: str, json_file: Any) -> None:
     """Shows the first rows as the trainer gets them, the first micro-batch, and what truncation cuts off pairs of answers.
 
-    `json_file`: where to print JSON, else None. Returns 1 if there is a warning.
+    `json_file`: where to print JSON, else None.
     """
     from harness.folder import DATA, read_json
 
@@ -203,7 +209,7 @@ def preview_other_rows(preview: Preview, recipe: str, reason: str, json_file: An
         names = {"recipe": recipe, "dataset": preview.arguments[0].data.display_name}
         content = {**names, "rows": first, "batch": shapes, "data": data, "not_shown": cannot, "warnings": found}
         print(json.dumps(content | ({"truncation": cut} if cut else {}), indent=2), file=json_file)
-        return int(bool(found))
+        return
     for row in first:
         print_once("\n--- a row as the trainer gets it")
         for name, text in row.items():
@@ -217,7 +223,6 @@ def preview_other_rows(preview: Preview, recipe: str, reason: str, json_file: An
     print_once(cannot)
     for problem in found:
         print(f"warning: {problem}", file=sys.stderr)
-    return int(bool(found))
 
 
 def truncation_of_pairs(trainer: Any) -> dict[str, Any] | None:
@@ -246,8 +251,8 @@ def value_as_text(name: str, value: Any, tokenizer: Any) -> str:
     """A value of a row for a person: tokens as text, a long value without its end."""
     is_tokens = name.endswith(("ids", "labels")) and isinstance(value, list) and all(type(token) is int for token in value)
     if is_tokens and tokenizer is not None and hasattr(tokenizer, "decode"):
-        return f"{len(value):,} tokens: {textwrap.shorten(tokenizer.decode([t for t in value if t >= 0]), 4 * SHOWN_START)}"
-    return textwrap.shorten(str(value), SHOWN_START)
+        return f"{len(value):,} tokens: {textwrap.shorten(tokenizer.decode([t for t in value if t >= 0]), 640)}"
+    return textwrap.shorten(str(value), 160)
 
 
 def documents_of_first_rows(rows: Iterable[dict]) -> list[Document]:
@@ -285,22 +290,22 @@ def print_rows(tokenizer: Any, rows: PreviewRows) -> None:
     print_once(f"\nThe first sequences as the model sees them: {key}; special tokens are {'bold' if has_colour else 'marked ◆'}.")
     for row in rows.packed[:SHOWN_ROWS]:
         documents = documents_of(row)
-        print_once(f"\n--- a sequence of {len(row['input_ids']):,} tokens, {plural(len(documents), 'document')}")
+        print_once(f"\n--- a sequence of {len(row['input_ids']):,} tokens, {plural(len(documents), rows.unit)}")
         print_once(
             "\n---\n".join(paint(tokenizer, *document, has_colour) for document in documents[:SHOWN_DOCUMENTS]), is_printable=True
         )
         if len(documents) > SHOWN_DOCUMENTS:
-            print_once(f"--- {len(documents) - SHOWN_DOCUMENTS} more documents")
+            print_once(f"--- {plural(len(documents) - SHOWN_DOCUMENTS, f'more {rows.unit}')}")
     print_once("")
 
 
 def print_document(tokenizer: Any, rows: PreviewRows, number: int) -> None:
     """Prints a document completely."""
     if number > len(rows.train):
-        raise UserError(f"--full {number}: the preview has {len(rows.train)} documents")
+        raise UserError(f"--full {number}: the preview has {plural(len(rows.train), rows.unit)}")
     ids, labels = rows.train[number - 1]
     has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    print_once(f"\n--- document {number} of {len(rows.train)}, {len(ids):,} tokens")
+    print_once(f"\n--- {rows.unit} {number} of {len(rows.train)}, {len(ids):,} tokens")
     print_once(f"{paint(tokenizer, ids, labels, has_colour, is_complete=True)}\n", is_printable=True)
 
 
@@ -310,7 +315,7 @@ def paint(tokenizer: Any, ids: list[int], labels: list[int], has_colour: bool, i
     `is_complete`: also the middle.
     """
     if len(ids) > 2 * (SHOWN_START + SHOWN_END) and not is_complete:
-        hidden = f"\n… {len(ids) - SHOWN_START - SHOWN_END:,} tokens …\n"
+        hidden = f"\n… {len(ids) - SHOWN_START - SHOWN_END:,} tokens, shown by --full …\n"
         start = paint(tokenizer, ids[:SHOWN_START], labels[:SHOWN_START], has_colour)
         return start + hidden + paint(tokenizer, ids[-SHOWN_END:], labels[-SHOWN_END:], has_colour)
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special} | set(tokenizer.all_special_ids)
@@ -386,7 +391,7 @@ def measure_run(args: Any, rows: PreviewRows, rows_per_step: int, is_streamed: b
         return RunLength(max_steps, None if max_steps is None else max_steps * rows_per_step * rows.mean_length)
     steps_per_epoch = rows_per_epoch / rows_per_step
     if not is_streamed:  # the last step of an epoch is filled with rows without loss
-        steps_per_epoch = max(1, steps_per_epoch)
+        steps_per_epoch = math.ceil(steps_per_epoch)
     epochs = args.num_train_epochs if max_steps is None else max_steps / steps_per_epoch
     return RunLength(steps_per_epoch * epochs, epochs * tokens_per_epoch, epochs, steps_per_epoch, tokens_per_epoch)
 
@@ -396,9 +401,8 @@ def rounded(number: float | None) -> int | None:
     return None if number is None else max(1, round(number))
 
 
-def print_numbers(numbers: dict[str, Any]) -> None:
-    """Prints what `summarize` and `what_is_trained` have found, a line for each."""
-
+def print_numbers(numbers: dict[str, Any], unit: str) -> None:
+    """Prints what `summarize` and `what_is_trained` have found, a line for each. `unit`: what a document is."""
     from harness.run.parameters import describe_training
 
     if numbers["parameters"]:
@@ -410,13 +414,13 @@ def print_numbers(numbers: dict[str, Any]) -> None:
     lengths = numbers["lengths"]
     print_once(
         f"lengths      {lengths['shortest']:,} to {lengths['longest']:,} tokens; 10th percentile {lengths['percentile_10']:,}, "
-        f"median {lengths['median']:,}, 90th percentile {lengths['percentile_90']:,} ({numbers['documents']} documents)"
+        f"median {lengths['median']:,}, 90th percentile {lengths['percentile_90']:,} ({plural(numbers['documents'], unit)})"
     )
     if numbers["truncated_documents"] is None:
         print_once("truncated    not known: the recipe truncates and packs its rows itself")
     else:
         print_once(
-            f"truncated    {numbers['truncated_documents']:.1%} of the documents, {numbers['truncated_tokens']:.1%} of the tokens"
+            f"truncated    {numbers['truncated_documents']:.1%} of the {unit}s, {numbers['truncated_tokens']:.1%} of the tokens"
         )
     print_once(f"padding      {numbers['padding']:.1%} of the tokens of {numbers['batches']} batches")
     print_once(f"in the loss  {numbers['in_the_loss']:.1%} of these tokens")
@@ -468,17 +472,17 @@ def find_problems(tokenizer: Any, rows: PreviewRows, batches: list[dict], traine
         is_complete = rows.is_whole_known or max_length is None or len(ids) < max_length
         endless += not has_end and is_complete
     if endless:
-        yield f"{endless} of {len(rows.train)} documents have no EOS token in the loss: the model does not learn to stop there"
+        yield f"{endless} of {len(rows.train)} {rows.unit}s have no EOS token in the loss: the model does not learn to stop there"
     without_loss = sum(all(label == IGNORED for label in labels) for _, labels in rows.kept)
     if without_loss:
         yield (
-            f"{without_loss} of {len(rows.kept)} documents have no token in the loss: the answer is truncated, or not marked as "
-            "an answer"
+            f"{without_loss} of {len(rows.kept)} {rows.unit}s have no token in the loss: the answer is truncated, or not "
+            "marked as an answer"
         )
     trained = {tuple(ids) for ids, _ in rows.train if len(ids) > 8}
     shared = sum(tuple(ids) in trained for ids, _ in rows.eval)
     if shared:
-        yield f"{shared} of {len(rows.eval)} documents for evaluation are also trained on: the evaluation loss will be too low"
+        yield f"{shared} of {len(rows.eval)} {rows.unit}s for evaluation are also trained on: the evaluation loss will be too low"
     if rows.is_conversational:
         end_of_turn = tokens_that_end_a_turn(tokenizer)
         if end_of_turn is not None and not eos_tokens & set(end_of_turn):
@@ -521,4 +525,4 @@ def is_never_in_the_loss(batches: list[dict], token: int) -> bool:
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        sys.exit(main(*sys.argv[1:]))
+        main(*sys.argv[1:])

@@ -132,6 +132,15 @@ def test_batches_and_processes_change_no_number(rehearse, tmp_path_factory, reci
         assert {name: other[name] for name in names} == pytest.approx({name: entry[name] for name in names}, rel=1e-3, abs=1e-4)
 
 
+def test_second_model_of_processes_that_read_no_weights(fork_launch, workdir):
+    """One message names the key of the config that helps."""
+    flags = ["--dataset_name", "trl-lib/Capybara", "--output_dir", "without-weights", "--max_length", "32"]
+    process = fork_launch("--tiny", OWN / "distill.py", "4gpu_full_shard", *flags, cwd=workdir, NPROC_PER_NODE="2")
+    assert process.returncode == 2 and "Traceback" not in process.stderr, process.stderr
+    (message,) = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert "fsdp_cpu_ram_efficient_loading: false" in message
+
+
 @pytest.mark.parametrize(
     ("column", "words"), [("labels", "did not return a loss"), ("input_ids", "exactly one of input_ids or inputs_embeds")]
 )
@@ -167,7 +176,7 @@ def test_model_without_a_name_can_be_recovered(rehearse_own, fork_launch, workdi
 def test_recipe_of_the_page(fork_launch, workdir, tmp_path):
     """As docs/your-recipe.md says: own rows, metric, callback and flag. A run that the callback has stopped is finished."""
     page = (ROOT / "docs/your-recipe.md").read_text()
-    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    source = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
     recipe, data, run = tmp_path / "mine.py", tmp_path / "reviews.jsonl", tmp_path / "run"
     recipe.write_text(source)
     texts = [f"Number {number} is {'good' if number % 2 else 'bad'}" for number in range(40)]

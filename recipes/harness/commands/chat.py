@@ -158,6 +158,8 @@ def loaded_message(run: Path, model: Any) -> str:
         used = ", ".join(f"{torch.cuda.memory_allocated(index) / 1e9:.1f} GB" for index in range(count))
         where = f"{count} GPU{'s' if count > 1 else ''} and takes {used}"
     message = f"{run} is loaded on {where}."
+    if not count:
+        message += " An answer can take minutes there: --max_new_tokens makes it shorter."
     if count and any(weight.device.type != "cuda" for weight in model.parameters()):
         message += "\nThe GPUs have too little memory for the model. A part of it is in host memory, which is slow."
     return message
@@ -171,14 +173,14 @@ def uses_template(tokenizer: Any, prompt: dict[str, Any]) -> bool:
 def how_to_write(tokenizer: Any, prompt: dict[str, Any]) -> str:
     """What to write, and what becomes of it."""
     if uses_template(tokenizer, prompt):
-        return "Write a line and wait for the answer. An empty line starts a new conversation, Ctrl-D ends."
+        return "Write a line and wait for the answer. An empty line starts a new conversation, `exit` ends."
     rows = prompt.get("rows")
     reason = f"The model was trained on {rows}" if rows else "The model has no chat template"
     begins, ends = prompt.get("begins", ""), prompt.get("ends", "")
     if begins or ends:
         form = (begins + "YOUR TEXT" + ends).replace("\n", "\\n")
-        return f"{reason}. Your line becomes a prompt as in the training: {form}. Write \\n for a line break. Ctrl-D ends."
-    return f"{reason}, so it continues your text. Write \\n for a line break. Ctrl-D ends."
+        return f"{reason}. Your line becomes a prompt as in the training: {form}. Write \\n for a line break. `exit` ends."
+    return f"{reason}, so it continues your text. Write \\n for a line break. `exit` ends."
 
 
 def chat(model: Any, tokenizer: Any, new_tokens: int, template_arguments: dict[str, Any]) -> None:
@@ -205,12 +207,15 @@ def continue_lines(model: Any, tokenizer: Any, new_tokens: int, prompt: dict[str
 
 
 def lines() -> Iterator[str]:
-    """The lines of standard input, until it ends."""
+    """The lines of standard input, until it ends, or somebody writes `exit`."""
     while True:
         try:
-            yield input("> " if sys.stdin.isatty() else "")
+            line = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
+        if line.strip() in ("exit", "quit"):
+            return
+        yield line
 
 
 def encode_prompt(tokenizer: Any, turns: list[dict[str, str]], template_arguments: dict[str, Any] | None = None) -> Any:

@@ -90,4 +90,5 @@ def print_attention(model_args: ModelConfig, context: Context) -> None:
         print_once(f"TRL's loss runs in PyTorch instead of Triton, a little slower: {context.no_triton}")
     if context.no_flash and not context.on_cpu:
         print_once(f"warning: {context.no_flash}")
-    print_once(f"Attention: {model_args.attn_implementation or 'the default of transformers'}")
+    if not context.on_cpu:
+        print_once(f"Attention: {model_args.attn_implementation or 'the default of transformers'}")

@@ -110,14 +110,10 @@ def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
 
 def print_notice(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
     """Prints what a rehearsal replaces."""
-    missing = object()
-    changed = [f"{name} {value}" for name, value in VALUES.items() if getattr(training_args, name, missing) == value]
     name, datasets = model_args.model_name_or_path, describe_datasets([source.name for source in script_args.data.sources])
     model = f"not {name} but a two-layer model of its architecture with random weights" if name else "the recipe's own"
-    notice = (
-        f"This is a rehearsal. The model is {model}; the data is {datasets or OWN_ROWS}. "
-        f"Values that are not the recipe's: {', '.join(changed)}."
-    )
+    steps = f" of {training_args.max_steps} steps" if training_args.max_steps > 0 else ""
+    notice = f"This is a rehearsal{steps}. The model is {model}; the data is {datasets or OWN_ROWS}."
     print_once(textwrap.fill(notice, 110))
 
 

@@ -40,7 +40,10 @@ from harness.start.environment import set_environment
 
 import psutil
 
-KILLED = f": it was killed, usually by the kernel because the host's memory was full (`dmesg` shows it): {HOST_ADVICE}"
+KILLED = (
+    f": it was killed, usually by the kernel because the host's memory was full (`dmesg` shows it): {HOST_ADVICE}. The same "
+    "command resumes from the last checkpoint"
+)
 
 
 def main(words: list[str]) -> int:

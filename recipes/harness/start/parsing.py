@@ -39,6 +39,7 @@ def quiet_libraries() -> None:
     for module in ("transformers", "trl", "peft", "accelerate"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)  # how one library calls another
     warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.device_mesh")  # about accelerate's calls
+    warnings.filterwarnings("ignore", message=".* returned a view tensor")  # as many models do, none of which changes it in place
     # `check_model_and_dataset` prints that a dataset comes from the cache where the Hub cannot be reached; a CPU has no TF32.
     # transformers compares --save_steps 0.1 with the number of steps that it became; run.json says what has really changed.
     names = ("datasets.load", "datasets.packaged_modules.cache.cache", "transformers.training_args")
@@ -63,6 +64,7 @@ def shorten_load_report(record: logging.LogRecord) -> bool:
     new = re.findall(r"^(.+?) +\| MISSING ", table, re.MULTILINE)
     if not is_report or not new or "MISMATCH" in table or "CONVERSION" in table:
         return True
+    model = model.removeprefix("FSDP")  # the name of the class in a process that shards
     record.msg, record.args = f"{model}: random values in {', '.join(new)}, which the model's files do not have.", ()
     return is_first_process()
 

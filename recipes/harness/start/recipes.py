@@ -61,6 +61,11 @@ def report_failure(context: Context, error: BaseException) -> None:
     path = context.recipe
     if isinstance(error, Exception):
         exit_for_known_failure(error)
+        if "Cannot copy out of meta tensor" in str(error):
+            raise UserError(
+                f"{Path(path).name}: only the first process has the weights of a second model: set "
+                "fsdp_cpu_ram_efficient_loading: false in a copy of the config"
+            ) from error
         if context.arguments and is_about_a_conversation(error):
             from harness.data.checking import find_refused_row
 

@@ -4,6 +4,7 @@ import argparse
 import atexit
 import hashlib
 import json
+import logging
 import os
 import platform
 import sys
@@ -120,6 +121,8 @@ class Train(Context):
         if problem:
             raise UserError(problem)
         identity = check_and_claim_run(self, arguments)
+        if folder.newest_complete_checkpoint(Path(training_args.output_dir)):
+            hide_random_values()
         if training_args.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # the run has not begun
         answer = {"features": list(features), "identity": identity, "file": ""}
@@ -265,6 +268,12 @@ def settings_of_continued_run(context: Context, output_dir: str) -> dict[str, An
         return settings_of_checkpoint(Path(output_dir))
     except OSError as error:
         raise UserError(f"--output_dir: {output_dir} cannot be read ({error.strerror}): choose another folder") from error
+
+
+def hide_random_values() -> None:
+    """For a run that resumes: its checkpoint has the weights that the model's files lack."""
+    log = logging.getLogger("transformers.modeling_utils")
+    log.addFilter(lambda record: ": random values in " not in record.getMessage())
 
 
 def check_and_claim_run(context: Context, arguments: Arguments) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """A marked chat template renders the same text as the model's own, and marks the answers with their end tokens."""
 
+import json
+import re
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
-from harness.data import chat_templates
+from harness.data import chat_templates, formats
 from harness.data.chat_templates import check_conversations, find_ignored_keys, training_template
 from harness.data.formats import CallForm
 from harness.data.sources import DataSettings
@@ -218,6 +220,17 @@ def test_marks_that_a_template_cannot_follow(tokenizer, monkeypatch, error_of):
         message = error_of(check_conversations, training_args, SimpleNamespace(), frozenset(), placed(wrong), "a model")
         assert words in message and "pass --assistant_only_loss true" in message
     check_conversations(training_args, SimpleNamespace(), frozenset(), placed(two_shapes[:1]), "a model")
+
+
+def test_row_of_the_page(tokenizer, monkeypatch):
+    """The row with reasoning and tools in docs/your-data.md is complete, and both of its answers count."""
+    (text,) = re.findall(r"```json\n(\{\"messages.*?)```", (ROOT / "docs/your-data.md").read_text(), re.DOTALL)
+    row, reason = formats.examine(json.loads(text), "messages")
+    assert not reason and len(formats.split_answers(row)) == 2
+    tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()
+    monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
+    training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=True)
+    check_conversations(training_args, SimpleNamespace(), frozenset(), placed([row]), "Qwen/Qwen3-8B", splits_answers=True)
 
 
 @pytest.mark.parametrize("splits", [False, True])

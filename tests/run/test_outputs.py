@@ -22,6 +22,25 @@ def test_model_card_links_hub_ids_only(tmp_path):
     assert adapter_card.data.datasets == ["org/data"] and adapter_card.data.library_name == "peft"
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (
+            "./launch.sh --tiny mine --dataset_name /home/me/rows.jsonl,/data/b --x=/a/b/c",
+            "./launch.sh --tiny mine --dataset_name rows.jsonl,b --x=c",
+        ),
+        (
+            "Qwen/Qwen2-0.5B outputs/mine https://host/a/b ['/a/b.jsonl']",
+            "Qwen/Qwen2-0.5B outputs/mine https://host/a/b ['b.jsonl']",
+        ),
+    ],
+)
+def test_model_card_names_no_folder_of_the_machine(text, shown):
+    run = {"model": "", "dataset": "", "tiny": False, "recipe": "mine", "config": "", "command": text, "settings": {"name": text}}
+    card = saving.model_card(run, is_adapter=False, generates=True)
+    assert f"\n{shown}\n" in card and f"| name | {shown} |" in card
+
+
 def test_model_card_says_how_the_model_was_trained():
     run = {"tiny": False, "recipe": "mine", "config": "1x3090", "model": "org/model", "dataset": "org/data"}
     run |= {

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -194,7 +195,7 @@ def model_card(run: dict, is_adapter: bool, generates: bool) -> str:
 def sections_of_card(run: dict) -> Iterator[str]:
     """How a model was trained, as far as `run` has it: command, settings, data, results, versions."""
     if run.get("command"):
-        yield f"\n## Command\n\n```bash\n{run['command']}\n```\n"
+        yield f"\n## Command\n\n```bash\n{without_folders(run['command'])}\n```\n"
     results = {name: run[name] for name in RESULTS_IN_CARD if run.get(name) is not None}
     datasets = run.get("data", {}).get("datasets") or [run["data"]] if run.get("data") else []
     used = {name: value for name, value in run.get("used", {}).items() if name in run.get("settings", {})}
@@ -216,7 +217,12 @@ def describe_dataset(data: dict) -> tuple[str, str]:
     return str(data.get("name", "rows of the recipe")), ", ".join(rows)
 
 
+def without_folders(text: str) -> str:
+    """`text` with absolute paths shortened to their last names: the folders of this machine mean nothing to others."""
+    return re.sub(r"(?<![^\s=,'\"(\[])/(?:[^\s/,'\"]+/)+(?=[^\s/])", "", text)
+
+
 def cell(value: Any) -> str:
     """A value in a table of Markdown."""
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    text = f"{value:.6g}" if isinstance(value, float) else without_folders(str(value))
     return text.replace("|", "\\|").replace("\n", " ")

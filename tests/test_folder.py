@@ -93,11 +93,6 @@ def test_folder_with_other_files_is_refused(tmp_path, error_of):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_file_is_refused(tmp_path, error_of):
-    (tmp_path / "file").touch()
-    assert "is a file" in error_of(claim, tmp_path / "file", IDENTITY)
-
-
 def test_damaged_run_file_is_refused(tmp_path, error_of):
     (tmp_path / "run.json").write_text("{")
     assert "damaged" in error_of(claim, tmp_path, IDENTITY)
@@ -114,6 +109,7 @@ def test_folder_in_use_is_refused(tmp_path, error_of):
 def test_folder_that_cannot_be_written_is_refused(tmp_path, error_of):
     (tmp_path / "file").touch()
     assert "cannot be written" in error_of(claim, tmp_path / "file" / "run", IDENTITY)
+    assert "cannot be written" in error_of(claim, tmp_path / "file", IDENTITY)
 
 
 def test_one_of_several_simultaneous_runs_gets_the_folder(tmp_path):
@@ -142,20 +138,26 @@ def test_one_of_several_simultaneous_runs_gets_the_folder(tmp_path):
     assert all(error.startswith("error: ") and error.count("\n") == 1 for error in errors if error)
 
 
-def test_earlier_rehearsal_with_another_config_is_moved(tmp_path, capsys):
+def test_earlier_rehearsal_with_another_config_is_deleted(tmp_path, capsys):
     run = tmp_path / "run"
     claim(run, IDENTITY_OF_REHEARSAL | {"config": "old"}, is_default=True)
     (run / "model.safetensors").write_text("weights")
     claim(run, IDENTITY_OF_REHEARSAL | {"config": "new"}, is_default=True)
-    assert (tmp_path / "run.old/model.safetensors").read_text() == "weights"
     assert read(run, "run.json")["config"] == "new" and not (run / "model.safetensors").exists()
-    assert "run.old" in capsys.readouterr().out
+    assert "was deleted" in capsys.readouterr().out and [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_rehearsal_with_a_real_run_below_it_is_not_deleted(tmp_path, error_of):
+    run = tmp_path / "run"
     claim(run, IDENTITY_OF_REHEARSAL | {"config": "old"}, is_default=True)
-    claim(run, IDENTITY_OF_REHEARSAL | {"config": "new"}, is_default=True)
-    assert "run.old, in place of an older one" in capsys.readouterr().out
+    begin_training(run)
+    claim(run / "mine", IDENTITY)
+    begin_training(run / "mine")
+    error_of(claim, run, IDENTITY_OF_REHEARSAL | {"dataset": "other"}, is_default=True)
+    assert (run / "mine/checkpoint-5").is_dir()
 
 
-def test_rehearsal_that_has_started_is_not_moved(tmp_path, error_of):
+def test_rehearsal_that_has_started_is_not_deleted(tmp_path, error_of):
     """Two rehearsals start in the default folder and have passed their checks; the first one trains when the second claims it."""
     run, other = tmp_path / "run", IDENTITY_OF_REHEARSAL | {"config": "other"}
     claim(run, IDENTITY_OF_REHEARSAL, is_default=True)
@@ -183,10 +185,9 @@ def test_rehearsal_of_another_recipe_dataset_or_kind_starts_over(tmp_path, key):
         claim(run, IDENTITY_OF_REHEARSAL | {key: value}, is_default=True)
         assert not (run / "checkpoint-5").exists()
         begin_training(run)
-    assert (tmp_path / "run.c/checkpoint-5").is_dir()
 
 
-def test_rehearsal_in_a_given_folder_is_not_moved(tmp_path):
+def test_rehearsal_in_a_given_folder_is_not_deleted(tmp_path):
     claim(tmp_path / "run", IDENTITY_OF_REHEARSAL | {"config": "old"})
     begin_training(tmp_path / "run")
     claim(tmp_path / "run", IDENTITY_OF_REHEARSAL | {"config": "new"})
@@ -194,7 +195,7 @@ def test_rehearsal_in_a_given_folder_is_not_moved(tmp_path):
 
 
 @pytest.mark.parametrize("is_default", [True, False])
-def test_real_run_is_never_moved(tmp_path, is_default):
+def test_real_run_is_never_deleted(tmp_path, is_default):
     claim(tmp_path / "run", IDENTITY, is_default)
     begin_training(tmp_path / "run")
     claim(tmp_path / "run", IDENTITY | {"config": "new"}, is_default)
@@ -314,7 +315,7 @@ def test_finished_rehearsal_with_other_settings_starts_over(tmp_path):
     claim(run, with_settings(max_steps=20, logging_steps=2) | {"tiny": True}, is_default=True)  # it continues
     assert (run / "train_results.json").exists()
     claim(run, with_settings(max_length=64) | {"tiny": True}, is_default=True)
-    assert not (run / "train_results.json").exists() and (tmp_path / "run.c/train_results.json").exists()
+    assert not (run / "train_results.json").exists()
 
 
 def test_all_differences_of_another_run_are_named_at_once(tmp_path, error_of):

@@ -1,8 +1,8 @@
 """The output directory of a run: which run it belongs to, whether it may be used, whether the run is finished.
 
 `run.json` is written before the first process starts. It names the recipe, config, model and dataset, and has the settings that
-are not defaults, and the name, size and modification time of each local file of the dataset, by which a changed file is found.
-`starts.json` has an entry for each start of the run, see `start/record.py`.
+are not defaults, the command, and the name, size and modification time of each local file of the dataset, by which a changed file
+is found.
 `train_results.json` is written last and marks a finished run.
 """
 
@@ -24,7 +24,6 @@ from filelock import FileLock, Timeout
 
 RUN = "run.json"
 RESULTS = "train_results.json"
-STARTS = "starts.json"
 DATA = "data.json"  # what `load` read and skipped
 PROMPT = "prompt.json"  # how a prompt for the model looks, see `run/prompts.py`
 CONVERSATIONS, TEXTS, PROMPTS = "conversations", "texts", "prompts"  # what a run was trained on, in PROMPT
@@ -39,7 +38,7 @@ CHOICE_OF_ROWS = (
     "text_rows",
 )
 # The keys of run.json that may differ between two starts of a run, under the conditions of `check_same_run`.
-MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "settings", *CHOICE_OF_ROWS)
+MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "command", "settings", *CHOICE_OF_ROWS)
 # What is there once a run has trained: such a folder belongs to its run.
 TRAINED = ("checkpoint-*", "damaged-checkpoint-*", "*.safetensors", RESULTS)
 
@@ -166,12 +165,6 @@ def check_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
 
     `identity` is the content of run.json for the run that is about to start. `is_default`: no --output_dir was given.
     """
-    try:
-        str(folder).encode()
-    except UnicodeEncodeError as error:  # a model card with this name could not be saved
-        raise UserError(f"--output_dir: {str(folder)!r} is not UTF-8: choose another name") from error
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output_dir: {folder} is a file, expected a folder")
     existing = _read_run(folder)
     if existing:
         lock(folder).release()  # raises UserError if another process holds it
@@ -187,14 +180,10 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
     try:
         if is_replaced_rehearsal(folder, identity, is_default):
             held = lock(folder)  # raises UserError if it has started since `check_output_dir`
-            config = re.sub(r"[^\w.+-]", "_", Path(existing["config"]).name)
-            moved = folder.with_name(f"{folder.name}.{config}")
-            if replaces := bool(read_json(moved / RUN).get("tiny")):
-                shutil.rmtree(moved)
-            folder.rename(moved)
+            if is_replaced_rehearsal(folder, identity, is_default):  # still, now that no other start can replace it
+                shutil.rmtree(folder)
             held.release()
-            older = ", in place of an older one" if replaces else ""
-            print_once(f"The earlier rehearsal with {existing['config']} was moved from {folder} to {moved}{older}.")
+            print_once(f"The earlier rehearsal in {folder} was deleted: it is another one, or was finished with other settings.")
             existing = {}
         folder.mkdir(parents=True, exist_ok=True)
         held = lock(folder)
@@ -210,8 +199,7 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
             )
         is_same = _is_same_run(written, identity)
         if written and not is_same and not has_trained(folder):
-            for name in (DATA, STARTS):  # of a run that has trained nothing
-                (folder / name).unlink(missing_ok=True)
+            (folder / DATA).unlink(missing_ok=True)  # of a run that has trained nothing
         if written != identity:
             write_json(folder / RUN, identity)
         held.release()
@@ -230,13 +218,6 @@ def has_trained(folder: Path) -> bool:
     return any(path for pattern in TRAINED for path in folder.glob(pattern))
 
 
-def read_starts(folder: Path) -> list[dict]:
-    """The starts of a run, the last one at the end. Nothing depends on them, so a damaged file counts as none."""
-    with contextlib.suppress(DamagedFile):
-        return read_json(folder / STARTS).get("starts", [])
-    return []
-
-
 def _read_run(folder: Path) -> dict:
     try:
         return read_json(folder / RUN, "recipe", "config", "tiny", "data_files")
@@ -245,16 +226,19 @@ def _read_run(folder: Path) -> dict:
 
 
 def is_replaced_rehearsal(folder: Path, identity: dict, is_default: bool) -> bool:
-    """Whether a rehearsal in the default folder is moved away: it is another one, or it ended with other settings."""
+    """Whether a rehearsal in the default folder is deleted: it is another one, or it ended with other settings.
+
+    Not if a real run is in a folder below it.
+    """
     existing = _read_run(folder) if is_default and identity["tiny"] else {}
-    if not existing.get("tiny"):
+    if not existing or not all(read_json(file).get("tiny") for file in folder.rglob(RUN)):
         return False
     return not _is_same_run(existing, identity) or bool(changed_settings(read_json(folder / RESULTS), identity))
 
 
 def _is_same_run(existing: dict, identity: dict) -> bool:
     """Whether two run.json are equal, but for their dates, the places of files that were moved, and what may change."""
-    keys = (existing.keys() | identity.keys()) - {"date", "settings", "data_files"}
+    keys = (existing.keys() | identity.keys()) - {"date", "command", "settings", "data_files"}
     is_same = all(_means_the_same(existing.get(key), identity.get(key)) for key in keys)
     same_files = _names_and_sizes(existing) == _names_and_sizes(identity)
     return is_same and same_files and not must_be_equal(existing, identity)

@@ -200,8 +200,7 @@ KINDS = {
     ),
     "--config with an environment": (f"{TINY} --config env.yaml", "--config: env of env.yaml is not read: set environment"),
     # folders
-    "output folder that is not UTF-8": (f"{TINY} --output_dir l\udcff", "is not UTF-8: choose another name"),
-    "output folder is a file": (f"{TINY} --output_dir empty.py", "empty.py is a file"),
+    "output folder is a file": (f"{TINY} --output_dir empty.py", "--output_dir: empty.py cannot be written"),
     "output folder in a file": (f"{TINY} --output_dir empty.py/run", "cannot be written (Not a directory)"),
     "read-only file system": (f"{TINY} --output_dir data/run", "(Read-only file system)", {}, "-t tmpfs -o ro tmpfs data"),
     "folder with other files": (f"{TINY} --output_dir data", "data has files that are not from a run"),

@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.compat.transformers import attention_of
 from harness.exchange import gather_values
-from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, read_starts, write_json
+from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, write_json
 from harness.messages import plural, print_once
 from harness.run.failures import only_report
 from harness.run.forecast import describe_forecast, read_forecast
@@ -49,10 +49,8 @@ def write_results(
     by_node, data = group_by_node(processes), {}
     with only_report("the report about the data"):
         data = describe_data(trainer)
-    starts = read_starts(output_dir)
     results = (
         read_json(output_dir / RUN)
-        | ({"command": starts[-1].get("command"), "starts": len(starts)} if starts else {})
         | describe_model(trainer, processes, parameters)
         | measure_memory(processes, by_node)
         | collect_losses(trainer, loss, output, evaluation)

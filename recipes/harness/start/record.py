@@ -1,22 +1,16 @@
-"""What the folder of a run says about its starts: the settings that are not defaults, the command, when, where, with what.
-
-run.json has what must be equal at every start, and the settings. starts.json has an entry for each start.
-"""
+"""What run.json says about a start: the settings that are not defaults, and the command. Without tokens and passwords."""
 
 import argparse
 import dataclasses
-import datetime
 import enum
 import json
 import os
-import platform
 import re
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
-from harness import folder
 from harness.contexts import Context
 from harness.launched import launched
 
@@ -76,21 +70,3 @@ def command_of(context: Context) -> str:
         names = [file.stem if file.resolve().is_relative_to(PROJECT) else str(file) for file in files]
         words = ["./launch.sh", *(["--tiny"] if context.tiny else []), *names, *sys.argv[1:]]
     return without_secrets(shlex.join(words))
-
-
-def record_start(context: Context, output_dir: Path) -> None:
-    """Adds this start to starts.json."""
-    from harness.run.results import versions  # imports torch
-
-    checkpoint = folder.newest_complete_checkpoint(output_dir)
-    start = {
-        "started": datetime.datetime.now().isoformat(timespec="seconds"),
-        "host": platform.node(),
-        "command": command_of(context),
-        "working_directory": str(Path.cwd()),
-        "processes": context.processes,
-        "nodes": context.nodes,
-        "resumes": checkpoint.name if checkpoint else None,
-        "versions": versions(),
-    }
-    folder.write_json(output_dir / folder.STARTS, {"starts": [*folder.read_starts(output_dir), start]})

@@ -45,7 +45,7 @@ from harness.start.preparing import (
     replace_model_and_dataset,
     set_model_options,
 )
-from harness.start.record import record_start
+from harness.start.record import command_of
 
 import torch
 from datasets import Dataset
@@ -304,10 +304,9 @@ def check_and_claim_run(context: Context, arguments: Arguments) -> dict[str, Any
             sys.exit(1)
         folder.exit_if_finished(output_dir, identity, *length)
     began = folder.date_of(folder.read_json(output_dir / folder.RUN)) or datetime.now()
-    identity["date"] = began.isoformat(timespec="seconds")
+    identity |= {"date": began.isoformat(timespec="seconds"), "command": command_of(context)}
     folder.claim_output_dir(output_dir, identity, is_default)
     copy_plan(context, sys.argv[1:], output_dir)
-    record_start(context, output_dir)
     print_differences(context, arguments)
     replace_model_and_dataset(context, arguments)
     return identity

@@ -12,12 +12,14 @@ batch and learning rate: those of recipes/qwen2_fineweb_edu.py, on a CPU with CP
 import argparse
 import ast
 import itertools
+import signal
 import statistics
 import sys
 import tempfile
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +101,13 @@ def train_in_turns(
 ) -> list[dict[str, tuple[int, float]]]:
     """Runs all programs; returns for each round the tokens and seconds of each program's step."""
     flags = {name: value for name, value in settings.items() if own.get(name) != value}  # the recipe has the other values
-    connections, processes = {}, []
+    connections, processes = {}, {}
     try:
         for name in TITLES:
             connections[name], theirs = context.Pipe()
             given = flags if name == "recipe" else settings
-            process = context.Process(target=sides.run_program, args=(name, theirs, given, folder / name))
-            process.start()
-            processes.append(process)
+            processes[name] = context.Process(target=sides.run_program, args=(name, theirs, given, folder / name))
+            processes[name].start()
             theirs.close()
         for name in TITLES:
             connections[name].recv()  # the first step, which warms up
@@ -116,11 +117,18 @@ def train_in_turns(
             step[name] = connections[name].recv()
         return steps
     except EOFError:
-        sys.exit(f"error: {name} has exited: {(folder / name / 'output.txt').read_text()[-2000:]}")
+        sys.exit(f"error: {name} {how_it_ended(processes[name])}: {(folder / name / 'output.txt').read_text()[-2000:]}")
     finally:
-        for process in processes:
+        for process in processes.values():
             process.kill()
             process.join()
+
+
+def how_it_ended(process: BaseProcess) -> str:
+    """In words, with the signal that has killed a process."""
+    process.join()
+    code = process.exitcode
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has exited with code {code}"
 
 
 def table(record: dict[str, Any]) -> list[list[str]]:

@@ -5,6 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
+from multiprocessing import get_context
 
 import pytest
 from conftest import ROOT, slow
@@ -33,6 +34,15 @@ def test_all_programs_train_in_turns(environment, tmp_path):
     assert 0.2 < share.pop("guide") < 0.85  # eight documents, truncated and padded
     assert len(share) == 4 and all(0.9 < packed <= 1 for packed in share.values())
     assert not (ROOT / "run").exists()
+
+
+def test_program_that_dies_is_named_with_its_signal():
+    sys.path.insert(0, str(BENCHMARKS))
+    how_it_ended = runpy.run_path(str(BENCHMARKS / "side_by_side.py"))["how_it_ended"]
+    for target, arguments, words in ((os.abort, (), "killed by SIGABRT"), (sys.exit, (3,), "exited with code 3")):
+        process = get_context("spawn").Process(target=target, args=arguments)
+        process.start()
+        assert words in how_it_ended(process)
 
 
 def test_docs_have_the_table_of_the_committed_result():

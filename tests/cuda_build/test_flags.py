@@ -1,18 +1,19 @@
 """Liger's layers, which need a package and a GPU."""
 
+import re
+
 import pytest
 import torch
 
 if not torch.version.cuda:
     pytest.skip("needs PyTorch's CUDA build: ./launch.sh --test --cuda_build", allow_module_level=True)
 
-from harness.start import checks
-
 from conftest import ROOT, losses
 
 
-def test_package_is_that_of_the_message():
-    assert checks.LIGER in (ROOT / "tests/cuda_build/requirements.txt").read_text().splitlines()
+def test_package_is_that_of_the_docs():
+    docs = (ROOT / "docs/precision-and-attention.md").read_text()
+    assert re.findall("liger-kernel==[0-9.]+", docs) == (ROOT / "tests/cuda_build/requirements.txt").read_text().splitlines()[-1:]
 
 
 def test_rehearsal_with_liger(rehearse):

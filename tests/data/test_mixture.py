@@ -10,11 +10,9 @@ from harness.data.checking import check_dataset
 from harness.data.loading import load
 from harness.data.parsing import labels_of, settings_of_data
 from harness.data.script_arguments import ScriptArguments
-from harness.data.sources import DataSettings, Source
 from harness.data.stream_rows import rows_of_cycle
 from harness.folder import DATA, read_json
 from harness.run.results import add_reading, describe_datasets
-from harness.start.checks import check_best_metric
 
 import pytest
 from conftest import losses, read, slow
@@ -246,16 +244,6 @@ def test_flags_for_some_of_the_datasets(names, tmp_path, error_of):
         check_dataset, arguments_of(several, [1, 1, 1], column_map={"question": "text", "answer": "text"}).data
     )
     assert "no dataset is one" in error_of(arguments_of, names, [1, 1, 1], text_rows="line")
-
-
-def test_best_metric(error_of):
-    def check(name, *labels):
-        script_args = SimpleNamespace(data=DataSettings(tuple(Source(label, label=label) for label in labels)))
-        check_best_metric(script_args, SimpleNamespace(metric_for_best_model=name))
-
-    for name in ("eval_loss", "loss", None, "eval_a_loss", "b-2_loss"):
-        check(name, "a", "b-2")
-    assert "one of eval_a_loss, eval_c_loss" in error_of(check, "eval_b_loss", "a", "c")
 
 
 def test_rows_of_split_conversations(tmp_path):

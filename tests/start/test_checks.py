@@ -131,43 +131,43 @@ def test_compilation_needs_triton(error_of):
     assert message == "--torch_compile needs Triton, which cannot be used here: no compiler (apt install gcc): leave out the flag"
 
 
-def test_liger_needs_a_package_and_triton(monkeypatch, error_of):
-    arguments = SimpleNamespace(use_liger_kernel=True, torch_compile=False)
-    monkeypatch.setattr(checks, "is_liger_kernel_available", lambda: False)
-    assert error_of(checks.check_liger, arguments, Context("a.py")).endswith(f"-m pip install --no-deps {checks.LIGER}")
-    monkeypatch.setattr(checks, "is_liger_kernel_available", lambda: True)
-    checks.check_liger(arguments, Context("a.py"))
-    checks.check_liger(arguments, Context("a.py", on_cpu=True, no_triton="no compiler"))  # a rehearsal
-    assert "no compiler" in error_of(checks.check_liger, arguments, Context("a.py", no_triton="no compiler"))
-    arguments.torch_compile = True
-    assert "leave out one of them" in error_of(checks.check_liger, arguments, Context("a.py"))
-
-
 def test_arguments_that_an_optimizer_does_not_read(tmp_path, error_of):
     """transformers ignores them."""
     for optim, given, unread in (
-        ("adamw_torch", "foo=1", "foo=1"),
-        ("ademamix", "alpha=5.0,foo=1", "foo=1"),
-        ("lomo", "foo", None),
-        ("adafactor", "scale_parameter=True,", None),
+        ("adamw_torch", "foo=1", "'foo=1'"),
+        ("ademamix", "alpha=5.0,foo=1", "'foo=1'"),
+        ("lomo", "foo", "'foo'"),
+        ("sgd", "momentum=0.9,", "''"),
         ("sgd", "nesterov=true,momentum=0.9", ""),
     ):
         training_args = TrainingArguments(str(tmp_path), optim=optim, optim_args=given, use_cpu=True, bf16=False)
-        if unread is None:
-            assert "is not NAME=VALUE" in error_of(checks.check_optimizer, training_args, AccelerateConfig())
-        elif unread:
+        if unread:
             message = error_of(checks.check_optimizer, training_args, AccelerateConfig())
-            assert message == f"--optim_args: {optim} does not read {unread}: leave it out"
+            assert message.startswith("--optim_args: ") and unread in message
         else:
             checks.check_optimizer(training_args, AccelerateConfig())
 
 
-def test_dtype_of_sharded_4bit_weights_in_a_recipe(error_of):
-    """It would be replaced by bfloat16; a flag is tested in test_bad_input.py."""
-    script_args, training_args = SimpleNamespace(given=set()), SimpleNamespace(**NEITHER, torch_compile=False)
-    checks.check_sharded_4bit(script_args, training_args, ModelConfig())
-    message = error_of(checks.check_sharded_4bit, script_args, training_args, ModelConfig(dtype="float16"))
-    assert "--dtype float16: sharded 4-bit weights compute in bfloat16" in message
+@pytest.mark.parametrize(
+    ("training", "model", "flag"),
+    [
+        ({}, {"dtype": "float16"}, "--dtype"),  # of a recipe; it would be replaced
+        ({}, {"bnb_4bit_quant_storage": "uint8"}, "--bnb_4bit_quant_storage"),
+        ({"fp16": True}, {}, "--fp16"),
+        ({"torch_compile": True}, {}, "--torch_compile"),
+        ({}, {"load_in_4bit": False, "load_in_8bit": True}, "--load_in_8bit"),
+        ({}, {"use_peft": False}, "--load_in_4bit"),
+        ({}, {}, ""),
+    ],
+)
+def test_options_of_sharded_4bit_weights(error_of, training, model, flag):
+    training_args = SimpleNamespace(**NEITHER | {"torch_compile": False, "model_init_kwargs": None} | training)
+    model_args = ModelConfig("my/model", **{"use_peft": True, "load_in_4bit": True} | model)
+    arguments = SimpleNamespace(given=set()), training_args, model_args, True
+    if flag:
+        assert error_of(checks.check_quantized, *arguments).startswith(flag)
+    else:
+        checks.check_quantized(*arguments)
 
 
 @pytest.mark.parametrize(("cores", "on_cpu", "warned"), [(1, False, True), (4, False, False), (1, True, False)])
@@ -191,13 +191,6 @@ def test_untested_versions_are_a_warning(monkeypatch, tmp_path, capsys):
     assert "not-installed" not in warning
 
 
-def test_missing_tracker_is_an_error(error_of):
-    assert error_of(checks.check_trackers, ["comet_ml"]).endswith("-m pip install comet-ml")
-    assert "tensorboard, trackio, wandb" in error_of(checks.check_trackers, ["trakio"])
-
-
-def test_rehearsal_reports_to_trackers_of_flags_only(build_trainer, monkeypatch, error_of):
-    """The recipe's tracker is not used; that of a flag must be installed."""
+def test_rehearsal_does_not_use_the_tracker_of_the_recipe(build_trainer, monkeypatch):
     monkeypatch.setattr("harness.parse", functools.partial(harness.parse, report_to="comet_ml"))
     assert build_trainer("qwen2_fineweb_edu").args.report_to == []
-    assert "pip install clearml" in error_of(build_trainer, "qwen2_fineweb_edu", "--report_to", "clearml")

@@ -61,7 +61,7 @@ def read_arguments(
     if model_args.model_name_or_path and Path(model_args.model_name_or_path).is_dir():  # an adapter records it
         model_args.model_name_or_path = str(Path(model_args.model_name_or_path).absolute())
     set_dependent_values(script_args, training_args, recipe, context)
-    checks.check_numbers(*arguments)
+    checks.check_numbers(script_args, training_args)
     processes = context.processes or int(os.environ.get("WORLD_SIZE", 1))
     before = context.settings_of_checkpoint(training_args.output_dir)
     set_steps(arguments, recipe, processes, context.tiny, before)

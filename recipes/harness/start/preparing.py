@@ -42,10 +42,9 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 
 def check_all_arguments(context: Context, arguments: Arguments) -> None:
     """Raises UserError for arguments that contradict each other, or that would have no effect. Reads no model and no dataset."""
-    checks.check_arguments(*arguments)
+    checks.check_arguments(arguments[1])
     checks.check_flags_have_effect(*arguments, context.is_sharded)
     checks.check_optimizer(arguments[1], context.config)
-    checks.check_liger(arguments[1], context)
 
 
 def set_model_options(context: Context, arguments: Arguments) -> None:

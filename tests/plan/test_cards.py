@@ -107,6 +107,18 @@ def test_nccl_buffers_of_each_communicator(card, processes, shards, replicas, ex
     assert memory.nccl_buffers(simulation, with_pcie) <= memory.nccl_buffers(simulation, CARDS[card])
 
 
+def test_step_takes_as_long_as_its_host():
+    """A host starts kernels at a rate of its own; the slower of GPU and host counts, at each end of the range."""
+    card = dataclasses.replace(CARDS["H100 80 GB"], launch=(40e-6, 10e-6))
+    few, many = (found_with(step=dataclasses.replace(FOUND.step, launches=count)) for count in (1_000, 200_000))
+    alone = roofline.step_seconds(card, FOUND)
+    assert roofline.step_seconds(card, few) == alone and alone[1] < 2.0
+    assert roofline.step_seconds(card, many) == pytest.approx((2.0, 8.0))
+    between = found_with(step=dataclasses.replace(FOUND.step, launches=round(2 * alone[1] / 40e-6)))
+    assert roofline.step_seconds(card, between) == pytest.approx((max(alone[0], alone[1] / 2), 2 * alone[1]), rel=1e-4)
+    assert [roofline.can_wait_for_host(card, one) for one in (few, between, many)] == [False, True, True]
+
+
 def test_cards_have_the_numbers_of_data_sheets():
     """Memory is about the name's, in GiB. Data sheets also give rates with sparsity, which are twice the dense ones."""
     dense = {"T4": 8, "RTX": 2, "L": 4, "A100": 16, "H": 14.8, "B200": 28}  # 16-bit over float32 rate, by architecture

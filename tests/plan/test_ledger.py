@@ -172,6 +172,22 @@ def test_expected_bytes_of_one_process():
     assert expected_bytes(SHAPES, shards=4, upcast=True) == {"weights": 24 + 32 + 4, "gradients": 36, "optimizer": 72}
 
 
+@pytest.mark.parametrize(("is_fused", "launches"), [(False, 4), (True, 3)])
+def test_kernels_of_a_layer(is_fused, launches):
+    """Two products and what is between them; views and new empty memory start no kernel, nor does anything on the host."""
+    ledger = Ledger()
+    weight = torch.zeros(64, 64)
+    with ledger, ledger.within(moment="forward"):
+        ledger.mark(weight, "weights")
+        ledger.is_fused = is_fused
+        between = (torch.empty(64, 64) @ weight).view(4096) * 2 + 1
+        between.view(64, 64) @ weight
+        ledger.is_fused = False
+        with ledger.within(place="host"):
+            weight + 1
+    assert ledger.take_counts().launches == launches and ledger.take_counts().launches == 0
+
+
 def test_missing_bytes_are_an_error():
     held = torch.zeros(8)
     check_bytes("gradients", [held[:4], held[4:], held[:4]], 32)

@@ -6,6 +6,9 @@ import re
 from harness.messages import UserError
 
 GB = 1e9
+# Seconds in which a host starts a kernel, slow and fast: with the modules, autograd and autocast around it. Slow is what virtual
+# machines with an H100 took (see docs/measurements.md), fast is assumed of a desktop.
+LAUNCH = (35e-6, 6e-6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Card:
     bandwidth: float  # bytes/s of its memory
     links: tuple[float, float]  # bytes/s between GPUs of a node, slow and fast: PCIe 3 x8 to 5 x16; NVLink
     bf16: bool = True
+    launch: tuple[float, float] = LAUNCH
 
 
 # H200 and B200: the SXM modules of HGX boards. A100 64 GB: NVIDIA has no public data sheet for the card of CINECA's Leonardo;

@@ -138,7 +138,8 @@ def bound(card: Card, simulation: Simulation, largest: int | None, share: float)
     """Seconds that a step with no micro-batch up to `largest` is below, from the simulation of the smallest one."""
     times = (largest or simulation.micro_batch) / simulation.micro_batch
     moved = {kind: size / times for kind, size in simulation.step.moved.items()}
-    step = dataclasses.replace(simulation.step, moved=moved, touched=share * simulation.step.touched)
+    counts = simulation.step
+    step = dataclasses.replace(counts, moved=moved, touched=share * counts.touched, launches=counts.launches / times)
     return middle_seconds(card, dataclasses.replace(simulation, step=step))
 
 

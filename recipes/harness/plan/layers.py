@@ -306,4 +306,5 @@ def linear_counts(few: Counts, more: Counts, added: int) -> Counts:
     def extend(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
         return {name: linear(one.get(name, 0), size, added) for name, size in other.items()}
 
-    return Counts(extend(few.flops, more.flops), extend(few.moved, more.moved), linear(few.touched, more.touched, added))
+    touched, launches = linear(few.touched, more.touched, added), linear(few.launches, more.launches, added)
+    return Counts(extend(few.flops, more.flops), extend(few.moved, more.moved), touched, launches)

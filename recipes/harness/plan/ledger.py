@@ -70,6 +70,7 @@ class Counts:
     flops: dict[str, float]  # by dtype
     moved: dict[str, float]  # bytes by kind of collective or copy
     touched: float  # bytes that all other operators read and write on the GPU
+    launches: float = 0  # kernels that the host starts on the GPU
 
 
 class Ledger(TorchDispatchMode):
@@ -89,9 +90,9 @@ class Ledger(TorchDispatchMode):
         self.pinned_limit: int | None = None  # bytes; larger pinned allocations are not rounded up
         self.vocabulary = vocabulary  # a tensor whose last dimension has this size belongs to the loss
         self.events: list[Event] = []
-        self.flops: collections.Counter = collections.Counter()  # this one and the next two: see `Counts`
+        self.flops: collections.Counter = collections.Counter()  # this one and the next three: see `Counts`
         self.moved: collections.Counter = collections.Counter()
-        self.touched = 0
+        self.touched = self.launches = 0
         # For some operators, a function that counts the FLOPs of a call.
         self.flop_counters: dict[Any, Callable[..., int]] = flop_registry | {
             VARLEN: flops_of_varlen,
@@ -151,8 +152,10 @@ class Ledger(TorchDispatchMode):
             self.moved[kind] += max(sizes, default=0)
         if count_flops := self.flop_counters.get(func.overloadpacket):
             self.flops[str(tensors_in(args)[0].dtype)] += count_flops(*args, **kwargs, out_val=result)
+            self.launches += 1
         elif self.place == "gpu" and namespace not in ("c10d", "prim") and "empty" not in name and "_view" not in name:
             self.touched += sum(sizes)
+            self.launches += 1
 
     def _count_kernel(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """Counts the bytes of an operator that is a part of a fused kernel: new inputs, and outputs that are in memory."""
@@ -172,6 +175,7 @@ class Ledger(TorchDispatchMode):
             entry.is_unwritten = False
             self._record(entry, tensor.untyped_storage().nbytes())
             self.touched += tensor.untyped_storage().nbytes()
+            self.launches += 1
 
     def see(self, tensor: torch.Tensor, holder: str | None = None, is_unwritten: bool = False) -> None:
         """Records a tensor's storage unless it is known. `is_unwritten`: it takes no memory until `write`."""
@@ -228,10 +232,10 @@ class Ledger(TorchDispatchMode):
 
     def take_counts(self) -> Counts:
         """What was computed and moved since the last call, and begins to count from zero."""
-        counts = Counts(dict(self.flops), dict(self.moved), self.touched)
+        counts = Counts(dict(self.flops), dict(self.moved), self.touched, self.launches)
         self.flops.clear()
         self.moved.clear()
-        self.touched = 0
+        self.touched = self.launches = 0
         return counts
 
     @contextlib.contextmanager
@@ -394,4 +398,4 @@ def counts_of_step(parts: list[Counts], accumulation: int) -> Counts:
             moved[name] = last.moved[name] * (accumulation - 1)
         else:
             moved[name] = add(first.moved.get(name, 0), last.moved.get(name, 0))
-    return Counts(flops, moved, add(first.touched, last.touched))
+    return Counts(flops, moved, add(first.touched, last.touched), add(first.launches, last.launches))

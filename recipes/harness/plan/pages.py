@@ -32,6 +32,7 @@ KINDS = {
     "all_reduced": "all-reduced",
     "across_nodes": "across nodes",
 }
+FEWER_KERNELS = "a larger --per_device_train_batch_size or --torch_compile true needs fewer kernels for a step"
 NOT_SIMULATED = """\
 The margin is for what is not simulated: CUDA's context, NCCL's buffers, cuBLAS workspaces, fragmentation. The time is computed
 from FLOPs and bytes. At the fast end of its range, matrix products run at 80 % of a GPU's rate, and all transfers overlap with
@@ -58,11 +59,16 @@ def print_plan(plan: dict[str, Any]) -> None:
     print(f"disk         {plan['disk_gb']:.0f} GB ({free}), {plan['download_gb']:.1f} GB of it to download")
     moved = ", ".join(f"{KINDS.get(kind, kind)} {size:.2f} GB" for kind, size in plan["moved_gb"].items())
     print(f"one step     {plan['tokens_per_step']:,} tokens, {plan['tflops']:,.0f} TFLOP per GPU; {moved or 'no transfers'}")
+    fast, slow = plan["host_seconds"]
+    print(f"             {plan['kernels_per_step']:,} kernels, which a host starts in {fast:.2f} to {slow:.2f} s")
     print(f"the run      {describe_length(plan)}\n")
     rows = [("GPU", "fits", "largest micro-batch", "s per step", "tokens/s", "hours", "price")]
     for name in plan["fits"]:
         rows.append((name, describe_fit(plan, name), str(plan["largest_micro_batch"][name]), *ranges(plan, name)))
     print_table(without_empty_columns(rows))
+    waiting = [name for name in plan["can_wait_for_host"] if plan["fits"][name]]
+    if waiting:
+        print(f"\nThe host can be slower than {', '.join(waiting)}: {FEWER_KERNELS}.")
     print(f"\n{NOT_SIMULATED}")
 
 

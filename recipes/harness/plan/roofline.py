@@ -1,5 +1,7 @@
 """The time of a step on a card, as a roofline. All of it is a forecast.
 
+The host starts one kernel after the other. A step takes at least the time for that: small micro-batches leave the GPU idle.
+
 Matrix products run at a share of the card's rate, all other operators at a share of its memory's rate, and the transfers over the
 slower and the faster of the usual links. At the better end of the range all transfers are hidden behind compute, at the worse end
 none. With offload, what the GPU waits for is added at both ends: the work of the host, and with one process the copies of the
@@ -22,10 +24,25 @@ PINNING = (2e9, 6e9)  # bytes/s; allocating pinned memory for the first gradient
 
 def step_seconds(card: Card, simulation: Simulation) -> tuple[float, float]:
     """Seconds of one optimizer step, at best and at worst."""
-    compute, transfers, waiting = _parts(card, simulation, end=0)
-    worst = compute + transfers + waiting
-    compute, transfers, waiting = _parts(card, simulation, end=1)
-    return max(compute, transfers) + waiting, worst
+    (slow, slow_host, waiting), (fast, fast_host, less_waiting) = (_limits(card, simulation, end) for end in (0, 1))
+    return max(fast, fast_host) + less_waiting, max(slow, slow_host) + waiting
+
+
+def can_wait_for_host(card: Card, simulation: Simulation) -> bool:
+    """Whether the host may take longer to start the kernels of a step than the card takes to run them."""
+    return any(host > gpu for gpu, host, _ in (_limits(card, simulation, end) for end in (0, 1)))
+
+
+def _limits(card: Card, simulation: Simulation, end: int) -> tuple[float, float, float]:
+    """Seconds of the GPU, of the host, which starts its kernels, and of waiting for the host. `end`: as in `_parts`."""
+    compute, transfers, waiting = _parts(card, simulation, end)
+    gpu = max(compute, transfers) if end else compute + transfers
+    return gpu, host_seconds(card, simulation, end), waiting
+
+
+def host_seconds(card: Card, simulation: Simulation, end: int) -> float:
+    """Seconds in which the host of the card starts the kernels of a step. `end`: as in `_parts`."""
+    return simulation.step.launches * card.launch[end]
 
 
 def middle_seconds(card: Card, simulation: Simulation) -> float:

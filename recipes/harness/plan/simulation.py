@@ -234,6 +234,7 @@ def simulate_training(plan: Plan, ledger: Ledger, fakes: Any, with_evaluation: b
     simulation.step = counts_of_step(step.parts, simulation.accumulation)
     # Clipping and the optimizer have no matrix multiplication, and exchange only the norm of the gradients.
     simulation.step.touched += step.after.touched
+    simulation.step.launches += step.after.launches
     return simulation
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from harness.plan.cards import CARDS, GB, Card
 from harness.plan.memory import disk_space, fits, largest_micro_batch, needed_host_memory, reserve, reserved_on
-from harness.plan.roofline import moved_bytes, step_seconds
+from harness.plan.roofline import can_wait_for_host, host_seconds, moved_bytes, step_seconds
 from harness.plan.simulation import Simulation
 
 
@@ -31,6 +31,7 @@ def make_plan(simulation: Simulation, price: float = 0.0, all_cards: tuple[Card,
         "download_gb": gb(simulation.download),
         "moved_gb": {kind: gb(size) for kind, size in moved_bytes(simulation).items() if gb(size)},
         "tflops": round(sum(simulation.step.flops.values()) / 1e12, 1),
+        "kernels_per_step": round(simulation.step.launches),
         "tokens_per_step": tokens,
         "steps": steps,
         "steps_are_estimated": simulation.steps_are_estimated,
@@ -39,6 +40,8 @@ def make_plan(simulation: Simulation, price: float = 0.0, all_cards: tuple[Card,
         "reserved_on_gb": {card.name: gb(reserved_on(card, simulation)) for card in all_cards},
         "free_gb": {card.name: gb(card.memory - (peak + reserve(simulation, peak, card))) for card in all_cards},
         "largest_micro_batch": {card.name: largest_micro_batch(card, simulation) for card in all_cards},
+        "host_seconds": [round(host_seconds(all_cards[0], simulation, end), 3) for end in (1, 0)],
+        "can_wait_for_host": [card.name for card in all_cards if can_wait_for_host(card, simulation)],
         "step_seconds": {},
         "tokens_per_second": {},
         "hours": {},

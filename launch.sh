@@ -17,7 +17,7 @@
 #   ./launch.sh --merge RUN [OUT]                  merges an adapter into its base model, or a sharded checkpoint into one model
 #   ./launch.sh --verify RUN [MODEL]               compares what was trained with what is saved, merged, quantized or served
 #   ./launch.sh --chat RUN [--max_new_tokens N]    chats with the model of a finished run; also a QLoRA adapter, without a merge
-#   ./launch.sh --report RUN… [PLAN.json]          compares finished runs with each other, and with the forecasts of --plan --json
+#   ./launch.sh --report RUN…                      compares finished runs with each other
 #   ./launch.sh --COMMAND --help                   the arguments of a command
 #   ./launch.sh --install                          installs requirements.txt into .venv, as the first call of any command does
 #   ./launch.sh --test RECIPE [CONFIG]             the smoke test of one recipe

@@ -139,13 +139,28 @@ def run(words: list[str], output_dir: Path, environment: dict[str, str], deadlin
 
 def forecast(recipe: str, path: Path, flags: Sequence[str], environment: dict[str, str], device: str) -> dict[str, Any] | None:
     """What `--plan` says about a run with the config at `path`, None if it cannot."""
-    from harness.run.forecast import forecast_of
-
     words = [inputs.ROOT / f"recipes/{recipe}.py", path, "--json", *flags]
     command = [sys.executable, "-m", "harness.plan.command", *words]
     variables = environment | {"PYTHONPATH": str(inputs.ROOT / "recipes")}
     process = subprocess.run(command, cwd=path.parent, env=variables, capture_output=True, text=True)
     return forecast_of(json.loads(process.stdout), device) if process.returncode == 0 else None
+
+
+def forecast_of(plan: dict[str, Any], device: str) -> dict[str, Any]:
+    """What a plan (`--plan … --json`) says about a run on `device`, PyTorch's name of a GPU."""
+    card = next((name for name in plan["tokens_per_second"] if words_of(name) <= words_of(device)), None)
+    memory = ("peak_gpu_gb", "peak_host_gb", "tokens_per_step")
+    return {name: plan.get(name) for name in memory} | {
+        "card": card,
+        "reserved_gb": plan.get("reserved_on_gb", {}).get(card, plan.get("reserved_gb")),
+        "tokens_per_second": plan["tokens_per_second"].get(card),
+        "step_seconds": plan.get("step_seconds", {}).get(card),
+    }
+
+
+def words_of(name: str) -> set[str]:
+    """The parts of a card's name: those of "A100 80 GB" are among those of "NVIDIA A100-SXM4-80GB"."""
+    return set(re.findall(r"[A-Z0-9]+", re.sub(r"(\d) GB", r"\1GB", name).upper()))
 
 
 def measure(

@@ -31,6 +31,27 @@ PARAMETERS = {  # from each model's page on the Hub
 CPU = {"gpus": 0, "device": "CPU", "bytes": 0}
 
 
+@pytest.mark.parametrize(
+    ("device", "card"),
+    [
+        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40 GB"),
+        ("NVIDIA H100 80GB HBM3", "H100 80 GB"),
+        ("NVIDIA H200", "H200"),
+        ("x86_64", None),
+    ],
+)
+def test_card_of_a_device(device, card):
+    from harness.plan import cards
+
+    assert [one.name for one in cards.CARDS if measuring.words_of(one.name) <= measuring.words_of(device)] == (
+        [card] if card else []
+    )
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_model_has_its_real_shape(recipe):
     from harness.rehearsal import tiny

@@ -4,8 +4,6 @@ import itertools
 import json
 
 from harness.commands import report
-from harness.plan import cards
-from harness.run import forecast
 
 import pytest
 from conftest import assert_one_error, losses, read
@@ -93,80 +91,6 @@ def test_runs_with_equally_many_processes_have_no_efficiency(tmp_path, capsys, m
     titles, _, *rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()[:4]]
     assert "efficiency" not in titles and all(len(row) == len(titles) for row in rows)
     assert rows[1][titles.index("speed-up")] == "1.20" and rows[1][titles.index("tokens/s")] == "6"
-
-
-@pytest.fixture
-def planned_runs(tmp_path, monkeypatch):
-    """Runs on two and four A100s with 64 GB, and a file with the plans of two configs."""
-    monkeypatch.chdir(tmp_path)
-    numbers = {"num_nodes": 1, "train_runtime": 9.0, "peak_gpu_gb": 9.0, "peak_host_gb": 1.0, "final_loss": 1.0}
-    numbers |= {"recipe": "a", "config": "full_shard", "device": "NVIDIA A100-SXM-64GB", "tiny": False}
-    for processes in (2, 4):
-        (tmp_path / str(processes)).mkdir()
-        results = numbers | {"world_size": processes, "tokens_per_second": 1500.0 * processes}
-        (tmp_path / f"{processes}/train_results.json").write_text(json.dumps(results))
-    speeds = {"A100 40 GB": [1, 2], "A100 64 GB": [4000, 7900], "A100 80 GB": [3, 4]}
-    plan = {"recipe": "a", "config": "full_shard", "processes": 4, "peak_gpu_gb": 8.765, "tokens_per_second": speeds}
-    plan |= {"peak_host_gb": 2.0, "reserved_gb": 9.5, "tokens_per_step": 8192, "step_seconds": {}}
-    refused = {"config": "ddp", "refused": "a reason"}
-    (tmp_path / "plan.json").write_text(json.dumps([plan, refused, plan | {"config": "ddp"}]))
-    return tmp_path
-
-
-@pytest.mark.unit
-def test_forecast_next_to_the_measured(planned_runs, capsys):
-    """Of the plan with the run's recipe, config and number of processes, for the run's card."""
-    report.main("2", "4", "plan.json")
-    table = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines() if "|" in line
-    ]
-    rows = [dict(zip(table[0], row, strict=True)) for row in table[2:]]
-    assert [row["tokens/s (forecast)"] for row in rows] == ["", "4,000–7,900"] and rows[1]["tokens/s"] == "6,000"
-    assert [row["GB per GPU (forecast)"] for row in rows] == ["", "8.8"] and rows[1]["GB per GPU"] == "9.0"
-    report.main("--json", "2", "4", "plan.json")
-    two, four = json.loads(capsys.readouterr().out)
-    assert "forecast" not in two
-    planned = {"peak_gpu_gb": 8.765, "card": "A100 64 GB", "tokens_per_second": [4000, 7900]}
-    planned |= {"peak_host_gb": 2.0, "reserved_gb": 9.5, "tokens_per_step": 8192}
-    assert {name: value for name, value in four["forecast"].items() if value is not None} == planned
-
-
-@pytest.mark.unit
-def test_forecast_of_the_run_itself(planned_runs, capsys):
-    results = read(planned_runs / "4")
-    results["forecast"] = {"peak_gpu_gb": 8.1, "card": "A100 64 GB", "tokens_per_second": [5000, 6900]}
-    results["forecast"] |= {"peak_host_gb": 2.0, "reserved_gb": 9.5, "tokens_per_step": 8192, "step_seconds": None}
-    (planned_runs / "4/train_results.json").write_text(json.dumps(results))
-    report.main("2", "4")
-    assert "| 5,000–6,900 " in capsys.readouterr().out
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("device", "card"),
-    [
-        ("NVIDIA GeForce RTX 3090", "RTX 3090"),
-        ("Tesla T4", "T4"),
-        ("NVIDIA L4", "L4"),
-        ("NVIDIA L40S", "L40S"),
-        ("NVIDIA A100-PCIE-40GB", "A100 40 GB"),
-        ("NVIDIA H100 80GB HBM3", "H100 80 GB"),
-        ("NVIDIA H200", "H200"),
-        ("x86_64", None),
-    ],
-)
-def test_card_of_a_device(device, card):
-    assert [one.name for one in cards.CARDS if forecast.words_of(one.name) <= forecast.words_of(device)] == (
-        [card] if card else []
-    )
-
-
-@pytest.mark.unit
-def test_plan_of_another_run_is_an_error(planned_runs, error_of):
-    assert "plan.json is about a × full_shard on 4; a × ddp on 4: no run has" in error_of(report.main, "2", "plan.json")
-    (planned_runs / "no.json").write_text('{"recipe": "a"}')
-    assert "no.json is not a plan" in error_of(report.main, "2", "no.json")
-    assert "not only plans" in error_of(report.main, "plan.json")
 
 
 @pytest.mark.unit

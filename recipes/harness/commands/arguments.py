@@ -73,10 +73,8 @@ def preview() -> CommandParser:
 
 
 def report() -> CommandParser:
-    parser = CommandParser("report", "Compares finished runs with each other, and with the forecasts of --plan --json.")
-    parser.add_argument(
-        "paths", metavar="RUN", type=Path, nargs="+", help="output directories of runs, and files of --plan --json (PLAN.json)"
-    )
+    parser = CommandParser("report", "Compares finished runs with each other.")
+    parser.add_argument("paths", metavar="RUN", type=Path, nargs="+", help="output directories of runs")
     add_json(parser)
     return parser
 

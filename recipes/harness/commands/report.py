@@ -1,10 +1,9 @@
 """Finished runs next to each other: a table, and a picture of their losses and speed-up. launch.sh calls it:
 
-`python -m harness.commands.report [--json] RUN… [PLAN.json…]`.
+`python -m harness.commands.report [--json] RUN…`.
 
 The speed-up is over the run with the fewest processes, by tokens/s, so that runs of different length can be compared; runs with
-equally many processes have no efficiency. A plan is what `launch.sh --plan … --json` prints; its forecast is shown next to what
-the run with its recipe, config and number of processes measured. If a plan was made for a run, its forecast is shown too.
+equally many processes have no efficiency.
 """
 
 import json
@@ -16,7 +15,6 @@ from harness.commands import arguments
 from harness.folder import RESULTS, read_json
 from harness.messages import UserError, exit_on_user_error
 from harness.restarts import in_words
-from harness.run.forecast import describe_forecast, forecast_of
 from harness.run.metrics import metrics_of
 
 COLUMNS = (
@@ -33,10 +31,7 @@ COLUMNS = (
     "mean loss",
     "eval loss before",
     "eval loss",
-    "tokens/s (forecast)",
-    "GB per GPU (forecast)",
 )
-MEASURED = {"forecast", "tokens", "global_step", "peak_gpu_reserved_gb"}  # what a run with a plan has besides
 COMPARED = ("recipe", "model", "dataset", "device", "tiny")
 DESCRIBED = (*COMPARED, "recipe_digest", "config", "dataset_config", "use_peft", "load_in_4bit", "attention", "global_step")
 
@@ -44,14 +39,7 @@ DESCRIBED = (*COMPARED, "recipe_digest", "config", "dataset_config", "use_peft",
 def main(*words: str) -> None:
     """Prints a table and draws a picture, or prints the runs as JSON."""
     parsed = arguments.report().read(words)
-    plans = [path for path in parsed.paths if path.suffix == ".json"]
-    folders = [path for path in parsed.paths if path not in plans]
-    if not folders:
-        raise UserError("--report needs the folder of a finished run, not only plans: ./launch.sh --report RUN… PLAN.json")
-    runs = sorted(map(read_run, folders), key=lambda run: run["world_size"])
-    compared = {run["name"]: describe_forecast(run) for run in runs if run.keys() >= MEASURED}
-    for path in plans:
-        add_plans(runs, path)
+    runs = sorted(map(read_run, parsed.paths), key=lambda run: run["world_size"])
     base = runs[0]
     for run in runs:
         run["speed_up"] = speed_of(run) / speed_of(base)
@@ -60,14 +48,10 @@ def main(*words: str) -> None:
         print(json.dumps(runs, indent=2))
         return
     own = list(dict.fromkeys(name for run in runs for name in metrics_of(run)))
-    has_forecast = any("peak_gpu_gb" in (run.get("forecast") or {}) for run in runs)
     have_equal_size = len({run["world_size"] for run in runs}) == 1  # of which an efficiency says nothing
-    left_out = {*(() if has_forecast else COLUMNS[-2:]), *(("efficiency",) if have_equal_size else ())}
-    kept = [place for place, name in enumerate(COLUMNS) if name not in left_out]
+    kept = [place for place, name in enumerate(COLUMNS) if name != "efficiency" or not have_equal_size]
     rows = [tuple(row[place] for place in kept) for row in (COLUMNS, *map(table_row, runs))]
     print_table([(*rows[0], *own), *((*row, *cells_of(run, own)) for row, run in zip(rows[1:], runs, strict=True))])
-    for name, lines in compared.items():
-        print("\n" + "\n".join([f"{name}, against its plan:", *lines]))
     if differing := differences_of(runs):
         print("\nDifferences between these runs:\n")
         print_table([("setting", *(run["name"] for run in runs)), *differing])
@@ -93,26 +77,6 @@ def read_run(folder: Path) -> dict[str, Any]:
     return results | {"name": str(folder), "losses": losses, "eval_losses": eval_losses}
 
 
-def add_plans(runs: list[dict[str, Any]], path: Path) -> None:
-    """Sets `forecast` of every run that a plan of the file is about."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-        plans = [plan for plan in (content if isinstance(content, list) else [content]) if "refused" not in plan]
-        forecasts = {(plan["recipe"], plan["config"], plan["processes"]): plan for plan in plans}
-    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        raise UserError(f"{path} is not a plan: write one with ./launch.sh --plan RECIPE CONFIG --json > {path}") from error
-    planned = [run for run in runs if not run.get("tiny") and _identity(run) in forecasts]
-    if not planned:
-        about = "; ".join(f"{recipe} × {config} on {processes}" for recipe, config, processes in forecasts) or "no run"
-        raise UserError(f"{path} is about {about}: no run has this recipe, config and number of processes, at full size")
-    for run in planned:
-        run["forecast"] = forecast_of(forecasts[_identity(run)], run.get("device", ""))
-
-
-def _identity(run: dict[str, Any]) -> tuple[str, str, int]:
-    return run.get("recipe", ""), run.get("config", ""), run["world_size"]
-
-
 def speed_of(run: dict[str, Any]) -> float:
     """Tokens per second; rows per second of a run whose rows have no tokens."""
     return run["tokens_per_second"] or run.get("rows_per_second") or 0.0
@@ -124,7 +88,6 @@ def cells_of(run: dict[str, Any], names: list[str]) -> tuple[str, ...]:
 
 def table_row(run: dict[str, Any]) -> tuple[str, ...]:
     """The cells of a run, in the order of COLUMNS."""
-    forecast = run.get("forecast") or {}
     return (
         run["name"],
         str(run["num_nodes"]),
@@ -137,8 +100,6 @@ def table_row(run: dict[str, Any]) -> tuple[str, ...]:
         f"{run['peak_host_gb']:.1f}",
         f"{run['final_loss']:.4f}",
         *("" if run.get(name) is None else f"{run[name]:.4f}" for name in ("train_loss", "eval_loss_on_start", "eval_loss")),
-        "–".join(f"{speed:,}" for speed in forecast.get("tokens_per_second") or []),
-        f"{forecast['peak_gpu_gb']:.1f}" if "peak_gpu_gb" in forecast else "",
     )
 
 

@@ -34,7 +34,6 @@ from harness.plan.arguments import PlanArguments, read_arguments
 from harness.plan.values import values_of_recipe
 from harness.signals import set_interrupt_handler
 from harness.start import flags
-from harness.start.plans import keep_plan
 
 if TYPE_CHECKING:
     from harness.plan.cards import Card
@@ -88,9 +87,6 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
         simulation if isinstance(simulation, Refused) else summary.make_plan(with_steps(simulation, count_rows), price, all_cards)
         for simulation in simulations
     ]
-    for config, plan in zip(read, plans, strict=True):
-        if not isinstance(plan, Refused):
-            keep_plan(plan, context_of(config), arguments)
     refused = [simulation.reason for simulation in simulations if isinstance(simulation, Refused)]
     if len(refused) == len(read):
         raise UserError(f"{Path(recipe).stem} cannot be simulated with any config: {max(refused, key=refused.count)}")
@@ -200,7 +196,6 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
             machine, simulation, price, plan_flags.within
         )
         plan |= {"flags": described[0]["flags"], "command": described[0]["command"], "choices": described}
-        keep_plan(plan, grid.context(recipe, best.option.config), [*arguments, *plan["flags"]])
         plans.append(plan)
     if plan_flags.json:
         print(json.dumps(plans[0] if len(plans) == 1 else plans, indent=2))

@@ -16,7 +16,6 @@ from harness.exchange import gather_values
 from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, write_json
 from harness.messages import plural, print_once
 from harness.run.failures import only_report
-from harness.run.forecast import describe_forecast, read_forecast
 from harness.run.losses import Loss
 from harness.run.metrics import evaluation_losses, format_metrics, metrics_of, own_metrics
 from harness.run.parameters import config_of, quantization_of
@@ -71,9 +70,6 @@ def write_results(
         {"node": int(node), "peak_gpu_gb": round(max(process["gpu"] for process in of_node), 3), **of_every_node}
         for node, of_node in by_node.items()
     ]
-    with only_report("the comparison with the forecast"):
-        if has_gpu and (forecast := read_forecast(output_dir, results["device"])):
-            results["forecast"] = forecast
     if trainer.is_world_process_zero():
         with only_report("loss.png"):
             names = [name for name in (results.get("recipe"), results.get("config")) if name]
@@ -277,10 +273,6 @@ def print_summary(results: dict, output_dir: str) -> None:
     gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
     if "eval_loss" in results:
         evaluation += "".join(f"\n{line}" for line in describe_datasets(results))
-    forecast = ""
-    if "forecast" in results:
-        with only_report("the comparison with the forecast"):  # of a file that anyone can change
-            forecast = "".join(f"{line}\n" for line in describe_forecast(results))
     speed = f"{results['tokens_per_second']:,.0f} tokens/s"
     if "rows_per_second" in results:
         speed = f"{results['rows_per_second']:,.0f} rows/s"
@@ -291,6 +283,6 @@ def print_summary(results: dict, output_dir: str) -> None:
     )
     print_once(
         f"{kind} on {processes}, {results['global_step']} steps{seen}: loss {results['final_loss']:.4f}{mean}{evaluation}\n"
-        f"{speed}, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n{dropped}{forecast}"
+        f"{speed}, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n{dropped}"
         f"The model, train_results.json and loss.png are in {output_dir}"
     )

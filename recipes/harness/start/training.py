@@ -37,7 +37,6 @@ from harness.run.settings import RunSettings
 from harness.run.trainer import RunTrainer
 from harness.start import machine
 from harness.start.arguments import Arguments
-from harness.start.plans import copy_plan
 from harness.start.preparing import (
     check_all_arguments,
     check_model_and_dataset,
@@ -306,7 +305,6 @@ def check_and_claim_run(context: Context, arguments: Arguments) -> dict[str, Any
     began = folder.date_of(folder.read_json(output_dir / folder.RUN)) or datetime.now()
     identity |= {"date": began.isoformat(timespec="seconds"), "command": command_of(context)}
     folder.claim_output_dir(output_dir, identity, is_default)
-    copy_plan(context, sys.argv[1:], output_dir)
     print_differences(context, arguments)
     replace_model_and_dataset(context, arguments)
     return identity

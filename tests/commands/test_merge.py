@@ -7,10 +7,13 @@ from harness.commands import chat, merge
 from harness.commands.saved import read_adapter_settings
 from harness.messages import UserError
 from harness.run.marker import begin_writing, sync_files, write_marker
+from harness.run.parameters import quantization_of
 
 import pytest
 import torch
 from accelerate.commands.merge import merge_command, merge_command_parser
+from bitsandbytes.functional import dequantize_4bit
+from bitsandbytes.nn import Linear4bit
 from conftest import read
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -18,6 +21,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    BitsAndBytesConfig,
     Gemma3Config,
     GPT2Config,
     Qwen2Config,
@@ -179,6 +183,48 @@ def test_merge_of_other_adapters(tmp_path, options):
     torch.testing.assert_close(merged, logits(model), atol=1e-4, rtol=0)
     with model.disable_adapter():
         assert (logits(model) - merged).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain scales", "nested scales"])
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, EXPERTS, GPT2], ids=["linear layers", "dora", "experts", "GPT-2"])
+def test_merge_into_the_4_bit_weights_that_were_trained(tmp_path, options, nested):
+    """The merged model computes what the 4-bit model with its adapter does, which transformers and PEFT have loaded."""
+    names = {"target_modules", "target_parameters", "use_dora"}
+    lora = {"target_modules": ["q_proj"]} | {name: options[name] for name in names & options.keys()}
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2} | {name: options[name] for name in options.keys() - names}
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**sizes) if options is EXPERTS else Qwen2Config(**sizes)
+    if options is GPT2:
+        config = GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=2, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype=torch.float32
+    )
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=settings, dtype=torch.float32)
+    by_hand = {
+        f"{name}.weight": dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+        for name, layer in base.named_modules()
+        if isinstance(layer, Linear4bit)
+    }
+    model = get_peft_model(base, LoraConfig(r=4, **lora))
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data += 0.1 * torch.randn_like(weight)
+    model.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter/train_results.json").write_text(json.dumps(quantization_of(base)))
+    trained = model.train()(torch.arange(40)[None]).logits.detach()  # some CPUs round more in eval mode
+    merge.main(str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), trained, atol=1e-4, rtol=0)
+    merge.main(str(tmp_path / "adapter"), str(tmp_path / "original"), "--original_weights")
+    assert (logits(AutoModelForCausalLM.from_pretrained(tmp_path / "original")) - trained).abs().max() > 1e-3
+    if not options:  # only the queries have an adapter; the other layers were trained on 4-bit weights too
+        merged, saved = (load_file(tmp_path / file) for file in ("merged/model.safetensors", "adapter/adapter_model.safetensors"))
+        for name, weight in by_hand.items():
+            if "q_proj" in name:
+                a, b = (saved[f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight"] for part in "AB")
+                weight = weight + 2.0 * (b @ a)  # lora_alpha 8 / rank 4
+            torch.testing.assert_close(merged[name], weight, atol=1e-6, rtol=0)
 
 
 def test_merge_into_files_with_older_names(tmp_path):

@@ -45,6 +45,11 @@ def merge() -> CommandParser:
     parser = CommandParser("merge", "Merges an adapter into its base model, or a sharded checkpoint into one model.")
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run or of a checkpoint")
     parser.add_argument("out", metavar="OUT", nargs="?", help="the folder to write, default RUN/merged")
+    parser.add_argument(
+        *spellings("original_weights"),
+        action="store_true",
+        help="add an adapter that was trained on 4-bit weights to the original ones, as a server does that loads these with it",
+    )
     parser.add_argument(*spellings("push_to_hub"), action="store_true", help="upload the merged model to the Hub")
     parser.add_argument(*spellings("hub_model_id"), metavar="NAME", help="OWNER/NAME of the repository, default RUN-merged")
     parser.add_argument(

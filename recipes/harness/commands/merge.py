@@ -20,6 +20,7 @@ from harness.commands.verify import compare_merged
 from harness.folder import (
     COMPLETION_MARKER,
     PROMPT,
+    RESULTS,
     RUN,
     SHARDED,
     checkpoints,
@@ -51,8 +52,12 @@ def main(*words: str) -> int:
     target = Path(os.path.normpath(parsed.out)) if parsed.out else source / "merged"
     is_merged = (target / "config.json").is_file() and is_newer(target / "config.json", source)
     if not (repository and is_merged):
-        write_merged(source, target)
-    code = compare_if_possible(source, target)
+        write_merged(source, target, parsed.original_weights)
+    if parsed.original_weights:
+        print_once(
+            f"Not compared, because it differs from the trained model. By how much: ./launch.sh --verify {source} {target}"
+        )
+    code = 0 if parsed.original_weights else compare_if_possible(source, target)
     if repository and code:
         print_once(f"Not uploaded to {repository.name}, because the merged model differs from what was trained.")
     elif repository:
@@ -70,7 +75,7 @@ def is_newer(merged: Path, source: Path) -> bool:
     return merged.stat().st_mtime >= max(times, default=0)
 
 
-def write_merged(source: Path, target: Path) -> None:
+def write_merged(source: Path, target: Path, uses_original: bool) -> None:
     """Merges the run or checkpoint `source` into the new folder `target`, which is complete or missing."""
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists already: move it away, or name another folder: ./launch.sh --merge RUN OUT")
@@ -83,7 +88,7 @@ def write_merged(source: Path, target: Path) -> None:
         raise UserError(f"{target} cannot be written ({error.strerror})") from error
     set_signal_handler(lambda number, frame: sys.exit(128 + number))  # so that the draft is deleted
     try:
-        merge(source, draft)
+        merge(source, draft, uses_original)
         if prompt:
             write_json(draft / PROMPT, prompt)
         draft.rename(target)
@@ -106,14 +111,14 @@ def compare_if_possible(source: Path, target: Path) -> int:
         return 0
 
 
-def merge(source: Path, target: Path) -> None:
-    """Writes the model of a run or checkpoint into `target`."""
+def merge(source: Path, target: Path, uses_original: bool) -> None:
+    """Writes the model of a run or checkpoint into `target`. `uses_original`: see --original_weights."""
     if (source / "adapter_model.safetensors").is_file():
         from safetensors.torch import load_file
 
         with hub_errors("adapter", str(source)):
             weights = load_file(source / "adapter_model.safetensors")
-        add_adapter(source, weights, target)
+        add_adapter(source, weights, target, uses_original)
         return
     if (source / "config.json").is_file() and not (source / SHARDED).is_dir():
         raise UserError(f"{source} is a plain model already")
@@ -124,7 +129,8 @@ def merge(source: Path, target: Path) -> None:
     weights = {name.removeprefix(WRAPPER): weight for name, weight in read_sharded(checkpoint, None).items()}
     if unexpected := [name for name in weights if not name.startswith("base_model.model.")]:
         raise UserError(f"{checkpoint} has the weight {unexpected[0]}, which is not one of an adapter")
-    add_adapter(checkpoint, {name.replace(".default.", "."): weight for name, weight in weights.items()}, target)
+    adapter = {name.replace(".default.", "."): weight for name, weight in weights.items()}
+    add_adapter(checkpoint, adapter, target, uses_original)
 
 
 def find_sharded_checkpoint(source: Path) -> Path:
@@ -209,10 +215,10 @@ def put_together(checkpoint: Path, target: Path) -> None:
         copy_processor(run["model"], run.get("settings", {}).get("model_revision", "main"), target)
 
 
-def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
-    """Writes the model an adapter belongs to, with the adapter added to its weights."""
+def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_original: bool) -> None:
+    """Writes the model an adapter belongs to, with the adapter added to the weights that it was trained on."""
     from harness.compat.transformers import names_in_model
-    from harness.model.quantized import read_source, save_readable
+    from harness.model.quantized import read_quantization, read_source, save_readable
     from harness.model.weight_files import check_weights
 
     from huggingface_hub import snapshot_download
@@ -232,11 +238,19 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
         if not base.is_dir():
             patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
             base = Path(snapshot_download(str(base), revision=settings.revision, allow_patterns=patterns))
-    name_in_model = names_in_model(check_weights(str(base)))
+    model = check_weights(str(base))
+    name_in_model = names_in_model(model)
+    how = read_quantization(read_json(folder / RESULTS) or read_json(folder / COMPLETION_MARKER))
+    print_once(sentence_about_base(str(base), how is not None, uses_original))
+    if how and model is None:
+        raise UserError(f"the files of {base} are quantized, so an adapter cannot be added to them: use it with its base model")
+    quantized = how.weights_in(model) if how else {}  # it changes the model, which is not used afterwards
+    is_transposed = any(quantized.values())
+    quantized = {} if uses_original else quantized
     unties = AutoConfig.from_pretrained(base).tie_word_embeddings and not settings.ensure_weight_tying
     unties = unties and any(part in EMBEDDINGS for name in adapter for part in name.split("."))
-    if unties or needs_peft(adapter, settings):
-        merge_in_memory(base, settings, adapter, unties, target)
+    if unties or is_transposed or needs_peft(adapter, settings):
+        merge_in_memory(base, settings, adapter, unties, target, how, quantized)
         copy_other_files(base, folder, target)
         return
     changes = changed_weights(adapter, settings)
@@ -245,12 +259,27 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path) -> None:
         merged = {}
         with safe_open(file, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (safe_open is not a dict)
-                change = changes.pop(name_in_model(name), None)
-                merged[name] = change(weights.get_tensor(name)) if change else weights.get_tensor(name)
+                weight, known = weights.get_tensor(name), name_in_model(name)
+                dtype, change = weight.dtype, changes.pop(known, None)
+                if known in quantized:
+                    weight = how.as_trained(weight)
+                merged[name] = (change(weight, dtype) if change else weight.to(dtype)).contiguous()
             save_readable(merged, target / file.name)
     if changes:
         raise UserError(f"{base} has no weight {next(iter(changes))}: is it the model that this adapter was trained on?")
     copy_other_files(base, folder, target, with_index=True)
+
+
+def sentence_about_base(base: str, was_4bit: bool, uses_original: bool) -> str:
+    """Which weights the adapter is added to."""
+    if not was_4bit:
+        return f"The adapter is added to the weights of {base}."
+    if uses_original:
+        return f"The adapter is added to the original weights of {base}, not to the 4-bit ones that it was trained on."
+    return (
+        f"The adapter is added to the 4-bit weights of {base} that it was trained on, unpacked (--original_weights: to the "
+        "original ones)."
+    )
 
 
 def copy_other_files(base: Path, run: Path, target: Path, with_index: bool = False) -> None:
@@ -279,11 +308,13 @@ def needs_peft(adapter: dict[str, Any], settings: Any) -> bool:
     return bool(settings.use_dora or settings.target_parameters or settings.fan_in_fan_out or is_other)
 
 
-def merge_in_memory(base: Path, settings: Any, adapter: dict[str, Any], unties: bool, target: Path) -> None:
+def merge_in_memory(
+    base: Path, settings: Any, adapter: dict[str, Any], unties: bool, target: Path, how: Any, quantized: dict[str, bool]
+) -> None:
     """Merges with PEFT, which needs the whole model in memory.
 
     `unties`: the adapter trained the embeddings or the output layer of a model in which both have the same weights, so that
-    they are different weights now.
+    they are different weights now. `how`, `quantized`: the `TrainedQuantization`, and the weights that it quantized.
     """
     from harness.model.weight_files import class_of_model
 
@@ -292,6 +323,9 @@ def merge_in_memory(base: Path, settings: Any, adapter: dict[str, Any], unties: 
     from transformers import AutoConfig
 
     model = class_of_model(AutoConfig.from_pretrained(base)).from_pretrained(base, dtype="auto")
+    for name, is_transposed in quantized.items():
+        weight = model.get_parameter(name)
+        weight.data = how.as_trained(weight.data, is_transposed).to(weight.dtype).contiguous()
     if unties:
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
@@ -309,8 +343,8 @@ def merge_in_memory(base: Path, settings: Any, adapter: dict[str, Any], unties: 
         file.chmod(target.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
 
 
-def changed_weights(adapter: dict[str, Any], settings: Any) -> dict[str, Callable[[Any], Any]]:
-    """For each weight of the base model that an adapter changes: its name, and a function from the weight to the new one."""
+def changed_weights(adapter: dict[str, Any], settings: Any) -> dict[str, Callable[[Any, Any], Any]]:
+    """For each weight of the base model that an adapter changes: its name, and a function to the new one, in a dtype."""
     from peft.utils.other import get_pattern_key
 
     changes = {}
@@ -324,16 +358,20 @@ def changed_weights(adapter: dict[str, Any], settings: Any) -> dict[str, Callabl
             low_rank = {"a": tensor, "b": adapter[name.replace("lora_A", "lora_B")], "scaling": scaling}
             changes[f"{module}.weight"] = functools.partial(add_low_rank, **low_rank)
         elif not name.endswith(".lora_B.weight"):  # modules_to_save: trained as a whole
-            changes[weight_name] = tensor.type_as
+            changes[weight_name] = functools.partial(use_trained, tensor)
     return changes
 
 
-def add_low_rank(weight: Any, a: Any, b: Any, scaling: float) -> Any:
-    """weight + scaling * b @ a, computed in float32 for some rows at a time; weight (out, in), a (rank, in), b (out, rank)."""
-    merged = weight.clone()
+def use_trained(trained: Any, weight: Any, dtype: Any) -> Any:
+    return trained.to(dtype)
+
+
+def add_low_rank(weight: Any, dtype: Any, a: Any, b: Any, scaling: float) -> Any:
+    """weight + scaling * b @ a in `dtype`, computed in float32 for some rows at a time; a (rank, in), b (out, rank)."""
+    merged = weight.new_empty(weight.shape, dtype=dtype)
     for start in range(0, len(merged), ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)
-        merged[part] = (merged[part].float() + scaling * (b[part].float() @ a.float())).to(weight.dtype)
+        merged[part] = (weight[part].float() + scaling * (b[part].float() @ a.float())).to(dtype)
     return merged
 
 

@@ -30,12 +30,11 @@ from harness.commands.expectations import (
 )
 from harness.commands.saved import check_saved_model
 from harness.commands.served import check_served_model, is_address
-from harness.folder import RESULTS, RUN, date_of, read_json
+from harness.folder import RUN, date_of, read_json
 from harness.messages import UserError, exit_on_user_error, print_once
 
 # How far a loss may be from the one it is compared with, in nats per token.
 TOLERANCE = 0.02  # rounding: the run has float32 weights and other kernels, a merged weight is rounded once more
-TOLERANCE_4BIT = 0.05  # an adapter that was trained on 4-bit weights, merged into the original ones
 TOLERANCE_QUANTIZED = 0.1  # weights that were quantized after the training
 MERGE_TOKENS = 8192  # with which --merge compares on a CPU
 # Not about which tokens are generated, or compared by another check.
@@ -72,6 +71,7 @@ def main(*words: str) -> int:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
     else:
         print_checks(checks)
+        print_meaning(checks, folder)
     return int(has_failed(checks))
 
 
@@ -95,17 +95,14 @@ def compare(folder: Path, model: str, served_name: str, expected: Expected, rows
         return checks
     del loaded
     loaded, tokenizer = chat.load_model(Path(model)), chat.load_saved_tokenizer(Path(model))
-    tolerance = tolerance_of(folder, loaded)
+    tolerance = tolerance_of(loaded)
     checks += check_loss(model, measure(loaded, rows, model), expected, rows, tolerance, saved)
     return checks + check_tokenizer_and_configs(model, loaded, tokenizer, expected, Path(model, "adapter_config.json").is_file())
 
 
-def tolerance_of(folder: Path, model: Any) -> float:
+def tolerance_of(model: Any) -> float:
     """The tolerance for another model than the saved one."""
-    was_4bit = bool(read_json(folder / RESULTS).get("quantization"))
-    if getattr(model.config, "quantization_config", None) is not None:
-        return TOLERANCE_QUANTIZED
-    return TOLERANCE_4BIT if was_4bit else TOLERANCE
+    return TOLERANCE_QUANTIZED if getattr(model.config, "quantization_config", None) is not None else TOLERANCE
 
 
 def measure(model: Any, rows: list[Row], name: str) -> Losses:
@@ -280,7 +277,7 @@ def compare_merged(run: Path, merged: Path) -> int:
     few = rows if gpus else rows_within(rows, MERGE_TOKENS)
     adapter = measure(chat.load_model(run), few, str(run))
     model = chat.load_model(merged)
-    tolerance, found = tolerance_of(run, model), measure(model, few, str(merged))
+    tolerance, found = tolerance_of(model), measure(model, few, str(merged))
     if len(few) == len(rows):
         checks = check_loss(str(run), adapter, expected, rows, TOLERANCE)
         checks += check_loss(str(merged), found, expected, rows, tolerance, adapter)
@@ -289,7 +286,24 @@ def compare_merged(run: Path, merged: Path) -> int:
         checks = [numeric_check(str(merged), what, per_token(adapter), per_token(found), tolerance, " (adapter)")]
     checks += check_tokenizer_and_configs(str(merged), model, chat.load_saved_tokenizer(merged), expected, is_adapter=False)
     print_checks(checks)
+    print_meaning(checks, run)
     return int(has_failed(checks))
+
+
+def print_meaning(checks: list[Check], run: Path) -> None:
+    """What a failed check means, and what to do next."""
+    failed = {check.model for check in checks if check.result == "FAILED"}
+    if str(run) in failed:
+        print_once(
+            f"FAILED: {run} is not the model that was trained. A file was changed or damaged, or other versions of the libraries "
+            "compute something else: copy the folder again, and compare `versions` in train_results.json."
+        )
+    for model in sorted(failed - {str(run)}):
+        print_once(
+            f"FAILED: {model} is not the model that was trained. Weights that were quantized afterwards, or the original weights "
+            f"with an adapter of QLoRA, differ a little: the loss says how much. Otherwise use {run}, which is not affected, and "
+            f"merge it again: ./launch.sh --merge {run} OUT"
+        )
 
 
 def rows_within(rows: list[Row], tokens: int) -> list[Row]:

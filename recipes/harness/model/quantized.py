@@ -6,6 +6,7 @@ that is already quantized takes seconds per layer.
 
 import hashlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from filelock import FileLock
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import BitsAndBytesConfig, Trainer, TrainingArguments
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import AutoHfQuantizer
 from trl import ModelConfig
 
 # Which files of a model are downloaded: not its weights a second time in another format.
@@ -138,17 +141,61 @@ def read_source(folder: str | Path) -> dict[str, Any]:
 
 def _quantize_weight(name: str, weight: torch.Tensor, quantization: BitsAndBytesConfig) -> dict[str, torch.Tensor]:
     """A 4-bit weight and its quantization state, under the names that bitsandbytes' Linear4bit saves."""
+    packed = pack(weight, quantization, "cpu")
+    state = {f"{name}.{part}": tensor for part, tensor in packed.quant_state.as_dict(packed=True).items()}
+    return {name: packed.data, **state}
+
+
+def pack(weight: torch.Tensor, quantization: BitsAndBytesConfig, device: str) -> Any:
+    """The `Params4bit` that bitsandbytes makes of a weight."""
     from bitsandbytes.nn import Params4bit
 
-    packed = Params4bit(
+    return Params4bit(
         weight,
         requires_grad=False,
         compress_statistics=quantization.bnb_4bit_use_double_quant,
         quant_type=quantization.bnb_4bit_quant_type,
         quant_storage=quantization.bnb_4bit_quant_storage,
-    ).to("cpu")
-    state = {f"{name}.{part}": tensor for part, tensor in packed.quant_state.as_dict(packed=True).items()}
-    return {name: packed.data, **state}
+    ).to(device)
+
+
+@dataclass
+class TrainedQuantization:
+    """How the weights were quantized that an adapter was trained on."""
+
+    settings: BitsAndBytesConfig
+    dtype: torch.dtype  # of the weights that were quantized, and of what a 4-bit layer makes of them
+    device: str  # that quantizes: other devices can round in another way
+
+    def weights_in(self, model: torch.nn.Module) -> dict[str, bool]:
+        """The names of the weights of a model that transformers quantizes, and whether it transposes them before.
+
+        `model`: on the meta device. Its layers are replaced.
+        """
+        from bitsandbytes.nn import Linear4bit
+
+        AutoHfQuantizer.from_config(self.settings, pre_quantized=False).preprocess_model(model=model, device_map=None)
+        layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, Linear4bit)]
+        return {f"{name}.weight": issubclass(layer.source_cls, Conv1D) for name, layer in layers}
+
+    def as_trained(self, weight: torch.Tensor, is_transposed: bool = False) -> torch.Tensor:
+        """What a 4-bit layer computes with instead of an original weight: quantized, and unpacked again by bitsandbytes."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        original = weight.T if is_transposed else weight
+        packed = pack(original.to(self.dtype), self.settings, self.device)
+        unpacked = dequantize_4bit(packed.data, packed.quant_state).cpu()
+        return unpacked.T if is_transposed else unpacked
+
+
+def read_quantization(recorded: dict[str, Any]) -> TrainedQuantization | None:
+    """What `quantization_of` in run/parameters.py has recorded in results or in a checkpoint; None without 4 bits."""
+    if not recorded.get("quantization", {}).get("load_in_4bit"):
+        return None
+    settings = BitsAndBytesConfig.from_dict(recorded["quantization"])
+    # Weights that are kept in a folder were quantized on the CPU, the others where they were loaded to.
+    device = "cuda" if torch.cuda.is_available() and not recorded.get("quantized_weights") else "cpu"
+    return TrainedQuantization(settings, getattr(torch, recorded["quantized_dtype"]), device)
 
 
 def save_readable(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -12,7 +12,7 @@ from harness.folder import read_json
 from harness.messages import UserError, print_once
 from harness.restarts import before_and_now
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
-from harness.run.parameters import adapters_of
+from harness.run.parameters import adapters_of, quantization_of
 from harness.run.progress import Progress
 from harness.run.settings import RunSettings
 
@@ -93,7 +93,8 @@ class Checkpoints(TrainerCallback):
         if process.is_main_process:
             files = {name: entry for part in parts for name, entry in part.items()}
             geometry = data_settings(args) | {"asked_accumulation_steps": self.settings.asked_accumulation_steps}
-            write_marker(checkpoint, {"geometry": geometry, "progress": progress, "files": files})
+            how = quantization_of(self.trainer.accelerator.unwrap_model(model))  # for --merge
+            write_marker(checkpoint, {"geometry": geometry, "progress": progress, "files": files} | how)
 
     def _save_config(self, model: torch.nn.Module, checkpoint: Path) -> None:
         """Saves what --merge needs besides the weights, which a model that a recipe has made has nowhere else."""

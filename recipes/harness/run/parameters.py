@@ -85,7 +85,7 @@ def describe_training(modules: dict[str, int], parameters: tuple[int, int]) -> s
 
 
 def quantization_of(model: torch.nn.Module) -> dict:
-    """For --chat: the quantization settings of a model, {} if it is not quantized, and the folder of its 4-bit weights.
+    """For --chat and --merge: how a model is quantized, {} if it is not, and the folder of its 4-bit weights.
 
     The folder is "" if the weights were quantized while they were loaded.
     """
@@ -96,5 +96,6 @@ def quantization_of(model: torch.nn.Module) -> dict:
     folder = config.name_or_path
     return {
         "quantization": settings if isinstance(settings, dict) else settings.to_dict(),
+        "quantized_dtype": str(config.dtype).removeprefix("torch."),
         "quantized_weights": folder if Path(folder, SOURCE).is_file() else "",
     }

@@ -148,6 +148,23 @@ def test_exit_with_parent(python):
     assert python(script.format("os.getpid()")).returncode == 137
 
 
+DAEMON = """
+import multiprocessing, work
+from harness.start.recipes import begin_process
+begin_process()
+is_deaf = multiprocessing.Event()
+multiprocessing.Process(target=work.ignore_sigterm, args=(is_deaf,), daemon=True).start()
+is_deaf.wait()
+"""
+
+
+def test_exit_does_not_wait_for_a_daemon_that_ignores_sigterm(python):
+    """Python 3.12 and newer start no thread while they exit."""
+    work = "import signal, time\ndef ignore_sigterm(event):\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    ended = python(DAEMON, work + "    event.set()\n    time.sleep(1000)\n")
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 INTERRUPT = """
 import os, runpy, signal, sys
 class Interrupt:

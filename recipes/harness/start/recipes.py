@@ -8,11 +8,10 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from harness import contexts
@@ -119,12 +118,12 @@ def _prepare_exit() -> None:
     for number in (signal.SIGINT, *SIGNALS):  # the run has ended: a signal would only interrupt the exit handlers
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise when a worker is killed
-    timer = threading.Timer(DAEMON_TIMEOUT, _kill_daemons)
-    timer.daemon = True
-    timer.start()
+    if any(child.daemon for child in multiprocessing.active_children()):
+        signal.signal(signal.SIGALRM, _kill_daemons)  # no timer: Python 3.12 starts no thread while it exits
+        signal.alarm(DAEMON_TIMEOUT)
 
 
-def _kill_daemons() -> None:
+def _kill_daemons(number: int, frame: FrameType | None) -> None:
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()

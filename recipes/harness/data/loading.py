@@ -43,7 +43,7 @@ from harness.folder import DATA, write_json
 from harness.hub import hub_errors
 from harness.messages import UserError, is_first_process, print_once
 
-from datasets import Dataset, DatasetDict, Features, IterableDataset
+from datasets import Dataset, Features, IterableDataset, interleave_datasets
 from datasets.features.features import require_decoding
 from datasets.fingerprint import Hasher, generate_fingerprint
 
@@ -75,9 +75,7 @@ class Opened:
         return self.source.display_name
 
 
-def load(
-    script_args: ScriptArguments, keep: Callable[[dict], bool] | None = None
-) -> tuple[Dataset | IterableDataset, Dataset | DatasetDict]:
+def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = None) -> tuple[Dataset | IterableDataset, Dataset]:
     """Loads the rows to train on and the rows to evaluate on.
 
     Args:
@@ -92,7 +90,7 @@ def load(
         held out of the training split; with all rows that equal them they are at most a tenth of it.
 
         Of several datasets (`dataset_weights`) the training rows are mixed by weight, see `mix`, and `eval_dataset` has
-        the evaluation rows of each by its label, as a DatasetDict: `map` and `select_columns` work as those of one dataset.
+        the evaluation rows of all.
     """
     data = script_args.data
     if not data.sources:
@@ -125,12 +123,12 @@ def load(
         write_json(Path(data.output_dir, DATA), summary)
     if isinstance(train, IterableDataset):
         train = limit_stream(data, train)
-    evaluated = {
-        one.source.label: evaluation_rows(data, one, one.eval_rows if one.eval_rows is not None else chosen, shape)
+    evaluated = [
+        evaluation_rows(data, one, one.eval_rows if one.eval_rows is not None else chosen, shape)
         for one, (chosen, _) in zip(opened, held_out, strict=True)
-    }
-    train, evaluated = of_date(train, data), {label: of_date(rows, data) for label, rows in evaluated.items()}
-    return train, DatasetDict(evaluated) if data.is_mixture else evaluated[""]
+    ]
+    in_turn = interleave_datasets(evaluated, stopping_strategy="all_exhausted_without_replacement")
+    return of_date(train, data), of_date(in_turn if data.is_mixture else evaluated[0], data)
 
 
 def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool] | None) -> Opened:
@@ -378,7 +376,6 @@ def summarize_source(one: Opened, facts: dict[str, list[str]], held_out: int) ->
     """The content of data.json for a dataset."""
     return {
         "name": one.name,
-        "label": one.source.label,
         "is_complete": one.is_complete,  # False: these are the first rows only
         "format": one.conversion.format,
         "ignored_columns": one.first.ignored,

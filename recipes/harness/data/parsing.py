@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 from harness.data import reading
 from harness.data.script_arguments import ScriptArguments
@@ -61,11 +60,10 @@ def sources_of(script_args: ScriptArguments) -> list[Source]:
             config,
             text_rows=rows,
             display_name=f"{name} {config}" if config else name,
-            label=label,
             weight=weight / sum(weights),
             **shared,
         )
-        for name, config, rows, label, weight in zip(names, configs, text_rows, labels_of(names), weights, strict=True)
+        for name, config, rows, weight in zip(names, configs, text_rows, weights, strict=True)
     ]
 
 
@@ -87,17 +85,3 @@ def _check_mixture(names: list[str], configs: str | list[str] | None, weights: l
         )
     if len(set(zip(names, configs or names, strict=True))) < len(names):
         raise UserError("--dataset_name names a dataset twice: pass each once, with a larger weight")
-
-
-def labels_of(names: list[str]) -> list[str]:
-    """Short names for metrics, all different: `code` for `data/code.jsonl` and `code/*.jsonl`, `b` for `hub/b`.
-
-    None is `train`, as TRL calls the training rows, or `aux`, whose metric would be that of a mixture of experts.
-    """
-    labels, reserved = [], {"", "train", "aux"}
-    for name in names:
-        parts = [part.strip("/").split(".")[0] for part in reversed(Path(name).parts)]
-        short = next((part for part in parts if part not in reserved and not set("*?[") & set(part)), "data")
-        candidates = (short, *(f"{short}-{number}" for number in range(2, len(names) + 2)))
-        labels.append(next(label for label in candidates if label not in labels))
-    return labels

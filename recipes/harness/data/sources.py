@@ -17,7 +17,6 @@ class Source:
     test_split: str = "test"
     text_rows: str | None = None  # see --text_rows
     display_name: str = ""  # in messages; a rehearsal reads another `name`
-    label: str = ""  # of a dataset of a mixture: its name in metrics
     weight: float = 1.0  # its share of the training rows
     # Of a preview, a rehearsal or a plan:
     first_rows: int = 0  # load only so many rows of each split; 0: all

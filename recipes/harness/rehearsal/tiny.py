@@ -142,9 +142,10 @@ def use_planned_size(script_args: ScriptArguments, training_args: TrainingArgume
     data = script_args.data.hold_out_at_least(script_args.data.max_eval_samples)
 
     def use_small(source: Source) -> Source:
+        made = folder / "data" / re.sub(r"\W+", "-", source.display_name)
         if not reading.is_local(source.name):
-            make_dataset(source, folder / "data" / source.label)
-        return _with_tiny_dataset(source, folder / "data" / source.label)
+            make_dataset(source, made)
+        return _with_tiny_dataset(source, made)
 
     script_args.data = dataclasses.replace(data.change_each(use_small), max_eval_samples=min(data.max_eval_samples, 16))
 

@@ -1,4 +1,4 @@
-"""The evaluation of a run: means over tokens or rows, of several datasets, and the metric that chooses the best checkpoint."""
+"""The evaluation of a run: means over tokens or rows, and the metric that chooses the best checkpoint."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -8,13 +8,14 @@ from typing import Any
 from harness import folder
 from harness.compat.trl import logged_metrics
 from harness.messages import UserError, print_once
+from harness.run.metrics import evaluation_losses
 from harness.run.progress import size_of
 
 import torch
 from accelerate.data_loader import prepare_data_loader
 from datasets import IterableDataset
 from torch.utils.data import DataLoader, Sampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:
@@ -23,7 +24,7 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
         return {}
     entries = [entry for entry in trainer.state.log_history if entry["step"] == step_of_saved_model(trainer)]
     logged = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
-    return logged if "eval_loss" in logged else trainer.evaluate()
+    return logged if evaluation_losses(logged) else trainer.evaluate()
 
 
 def step_of_saved_model(trainer: Trainer) -> int:
@@ -157,30 +158,6 @@ def without_router_loss(trainer: Trainer) -> Iterator[None]:
             trainer.aux_loss_enabled = True
 
 
-class MeanEvaluation(TrainerCallback):
-    """Logs `eval_loss` for several evaluation datasets: the mean of their losses, by the weights of the mixture.
-
-    transformers logs one loss for each, `eval_LABEL_loss`, and the best checkpoint is chosen by `eval_loss`.
-    """
-
-    def __init__(self, trainer: Trainer, weights: dict[str, float] | None) -> None:
-        self.trainer, self.weights, self.losses = trainer, weights, {}
-
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: dict, **kwargs: object
-    ) -> None:
-        """Logs the mean once the last of the datasets was evaluated."""
-        datasets = self.trainer.eval_dataset
-        if not isinstance(datasets, dict):
-            return
-        self.losses |= {label: metrics[f"eval_{label}_loss"] for label in datasets if f"eval_{label}_loss" in metrics}
-        if len(self.losses) == len(datasets):
-            weights = self.weights or dict.fromkeys(datasets, 1 / len(datasets))
-            metrics["eval_loss"] = sum(weights[label] * loss for label, loss in self.losses.items())
-            self.trainer.log({"eval_loss": metrics["eval_loss"]})
-            self.losses = {}
-
-
 def print_best_checkpoint(trainer: Trainer) -> None:
     """Prints which evaluation chose the weights that are saved, with `load_best_model_at_end`."""
     state = trainer.state
@@ -202,9 +179,9 @@ def check_metric_is_computed(trainer: Trainer) -> None:
         return
     labels = [f"{label}_" for label in trainer.eval_dataset] if isinstance(trainer.eval_dataset, dict) else []
     metrics = ("loss", "runtime", "samples_per_second", "steps_per_second")
-    known = [f"{label}{metric}" for label in ("", *labels) for metric in metrics]
+    known = [f"{label}{metric}" for label in labels or [""] for metric in metrics]
     if type(trainer).__module__.startswith("trl."):  # SFTTrainer adds metrics without a label
         known += ["mean_token_accuracy", "entropy", "num_tokens"]
     if name not in known:
-        losses = ", ".join(f"eval_{label}loss" for label in ("", *labels))
+        losses = ", ".join(f"eval_{label}loss" for label in labels or [""])
         raise UserError(f"--metric_for_best_model {trainer.args.metric_for_best_model} is not computed: pass {losses}")

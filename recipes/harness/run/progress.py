@@ -147,8 +147,6 @@ def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -
     """The line for a person, "" for logs that say nothing new."""
     start, own = f"step {step:{len(f'{steps:,}')},}/{steps:,}", format_metrics(own_metrics(logs))
     own = f"  {own}" if own else ""
-    if "eval_loss" in logs and "eval_runtime" not in logs:
-        return f"{start}  evaluation loss {logs['eval_loss']:.4f}, mean of all datasets"
     for label, loss in evaluation_losses(logs).items():
         dataset, prefix = (f" of {label}", f"{label}_") if label else ("", "")
         return f"{start}  evaluation loss{dataset} {loss:.4f}{own}  in {logs.get(f'eval_{prefix}runtime', 0):.0f} s"

@@ -231,17 +231,24 @@ def draw_losses(log_history: list[dict], title: str, path: Path, unit: str = "")
         figure.savefig(draft, dpi=120)
 
 
-def describe_datasets(results: dict) -> list[str]:
-    """A line for each dataset of a mixture: its evaluation loss, and how often its rows were seen."""
-    lines = []
-    for dataset in results.get("data", {}).get("datasets", []):
-        label = dataset["label"]
-        losses = [(results.get(f"eval_{label}_loss{when}"), word) for when, word in (("_on_start", "before"), ("", "after"))]
-        words = ", ".join(f"{loss:.4f} {word}" for loss, word in losses if loss is not None)
-        words += f"; {dataset['rows_read']:,} rows read" if "rows_read" in dataset else ""
-        seen = f", each of {dataset['used_rows']:,} rows {dataset['times_seen']:g} times" if "times_seen" in dataset else ""
-        lines.append(f"  {label}: evaluation loss {words}{seen}")
-    return lines
+def describe_losses(results: dict) -> str:
+    """The losses of the last evaluation, and those of the one before the training, of each set by its name; "" without any."""
+    words = ""
+    for label, loss in evaluation_losses(results).items():
+        before = results.get(f"eval_{f'{label}_' if label else ''}loss_on_start")
+        after = f"{loss:.4f}" if before is None else f"{before:.4f} before, {loss:.4f} after"
+        words += f", evaluation loss {f'of {label} ' if label else ''}{after}"
+    return words + (f" (perplexity {results['perplexity']:.1f})" if "perplexity" in results else "")
+
+
+def describe_reading(results: dict) -> str:
+    """A line for each dataset of a mixture in memory: how often its rows were seen."""
+    return "".join(
+        f"\n  {dataset['name']}: {dataset['rows_read']:,} rows read, each of {dataset['used_rows']:,} rows "
+        f"{dataset['times_seen']:g} times"
+        for dataset in results.get("data", {}).get("datasets", [])
+        if "times_seen" in dataset
+    )
 
 
 def describe_metrics(results: dict) -> str:
@@ -263,16 +270,8 @@ def print_summary(results: dict, output_dir: str) -> None:
     if 1 < replicas < results["world_size"]:
         processes += f" ({replicas} replicas of {results['world_size'] // replicas})"
     mean = f" (mean {results['train_loss']:.4f})" if results["train_loss"] is not None else ""
-    evaluation = ""
-    if "eval_loss" in results:
-        on_start = f"{results['eval_loss_on_start']:.4f} before, " if "eval_loss_on_start" in results else ""
-        after = f"{results['eval_loss']:.4f}{' after' if on_start else ''}"
-        perplexity = f" (perplexity {results['perplexity']:.1f})" if "perplexity" in results else ""
-        evaluation = f", evaluation loss {on_start}{after}{perplexity}"
-    evaluation += describe_metrics(results)
+    evaluation = describe_losses(results) + describe_metrics(results) + describe_reading(results)
     gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
-    if "eval_loss" in results:
-        evaluation += "".join(f"\n{line}" for line in describe_datasets(results))
     speed = f"{results['tokens_per_second']:,.0f} tokens/s"
     if "rows_per_second" in results:
         speed = f"{results['rows_per_second']:,.0f} rows/s"

@@ -13,7 +13,7 @@ from harness.model.quantized import install_byte_check
 from harness.run.agreement import make_cpu_group, make_group_for_failures
 from harness.run.checkpoints import check_adapter, find_checkpoint, print_changed_rows
 from harness.run.disk import check_disk_space
-from harness.run.evaluation import MeanEvaluation, check_metric_is_computed, evaluate, print_best_checkpoint
+from harness.run.evaluation import check_metric_is_computed, evaluate, print_best_checkpoint
 from harness.run.expectations import save_expectations, why_no_expectations
 from harness.run.failures import exit_for_known_failure, only_report, only_report_if_all
 from harness.run.losses import Loss, find_loss
@@ -89,7 +89,6 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     stop = StopAfterSignal(group)
     del group
     callbacks = [
-        MeanEvaluation(trainer, settings.dataset_weights),
         AfterWrapping(trainer, settings.config, settings.processes, loss.own is not None, show_buffers, measure_loss),
         # Before Checkpoints: a checkpoint with NaN in it must not get a completion marker.
         StopOnNan(),

@@ -16,7 +16,6 @@ class RunSettings:
     tiny: bool = False  # a rehearsal
     identity: dict[str, Any] | None = None  # the content of run.json, if this process is to lock the output directory
     profile: bool = False
-    dataset_weights: dict[str, float] | None = None  # of a mixture: the share of each dataset, by its label
     repository: Repository | None = None  # to which the model is uploaded
     prompt: dict[str, Any] = field(default_factory=dict)  # the content of prompt.json
     conversations: list[dict[str, Any]] = field(default_factory=list)  # the first ones for evaluation, with their tokens

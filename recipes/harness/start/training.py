@@ -100,14 +100,12 @@ class Train(Context):
         if training_args.world_size > 1:
             map_in_one_process()
             check_all_reduce(training_args.device)
-        data = script_args.data
         self.settings = RunSettings(
             config=self.config,
             processes=self.processes,
             tiny=self.tiny,
             identity=answer["identity"] if training_args.process_index == 0 else None,
             profile=script_args.profile,
-            dataset_weights={source.label: source.weight for source in data.sources} if data.is_mixture else None,
             asked_accumulation_steps=script_args.asked_accumulation_steps,
             repository=script_args.repository,
             prompt={"rows": None, "chat_template_kwargs": script_args.chat_template_kwargs},

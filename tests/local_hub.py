@@ -21,10 +21,17 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0" * 40
+AUTH_CHECK = re.compile(r"/api/models/(.+)/auth-check/write$")
 COMMIT_API = re.compile(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/([^/]+)$")
 LFS = re.compile(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch$")
 API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?$")
 RESOLVE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)$")
+
+
+def may_write(user: dict | None, name: str) -> bool:
+    """Whether a user, as whoami describes them, may write to a repository."""
+    owners = [user["name"], *(org["name"] for org in user["orgs"])] if user else []
+    return name.split("/")[0] in owners and user["auth"]["accessToken"]["role"] == "write"
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -66,6 +73,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 )
             if path in ("/api/repos/create", "/api/validate-yaml") or COMMIT_API.match(path) or LFS.match(path):
                 return self._write(user, path, body) if user else self._json(403, {"error": "Forbidden"})
+        if match := AUTH_CHECK.match(path):
+            user = self.server.users.get(self.headers.get("Authorization", "").removeprefix("Bearer "))
+            return self._json(200, {}) if may_write(user, match[1]) else self._json(403, {"error": "Forbidden"})
         if match := API.match(path):
             kind, repo, call, _, folder = match.groups()
             return self._api(self._repo(kind, repo), repo, call, folder or "", body)
@@ -82,6 +92,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             wanted = json.loads(body)
             name = f"{wanted.get('organization') or user['name']}/{wanted['name']}"
             folder = self._repo("models", name)
+            if not may_write(user, name):
+                return self._json(403, {"error": "Forbidden"})
             if folder.exists():
                 return self._json(409, {"error": "You already created this model repo", "url": f"{self.server.url}/{name}"})
             folder.mkdir(parents=True)

@@ -36,43 +36,35 @@ def use_hub(hub, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("token", "name", "is_private", "words"),
+    ("token", "name", "is_private", "is_refused"),
     [
-        ("", "mine", True, "needs a token"),
-        ("hf_wrong", "mine", True, "the Hub refuses the token"),
-        ("hf_reads", "mine", True, "may only read"),
-        (TOKEN, "another/mine", True, "cannot write to another, only to me, my-lab"),
-        (TOKEN, "a/b/c", True, "is no name of a repository"),
-        (TOKEN, "me/open", True, "me/open is public: pass --hub_private_repo false"),
-        (TOKEN, "me/open", False, ""),
-        (TOKEN, "my-lab/new", True, ""),
-        (TOKEN, "new", True, ""),
+        ("", "mine", True, True),
+        ("hf_wrong", "mine", True, True),
+        ("hf_reads", "mine", True, True),
+        ("hf_reads", "me/open", False, True),
+        (TOKEN, "another/mine", True, True),
+        (TOKEN, "a/b/c", True, True),
+        (TOKEN, "me/open", True, True),  # it is public
+        (TOKEN, "me/open", False, False),
+        (TOKEN, "my-lab/new", True, False),
+        (TOKEN, "new", True, False),
     ],
 )
-def test_repository_is_checked_before_the_training(use_hub, token, name, is_private, words):
+def test_repository_is_made_before_the_training(hub, use_hub, token, name, is_private, is_refused):
     use_hub(token)
-    if not words:
+    if not is_refused:
         check_repository(Repository(name, is_private))
+        assert (hub.root / "models" / (name if "/" in name else f"me/{name}") / ".private").exists() == is_private
         return
-    with pytest.raises(UserError, match=words) as raised:
+    with pytest.raises(UserError, match="--push_to_hub: ") as raised:
         check_repository(Repository(name, is_private))
     assert not token or token not in str(raised.value)
 
 
-def test_unreachable_hub_is_no_error(monkeypatch, capsys):
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+def test_unreachable_hub_is_an_error(monkeypatch, error_of):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    check_repository(Repository("mine", True))
-    assert "the upload is tried after the training" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("failure", ["503", "incomplete"])
-def test_failing_check_is_no_error(hub, use_hub, capsys, failure):
-    """The Hub answers, and then it does not: the connection breaks, or it is busy."""
-    use_hub(TOKEN)
-    hub.failure = lambda method, path: failure if "whoami" in path else None
-    check_repository(Repository("mine", True))
-    assert "the token was not checked (" in capsys.readouterr().out
+    assert "--push_to_hub" in error_of(check_repository, Repository("mine", True))
 
 
 def test_trainer_itself_uploads_nothing():

@@ -272,20 +272,19 @@ def test_marks_in_preferences(tokenizer, monkeypatch, error_of):
 
 
 def test_processor_of_a_multimodal_model(tokenizer):
-    """Its template is marked too, and gets the content of turns as lists, also where parts of it do not count."""
+    """Its template is marked too, and gets the content of turns as lists, also where one of them does not count."""
     processor = LlavaProcessor(CLIPImageProcessor(), tokenizer, patch_size=14, vision_feature_select_strategy="full")
     processor.chat_template = (
         "{% for message in messages %}<|start_header_id|>{{ message['role'] }}: {{ message['content'][0]['text'] | trim }}"
         "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant: {% endif %}"
     )
-    text = ANSWER["content"]
-    turns = prepare_multimodal_messages([QUESTION, ANSWER | {"untrained": [[0, text.index("of")]]}, QUESTION, SECOND_ANSWER])
+    turns = prepare_multimodal_messages([QUESTION, ANSWER | {"train": False}, QUESTION, SECOND_ANSWER])
     mask = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     encoded = processor.apply_chat_template(turns, chat_template=training_template(processor), **mask)
     ids, marks = encoded["input_ids"][0], encoded["assistant_masks"][0]
     assert tokenizer.decode(ids).endswith("assistant: Once more.<|eot_id|>")
     marked = tokenizer.decode([token for token, is_marked in zip(ids, marks, strict=True) if is_marked])
-    assert marked.replace(" ", "") == "ofthat.<|eot_id|>Oncemore.<|eot_id|>"
+    assert marked.replace(" ", "") == "Oncemore.<|eot_id|>"
 
 
 def test_template_with_markers_is_used_as_it_is(tokenizer):

@@ -243,45 +243,30 @@ def test_convert(row, format, expected):
     assert formats.convert(json.loads(json.dumps(row)), format, "text") == expected
 
 
-@pytest.mark.parametrize("key", [*formats.TRAINED, *formats.MASKED, *formats.TRAINED_PARTS])
+@pytest.mark.parametrize("key", [*formats.TRAINED, *formats.MASKED])
 def test_answers_that_do_not_count(key):
     """By each name that a key of a turn has for it."""
 
     def mark(counts):
-        return {
-            "masked": int(not counts),
-            "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": counts}],
-            "training_detail": json.dumps([{"train": counts}]),
-        }.get(key, counts)
+        return int(not counts) if key == "masked" else counts
 
     turns = [CHAT[0], CHAT[1] | {key: mark(False)}, CHAT[0], CHAT[1] | {key: mark(True)}]
     assert formats.convert({"messages": turns}, "messages") == {"messages": [CHAT[0], CHAT[1] | {"train": False}, *CHAT]}
 
 
-def part(begin, last, counts):
-    return {"begin_offset": begin, "end_offset": last, "train": counts}
-
-
 @pytest.mark.parametrize(
-    ("keys", "untrained"),
+    "marks",
     [
-        ({"train_detail": [part(0, 4, False), part(5, 10, True), part(11, 15, False)]}, [[0, 5], [11, 16]]),
-        ({"train_detail": [part(5, 8, True)]}, [[0, 5], [9, 16]]),  # all others do not count
-        ({"train_detail": [part(0, 4, False)]}, [[0, 5]]),  # all others count
-        ({"train_detail": [part(5, 99, False)]}, [[5, 16]]),
-        ({"train_detail": [part(0, 15, True)]}, None),
-        ({"content": [{"text": "Wrong"}, {"text": ", right, ", "train": True}, "no"]}, [[0, 5], [14, 16]]),
-        ({"content": [{"text": "Wrong", "masked": 1}, {"text": ", right, no"}]}, [[0, 5]]),
-        ({"content": [{"text": "Wrong", "weight": 1}, {"text": ", right, no"}], "weight": 0}, False),
+        {"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]},
+        {"training_detail": json.dumps([{"train": True}])},
+        {"content": [{"text": "Wrong", "masked": 1}, {"text": ", right"}]},
     ],
 )
-def test_parts_of_an_answer_that_do_not_count(keys, untrained):
-    """As Axolotl marks them, with the first and the last letter; or as parts of the content."""
-    turn = as_assistant("Wrong, right, no") | keys
-    row = formats.convert({"messages": [*CHAT, CHAT[0], turn]}, "messages")
-    expected = {"train": False} if untrained is False else {"untrained": untrained} if untrained else {}
-    assert row["messages"][-1] == as_assistant("Wrong, right, no") | expected
-    assert formats.has_untrained_turn(row) == (untrained is not None)
+def test_marks_of_parts_of_a_turn_are_not_ignored(marks):
+    turns = [CHAT[0], CHAT[1] | {"train_detail": None}, CHAT[0], CHAT[1] | marks]
+    assert formats.examine({"messages": turns[:2]}, "messages") == ({"messages": CHAT}, "")
+    converted, reason = formats.examine({"messages": turns}, "messages")
+    assert converted is None and "part of a turn" in reason
 
 
 @pytest.mark.parametrize(
@@ -291,16 +276,6 @@ def test_parts_of_an_answer_that_do_not_count(keys, untrained):
         ({"messages": [CHAT[0], as_assistant("")]}, "messages", "with a turn that is empty"),
         ({"messages": [*CHAT, {"role": "critic", "content": "No."}]}, "messages", "with the unknown role critic"),
         ({"messages": [CHAT[0], CHAT[1] | {"weight": 0.5}]}, "messages", "neither true nor false"),
-        (
-            {"messages": [CHAT[0], CHAT[1] | {"train_detail": [{"train": True}, {"train": False}]}]},
-            "messages",
-            "with a part of a turn whose begin_offset and end_offset are no places in it",
-        ),
-        (
-            {"messages": [CHAT[0], CHAT[1] | {"train_detail": part(0, 4, False)}]},
-            "messages",
-            "with a train_detail that is not a list",
-        ),
         (
             {"messages": [CHAT[0], CHAT[1] | {"content": [{"type": "text", "text": "a", "weight": 0.5}, "b"]}]},
             "messages",
@@ -459,7 +434,7 @@ def test_turns_in_answers_of_preferences(role):
     assert formats.examine(row | {"rejected": same}, "preference")[0] is None
 
 
-PARTS = [{"type": "text", "text": "Be", "train": False}, {"type": "text", "text": "cause."}]
+PARTS = [{"type": "text", "text": "Be"}, {"type": "text", "text": "cause."}]
 ODD = [
     {
         "messages": [
@@ -467,7 +442,7 @@ ODD = [
             CHAT[0],
             as_assistant(PARTS),
             CHAT[0],
-            CHAT[1] | {"train_detail": [part(0, 1, False)]},
+            CHAT[1] | {"train": False},
         ]
     },
     {

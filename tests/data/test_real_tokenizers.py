@@ -117,19 +117,6 @@ def test_answers_and_their_end_tokens_count(tokenizer_of, train_rows, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_marked_parts_of_an_answer(tokenizer_of, train_rows, family):
-    """What is marked not to count does not, nor does anything else change."""
-    tokenizer, (_, _, end) = tokenizer_of(family), FAMILIES[family]
-    text = "Wrong start, right middle. Wrong again.\n\nRight end"
-    parts = [(text.index(part), len(part)) for part in ("Wrong start,", "Wrong again.")]
-    turns = [*CONVERSATION[:2], answer(text) | {"untrained": [[begin, begin + length] for begin, length in parts]}]
-    _, (row,) = train_rows(tokenizer, [{"messages": turns}], assistant_only_loss=True, max_length=None)
-    assert tokenizer.decode(row["input_ids"]) == tokenizer.apply_chat_template(turns, tokenize=False)
-    trained = "".join(tokenizer.decode([label for label in row["labels"] if label != -100]).split())
-    assert trained.removeprefix("<think></think>") == f"rightmiddle.Rightend{end}"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_preview_shows_the_texts(tokenizer_of, train_rows, family):
     tokenizer, (_, header, end) = tokenizer_of(family), FAMILIES[family]
     turns = CONVERSATION[:3]

@@ -38,9 +38,8 @@ from trl import ModelConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 from trl.data_utils import prepare_multimodal_messages
 
-# %s is the model's own template, %r the error message. A turn with train: false is not marked, nor are the parts of its content
-# in `untrained`. A marked part begins and ends with a letter: a space at its end can belong to no token, and transformers would
-# mark all tokens after it.
+# %s is the model's own template, %r the error message. A turn with train: false is not marked. A marked answer ends
+# with a letter: a space at its end can belong to no token, and transformers would mark all tokens after it.
 MARKED = """
 {%%- macro own(messages, add_generation_prompt) %%}%s{%% endmacro %%}
 {%%- set done = namespace(text='') %%}
@@ -51,24 +50,7 @@ MARKED = """
 {%%- if not (before.startswith(done.text) and after.startswith(before)) %%}{{ raise_exception(%r) }}{%% endif %%}
 {{- before[done.text|length:] }}
 {%%- set answer = after[before|length:] %%}
-{%%- set place = namespace(at=0) %%}
-{%%- if message['untrained'] %%}
-{%%- set written = message['content'] %%}
-{%%- set written = written if written is string else written | map(attribute='text') | join %%}
-{%%- set content = written.strip() %%}
-{%%- set start = answer.find(content) if message['tool_calls'] else answer.rfind(content) %%}
-{%%- if start < 0 %%}{{ raise_exception(%r) }}{%% endif %%}
-{%%- set start = start - written|length + written.lstrip()|length %%}
-{%%- for begin, end in message['untrained'] %%}
-{%%- set part = answer[place.at:[start + begin, 0]|max] %%}
-{{- part[:part|length - part.lstrip()|length] }}
-{%%- if part.strip() %%}{%% generation %%}{{ part.strip() }}{%% endgeneration %%}{{ part[part.rstrip()|length:] }}{%% endif %%}
-{%%- set rest = answer[[start + end, 0]|max:] %%}
-{%%- set place.at = answer|length - rest.lstrip()|length %%}
-{{- answer[[start + begin, 0]|max:place.at] }}
-{%%- endfor %%}
-{%%- endif %%}
-{%%- if answer[place.at:] %%}{%% generation %%}{{ answer[place.at:] }}{%% endgeneration %%}{%% endif %%}
+{%%- if answer %%}{%% generation %%}{{ answer }}{%% endgeneration %%}{%% endif %%}
 {%%- set done.text = after %%}
 {%%- endif %%}
 {%%- endfor %%}
@@ -80,7 +62,6 @@ PROJECT = Path(__file__).resolve().parents[3]
 MOST_COMPARED, MOST_ANSWERS = 50, 4  # conversations, and answers of each, whose prompts are tokenized for a comparison
 NEAR = 200  # letters on both sides of the end of a prompt that are tokenized for it
 REASON = "its chat template renders a turn differently when another turn follows"
-PARTS = "a part of an answer is marked not to count in the loss, and the chat template changes the answer's text"
 QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 ONE_ANSWER, TWO_ANSWERS = [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER]
 
@@ -96,7 +77,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> st
     # A processor, of a model that reads images too, has no `get_chat_template`.
     own = tokenizer.chat_template if isinstance(tokenizer, ProcessorMixin) else tokenizer.get_chat_template()
     own = own.removesuffix("\n")
-    marked = MARKED.replace("\n", "") % (own, REASON, PARTS, REASON)
+    marked = MARKED.replace("\n", "") % (own, REASON, REASON)
     try:
         copy_of_trl = get_training_chat_template(tokenizer)
     except ValueError:
@@ -318,9 +299,6 @@ def explain_unmarked(
     tokenizer: PreTrainedTokenizerBase, template: str, place: str, row: dict, model_name: str, splits_answers: bool
 ) -> str:
     """The error message for a row whose answers cannot be marked. See `check_conversations`."""
-    error = template and refusal_of(tokenizer, row, [(template, CallForm(), {"tokenize": False})])
-    if PARTS in str(error):
-        return f"{place}: {PARTS}: delete the marks of the parts, or pass another template with --chat_template_path"
     if answers_with_reasoning_after_none(row):
         return explain_no_thinking(place)
     roles = [turn["role"] for turn in turns_of(row)]

@@ -93,9 +93,7 @@ def digest_of(row: dict) -> str:
     turns = [turn for name in formats.TURNS for turn in row.get(name) or [] if isinstance(turn, dict)]
     if turns:
         others = {name: value for name, value in row.items() if name not in formats.TURNS}
-        row = others | {
-            "turns": [{key: value for key, value in turn.items() if key not in ("train", "untrained")} for turn in turns]
-        }
+        row = others | {"turns": [{key: value for key, value in turn.items() if key != "train"} for turn in turns]}
     return xxhash.xxh3_64_hexdigest(json.dumps(row, ensure_ascii=False, sort_keys=True, default=str).encode())
 
 

@@ -2,8 +2,7 @@
 
 - text: {text_field: str}
 - messages: {"messages": [{"role": str, "content": str}, …]}, or "prompt" and "completion" as lists of messages; also with
-  "tools" and "chat_template_kwargs". A turn with "train": False does not count in the loss, nor do the letters of its content
-  in the ranges of "untrained": [[begin, end], …].
+  "tools" and "chat_template_kwargs". A turn with "train": False does not count in the loss.
 - prompt_completion: {"prompt": str, "completion": str}
 - instruction: {"instruction": str, "input": str, "output": str}
 - preference: {"prompt": […], "chosen": […], "rejected": […]}, lists of messages; also with "tools" and "chat_template_kwargs"
@@ -32,11 +31,11 @@ ROLES = {
 CALLS = ("function_call", "tool_call")  # roles whose content is a call as JSON
 TOOLS, TEMPLATE_ARGUMENTS = ("tools", "functions"), "chat_template_kwargs"  # columns a chat template reads besides the turns
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a turn, by the names that chat templates have for it
-# Keys of a turn that say whether it counts in the loss (1, true), whether it does not, and which parts of it do.
+# Keys of a turn that say whether it counts in the loss (1, true), whether it does not, and which parts of it do (not supported).
 TRAINED, MASKED = ("train", "training", "trainable", "weight", "loss", "loss_mask"), ("masked",)
 TRAINED_PARTS = ("train_detail", "training_detail")
 # Keys of a converted turn; others are passed on too, because a chat template can read them.
-TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "train", "untrained", *REASONING)
+TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "train", *REASONING)
 TURNS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns of a converted row that have turns
 THINK, END_OF_THINK = "<think>", "</think>"
 THOUGHT = re.compile(rf"{THINK}(.*?){END_OF_THINK}", re.DOTALL)
@@ -289,10 +288,11 @@ def _clean_turn(turn: dict) -> dict | None:
     name = str(turn.get("role", turn.get("from"))).lower()
     if name in CALLS and isinstance(content, dict | list):
         content = json.dumps(content, ensure_ascii=False)
-    marks = _marks_of_parts(turn, content)
+    parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    if any(turn.get(key) for key in TRAINED_PARTS) or any(map(_marks_of, parts)):
+        raise SkippedRow("in which a part of a turn is marked to count in the loss, or not to: mark the turn")
     if isinstance(content, list):  # a list of parts; only text can be trained on
         content = "".join(_text_of_part(part) for part in content)
-    untrained = _untrained_ranges(marks, content) if isinstance(content, str) else []
     calls = _from_json(turn.get("tool_calls")) or []
     if not isinstance(calls, list):
         raise SkippedRow("with tool_calls that are not a list")
@@ -301,8 +301,6 @@ def _clean_turn(turn: dict) -> dict | None:
         calls.append(_clean_call(_from_json(turn["function_call"])))
     if name in CALLS and isinstance(content, str):
         content, calls = _split_calls(content)
-        if untrained:
-            raise SkippedRow("with a tool call of which a part counts in the loss and a part does not")
     thought = next((turn[key] for key in REASONING if isinstance(turn.get(key), str) and turn[key].strip()), None)
     if content is None and (calls or role in ("system", "tool")):
         content = ""
@@ -327,9 +325,7 @@ def _clean_turn(turn: dict) -> dict | None:
         kept["tool_calls"] = calls
     if thought:
         kept |= dict.fromkeys(REASONING[:2], thought)
-    if not _counts_in_loss(turn, role, [mark for _, _, mark in marks]) or (untrained and untrained[0] == [0, len(content)]):
-        return kept | {"train": False}
-    return kept | ({"untrained": untrained} if untrained and role == "assistant" else {})
+    return kept if _counts_in_loss(turn, role) else kept | {"train": False}
 
 
 def _text_of_part(part: Any) -> str:
@@ -339,12 +335,12 @@ def _text_of_part(part: Any) -> str:
     return text
 
 
-def _counts_in_loss(turn: dict, role: str, marks_of_parts: list[bool]) -> bool:
+def _counts_in_loss(turn: dict, role: str) -> bool:
     """False for an answer that is marked so. Only answers can count in the loss."""
     marks = _marks_of(turn)
     if role == "assistant":
         return all(marks)
-    if any(marks + marks_of_parts) and "weight" not in turn:
+    if any(marks) and "weight" not in turn:
         raise SkippedRow(f"in which a turn of the {role} is marked to be trained on")
     return True
 
@@ -355,38 +351,6 @@ def _marks_of(marked: dict) -> list[bool]:
     if wrong := [key for key, mark in found.items() if mark not in (0, 1)]:
         raise SkippedRow(f"with a turn whose {wrong[0]} is neither true nor false, 1 nor 0")
     return [bool(not mark if key in MASKED else mark) for key, mark in found.items()]
-
-
-def _marks_of_parts(turn: dict, content: Any) -> list[tuple[int, int, bool]]:
-    """Which parts of a turn are marked, as begin and end in its content, and whether they count in the loss.
-
-    The content can be a list of parts with marks. Axolotl's `train_detail` has the first and the last letter of each part.
-    """
-    marks, end = [], 0
-    for part in content if isinstance(content, list) else ():
-        begin, end = end, end + len(_text_of_part(part))
-        if isinstance(part, dict) and (found := _marks_of(part)):
-            marks.append((begin, end, all(found)))
-    parts = next((value for key in TRAINED_PARTS if (value := _from_json(turn.get(key))) is not None), [])
-    if not isinstance(parts, list):
-        raise SkippedRow("with a train_detail that is not a list")
-    for part in parts:
-        begin, last = (part.get(key) if isinstance(part, dict) else None for key in ("begin_offset", "end_offset"))
-        if begin is last is None and len(parts) == 1 and isinstance(content, str):
-            begin, last = 0, max(0, len(content) - 1)
-        if not isinstance(part, dict) or type(begin) is not int or type(last) is not int or not 0 <= begin <= last:
-            raise SkippedRow("with a part of a turn whose begin_offset and end_offset are no places in it")
-        marks.append((begin, last + 1, all(_marks_of(part))))
-    return marks
-
-
-def _untrained_ranges(marks: list[tuple[int, int, bool]], content: str) -> list[list[int]]:
-    """The ranges of letters that do not count in the loss: what is marked so, or if a part is marked to count, all others."""
-    counts = [not any(mark for _, _, mark in marks)] * len(content)
-    for begin, end, mark in marks:
-        counts[begin:end] = [mark] * len(counts[begin:end])
-    groups = itertools.groupby(range(len(content)), lambda place: counts[place])
-    return [[places[0], places[-1] + 1] for does_count, group in groups if not does_count and (places := list(group))]
 
 
 def _clean_call(call: Any) -> dict:
@@ -551,9 +515,9 @@ def split_answers(row: dict) -> list[dict]:
 
 
 def has_untrained_turn(row: dict) -> bool:
-    """Whether a turn of a converted row is marked not to count in the loss, or a part of it."""
+    """Whether a turn of a converted row is marked not to count in the loss."""
     turns = [turn for name in ("messages", "prompt", "completion") for turn in row.get(name) or [] if isinstance(turn, dict)]
-    return any(not turn.get("train", True) or "untrained" in turn for turn in turns)
+    return any(not turn.get("train", True) for turn in turns)
 
 
 def kind_of_conversation(row: dict) -> str:
@@ -565,9 +529,8 @@ def kind_of_conversation(row: dict) -> str:
     words = []
     for turn in turns:
         has_thought = "reasoning_content" in turn or "</think>" in turn["content"]
-        trained = "untrained_parts" if "untrained" in turn else ""
         parts = [turn["role"], "calls" if "tool_calls" in turn else "", "thought" if has_thought else ""]
-        words.append("+".join(part for part in [*parts, trained if turn.get("train", True) else "untrained"] if part))
+        words.append("+".join(part for part in [*parts, "" if turn.get("train", True) else "untrained"] if part))
     keys = " ".join(sorted({key for turn in turns for key in other_keys(turn)}))
     return " ".join(words) + (", tools" if row.get("tools") else "") + (f", keys {keys}" if keys else "")
 

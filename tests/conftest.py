@@ -43,7 +43,7 @@ CONFIGS = [path for path in ALL_CONFIGS if path.stem in {config for _, config, *
 OTHER_PACKAGES = {
     "serving_python": (["fastapi==0.165.0", "uvicorn==0.54.0", "openai", "python-multipart"], True),  # transformers[serving]
     "sky_python": (["skypilot==0.14.1"], False),
-    "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0", "zstandard==0.25.0"], True),
+    "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0"], True),
 }
 MARKS = (
     "unit: imports no torch, in its process or in one that it starts. A file without the mark has no such tests",

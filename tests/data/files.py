@@ -1,11 +1,9 @@
 """Files as people have them, and what becomes of each. `python tests/data/files.py` prints a table."""
 
-import bz2
 import contextlib
 import dataclasses
 import gzip
 import json
-import lzma
 import sys
 import tempfile
 from pathlib import Path
@@ -152,8 +150,6 @@ FILES: dict[str, tuple] = {
     "saved dataset": (TEXT, lambda folder: save(folder, splits=False), "saved", (27, 0, 3)),
     "saved splits": (TEXT, lambda folder: save(folder, splits=True), "saved", (30, 0, 3)),
     "gzip": (TEXT, {"a.jsonl.gz": gzip.compress(TEXTS.encode())}, "a.jsonl.gz", (27, 0, 3)),
-    "bzip2": (TEXT, {"a.jsonl.bz2": bz2.compress(TEXTS.encode())}, "a.jsonl.bz2", (27, 0, 3)),
-    "xz": (TEXT, {"a.jsonl.xz": lzma.compress(TEXTS.encode())}, "a.jsonl.xz", (27, 0, 3)),
     "gzip that was not copied to its end": (
         TEXT,
         {"a.jsonl.gz": gzip.compress(TEXTS.encode())[:-20]},
@@ -166,8 +162,7 @@ FILES: dict[str, tuple] = {
         "a.jsonl.gz",
         "a.jsonl.gz is damaged or incomplete",
     ),
-    "zstd without its package": (TEXT, {"a.jsonl.zst": b"\x28\xb5\x2f\xfd rest"}, "a.jsonl.zst", "pip install zstandard"),
-    "zip": (TEXT, {"a.zip": b"PK\x03\x04 rest"}, "a.zip", "a zip file or a spreadsheet: unpack it"),
+    "zip": (TEXT, {"a.zip": b"PK\x03\x04\0 rest"}, "a.zip", "a.zip is not a text file"),
     "capital suffix": (TEXT, {"A.JSONL": TEXTS}, "A.JSONL", (27, 0, 3)),
     "no suffix": (TEXT, {"rows": TEXTS}, "rows", (27, 0, 3)),
     "CSV without suffix": (TASK, {"rows": CSV}, "rows", (27, 0, 3)),
@@ -180,7 +175,7 @@ FILES: dict[str, tuple] = {
     ),
     "BOM": (TEXT, {"a.jsonl": b"\xef\xbb\xbf" + TEXTS.encode()}, "a.jsonl", (27, 0, 3)),
     "CSV with BOM": (TASK, {"a.csv": b"\xef\xbb\xbf" + CSV.encode()}, "a.csv", (27, 0, 3)),
-    "UTF-16": (TEXT, {"a.jsonl": TEXTS.encode("utf-16")}, "a.jsonl", "a.jsonl, line 1: the file is UTF-16"),
+    "UTF-16": (TEXT, {"a.jsonl": TEXTS.encode("utf-16")}, "a.jsonl", "a.jsonl, line 1: byte 0xff is not UTF-8"),
     "Latin-1": (TEXT, {"a.jsonl": '{"text": "a"}\n{"text": "ä"}'.encode("latin-1")}, "a.jsonl", "line 2: byte 0xe4 is not UTF-8"),
     "broken JSON": (TEXT, {"a.jsonl": TEXTS + '\n{"text": "a'}, "a.jsonl", "a.jsonl, line 31: JSON parse error"),
     "control character in JSON": (TEXT, {"a.jsonl": '{"text": "a\tb"}'}, "a.jsonl", "Invalid control character at character 12"),
@@ -212,7 +207,7 @@ FILES: dict[str, tuple] = {
     "folder with two formats": (TEXT, {"d/a.jsonl": TEXTS, "d/notes.txt": "notes"}, "d", (27, 0, 3)),
     "folder with dev": (TEXT, {"d/train.jsonl": TEXTS, "d/dev.jsonl": lines(lambda n: text(n + 50), 5)}, "d", (30, 0, 5)),
     "folder with eval": (TEXT, {"d/rows.jsonl": TEXTS, "d/eval.jsonl": lines(lambda n: text(n + 50), 5)}, "d", (30, 0, 5)),
-    "folder of images": (TEXT, {"d/a.png": b"\x89PNG"}, "d", "no files in JSON, CSV"),
+    "folder of images": (TEXT, {"d/a.png": b"\x89PNG\r\n\x1a\n\0\0\0"}, "d", "no files in JSON, CSV"),
     "missing file": (TEXT, {}, "no.jsonl", "file or folder not found"),
     # rows
     "two files for a stream": (

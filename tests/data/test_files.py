@@ -1,11 +1,9 @@
 """Files as people have them: run, rehearsal and preview agree on the outcome, the counts and the rendered text of each."""
 
 import functools
-import subprocess
 
 import datasets
 import pytest
-from conftest import ROOT
 from files import FILES, make, make_tokenizer, outcome
 
 tokenizer_of = functools.cache(make_tokenizer)
@@ -35,21 +33,3 @@ def test_run_rehearsal_and_preview_agree(tmp_path, name):
     assert len(rehearsal[2]) == len(rendered)
     if "ool" not in name and "call" not in name:  # tools are cut in a rehearsal
         assert rehearsal[2] == rendered
-
-
-READ_ZSTD = """
-import sys, zstandard
-from harness.data.reading import open_splits
-
-with open(sys.argv[1], "wb") as file:
-    file.write(zstandard.ZstdCompressor().compress(b'{"text": "one"}\\n{"text": "two"}\\n'))
-print([row["text"] for _, row in open_splits(sys.argv[1], None, streaming=True)["train"]])
-"""
-
-
-def test_zstd(tracker_python, environment, tmp_path):
-    """With its package, in an environment that has it."""
-    command = [tracker_python, "-c", READ_ZSTD, tmp_path / "rows.jsonl.zst"]
-    variables = environment | {"PYTHONPATH": str(ROOT / "recipes")}
-    process = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
-    assert process.stdout.splitlines()[-1:] == ["['one', 'two']"], process.stderr

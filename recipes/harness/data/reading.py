@@ -118,7 +118,7 @@ def check_exists(name: str) -> None:
             )
     path = Path(name)
     is_path = name.startswith(("/", ".", "~")) or any(sign in name for sign in "*?[ ,") or name.count("/") > 1
-    if not is_local(name) and (is_path or suffix_of(path) in SUFFIXES or path.suffix.lower() in COMPRESSED):
+    if not is_local(name) and (is_path or suffix_of(path) in SUFFIXES or path.suffix.lower() == COMPRESSED):
         raise UserError(f"--dataset_name: file or folder not found: {name}")
 
 

@@ -162,10 +162,9 @@ FILES: dict[str, tuple] = {
         "a.jsonl.gz",
         "a.jsonl.gz is damaged or incomplete",
     ),
-    "zip": (TEXT, {"a.zip": b"PK\x03\x04\0 rest"}, "a.zip", "a.zip is not a text file"),
+    "zip": (TEXT, {"a.zip": b"PK\x03\x04\0 rest"}, "a.zip", "a.zip: expected a file .json"),
     "capital suffix": (TEXT, {"A.JSONL": TEXTS}, "A.JSONL", (27, 0, 3)),
-    "no suffix": (TEXT, {"rows": TEXTS}, "rows", (27, 0, 3)),
-    "CSV without suffix": (TASK, {"rows": CSV}, "rows", (27, 0, 3)),
+    "no suffix": (TEXT, {"rows": TEXTS}, "rows", "rows: expected a file .json"),
     "brackets and spaces in the name": (TEXT, {"my [own] rows (1)?.jsonl": TEXTS}, "my [own] rows (1)?.jsonl", (27, 0, 3)),
     "brackets in a folder's name": (
         TEXT,

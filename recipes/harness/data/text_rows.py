@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from harness.messages import UserError
 
-# Suffixes by the kind of a file. Files with other suffixes are recognized by their first bytes.
+# The kind of a file by its suffix.
 SUFFIXES = {
     **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
     **dict.fromkeys((".csv", ".tsv", ".tab"), "csv"),
@@ -29,7 +29,6 @@ SUFFIXES = {
     ".arrow": "arrow",
 }
 COMPRESSED, GZIP = ".gz", b"\x1f\x8b"
-HEAD = 2**16  # bytes that show what kind of file it is
 CSV_SEPARATORS = (",", ";", "\t", "|")
 LONGEST_VALUE = 2**31 - 1  # characters of a value of CSV
 BLANKS = re.compile(r"\s*")
@@ -43,25 +42,10 @@ def suffix_of(path: Path) -> str:
 
 
 def kind_of_file(path: Path) -> str:
-    """json, csv, text, parquet or arrow, by the suffix or the content. Raises UserError for a file that is none of these."""
-    with _open(path) as file:
-        head = file.read(HEAD)
-    if head.startswith(b"PAR1"):
-        return "parquet"
-    if head.startswith(b"ARROW1") or suffix_of(path) == ".arrow":
-        return "arrow"
+    """json, csv, text, parquet or arrow, by the suffix. Raises UserError for a file that is none of these."""
     if kind := SUFFIXES.get(suffix_of(path)):
         return kind
-    text = head.removeprefix(codecs.BOM_UTF8).decode("utf-8", errors="replace").lstrip()
-    if text.startswith(("{", "[")):
-        return "json"
-    if "\0" in text:
-        raise UserError(f"--dataset_name: {path} is not a text file: expected JSON, CSV, Parquet or text")
-    lines = [line for line in text.split("\n")[:5] if line.strip()]
-    counts = {line.count(separator) for separator in ("\t", ";", ",") for line in lines[:2] if separator in lines[0]}
-    names = re.split(r"[,;\t|]", lines[0].lower()) if lines else []
-    known = {"text", "prompt", "completion", "messages", "instruction", "output", "question", "answer"}
-    return "csv" if counts and known & {name.strip('" \r') for name in names} else "text"
+    raise UserError(f"--dataset_name: {path}: expected a file {', '.join(SUFFIXES)} (also {COMPRESSED}): convert or rename it")
 
 
 @contextlib.contextmanager

@@ -21,9 +21,8 @@ from harness.folder import (
     read_json,
 )
 from harness.hub import TOKENIZER, hub_errors
-from harness.messages import UserError, exit_on_user_error, last_line, print_once, printable
+from harness.messages import UserError, exit_on_user_error, print_once, printable
 
-MOSTLY_FREE = 0.9  # of the GPU memory; what is missing is this process's own
 LONGEST_PROMPT = 4096  # tokens; the earliest turns of a longer conversation are left out
 
 
@@ -51,7 +50,8 @@ def load_model(run: Path) -> Any:
 
     import torch
     import transformers
-    from transformers import AutoConfig
+    from peft import PeftModel
+    from transformers import AutoConfig, BitsAndBytesConfig
 
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -67,60 +67,20 @@ def load_model(run: Path) -> Any:
         if not quantized:
             options |= {"revision": settings.revision or "main"}
             if results.get("quantization"):
-                options["quantization_config"] = quantization = read_quantization(run, results["quantization"])
+                options["quantization_config"] = quantization = BitsAndBytesConfig.from_dict(results["quantization"])
                 options["dtype"] = quantization.bnb_4bit_compute_dtype  # what the run has loaded the rest of the model in
     if not has_gpu:
         keep_4bit_layout()
         use_no_gpu_kernels()
-    try:
-        with hub_errors("model", base):
-            config = AutoConfig.from_pretrained(base, revision=options.get("revision"))
-            model, found = class_of_model(config).from_pretrained(base, output_loading_info=True, **options)
-    except UserError as error:
-        if "dispatched on the CPU" not in str(error):  # transformers does not split 4-bit weights between GPU and CPU
-            raise
-        raise UserError(gpu_memory_message(base)) from error
+    with hub_errors("model", base):
+        config = AutoConfig.from_pretrained(base, revision=options.get("revision"))
+        model, found = class_of_model(config).from_pretrained(base, output_loading_info=True, **options)
     check_found(found, base)
     if base != str(run):
-        model = load_adapter(model, run)
         with hub_errors("adapter", str(run)):
+            model = PeftModel.from_pretrained(model, run)
             check_adapter_weights(model, run)
     return model.eval()
-
-
-def load_adapter(model: Any, folder: Path) -> Any:
-    """`model` with the adapter in `folder`. Raises UserError if it is one of another model."""
-    from peft import PeftModel
-
-    with hub_errors("adapter", str(folder)):
-        try:
-            return PeftModel.from_pretrained(model, folder)
-        except (TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, ImportError) as error:
-            raise UserError(f"{folder} is not an adapter of this model: {last_line(error)}") from error
-
-
-def read_quantization(run: Path, recorded: dict) -> Any:
-    """How a run has quantized its model. Raises UserError if its results do not say that."""
-    from transformers import BitsAndBytesConfig
-
-    try:
-        return BitsAndBytesConfig.from_dict(recorded)
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise UserError(f"{run / RESULTS} is damaged: quantization: {last_line(error)}") from error
-
-
-def gpu_memory_message(base: str) -> str:
-    """Why the 4-bit weights of `base` cannot be loaded onto the GPUs, and what to do."""
-    import torch
-
-    memory = [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
-    free, total = sum(free for free, _ in memory), sum(total for _, total in memory)
-    needed = sum(file.stat().st_size for file in Path(base).glob("*.safetensors"))  # 0 if they are not in a folder
-    message = f"the 4-bit weights of {base} do not fit the GPU memory: {free / 1e9:.1f} of {total / 1e9:.1f} GB are free"
-    if needed > total or free > MOSTLY_FREE * total:
-        size = f" for the {needed / 1e9:.1f} GB of the weights" if needed else ""
-        return f"{message}: use more GPUs, or larger ones{size}"
-    return f"{message}: stop other programs"
 
 
 def find_quantized_weights(run: Path, results: dict) -> str:
@@ -150,19 +110,9 @@ def load_saved_tokenizer(run: Path) -> Any:
 
 def loaded_message(run: Path, model: Any) -> str:
     """What was loaded, and where it is."""
-    import torch
-
-    count = torch.cuda.device_count()
-    where = "the CPU"
-    if count:
-        used = ", ".join(f"{torch.cuda.memory_allocated(index) / 1e9:.1f} GB" for index in range(count))
-        where = f"{count} GPU{'s' if count > 1 else ''} and takes {used}"
-    message = f"{run} is loaded on {where}."
-    if not count:
-        message += " An answer can take minutes there: --max_new_tokens makes it shorter."
-    if count and any(weight.device.type != "cuda" for weight in model.parameters()):
-        message += "\nThe GPUs have too little memory for the model. A part of it is in host memory, which is slow."
-    return message
+    devices = sorted({str(weight.device) for weight in model.parameters()})
+    message = f"{run} is loaded on {', '.join(devices)}."
+    return message + " Generating on a CPU is slow: --max_new_tokens makes answers shorter." if "cpu" in devices else message
 
 
 def uses_template(tokenizer: Any, prompt: dict[str, Any]) -> bool:

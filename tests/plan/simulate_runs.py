@@ -17,7 +17,6 @@ import gc
 import json
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,10 +125,4 @@ def main(runs: str, port: str) -> None:
 
 if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    code = 1
-    try:
-        main(*sys.argv[1:])
-        code = 0
-    except Exception:
-        traceback.print_exc()
-    processes.exit_quickly(code)
+    main(*sys.argv[1:])

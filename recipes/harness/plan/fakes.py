@@ -17,6 +17,7 @@ from harness.compat.guards import changes, expected_names
 from harness.compat.transformers import build_from_config, load_models_with
 from harness.plan.fused import use_liger_kernels
 from harness.plan.ledger import VARLEN_BACKWARD, Ledger
+from harness.run.sharding import local_tensor
 
 import bitsandbytes
 import torch
@@ -58,6 +59,7 @@ class Fakes:
         self.ledger, self.mode = ledger, Mode(allow_non_fake_inputs=True)
         give_fake_tensors_values(self.mode)
         convert_modules_in_place()
+        count_moves(ledger)
         load_models_from_config(self)
         make_fake_adapters(self)
         count_offload(ledger)
@@ -192,6 +194,32 @@ def convert_modules_in_place() -> None:
     torch.nn.Module._apply = apply
 
 
+@changes("torch.nn:Module.to", "torch.nn:Module.cpu")
+def count_moves(ledger: Ledger) -> None:
+    """Counts a module on the GPU after `module.to(device)`, and on the host after `.cpu()` or `.to("cpu")`.
+
+    Both are the CPU here: a device is the training's, and so the GPU, unless it is named by the text "cpu".
+    Upstream: no issue: it is not a fault of torch.
+    Checked with: torch 2.13.0.
+    Remove when: fake CUDA tensors run a backward pass on a machine without a GPU.
+    """
+    to, cpu = torch.nn.Module.to, torch.nn.Module.cpu
+
+    def place(module: torch.nn.Module, where: str) -> torch.nn.Module:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if not tensor.is_meta:
+                ledger.see(local_tensor(tensor), "weights")
+                ledger.mark(local_tensor(tensor), place=where)
+        return module
+
+    def move(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        moved, device = to(module, *args, **kwargs), kwargs.get("device", args[0] if args else None)
+        return place(moved, "host" if device == "cpu" else "gpu") if isinstance(device, str | torch.device) else moved
+
+    torch.nn.Module.to = move
+    torch.nn.Module.cpu = lambda module: place(cpu(module), "host")
+
+
 def load_models_from_config(fakes: Fakes) -> None:
     """Makes `from_pretrained` build a model of fake weights, as large as what it would load, in host memory."""
 
@@ -261,11 +289,13 @@ def count_offload(ledger: Ledger) -> None:
         for tensor in (*params, *buffers):
             with torch.no_grad(), ledger.within(place="gpu"):
                 tensor.data = tensor.data.clone()
+                ledger.see(tensor.data, "weights")
 
     def init_sharded_param(param: Any, *args: Any) -> None:
         """The shard that a process keeps: in pinned host memory if it is offloaded."""
         with ledger.within(place="host" if param.offload_to_cpu else "gpu"):
             init(param, *args)
+            ledger.see(param._sharded_param_data, "weights")  # of a second model, which is wrapped when the trainer is built
         if param.offload_to_cpu:
             ledger.pin(param._sharded_param_data)
 

@@ -49,7 +49,8 @@ def print_plan(plan: dict[str, Any]) -> None:
     gpus = f"{plan['processes']} GPU{'s' if plan['processes'] > 1 else ''}"
     print(f"{plan['recipe']} × {plan['config']}, {gpus} (forecast)\n")
     print(f"GPU memory   {plan['peak_gpu_gb']:.1f} GB peak + {plan['reserve_gb']:.1f} GB margin = {need:.1f} GB per GPU")
-    for holder, description in HOLDERS.items():
+    second = {name: f"{name}, which the trainer holds too" for name in plan["holders"] if name not in HOLDERS}
+    for holder, description in (HOLDERS | second).items():
         if size := plan["holders"].get(holder):
             print(f"             {size:7.2f}  {description}")
     print(f"reserved     {plan['reserved_gb']:.1f} GB by PyTorch's allocator if there is room")
@@ -236,9 +237,10 @@ def draw(plan: dict[str, Any], curve: list[tuple[str, dict[str, int]]], path: Pa
     figure = Figure(figsize=(9, 4.5))
     axes = figure.subplots()
     top = max(sum(held.values()) for _, held in curve) / cards.GB
-    layers = {holder: [held.get(holder, 0) / cards.GB for _, held in curve] for holder in HOLDERS}
+    holders = HOLDERS | {holder: holder for _, held in curve for holder in held if holder not in HOLDERS}
+    layers = {holder: [held.get(holder, 0) / cards.GB for _, held in curve] for holder in holders}
     layers = {holder: sizes for holder, sizes in layers.items() if max(sizes) > 0.005 * top}
-    axes.stackplot(range(len(curve)), *layers.values(), labels=[HOLDERS[holder] for holder in layers])
+    axes.stackplot(range(len(curve)), *layers.values(), labels=[holders[holder] for holder in layers])
     starts = [index for index in range(len(curve)) if index == 0 or curve[index - 1][0] != curve[index][0]]
     for start, end in zip(starts, [*starts[1:], len(curve)], strict=True):
         if end - start > len(curve) / 40:

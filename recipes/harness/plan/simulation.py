@@ -213,6 +213,11 @@ def simulate_training(plan: Plan, ledger: Ledger, fakes: Any, with_evaluation: b
     if not config.is_fsdp:  # which moves the weights to the GPU only when it wraps the model, see `count_wrapping`
         for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
             ledger.mark(tensor, "weights", "gpu")
+    for name, other in second_models(trainer):
+        for tensor in (*other.parameters(), *other.buffers()):
+            # bitsandbytes loads 4-bit weights onto the GPU, unless FSDP shards them.
+            is_loaded_there = hasattr(tensor, "quant_type") and not config.is_fsdp
+            ledger.mark(local_tensor(tensor), name, "gpu" if is_loaded_there else None)
     if trainer.args.torch_compile:
         compile_layers(trainer.model, ledger)
     freeze_unused_parts(trainer)
@@ -323,7 +328,9 @@ def describe_run(plan: Plan, batch: dict) -> Simulation:
     published, planned = json.loads((folder / "config.json").read_text("utf-8")), read_json(folder / PLANNED)
     text = published.get("text_config", published)  # of a model that reads images too
     dtype = published.get("dtype") or published.get("torch_dtype") or text.get("dtype") or "float32"
-    reads_once = config.cpu_ram_efficient_loading and not bytes_in_4bit
+    # Every process reads a reference model, and with it the model, from their files: see `set_loading_options`.
+    has_reference = not is_adapter and (hasattr(args, "precompute_ref_log_probs") or hasattr(args, "sync_ref_model"))
+    reads_once = config.cpu_ram_efficient_loading and not bytes_in_4bit and not has_reference
     shards = 1
     if trainer.is_fsdp_enabled:
         shards = config.shards if config.is_hybrid else plan.processes
@@ -361,6 +368,16 @@ def quantized_bytes(model: torch.nn.Module) -> int:
     layers = [module for module in model.modules() if hasattr(getattr(module, "weight", None), "quant_type")]
     scales = sum(buffer.nbytes for layer in layers for buffer in layer.buffers(recurse=False))
     return scales + sum(weight.nbytes for weight in model.parameters() if not weight.requires_grad)
+
+
+def second_models(trainer: Trainer) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules that a trainer holds next to its model, such as a reference model or a teacher, and the attributes' names."""
+    own = set(trainer.model.modules())
+    for name, value in vars(trainer).items():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        for module in values:
+            if isinstance(module, torch.nn.Module) and own.isdisjoint(module.modules()):
+                yield name, module
 
 
 class SimulatedTrainer(TrainerWithHooks):

@@ -127,8 +127,10 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
         evaluation_rows(data, one, one.eval_rows if one.eval_rows is not None else chosen, shape)
         for one, (chosen, _) in zip(opened, held_out, strict=True)
     ]
-    in_turn = interleave_datasets(evaluated, stopping_strategy="all_exhausted_without_replacement")
-    return of_date(train, data), of_date(in_turn if data.is_mixture else evaluated[0], data)
+    in_turn = evaluated[0]
+    if data.is_mixture:
+        in_turn = interleave_datasets(evaluated, stopping_strategy="all_exhausted_without_replacement")
+    return of_date(train, data), of_date(in_turn, data)
 
 
 def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool] | None) -> Opened:

@@ -20,7 +20,7 @@ from harness.data.columns import Columns, schema_of
 from harness.data.stream_rows import open_parquet
 from harness.data.text_rows import COMPRESSED, SUFFIXES, kind_of_file, read_rows, separator_of, suffix_of
 from harness.hub import hub_errors
-from harness.messages import UserError, last_line, print_once
+from harness.messages import UserError, print_once
 
 import pyarrow.parquet
 from datasets import (
@@ -237,10 +237,7 @@ def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
     if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         return None
     with hub_errors("dataset", str(folder)):
-        try:
-            saved = load_from_disk(str(folder))
-        except (LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"dataset {folder}: a JSON file of it is damaged: {last_line(error)}: save it again") from error
+        saved = load_from_disk(str(folder))
     splits = dict(saved) if isinstance(saved, DatasetDict) else {"train": saved}
     if streaming:
         splits = {split: rows.to_iterable_dataset(num_shards=max(1, min(8, len(rows)))) for split, rows in splits.items()}

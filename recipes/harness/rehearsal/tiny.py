@@ -100,8 +100,6 @@ def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
         make(draft)
         with contextlib.suppress(OSError):  # another rehearsal may have been faster
             draft.rename(folder)
-    except NotADirectoryError as error:
-        raise UserError(f"{FOLDER} cannot be made: {error.filename} is in the way") from error
     except OSError as error:
         raise UserError(f"{FOLDER} cannot be made here ({error.strerror or error}): start from another folder") from error
     finally:

@@ -26,7 +26,6 @@ from transformers import AutoConfig, PreTrainedConfig, Trainer, TrainingArgument
 
 PROCESSOR = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 RESULTS_IN_CARD = ("global_step", "epoch", "tokens", "world_size", "global_batch_size", "final_loss", "train_loss")
-ROWS_IN_CARD = ("rows", "skipped_rows", "held_out", "trained_rows", "used_rows", "rows_read")
 RESULTS_IN_CARD += ("eval_loss_on_start", "eval_loss", "perplexity")
 
 
@@ -193,28 +192,19 @@ def model_card(run: dict, is_adapter: bool, generates: bool) -> str:
 
 
 def sections_of_card(run: dict) -> Iterator[str]:
-    """How a model was trained, as far as `run` has it: command, settings, data, results, versions."""
+    """How a model was trained, as far as `run` has it: command, settings, results; train_results.json has the rest."""
     if run.get("command"):
         yield f"\n## Command\n\n```bash\n{without_folders(run['command'])}\n```\n"
     results = {name: run[name] for name in RESULTS_IN_CARD if run.get(name) is not None}
-    datasets = run.get("data", {}).get("datasets") or [run["data"]] if run.get("data") else []
     used = {name: value for name, value in run.get("used", {}).items() if name in run.get("settings", {})}
     tables = {
         "Settings that are not defaults": run.get("settings", {}) | used,
         "Results": results,
-        "Data": dict(map(describe_dataset, datasets)),
-        "Versions": run.get("versions", {}),
     }
     for title, values in tables.items():
         if values:
             rows = "".join(f"| {name} | {cell(value)} |\n" for name, value in values.items())
             yield f"\n## {title}\n\n| name | value |\n|---|---|\n{rows}"
-
-
-def describe_dataset(data: dict) -> tuple[str, str]:
-    """The name of a dataset in data.json, and its numbers of rows."""
-    rows = [f"{name} {data[name]:,}" for name in ROWS_IN_CARD if isinstance(data.get(name), int)]
-    return str(data.get("name", "rows of the recipe")), ", ".join(rows)
 
 
 def without_folders(text: str) -> str:

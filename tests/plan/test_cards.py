@@ -179,6 +179,55 @@ def test_hours_and_price():
 
 
 @pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        ([1.26, 2.52], "1.3–2.5 s"),
+        ([30, 59], "30–59 s"),
+        ([45, 90], "0.75–1.5 min"),
+        ([1800, 3599], "30–60 min"),
+        ([1800, 3600], "0.50–1.0 h"),
+        ([36_000, 360_000], "10–100 h"),
+        ([], ""),
+    ],
+)
+def test_time_has_the_unit_of_its_size(seconds, shown):
+    assert pages.describe_time([number / 3600 for number in seconds]) == shown
+
+
+def printed_plan(capsys, **changes) -> tuple[str, list[dict[str, str]]]:
+    """What is printed of a plan for a 3090, and the rows of its table."""
+    pages.print_plan(summary.make_plan(found_with(**changes)), {"RTX 3090"})
+    text = capsys.readouterr().out
+    names, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return text, [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def test_table_has_the_card_of_the_config_and_the_first_that_fits(capsys):
+    peaks = {"forward": Peak(int(50e9), {"weights": int(50e9)})}
+    large, small = (printed_plan(capsys, **changes)[1] for changes in ({"peaks": peaks}, {}))
+    assert [row["GPU"] for row in large] == ["RTX 3090", "A100 64 GB"], "48 GB are too few"
+    assert "no" in large[0]["fits"] and "yes" in large[1]["fits"]
+    assert "RTX 3090" in [row["GPU"] for row in small] and len(small) <= 2
+
+
+def test_short_run_is_not_in_hours(capsys):
+    plan = summary.make_plan(found_with(max_steps=1))
+    seconds = plan["step_seconds"]["RTX 3090"]
+    row = next(row for row in printed_plan(capsys, max_steps=1)[1] if row["GPU"] == "RTX 3090")
+    shown = [float(number) for number in row["time"].removesuffix(" s").split("–")]
+    assert shown == pytest.approx(seconds, rel=0.06)  # two digits
+
+
+@pytest.mark.parametrize(("shards", "is_gathered"), [(1, False), (4, True)])
+def test_only_shards_are_gathered(capsys, shards, is_gathered):
+    of_holder = {"weights": 10**9, "gathered": 10**9, "teacher": 10**9}
+    text, _ = printed_plan(capsys, shards=shards, peaks={"forward": Peak(3 * 10**9, of_holder)})
+    lines = [line.split(maxsplit=1)[1] for line in text.splitlines() if line.strip().startswith("1.00 ")]
+    assert len(lines) == 3 and lines[0] == "weights" and "teacher" in lines[2]
+    assert ("gathered" in lines[1]) == is_gathered and "gathered" not in lines[0] + lines[2]
+
+
+@pytest.mark.parametrize(
     ("hours", "shown"),
     [(0.0123, "0.012"), (0.0999, "0.10"), (0.3, "0.30"), (2.345, "2.3"), (9.96, "10"), (48.2, "48"), (1234, "1,200"), (0, "0")],
 )

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from harness.model import gpu_features
-from harness.plan import cards, choose, command, pages, summary
+from harness.plan import choose, command, pages, summary
 from harness.plan.grid import Option
 from harness.plan.simulation import Refused
 from harness.rehearsal import tiny
@@ -122,12 +122,15 @@ def test_hours_and_price_of_epochs(launch, environment, own_files, tmp_path):
     planned = int(re.search(r"^the run +about ([\d,]+) steps, estimated", process.stdout, re.MULTILINE)[1])
     assert steps > 2 and abs(planned - steps) <= 1.5, (planned, steps)
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in process.stdout.splitlines() if line[:1] == "|"]
-    card = next(dict(zip(table[0], row, strict=True)) for row in table if row[0] == "L4")
-    seconds, hours, price = ([float(end) for end in card[name].split("–")] for name in ("s per step", "hours", "price"))
+    card = next(dict(zip(table[0], row, strict=True)) for row in table if row[0] == "RTX 3090")
+    number, unit = card["time"].split()
+    size = {"s": 3600, "min": 60, "h": 1}[unit]
+    seconds, hours, price = ([float(end) for end in text.split("–")] for text in (card["s per step"], number, card["price"]))
+    hours = [end / size for end in hours]
     for end in (0, 1):
         assert hours[end] == pytest.approx(planned * seconds[end] / 3600, rel=0.06)  # two digits
         assert price[end] == pytest.approx(100 * planned * seconds[end] / 3600, rel=0.1, abs=1)
-    assert [row[0] for row in table[2:]] == ["A6000", *(card.name for card in cards.CARDS)]
+    assert [row[0] for row in table[2:]] == ["A6000", "RTX 3090"]
     assert table[2][1].startswith("yes, ") and "no" not in table[2][1]
     assert (tmp_path / "plan.png").stat().st_size > 10_000 and "error" not in process.stderr
 

@@ -79,7 +79,7 @@ def on_machine(machine: Machine, simulation: Simulation, price: float, within: f
     """Time and price on the machine itself; "in_time" is about the slow end of the range, and None without a time or steps."""
     best, worst = roofline.step_seconds(machine.card, simulation)
     tokens = simulation.tokens * simulation.accumulation * simulation.processes
-    hours = [round(simulation.max_steps * seconds / 3600, 4) for seconds in (best, worst)] if simulation.max_steps > 0 else None
+    hours = [round(simulation.max_steps * seconds / 3600, 6) for seconds in (best, worst)] if simulation.max_steps > 0 else None
     return {
         "machine": machine.name,
         "gpu": machine.card.name,

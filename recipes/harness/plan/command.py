@@ -67,7 +67,7 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
     gpus = [] if plan_flags.cards else find_gpus()
     environment = hide_gpus()
     method = start_server()
-    from harness.plan import pages, proposals, summary  # they import torch, which a misspelt flag need not wait for
+    from harness.plan import cards, pages, proposals, summary  # they import torch, which a misspelt flag need not wait for
     from harness.plan.simulation import Refused
 
     all_cards, price = known_cards(plan_flags), plan_flags.prices_of(1)[0]
@@ -96,14 +96,15 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
     elif len(read) > 1:
         pages.print_side_by_side(plans)
     else:
-        pages.print_plan(plans[0])
+        card = proposals.card_of_config(paths[0], all_cards)
+        here = {cards.card_of_gpu(gpu.name, gpu.memory, gpu.capability >= 8, all_cards).name for gpu in gpus}
+        pages.print_plan(plans[0], {card.name, *here})
         print(f"\nPicture: {pages.draw(plans[0], simulations[0].curve)}", flush=True)
 
         def simulate_change(path: str, flags_of_change: list[str]) -> "Simulation | Refused":
             pages.print_progress(f"Trying {' '.join([Path(path).stem, *flags_of_change])} …")
             return simulate_in_process(method, context_of(configs.read(path)), [*arguments, *flags_of_change], optional=True)
 
-        card = proposals.card_of_config(paths[0], all_cards)
         pages.print_proposals(proposals.try_proposals(plans[0], simulations[0], paths[0], simulate_change, card))
 
 

@@ -43,14 +43,20 @@ def print_progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def print_plan(plan: dict[str, Any]) -> None:
-    """One plan, from memory to price."""
+def holders_of(plan: dict[str, Any]) -> dict[str, str]:
+    """What holds memory on a GPU: names and descriptions, also of the models that a trainer holds next to the trained one."""
+    second = {name: f"{name}, which the trainer holds too" for name in plan["holders"] if name not in HOLDERS}
+    alone = {"gathered": "the layers' weights in bf16 or fp16"} if plan["shards"] == 1 else {}
+    return HOLDERS | alone | second
+
+
+def print_plan(plan: dict[str, Any], wanted: set[str]) -> None:
+    """One plan, from memory to price, on the cards that `shown_cards` returns."""
     need = plan["peak_gpu_gb"] + plan["reserve_gb"]
     gpus = f"{plan['processes']} GPU{'s' if plan['processes'] > 1 else ''}"
     print(f"{plan['recipe']} × {plan['config']}, {gpus} (forecast)\n")
     print(f"GPU memory   {plan['peak_gpu_gb']:.1f} GB peak + {plan['reserve_gb']:.1f} GB margin = {need:.1f} GB per GPU")
-    second = {name: f"{name}, which the trainer holds too" for name in plan["holders"] if name not in HOLDERS}
-    for holder, description in (HOLDERS | second).items():
+    for holder, description in holders_of(plan).items():
         if size := plan["holders"].get(holder):
             print(f"             {size:7.2f}  {description}")
     print(f"reserved     {plan['reserved_gb']:.1f} GB by PyTorch's allocator if there is room")
@@ -63,14 +69,22 @@ def print_plan(plan: dict[str, Any]) -> None:
     fast, slow = plan["host_seconds"]
     print(f"             {plan['kernels_per_step']:,} kernels, which a host starts in {fast:.2f} to {slow:.2f} s")
     print(f"the run      {describe_length(plan)}\n")
-    rows = [("GPU", "fits", "largest micro-batch", "s per step", "tokens/s", "hours", "price")]
-    for name in plan["fits"]:
+    rows = [("GPU", "fits", "largest micro-batch", "s per step", "tokens/s", "time", "price")]
+    shown = shown_cards(plan, wanted)
+    for name in shown:
         rows.append((name, describe_fit(plan, name), str(plan["largest_micro_batch"][name]), *ranges(plan, name)))
     print_table(without_empty_columns(rows))
-    waiting = [name for name in plan["can_wait_for_host"] if plan["fits"][name]]
+    print(f"For all {len(plan['fits'])} GPUs that --plan knows, pass --json.")
+    waiting = [name for name in plan["can_wait_for_host"] if plan["fits"][name] and name in shown]
     if waiting:
         print(f"\nThe host can be slower than {', '.join(waiting)}: {FEWER_KERNELS}.")
     print(f"\n{NOT_SIMULATED}")
+
+
+def shown_cards(plan: dict[str, Any], wanted: set[str]) -> list[str]:
+    """The wanted cards, those of --card, and the first one on which the run fits."""
+    known, first = [known.name for known in cards.CARDS], next((name for name, fits in plan["fits"].items() if fits), None)
+    return [name for name in plan["fits"] if name not in known or name in wanted or name == first]
 
 
 def print_side_by_side(plans: list[dict[str, Any] | Refused]) -> None:
@@ -135,7 +149,7 @@ def print_choice(plan: dict[str, Any]) -> None:
     hours, price = here["hours"], here["price"]
     if hours:
         cost = f", {price[0]:.2f}–{price[1]:.2f} for all GPUs" if price else ""
-        print(f"\n{plan['steps']:,} steps: {two_digits(hours[0])}–{two_digits(hours[1])} hours{cost}.")
+        print(f"\n{plan['steps']:,} steps: {describe_time(hours)}{cost}.")
     if here["in_time"] is not None:
         print("In time." if here["in_time"] else "Not in time at the slow end of the range.")
     if here["signal_seconds"]:
@@ -149,18 +163,18 @@ def print_choice(plan: dict[str, Any]) -> None:
 
 def print_machines(plans: list[dict[str, Any]], within: float) -> None:
     """One line per machine: what is chosen, whether it is in time, and which machine is the cheapest."""
-    rows = [("machine", "command", "s per step", "hours", "GPU hours", "price", "in time")]
+    rows = [("machine", "command", "s per step", "time", "GPU time", "price", "in time")]
     for plan in plans:
         if plan["config"] is None:
             rows.append((plan["machine"], "nothing fits", "", "", "", "", ""))
             continue
         here, gpus = plan["on_machine"], int(plan["machine"].split("x")[0])
-        span = [two_digits(number) for number in here["hours"] or ()]
-        of_gpus = [two_digits(gpus * number) for number in here["hours"] or ()]
+        span = describe_time(here["hours"] or [])
+        of_gpus = describe_time([gpus * number for number in here["hours"] or []])
         price = [f"{number:.2f}" for number in here["price"] or ()]
         in_time = {None: "", True: "yes", False: "no"}[here["in_time"]]
         seconds = "–".join(f"{number:.2f}" for number in here["step_seconds"])
-        rows.append((plan["machine"], plan["command"], seconds, "–".join(span), "–".join(of_gpus), "–".join(price), in_time))
+        rows.append((plan["machine"], plan["command"], seconds, span, of_gpus, "–".join(price), in_time))
     print_table(without_empty_columns(rows))
     possible = [plan for plan in plans if plan["config"] is not None and plan["on_machine"]["hours"]]
     if within:
@@ -194,7 +208,7 @@ def describe_fit(plan: dict[str, Any], name: str) -> str:
 
 
 def ranges(plan: dict[str, Any], name: str) -> tuple[str, str, str, str]:
-    """Seconds, tokens/s, hours and price on a card."""
+    """Seconds per step, tokens/s, time and price of the run on a card."""
 
     def span(key: str, style: Callable[[float], str]) -> str:
         values = plan[key].get(name)
@@ -203,9 +217,17 @@ def ranges(plan: dict[str, Any], name: str) -> tuple[str, str, str, str]:
     return (
         span("step_seconds", "{:.2f}".format),
         span("tokens_per_second", "{:,}".format),
-        span("hours", two_digits),
+        describe_time(plan["hours"].get(name, [])),
         span("price", "{:.2f}".format),
     )
+
+
+def describe_time(hours: list[float]) -> str:
+    """A range of hours in hours, minutes or seconds, whichever its longer end has at least one of; "" for none."""
+    if not hours:
+        return ""
+    unit, size = next(((name, size) for name, size in (("h", 1), ("min", 60)) if hours[-1] * size >= 1), ("s", 3600))
+    return f"{'–'.join(two_digits(number * size) for number in hours)} {unit}"
 
 
 def two_digits(number: float) -> str:
@@ -237,7 +259,8 @@ def draw(plan: dict[str, Any], curve: list[tuple[str, dict[str, int]]], path: Pa
     figure = Figure(figsize=(9, 4.5))
     axes = figure.subplots()
     top = max(sum(held.values()) for _, held in curve) / cards.GB
-    holders = HOLDERS | {holder: holder for _, held in curve for holder in held if holder not in HOLDERS}
+    holders = holders_of(plan)
+    holders |= {holder: holder for _, held in curve for holder in held if holder not in holders}
     layers = {holder: [held.get(holder, 0) / cards.GB for _, held in curve] for holder in holders}
     layers = {holder: sizes for holder, sizes in layers.items() if max(sizes) > 0.005 * top}
     axes.stackplot(range(len(curve)), *layers.values(), labels=[holders[holder] for holder in layers])

@@ -18,6 +18,7 @@ def make_plan(simulation: Simulation, price: float = 0.0, all_cards: tuple[Card,
         "config": simulation.config,
         "processes": simulation.processes,
         "nodes": simulation.nodes,
+        "shards": simulation.shards,
         "parameters": simulation.parameters,
         "trained": simulation.trained,
         "micro_batch": simulation.micro_batch,
@@ -54,7 +55,7 @@ def make_plan(simulation: Simulation, price: float = 0.0, all_cards: tuple[Card,
         plan["step_seconds"][card.name] = [round(best, 3), round(worst, 3)]
         plan["tokens_per_second"][card.name] = [round(tokens / worst), round(tokens / best)]
         if steps:
-            hours = [round(steps * seconds / 3600, 4) for seconds in (best, worst)]
+            hours = [round(steps * seconds / 3600, 6) for seconds in (best, worst)]
             plan["hours"][card.name] = hours
             if price:
                 plan["price"][card.name] = [round(number * price * simulation.processes, 2) for number in hours]

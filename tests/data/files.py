@@ -130,10 +130,11 @@ FILES: dict[str, tuple] = {
         "a.csv",
         "line 32: not readable as CSV",
     ),
-    "CSV with spaces and line breaks": (TASK, {"a.csv": CSV + '\n"x" ,y\n"x\nx","y\ny" '}, "a.csv", (29, 0, 3)),
+    "CSV with line breaks": (TASK, {"a.csv": CSV + '\n"x\nx","y\ny"'}, "a.csv", (28, 0, 3)),
+    "CSV with a space behind a quotation mark": (TASK, {"a.csv": CSV + '\n"x" ,y'}, "a.csv", "line 32: not readable as CSV"),
     "CSV with CRLF, other line separators and spaces within quotes": (
         TASK,
-        {"a.csv": (CSV + '\n"x ""y"" , z",a\u2028b\n"x" ,y \n').replace("\n", "\r\n")},
+        {"a.csv": (CSV + '\n"x ""y"" , z",a\u2028b\n"x",y \n').replace("\n", "\r\n")},
         "a.csv",
         (29, 0, 3),
     ),

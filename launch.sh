@@ -211,22 +211,22 @@ install_requirements() {
   wanted >"$here/.venv/installed.txt"
 }
 
-# call MODULE [argument …]: runs a module of the harness
+# call MODULE [argument …]: runs a module in recipes/
 call() {
   prepare_python
-  exec "$python" -m "harness.$1" "${@:2}"
+  exec "$python" -m "$1" "${@:2}"
 }
 
 show_help() { sed -n '/^# Fine/,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 
 # check_words COMMAND [word …]: exits if a command cannot be called with these words, or if they ask for its help. Installs nothing.
 check_words() {
-  local module=commands
-  [[ $1 != --plan ]] || module=plan
+  local package=harness.commands
+  [[ $1 != --plan ]] || package=planner
   local python=${PYTHON:-python3}
   [[ -n ${PYTHON:-} || ! -x $here/.venv/bin/python ]] || python=$here/.venv/bin/python
   is_new_enough "$python" || return 0 # `call` finds another one, or says what is wrong with PYTHON, and parses again
-  "$python" -m "harness.$module.arguments" "${1#--}" "${@:2}" || exit
+  "$python" -m "$package.arguments" "${1#--}" "${@:2}" || exit
   [[ ! " ${*:2} " =~ " "(--help|-h)" " ]] || exit 0
 }
 
@@ -262,7 +262,7 @@ runpy.run_module("harness.start.flags", run_name="__main__", alter_sys=True)' "$
         ;;
       --tiny) fail "--tiny comes first: ./launch.sh --tiny $1 ${3:-CONFIG}" ;;
       -*)
-        call plan.command --start "${tiny[@]}" "${files[@]}" "$here"/accelerate_configs/*.yaml "${@:2}"
+        call planner.command --start "${tiny[@]}" "${files[@]}" "$here"/accelerate_configs/*.yaml "${@:2}"
         ;;
     esac
   fi
@@ -271,19 +271,19 @@ runpy.run_module("harness.start.flags", run_name="__main__", alter_sys=True)' "$
   fi
   shift
   case $command in
-    --preview) call commands.preview "${tiny[@]}" "${files[@]}" "$@" ;;
-    --prepare) call commands.prepare "${tiny[@]}" "${files[@]}" "$@" ;;
+    --preview) call harness.commands.preview "${tiny[@]}" "${files[@]}" "$@" ;;
+    --prepare) call harness.commands.prepare "${tiny[@]}" "${files[@]}" "$@" ;;
     --plan)
       ((${#tiny[@]} == 0)) || fail "--plan is about the full size: leave out --tiny"
       if [[ ${1:--} == -* ]]; then
-        call plan.command "${files[@]}" "$here"/accelerate_configs/*.yaml "$@"
+        call planner.command "${files[@]}" "$here"/accelerate_configs/*.yaml "$@"
       fi
       files+=("$(resolve accelerate_configs yaml "$1" config)")
-      call plan.command "${files[@]}" "${@:2}"
+      call planner.command "${files[@]}" "${@:2}"
       ;;
     *)
       files+=("$(resolve accelerate_configs yaml "$1" config)")
-      call start.launch "${tiny[@]}" "${files[@]}" "${@:2}"
+      call harness.start.launch "${tiny[@]}" "${files[@]}" "${@:2}"
       ;;
   esac
 }
@@ -316,7 +316,7 @@ run_tests() {
   if [[ ${1:-} == --cuda_build ]]; then
     has_cuda_build=yes
     # What forks, changes a library, or asks for CUDA or Triton; and a rehearsal of every kind.
-    selection=(tests/cuda_build tests/compat/test_changes.py tests/model/test_{attention,quantized}.py tests/plan/test_command.py)
+    selection=(tests/cuda_build tests/compat/test_changes.py tests/model/test_{attention,quantized}.py tests/planner/test_command.py)
     selection+=(tests/start/test_{arguments,checks,launch,plain_launchers,processes}.py)
     local pair
     for pair in qwen2_chat-1x3090 qwen2_fineweb_edu-{1x3090_offload,4gpu_ddp} gpt2_xl_wikitext-3xt4_full_shard \
@@ -369,7 +369,7 @@ case ${1:-} in
   --tiny | --prepare | --preview | --plan) run "$@" ;;
   --merge | --chat | --verify | --report)
     check_words "$@"
-    call "commands.${1#--}" "${@:2}"
+    call "harness.commands.${1#--}" "${@:2}"
     ;;
   -*)
     instead=$(python3 -I "$here/recipes/harness/instead.py" "$1")

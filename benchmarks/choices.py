@@ -28,12 +28,12 @@ PAIRS = (
 
 
 def main(numbers: list[int]) -> None:
-    from harness.plan import command
+    from planner import command
 
     method = command.start_server()
-    from harness.plan import choose, machines, roofline
-    from harness.plan.grid import Grid, make_grid
-    from harness.plan.values import values_of_recipe
+    from planner import choose, machines, roofline
+    from planner.grid import Grid, make_grid
+    from planner.values import values_of_recipe
 
     paths = [str(path) for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
     print("| recipe | machine | chosen | s per step | tried | fit | the fastest other | |")

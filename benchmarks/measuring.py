@@ -140,7 +140,7 @@ def run(words: list[str], output_dir: Path, environment: dict[str, str], deadlin
 def forecast(recipe: str, path: Path, flags: Sequence[str], environment: dict[str, str], device: str) -> dict[str, Any] | None:
     """What `--plan` says about a run with the config at `path`, None if it cannot."""
     words = [inputs.ROOT / f"recipes/{recipe}.py", path, "--json", *flags]
-    command = [sys.executable, "-m", "harness.plan.command", *words]
+    command = [sys.executable, "-m", "planner.command", *words]
     variables = environment | {"PYTHONPATH": str(inputs.ROOT / "recipes")}
     process = subprocess.run(command, cwd=path.parent, env=variables, capture_output=True, text=True)
     return forecast_of(json.loads(process.stdout), device) if process.returncode == 0 else None

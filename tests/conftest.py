@@ -316,14 +316,14 @@ def machines(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def simulate(environment, tmp_path_factory):
-    """Calls tests/plan/simulate_runs.py with runs (recipe, config, flags, kind); returns what was found for each."""
+    """Calls tests/planner/simulate_runs.py with runs (recipe, config, flags, kind); returns what was found for each."""
 
     def call(runs) -> list:
         folder = tmp_path_factory.mktemp("simulations")
         runs = [[str(recipe), str(config), [str(flag) for flag in flags], kind] for recipe, config, flags, kind in runs]
         with serve(ROOT / "tests/published") as hub:
             process = subprocess.run(
-                [sys.executable, ROOT / "tests/plan/simulate_runs.py", json.dumps(runs), str(free_port())],
+                [sys.executable, ROOT / "tests/planner/simulate_runs.py", json.dumps(runs), str(free_port())],
                 env=environment | {"HF_ENDPOINT": hub.url},
                 cwd=folder,
                 capture_output=True,

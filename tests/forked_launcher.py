@@ -24,12 +24,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 COMMANDS = {f"--{name}": f"harness.commands.{name}" for name in ("preview", "prepare", "merge", "chat", "verify")}
-COMMANDS["--plan"] = "harness.plan.command"
+COMMANDS["--plan"] = "planner.command"
 LIBRARIES = (
     *("torch.nn.attention.varlen", "torch.distributed.launcher.api", "datasets", "transformers.trainer"),
     *("trl.trainer.sft_trainer", "harness.run.session", "harness.start.training", "harness.start.parsing"),
 )
-WITH_CONFIG = ("harness.start.launch", "harness.plan.command")
+WITH_CONFIG = ("harness.start.launch", "planner.command")
 
 
 class ForkedLauncher:

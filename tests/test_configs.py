@@ -6,8 +6,8 @@ import os
 
 from harness import configs
 from harness.compat.accelerate import launch_environment
-from harness.plan.proposals import configs_that_save_more
 from harness.start import launch
+from planner.proposals import configs_that_save_more
 
 import pytest
 import yaml

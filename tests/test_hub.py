@@ -8,8 +8,8 @@ from harness.data.reading import open_splits
 from harness.hub import HubLost, check_model_exists, hub_errors, is_reachable
 from harness.messages import UserError
 from harness.model.weight_files import check_weights
-from harness.plan.command import file_sizes
 from harness.rehearsal import tiny
+from planner.command import file_sizes
 
 import datasets
 import huggingface_hub

@@ -1,4 +1,4 @@
-"""Every name of the harness that tests, benchmarks and the harness itself use exists."""
+"""Every name of harness and planner that they, tests and benchmarks use exists."""
 
 import ast
 import importlib
@@ -6,14 +6,15 @@ import importlib
 import pytest
 from conftest import ROOT
 
-FILES = sorted(path for folder in ("recipes/harness", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+FOLDERS = ("recipes/harness", "recipes/planner", "tests", "benchmarks")
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 def modules_of(tree: ast.AST) -> dict[str, str]:
-    """The modules of the harness that a file imports, by the names that it gives them."""
+    """The modules of harness and planner that a file imports, by the names that it gives them."""
     found = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "harness":
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("harness", "planner"):
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 path = ROOT / "recipes" / name.replace(".", "/")

@@ -1,7 +1,8 @@
-"""Imports of the harness run downwards only, without circles, and recipes use its public names only."""
+"""Imports of the harness run downwards only, without circles. Recipes use its public names only; it does not know the planner."""
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,6 @@ LEVELS = [
     ["run"],
     ["start"],
     ["commands"],
-    ["plan"],
     ["harness"],  # __init__.py
 ]
 
@@ -101,6 +101,12 @@ def violations(package: Path) -> list[str]:
 
 def test_imports_run_downwards():
     assert not violations(HARNESS)
+
+
+def test_the_harness_does_not_know_the_planner():
+    """No module imports it, wherever the statement stands, and none names it."""
+    words = [f"{path.name}: {line}" for path in HARNESS.rglob("*.py") for line in path.read_text("utf-8").splitlines()]
+    assert not [line for line in words if re.search(r"\bplanner\b", line)]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from harness.contexts import Context
 from harness.messages import UserError
 from harness.model import attention, gpu_features, varlen
-from harness.plan.simulation import Plan
 from harness.rehearsal import tiny
+from planner.simulation import Plan
 
 import pytest
 import torch

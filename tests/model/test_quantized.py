@@ -3,10 +3,10 @@
 import re
 
 from harness.model import quantized
-from harness.plan import fakes
-from harness.plan.ledger import Ledger
-from harness.plan.simulation import quantized_bytes
 from harness.rehearsal import tiny
+from planner import fakes
+from planner.ledger import Ledger
+from planner.simulation import quantized_bytes
 
 import pytest
 import torch

@@ -26,7 +26,8 @@ def clone(tmp_path, environment):
     (folder / "accelerate_configs").mkdir()
     (folder / "tests").mkdir()
     shutil.copy(ROOT / "launch.sh", folder)
-    shutil.copytree(ROOT / "recipes/harness", folder / "recipes/harness")
+    for package in ("harness", "planner"):
+        shutil.copytree(ROOT / "recipes" / package, folder / "recipes" / package)
     (folder / "requirements.txt").write_text("# nothing\n")
     (folder / "constraints.txt").write_text("# nothing\n")
 

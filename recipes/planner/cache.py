@@ -1,0 +1,51 @@
+"""Simulations that are kept in $HF_HOME/plans, so that a second choice need not repeat them."""
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+from pathlib import Path
+
+from harness.contexts import Context
+from harness.folder import DamagedFile, read_json, write_json
+from planner.ledger import Counts, Peak
+from planner.simulation import Simulation
+
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes")  # whose versions a simulation depends on
+
+
+def cached_simulation(path: Path) -> Simulation | None:
+    """What `keep_simulation` wrote, None if there is none or it is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        fields = read_json(path)
+        peaks = {key: {moment: Peak(**peak) for moment, peak in fields[key].items()} for key in ("peaks", "host_peaks")}
+        simulation = Simulation(**fields | peaks | {"step": Counts(**fields["step"])})
+    except (DamagedFile, OSError, TypeError, LookupError, AttributeError):  # such as a field that is not of this version
+        return None
+    return simulation if simulation.peaks and simulation.hull else None
+
+
+def keep_simulation(path: Path, simulation: Simulation) -> None:
+    """Writes a simulation without its curve. A cache that cannot be written is no error."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, dataclasses.asdict(simulation) | {"curve": []})
+
+
+def cache_path(context: Context, words: list[str]) -> Path:
+    """The file of a simulation: by recipe, config, flags and the YAML file among them, a local model's config, code, versions."""
+    from huggingface_hub.constants import HF_HOME
+
+    named = [Path(word.split("=")[-1]) for word in words]
+    read = [path / "config.json" if path.suffix not in (".yaml", ".yml") else path for path in named]
+    sources = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
+    recipe, config = Path(context.recipe), Path(context.config.path)
+    digest = hashlib.sha256(json.dumps([context.processes, context.nodes, bool(context.no_triton), *words]).encode())
+    for path in (recipe, config, *(path for path in read if path.is_file()), *sources):
+        digest.update(path.read_bytes())
+    for package in PACKAGES:
+        digest.update(importlib.metadata.version(package).encode())
+    return Path(HF_HOME, "plans", f"{recipe.stem}-{config.stem}-{digest.hexdigest()[:16]}.json")

@@ -1,0 +1,401 @@
+"""Counts what a run allocates, computes and moves: every new storage, every matrix product, every collective."""
+
+import collections
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from harness.compat.guards import changes, expected_names
+from planner.attention_flops import flops_of_solve, flops_of_varlen, flops_of_varlen_backward
+
+import torch
+from torch.distributed.tensor import DTensor
+
+with expected_names():
+    from torch.nn.attention.varlen import _varlen_attn, _varlen_attn_backward  # noqa: F401, makes the operators below
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
+    from torch.utils.weak import WeakIdKeyDictionary
+
+VARLEN, VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward
+BLOCK = 512  # bytes; CUDA's allocator rounds up to multiples of it
+# Kinds of collectives by operator. The larger side of a gather or a reduction counts, once.
+COLLECTIVES = {
+    "_allgather_base_": "gathered",
+    "allgather_": "gathered",
+    "allgather_into_tensor_coalesced_": "gathered",
+    "all_gather_into_tensor": "gathered",
+    "_reduce_scatter_base_": "reduced",
+    "reduce_scatter_": "reduced",
+    "allreduce_": "all_reduced",
+    "all_reduce": "all_reduced",
+    "broadcast_": "broadcast",
+}
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Storage:
+    size: int  # bytes
+    place: str  # "gpu" or "host"
+    holder: str  # what it is for: weights, gathered, gradients, optimizer, activations, loss, rest
+    stream: str = ""  # of CUDA, if it is not the one that computes; a freed block is reused on its own stream only
+    is_pinned: bool = False  # host memory that the GPU can reach, which PyTorch rounds up to powers of two
+    is_unwritten: bool = False  # in a fused layer: computed within a kernel, and not written to memory so far
+
+
+class Event(NamedTuple):
+    """A change of a storage's size."""
+
+    moment: str
+    storage: Storage
+    place: str
+    change: int  # bytes, rounded up to BLOCK
+    asked: int  # bytes of the storage from now on, before they are rounded up
+
+
+@dataclasses.dataclass
+class Peak:
+    """The largest memory in one moment of a run."""
+
+    bytes: int
+    by_holder: dict[str, int]
+
+
+@dataclasses.dataclass
+class Counts:
+    """What was computed and moved."""
+
+    flops: dict[str, float]  # by dtype
+    moved: dict[str, float]  # bytes by kind of collective or copy
+    touched: float  # bytes that all other operators read and write on the GPU
+    launches: float = 0  # kernels that the host starts on the GPU
+
+
+class Ledger(TorchDispatchMode):
+    """Records every allocation, and every release as a negative one, while it is entered.
+
+    A storage has a holder from its allocation; when it turns out to be something else, as a gradient does, the new holder
+    counts for its whole life.
+    """
+
+    def __init__(self, vocabulary: int = 0) -> None:
+        super().__init__()
+        self.moment, self.place, self.holder = "load", "gpu", "rest"  # the labels of new allocations, see `within`
+        self.paused = False  # if True, nothing is recorded
+        self.is_fused = False  # if True, operators between two matrix products are one kernel, see `planner.fused`
+        self.weight_shapes: set[torch.Size] = set()  # of fused layers; a tensor of such a shape is a weight or a gradient
+        self._read: set[Storage] = set()  # what the fused kernel has read so far
+        self.pinned_limit: int | None = None  # bytes; larger pinned allocations are not rounded up
+        self.vocabulary = vocabulary  # a tensor whose last dimension has this size belongs to the loss
+        self.events: list[Event] = []
+        self.flops: collections.Counter = collections.Counter()  # this one and the next three: see `Counts`
+        self.moved: collections.Counter = collections.Counter()
+        self.touched = self.launches = 0
+        # For some operators, a function that counts the FLOPs of a call.
+        self.flop_counters: dict[Any, Callable[..., int]] = flop_registry | {
+            VARLEN: flops_of_varlen,
+            VARLEN_BACKWARD: flops_of_varlen_backward,
+            torch.ops.aten.linalg_solve_triangular: flops_of_solve,
+        }
+        # For some operators, a function that counts the bytes which the CUDA kernel allocates, and releases at its end.
+        self.workspaces: dict[Any, Callable[..., int]] = {}
+        self.restore_resize: Callable[[], None] | None = None  # while the ledger is entered: undoes `watch_resize`
+        self._storages = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Runs an operator on fake tensors, and counts its outputs, its FLOPs, and the bytes that it moves or touches."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local tensor comes next
+        result = func(*args, **kwargs or {})
+        if self.paused or func.is_view or func.namespace == "prim":
+            return result
+        outputs, inputs = tensors_in((result,)), tensors_in(args)
+        if kwargs:
+            inputs += tensors_in(kwargs.values())
+        is_product = func.namespace != "aten" or func.overloadpacket in self.flop_counters
+        is_within_kernel = self.is_fused and not is_product and "empty" not in func.name()
+        if self.is_fused and is_product:
+            for tensor in inputs:
+                self.write(tensor)
+        if func.namespace == "fsdp":
+            self._label_fsdp(func.name(), outputs + inputs)
+        is_cast_of_weight = func is torch.ops.aten._to_copy.default and self.holder_of(inputs[0]) == "weights"
+        for tensor in outputs:
+            is_unwritten = is_within_kernel and tensor.shape not in self.weight_shapes
+            self.see(tensor, "gathered" if is_cast_of_weight else None, is_unwritten)
+        if count_workspace := self.workspaces.get(func.overloadpacket):
+            self.spike(count_workspace(*args), holder="activations")
+        if is_within_kernel:
+            self._count_kernel(inputs, outputs)
+        else:
+            self._count(func, args, kwargs or {}, result, outputs + inputs)
+        return result
+
+    def _label_fsdp(self, name: str, tensors: list[torch.Tensor]) -> None:
+        """Sets what the tensors of one of FSDP's own operators are for: gathered weights, or gradients to reduce."""
+        for tensor in tensors:
+            self.see(tensor)
+            if self.holder_of(tensor) != "weights":
+                entry = self._storages[tensor.untyped_storage()]
+                entry.holder = "gradients" if "chunk_cat" in name else "gathered"
+                if "all_gather_copy_in" in name:
+                    entry.stream = "all-gather"
+
+    def _count(self, func: Any, args: tuple, kwargs: dict, result: Any, tensors: list[torch.Tensor]) -> None:
+        """Counts the bytes of a collective, and the FLOPs or the touched bytes of an operator."""
+        name, namespace = func.name(), func.namespace
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        kind = COLLECTIVES.get(name.split("::")[1])
+        if kind and namespace not in ("aten", "fsdp"):
+            self.moved[kind] += max(sizes, default=0)
+        if count_flops := self.flop_counters.get(func.overloadpacket):
+            self.flops[str(tensors_in(args)[0].dtype)] += count_flops(*args, **kwargs, out_val=result)
+            self.launches += 1
+        elif self.place == "gpu" and namespace not in ("c10d", "prim") and "empty" not in name and "_view" not in name:
+            self.touched += sum(sizes)
+            self.launches += 1
+
+    def _count_kernel(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """Counts the bytes of an operator that is a part of a fused kernel: new inputs, and outputs that are in memory."""
+        for tensor in inputs:
+            self.see(tensor)
+            entry = self._storages[tensor.untyped_storage()]
+            if not entry.is_unwritten and entry not in self._read:
+                self._read.add(entry)
+                self.touched += tensor.nbytes
+        self.touched += sum(out.nbytes for out in outputs if not self._storages[out.untyped_storage()].is_unwritten)
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Ends a fused kernel, which writes this tensor if no kernel has."""
+        self._read.clear()
+        entry = self._storages.get(tensor.untyped_storage())
+        if entry and entry.is_unwritten:
+            entry.is_unwritten = False
+            self._record(entry, tensor.untyped_storage().nbytes())
+            self.touched += tensor.untyped_storage().nbytes()
+            self.launches += 1
+
+    def see(self, tensor: torch.Tensor, holder: str | None = None, is_unwritten: bool = False) -> None:
+        """Records a tensor's storage unless it is known. `is_unwritten`: it takes no memory until `write`."""
+        storage = tensor.untyped_storage()
+        if storage in self._storages:
+            return
+        if holder is None:
+            holder, of_head = self.holder, self.vocabulary and tensor.dim() > 1
+            if holder == "activations" and of_head and self.vocabulary in (tensor.shape[-1], tensor.shape[-1] + 1):
+                holder = "loss"
+            elif holder == "loss" and of_head and tensor.shape[0] == self.vocabulary:  # it does not grow with the micro-batch
+                holder = "gradients"
+        entry = self._storages[storage] = Storage(0, self.place, holder, is_unwritten=is_unwritten)
+        if not is_unwritten:
+            self._record(entry, storage.nbytes())
+        weakref.finalize(storage, self._record, entry, 0).atexit = False
+
+    def _record(self, entry: Storage, size: int) -> None:
+        asked = size
+        if entry.is_pinned and size and (self.pinned_limit is None or size <= self.pinned_limit):
+            size = 1 << (size - 1).bit_length()
+        size = rounded_up(size)
+        if size != entry.size:
+            self.events.append(Event(self.moment, entry, entry.place, size - entry.size, asked))
+            entry.size = size
+
+    def holder_of(self, tensor: torch.Tensor) -> str | None:
+        entry = self._storages.get(tensor.untyped_storage())
+        return entry and entry.holder
+
+    def mark(self, tensor: torch.Tensor, holder: str | None = None, place: str | None = None) -> None:
+        """Sets what a tensor is for, and where it is from now on."""
+        self.see(tensor)
+        entry = self._storages[tensor.untyped_storage()]
+        entry.holder = holder or entry.holder
+        if place and place != entry.place:
+            size = entry.size
+            self._record(entry, 0)
+            entry.place = place
+            self._record(entry, size)
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Makes the memory of a tensor on the host pinned memory."""
+        self.see(tensor)
+        entry = self._storages[tensor.untyped_storage()]
+        entry.is_pinned = True
+        self._record(entry, tensor.untyped_storage().nbytes())
+
+    def spike(self, size: int, holder: str) -> None:
+        """Records bytes on the GPU that are allocated and released at once."""
+        entry = Storage(0, "gpu", holder)
+        self._record(entry, size)
+        self._record(entry, 0)
+
+    def take_counts(self) -> Counts:
+        """What was computed and moved since the last call, and begins to count from zero."""
+        counts = Counts(dict(self.flops), dict(self.moved), self.touched, self.launches)
+        self.flops.clear()
+        self.moved.clear()
+        self.touched = self.launches = 0
+        return counts
+
+    @contextlib.contextmanager
+    def within(self, moment: str | None = None, holder: str | None = None, place: str | None = None) -> Iterator[None]:
+        """Labels what is allocated within the block: the phase of the run, what it is for (`holder`), and on which memory
+        (`place`). None keeps the label of the block around it."""
+        before = self.moment, self.holder, self.place, self.is_fused
+        self.moment, self.holder, self.place = moment or self.moment, holder or self.holder, place or self.place
+        try:
+            yield
+        finally:
+            self.moment, self.holder, self.place, self.is_fused = before
+
+    def __enter__(self) -> "Ledger":
+        self.restore_resize = watch_resize(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        self.restore_resize()
+        return super().__exit__(*error)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._storages:
+            self._record(self._storages[storage], storage.nbytes())
+
+    def timeline(self, place: str = "gpu") -> Iterator[tuple[str, int, collections.Counter]]:
+        """Yields (moment, bytes, bytes by holder) after every event; the counter is the same object each time."""
+        held, total = collections.Counter(), 0
+        for moment, entry, where, change, _ in self.events:
+            if where == place:
+                held[entry.holder] += change
+                total += change
+                yield moment, total, held
+
+    def sizes(self) -> Iterator[tuple[Storage, str, int]]:
+        """Yields (storage, its stream, its bytes on the GPU from now on), in order; 0 bytes when it is freed."""
+        sizes = collections.Counter()
+        for _, entry, place, change, _ in self.events:
+            if place == "gpu":
+                sizes[entry] += change
+                yield entry, entry.stream, sizes[entry]
+
+    def peaks(self, place: str = "gpu") -> dict[str, Peak]:
+        """The peak of every moment."""
+        peaks = {}
+        for moment, total, held in self.timeline(place):
+            if moment not in peaks or total > peaks[moment].bytes:
+                peaks[moment] = Peak(total, dict(held))
+        return peaks
+
+    def curve(self, points: int = 1500) -> list[tuple[str, dict[str, int]]]:
+        """(moment, bytes by holder) over the simulation, the largest of each of at most `points` stretches."""
+        stretch, curve, largest = max(1, sum(1 for _ in self.timeline()) // points), [], None
+        top = -1
+        for number, (moment, total, held) in enumerate(self.timeline()):
+            if total > top:
+                top, largest = total, (moment, dict(held))
+            if number % stretch == stretch - 1:
+                curve.append(largest)
+                top, largest = -1, None
+        return curve + ([largest] if largest else [])
+
+    def hull(self) -> list[tuple[int, int]]:
+        """(bytes that do not grow with the micro-batch, bytes that do), for the moments that can be the largest."""
+        pairs = set()
+        for moment, total, held in self.timeline():
+            if moment not in ("load", "first step"):
+                growing = held["activations"] + held["loss"]
+                pairs.add((total - growing, growing))
+        hull = []
+        for fixed, growing in sorted(pairs, reverse=True):
+            if not hull or growing > hull[-1][1]:
+                hull.append((fixed, growing))
+        return hull
+
+
+@changes("torch:UntypedStorage.resize_")
+def watch_resize(ledger: Ledger) -> Callable[[], None]:
+    """Makes `UntypedStorage.resize_` tell the ledger; returns what restores it. FSDP2 frees weights by resizing them to 0.
+
+    Upstream: no issue: dispatch modes do not see storages.
+    Checked with: torch 2.13.0.
+    Remove when: they do.
+    """
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> None:
+        original(storage, size)
+        ledger.resized(storage)
+
+    def restore() -> None:
+        torch.UntypedStorage.resize_ = original
+
+    torch.UntypedStorage.resize_ = resize
+    return restore
+
+
+def rounded_up(size: int) -> int:
+    """Bytes of the blocks that CUDA's allocator hands out."""
+    return -(-size // BLOCK) * BLOCK
+
+
+def in_order(events: list[Event], start: int = 0) -> list[Event]:
+    """The events from `start` on, with storages that are freed one after the other by what they are, the oldest first.
+
+    Their order changes nothing, and is not always the same: autocast frees the casts of weights by their addresses.
+    """
+    ordered: list[Event] = []  # also those before `start`
+    freed: list[Event] = []
+    last: dict[Storage, tuple] = {}  # for each storage, its last change that did not free it
+    sizes: collections.Counter = collections.Counter()
+
+    def by_kind(event: Event) -> tuple:
+        return last[event.storage]
+
+    for number, event in enumerate(events):
+        sizes[event.storage] += event.change
+        size = sizes[event.storage]
+        if freed and (size or event.moment != freed[0].moment or number == start):
+            ordered += sorted(freed, key=by_kind)
+            freed = []
+        if size:
+            last[event.storage] = event.moment, event.place, event.storage.holder, size, number
+            ordered.append(event)
+        else:
+            freed.append(event)
+    return (ordered + sorted(freed, key=by_kind))[start:]
+
+
+def tensors_in(values: Iterable) -> list[torch.Tensor]:
+    """The tensors among some values and the lists among them; torch's own function for it would take most of the time."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif type(value) in (list, tuple):
+            found += tensors_in(value)
+    return found
+
+
+def counts_of_step(parts: list[Counts], accumulation: int) -> Counts:
+    """The counts of a step of `accumulation` micro-batches, from those of the last one, or of the first and the last.
+
+    What crosses replicas does so once per step, and the first micro-batch adds no gradients on the host. With two, a micro-batch
+    in between does what both do: it leaves out what only the first gathers, or only the last reduces.
+    """
+    first, last = parts[0], parts[-1]
+
+    def add(of_first: float, of_last: float) -> float:
+        if len(parts) == 1:
+            return of_last * accumulation
+        return of_first + of_last + (accumulation - 2) * min(of_first, of_last)
+
+    flops = {name: add(first.flops.get(name, 0), last.flops.get(name, 0)) for name in first.flops | last.flops}
+    moved = {}
+    for name in first.moved | last.moved:
+        if len(parts) == 1 and name in ("all_reduced", "broadcast"):
+            moved[name] = last.moved[name]
+        elif len(parts) == 1 and name == "added_on_host":
+            moved[name] = last.moved[name] * (accumulation - 1)
+        else:
+            moved[name] = add(first.moved.get(name, 0), last.moved.get(name, 0))
+    return Counts(flops, moved, add(first.touched, last.touched), add(first.launches, last.launches))

@@ -1,0 +1,100 @@
+"""The machines to plan for: those of --for, and this one; and whether a run fits one with its margins."""
+
+import dataclasses
+import math
+import re
+import shutil
+import sys
+from typing import NamedTuple
+
+from harness.messages import UserError
+from harness.nodes.hardware import Gpu, ask_nvidia_smi, host_memory
+from planner import cards, links, memory
+from planner.cards import CARDS, GB, Card
+from planner.simulation import Refused, Simulation
+
+# What stays free on top of the reserve, because forecasts can be too low (docs/measurements.md): shares of what there is.
+GPU_MARGIN = 0.10
+HOST_MARGIN = 0.05
+MACHINE_FORMAT = (
+    'expected a number of GPUs and their name, for example --for "2x3090,64GB" or --for "1x4090; 4xA100,nvlink", and before them '
+    "the number of nodes if there are several, --for 2x4xA100"
+)
+
+
+class Machine(NamedTuple):
+    """GPUs of one kind in one machine, or in several equal ones."""
+
+    name: str  # as --for has it
+    gpus: int  # of each node
+    card: Card
+    host: float = math.inf  # bytes of host memory of each node, infinite if unknown
+    disk: float = math.inf  # bytes that are free
+    nodes: int = 1
+
+
+def read_machines(text: str, all_cards: tuple[Card, ...] = CARDS) -> list[Machine]:
+    """The machines of --for. Raises UserError for one that is misspelt or has an unknown GPU."""
+    machines = []
+    for part in text.split(";"):
+        match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*x\s*([^,]+?)\s*((?:,[^,]*)*)", part, re.IGNORECASE)
+        if not match or int(match[1] or 1) < 1 or int(match[2]) < 1:
+            raise UserError(f"--for is {text!r}, {MACHINE_FORMAT}")
+        card, host, disk = cards.find_card(match[3], all_cards), math.inf, math.inf
+        for word in filter(None, (word.strip().lower() for word in match[4].split(","))):
+            if word == "no nvlink":
+                card = links.with_pcie(card)
+            elif word == "nvlink":
+                check_nvlink(card)
+                card = links.with_nvlink(card)
+            elif size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb", word):
+                host = float(size[1]) * GB
+            elif size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb\s*disk", word):
+                disk = float(size[1]) * GB
+            else:
+                raise UserError(
+                    f"--for: {word} is unknown, expected 64GB (host memory), 500GB disk, nvlink or no nvlink after the GPUs"
+                )
+        machines.append(Machine(" ".join(part.split()), int(match[2]), card, host, disk, int(match[1] or 1)))
+    return machines
+
+
+def check_nvlink(card: Card) -> None:
+    """Raises UserError unless the rate of the card's NVLink is known."""
+    if links.nvlink_rate(card) is not None:
+        return
+    if card in CARDS:
+        raise UserError(f"--for: {card.name} has no NVLink that this project knows: leave out nvlink")
+    raise UserError(f"--for: {card.name} is planned with PCIe, because --card has no rate of NVLink: leave out nvlink")
+
+
+def this_machine(gpus: list[Gpu], all_cards: tuple[Card, ...] = CARDS) -> Machine:
+    """The machine with these GPUs."""
+    smallest = min(gpus)
+    card = cards.card_of_gpu(smallest.name, smallest.memory, smallest.capability >= 8, all_cards)
+    are_linked = links.are_linked(ask_nvidia_smi("topo", "-m"), [gpu.index for gpu in gpus])
+    if are_linked is False:
+        card = links.with_pcie(card)
+    elif are_linked and links.nvlink_rate(card) is not None:
+        card = links.with_nvlink(card)
+    elif are_linked:
+        print(f"The GPUs have NVLink, whose rate is not known for {card.name}: planned with PCIe.", file=sys.stderr, flush=True)
+    return Machine(f"{len(gpus)}x{card.name}", len(gpus), card, host_memory(), shutil.disk_usage(".").free)
+
+
+def is_possible(machine: Machine, simulation: Simulation | Refused | None) -> bool:
+    """Whether a run fits GPU and host memory with their margins, in a dtype that the GPU computes in."""
+    if simulation is None or isinstance(simulation, Refused):
+        return False
+    if memory.needed_host_memory(simulation) > usable_host(machine):
+        return False
+    return memory.fits(with_margin(machine.card), simulation, simulation.peak.bytes)
+
+
+def usable_host(machine: Machine) -> float:
+    """Bytes of host memory of a node, without a margin."""
+    return (1 - HOST_MARGIN) * machine.host
+
+
+def with_margin(card: Card) -> Card:
+    return dataclasses.replace(card, memory=(1 - GPU_MARGIN) * card.memory)

@@ -1,0 +1,84 @@
+"""The memory of a run: what must stay free on a GPU next to the peak, on which cards it fits, host memory and disk."""
+
+from harness.configs import AccelerateConfig
+from planner.cards import GB, Card
+from planner.links import has_nvlink_rate
+from planner.simulation import Simulation
+
+MOST_ROWS = 4096  # of a micro-batch
+PROCESS_BYTES = 2_500_000_000  # of host memory: Python, torch, CUDA's libraries; assumed
+# What a simulation does not see, on top of its peak.
+CUDA_CONTEXT = 0.5 * GB  # with the loaded kernels
+NCCL_BUFFERS = 0.5 * GB  # of a communicator over PCIe; assumed
+# Of a communicator of two GPUs with NVLink, and of more: 544 and 688 MiB between A100s (NVIDIA/nccl#964).
+NVLINK_BUFFERS = (0.57 * GB, 0.72 * GB)
+FRAGMENTATION = 0.05  # of the peak, at least: the allocator's pages, cuBLAS workspaces
+
+
+def reserve(simulation: Simulation, peak: float, card: Card | None = None) -> float:
+    """Bytes that must stay free on top of the peak (of `card`, or of any)."""
+    fragmentation = max(FRAGMENTATION, simulation.needed / simulation.peak.bytes - 1)
+    return CUDA_CONTEXT + nccl_buffers(simulation, card) + fragmentation * peak
+
+
+def nccl_buffers(simulation: Simulation, card: Card | None) -> float:
+    """Bytes on each GPU. All processes have a communicator; with hybrid sharding, so have the shards and the replicas."""
+    groups = [simulation.processes]
+    if simulation.replicas > 1 and simulation.shards > 1:
+        groups += [simulation.shards, simulation.replicas]
+    has_nvlink = card is not None and has_nvlink_rate(card)
+    return sum(NVLINK_BUFFERS[size > 2] if has_nvlink else NCCL_BUFFERS for size in groups if size > 1)
+
+
+def reserved_on(card: Card, simulation: Simulation) -> float:
+    """Bytes that PyTorch's allocator reserves at most. Where a card has no memory for more, it gives back what is free."""
+    limit = card.memory - CUDA_CONTEXT - nccl_buffers(simulation, card)
+    return min(simulation.reserved, max(simulation.needed, limit))
+
+
+def fits(card: Card, simulation: Simulation, peak: float) -> bool:
+    return peak + reserve(simulation, peak, card) <= card.memory and (card.bf16 or not simulation.needs_bf16)
+
+
+def largest_micro_batch(card: Card, simulation: Simulation) -> int:
+    """The largest micro-batch that fits, up to MOST_ROWS; 0 if none does. Activations and loss are assumed proportional to it."""
+    for rows in range(1, MOST_ROWS + 1):
+        peak = max(fixed + growing * rows / simulation.micro_batch for fixed, growing in simulation.hull)
+        if not fits(card, simulation, peak):
+            return rows - 1
+    return MOST_ROWS
+
+
+def least_bytes(simulation: Simulation, config: AccelerateConfig, processes: int) -> float:
+    """The least that weights, gradients and the optimizer's states can take on a GPU with a config: bytes, from the number of
+    parameters, which a simulation with any other config has found. All of them are counted in 16 bits, or in 4.
+    """
+    in_4bit = simulation.bytes_in_4bit
+    weights = in_4bit + 2 * (simulation.parameters - 2 * in_4bit)
+    gradients, states = 2 * simulation.trained, min(4 * simulation.trained, simulation.optimizer * simulation.shards)
+    shards = (config.shards if config.is_hybrid else processes) if config.is_fsdp else 1
+    kept = 0 if config.offload_params else (weights + states) / shards
+    if config.is_fsdp and not config.reshard_after_forward:
+        return kept + weights  # unsharded between forward and backward
+    return kept + (0 if config.offload_params else gradients / shards)
+
+
+def needed_host_memory(simulation: Simulation) -> float:
+    """Bytes of host memory on a node: the model while it loads, what offload keeps there, the whole model to be saved.
+
+    The file of the 4-bit weights is not counted: it is memory-mapped, so the kernel can drop its pages.
+    """
+    per_node = simulation.processes // simulation.nodes
+    loading = 0
+    if "load" in simulation.host_peaks:
+        loading = simulation.copies * max(0, simulation.host_peaks["load"].bytes - simulation.quantized)
+    training = max((peak.bytes for moment, peak in simulation.host_peaks.items() if moment != "load"), default=0)
+    saving = 0 if simulation.is_adapter else 4 * simulation.parameters  # gathered on the first process, in float32
+    return per_node * PROCESS_BYTES + max(loading, per_node * training, saving)
+
+
+def disk_space(simulation: Simulation) -> float:
+    """Bytes: the download, the 4-bit copy made of it, two checkpoints with weights in float32, and the model."""
+    checkpoint = 4 * simulation.trained + simulation.optimizer * simulation.shards
+    model = 4 * simulation.trained if simulation.is_adapter else simulation.parameters * simulation.hub_bytes
+    return simulation.download + simulation.quantized + 2 * checkpoint + model

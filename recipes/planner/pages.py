@@ -1,0 +1,282 @@
+"""A plan for people: text, a table of configs, a picture."""
+
+import math
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness.commands.report import print_table
+from harness.messages import UserError
+from planner import cards
+from planner.simulation import Refused
+
+LINES = (16, 24, 40, 80)  # GB, of the picture
+# What holds memory on a GPU.
+HOLDERS = {
+    "weights": "weights",
+    "gathered": "gathered layers, weights in bf16 or fp16",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "loss": "loss",
+    "rest": "other",
+}
+KINDS = {
+    "to_gpu": "to the GPU",
+    "to_host": "to the host",
+    "activations": "activations to the host and back",
+    "added_on_host": "added on the host",
+    "all_reduced": "all-reduced",
+    "across_nodes": "across nodes",
+}
+FEWER_KERNELS = "a larger --per_device_train_batch_size or --torch_compile true needs fewer kernels for a step"
+NOT_SIMULATED = """\
+The margin is for what is not simulated: CUDA's context, NCCL's buffers, cuBLAS workspaces, fragmentation. The time is computed
+from FLOPs and bytes. At the fast end of its range, matrix products run at 80 % of a GPU's rate, and all transfers overlap with
+them; at the slow end they run at 40 %, and nothing overlaps. It is assumed that every token counts in the loss."""
+
+
+def print_progress(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def holders_of(plan: dict[str, Any]) -> dict[str, str]:
+    """What holds memory on a GPU: names and descriptions, also of the models that a trainer holds next to the trained one."""
+    second = {name: f"{name}, which the trainer holds too" for name in plan["holders"] if name not in HOLDERS}
+    alone = {"gathered": "the layers' weights in bf16 or fp16"} if plan["shards"] == 1 else {}
+    return HOLDERS | alone | second
+
+
+def print_plan(plan: dict[str, Any], wanted: set[str]) -> None:
+    """One plan, from memory to price, on the cards that `shown_cards` returns."""
+    need = plan["peak_gpu_gb"] + plan["reserve_gb"]
+    gpus = f"{plan['processes']} GPU{'s' if plan['processes'] > 1 else ''}"
+    print(f"{plan['recipe']} × {plan['config']}, {gpus} (forecast)\n")
+    print(f"GPU memory   {plan['peak_gpu_gb']:.1f} GB peak + {plan['reserve_gb']:.1f} GB margin = {need:.1f} GB per GPU")
+    for holder, description in holders_of(plan).items():
+        if size := plan["holders"].get(holder):
+            print(f"             {size:7.2f}  {description}")
+    print(f"reserved     {plan['reserved_gb']:.1f} GB by PyTorch's allocator if there is room")
+    print("by phase     " + ", ".join(f"{moment} {size:.1f}" for moment, size in plan["moments"].items()))
+    print(f"host memory  {plan['peak_host_gb']:.0f} GB per node ({of_this_machine(plan['peak_host_gb'], total_memory())})")
+    free = of_this_machine(plan["disk_gb"], shutil.disk_usage(".").free / cards.GB)
+    print(f"disk         {plan['disk_gb']:.0f} GB ({free}), {plan['download_gb']:.1f} GB of it to download")
+    moved = ", ".join(f"{KINDS.get(kind, kind)} {size:.2f} GB" for kind, size in plan["moved_gb"].items())
+    print(f"one step     {plan['tokens_per_step']:,} tokens, {plan['tflops']:,.0f} TFLOP per GPU; {moved or 'no transfers'}")
+    fast, slow = plan["host_seconds"]
+    print(f"             {plan['kernels_per_step']:,} kernels, which a host starts in {fast:.2f} to {slow:.2f} s")
+    print(f"the run      {describe_length(plan)}\n")
+    rows = [("GPU", "fits", "largest micro-batch", "s per step", "tokens/s", "time", "price")]
+    shown = shown_cards(plan, wanted)
+    for name in shown:
+        rows.append((name, describe_fit(plan, name), str(plan["largest_micro_batch"][name]), *ranges(plan, name)))
+    print_table(without_empty_columns(rows))
+    print(f"For all {len(plan['fits'])} GPUs that --plan knows, pass --json.")
+    waiting = [name for name in plan["can_wait_for_host"] if plan["fits"][name] and name in shown]
+    if waiting:
+        print(f"\nThe host can be slower than {', '.join(waiting)}: {FEWER_KERNELS}.")
+    print(f"\n{NOT_SIMULATED}")
+
+
+def shown_cards(plan: dict[str, Any], wanted: set[str]) -> list[str]:
+    """The wanted cards, those of --card, and the first one on which the run fits."""
+    known, first = [known.name for known in cards.CARDS], next((name for name, fits in plan["fits"].items() if fits), None)
+    return [name for name in plan["fits"] if name not in known or name in wanted or name == first]
+
+
+def print_side_by_side(plans: list[dict[str, Any] | Refused]) -> None:
+    """One line per config."""
+    rows = [("config", "GPUs", "GB per GPU", "with margin", "GB host", "smallest GPU", "tokens/s on it")]
+    for plan in plans:
+        if isinstance(plan, Refused):
+            continue
+        card = next((name for name, fits in plan["fits"].items() if fits), None)
+        speed = plan["tokens_per_second"].get(card)
+        rows.append(
+            (
+                plan["config"],
+                str(plan["processes"]),
+                f"{plan['peak_gpu_gb']:.1f}",
+                f"{plan['peak_gpu_gb'] + plan['reserve_gb']:.1f}",
+                f"{plan['peak_host_gb']:.0f}",
+                card or "none",
+                f"{speed[0]:,}–{speed[1]:,}" if speed else "",
+            )
+        )
+    if len(rows) > 1:
+        print_table(without_empty_columns(rows))
+    for plan in plans:
+        if isinstance(plan, Refused):
+            print(f"{plan.config}: {plan.reason}")
+    print(f"\n{NOT_SIMULATED}")
+
+
+def print_proposals(tried: list[dict[str, Any]]) -> None:
+    """What was tried to make the run fit, in the order of its cost."""
+    if not tried:
+        return
+    print(f"\nTo fit {tried[0]['card']}, each simulated:")
+    rows = [(change["change"], f"{change['needs']:.1f}", f"{change['needs_host']:.0f}", change["fits"]) for change in tried]
+    print_table([("change", "GB per GPU with margin", "GB host", "fits"), *rows])
+
+
+def print_choice(plan: dict[str, Any]) -> None:
+    """The choice for one machine as a command, and the runners-up."""
+    if plan["config"] is None:
+        print(f"No combination of configs, micro-batches and activation checkpointing fits {plan['machine']} with its margin.")
+        print_proposals(plan["proposals"])
+        return
+    here = plan["on_machine"]
+    gpus = f"{plan['processes']} × {plan['gpu']}"
+    print(f"{plan['recipe']} on {gpus} (forecast), chosen by the plan; the same by hand:\n\n    {plan['command']}\n")
+    rows = [("config and flags", "s per step", "", "GB per GPU with margin", "GB host")]
+    for choice in plan["choices"]:
+        best, worst = choice["step_seconds"]
+        slower = f"+{choice['slower']:.0%}".replace("%", " %") if rows[1:] else "chosen"
+        rows.append(
+            (
+                shlex.join([choice["config"], *choice["flags"]]),
+                f"{best:.2f}–{worst:.2f}",
+                slower,
+                f"{choice['gpu_gb']:.1f}",
+                f"{choice['host_gb']:.0f}",
+            )
+        )
+    print_table(rows)
+    hours, price = here["hours"], here["price"]
+    if hours:
+        cost = f", {price[0]:.2f}–{price[1]:.2f} for all GPUs" if price else ""
+        print(f"\n{plan['steps']:,} steps: {describe_time(hours)}{cost}.")
+    if here["in_time"] is not None:
+        print("In time." if here["in_time"] else "Not in time at the slow end of the range.")
+    if here["signal_seconds"]:
+        print(
+            f"On SLURM, pass `sbatch --signal USR1@{here['signal_seconds']}`: without it, the signal comes 300 s before the time "
+            f"limit, and two steps can take {2 * here['step_seconds'][1]:.0f} s."
+        )
+    if not here["has_disk"]:
+        print(f"warning: the run needs {plan['disk_gb']:.0f} GB of disk, {plan['machine']} has less.")
+
+
+def print_machines(plans: list[dict[str, Any]], within: float) -> None:
+    """One line per machine: what is chosen, whether it is in time, and which machine is the cheapest."""
+    rows = [("machine", "command", "s per step", "time", "GPU time", "price", "in time")]
+    for plan in plans:
+        if plan["config"] is None:
+            rows.append((plan["machine"], "nothing fits", "", "", "", "", ""))
+            continue
+        here, gpus = plan["on_machine"], int(plan["machine"].split("x")[0])
+        span = describe_time(here["hours"] or [])
+        of_gpus = describe_time([gpus * number for number in here["hours"] or []])
+        price = [f"{number:.2f}" for number in here["price"] or ()]
+        in_time = {None: "", True: "yes", False: "no"}[here["in_time"]]
+        seconds = "–".join(f"{number:.2f}" for number in here["step_seconds"])
+        rows.append((plan["machine"], plan["command"], seconds, span, of_gpus, "–".join(price), in_time))
+    print_table(without_empty_columns(rows))
+    possible = [plan for plan in plans if plan["config"] is not None and plan["on_machine"]["hours"]]
+    if within:
+        possible = [plan for plan in possible if plan["on_machine"]["in_time"]]
+        names = ", ".join(plan["machine"] for plan in possible)
+        print(f"\nIn time at the slow end of the range: {names or 'none'}.")
+    if possible:
+        cheapest = min(possible, key=cost_of)
+        print(f"Cheapest{' of these' if within else ''}: {cheapest['machine']}.")
+
+
+def cost_of(plan: dict[str, Any]) -> float:
+    """The price of a run in the middle of its range; without prices, its GPU hours."""
+    here = plan["on_machine"]
+    return sum(here["price"] or [int(plan["machine"].split("x")[0]) * hours for hours in here["hours"]])
+
+
+def describe_length(plan: dict[str, Any]) -> str:
+    if not plan["steps"]:
+        return f"unknown number of steps, pass --max_steps to see hours: {plan['no_steps']}"
+    if plan["steps_are_estimated"]:
+        return f"about {plan['steps']:,} steps, estimated from the first rows of the dataset"
+    return f"{plan['steps']:,} steps"
+
+
+def describe_fit(plan: dict[str, Any], name: str) -> str:
+    free = plan["free_gb"][name]
+    if name not in plan["step_seconds"]:
+        return "no bf16"
+    return f"yes, {free:.1f} GB free" if plan["fits"][name] else f"no, {-free:.1f} GB missing"
+
+
+def ranges(plan: dict[str, Any], name: str) -> tuple[str, str, str, str]:
+    """Seconds per step, tokens/s, time and price of the run on a card."""
+
+    def span(key: str, style: Callable[[float], str]) -> str:
+        values = plan[key].get(name)
+        return f"{style(values[0])}–{style(values[1])}" if values else ""
+
+    return (
+        span("step_seconds", "{:.2f}".format),
+        span("tokens_per_second", "{:,}".format),
+        describe_time(plan["hours"].get(name, [])),
+        span("price", "{:.2f}".format),
+    )
+
+
+def describe_time(hours: list[float]) -> str:
+    """A range of hours in hours, minutes or seconds, whichever its longer end has at least one of; "" for none."""
+    if not hours:
+        return ""
+    unit, size = next(((name, size) for name, size in (("h", 1), ("min", 60)) if hours[-1] * size >= 1), ("s", 3600))
+    return f"{'–'.join(two_digits(number * size) for number in hours)} {unit}"
+
+
+def two_digits(number: float) -> str:
+    """A number above 0 with two significant digits and without an exponent: 0.034, 2.3, 1,200."""
+    rounded = float(f"{number:.1e}")
+    return f"{rounded:,.{max(0, 1 - math.floor(math.log10(rounded)))}f}" if rounded else "0"
+
+
+def of_this_machine(needed: float, available: float) -> str:
+    return f"this machine has {'' if available >= needed else 'only '}{available:.0f}"
+
+
+def total_memory() -> float:
+    import psutil
+
+    return psutil.virtual_memory().total / cards.GB
+
+
+def without_empty_columns(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    used = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
+    return [tuple(row[column] for column in used) for row in rows]
+
+
+def draw(plan: dict[str, Any], curve: list[tuple[str, dict[str, int]]], path: Path = Path("plan.png")) -> Path:
+    """Draws memory over the step, stacked by holder, with lines at the sizes of cards."""
+    from matplotlib.figure import Figure
+
+    curve = [(moment, held) for moment, held in curve if moment not in ("load", "first step")]
+    figure = Figure(figsize=(9, 4.5))
+    axes = figure.subplots()
+    top = max(sum(held.values()) for _, held in curve) / cards.GB
+    holders = holders_of(plan)
+    holders |= {holder: holder for _, held in curve for holder in held if holder not in holders}
+    layers = {holder: [held.get(holder, 0) / cards.GB for _, held in curve] for holder in holders}
+    layers = {holder: sizes for holder, sizes in layers.items() if max(sizes) > 0.005 * top}
+    axes.stackplot(range(len(curve)), *layers.values(), labels=[holders[holder] for holder in layers])
+    starts = [index for index in range(len(curve)) if index == 0 or curve[index - 1][0] != curve[index][0]]
+    for start, end in zip(starts, [*starts[1:], len(curve)], strict=True):
+        if end - start > len(curve) / 40:
+            axes.text((start + end) / 2, top * 1.04, curve[start][0], ha="center", fontsize="small")
+    for size in LINES:
+        if size < 2.5 * top:
+            axes.axhline(size, linestyle="--", color="grey", linewidth=0.8)
+            axes.text(len(curve), size, f" {size} GB", va="center", fontsize="small")
+    axes.set(ylabel="GB on one GPU", xticks=[], title=f"{plan['recipe']} × {plan['config']} (forecast)", xlim=(0, len(curve)))
+    figure.legend(fontsize="small", loc="lower center", ncols=4)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise UserError(f"{path.absolute()} cannot be written ({error.strerror}): call --plan from another folder") from error
+    return path.absolute()

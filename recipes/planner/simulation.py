@@ -1,0 +1,515 @@
+"""One run, simulated: the recipe's own trainer, sharding, loss and optimizer, at full size, on tensors without memory.
+
+Simulated are loading, one optimizer step with the optimizer's states in place, an evaluation, a sample and the final save, as
+the process with rank 0 sees them. A simulation changes its process, so it has one of its own.
+"""
+
+import argparse
+import contextlib
+import functools
+import gc
+import json
+import os
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.batches import length_of_rows
+from harness.compat.accelerate import allow_fsdp_on_cpu, launch_environment
+from harness.compat.transformers import TrainerWithHooks, add_overrides, use_no_gpu_kernels
+from harness.configs import AccelerateConfig
+from harness.contexts import BuildingContext, Context, RecipeStopped
+from harness.folder import read_json
+from harness.messages import UserError
+from harness.model.loading import build_adapter_on_meta, check_architecture
+from harness.model.packing import check_packing
+from harness.rehearsal import tiny
+from harness.rehearsal.tiny import PLANNED
+from harness.run.losses import own_loss
+from harness.run.parameters import freeze_unused_parts
+from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
+from harness.start import preparing
+from harness.start.arguments import Arguments
+from harness.start.machine import allocator_settings
+from harness.start.recipes import build_trainer
+from planner import layers
+from planner.allocator import replay
+from planner.fakes import Fakes, count_wrapping, install_steps
+from planner.fused import compile_layers
+from planner.ledger import Counts, Ledger, Peak, counts_of_step, in_order
+from planner.processes import Process
+from planner.shapes import check_bytes, expected_bytes, shapes_of
+
+import datasets
+import torch
+import tqdm
+import transformers
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+@dataclass
+class Plan(BuildingContext):
+    """Runs a recipe until it has built its trainer, for a model and rows of full size that are not loaded."""
+
+    is_simulated = True
+    allocator: str = ""  # PYTORCH_ALLOC_CONF
+
+    def before_arguments(self, values: argparse.Namespace) -> None:
+        values.use_cpu = True
+        given = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
+        self.allocator = given or allocator_settings(self.config, values)
+        if values.fp16:
+            self.no_triton = "fp16 is for GPUs that Triton does not support"
+        if self.is_sharded:
+            allow_fsdp_on_cpu()
+
+    def prepare(self, arguments: Arguments) -> None:
+        _, training_args, model_args = arguments
+        name = model_args.model_name_or_path
+        if not name:
+            raise UserError(
+                f"{Path(self.recipe).name} makes its model itself, and --plan simulates the model that a recipe names as "
+                "model_name_or_path"
+            )
+        use_no_gpu_kernels()
+        preparing.check_all_arguments(self, arguments)
+        preparing.set_model_options(self, arguments)
+        tiny.use_planned_size(*arguments)
+        check_architecture(training_args, model_args, name)
+        check_packing(training_args, model_args, name, is_simulated=True)
+        if model_args.use_peft:
+            build_adapter_on_meta(model_args, name)
+        if getattr(training_args, "activation_offloading", False):
+            training_args.activation_offloading = False  # the plan's page says so
+        preparing.prepare_data(self, arguments)
+
+
+@dataclass
+class Simulation:
+    """Everything that was found about a run. Memory in bytes."""
+
+    recipe: str
+    config: str
+    model: str
+    datasets: list[str]
+    is_streamed: bool
+    processes: int
+    nodes: int
+    shards: int  # over which a weight is sharded, 1 without FSDP
+    replicas: int
+    parameters: int  # of the model, without its adapter
+    trained: int  # parameters
+    bytes_in_4bit: int  # of weights
+    quantized: int  # bytes of the 4-bit copy of the model on the disk, 0 without one
+    is_adapter: bool
+    hub_bytes: int  # per parameter, on the Hub
+    needs_bf16: bool
+    tokens: int  # of a micro-batch
+    micro_batch: int  # rows
+    accumulation: int
+    max_length: int | None
+    has_checkpointing: bool
+    max_steps: int  # -1: as many as the epochs have
+    epochs: float
+    expected: dict[str, int]  # bytes by holder, by arithmetic on shapes
+    copies: int  # of the model in the host memory of a node while it loads
+    is_offloaded: bool = False
+    trained_here: int = 0  # parameters that the optimizer of one process updates
+    optimizer: int = 0  # bytes of the optimizer's states in one process
+    step: Counts = field(default_factory=lambda: Counts({}, {}, 0))
+    peaks: dict[str, Peak] = field(default_factory=dict)  # of the GPU, by moment
+    host_peaks: dict[str, Peak] = field(default_factory=dict)
+    reserved: int = 0  # bytes that PyTorch's allocator takes from the GPU if there is room
+    needed: int = 0  # bytes that it takes if there is not
+    hull: list[tuple[int, int]] = field(default_factory=list)  # (fixed, growing) bytes of possible peaks, see `Ledger.hull`
+    curve: list[tuple[str, dict[str, int]]] = field(default_factory=list)
+    simulated_layers: int = 0  # the most, if they were extended to all; 0 if all were simulated
+    cpu_seconds: float = 0.0  # that the simulation took, without imports
+    download: int = 0
+    has_global_batch_flag: bool = False
+    steps_are_estimated: bool = False
+    no_steps: str = ""  # why max_steps is not known
+
+    @property
+    def peak(self) -> Peak:
+        return max(self.peaks.values(), key=lambda peak: peak.bytes)
+
+
+@dataclass
+class Refused:
+    """A run that was refused before it was simulated."""
+
+    recipe: str
+    config: str
+    reason: str
+
+
+def simulate(
+    context: Context,
+    flags: list[str],
+    make_fakes: Callable[[Ledger], Any] = Fakes,
+    with_evaluation: bool = True,
+    with_all_layers: bool = False,
+) -> Simulation:
+    """Simulates a run.
+
+    Args:
+        make_fakes: makes the replacements; the tests compare with a run on real tensors.
+        with_evaluation: also simulate an evaluation and a sample, which need less memory than training.
+        with_all_layers: also of a model whose layers are alike, of which a few would do (see `layers.py`).
+
+    Raises RuntimeError if what was counted contradicts the shapes of the model.
+    """
+    began, plan, config = cpu_seconds(), Plan(**vars(context)), context.config
+    gc.freeze()  # otherwise every garbage collection would look through the libraries
+    gc.set_threshold(200_000)
+    ledger = Ledger()
+    fakes = make_fakes(ledger)
+    if config.distributed_type != "NO":
+        os.environ.update(launch_environment(config.path, plan.processes, plan.nodes, plan.recipe))
+        fakes.join_processes(plan.processes, plan.processes // plan.nodes)
+    transformers.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    tqdm.tqdm.monitor_interval = 0  # otherwise a thread watches progress bars, and this process cannot be forked
+    with (
+        tempfile.TemporaryDirectory(prefix="plan-") as output_dir,
+        Path(os.devnull).open("w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+    ):
+        quiet = ["--output_dir", output_dir, "--report_to", "none", "--disable_tqdm", "true"]
+        build_trainer(plan, [*flags, *quiet])
+        limit = re.search(r"pinned_max_round_threshold_mb:(\d+)", plan.allocator)
+        ledger.pinned_limit = int(limit[1]) * 2**20 if limit else None
+        simulation = simulate_training(plan, ledger, fakes, with_evaluation, with_all_layers)
+    ledger.events = in_order(ledger.events)
+    simulation.peaks, simulation.host_peaks = ledger.peaks(), ledger.peaks("host")
+    simulation.reserved, simulation.needed = replay(ledger.sizes(), "expandable_segments:True" in plan.allocator)
+    simulation.hull, simulation.curve = ledger.hull(), ledger.curve()
+    simulation.has_global_batch_flag = "global_batch_size" in plan.arguments[0].given
+    simulation.cpu_seconds = cpu_seconds() - began
+    return simulation
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of the forks that have ended."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def simulate_training(plan: Plan, ledger: Ledger, fakes: Any, with_evaluation: bool, with_all_layers: bool) -> Simulation:
+    """Runs the trainer for one step on fake tensors, with a batch of full length, while `ledger` records what it does.
+
+    Returns what is known of the run, with the counts of the step.
+    """
+    trainer, config = plan.trainer, plan.config
+    batch = full_batch(next(iter(trainer.get_train_dataloader())), trainer.args, trainer.args.per_device_train_batch_size)
+    ledger.vocabulary = trainer.model.config.get_text_config().vocab_size
+    if not config.is_fsdp:  # which moves the weights to the GPU only when it wraps the model, see `count_wrapping`
+        for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
+            ledger.mark(tensor, "weights", "gpu")
+    for name, other in second_models(trainer):
+        for tensor in (*other.parameters(), *other.buffers()):
+            # bitsandbytes loads 4-bit weights onto the GPU, unless FSDP shards them.
+            is_loaded_there = hasattr(tensor, "quant_type") and not config.is_fsdp
+            ledger.mark(local_tensor(tensor), name, "gpu" if is_loaded_there else None)
+    if trainer.args.torch_compile:
+        compile_layers(trainer.model, ledger)
+    freeze_unused_parts(trainer)
+    show_buffers = prepare_sharding(trainer, config)  # called by `AfterWrapping`
+    simulation = describe_run(plan, batch)
+    if trainer.is_fsdp_enabled:
+        # With it, accelerate moves the model to the meta device and waits for the weights of the first process.
+        trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
+    trainer.args.eval_on_start = False  # an evaluation is simulated after the step
+    trainer.add_callback(AfterWrapping(trainer, config, plan.processes, own_loss(trainer) is not None, show_buffers))
+    step = SimulatedStep(trainer, config, ledger, fakes, batch, simulation, with_evaluation)
+    trainer.add_callback(step)
+    count_wrapping(trainer, ledger, fakes)
+    trainer.remove_callback(transformers.PrinterCallback)
+    if with_all_layers or not simulate_few_layers(step):
+        with contextlib.suppress(RecipeStopped):
+            trainer.train()
+    simulation.trained_here, simulation.optimizer = step.trained_here, step.optimizer
+    simulation.step = counts_of_step(step.parts, simulation.accumulation)
+    # Clipping and the optimizer have no matrix multiplication, and exchange only the norm of the gradients.
+    simulation.step.touched += step.after.touched
+    simulation.step.launches += step.after.launches
+    return simulation
+
+
+def simulate_few_layers(step: "SimulatedStep") -> bool:
+    """Simulates the model of `step` with a few of its layers, and extends what is recorded to all; returns False if it cannot.
+
+    Each number of layers has a forked process, because training changes the trainer.
+    """
+    trainer, ledger = step.trainer, step.ledger
+    all_layers = layers.equal_layers(trainer.model)
+    if all_layers is None or trainer.optimizer is not None or step.config.distributed_type == "MULTI_GPU":  # of DDP's buckets
+        return False
+    recordings = call_in_forks([functools.partial(record_few_layers, step, all_layers, count) for count in layers.FEW])
+    if recordings is None:
+        return False
+    few, more = recordings
+    added = len(all_layers) - more.layers
+    try:
+        ledger.events += layers.extend(few, more, len(all_layers), layers.live_storages(ledger.events))
+    except layers.Unlike:
+        return False
+    *step.parts, step.after = (layers.linear_counts(*pair, added) for pair in zip(few.counts, more.counts, strict=True))
+    step.simulation.simulated_layers = more.layers
+    step.trained_here, step.optimizer = (layers.linear(*pair, added) for pair in zip(few.sizes, more.sizes, strict=True))
+    return True
+
+
+def record_few_layers(step: "SimulatedStep", all_layers: torch.nn.ModuleList, count: int) -> layers.Recording:
+    """Trains with the first layers only."""
+    trainer, simulation = step.trainer, step.simulation
+    del all_layers[count:]
+    gc.collect()
+    start = len(step.ledger.events)
+    simulation.expected = expected_of(trainer, simulation.shards)
+    with contextlib.suppress(RecipeStopped):
+        trainer.train()
+    sizes = [step.trained_here, step.optimizer]
+    return layers.record(step.ledger.events, start, count, [*step.parts, step.after], sizes)
+
+
+def expected_of(trainer: Trainer, shards: int) -> dict[str, int]:
+    is_upcast = trainer.is_fsdp_enabled and (trainer.args.bf16 or trainer.args.fp16)
+    return expected_bytes(shapes_of(trainer.model), shards, upcast=is_upcast)
+
+
+def call_in_forks(functions: list[Callable[[], Any]]) -> list[Any] | None:
+    """The results of functions, each called in a fork of this process. None if one fails, or the process cannot be forked."""
+    if sys.platform != "linux" or threading.active_count() > 1:
+        return None
+    started = [Process("fork", function) for function in functions]
+    ends = [process.wait() for process in started]
+    return None if any(code for code, _ in ends) else [result for _, result in ends]
+
+
+def full_batch(batch: dict, args: TrainingArguments, rows: int) -> dict:
+    """A batch of `rows` rows in which every token counts in the loss. Every row, or packed document, has the maximum length.
+
+    `batch`: of the run's collator. A collator of pairs makes two rows of each.
+    """
+    is_packed = batch["input_ids"].shape[0] == 1 and "position_ids" in batch
+    if not is_packed and batch["input_ids"].shape[0] == 2 * rows:
+        rows *= 2
+    length = length_of_rows(args) or batch["input_ids"].shape[1] // (rows if is_packed else 1)
+    full = {}
+    for name, value in batch.items():
+        if name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            value = torch.arange(0, rows * length + 1, length, dtype=value.dtype)
+        elif name in ("max_length_q", "max_length_k"):
+            value = length
+        elif isinstance(value, torch.Tensor) and value.dim() == 2:
+            value = torch.ones((1, rows * length) if is_packed else (rows, length), dtype=value.dtype)
+        full[name] = value
+    return full
+
+
+def describe_run(plan: Plan, batch: dict) -> Simulation:
+    """What is known before anything runs."""
+    trainer, config = plan.trainer, plan.config
+    model, args = trainer.model, trainer.args
+    weights = list(model.parameters())
+    bytes_in_4bit = sum(weight.numel() * weight.element_size() for weight in weights if hasattr(weight, "quant_type"))
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    parameters = sum(weight.numel() for weight in weights if not hasattr(weight, "quant_type")) + 2 * bytes_in_4bit
+    is_adapter = hasattr(model, "peft_config")
+    folder = Path((model.get_base_model() if hasattr(model, "get_base_model") else model).config.name_or_path)
+    published, planned = json.loads((folder / "config.json").read_text("utf-8")), read_json(folder / PLANNED)
+    text = published.get("text_config", published)  # of a model that reads images too
+    dtype = published.get("dtype") or published.get("torch_dtype") or text.get("dtype") or "float32"
+    # Every process reads a reference model, and with it the model, from their files: see `set_loading_options`.
+    has_reference = not is_adapter and (hasattr(args, "precompute_ref_log_probs") or hasattr(args, "sync_ref_model"))
+    reads_once = config.cpu_ram_efficient_loading and not bytes_in_4bit and not has_reference
+    shards = 1
+    if trainer.is_fsdp_enabled:
+        shards = config.shards if config.is_hybrid else plan.processes
+    return Simulation(
+        recipe=Path(plan.recipe).stem,
+        config=config.name,
+        model=planned.get("model", str(folder)),
+        datasets=planned.get("datasets", []),
+        is_streamed=planned.get("streaming", False),
+        processes=plan.processes,
+        nodes=plan.nodes,
+        shards=shards,
+        replicas=plan.processes // shards,
+        parameters=parameters - (trained if is_adapter else 0),
+        trained=trained,
+        bytes_in_4bit=bytes_in_4bit,
+        quantized=quantized_bytes(model) if bytes_in_4bit and trainer.is_fsdp_enabled else 0,
+        is_adapter=is_adapter,
+        hub_bytes=getattr(torch, dtype).itemsize,
+        needs_bf16=not args.fp16 and (bool(args.bf16) or any(weight.dtype is torch.bfloat16 for weight in weights)),
+        tokens=batch["input_ids"].numel(),
+        micro_batch=args.per_device_train_batch_size,
+        accumulation=args.gradient_accumulation_steps,
+        max_length=length_of_rows(args),
+        has_checkpointing=bool(args.gradient_checkpointing),
+        max_steps=args.max_steps,
+        epochs=args.num_train_epochs,
+        expected=expected_of(trainer, shards),
+        copies=1 if reads_once else plan.processes // plan.nodes,
+    )
+
+
+def quantized_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the folder that keeps a 4-bit model: packed weights and their scales, embedding, head and norms."""
+    layers = [module for module in model.modules() if hasattr(getattr(module, "weight", None), "quant_type")]
+    scales = sum(buffer.nbytes for layer in layers for buffer in layer.buffers(recurse=False))
+    return scales + sum(weight.nbytes for weight in model.parameters() if not weight.requires_grad)
+
+
+def second_models(trainer: Trainer) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules that a trainer holds next to its model, such as a reference model or a teacher, and the attributes' names."""
+    own = set(trainer.model.modules())
+    for name, value in vars(trainer).items():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        for module in values:
+            if isinstance(module, torch.nn.Module) and own.isdisjoint(module.modules()):
+                yield name, module
+
+
+class SimulatedTrainer(TrainerWithHooks):
+    """Trains on fake batches in place of those of the data loader."""
+
+    simulated_step: "SimulatedStep"
+
+    def read_batches(self, iterator: Iterator, count: int) -> list[dict]:
+        return self.simulated_step.make_batches()
+
+
+class SimulatedStep(TrainerCallback):
+    """Starts the simulation when the model is wrapped, and ends it after one optimizer step and what comes after a run."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        config: AccelerateConfig,
+        ledger: Ledger,
+        fakes: Any,
+        batch: dict,
+        simulation: Simulation,
+        with_evaluation: bool,
+    ) -> None:
+        self.trainer, self.ledger, self.fakes, self.batch, self.simulation = trainer, ledger, fakes, batch, simulation
+        self.config, self.with_evaluation = config, with_evaluation
+        plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+        simulation.is_offloaded = isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy)
+        self.place = "host" if simulation.is_offloaded else "gpu"
+        # One micro-batch that is added to existing gradients stands for the last of many. If FSDP keeps unsharded gradients
+        # until the last micro-batch, only a first micro-batch can put them there, so there are two.
+        self.has_earlier_batches = trainer.args.gradient_accumulation_steps > 1
+        keeps_gradients = config.is_fsdp and not config.reduce_each_batch
+        self.micro_batches = 2 if self.has_earlier_batches and keeps_gradients else 1
+        trainer.args.gradient_accumulation_steps = self.micro_batches  # `describe_run` has read the real number before
+        self.parts: list[Counts] = []  # of the micro-batches
+        self.after = Counts({}, {}, 0)  # of clipping and the optimizer
+        self.trained_here = self.optimizer = 0  # see `Simulation`
+        self.optimized: list[torch.Tensor] = []  # the weights that the optimizer updates
+        self.forward_labels: Any = None  # entered when the training begins, and left by the labels of what comes after
+        add_overrides(trainer, SimulatedTrainer)
+        trainer.simulated_step = self
+
+    def make_batches(self) -> list[dict]:
+        return [self.fake_batch(self.batch) for _ in range(self.micro_batches)]
+
+    def fake_batch(self, batch: dict) -> dict:
+        return {name: self.fakes.fake(value) for name, value in batch.items()}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: Any
+    ) -> None:
+        """Makes the optimizer's states and the gradients of earlier micro-batches, and checks their size."""
+        ledger, optimizer = self.ledger, self.trainer.optimizer.optimizer
+        for weight in model.parameters():
+            ledger.mark(local_tensor(weight), "weights")
+        self.optimized = [weight for group in optimizer.param_groups for weight in group["params"]]
+        with self.fakes.here(moment="first step", holder="optimizer", place=self.place):
+            for weight in self.optimized:
+                weight.grad = torch.zeros_like(weight)
+            optimizer.step()
+            for tensor in self.optimizer_states():
+                ledger.mark(tensor, "optimizer")
+            if self.micro_batches == 2 or not self.has_earlier_batches:
+                optimizer.zero_grad()
+            for weight in self.optimized:
+                if weight.grad is not None:
+                    ledger.mark(local_tensor(weight.grad), "gradients")
+        check_bytes("weights", [local_tensor(weight) for weight in model.parameters()], self.simulation.expected["weights"])
+        self.optimizer = sum(state.nbytes for state in self.optimizer_states())
+        if args.optim in ("adamw_torch", "adamw_torch_fused"):
+            check_bytes("optimizer states", self.optimizer_states(), self.simulation.expected["optimizer"])
+        ledger.take_counts()
+        install_steps(self.trainer, self.run_backward, self.run_optimizer)
+        self.forward_labels = self.fakes.here(moment="forward", holder="activations")
+        self.forward_labels.__enter__()
+
+    def optimizer_states(self) -> list[torch.Tensor]:
+        states = self.trainer.optimizer.optimizer.state.values()
+        values = [value for state in states for value in state.values()]
+        return [local_tensor(value) for value in values if isinstance(value, torch.Tensor) and value.dim()]
+
+    def run_backward(self, backward: Callable, *args: Any, **kwargs: Any) -> Any:
+        with self.ledger.within(moment="backward", holder="activations"):
+            result = backward(*args, **kwargs)
+        self.parts.append(self.ledger.take_counts())
+        return result
+
+    def run_optimizer(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Clipping, and the optimizer's step."""
+        with self.ledger.within(moment="optimizer step", holder="rest", place=self.place):
+            if function.__name__ == "step":
+                gradients = [local_tensor(weight.grad) for weight in self.optimized]
+                for gradient in gradients:
+                    self.ledger.mark(gradient, "gradients")
+                check_bytes("gradients", gradients, self.simulation.expected["gradients"])
+            return function(*args, **kwargs)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: Any
+    ) -> None:
+        """Counts the step, simulates an evaluation, a sample and the final save, and ends the simulation."""
+        self.trained_here = sum(local_tensor(weight).numel() for weight in self.optimized)
+        self.after = self.ledger.take_counts()
+        self.trainer.model_wrapped.eval()
+        if self.with_evaluation:
+            self.simulate_evaluation(args)
+            self.simulate_sample(args)
+        self.simulate_save(model)
+        raise RecipeStopped
+
+    def simulate_evaluation(self, args: TrainingArguments) -> None:
+        """The first batch of an evaluation."""
+        if self.trainer.eval_dataset is None:
+            return
+        batch = full_batch(self.batch, args, args.per_device_eval_batch_size)
+        with self.ledger.within(moment="evaluation"):
+            self.trainer.prediction_step(self.trainer.model_wrapped, self.fake_batch(batch), True)
+
+    def simulate_sample(self, args: TrainingArguments) -> None:
+        """The forward pass over a prompt of the maximum length, which makes the key-value cache."""
+        prompt = torch.ones(1, length_of_rows(args) or 512, dtype=torch.long)
+        with self.ledger.within(moment="sample"), torch.no_grad():
+            self.trainer.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+
+    def simulate_save(self, model: torch.nn.Module) -> None:
+        """The final save: the weights are all-gathered one after the other, to the host."""
+        with self.ledger.within(moment="save", holder="gathered"), torch.no_grad():
+            self.ledger.spike(1, "rest")  # so that saving has a peak too where nothing is gathered: what is allocated already
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            for weight in model.parameters():
+                if hasattr(weight, "full_tensor") and (weight.requires_grad or not self.simulation.is_adapter):
+                    weight.full_tensor()

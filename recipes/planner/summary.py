@@ -1,0 +1,66 @@
+"""The plan of a simulated run, as --json prints it: memory, time and price on all cards."""
+
+from typing import Any
+
+from planner.cards import CARDS, GB, Card
+from planner.memory import disk_space, fits, largest_micro_batch, needed_host_memory, reserve, reserved_on
+from planner.roofline import can_wait_for_host, host_seconds, moved_bytes, step_seconds
+from planner.simulation import Simulation
+
+
+def make_plan(simulation: Simulation, price: float = 0.0, all_cards: tuple[Card, ...] = CARDS) -> dict[str, Any]:
+    """The plan as `--json` prints it; memory in GB (1e9 bytes), time in seconds, `price` per GPU and hour."""
+    peak = simulation.peak.bytes
+    tokens = simulation.tokens * simulation.accumulation * simulation.processes
+    steps = simulation.max_steps if simulation.max_steps > 0 else None
+    plan = {
+        "recipe": simulation.recipe,
+        "config": simulation.config,
+        "processes": simulation.processes,
+        "nodes": simulation.nodes,
+        "shards": simulation.shards,
+        "parameters": simulation.parameters,
+        "trained": simulation.trained,
+        "micro_batch": simulation.micro_batch,
+        "peak_gpu_gb": gb(peak),
+        "reserve_gb": gb(reserve(simulation, peak)),
+        "reserved_gb": gb(simulation.reserved),
+        "moments": {moment: gb(of.bytes) for moment, of in simulation.peaks.items() if moment != "first step"},
+        "holders": {holder: gb(size) for holder, size in simulation.peak.by_holder.items() if gb(size)},
+        "peak_host_gb": gb(needed_host_memory(simulation)),
+        "disk_gb": gb(disk_space(simulation)),
+        "download_gb": gb(simulation.download),
+        "moved_gb": {kind: gb(size) for kind, size in moved_bytes(simulation).items() if gb(size)},
+        "tflops": round(sum(simulation.step.flops.values()) / 1e12, 1),
+        "kernels_per_step": round(simulation.step.launches),
+        "tokens_per_step": tokens,
+        "steps": steps,
+        "steps_are_estimated": simulation.steps_are_estimated,
+        "no_steps": simulation.no_steps,
+        "fits": {card.name: fits(card, simulation, peak) for card in all_cards},
+        "reserved_on_gb": {card.name: gb(reserved_on(card, simulation)) for card in all_cards},
+        "free_gb": {card.name: gb(card.memory - (peak + reserve(simulation, peak, card))) for card in all_cards},
+        "largest_micro_batch": {card.name: largest_micro_batch(card, simulation) for card in all_cards},
+        "host_seconds": [round(host_seconds(all_cards[0], simulation, end), 3) for end in (1, 0)],
+        "can_wait_for_host": [card.name for card in all_cards if can_wait_for_host(card, simulation)],
+        "step_seconds": {},
+        "tokens_per_second": {},
+        "hours": {},
+        "price": {},
+    }
+    for card in all_cards:
+        if simulation.needs_bf16 and not card.bf16:
+            continue
+        best, worst = step_seconds(card, simulation)
+        plan["step_seconds"][card.name] = [round(best, 3), round(worst, 3)]
+        plan["tokens_per_second"][card.name] = [round(tokens / worst), round(tokens / best)]
+        if steps:
+            hours = [round(steps * seconds / 3600, 6) for seconds in (best, worst)]
+            plan["hours"][card.name] = hours
+            if price:
+                plan["price"][card.name] = [round(number * price * simulation.processes, 2) for number in hours]
+    return plan
+
+
+def gb(size: float) -> float:
+    return round(size / GB, 3)

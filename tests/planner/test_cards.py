@@ -1,0 +1,352 @@
+"""From bytes and FLOPs to cards, hours and prices."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from harness import configs
+from planner import cards, links, memory, pages, proposals, roofline, summary
+from planner.ledger import Counts, Peak
+from planner.simulation import Refused, Simulation
+
+import pytest
+from conftest import ROOT
+
+CARDS = {card.name: card for card in cards.CARDS}
+CONFIGS = ROOT / "accelerate_configs"
+FOUND = Simulation(
+    recipe="any",
+    config="any",
+    model="any",
+    datasets=["any"],
+    is_streamed=False,
+    processes=4,
+    nodes=1,
+    shards=4,
+    replicas=1,
+    parameters=10**9,
+    trained=10**9,
+    trained_here=25 * 10**7,
+    optimizer=2 * 10**9,
+    bytes_in_4bit=0,
+    quantized=0,
+    is_adapter=False,
+    hub_bytes=2,
+    download=2 * 10**9,
+    needs_bf16=True,
+    is_offloaded=False,
+    copies=4,
+    tokens=2048,
+    micro_batch=2,
+    has_global_batch_flag=False,
+    has_checkpointing=True,
+    max_length=1024,
+    accumulation=2,
+    max_steps=1000,
+    epochs=3.0,
+    expected={},
+    peaks={"forward": Peak(20 * 10**9, {"weights": 8 * 10**9, "activations": 12 * 10**9})},
+    host_peaks={"load": Peak(4 * 10**9, {})},
+    hull=[(8 * 10**9, 12 * 10**9)],
+    step=Counts(flops={"torch.bfloat16": 312e12}, moved={"gathered": 4e9}, touched=0),
+)
+
+
+def found_with(**changes) -> Simulation:
+    return dataclasses.replace(FOUND, **changes)
+
+
+def moving(**moved: float) -> Counts:
+    """The counts of FOUND's step with other transfers."""
+    return dataclasses.replace(FOUND.step, moved=moved)
+
+
+def needing(gigabytes: float, **changes) -> Simulation:
+    return found_with(peaks={"forward": Peak(gigabytes * 1e9, {})}, **changes)
+
+
+def test_card_must_hold_peak_and_reserve():
+    plan = summary.make_plan(FOUND)
+    assert plan["peak_gpu_gb"] == 20.0 and plan["reserve_gb"] == pytest.approx(2.0)
+    assert [name for name, fits in plan["fits"].items() if not fits] == ["T4"]
+    assert plan["largest_micro_batch"]["RTX 3090"] == 2 and plan["largest_micro_batch"]["A100 80 GB"] == 11
+    assert "T4" not in plan["tokens_per_second"], "a T4 has no bf16"
+    assert summary.make_plan(found_with(needs_bf16=False))["fits"]["T4"] is False
+
+
+def test_reserve_holds_what_the_allocator_needs():
+    plan = summary.make_plan(found_with(needed=22 * 10**9, reserved=25 * 10**9))
+    assert plan["reserve_gb"] == pytest.approx(1.0 + 2.0) and plan["reserved_gb"] == 25.0
+    assert (plan["largest_micro_batch"]["H200"], summary.make_plan(FOUND)["largest_micro_batch"]["H200"]) == (21, 22)
+
+
+def test_reserved_memory_is_at_most_what_the_card_has():
+    """On an RTX 3090 25.4 GB without CUDA's context and NCCL's buffers; but never less than is needed."""
+    simulation = found_with(needed=22 * 10**9, reserved=27 * 10**9)
+    on_cards = summary.make_plan(simulation)["reserved_on_gb"]
+    assert (on_cards["RTX 3090"], on_cards["A100 80 GB"], on_cards["T4"]) == (24.4, 27.0, 22.0)
+
+
+@pytest.mark.parametrize(
+    ("card", "processes", "shards", "replicas", "expected"),
+    [
+        ("RTX 3090", 1, 1, 1, 0),
+        ("RTX 3090", 4, 4, 1, 0.5),
+        ("A100 80 GB", 2, 2, 1, 0.57),
+        ("A100 80 GB", 4, 4, 1, 0.72),
+        ("A100 80 GB", 4, 1, 4, 0.72),  # DDP
+        ("A100 80 GB", 8, 4, 2, 0.72 + 0.72 + 0.57),
+    ],
+)
+def test_nccl_buffers_of_each_communicator(card, processes, shards, replicas, expected):
+    simulation = found_with(processes=processes, shards=shards, replicas=replicas)
+    assert memory.nccl_buffers(simulation, CARDS[card]) == pytest.approx(expected * cards.GB)
+    rest = memory.CUDA_CONTEXT + memory.FRAGMENTATION * 20e9
+    assert memory.reserve(simulation, 20e9, CARDS[card]) == pytest.approx(expected * cards.GB + rest)
+    with_pcie = links.with_pcie(CARDS[card])
+    assert memory.nccl_buffers(simulation, with_pcie) <= memory.nccl_buffers(simulation, CARDS[card])
+
+
+def test_step_takes_as_long_as_its_host():
+    """A host starts kernels at a rate of its own; the slower of GPU and host counts, at each end of the range."""
+    card = dataclasses.replace(CARDS["H100 80 GB"], launch=(40e-6, 10e-6))
+    few, many = (found_with(step=dataclasses.replace(FOUND.step, launches=count)) for count in (1_000, 200_000))
+    alone = roofline.step_seconds(card, FOUND)
+    assert roofline.step_seconds(card, few) == alone and alone[1] < 2.0
+    assert roofline.step_seconds(card, many) == pytest.approx((2.0, 8.0))
+    between = found_with(step=dataclasses.replace(FOUND.step, launches=round(2 * alone[1] / 40e-6)))
+    assert roofline.step_seconds(card, between) == pytest.approx((max(alone[0], alone[1] / 2), 2 * alone[1]), rel=1e-4)
+    assert [roofline.can_wait_for_host(card, one) for one in (few, between, many)] == [False, True, True]
+
+
+def test_cards_have_the_numbers_of_data_sheets():
+    """Memory is about the name's, in GiB. Data sheets also give rates with sparsity, which are twice the dense ones."""
+    dense = {"T4": 8, "RTX": 2, "L": 4, "A100": 16, "H": 14.8, "B200": 28}  # 16-bit over float32 rate, by architecture
+    for card in cards.CARDS:
+        ratio = next(ratio for start, ratio in dense.items() if card.name.startswith(start))
+        assert card.half / card.single == pytest.approx(ratio, rel=0.02) and card.links[0] < card.links[1], card.name
+        if named := re.search(r"(\d+) GB", card.name):
+            assert 0.97 < card.memory / (int(named[1]) * 2**30) < 1.01, card.name
+    assert CARDS["H200"].half == CARDS["H100 80 GB"].half == 989e12
+
+
+def test_card_of_the_user(error_of):
+    """It comes first, with the memory and the speed that were given."""
+    card = cards.card_of_user("A6000", 24.2, 155, 768)
+    plan = summary.make_plan(FOUND, all_cards=(card, *cards.CARDS))
+    assert list(plan["fits"])[:2] == ["A6000", "T4"]
+    assert plan["fits"]["A6000"] and plan["free_gb"]["A6000"] == pytest.approx(24.2 - 20 - 2.0)
+    assert not summary.make_plan(FOUND, all_cards=(cards.card_of_user("A6000", 21.9, 155, 768),))["fits"]["A6000"]
+    assert plan["step_seconds"]["A6000"][0] == pytest.approx(312 / 155 / 0.80, abs=0.001)
+    assert "A100 80 GB is known already" in error_of(cards.card_of_user, "A100 80 GB", 80, 312, 2000)
+
+
+def test_step_time_with_all_and_with_no_transfers_hidden():
+    best, worst = roofline.step_seconds(CARDS["A100 80 GB"], FOUND)
+    assert best == pytest.approx(1 / 0.80) and worst == pytest.approx(1 / 0.40 + 3e9 / 25e9)
+    best_on_nodes, _ = roofline.step_seconds(CARDS["A100 80 GB"], found_with(nodes=4))
+    assert best_on_nodes == pytest.approx(best), "100 Gbit/s still hide 3 GB behind compute"
+    offloaded = found_with(is_offloaded=True, step=moving(to_gpu=240e9))
+    on_host = 25e7 * (roofline.ADAM_ON_HOST[1] + roofline.CLIP_ON_HOST[1])
+    assert roofline.step_seconds(CARDS["A100 80 GB"], offloaded)[0] == pytest.approx(10 + on_host)
+
+
+def test_gpu_waits_for_offload():
+    """With one process for the weights, and for gradients that are added on the host, even if all other transfers are hidden."""
+    card, one_process = CARDS["A100 80 GB"], {"processes": 1, "shards": 1, "is_offloaded": True}
+
+    def best(**moved: float) -> float:
+        return roofline.step_seconds(card, found_with(**one_process, step=moving(**moved)))[0]
+
+    compute = 1 / 0.80 + 25e7 * (roofline.ADAM_ON_HOST[1] + roofline.CLIP_ON_HOST[1])
+    assert best() == pytest.approx(compute)
+    assert best(to_gpu=24e9) == pytest.approx(compute + 1)
+    assert best(to_host=6e9) == pytest.approx(compute + 6e9 / roofline.PINNING[1]), "the copy itself is hidden"
+    assert best(to_host=24e9, added_on_host=24e9) == pytest.approx(compute + 1 + 6e9 * roofline.ADD_ON_HOST[1])
+
+
+def test_hours_and_price():
+    plan = summary.make_plan(FOUND, price=2.0)
+    best, worst = plan["step_seconds"]["A100 80 GB"]
+    assert plan["hours"]["A100 80 GB"] == [
+        pytest.approx(best * 1000 / 3600, abs=1e-4),
+        pytest.approx(worst * 1000 / 3600, abs=1e-4),
+    ]
+    assert plan["price"]["A100 80 GB"][1] == pytest.approx(plan["hours"]["A100 80 GB"][1] * 4 * 2.0, abs=0.01)
+    assert plan["tokens_per_step"] == 2048 * 2 * 4
+    assert plan["tokens_per_second"]["A100 80 GB"][1] == round(16384 / (1 / 0.80))
+    assert summary.make_plan(found_with(max_steps=-1))["hours"] == {}, "the length of an epoch is unknown"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        ([1.26, 2.52], "1.3–2.5 s"),
+        ([30, 59], "30–59 s"),
+        ([45, 90], "0.75–1.5 min"),
+        ([1800, 3599], "30–60 min"),
+        ([1800, 3600], "0.50–1.0 h"),
+        ([36_000, 360_000], "10–100 h"),
+        ([], ""),
+    ],
+)
+def test_time_has_the_unit_of_its_size(seconds, shown):
+    assert pages.describe_time([number / 3600 for number in seconds]) == shown
+
+
+def printed_plan(capsys, **changes) -> tuple[str, list[dict[str, str]]]:
+    """What is printed of a plan for a 3090, and the rows of its table."""
+    pages.print_plan(summary.make_plan(found_with(**changes)), {"RTX 3090"})
+    text = capsys.readouterr().out
+    names, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return text, [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def test_table_has_the_card_of_the_config_and_the_first_that_fits(capsys):
+    peaks = {"forward": Peak(int(50e9), {"weights": int(50e9)})}
+    large, small = (printed_plan(capsys, **changes)[1] for changes in ({"peaks": peaks}, {}))
+    assert [row["GPU"] for row in large] == ["RTX 3090", "A100 64 GB"], "48 GB are too few"
+    assert "no" in large[0]["fits"] and "yes" in large[1]["fits"]
+    assert "RTX 3090" in [row["GPU"] for row in small] and len(small) <= 2
+
+
+def test_short_run_is_not_in_hours(capsys):
+    plan = summary.make_plan(found_with(max_steps=1))
+    seconds = plan["step_seconds"]["RTX 3090"]
+    row = next(row for row in printed_plan(capsys, max_steps=1)[1] if row["GPU"] == "RTX 3090")
+    shown = [float(number) for number in row["time"].removesuffix(" s").split("–")]
+    assert shown == pytest.approx(seconds, rel=0.06)  # two digits
+
+
+@pytest.mark.parametrize(("shards", "is_gathered"), [(1, False), (4, True)])
+def test_only_shards_are_gathered(capsys, shards, is_gathered):
+    of_holder = {"weights": 10**9, "gathered": 10**9, "teacher": 10**9}
+    text, _ = printed_plan(capsys, shards=shards, peaks={"forward": Peak(3 * 10**9, of_holder)})
+    lines = [line.split(maxsplit=1)[1] for line in text.splitlines() if line.strip().startswith("1.00 ")]
+    assert len(lines) == 3 and lines[0] == "weights" and "teacher" in lines[2]
+    assert ("gathered" in lines[1]) == is_gathered and "gathered" not in lines[0] + lines[2]
+
+
+@pytest.mark.parametrize(
+    ("hours", "shown"),
+    [(0.0123, "0.012"), (0.0999, "0.10"), (0.3, "0.30"), (2.345, "2.3"), (9.96, "10"), (48.2, "48"), (1234, "1,200"), (0, "0")],
+)
+def test_hours_have_two_digits(hours, shown):
+    assert pages.two_digits(hours) == shown
+
+
+def test_host_memory_and_disk_space():
+    plan = summary.make_plan(FOUND)
+    assert plan["peak_host_gb"] == pytest.approx(4 * 2.5 + 4 * 4), "every process reads the whole model"
+    assert summary.make_plan(found_with(copies=1))["peak_host_gb"] == pytest.approx(4 * 2.5 + 4)
+    mapped = summary.make_plan(found_with(quantized=3 * 10**9))
+    assert mapped["peak_host_gb"] == pytest.approx(4 * 2.5 + 4 * 1), "the mapped file can be dropped"
+    assert plan["disk_gb"] == pytest.approx(2 + 2 * 12 + 2)
+    assert summary.make_plan(found_with(optimizer=5 * 10**8))["disk_gb"] == pytest.approx(2 + 2 * 6 + 2), "8-bit states"
+    adapter = summary.make_plan(found_with(is_adapter=True, trained=10**7, optimizer=2 * 10**7))
+    assert adapter["disk_gb"] == pytest.approx(2 + 2 * 0.12 + 0.04)
+    in_4_bits = summary.make_plan(
+        found_with(is_adapter=True, trained=10**7, optimizer=2 * 10**7, bytes_in_4bit=5 * 10**8, quantized=6 * 10**8)
+    )
+    assert in_4_bits["disk_gb"] == pytest.approx(2 + 0.6 + 2 * 0.12 + 0.04)
+
+
+def test_bytes_across_nodes():
+    def across(**changes) -> float | None:
+        return summary.make_plan(found_with(**changes))["moved_gb"].get("across_nodes")
+
+    assert across() is None
+    assert across(nodes=4) == pytest.approx(4 * 3 / 4), "each of four nodes has one of four shards"
+    assert across(nodes=2) == pytest.approx(4 * 2 / 4)
+    step = moving(gathered=4e9, all_reduced=1e9)
+    assert across(processes=8, nodes=2, replicas=2, step=step) == pytest.approx(1), "sends and receives the gradients of a shard"
+
+
+def test_proposals_add_up_until_one_fits():
+    """The cheapest change comes first. One that is refused is skipped, and none is tried after one that fits."""
+    config, tried_flags = str(CONFIGS / "4gpu_full_shard.yaml"), []
+
+    def run(config: str, flags: list[str]) -> Simulation | Refused:
+        tried_flags.append(flags)
+        if "--load_in_4bit" in flags:
+            return needing(10)
+        return Refused("any", "any", "a reason") if "--use_peft" in flags else needing(40)
+
+    simulation = needing(60)
+    tried = proposals.try_proposals(summary.make_plan(simulation), simulation, config, run)
+    smaller = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4"]
+    assert tried_flags == [
+        smaller,
+        [*smaller, "--use_peft", "true"],
+        [*smaller, "--use_peft", "true", "--load_in_4bit", "true"],
+    ]
+    assert [(row["needs"], row["fits"]) for row in tried] == [(pytest.approx(43), "no"), (pytest.approx(11.5), "yes")]
+    assert all(row["card"] == "RTX 3090" for row in tried) and "--load_in_4bit" in tried[-1]["change"]
+
+
+def test_proposals_fit_the_host_too():
+    """Offload makes room on the GPU, but the host has less memory than it needs: it does not fit and is not kept."""
+    config, simulation = str(CONFIGS / "1x3090.yaml"), needing(60)
+    offloaded = dataclasses.replace(needing(5), host_peaks={"forward": Peak(int(100e9), {})})
+    seen = []
+
+    def run(config: str, flags: list[str]) -> Simulation:
+        seen.append(Path(config).stem)
+        return needing(10) if "--use_peft" in flags else offloaded if "offload" in config else needing(60)
+
+    tried = proposals.try_proposals(summary.make_plan(simulation), simulation, config, run, host=64e9)
+    fits = {row["change"].split()[0]: row["fits"] for row in tried if "--use_peft" not in row["change"]}
+    assert fits["1x3090_offload"] == "no" and tried[-1]["fits"] == "yes" and tried[-1]["needs_host"] < 64
+    assert "1x3090_offload" in seen and seen[-1] == "1x3090"
+    assert proposals.try_proposals(summary.make_plan(offloaded), offloaded, config, run, host=64e9), "it fits the GPU only"
+
+
+def test_proposals_keep_global_batch_size_of_flag():
+    changes = proposals.proposals(found_with(has_global_batch_flag=True), str(CONFIGS / "4gpu_full_shard.yaml"))
+    (flags,) = (change.flags for change in changes if "--per_device_train_batch_size" in change.flags)
+    assert flags == ("--per_device_train_batch_size", "1")
+
+
+def test_proposals_reduce_each_batch(tmp_path):
+    """For a config that accumulates gradients on the GPU, in a copy of it."""
+    config = str(CONFIGS / "1x3090_offload.yaml")
+    tried = proposals.try_proposals(
+        summary.make_plan(needing(60)), needing(60), config, lambda path, flags: needing(40 - 30 * (path != config))
+    )
+    assert tried[-1]["change"].startswith("1x3090_offload with fsdp_reduce_each_batch: true --per") and tried[-1]["fits"] == "yes"
+    path = proposals.copy_that_reduces_each_batch(config, str(tmp_path))
+    assert configs.read(path) == dataclasses.replace(configs.read(config), path=path, reduce_each_batch=True)
+    assert any(change.reduces_each_batch for change in proposals.proposals(found_with(), config))
+    assert not any(change.reduces_each_batch for change in proposals.proposals(found_with(accumulation=1), config))
+
+
+def test_proposals_build_on_what_is_kept():
+    """One GPU without FSDP has no gradients to reduce for each batch; the config with offload that replaces it has.
+
+    No flag is proposed twice.
+    """
+    config, seen = str(CONFIGS / "1x3090.yaml"), []
+
+    def run(config: str, flags: list[str]) -> Simulation:
+        seen.append((Path(config).stem, flags))
+        size = 400 - 10 * len(flags) - (50 if "offload" in config else 0) - (50 if "reduce_each_batch" in config else 0)
+        length = int(flags[flags.index("--max_length") + 1]) if "--max_length" in flags else 8192
+        fields = {"is_adapter": "--use_peft" in flags, "max_length": length}
+        return dataclasses.replace(needing(size - 100 + length / 100), has_checkpointing=True, micro_batch=1, **fields)
+
+    simulation = dataclasses.replace(run(config, []), is_adapter=False)
+    proposals.try_proposals(summary.make_plan(simulation), simulation, config, run)
+    del seen[0]
+    names = [name for name, _ in seen]
+    assert names.index("1x3090_offload") < names.index("1x3090_offload with fsdp_reduce_each_batch: true")
+    assert names[-1] == "1x3090_offload with fsdp_reduce_each_batch: true"
+    assert all(flags.count(flag) == 1 for _, flags in seen for flag in flags if flag.startswith("--"))
+    assert any("--load_in_4bit" in flags for _, flags in seen) and any("1024" in flags for _, flags in seen)
+
+
+@pytest.mark.parametrize(("config", "card"), [("3xt4_full_shard", "T4"), ("4gpu_full_shard", None)])
+def test_proposals_are_for_the_card_of_the_config(config, card):
+    """A run that fits 24 GB but not a T4 gets proposals with a config for T4s, none with one for an RTX 3090."""
+    path, simulation = str(CONFIGS / f"{config}.yaml"), needing(20, needs_bf16=False)
+    tried = proposals.try_proposals(summary.make_plan(simulation), simulation, path, lambda *change: needing(8, needs_bf16=False))
+    assert [row["card"] for row in tried] == ([card] if card else [])

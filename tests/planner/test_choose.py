@@ -1,0 +1,434 @@
+"""What is chosen for a machine: the fastest combination that fits, found with few simulations."""
+
+import dataclasses
+import json
+import random
+import shlex
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness import configs
+from harness.contexts import Context
+from harness.nodes import hardware
+from harness.nodes.hardware import Gpu
+from harness.start import plans
+from planner import arguments, cache, cards, choose, chosen, links, machines, memory, roofline, summary
+from planner.grid import Grid, Option, make_grid
+from planner.ledger import Counts, Peak
+from planner.machines import Machine
+from planner.simulation import Refused
+from planner.values import values_of_recipe
+
+import pytest
+from conftest import ROOT, assert_one_error, slow
+from test_cards import FOUND
+
+RECIPE = ROOT / "recipes/qwen2_fineweb_edu.py"
+PATHS = [str(path) for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
+CARD = cards.find_card("3090")
+
+
+def names_of(grid: Grid) -> set[str]:
+    return {configs.read(path).name for path, _ in grid.settings}
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "card", "host", "disk"),
+    [
+        ("2x3090,64GB", 2, "RTX 3090", 64e9, None),
+        ("1 x RTX 4090 , 500GB disk", 1, "RTX 4090", None, 500e9),
+        ("4xA100", 4, "A100 40 GB", None, None),
+        ("8xa100-80gb,nvlink,1000 GB", 8, "A100 80 GB", 1000e9, None),
+        ("1xL4", 1, "L4", None, None),
+        ("3xT4", 3, "T4", None, None),
+    ],
+)
+def test_machine_is_read(text, gpus, card, host, disk):
+    (machine,) = machines.read_machines(text)
+    assert (machine.gpus, machine.card.name) == (gpus, card)
+    assert machine.host == (host or float("inf")) and machine.disk == (disk or float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("3090", ["--for is '3090'", "2x3090,64GB"]),
+        ("0x3090", ["--for is"]),
+        ("2xRTX3091", ["RTX3091 is not a known GPU", "RTX 3090", "--card RTX3091=48,155,768"]),
+        ("2x3090,fast", ["--for: fast is unknown", "64GB"]),
+        ("2x4090,nvlink", ["RTX 4090 has no NVLink"]),
+    ],
+)
+def test_misspelt_machine_is_one_error(error_of, text, words):
+    message = error_of(machines.read_machines, text)
+    assert all(word in message for word in words), message
+
+
+def grid_of(recipe: Path, machine: Machine, words: Sequence[str] = ()) -> Grid:
+    return make_grid(values_of_recipe(str(recipe), list(words)), machine, PATHS, list(words))
+
+
+def test_grid_of_several_nodes():
+    (machine,) = machines.read_machines("2x4xA100,200GB")
+    assert (machine.nodes, machine.gpus, machine.host, machine.card.name) == (2, 4, 200e9, "A100 40 GB")
+    grid = grid_of(ROOT / "recipes/llama31_8b_lora.py", machine)
+    assert (grid.processes, grid.nodes) == (8, 2)
+    assert names_of(grid) == {"1x3090_offload", "2x4gpu_hybrid_shard", "4gpu_ddp", "4gpu_full_shard", "4gpu_shard_grad_op"}
+    context = grid.context("recipe.py", "")
+    assert (context.processes, context.nodes) == (8, 2)
+    path = next(path for path in PATHS if "hybrid" in path)
+    candidate = choose.Candidate(Option(path, 4, False), FOUND, 1.0)
+    command_line = chosen.command_line("llama31_8b_lora", machine, candidate, ["--seed", "1"], grid)
+    assert command_line.startswith("sbatch --nodes 2 --gpus-per-node 4 launch.sh llama31_8b_lora 2x4gpu_hybrid_shard --seed 1")
+    slow = candidate._replace(simulation=dataclasses.replace(FOUND, step=Counts({"torch.bfloat16": 2.5e16}, {}, 0)))
+    assert "--signal USR1@480 launch.sh" in chosen.command_line("r", machine, slow, [], grid), "a step takes 200 s"
+    three = grid_of(ROOT / "recipes/gpt2_xl_wikitext.py", machines.read_machines("3x1xT4")[0])
+    assert three.processes == 3 and "3xt4_shard_grad_op" in names_of(three) and "2x4gpu_hybrid_shard" not in names_of(three)
+    one = chosen.on_machine(machine._replace(nodes=1), FOUND, 1.0, 0)["on_machine"]["price"]
+    assert chosen.on_machine(machine, FOUND, 1.0, 0)["on_machine"]["price"] == [
+        pytest.approx(2 * price, abs=0.02) for price in one
+    ]
+
+
+def test_nodes_that_cannot_divide_a_step(error_of):
+    machine = machines.read_machines("3x2x3090")[0]
+    assert "16 rows cannot be divided among 3 nodes" in error_of(grid_of, RECIPE, machine)
+
+
+def test_links_of_a_machine():
+    a100, bridge = (machines.read_machines(text)[0].card for text in ("4xA100,no nvlink", "2x3090,nvlink"))
+    assert a100.links[1] == cards.find_card("A100").links[0] and bridge.links[1] == 56e9 > CARD.links[1]
+    own = cards.card_of_user("A6000", 48, 155, 768)
+    assert machines.read_machines("2xA6000; 1x3090", (own, *cards.CARDS))[0].card == own
+
+
+@pytest.mark.parametrize(
+    ("name", "mebibytes", "version", "card", "rates_of"),
+    [
+        ("NVIDIA GeForce RTX 3090", 24576, "8.6", "RTX 3090", "RTX 3090"),
+        ("NVIDIA A100-SXM4-80GB", 81920, "8.0", "A100 80 GB", "A100 80 GB"),
+        ("NVIDIA A100-SXM4-40GB", 40960, "8.0", "A100 40 GB", "A100 40 GB"),
+        ("NVIDIA H100 80GB HBM3", 81559, "9.0", "H100 80 GB", "H100 80 GB"),
+        ("NVIDIA L4", 23034, "8.9", "L4", "L4"),
+        ("Tesla T4", 15360, "7.5", "T4", "T4"),
+        ("NVIDIA RTX A6000", 49140, "8.6", "RTX A6000", "RTX 3090"),
+        ("Tesla V100-SXM2-32GB", 32768, "7.0", "Tesla V100-SXM2-32GB", "T4"),
+    ],
+)
+def test_gpus_of_this_machine(monkeypatch, tmp_path, name, mebibytes, version, card, rates_of):
+    """As nvidia-smi prints them. An unknown GPU has its own memory."""
+    topology = "\tGPU0\tGPU1\nGPU0\t X \tPHB\nGPU1\tPHB\t X \n"
+    listed = "".join(f"{name}, {mebibytes}, {version}, {index}\n" for index in (0, 1))
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f'#!/bin/sh\ncase "$1" in topo) printf "{topology}" ;; *) printf "{listed}" ;; esac\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    machine = machines.this_machine(hardware.find_gpus())
+    assert (machine.gpus, machine.card.name, machine.card.half) == (2, card, cards.find_card(rates_of).half)
+    assert machine.card.memory == pytest.approx(mebibytes * 2**20, rel=0.05)
+    assert machine.card.links[1] <= 50e9, "PHB is PCIe"
+    assert 0 < machine.host < 1e14 and machine.disk > 0
+    monkeypatch.setenv("NPROC_PER_NODE", "1")
+    assert len(hardware.find_gpus()) == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert hardware.find_gpus() == []
+
+
+# Of a server with four GPUs and two network cards. The first two GPUs have NVLink. Terminals show the header underlined.
+TOPOLOGY = """\
+\x1b[4m\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV12\tSYS\tSYS\tPXB\tSYS\t0-31\t0\t\tN/A
+GPU1\tNV12\t X \tSYS\tSYS\tPXB\tSYS\t0-31\t0\t\tN/A
+GPU2\tSYS\tSYS\t X \tPHB\tSYS\tPXB\t32-63\t1\t\tN/A
+GPU3\tSYS\tSYS\tPHB\t X \tSYS\tPXB\t32-63\t1\t\tN/A
+NIC0\tPXB\tPXB\tSYS\tSYS\t X \tSYS
+NIC1\tSYS\tSYS\tPXB\tPXB\tSYS\t X
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"), [([0, 1], True), ([2, 3], False), ([0, 1, 2, 3], False), ([0], None), ([0, 4], None), ([], None)]
+)
+def test_nvlink_of_the_visible_gpus(gpus, expected):
+    """Network cards, which are never connected by NVLink, do not count."""
+    assert links.are_linked(TOPOLOGY, gpus) is expected
+    assert links.are_linked("", gpus) is None
+
+
+def test_nvlink_of_a_card_that_the_user_describes(monkeypatch, capsys, error_of):
+    """--card gives no rate of NVLink. On this machine that is no error: there is nothing to leave out."""
+    own = (cards.card_of_user("A6000", 51.5, 155, 768), *cards.CARDS)
+    monkeypatch.setattr(machines, "ask_nvidia_smi", lambda *options: TOPOLOGY)
+    gpus = [Gpu(51.5e9, "NVIDIA RTX A6000", 8.6, index) for index in (0, 1)]
+    assert machines.this_machine(gpus, own).card == own[0]
+    assert "NVLink, whose rate is not known for A6000: planned with PCIe" in capsys.readouterr().err
+    message = error_of(machines.read_machines, "2xA6000,nvlink", own)
+    assert "--card has no rate of NVLink: leave out nvlink" in message
+
+
+def test_grid_of_one_and_of_several_gpus():
+    one = grid_of(RECIPE, machines.read_machines("1x3090")[0])
+    assert names_of(one) == {"1x3090", "1x3090_offload"} and one.processes == 1 and not one.common_flags
+    assert {checkpointing for _, checkpointing in one.settings} == {False, True}
+    assert [option.micro_batch for option in next(iter(one.settings.values()))] == [1, 2, 4, 8, 16]
+    several = grid_of(RECIPE, machines.read_machines("3x3090")[0])
+    assert several.processes == 2, "three GPUs do not divide 16 rows"
+    assert several.idle.startswith("1 of 3 GPUs will be idle") and "--global_batch_size 18 uses all" in several.idle
+    assert not one.idle
+    assert names_of(several) == {"1x3090_offload", "4gpu_ddp", "4gpu_full_shard", "4gpu_shard_grad_op"}
+
+
+def test_grid_leaves_what_a_flag_sets():
+    words = ["--per_device_train_batch_size", "4", "--activation_checkpointing", "--load_in_4bit", "--use_peft"]
+    grid = grid_of(RECIPE, machines.read_machines("3xA100")[0], words)
+    assert {option for options in grid.settings.values() for option in options} == {
+        Option(path, None, None) for path, _ in grid.settings
+    }
+    assert grid.processes == 2 and {"2x3090_qlora", "1x3090_qlora"} <= names_of(grid)
+
+
+def test_gpus_without_bf16_compute_in_fp16():
+    grid = grid_of(RECIPE, machines.read_machines("2xT4")[0], ["--use_peft"])
+    assert grid.common_flags == ["--bf16", "false", "--fp16", "true", "--dtype", "float16"]
+
+
+def made(option: Option, sizes: dict[tuple, dict[str, float]], is_dense: bool, rows: int = 16) -> choose.Simulation:
+    """A simulation by formulas: memory grows with the micro-batch, and has gradients of earlier ones if there are several;
+    traffic has a part that every micro-batch repeats."""
+    of, size = sizes[option.setting], option.micro_batch
+    count = rows // size
+    growing, gradients = of["growing"] * size, of["gradients"] * (count > 1)
+    flops = of["flops"] * (1 + 0.2 * size * is_dense)
+    return dataclasses.replace(
+        FOUND,
+        processes=1,
+        shards=1,
+        micro_batch=size,
+        accumulation=count,
+        peaks={"backward": Peak(int(of["fixed"] + gradients + growing), {"gradients": int(gradients)})},
+        hull=[(int(of["fixed"] + gradients), int(growing))],
+        step=Counts({"torch.bfloat16": flops}, {"to_gpu": of["moved"] * count}, of["touched"] + of["repeated"] * count),
+    )
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_choice_is_the_fastest_of_the_grid(is_dense):
+    """Of 200 random grids, and with fewer simulations than there are combinations."""
+    few = 0
+    for seed in range(100):
+        draw = random.Random(seed)
+        settings = {
+            (path, is_on): [Option(path, size, is_on) for size in (1, 2, 4, 8, 16)]
+            for path in PATHS[:4]
+            for is_on in (False, True)
+        }
+        sizes = {}
+        for setting in settings:
+            ranges = {"fixed": (2e9, 24e9), "growing": (1e8, 6e9), "moved": (0, 2e10), "gradients": (0, 8e9)}
+            sizes[setting] = {name: draw.uniform(*ends) for name, ends in ranges.items()}
+            # Every setting computes the same and touches at least the same for its tokens.
+            sizes[setting] |= {"flops": 5e13 * (1 + 0.3 * setting[1]), "touched": 4e11 * draw.uniform(1, 1.5), "repeated": 2e10}
+        simulated = []
+
+        def simulate(options, sizes=sizes, simulated=simulated):
+            simulated.extend(options)
+            return [made(option, sizes, is_dense) for option in options]
+
+        machine = Machine("1x3090", 1, CARD)
+        candidates, _ = choose.choose(machine, Grid(1, settings, [], (None, None)), simulate)
+        every = [(option, made(option, sizes, is_dense)) for options in settings.values() for option in options]
+        possible = {
+            option: roofline.middle_seconds(CARD, found) for option, found in every if machines.is_possible(machine, found)
+        }
+        assert bool(candidates) == bool(possible)
+        if possible:
+            assert candidates[0].seconds <= 1.1 * min(possible.values()), seed
+            assert [candidate.seconds for candidate in candidates] == sorted(possible[one.option] for one in candidates)
+            known = [option for option in possible if option in simulated]
+            assert len({one.option for one in candidates}) == len(candidates) == min(3, len(known))
+            assert len(simulated) == len(set(simulated))
+            few += len(simulated)
+    assert few < 0.6 * 100 * 40
+
+
+def test_weights_that_do_not_fit_are_not_simulated(capsys):
+    """Neither whole nor gathered. What keeps the least on a GPU is simulated first, which says how many weights there are."""
+    machine = Machine("4x3090", 4, CARD)
+    grid = grid_of(RECIPE, machine)
+    large = dataclasses.replace(FOUND, parameters=12 * 10**9, trained=10**7, optimizer=10**7)
+    simulated = []
+
+    def simulate(options):
+        simulated.extend(Path(option.config).stem for option in options)
+        return [dataclasses.replace(large, micro_batch=option.micro_batch) for option in options]
+
+    candidates, found = choose.choose(machine, grid, simulate)
+    assert simulated[:2] == ["1x3090_offload"] * 2 and set(simulated) == {"1x3090_offload", "4gpu_full_shard"}
+    assert candidates and sum(isinstance(one, Refused) for one in found.values()) == 4
+    printed = capsys.readouterr().err.splitlines()
+    assert sorted(printed) == [
+        "4gpu_ddp is not simulated: weights, gradients and optimizer states alone need at least 24.1 GB on each GPU.",
+        "4gpu_shard_grad_op is not simulated: weights, gradients and optimizer states alone need at least 30.0 GB on each GPU.",
+    ]
+
+
+def test_what_does_not_fit_is_not_chosen():
+    """GPU memory with the margin, host memory, a dtype that the GPU has not, and refused runs."""
+    fitting = dataclasses.replace(FOUND, peaks={"forward": Peak(int(20.0e9), {})}, needs_bf16=True)
+    assert machines.is_possible(Machine("", 4, CARD), fitting)
+    assert memory.fits(CARD, dataclasses.replace(fitting, peaks={"forward": Peak(int(22.5e9), {})}), 22.5e9)
+    assert not machines.is_possible(Machine("", 4, CARD), dataclasses.replace(fitting, peaks={"forward": Peak(int(22.5e9), {})}))
+    assert not machines.is_possible(Machine("", 4, CARD, host=memory.needed_host_memory(fitting)), fitting)
+    assert not machines.is_possible(Machine("", 4, dataclasses.replace(CARD, bf16=False)), fitting)
+    assert not machines.is_possible(Machine("", 4, CARD), Refused("", "", ""))
+
+
+def replaced(content: Any, value: Any) -> Iterator[Any]:
+    """A copy of JSON for every place in it, with `value` there."""
+    yield value
+    if isinstance(content, dict | list):
+        for place in content if isinstance(content, dict) else range(len(content)):
+            for other in replaced(content[place], value):
+                copy = content.copy()
+                copy[place] = other
+                yield copy
+
+
+def test_plan_follows_the_file_of_the_flags(tmp_path):
+    """The arguments of `--config FILE` are part of the run."""
+    file, config = tmp_path / "flags.yaml", configs.read(str(ROOT / "accelerate_configs/1x3090.yaml"))
+    context, found = Context(str(RECIPE), processes=1, config=config), set()
+    for length in (512, 16384):
+        file.write_text(f"max_length: {length}")
+        found.add(cache.cache_path(context, ["--config", str(file)]))
+    assert len(found) == 2
+
+
+def test_damaged_simulation_is_simulated_again(tmp_path):
+    """The cache can be on a disk that others write to."""
+    file = tmp_path / "plans/any.json"
+    cache.keep_simulation(file, FOUND)
+    assert cache.cached_simulation(file) == dataclasses.replace(FOUND, hull=[list(pair) for pair in FOUND.hull])
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"other": 1}))
+    assert cache.cached_simulation(file) is None
+    file.write_bytes(b"\xff{")
+    assert cache.cached_simulation(file) is None
+    file.unlink()
+    file.mkdir()
+    assert cache.cached_simulation(file) is None
+
+
+def test_what_was_always_refused_is_one_error(error_of):
+    """The run cannot be simulated with any config: the first reason is the message."""
+    refused = {Option(path, 1, False): Refused("qwen2_fineweb_edu", path, f"--max_length: refused by {path}") for path in PATHS}
+    message = error_of(choose.option_with_least_memory, Machine("", 1, CARD), refused)
+    assert message == f"--max_length: refused by {PATHS[0]}"
+
+
+def test_command_has_only_flags_that_change_something():
+    grid = grid_of(RECIPE, machines.read_machines("2x3090")[0])
+    path = next(path for path, _ in grid.settings if path.endswith("4gpu_ddp.yaml"))
+    same, machine = choose.Candidate(Option(path, 2, False), FOUND, 1.0), Machine("", 2, CARD)
+    assert chosen.command_line("r", machine, same, [], grid) == "NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp"
+    other = choose.Candidate(Option(path, 4, True), FOUND, 1.0)
+    flags = "--per_device_train_batch_size 4 --activation_checkpointing true"
+    assert (
+        chosen.command_line("r", machine, other, ["--use_peft"], grid)
+        == f"NPROC_PER_NODE=2 ./launch.sh r 4gpu_ddp --use_peft {flags}"
+    )
+
+
+@pytest.mark.parametrize(("step", "seconds"), [(1, 0), (120, 0), (121, 360), (305, 720)])
+def test_signal_comes_early_enough(step, seconds):
+    """After it, a run finishes up to two steps and writes a checkpoint; launch.sh asks for 300 s."""
+    assert f"#SBATCH --signal=USR1@{chosen.SIGNAL}\n" in (ROOT / "launch.sh").read_text()
+    assert chosen.signal_seconds(step) == seconds
+
+
+def test_choice_says_when_the_signal_must_come(capsys):
+    from planner import pages
+
+    machine = Machine("1x3090", 1, CARD)
+    for flops, printed in ((1e12, False), (5e15, True)):
+        found = dataclasses.replace(FOUND, step=Counts({"torch.bfloat16": flops}, {}, 0))
+        plan = summary.make_plan(found) | chosen.on_machine(machine, found, 0, 0) | {"command": "./launch.sh any", "choices": []}
+        pages.print_choice(plan)
+        assert ("On SLURM, pass `sbatch --signal USR1@" in capsys.readouterr().out) is printed
+
+
+def test_in_time_and_cheapest(capsys):
+    """A time is kept if the slow end of the range keeps it."""
+    from planner import pages
+
+    found = dataclasses.replace(FOUND, max_steps=1000)
+    best, worst = (seconds * 1000 / 3600 for seconds in roofline.step_seconds(CARD, found))
+    plans = []
+    for text, price, within in (("2x3090", 1.0, worst * 1.01), ("4x3090", 1.0, worst * 0.99)):
+        (machine,) = machines.read_machines(text)
+        plan = summary.make_plan(found) | chosen.on_machine(machine, found, price, within)
+        plans.append(plan | {"command": "./launch.sh any"})
+    assert [plan["on_machine"]["in_time"] for plan in plans] == [True, False] and best < worst
+    assert plans[1]["on_machine"]["price"][0] == pytest.approx(2 * plans[0]["on_machine"]["price"][0], abs=0.02)
+    pages.print_machines(plans, worst)
+    printed = capsys.readouterr().out
+    assert "In time at the slow end of the range: 2x3090." in printed and "Cheapest of these: 2x3090." in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["qwen2_chat"], ["CONFIG is missing", "no GPU", '--plan qwen2_chat --for "1x3090,64GB"', "--tiny qwen2_chat"]),
+        (["qwen2_chat", "--for", "1x3090"], ["--for is for other machines"]),
+        (["--plan", "qwen2_chat", "--for"], ["argument --for: expected one argument", "./launch.sh --plan --help"]),
+        (["--plan", "qwen2_chat", "--for", ""], ["--for needs a machine"]),
+        (["--plan", "qwen2_chat", "--within", "soon"], ["--within is 'soon'", "12h, 90m or 2d"]),
+        (["--plan", "qwen2_chat", "--within", "12h"], ["--within", "--for"]),
+        (["--tiny", "qwen2_chat", "--for", "1x3090; 2x3090"], ["--for", "one machine", "--plan"]),
+        (["--tiny", "qwen2_chat", "--json"], ["--json", "--plan"]),
+    ],
+)
+def test_mistake_is_one_error(launch, arguments, words):
+    assert_one_error(launch(*arguments), *words)
+
+
+@pytest.mark.parametrize(("text", "hours"), [("12h", 12), ("90m", 1.5), ("2d", 48), ("0.5", 0.5)])
+def test_times_are_read(text, hours):
+    assert arguments.read_hours(text) == hours
+
+
+def test_choice_for_a_machine(launch, small_model, tmp_path, monkeypatch):
+    """The plan has the choice as a command and as keys. The second time nothing is simulated again but the choice itself."""
+    arguments = ["qwen2_fineweb_edu", "--for", "1x3090,64GB", *small_model, "--activation_checkpointing", "false"]
+    variables = {"HF_HOME": str(tmp_path / "cache")}
+    process = launch("--plan", *arguments, "--json", cwd=tmp_path, **variables)
+    assert process.returncode == 0, process.stderr
+    plan = json.loads(process.stdout)
+    assert plan["config"] == "1x3090" and plan["micro_batch"] == 4 and plan["fits"]["RTX 3090"]
+    assert plan["flags"] == ["--per_device_train_batch_size", "4"]
+    assert plan["command"].startswith("./launch.sh qwen2_fineweb_edu 1x3090 --model_name_or_path ./model")
+    assert [choice["slower"] for choice in plan["choices"]] == sorted(choice["slower"] for choice in plan["choices"])
+    assert len(plan["choices"]) == 3 and plan["on_machine"]["hours"]
+    kept = list((tmp_path / "cache/plans").iterdir())
+    assert 4 <= len(kept) <= 7
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
+    recipe, config, *flags = shlex.split(plan["command"])[1:]
+    run = Context(str(ROOT / f"recipes/{recipe}.py"), configs.read(str(ROOT / f"accelerate_configs/{config}.yaml")), processes=1)
+    assert json.loads(plans.plan_file(run, flags).read_text()) == plan, "the run of the printed command finds its plan"
+
+
+@slow
+def test_choice_is_rehearsed(launch, small_model, tmp_path):
+    arguments = ["qwen2_fineweb_edu", "--for", "2x3090", *small_model, "--activation_checkpointing", "false", "--max_steps", "2"]
+    process = launch("--tiny", *arguments, cwd=tmp_path, HF_HOME=str(tmp_path / "cache"))
+    assert process.returncode == 0, process.stderr
+    assert "the same by hand" in process.stdout and "on 2 processes, 2 steps" in process.stdout
+    shutil.rmtree(tmp_path / "cache")

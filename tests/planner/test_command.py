@@ -1,0 +1,207 @@
+"""`launch.sh --plan` as a user calls it."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+from harness.model import gpu_features
+from harness.rehearsal import tiny
+from planner import cards, choose, command, pages, summary
+from planner.grid import Option
+from planner.simulation import Refused
+
+import pytest
+from conftest import ROOT, assert_one_error, slow
+from test_cards import FOUND
+from torch._subclasses import fake_tensor
+from transformers import AutoTokenizer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["--plan", "RECIPE"]),
+        (["qwen2_chatt"], ["unknown recipe: qwen2_chatt", "mean qwen2_chat?"]),
+        (["qwen2_chat", "1x3091"], ["unknown config: 1x3091", "mean 1x3090?"]),
+        (["qwen2_chat", "1x3090", "--max_lenght", "5"], ["unknown flag --max_lenght", "--max_length"]),
+        (["qwen2_chat", "--fo", "2x3090"], ["unknown flag --fo", "did you mean --for?"]),
+        (["qwen2_chat", "1x3090", "--tiny"], ["--plan is about the full size: leave out --tiny"]),
+        (["qwen2_chat", "1x3090", "--price_per_gpu_hour", "cheap"], ["--price_per_gpu_hour is 'cheap', expected a number"]),
+        (["qwen2_chat", "1x3090", "--price_per_gpu_hour", "0"], ["--price_per_gpu_hour is '0', expected a number"]),
+        (["qwen2_chat", "1x3090", "--price_per_gpu_hour"], ["--price_per_gpu_hour", "expected one argument"]),
+        (["qwen2_chat", "1x3090", "--card"], ["argument --card: expected one argument"]),
+        (["qwen2_chat", "1x3090", "--card", "A6000=48,155"], ["--card is 'A6000=48,155'", "--card A6000=48,155,768"]),
+        (["qwen2_chat", "1x3090", "--card=A6000=48,155,fast"], ["--card is 'A6000=48,155,fast'"]),
+        (["qwen2_chat", "1x3090", "--card", "=48,155,768"], ["--card is '=48,155,768'"]),
+        (["qwen2_chat", "1x3090", "--card", "A6000=48,-1,768"], ["three numbers above 0"]),
+        (["qwen2_chat", "1x3090", "--card", "A6000=48,155,inf"], ["three numbers above 0"]),
+    ],
+)
+def test_mistake_is_one_error(launch, arguments, words):
+    assert_one_error(launch("--plan", *arguments), *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["--plan", "--help"], "--within TIME"),
+        (["--plan", "qwen2_chat", "--help"], "--price_per_gpu_hour"),
+        (["--preview", "qwen2_chat", "-h"], "--full [N]"),
+        (["--prepare", "--help"], "--tiny"),
+        (["--chat", "--help"], "--max_new_tokens"),
+        (["--merge", "--help"], "OUT"),
+        (["--verify", "--help"], "--served_model_name"),
+        (["--report", "--help"], "RUN"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_help_of_a_command(launch, tmp_path, words, flag):
+    """It needs the standard library only, as before the first installation."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    program.chmod(0o755)
+    process = launch(*words, PYTHON=str(program))
+    assert process.returncode == 0 and process.stdout.startswith(f"usage: ./launch.sh {words[0]}"), process.stderr
+    assert flag in process.stdout and not process.stderr
+
+
+def test_what_no_config_can_simulate_is_one_error(environment):
+    paths = [ROOT / "recipes/qwen2_chat.py", *(ROOT / f"accelerate_configs/{name}.yaml" for name in ("1x3090", "4gpu_ddp"))]
+    command = [sys.executable, "-m", "planner.command", *paths, "--json", "--model_name_or_path", "./nowhere"]
+    variables = environment | {"PYTHONPATH": str(ROOT / "recipes")}
+    process = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert_one_error(process, "qwen2_chat cannot be simulated with any config: ", "./nowhere")
+
+
+def test_library_of_other_version_is_one_error(monkeypatch, error_of):
+    """The modules of a simulation import private names of torch."""
+    monkeypatch.delattr(fake_tensor, "FakeTensorMode")
+    for name in [name for name in sys.modules if name.startswith("planner.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(command.processes, "start_server", lambda: "spawn")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the command sets it
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    message = error_of(command.main, str(ROOT / "recipes/qwen2_chat.py"), str(ROOT / "accelerate_configs/1x3090.yaml"))
+    assert "FakeTensorMode" in message and "requirements.txt" in message
+
+
+@pytest.fixture
+def own_files(tmp_path):
+    """A model's config and tokenizer without weights, and a dataset; returns their flags."""
+    tiny.make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-0.5B*"]).save_pretrained(tmp_path / "model")
+    shutil.copy(ROOT / "tests/published/models/Qwen/Qwen2-0.5B/config.json", tmp_path / "model")
+    rows = ({"instruction": f"Count to {number}.", "input": "", "output": "One, two. " * 15} for number in range(1000))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return ["--model_name_or_path", "./model", "--dataset_name", "rows.jsonl", "--num_train_epochs", "2"]
+
+
+@slow
+def test_hours_and_price_of_epochs(launch, environment, own_files, tmp_path):
+    """The number of steps follows from the recipe's rows."""
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    texts = [f"### Instruction\n{row['instruction']}\n\n### Python\n{row['output']}" for row in rows]
+    tokens = sum(len(tokenizer(text)["input_ids"]) + 1 for text in texts)
+    steps = 2 * 0.9 * tokens / (16 * 2048)  # a tenth is held out
+    process = launch(
+        "--plan",
+        "llama31_8b_lora",
+        "1x3090",
+        *own_files,
+        "--price_per_gpu_hour",
+        "100",
+        "--card",
+        "A6000=48,155,768",
+        cwd=tmp_path,
+    )
+    assert process.returncode == 0, process.stderr
+    planned = int(re.search(r"^the run +about ([\d,]+) steps, estimated", process.stdout, re.MULTILINE)[1])
+    assert steps > 2 and abs(planned - steps) <= 1.5, (planned, steps)
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in process.stdout.splitlines() if line[:1] == "|"]
+    card = next(dict(zip(table[0], row, strict=True)) for row in table if row[0] == "RTX 3090")
+    number, unit = card["time"].split()
+    size = {"s": 3600, "min": 60, "h": 1}[unit]
+    seconds, hours, price = ([float(end) for end in text.split("–")] for text in (card["s per step"], number, card["price"]))
+    hours = [end / size for end in hours]
+    for end in (0, 1):
+        assert hours[end] == pytest.approx(planned * seconds[end] / 3600, rel=0.06)  # two digits
+        assert price[end] == pytest.approx(100 * planned * seconds[end] / 3600, rel=0.1, abs=1)
+    assert [row[0] for row in table[2:]] == ["A6000", "RTX 3090"]
+    assert table[2][1].startswith("yes, ") and "no" not in table[2][1]
+    assert (tmp_path / "plan.png").stat().st_size > 10_000 and "error" not in process.stderr
+
+
+@pytest.fixture
+def one_gpu(tmp_path):
+    """A folder for PATH with an nvidia-smi that lists one GPU."""
+    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "NVIDIA GeForce RTX 3090, 24576, 8.6, 0"\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.parametrize("visible", [None, "1"])
+def test_run_after_the_choice_sees_the_gpus(monkeypatch, one_gpu, visible):
+    variables = {"PATH": one_gpu} | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+    monkeypatch.setattr(os, "environ", dict(variables))
+    config, seen = str(ROOT / "accelerate_configs/1x3090.yaml"), []
+    candidates = [choose.Candidate(Option(config, 1, False), FOUND, 1.0)]
+    monkeypatch.setattr(command, "start_server", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    monkeypatch.setattr(command, "simulate_grid", lambda *args: (candidates, {}))
+    monkeypatch.setattr(os, "execve", lambda path, words, environment: seen.append((words[3:5], environment)))
+    recipe = str(ROOT / "recipes/qwen2_chat.py")
+    command.plan_choice(recipe, [config], command.PlanArguments(start=True), [])
+    assert seen == ["", ([recipe, config], variables)]
+
+
+def test_choice_knows_that_triton_is_missing(monkeypatch, one_gpu, capsys):
+    """The loss of this machine's GPU is simulated in PyTorch, and this is printed. The process that asks sees the GPUs."""
+    monkeypatch.setattr(os, "environ", {"PATH": one_gpu, "CUDA_VISIBLE_DEVICES": "1"})
+    monkeypatch.setattr(command, "start_server", lambda: "fork")
+    monkeypatch.setattr(
+        gpu_features, "find_gpu_features", lambda: gpu_features.GpuFeatures([], "", os.environ["CUDA_VISIBLE_DEVICES"])
+    )
+    config, contexts = str(ROOT / "accelerate_configs/1x3090.yaml"), []
+
+    def simulate(method, recipe, machine, grid, *rest):
+        contexts.append(grid.context(recipe, config))
+        return [choose.Candidate(Option(config, 1, False), FOUND, 1.0)], {}
+
+    monkeypatch.setattr(command, "simulate_grid", simulate)
+    monkeypatch.setattr(os, "execve", lambda *arguments: None)
+    command.plan_choice(str(ROOT / "recipes/qwen2_chat.py"), [config], command.PlanArguments(start=True), [])
+    assert contexts[0].no_triton == "1" and "PyTorch instead of Triton, which needs more memory: 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("own", "reason"), [([], "1"), ([("A6000", 48.0, 155.0, 768.0)], "")])
+def test_plan_of_a_config_knows_that_triton_is_missing(monkeypatch, one_gpu, error_of, own, reason):
+    """As the choice does, unless the plan is for another GPU."""
+    monkeypatch.setattr(os, "environ", {"PATH": one_gpu, "CUDA_VISIBLE_DEVICES": "1"})
+    monkeypatch.setattr(command, "start_server", lambda: "fork")
+    monkeypatch.setattr(
+        gpu_features, "find_gpu_features", lambda: gpu_features.GpuFeatures([], "", os.environ["CUDA_VISIBLE_DEVICES"])
+    )
+    contexts = []
+
+    def simulate(method, context, *rest, **options):
+        contexts.append((context.no_triton, os.environ["CUDA_VISIBLE_DEVICES"]))
+        return Refused("qwen2_chat", "1x3090", "too large")
+
+    monkeypatch.setattr(command, "simulate_in_process", simulate)
+    paths = [str(ROOT / "accelerate_configs/1x3090.yaml")]
+    error_of(command.plan_configs, str(ROOT / "recipes/qwen2_chat.py"), paths, command.PlanArguments(cards=own), [])
+    assert contexts == [(reason, "")]
+
+
+def test_why_the_number_of_steps_is_not_known(environment, own_files, tmp_path, monkeypatch):
+    """There is no tokenizer: the dataset has nothing to do with it."""
+    for file in (tmp_path / "model").glob("token*"):
+        file.unlink()
+    monkeypatch.chdir(tmp_path)
+    count = command.row_counter("fork", str(ROOT / "recipes/llama31_8b_lora.py"), own_files)
+    simulation = command.with_steps(dataclasses.replace(FOUND, max_steps=-1), count)
+    described = pages.describe_length(summary.make_plan(simulation))
+    assert described.startswith("unknown number of steps") and "tokenizer" in described, described

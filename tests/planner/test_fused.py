@@ -1,0 +1,110 @@
+"""Fused layers in a plan: what a compiled layer and Liger's kernels read, write and keep."""
+
+from harness.compat.transformers import transformer_layers
+from planner import fused
+from planner.ledger import Ledger, tensors_in
+
+import pytest
+import torch
+from conftest import ROOT, slow
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+SIZES = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 2, "num_attention_heads": 14, "vocab_size": 100}
+TOKENS = 256
+
+
+def test_operators_between_two_products_are_one_kernel():
+    ledger, kib = Ledger(), 1024
+    with FakeTensorMode(), ledger:
+        x, weight = torch.empty(256, kib), torch.empty(kib, kib)  # 1 and 4 MiB
+        ledger.is_fused = True
+        y = torch.sin(2 * x) + x
+        assert ledger.touched == kib**2, "x is read once"
+        assert ledger.peaks()["load"].bytes == 5 * kib**2, "nothing is written"
+        product = y @ weight
+        assert ledger.touched == 2 * kib**2 and ledger.peaks()["load"].bytes == 7 * kib**2, "y and the product are"
+        product.mul_(2)
+        assert ledger.touched == 4 * kib**2, "a product is in memory"
+        y.add_(product)
+        assert ledger.touched == 6 * kib**2, "a kernel reads it once, and writes y again"
+
+
+class Products(TorchDispatchMode):
+    """The bytes that matrix products and attention read and write."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger, self.bytes = ledger, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        if func.overloadpacket in self.ledger.flop_counters:
+            self.bytes += sum(tensor.nbytes for tensor in tensors_in((result, *args)))
+        return result
+
+
+def step(model: Qwen2ForCausalLM, ledger: Ledger, is_compiled: bool) -> int:
+    """The bytes that the layers of a step on fake tensors touch."""
+    with FakeTensorMode() as mode:
+        model = Qwen2ForCausalLM(model.config).model
+        ids = torch.zeros(1, TOKENS, dtype=torch.long)
+    if is_compiled:
+        fused.compile_layers(model, ledger)
+    products = Products(ledger)
+    with mode, ledger, products, torch.autocast("cpu", dtype=torch.bfloat16):
+        hidden = model(input_ids=ids).last_hidden_state
+        with ledger.within(moment="backward"):
+            hidden.sum().backward()
+    return ledger.touched + products.bytes
+
+
+def results(call, layer: torch.nn.Module, hidden: torch.Tensor, **options) -> dict[str, torch.Tensor]:
+    """Output and gradients of a layer. (Its keys' biases change no attention: their gradients are rounding errors.)"""
+    hidden = hidden.detach().requires_grad_()
+    layer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = call(hidden, **options)
+    (output * output.detach().cos()).sum().backward()
+    weights = {name: weight.grad for name, weight in layer.named_parameters() if name != "self_attn.k_proj.bias"}
+    return {"output": output.detach(), "input": hidden.grad} | weights
+
+
+@slow
+def test_bytes_are_those_that_inductor_counts(monkeypatch):
+    """Inductor counts what its kernels and the products read and write when it compiles a layer for this CPU.
+
+    And what it compiles computes what the layer computes.
+    """
+    from torch._inductor import config, metrics
+    from torch._inductor.compile_fx import inductor_metrics_log
+
+    monkeypatch.setattr(config, "force_disable_caches", True)  # what it compiled before is not counted again
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2))
+    assert len(transformer_layers(model)) == 2
+    eager, compiled = (step(model, Ledger(), is_compiled) for is_compiled in (False, True))
+    layer = model.model.layers[0]
+    hidden, positions = torch.randn(1, TOKENS, 896, requires_grad=True), torch.arange(TOKENS)[None]
+    angles = model.model.rotary_emb(hidden, positions)
+    plain = results(layer, layer, hidden, position_embeddings=angles, position_ids=positions)
+    metrics.reset()
+    monkeypatch.setattr(inductor_metrics_log, "isEnabledFor", lambda level: True)  # otherwise it counts nothing
+    fast = results(torch.compile(layer), layer, hidden, position_embeddings=angles, position_ids=positions)
+    for name, value in plain.items():
+        assert (value - fast[name]).norm() < 0.02 * value.norm(), name  # bf16 keeps eight bits
+    counted = 2 * metrics.num_bytes_accessed
+    assert compiled == pytest.approx(counted, rel=0.05) and compiled < 0.8 * eager, (compiled, counted, eager)
+
+
+@slow
+def test_flags_count_in_a_plan(simulate):
+    """Each flag leaves the products as they are, touches less memory, and keeps fewer activations."""
+    pair = (ROOT / "recipes/qwen2_fineweb_edu.py", ROOT / "accelerate_configs/1x3090.yaml")
+    flags = ([], ["--use_liger_kernel", "true"], ["--torch_compile", "true"])
+    plain, liger, compiled = simulate([(*pair, words, "cuda") for words in flags])
+    assert plain["step"]["flops"] == liger["step"]["flops"] == compiled["step"]["flops"]
+    touched = [found["step"]["touched"] for found in (plain, liger, compiled)]
+    assert touched[1] < 0.7 * touched[0] and touched[2] < 0.8 * touched[1], touched
+    peaks = [max(peak["bytes"] for peak in found["peaks"].values()) for found in (plain, liger, compiled)]
+    assert peaks[2] < peaks[1] < peaks[0], peaks

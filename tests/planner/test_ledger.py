@@ -1,0 +1,245 @@
+"""The ledger counts allocated bytes, FLOPs and moved bytes; arithmetic on the shapes of a model checks its result."""
+
+from harness.compat.trl import compute_loss_without_triton
+from harness.model.varlen import mask_of_window
+from planner.attention_flops import pairs_in_documents
+from planner.fakes import Linear4bit, flash_workspace, use_triton_loss
+from planner.ledger import VARLEN_BACKWARD, Counts, Ledger, Peak, counts_of_step
+from planner.shapes import check_bytes, expected_bytes
+
+import bitsandbytes
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
+from transformers import BitsAndBytesConfig
+from trl.kernels import chunked_logprob
+from trl.trainer import utils
+
+MEGA = 2**20
+
+
+def rounded(size: int) -> int:
+    """Bytes in the blocks of 512 that CUDA's allocator hands out."""
+    return -(-size // 512) * 512
+
+
+def test_allocations_are_counted_once():
+    ledger = Ledger()
+    with ledger, ledger.within(moment="forward", holder="activations"):
+        kept = torch.zeros(MEGA)  # 4 MiB
+        view = kept.view(1024, 1024)[1:]
+        released = kept + 1
+        del released
+        with ledger.within(moment="backward"):
+            product = view @ view.T
+    peaks = ledger.peaks()
+    assert peaks["forward"] == Peak(8 * MEGA, {"activations": 8 * MEGA})
+    assert peaks["backward"].by_holder["activations"] == 4 * MEGA + rounded(1023 * 1023 * 4)
+    assert ledger.flops == {"torch.float32": 2 * 1023 * 1024 * 1023}
+    ledger.mark(kept, "weights", "host")
+    assert ledger.peaks("host")["load"] == Peak(4 * MEGA, {"weights": 4 * MEGA})
+    assert ledger.peaks()["forward"].by_holder["weights"] == 4 * MEGA  # since it was allocated
+    del product
+
+
+def test_resized_storage_is_counted_with_its_new_size():
+    ledger = Ledger()
+    with ledger, ledger.within(moment="forward"):
+        gathered = torch.zeros(MEGA)
+        gathered.untyped_storage().resize_(0)
+        torch.zeros(MEGA // 2)
+        gathered.untyped_storage().resize_(8 * MEGA)
+    assert ledger.peaks()["forward"].bytes == 8 * MEGA
+
+
+def test_cast_weights_are_gathered_and_logits_belong_to_the_loss():
+    ledger = Ledger(vocabulary=1000)
+    weight = torch.zeros(64, 1000)
+    with ledger, ledger.within(moment="forward", holder="activations"):
+        ledger.mark(weight, "weights")
+        cast = weight.to(torch.bfloat16)
+        logits = torch.zeros(8, 64, dtype=torch.bfloat16) @ cast
+    by_holder = ledger.peaks()["forward"].by_holder
+    assert (by_holder["gathered"], by_holder["loss"]) == (64 * 1000 * 2, rounded(8 * 1000 * 2))
+    assert ledger.take_counts().flops == {"torch.bfloat16": 2 * 8 * 64 * 1000}
+    assert not ledger.take_counts().flops
+    del logits
+
+
+def test_gradient_of_the_head_is_not_of_the_loss():
+    """The loss makes it in float32. It does not grow with the micro-batch."""
+    ledger = Ledger(vocabulary=1000)
+    with ledger, ledger.within(moment="backward", holder="loss"):
+        gradient, logits = torch.zeros(1000, 64), torch.zeros(8, 1000)
+    assert ledger.peaks()["backward"].by_holder == {"gradients": 1000 * 64 * 4, "loss": rounded(8 * 1000 * 4)}
+    del gradient, logits
+
+
+def test_bytes_that_operators_read_and_write():
+    """Neither a view of a fake tensor nor a question for its device touches bytes. The FLOPs stand for a matrix product."""
+    ledger = Ledger()
+    with FakeTensorMode(), ledger:
+        tensor = torch.empty(MEGA)
+        assert tensor.device.type == "cpu" and tensor.view(1024, 1024).T.device == tensor.device
+        torch.ops.aten._unsafe_view(tensor, [1024, 1024])
+        assert ledger.touched == 0
+        tensor.view(1024, 1024) @ tensor.view(1024, 1024)
+        assert ledger.touched == 0
+        tensor + 1
+    assert ledger.touched == 8 * MEGA  # read and written
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_bytes_that_unpacking_reads_and_writes(is_nested):
+    """Of the tensors that bitsandbytes makes."""
+    packed, state = bitsandbytes.functional.quantize_4bit(torch.randn(256, 512), quant_type="nf4", compress_statistics=is_nested)
+    scales = state.absmax.numel() * 4
+    expected = packed.nbytes + scales + 2 * 256 * 512
+    if is_nested:
+        expected += state.absmax.nbytes + scales  # bytes become float32
+        expected += 2 * scales  # the offset is added
+    settings = BitsAndBytesConfig(bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_use_double_quant=is_nested)
+    ledger = Ledger()
+    assert Linear4bit.of_size(256, 512, None, settings, ledger).unpacked(torch.bfloat16).shape == (256, 512)
+    assert ledger.touched == expected
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (3, 0), (3, 2), (99, 99)])
+def test_flops_of_attention_are_those_of_each_document(window):
+    """Two products forward and five backward for every pair of tokens that attend to each other, counted with a mask."""
+    assert pairs_in_documents(torch.tensor([0, 5, 6, 18]), 12, list(window)) == count_pairs([5, 1, 12], window)
+    pairs = count_pairs([6, 6, 6], window)  # a fake tensor has no values: all documents are as long as the longest
+    with FakeTensorMode(), Ledger() as ledger:
+        ends = torch.arange(0, 19, 6, dtype=torch.int32)
+        query = torch.randn(18, 4, 8, requires_grad=True)
+        key, value = torch.randn(18, 2, 8), torch.randn(18, 2, 8)
+        output = varlen_attn(query, key, value, ends, ends, 6, 6, window_size=window, enable_gqa=True)
+        assert ledger.take_counts().flops == {"torch.float32": 4 * pairs * 4 * 8}
+        output.backward(torch.ones_like(output))
+        assert ledger.take_counts().flops == {"torch.float32": 10 * pairs * 4 * 8}
+
+
+def count_pairs(lengths: list[int], window: tuple[int, int]) -> int:
+    return sum(int(mask_of_window(length, *window).sum()) for length in lengths)
+
+
+def test_flops_of_linear_attention():
+    """A chunk's triangular system, forward and backward: two of them, and the product for the gradient of the matrix."""
+    matrix = torch.eye(64).repeat(3, 1, 1).requires_grad_()
+    right = torch.rand(3, 64, 16, requires_grad=True)
+    with Ledger() as ledger:
+        solved = torch.linalg.solve_triangular(matrix, right, upper=False, unitriangular=True)
+        assert ledger.take_counts().flops == {"torch.float32": 3 * 64 * 64 * 16}
+        solved.sum().backward()
+    assert ledger.take_counts().flops == {"torch.float32": (1 + 2) * 3 * 64 * 64 * 16}
+
+
+def test_memory_of_attention_on_fake_tensors():
+    """Forward keeps the output and one float32 per token and head, backward makes three gradients. There is no mask."""
+    ledger, tokens, heads, size = Ledger(), 4096, 8, 64
+    with FakeTensorMode(), ledger, ledger.within(moment="forward"):
+        query = torch.empty(tokens, heads, size, dtype=torch.bfloat16, requires_grad=True)
+        key = torch.empty(tokens, 2, size, dtype=torch.bfloat16, requires_grad=True)
+        ends = torch.arange(0, tokens + 1, 1024, dtype=torch.int32)
+        before = ledger.peaks()["forward"].bytes
+        output = varlen_attn(query, key, key, ends, ends, 1024, 1024, window_size=(-1, 0), enable_gqa=True)
+        assert ledger.peaks()["forward"].bytes - before == query.nbytes + tokens * heads * 4 + 512  # of a random state
+        assert ledger.take_counts().flops == {"torch.bfloat16": 4 * 4 * (1024 * 1025 // 2) * heads * size}
+        gradient, before = torch.empty_like(output), ledger.peaks()["forward"].bytes
+        ledger.workspaces[VARLEN_BACKWARD] = lambda gradient, query, key, *rest: flash_workspace(query, key, documents=4)
+        with ledger.within(moment="backward"):
+            output.backward(gradient)
+    own = 4 * (tokens + 4 * 128) * heads * (size + 1) + 2 * query.nbytes  # of the kernel
+    zeros = tokens * heads * 4 + 512  # autograd makes them as the gradients of the other two outputs
+    assert ledger.peaks()["backward"].bytes - before == query.nbytes + 2 * key.nbytes + zeros + own
+
+
+def test_labels_end_with_their_block():
+    ledger = Ledger()
+    with pytest.raises(ValueError), ledger.within(moment="save", place="host"):
+        raise ValueError
+    assert (ledger.moment, ledger.place) == ("load", "gpu")
+
+
+# name: shape, bytes per element, trained
+SHAPES = {"head.weight": ((10, 4), 2, False), "layer.weight": ((6, 4), 2, True), "norm.weight": ((3,), 4, True)}
+
+
+def test_expected_bytes_of_one_process():
+    assert expected_bytes(SHAPES, shards=1, upcast=False) == {"weights": 80 + 48 + 12, "gradients": 60, "optimizer": 120}
+    # Four shards have 3 of 10, 2 of 6 and 1 of 3 rows: FSDP2 cuts the first dimension and rounds up. Trained weights are float32.
+    assert expected_bytes(SHAPES, shards=4, upcast=True) == {"weights": 24 + 32 + 4, "gradients": 36, "optimizer": 72}
+
+
+@pytest.mark.parametrize(("is_fused", "launches"), [(False, 4), (True, 3)])
+def test_kernels_of_a_layer(is_fused, launches):
+    """Two products and what is between them; views and new empty memory start no kernel, nor does anything on the host."""
+    ledger = Ledger()
+    weight = torch.zeros(64, 64)
+    with ledger, ledger.within(moment="forward"):
+        ledger.mark(weight, "weights")
+        ledger.is_fused = is_fused
+        between = (torch.empty(64, 64) @ weight).view(4096) * 2 + 1
+        between.view(64, 64) @ weight
+        ledger.is_fused = False
+        with ledger.within(place="host"):
+            weight + 1
+    assert ledger.take_counts().launches == launches and ledger.take_counts().launches == 0
+
+
+def test_missing_bytes_are_an_error():
+    held = torch.zeros(8)
+    check_bytes("gradients", [held[:4], held[4:], held[:4]], 32)
+    with pytest.raises(RuntimeError, match="holds 16 bytes of gradients, but the shapes give 32"):
+        check_bytes("gradients", [held[:4]], 32)
+
+
+def test_counts_of_a_step_with_many_micro_batches():
+    first = Counts(flops={"bf16": 5}, moved={"gathered": 8}, touched=1)
+    last = Counts(flops={"bf16": 5}, moved={"reduced": 4}, touched=2)
+    step = counts_of_step([first, last], 8)
+    assert step == Counts(flops={"bf16": 40}, moved={"gathered": 8, "reduced": 4}, touched=9)
+    both = Counts(flops={"bf16": 5}, moved={"gathered": 8, "reduced": 4}, touched=1)
+    assert counts_of_step([both, both], 3).moved == {"gathered": 24, "reduced": 12}
+    assert counts_of_step([both], 2).moved == {"gathered": 16, "reduced": 8}
+    replicas = Counts(flops={"bf16": 5}, moved={"all_reduced": 4}, touched=1)
+    assert counts_of_step([replicas], 8).moved == {"all_reduced": 4}, "replicas all-reduce once per step"
+    added = Counts(flops={"bf16": 5}, moved={"to_host": 4, "added_on_host": 4}, touched=1)
+    assert counts_of_step([added], 8).moved == {"to_host": 32, "added_on_host": 28}, "the first micro-batch adds to nothing"
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(None, 1024 * 1024 + 4 * MEGA), (MEGA, 1024 * 1024 + 3 * MEGA)])
+def test_pinned_memory_is_rounded_up_to_powers_of_two(limit, expected):
+    """Unless it is larger than `pinned_max_round_threshold_mb`."""
+    ledger = Ledger()
+    ledger.pinned_limit = limit
+    with ledger, ledger.within(moment="forward", place="host"):
+        small, large = torch.zeros(640 * 1024, dtype=torch.uint8), torch.zeros(3 * MEGA, dtype=torch.uint8)
+        for tensor in (small, large):
+            ledger.pin(tensor)
+    assert ledger.peaks("host")["forward"].bytes == expected
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_loss_with_and_without_triton(monkeypatch, has_triton):
+    """The Triton kernel works in one tile of logits. PyTorch's code, which GPUs without Triton run, makes float32 copies."""
+    for name in ("_use_triton", "_TRITON_AVAILABLE", "_forward_kernel", "_backward_kernel", "_addmm_fp32"):
+        monkeypatch.setattr(chunked_logprob, name, getattr(chunked_logprob, name))
+    monkeypatch.setattr(chunked_logprob, "triton", None, raising=False)
+    monkeypatch.setattr(utils, "_use_triton", utils._use_triton)
+    monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", utils._CHUNKED_LOGPROB_CHUNK_SIZE)
+    function = type("Function", (chunked_logprob.ChunkedLogProbFunction,), {})
+    monkeypatch.setattr(chunked_logprob, "ChunkedLogProbFunction", function)
+    ledger = Ledger()
+    use_triton_loss(ledger)
+    if not has_triton:
+        compute_loss_without_triton()
+    hidden, weight = torch.zeros(64, 16, requires_grad=True), torch.zeros(8192, 16)
+    with ledger, ledger.within(moment="forward"):
+        logprobs, *_ = function.apply(hidden, weight, None, torch.zeros(64, dtype=torch.long), 1.0, 4096, None, 1.0, ())
+    with ledger, ledger.within(moment="backward"):
+        logprobs.sum().backward()
+    tile = 64 * 4096 * 4
+    for moment, peak in ledger.peaks().items():
+        assert peak.by_holder["loss"] // tile == 1 if has_triton else peak.by_holder["loss"] >= 3 * tile, moment

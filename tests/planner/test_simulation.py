@@ -1,0 +1,194 @@
+"""The recipes and configs of docs/which-recipe.md, simulated: each fits the card of its config, and has these numbers."""
+
+import os
+import re
+
+from harness import configs
+from planner import cards, memory, roofline
+from planner.grid import configs_for
+from planner.ledger import Counts, Peak
+from planner.simulation import Simulation
+
+import pytest
+from conftest import CONFIGS, RECIPES, ROOT, TABLE, TABLE_PAIRS
+
+# SIMULATE_ALL=1 simulates all pairs, which takes minutes, as the workflow on GitHub does.
+QUICK = [("qwen2_fineweb_edu", "1x3090_offload")]
+ALL = "SIMULATE_ALL" in os.environ
+CARDS = {card.name: card for card in cards.CARDS}
+PAIRS = [pair[:2] for pair in TABLE_PAIRS if ALL or pair[:2] in QUICK]
+slow = pytest.mark.skipif(not ALL, reason="simulated with SIMULATE_ALL=1 only")
+PARAMETERS = {  # from the page of each model on the Hub
+    "Qwen/Qwen2-0.5B": 494_032_768,
+    "Qwen/Qwen2-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen3-4B-Instruct-2507": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3.5-4B": 4_539_265_536,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": 30_532_122_624,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "openai-community/gpt2-xl": 1_557_611_200,
+}
+
+
+@pytest.fixture(scope="module")
+def fields(simulate) -> dict[tuple[str, str], list[dict]]:
+    """The simulation of every pair, with a few of its layers extended to all, and with all layers."""
+    kinds = ["cuda to the end", "cuda to the end with all layers"]
+    files = [(ROOT / f"recipes/{recipe}.py", ROOT / f"accelerate_configs/{config}.yaml") for recipe, config in PAIRS]
+    found = simulate([(*pair, [], kind) for pair in files for kind in kinds])
+    return dict(zip(PAIRS, zip(found[::2], found[1::2], strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def found(fields) -> dict[tuple[str, str], Simulation]:
+    """The simulation of every pair."""
+    return {pair: read_simulation(extended) for pair, (extended, _) in fields.items()}
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
+def test_few_layers_give_what_all_layers_give(pair, fields):
+    """To the byte: peaks, memory over the step, what the allocator reserves, FLOPs, and bytes that are moved."""
+    extended, simulated = (of_pair | {"cpu_seconds": 0} for of_pair in fields[pair])
+    few = [of_pair.pop("simulated_layers") for of_pair in (extended, simulated)]
+    assert extended == simulated
+    assert few == [0 if "ddp" in pair[1] else 5, 0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES if ALL else [ROOT / "recipes/qwen2_fineweb_edu.py"], ids=lambda path: path.stem)
+def test_least_bytes_are_below_the_peak(recipe, simulate):
+    """Of every config that the recipe can be run with, computed from the simulation with any of them."""
+    is_4bit = "qlora" in recipe.stem
+    paths = [
+        path
+        for gpus in (1, 4)
+        for path in configs_for(gpus, 1, CARDS["RTX 3090"], is_4bit, list(map(str, CONFIGS)))
+        if ALL or gpus > 1
+    ]
+    found = [read_simulation(fields) for fields in simulate([(recipe, path, [], "cuda") for path in paths])]
+    least = {}
+    for other in found:
+        for path, simulation in zip(paths, found, strict=True):
+            least[path] = memory.least_bytes(other, configs.read(path), simulation.processes)
+            assert least[path] <= simulation.peak.bytes, (path, other.config)
+    unsharded = next(path for path in paths if "4gpu_ddp" in path)
+    weights = found[paths.index(unsharded)].expected["weights"]
+    assert least[unsharded] > (0.9 if is_4bit else 0.5) * weights, "it is of use"
+
+
+def read_simulation(fields: dict) -> Simulation:
+    """A Simulation from its fields as JSON."""
+    peaks = {key: {moment: Peak(**peak) for moment, peak in fields[key].items()} for key in ("peaks", "host_peaks")}
+    return Simulation(**fields | peaks | {"step": Counts(**fields["step"])})
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in text.split("–")]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
+def test_pair_fits_the_card_of_its_config(pair, found):
+    card = CARDS["T4" if "t4" in pair[1] else "RTX 3090"]
+    assert memory.fits(card, found[pair], found[pair].peak.bytes)
+    assert found[pair].parameters == PARAMETERS[found[pair].model]
+    assert {"load", "forward", "backward", "save"} <= found[pair].peaks.keys()
+
+
+def test_table_has_the_simulated_memory(found):
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|.*?\| ([\d.]+) GB \|", TABLE, re.MULTILINE)
+    sizes = {(recipe, config): float(size) for recipe, config, size in rows}
+    assert sizes
+    for pair in sizes.keys() & set(PAIRS):
+        assert sizes[pair] == pytest.approx(found[pair].peak.bytes / 1e9, abs=0.06), pair
+
+
+def test_table_has_the_simulated_speed(found):
+    row = re.compile(r"^\| `(\w+)` \| `(\w+)` \|.*\| ([\d,]+–[\d,]+)(?: on (\w+)s)? \|$", re.MULTILINE)
+    rows = row.findall(TABLE)
+    assert len(rows) == len(TABLE_PAIRS)  # as long as all of them are forecasts
+    for recipe, config, speeds, name in rows:
+        if (recipe, config) in PAIRS:
+            run = found[recipe, config]
+            tokens = run.tokens * run.accumulation * run.processes
+            best, worst = roofline.step_seconds(CARDS[{"A100": "A100 80 GB", "T4": "T4"}.get(name, "RTX 3090")], run)
+            expected = [pytest.approx(tokens / seconds, rel=0.06) for seconds in (worst, best)]
+            assert numbers(speeds) == expected, (recipe, config)
+
+
+@slow
+def test_no_gpu_holds_the_whole_70b(found):
+    """Of 35 GB in 4 bits and 4 GB in bf16, a GPU holds at most two layers, the head and the embedding, also to load and save."""
+    run = found["llama31_70b_qlora", "2x3090_qlora"]
+    for moment, peak in run.peaks.items():
+        assert peak.by_holder.get("weights", 0) + peak.by_holder.get("gathered", 0) < 9e9, moment
+    assert run.peaks["load"].bytes < 9e9 and run.peaks["save"].bytes < 9e9
+    assert run.host_peaks["load"].bytes > 35e9, "it is loaded into host memory"
+    assert run.quantized == pytest.approx(39.5e9, rel=0.01)
+
+
+def test_peak_of_an_earlier_simulation(found):
+    """A peak that was computed independently of this code, as in the next test. docs/measurements.md compares others."""
+    assert found["qwen2_fineweb_edu", "1x3090_offload"].peak.bytes == pytest.approx(3.32e9, rel=0.05)
+
+
+@slow
+def test_peak_of_an_earlier_simulation_without_fsdp(found):
+    """That simulation had SDPA with a mask, which saves keys and values for each of 14 query heads instead of 2."""
+    saved_more = 24 * 2 * (14 - 2) * 64 * 2 * 2048  # layers, keys and values, heads, head size, bytes, tokens
+    assert found["qwen2_fineweb_edu", "1x3090"].peak.bytes == pytest.approx(13.07e9 - saved_more, rel=0.02)
+
+
+def test_flops_of_packed_documents(found):
+    """6 per weight and token, the head once more, and attention within documents of 1,024 tokens instead of all 2,048.
+
+    The backward pass computes the layers again, up to their last product.
+    """
+    run = found["qwen2_fineweb_edu", "1x3090_offload"]
+    weights, head, layers, hidden, intermediate, length = 357_897_600, 151_936 * 896, 24, 896, 4864, 1024
+    attention = layers * hidden * (length + 1) / 2
+    computed_again = 2 * (weights - layers * hidden * intermediate) + 4 * attention
+    of_a_token = 6 * weights + 8 * head + 14 * attention + computed_again
+    assert run.tokens == 2 * length
+    flops = sum(run.step.flops.values()) / run.tokens / run.accumulation
+    assert flops == pytest.approx(of_a_token, rel=0.01)
+    of_whole_rows = of_a_token - 14 * attention + 14 * layers * hidden * 2 * length
+    assert flops < 0.9 * of_whole_rows
+
+
+def test_moved_bytes_follow_from_the_config(found):
+    offload = found["qwen2_fineweb_edu", "1x3090_offload"].step.moved
+    # 8 micro-batches copy the model to the GPU twice, the tied head once.
+    assert offload["to_gpu"] == pytest.approx(27.3e9, rel=0.01)
+    assert offload["to_host"] == pytest.approx(4 * 494_032_768, rel=0.001) and "added_on_host" not in offload
+
+
+@slow
+def test_shard_grad_op_gathers_the_weights_once(found):
+    moved = found["gpt2_xl_wikitext", "3xt4_shard_grad_op"].step.moved
+    assert moved["gathered"] == pytest.approx(2 * 1_557_611_200, rel=0.01)
+    assert moved["reduced"] == pytest.approx(2 * 1_557_611_200, rel=0.01)
+
+
+@slow
+def test_ddp_moves_the_gradients(found):
+    moved = found["qwen2_fineweb_edu", "4gpu_ddp"].step.moved
+    assert moved["all_reduced"] == pytest.approx(4 * 494_032_768, rel=0.001)
+
+
+@slow
+def test_recipe_of_published_measurements(simulate):
+    recipe, config = ROOT / "benchmarks/published_recipe.py", ROOT / "accelerate_configs/4gpu_full_shard.yaml"
+    flags = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--use_peft", "--load_in_4bit", "--max_length", "512"]
+    run = read_simulation(*simulate([(recipe, config, flags, "cuda")]))
+    assert run.bytes_in_4bit > 0 and run.is_adapter
+
+
+@slow
+def test_hybrid_sharding_moves_only_gradients_across_nodes(found):
+    """A micro-batch gathers and reduces as on one node. Once per step, nodes all-reduce a quarter of the adapter's gradients."""
+    hybrid, one_node = (found["llama31_8b_lora", config] for config in ("2x4gpu_hybrid_shard", "4gpu_full_shard"))
+    for kind in ("gathered", "reduced"):
+        per_micro_batch = [run.step.moved[kind] / run.accumulation for run in (hybrid, one_node)]
+        assert per_micro_batch[0] == pytest.approx(per_micro_batch[1], rel=0.01)
+    assert hybrid.step.moved["all_reduced"] == pytest.approx(41_943_040, rel=0.01)
+    assert "all_reduced" not in one_node.step.moved

@@ -45,7 +45,7 @@ CPU = {"gpus": 0, "device": "CPU", "bytes": 0}
     ],
 )
 def test_card_of_a_device(device, card):
-    from harness.plan import cards
+    from planner import cards
 
     assert [one.name for one in cards.CARDS if measuring.words_of(one.name) <= measuring.words_of(device)] == (
         [card] if card else []

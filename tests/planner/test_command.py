@@ -10,7 +10,7 @@ import sys
 
 from harness.model import gpu_features
 from harness.rehearsal import tiny
-from planner import cards, choose, command, pages, summary
+from planner import choose, command, pages, summary
 from planner.grid import Option
 from planner.simulation import Refused
 

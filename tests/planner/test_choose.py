@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import random
-import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from harness import configs
 from harness.contexts import Context
 from harness.nodes import hardware
 from harness.nodes.hardware import Gpu
-from harness.start import plans
 from planner import arguments, cache, cards, choose, chosen, links, machines, memory, roofline, summary
 from planner.grid import Grid, Option, make_grid
 from planner.ledger import Counts, Peak
@@ -405,7 +403,7 @@ def test_times_are_read(text, hours):
     assert arguments.read_hours(text) == hours
 
 
-def test_choice_for_a_machine(launch, small_model, tmp_path, monkeypatch):
+def test_choice_for_a_machine(launch, small_model, tmp_path):
     """The plan has the choice as a command and as keys. The second time nothing is simulated again but the choice itself."""
     arguments = ["qwen2_fineweb_edu", "--for", "1x3090,64GB", *small_model, "--activation_checkpointing", "false"]
     variables = {"HF_HOME": str(tmp_path / "cache")}
@@ -418,11 +416,7 @@ def test_choice_for_a_machine(launch, small_model, tmp_path, monkeypatch):
     assert [choice["slower"] for choice in plan["choices"]] == sorted(choice["slower"] for choice in plan["choices"])
     assert len(plan["choices"]) == 3 and plan["on_machine"]["hours"]
     kept = list((tmp_path / "cache/plans").iterdir())
-    assert 4 <= len(kept) <= 7
-    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "cache"))
-    recipe, config, *flags = shlex.split(plan["command"])[1:]
-    run = Context(str(ROOT / f"recipes/{recipe}.py"), configs.read(str(ROOT / f"accelerate_configs/{config}.yaml")), processes=1)
-    assert json.loads(plans.plan_file(run, flags).read_text()) == plan, "the run of the printed command finds its plan"
+    assert 3 <= len(kept) <= 6
 
 
 @slow

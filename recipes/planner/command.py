@@ -164,12 +164,12 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
         check_start(Path(recipe).stem, plan_flags, gpus, is_tiny=plan_flags.tiny)
     environment = hide_gpus()
     method = start_server()
-    from planner import chosen, machines, pages, summary
+    from planner import chosen, launches, machines, pages, summary
     from planner.grid import make_grid
 
     all_cards = known_cards(plan_flags)
     if gpus:
-        chosen_for = [machines.this_machine(gpus, all_cards)]
+        chosen_for = [machines.this_machine(gpus, all_cards, launches.measured_launch(environment))]
     else:
         chosen_for = machines.read_machines(plan_flags.machines or DEFAULT_MACHINE, all_cards)
     code, values = processes.call(method, values_of_recipe, recipe, arguments)

@@ -68,10 +68,12 @@ def check_nvlink(card: Card) -> None:
     raise UserError(f"--for: {card.name} is planned with PCIe, because --card has no rate of NVLink: leave out nvlink")
 
 
-def this_machine(gpus: list[Gpu], all_cards: tuple[Card, ...] = CARDS) -> Machine:
-    """The machine with these GPUs."""
+def this_machine(gpus: list[Gpu], all_cards: tuple[Card, ...] = CARDS, launch: tuple[float, float] | None = None) -> Machine:
+    """The machine with these GPUs. `launch`: see `Card`, None if it was not measured."""
     smallest = min(gpus)
     card = cards.card_of_gpu(smallest.name, smallest.memory, smallest.capability >= 8, all_cards)
+    if launch:
+        card = dataclasses.replace(card, launch=launch)
     are_linked = links.are_linked(ask_nvidia_smi("topo", "-m"), [gpu.index for gpu in gpus])
     if are_linked is False:
         card = links.with_pcie(card)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from harness import configs
 from harness.contexts import Context
 from harness.nodes import hardware
 from harness.nodes.hardware import Gpu
-from planner import arguments, cache, cards, choose, chosen, links, machines, memory, roofline, summary
+from planner import arguments, cache, cards, choose, chosen, launches, links, machines, memory, roofline, summary
 from planner.grid import Grid, Option, make_grid
 from planner.ledger import Counts, Peak
 from planner.machines import Machine
@@ -128,6 +129,8 @@ def test_gpus_of_this_machine(monkeypatch, tmp_path, name, mebibytes, version, c
     assert (machine.gpus, machine.card.name, machine.card.half) == (2, card, cards.find_card(rates_of).half)
     assert machine.card.memory == pytest.approx(mebibytes * 2**20, rel=0.05)
     assert machine.card.links[1] <= 50e9, "PHB is PCIe"
+    assert machine.card.launch == cards.LAUNCH
+    assert machines.this_machine(hardware.find_gpus(), launch=(3e-5, 1e-5)).card.launch == (3e-5, 1e-5)
     assert 0 < machine.host < 1e14 and machine.disk > 0
     monkeypatch.setenv("NPROC_PER_NODE", "1")
     assert len(hardware.find_gpus()) == 1
@@ -404,7 +407,7 @@ def test_times_are_read(text, hours):
 
 
 def test_choice_for_a_machine(launch, small_model, tmp_path):
-    """The plan has the choice as a command and as keys. The second time nothing is simulated again but the choice itself."""
+    """The plan has the choice as a command and as keys. Simulations are kept for the next choice."""
     arguments = ["qwen2_fineweb_edu", "--for", "1x3090,64GB", *small_model, "--activation_checkpointing", "false"]
     variables = {"HF_HOME": str(tmp_path / "cache")}
     process = launch("--plan", *arguments, "--json", cwd=tmp_path, **variables)
@@ -426,3 +429,10 @@ def test_choice_is_rehearsed(launch, small_model, tmp_path):
     assert process.returncode == 0, process.stderr
     assert "the same by hand" in process.stdout and "on 2 processes, 2 steps" in process.stdout
     shutil.rmtree(tmp_path / "cache")
+
+
+def test_launches_of_this_machine():
+    """Where no GPU can be asked, the range of all machines stays; a CPU is measured like a GPU."""
+    assert launches.measured_launch(dict(os.environ) | {"PYTHONPATH": str(ROOT / "recipes"), "CUDA_VISIBLE_DEVICES": ""}) is None
+    fast = launches.seconds_per_launch("cpu")
+    assert 1e-7 < fast < 1e-3

@@ -15,7 +15,7 @@
 #   ./launch.sh --preview [--tiny] RECIPE [--flag …]  the rows as the model will see them, and which tokens count in the loss
 #   ./launch.sh --prepare [--tiny] RECIPE [--flag …]  downloads everything a run needs; afterwards it trains without internet
 #   ./launch.sh --merge RUN [OUT]                  merges an adapter into its base model, or a sharded checkpoint into one model
-#   ./launch.sh --verify RUN [MODEL]               compares what was trained with what is saved, merged, quantized or served
+#   ./launch.sh --verify RUN [MODEL]               compares what was trained with what is saved, merged or quantized
 #   ./launch.sh --chat RUN [--max_new_tokens N]    chats with the model of a finished run; also a QLoRA adapter, without a merge
 #   ./launch.sh --report RUN…                      compares finished runs with each other
 #   ./launch.sh --COMMAND --help                   the arguments of a command

@@ -41,7 +41,6 @@ RECIPES = [path for path in ALL_RECIPES if path.stem in {recipe for recipe, *_ i
 CONFIGS = [path for path in ALL_CONFIGS if path.stem in {config for _, config, *_ in TABLE_PAIRS}]
 # Packages that the project does not need: their requirements, and whether they are used together with its own.
 OTHER_PACKAGES = {
-    "serving_python": (["fastapi==0.165.0", "uvicorn==0.54.0", "openai", "python-multipart"], True),  # transformers[serving]
     "sky_python": (["skypilot==0.14.1"], False),
     "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0"], True),
 }
@@ -53,7 +52,7 @@ MARKS = (
 REHEARSING = {"rehearse", "fork_launch", "simulate"}
 # Fixtures in the order in which their tests run: quick ones, machines, rehearsals, those that install packages.
 ORDER = {"environment": 1, "build_trainer": 1, "machines": 2, "rehearse": 3, "fork_launch": 3, "simulate": 3}
-ORDER |= {"serving_python": 4, "sky_python": 4, "tracker_python": 4}
+ORDER |= {"sky_python": 4, "tracker_python": 4}
 
 
 def pytest_addoption(parser):
@@ -118,11 +117,6 @@ def shared(tmp_path_factory) -> Path:
     """A folder for all workers of this test run."""
     own = tmp_path_factory.getbasetemp()
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-
-
-@pytest.fixture(scope="session")
-def serving_python(shared) -> Path:
-    return install(shared, "serving_python")
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ DATA = "data.json"  # what `load` read and skipped
 PROMPT = "prompt.json"  # how a prompt for the model looks, see `run/prompts.py`
 CONVERSATIONS, TEXTS, PROMPTS = "conversations", "texts", "prompts"  # what a run was trained on, in PROMPT
 LOCK = ".lock"
+HELD_OUT = "held_out.parquet"  # the rows that a run was evaluated on, as tokens, for --verify
 COMPLETION_MARKER = "complete.json"  # in a checkpoint: every process has written its part
 SHARDED = "pytorch_model_fsdp_0"  # the folder of the weights in a sharded checkpoint
 CHECKPOINT = re.compile(r"checkpoint-[0-9]{1,15}")

@@ -83,7 +83,7 @@ def test_runs_that_differ(tmp_path, capsys, monkeypatch):
 @pytest.mark.unit
 def test_runs_with_equally_many_processes_have_no_efficiency(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    numbers = {"num_nodes": 1, "world_size": 2, "train_runtime": 9.0, "peak_gpu_gb": 1.0, "peak_host_gb": 1.0, "final_loss": 1.0}
+    numbers = {"num_nodes": 1, "world_size": 2, "train_runtime": 9.0, "peak_gpu_gb": 1.0, "peak_host_gb": 1.0, "final_loss": None}
     for name, speed in (("a", 5.0), ("b", 6.0)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "train_results.json").write_text(json.dumps(numbers | {"tokens_per_second": speed}))

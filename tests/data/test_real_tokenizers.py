@@ -11,7 +11,6 @@ from harness.compat.trl import install_training_template, prepare_rows_in_two_st
 from harness.data import chat_templates
 from harness.data.chat_templates import training_template
 from harness.data.tokenized import finish_rows
-from harness.run.expectations import end_tokens
 
 import pytest
 import real_tokenizers
@@ -112,7 +111,7 @@ def test_answers_and_their_end_tokens_count(tokenizer_of, train_rows, family):
             expected[len(prompt) : len(prompt) + len(tokens)] = tokens
         assert labels == expected, tokenizer.decode([label for label in labels if label != -100])
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(turns, tokenize=False)
-    assert list(end_tokens(found, tokenizer)) == [end]
+    assert real_tokenizers.end_tokens(found, tokenizer) == [end]
     assert tokenizer.decode(preview.tokens_that_end_a_turn(tokenizer)).strip() == end
 
 

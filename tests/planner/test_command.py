@@ -54,7 +54,7 @@ def test_mistake_is_one_error(launch, arguments, words):
         (["--prepare", "--help"], "--tiny"),
         (["--chat", "--help"], "--max_new_tokens"),
         (["--merge", "--help"], "OUT"),
-        (["--verify", "--help"], "--served_model_name"),
+        (["--verify", "--help"], "MODEL"),
         (["--report", "--help"], "RUN"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

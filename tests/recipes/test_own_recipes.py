@@ -54,7 +54,7 @@ def test_trains_saves_and_resumes(rehearse_own, fork_launch, workdir, rows, tmp_
     results = read(run)
     assert results["global_step"] == 4 and (run / "loss.png").is_file() and (run / "README.md").is_file()
     assert all(f"eval_{name}" in results for name in metrics), results
-    assert (run / "samples.txt").exists() == (not why_no_samples) and not (run / "expected.json").exists()
+    assert (run / "samples.txt").exists() == (not why_no_samples) and not (run / "held_out.parquet").exists()
     assert "perplexity" not in results
     assert ("rows_per_second" in results) == (recipe == "module")
     if model_class is None:

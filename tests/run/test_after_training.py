@@ -101,7 +101,7 @@ def test_trainers_that_write_no_samples(rehearse_recipe, parse, trainer, rows, r
     run, printed = rehearse_recipe(parse, trainer, rows)
     lines = [line for line in printed.splitlines() if reason in line]
     assert len(lines) == 1 and lines[0].startswith("No samples: "), printed
-    assert read(run)["eval_loss"] > 0 and not (run / "expected.json").exists() and not (run / "samples.txt").exists()
+    assert read(run)["eval_loss"] > 0 and not (run / "held_out.parquet").exists() and not (run / "samples.txt").exists()
     assert "perplexity" not in read(run) or trainer == WITHOUT_TOKENIZER, "of another loss"
     assert ("text-generation" in (run / "README.md").read_text()) == ("CausalLM" in read(run, "config.json")["architectures"][0])
 
@@ -114,7 +114,7 @@ def test_mixture_of_experts_generates(rehearse_recipe, tmp_path):
     tiny.make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-0.5B*"]).save_pretrained(original)
     rows = [{"prompt": text[: 8 + number], "completion": text[8 + number :]} for number, text in enumerate(SENTENCES)]
     run, printed = rehearse_recipe("SFTConfig", OF_TRL.replace("{name}", "SFTTrainer"), rows, "prompt_completion", original)
-    assert (run / "samples.txt").read_text().count("> ") == 2 and (run / "expected.json").is_file()
+    assert (run / "samples.txt").read_text().count("> ") == 2 and (run / "held_out.parquet").is_file()
     assert "failed, the model" not in printed
     assert read(run, "config.json")["output_router_logits"] is False
     model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run, padding_side="left")
@@ -126,7 +126,7 @@ def test_mixture_of_experts_generates(rehearse_recipe, tmp_path):
 # Each function that fails, and what is reported as lost.
 LOST = {
     "session.evaluate": "the last evaluation",
-    "session.save_expectations": "what --verify compares with",
+    "session.save_held_out": "what --verify compares with",
     "session.generate_samples": "samples.txt",
     "session.print_summary": "the summary",
     "saving.model_card": "README.md",
@@ -142,7 +142,7 @@ def test_errors_after_the_training_are_reported_only(rehearse_recipe):
     run, printed = rehearse_recipe("SFTConfig", fail + failing, LABELED, "text", files=())
     for what in LOST.values():
         assert printed.count(f"warning: {what} failed, the model is saved: OSError: the last line\n") == 1, printed
-    assert not any((run / name).exists() for name in ("loss.png", "samples.txt", "expected.json"))
+    assert not any((run / name).exists() for name in ("loss.png", "samples.txt", "held_out.parquet"))
     assert "eval_loss" not in read(run) and read(run)["final_loss"] > 0
 
 
@@ -182,7 +182,7 @@ def test_links_in_the_folder_of_a_run_are_not_written_through(fork_launch, tmp_p
     flags = ["--output_dir", run, "--max_length", "64", "--eval_strategy", "no", "--save_steps", "1"]
     assert fork_launch("--tiny", "qwen2_chat", "1x3090", *flags, "--max_steps", "2").returncode == 0
     (other / "folder").mkdir(parents=True)
-    names = ["samples.txt", "loss.png", "README.md", "trainer_state.json", "held_out.parquet", "expected.json", "data.json"]
+    names = ["samples.txt", "loss.png", "README.md", "trainer_state.json", "held_out.parquet", "data.json"]
     names += ["train_results.json", "config.json", "model.safetensors"]
     for name in names:
         assert (run / name).is_file(), name

@@ -77,7 +77,6 @@ def test_best_evaluation_has_a_checkpoint(fork_launch, workdir):
     assert process.returncode == 0 and "The saved model is that of step 2" in process.stdout, process.stderr
     evaluations = [log["eval_loss"] for log in read(run, "trainer_state.json")["log_history"] if "eval_loss" in log]
     assert len(evaluations) == 2 and read(run)["eval_loss"] == evaluations[0] < evaluations[1]
-    assert read(run, "expected.json")["step"] == 2
 
     shutil.rmtree(run / "checkpoint-2")
     process = fork_launch("--tiny", RECIPE, "1x3090", *flags, "--max_steps", "6", "--logging_steps", "0.1")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from harness.instead import INSTEAD
 from harness.messages import UserError, exit_on_user_error
 
 
@@ -29,7 +30,9 @@ class CommandParser(argparse.ArgumentParser):
         return values
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"--{self.command}: {message}: see {self.prog} --help")
+        names = [word.removeprefix("--").replace("-", "_") for word in message.split() if word.startswith("--")]
+        gone = next((f"--{name}: {INSTEAD[name]}" for name in names if name in INSTEAD), None)
+        raise UserError(gone or f"--{self.command}: {message}: see {self.prog} --help")
 
 
 def chat() -> CommandParser:
@@ -85,17 +88,14 @@ def report() -> CommandParser:
 
 
 def verify() -> CommandParser:
-    parser = CommandParser("verify", "Compares what was trained with what is saved, merged, quantized or served.")
+    parser = CommandParser("verify", "Compares what was trained with what is saved, merged or quantized.")
     parser.add_argument("run", metavar="RUN", type=Path, help="the output directory of a finished run")
     parser.add_argument(
         "model",
         metavar="MODEL",
         nargs="?",
         default="",
-        help="a folder, or the URL of a server (http://localhost:8000), default RUN/merged if it exists; RUN is always checked",
-    )
-    parser.add_argument(
-        *spellings("served_model_name"), metavar="NAME", default="", help="the name of the model, if the server needs one"
+        help="the folder of a model, default RUN/merged if it exists; RUN is always checked",
     )
     add_json(parser)
     return parser

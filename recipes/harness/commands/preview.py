@@ -22,7 +22,7 @@ from typing import Any
 
 from harness.batches import is_packed, length_of_rows, rows_of_step
 from harness.commands import arguments
-from harness.commands.expectations import IGNORED, Document, documents_of
+from harness.commands.documents import IGNORED, Document, documents_of
 from harness.contexts import BuildingContext
 from harness.messages import UserError, exit_on_user_error, plural, print_once, printable
 from harness.start import flags

@@ -32,6 +32,7 @@ COLUMNS = (
     "eval loss before",
     "eval loss",
 )
+LOSSES = ("final_loss", "train_loss", "eval_loss_on_start", "eval_loss")
 COMPARED = ("recipe", "model", "dataset", "device", "tiny")
 DESCRIBED = (*COMPARED, "recipe_digest", "config", "dataset_config", "use_peft", "load_in_4bit", "attention", "global_step")
 
@@ -98,8 +99,7 @@ def table_row(run: dict[str, Any]) -> tuple[str, ...]:
         f"{run['tokens_per_second']:,.0f}",
         f"{run['peak_gpu_gb']:.1f}" if run["peak_gpu_gb"] else "CPU",
         f"{run['peak_host_gb']:.1f}",
-        f"{run['final_loss']:.4f}",
-        *("" if run.get(name) is None else f"{run[name]:.4f}" for name in ("train_loss", "eval_loss_on_start", "eval_loss")),
+        *("" if run.get(name) is None else f"{run[name]:.4f}" for name in LOSSES),
     )
 
 

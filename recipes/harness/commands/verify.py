@@ -1,103 +1,105 @@
-"""Compares the model that was trained with the one that is saved, merged, quantized or served. launch.sh calls it:
+"""Compares the model that was trained with the one that is saved, merged or quantized. launch.sh calls it:
 
-`python -m harness.commands.verify RUN [MODEL] [--served_model_name NAME] [--json]`.
+`python -m harness.commands.verify RUN [MODEL] [--json]`.
 
-MODEL is a folder, or the address of a server; without it, the run's folder `merged`, if it exists. The run itself is always
-compared. Exit code 1 if a check fails.
+MODEL is a folder; without it, the run's folder `merged`, if it exists. The run itself is always compared: the loss on the rows
+that it was evaluated on, and the tokens of prompts. Exit code 1 if a check fails.
 """
 
 import contextlib
 import dataclasses
-import functools
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.commands import arguments, chat
-from harness.commands.expectations import (
-    IGNORED,
-    Check,
-    Expected,
-    Prompt,
-    Row,
-    exact_check,
-    has_failed,
-    make_prompts,
-    numeric_check,
-    print_checks,
-    read_expectations,
-)
+from harness.commands.documents import IGNORED, Document, documents_of
+from harness.commands.report import print_table
 from harness.commands.saved import check_saved_model
-from harness.commands.served import check_served_model, is_address
-from harness.folder import RUN, date_of, read_json
+from harness.folder import HELD_OUT, RESULTS, date_of, read_json
+from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, print_once
 
 # How far a loss may be from the one it is compared with, in nats per token.
 TOLERANCE = 0.02  # rounding: the run has float32 weights and other kernels, a merged weight is rounded once more
 TOLERANCE_QUANTIZED = 0.1  # weights that were quantized after the training
 MERGE_TOKENS = 8192  # with which --merge compares on a CPU
-# Not about which tokens are generated, or compared by another check.
-OTHER_GENERATION_KEYS = ("_from_model_config", "transformers_version", "use_cache", "output_attentions", "output_hidden_states")
-CHECKSUMS = {"vocabulary": "vocabulary", "chat_template": "chat template"}
 
 Losses = list[tuple[float, int]]  # of each row: the sum over its tokens in the loss, and their number
 
 
-def main(*words: str) -> int:
-    """Checks whether the saved model of RUN, and MODEL if there is one, give the results that the run has recorded.
+@dataclass
+class Row:
+    """An evaluation row."""
 
-    Compares the losses on the evaluation rows, the tokens of prompts, tokenizer and configs. Returns 1 if a check failed.
-    """
+    dataset: str
+    documents: list[Document]
+
+
+@dataclass
+class HeldOut:
+    """What a run has kept for the comparison."""
+
+    rows: list[Row]
+    conversations: list[dict[str, Any]]  # the first ones, with their tokens
+    results: dict[str, Any]  # of the run, with the logged losses
+
+
+@dataclass
+class Check:
+    """A row of the table."""
+
+    model: str
+    what: str
+    expected: str
+    found: str
+    tolerance: str
+    result: str  # "ok", "FAILED" or "not checked: …"
+
+
+def main(*words: str) -> int:
+    """Checks whether the saved model of RUN, and MODEL if there is one, compute what was trained; returns 1 if one does not."""
     parsed = arguments.verify().read(words)
     folder, model = parsed.run, parsed.model
-    if parsed.served_model_name and not is_address(model):
-        raise UserError(
-            "--served_model_name is for a server: pass its address too, ./launch.sh --verify RUN http://localhost:8000"
-        )
     check_saved_model(folder)
-    expected, rows = read_expectations(folder)
-    use_date_of_run(folder)
+    held_out = read_held_out(folder)
     if not model and (folder / "merged").is_dir():
         model = str(folder / "merged")
-    if is_address(model) and not expected.conversations:
-        raise UserError(f"{folder} was not trained on conversations, which a server is asked for: pass the folder of its model")
-    if model and not is_address(model):
-        check_model_folder(Path(model))
+    if model and not any(Path(model, name).is_file() for name in ("config.json", "adapter_config.json")):
+        raise UserError(f"{model} is no model: pass a folder with a config.json; of a server, the folder that it has loaded")
     # Only the JSON goes to standard output.
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
-        checks = compare(folder, model, parsed.served_model_name, expected, rows)
+        saved = measure(chat.load_model(folder), held_out.rows, str(folder))
+        checks = check_loss(str(folder), saved, held_out, TOLERANCE) + check_prompts(folder, held_out)
+        if model and Path(model).resolve() != folder.resolve():
+            loaded = chat.load_model(Path(model))
+            losses = measure(loaded, held_out.rows, model)
+            checks += check_loss(model, losses, held_out, tolerance_of(loaded), saved) + check_prompts(Path(model), held_out)
     if parsed.json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
-    else:
-        print_checks(checks)
-        print_meaning(checks, folder)
-    return int(has_failed(checks))
+        return int(has_failed(checks))
+    return print_checks(checks, folder)
 
 
-def check_model_folder(folder: Path) -> None:
-    if not (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file():
+def read_held_out(folder: Path) -> HeldOut:
+    """What the run has written for the comparison."""
+    import pyarrow.parquet
+
+    if not (folder / HELD_OUT).is_file():
         raise UserError(
-            f"{folder} is no model: pass a folder with a config.json, or the address of a server such as http://localhost:8000"
+            f"{folder} has no {HELD_OUT} to compare with: a run writes it at its end, if it evaluates rows with tokens"
         )
-
-
-def compare(folder: Path, model: str, served_name: str, expected: Expected, rows: list[Row]) -> list[Check]:
-    """All checks of a run, and of `model` if it is not ""."""
-    loaded, tokenizer = chat.load_model(folder), chat.load_saved_tokenizer(folder)
-    saved = measure(loaded, rows, str(folder))
-    checks = check_loss(str(folder), saved, expected, rows, TOLERANCE)
-    checks += check_tokenizer_and_configs(str(folder), loaded, tokenizer, expected, (folder / "adapter_config.json").is_file())
-    if is_address(model):
-        prompts = render_as_a_server(tokenizer, make_prompts(functools.partial(render, tokenizer), expected))
-        return checks + check_served_model(model, served_name, loaded, tokenizer, prompts, expected)
-    if not model or Path(model).resolve() == folder.resolve():
-        return checks
-    del loaded
-    loaded, tokenizer = chat.load_model(Path(model)), chat.load_saved_tokenizer(Path(model))
-    tolerance = tolerance_of(loaded)
-    checks += check_loss(model, measure(loaded, rows, model), expected, rows, tolerance, saved)
-    return checks + check_tokenizer_and_configs(model, loaded, tokenizer, expected, Path(model, "adapter_config.json").is_file())
+    held_out = HeldOut([], [], read_json(folder / RESULTS))
+    with hub_errors("file", str(folder / HELD_OUT)):
+        table = pyarrow.parquet.read_table(folder / HELD_OUT)
+    for row in table.to_pylist():
+        if row["conversation"] is None:
+            held_out.rows.append(Row(row["dataset"], documents_of(row)))
+        else:
+            held_out.conversations.append(json.loads(row["conversation"]) | {"input_ids": row["input_ids"]})
+    return held_out
 
 
 def tolerance_of(model: Any) -> float:
@@ -143,155 +145,81 @@ def per_token(losses: Losses) -> float:
     return sum(loss for loss, _ in losses) / max(1, sum(count for _, count in losses))
 
 
-def check_loss(
-    model: str, losses: Losses, expected: Expected, rows: list[Row], tolerance: float, saved: Losses | None = None
-) -> list[Check]:
+def check_loss(model: str, losses: Losses, held_out: HeldOut, tolerance: float, saved: Losses | None = None) -> list[Check]:
     """Compares the loss of all evaluation rows with what the run has logged, for every dataset.
 
     If the run has logged another loss or none, the comparison is with `saved`, the losses of the saved model.
     """
-    what, found = f"loss of {len(rows)} evaluation sequences", per_token(losses)
-    if not expected.eval_losses and saved is not None:
-        return [numeric_check(model, what, per_token(saved), found, tolerance, " (saved model)")]
-    if not expected.eval_losses:
-        return [Check(model, what, "", f"{found:.4f}", "", "not checked: the run logged another loss, or none")]
     checks = []
-    for dataset, logged in expected.eval_losses.items():
-        of_dataset = [loss for loss, row in zip(losses, rows, strict=True) if row.dataset == dataset]
-        found = per_token(of_dataset)
-        what = f"loss of {len(of_dataset)} evaluation sequences{f' of {dataset}' if dataset else ''}"
-        source = f" (logged at step {expected.step})"
-        checks.append(numeric_check(model, what, logged, found, tolerance, source))
+    for dataset in dict.fromkeys(row.dataset for row in held_out.rows):
+        of_dataset = [row.dataset == dataset for row in held_out.rows]
+        found = per_token([loss for loss, is_in in zip(losses, of_dataset, strict=True) if is_in])
+        what = f"loss of {sum(of_dataset)} evaluation sequences{f' of {dataset}' if dataset else ''}"
+        logged = held_out.results.get(f"eval_{dataset}_loss" if dataset else "eval_loss")
+        if logged is not None and held_out.results.get("loss_is_cross_entropy"):
+            checks.append(check_number(model, what, logged, found, tolerance, "logged"))
+        elif saved is not None:
+            expected = per_token([loss for loss, is_in in zip(saved, of_dataset, strict=True) if is_in])
+            checks.append(check_number(model, what, expected, found, tolerance, "saved model"))
+        else:
+            checks.append(Check(model, what, "", f"{found:.4f}", "", "not checked: the run logged another loss, or none"))
     return checks
 
 
-def check_tokenizer_and_configs(label: str, model: Any, tokenizer: Any, expected: Expected, is_adapter: bool) -> list[Check]:
-    """Compares what is saved next to the weights with what the run recorded (`expected`). `label`: the model in the table."""
-    from harness.run.expectations import describe_tokenizer
-
-    generation_config = model.generation_config
-    eos_tokens = as_set(generation_config.eos_token_id)
-    if is_adapter:  # it has no generation config of its own; --chat and vLLM also stop at the tokenizer's EOS token
-        eos_tokens |= as_set(tokenizer.eos_token_id)
-    checks = [
-        *check_prompts(label, make_prompts(functools.partial(render, tokenizer), expected)),
-        *check_ends(label, eos_tokens, expected),
-    ]
-    wanted, found = expected.tokenizer, describe_tokenizer(tokenizer)
-    checks.append(exact_check(label, "special tokens", in_words(wanted["special_tokens"]), in_words(found["special_tokens"])))
-    checks += [exact_check(label, f"{name} (checksum)", wanted[key], found[key]) for key, name in CHECKSUMS.items()]
-    if is_adapter:
-        return checks
-    if expected.generation:
-        wanted, found = sampling(expected.generation), sampling(generation_config.to_diff_dict())
-        checks.append(exact_check(label, "generation config", wanted, found))
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    is_tied = head is not None and head.weight.data_ptr() == embeddings.weight.data_ptr()
-    wanted, found = ("tied to the embeddings" if tied else "not tied" for tied in (expected.tie_word_embeddings, is_tied))
-    return [*checks, exact_check(label, "output layer", wanted, found)]
+def check_number(model: str, what: str, expected: float, found: float, tolerance: float, source: str) -> Check:
+    is_near = abs(found - expected) <= tolerance  # False for NaN
+    return Check(model, what, f"{expected:.4f} ({source})", f"{found:.4f}", f"±{tolerance}", "ok" if is_near else "FAILED")
 
 
-def in_words(special_tokens: dict[str, list]) -> str:
-    """For example: bos <s> (1), eos </s> (2)."""
-    return ", ".join(f"{name} {token} ({index})" for name, (token, index) in special_tokens.items() if token is not None)
-
-
-def as_set(tokens: int | list[int] | None) -> set[int]:
-    return set(tokens) if isinstance(tokens, list) else {tokens} - {None}
-
-
-def sampling(config: dict) -> dict:
-    """The keys of a generation config that change how tokens are chosen."""
-    return {key: config[key] for key in sorted(config) if key not in OTHER_GENERATION_KEYS and not key.endswith("_token_id")}
-
-
-def use_date_of_run(run: Path) -> None:
-    """Makes chat templates that print the date print that of the run."""
+def check_prompts(folder: Path, held_out: HeldOut) -> list[Check]:
+    """Whether the tokenizer in `folder` makes the tokens of the run from each conversation up to a trained answer."""
     from harness.compat.transformers import set_date_of_chat_templates
 
-    set_date_of_chat_templates(date_of(read_json(run / RUN)))
+    if not held_out.conversations:
+        return []
+    set_date_of_chat_templates(date_of(held_out.results))
+    tokenizer, equal = chat.load_saved_tokenizer(folder), []
+    for row in held_out.conversations:
+        turns = row.get("messages") or row["prompt"] + row["completion"]
+        # Not earlier answers of --split_conversations: templates drop their reasoning.
+        for number in range(len(row.get("prompt", [0])), len(turns)):
+            if turns[number]["role"] == "assistant" and turns[number].get("train") is not False:
+                tokens = render(tokenizer, turns[:number], row.get("tools"), row.get("chat_template_kwargs") or {})
+                equal.append(bool(tokens) and row["input_ids"][: len(tokens)] == tokens)
+    result = "ok" if all(equal) else "FAILED"
+    counts = f"{len(equal)} of {len(equal)}", f"{sum(equal)} of {len(equal)}"
+    return [Check(str(folder), "prompts with the trained tokens", *counts, "equal", result)] if equal else []
 
 
-def render_as_a_server(tokenizer: Any, prompts: list[Prompt]) -> list[Prompt]:
-    """The prompts with the tokens that a server makes of them today."""
-    from harness.compat.transformers import set_date_of_chat_templates
-
-    set_date_of_chat_templates(None)
-    return [
-        dataclasses.replace(prompt, tokens=render(tokenizer, prompt.turns, prompt.tools, prompt.options)) for prompt in prompts
-    ]
-
-
-def render(tokenizer: Any, turns: list[dict], tools: list[dict] | None, options: dict) -> list[int]:
+def render(tokenizer: Any, turns: list[dict], tools: Any, options: dict) -> list[int]:
     """The tokens of a prompt, [] if the tokenizer has no chat template that can render it."""
     from harness.data.chat_templates import fit_calls
 
     try:
-        ((_, row),) = fit_calls(tokenizer, [("", {"messages": turns})])
+        ((_, row),) = fit_calls(tokenizer, [("", {"messages": without_none(turns)})])
+        tools = json.loads(tools) if isinstance(tools, str) else tools
         return tokenizer.apply_chat_template(row["messages"], tools=tools, add_generation_prompt=True, **options)["input_ids"]
     except Exception:  # a template is a program: it can fail in any way
         return []
 
 
-def check_prompts(model: str, prompts: list[Prompt]) -> list[Check]:
-    if not prompts:
-        return []
-    found = sum(prompt.is_trained for prompt in prompts)
-    return [
-        exact_check(model, "prompts with the trained tokens", f"{len(prompts)} of {len(prompts)}", f"{found} of {len(prompts)}")
-    ]
+def without_none(value: Any) -> Any:
+    """Messages without the keys that a table has filled with None."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
-def check_ends(model: str, stops: set[int], expected: Expected) -> list[Check]:
-    """Whether the tokens that end the trained answers stop the generation."""
-    if not expected.end_tokens:
-        return []
-    wanted = ", ".join(f"{name} ({index})" for name, index in expected.end_tokens.items())
-    result = "ok" if set(expected.end_tokens.values()) <= stops else "FAILED"
-    return [Check(model, "tokens that end an answer", wanted, ", ".join(map(str, sorted(stops))), "contained", result)]
+def has_failed(checks: list[Check]) -> bool:
+    return any(check.result == "FAILED" for check in checks)
 
 
-def compare_merged(run: Path, merged: Path) -> int:
-    """For --merge: compares the merged model with the adapter and with what the run has logged; returns the exit code.
-
-    On a CPU with the first rows only, and not at all if the memory is too small. Raises UserError if a model cannot be loaded.
-    """
-    from harness.run.expectations import EXPECTED
-
-    import psutil
-    import torch
-
-    if not (run / EXPECTED).is_file():
-        return 0
-    size = sum(file.stat().st_size for file in merged.glob("*.safetensors"))
-    gpus = range(torch.cuda.device_count())
-    free = psutil.virtual_memory().available + sum(torch.cuda.mem_get_info(index)[0] for index in gpus)
-    if 1.2 * size > free:
-        print_once(
-            f"Not compared with the adapter: {merged} needs {1.2 * size / 1e9:.0f} GB of memory, {free / 1e9:.0f} GB are free. "
-            f"On another machine: ./launch.sh --verify {run} {merged}"
-        )
-        return 0
-    expected, rows = read_expectations(run)
-    use_date_of_run(run)
-    few = rows if gpus else rows_within(rows, MERGE_TOKENS)
-    adapter = measure(chat.load_model(run), few, str(run))
-    model = chat.load_model(merged)
-    tolerance, found = tolerance_of(model), measure(model, few, str(merged))
-    if len(few) == len(rows):
-        checks = check_loss(str(run), adapter, expected, rows, TOLERANCE)
-        checks += check_loss(str(merged), found, expected, rows, tolerance, adapter)
-    else:
-        what = f"loss of {len(few)} of {len(rows)} evaluation sequences"
-        checks = [numeric_check(str(merged), what, per_token(adapter), per_token(found), tolerance, " (adapter)")]
-    checks += check_tokenizer_and_configs(str(merged), model, chat.load_saved_tokenizer(merged), expected, is_adapter=False)
-    print_checks(checks)
-    print_meaning(checks, run)
-    return int(has_failed(checks))
-
-
-def print_meaning(checks: list[Check], run: Path) -> None:
-    """What a failed check means, and what to do next."""
+def print_checks(checks: list[Check], run: Path) -> int:
+    """Prints the table, what a failed check means and what to do next; returns the exit code."""
+    print_table([("model", "what", "expected", "found", "tolerance", "result"), *map(dataclasses.astuple, checks)])
+    compared = [check for check in checks if not check.result.startswith("not checked")]
+    passed = sum(check.result == "ok" for check in compared)
+    print(f"\n{passed} of {len(compared)} checks passed.")
     failed = {check.model for check in checks if check.result == "FAILED"}
     if str(run) in failed:
         print_once(
@@ -304,6 +232,35 @@ def print_meaning(checks: list[Check], run: Path) -> None:
             f"with an adapter of QLoRA, differ a little: the loss says how much. Otherwise use {run}, which is not affected, and "
             f"merge it again: ./launch.sh --merge {run} OUT"
         )
+    return int(bool(failed))
+
+
+def compare_merged(run: Path, merged: Path) -> int:
+    """For --merge: compares the merged model with the adapter and with what the run has logged; returns the exit code.
+
+    On a CPU with the first rows only, and not at all if the memory is too small. Raises UserError if a model cannot be loaded.
+    """
+    import psutil
+    import torch
+
+    if not (run / HELD_OUT).is_file():
+        return 0
+    size = sum(file.stat().st_size for file in merged.glob("*.safetensors"))
+    gpus = range(torch.cuda.device_count())
+    free = psutil.virtual_memory().available + sum(torch.cuda.mem_get_info(index)[0] for index in gpus)
+    if 1.2 * size > free:
+        raise UserError(f"{merged} needs {1.2 * size / 1e9:.0f} GB of memory, {free / 1e9:.0f} GB are free")
+    held_out = read_held_out(run)
+    few = held_out.rows if gpus else rows_within(held_out.rows, MERGE_TOKENS)
+    adapter = measure(chat.load_model(run), few, str(run))
+    model = chat.load_model(merged)
+    tolerance, found = tolerance_of(model), measure(model, few, str(merged))
+    if len(few) == len(held_out.rows):
+        checks = check_loss(str(run), adapter, held_out, TOLERANCE) + check_loss(str(merged), found, held_out, tolerance, adapter)
+    else:
+        what = f"loss of {len(few)} of {len(held_out.rows)} evaluation sequences"
+        checks = [check_number(str(merged), what, per_token(adapter), per_token(found), tolerance, "adapter")]
+    return print_checks([*checks, *check_prompts(merged, held_out)], run)
 
 
 def rows_within(rows: list[Row], tokens: int) -> list[Row]:

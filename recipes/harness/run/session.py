@@ -14,8 +14,8 @@ from harness.run.agreement import make_cpu_group, make_group_for_failures
 from harness.run.checkpoints import check_adapter, find_checkpoint, print_changed_rows
 from harness.run.disk import check_disk_space
 from harness.run.evaluation import check_metric_is_computed, evaluate, print_best_checkpoint
-from harness.run.expectations import save_expectations, why_no_expectations
 from harness.run.failures import exit_for_known_failure, only_report, only_report_if_all
+from harness.run.held_out import save_held_out, why_not_held_out
 from harness.run.losses import Loss, find_loss
 from harness.run.parameters import (
     base_of,
@@ -132,11 +132,11 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
     folder.remove_link(output_dir / TRAINER_STATE_NAME)
     trainer.save_state()
     with only_report("what --verify compares with"):
-        reason = why_no_expectations(trainer)
+        reason = why_not_held_out(trainer)
         if reason and not why_no_text(trainer):  # which the line about the samples says
             print_once(f"Nothing for --verify to compare with: {reason}.")
         if not reason and trainer.is_world_process_zero():
-            save_expectations(trainer, original, evaluation if loss.is_cross_entropy else {}, settings.conversations)
+            save_held_out(trainer, settings.conversations)
     results = write_results(trainer, loss, output, evaluation, parts.progress, parameters, resumed_from)
     with only_report("README.md"):
         write_model_card(trainer)

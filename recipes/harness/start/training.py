@@ -131,7 +131,7 @@ class Train(Context):
     def tokenized(self, trainer: Trainer, split: str, rows: Any, tokenized: Any) -> None:
         """Records how prompts look, and keeps the first evaluation conversations, with their tokens.
 
-        --verify compares the prompts of a server with the tokens that were trained, and the packed rows have no messages.
+        --verify compares the prompts of a saved tokenizer with the tokens that were trained, and packed rows have no messages.
         """
         if "begins" not in self.settings.prompt:  # of the training rows, unless they are a stream
             self.settings.prompt |= describe_rows(rows)

@@ -173,6 +173,17 @@ def test_model_without_a_name_can_be_recovered(rehearse_own, fork_launch, workdi
     assert saved.keys() == merged.keys() and all(saved[name].equal(merged[name]) for name in saved)
 
 
+def test_second_recipe_of_the_page(fork_launch, workdir, tmp_path):
+    """Distillation: the loss has the distance from the teacher, which is not saved."""
+    page = (ROOT / "docs/your-recipe.md").read_text()
+    recipe, run = tmp_path / "distil.py", tmp_path / "run"
+    recipe.write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    process = fork_launch("--tiny", recipe, "1x3090", "--output_dir", run, "--max_steps", "2", "--max_length", "64", cwd=workdir)
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert read(run)["loss_is_mean_over"] == "tokens" and not read(run)["loss_is_cross_entropy"]
+    assert not [name for name in load_file(run / "model.safetensors") if "teacher" in name]
+
+
 def test_recipe_of_the_page(fork_launch, workdir, tmp_path):
     """As docs/your-recipe.md says: own rows, metric, callback and flag. A run that the callback has stopped is finished."""
     page = (ROOT / "docs/your-recipe.md").read_text()

@@ -116,7 +116,7 @@ def configs_that_save_more(config: str) -> list[str]:
         return 1 + config.reshard_after_forward + 2 * config.offload_params if config.is_fsdp else 0
 
     own, others = configs.read(config), []
-    folders = {Path(config).resolve().parent, Path(__file__).resolve().parents[3] / "accelerate_configs"}
+    folders = {Path(config).resolve().parent, Path(__file__).resolve().parents[2] / "accelerate_configs"}
     for path in sorted(path for folder in folders for path in folder.glob("*.yaml")):
         try:
             other = configs.read(str(path))

@@ -77,7 +77,7 @@ def make_tiny(tmp_path, monkeypatch):
 def test_notice_lists_what_is_replaced(make_tiny, capsys):
     make_tiny()
     notice = " ".join(capsys.readouterr().out.split())
-    for word in ("rehearsal", "Qwen/Qwen2-0.5B", "HuggingFaceFW/fineweb-edu", "Python's documentation", "max_steps 30"):
+    for word in ("rehearsal", "Qwen/Qwen2-0.5B", "HuggingFaceFW/fineweb-edu", "Python's documentation", "30 steps"):
         assert word in notice
     assert "max_length" not in notice  # it has another value, from a flag
 

@@ -51,6 +51,7 @@ def main(*words: str) -> int:
         check_repository(repository)
     target = Path(os.path.normpath(parsed.out)) if parsed.out else source / "merged"
     is_merged = (target / "config.json").is_file() and is_newer(target / "config.json", source)
+    is_merged = is_merged and not parsed.original_weights  # nothing says which weights were used
     if not (repository and is_merged):
         write_merged(source, target, parsed.original_weights)
     if parsed.original_weights:

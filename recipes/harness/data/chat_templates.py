@@ -299,7 +299,7 @@ def explain_unmarked(
     tokenizer: PreTrainedTokenizerBase, template: str, place: str, row: dict, model_name: str, splits_answers: bool
 ) -> str:
     """The error message for a row whose answers cannot be marked. See `check_conversations`."""
-    if answers_with_reasoning_after_none(row):
+    if contradicts_no_thinking(row):
         return explain_no_thinking(place)
     roles = [turn["role"] for turn in turns_of(row)]
     if ("assistant", "assistant") in itertools.pairwise(roles):
@@ -316,8 +316,8 @@ def explain_unmarked(
     )
 
 
-def answers_with_reasoning_after_none(row: dict) -> bool:
-    """Whether an answer has reasoning although its prompt ends the reasoning already."""
+def contradicts_no_thinking(row: dict) -> bool:
+    """Whether a row turns thinking off and has an answer with reasoning."""
     return options_of(row).get("enable_thinking") is False and has_reasoning(row)
 
 
@@ -331,7 +331,7 @@ def explain_no_thinking(place: str) -> str:
 def check_prompts_without_reasoning(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> None:
     """Raises UserError if reasoning takes the place of the empty one that the prompt of a preference ends with."""
     for place, row in rows:
-        if answers_with_reasoning_after_none(row):
+        if contradicts_no_thinking(row):
             prompt = _text_of(tokenizer, row["prompt"], add_generation_prompt=True, **options_of(row)) or ""
             if not (_text_of_row(tokenizer, row) or "").startswith(prompt):
                 raise UserError(explain_no_thinking(place))

@@ -28,6 +28,11 @@ def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
         exit_if_connection_lost(error, trainer.state.global_step, folder.resume_hint(Path(trainer.args.output_dir)))
 
 
+def explain_missing_weights(model: str) -> str:
+    """The error message for a model that only the first process of an FSDP run has read."""
+    return f"only the first process has the weights of {model}: set fsdp_cpu_ram_efficient_loading: false in a copy of the config"
+
+
 def raise_if_of_library(error: Exception, recipe: str) -> None:
     """Raises UserError, in one line, if a library raised the error. For errors before or in the first step.
 

@@ -14,7 +14,7 @@ from harness.run.agreement import make_cpu_group, make_group_for_failures
 from harness.run.checkpoints import check_adapter, find_checkpoint, print_changed_rows
 from harness.run.disk import check_disk_space
 from harness.run.evaluation import check_metric_is_computed, evaluate, print_best_checkpoint
-from harness.run.failures import exit_for_known_failure, only_report, only_report_if_all
+from harness.run.failures import exit_for_known_failure, explain_missing_weights, only_report, only_report_if_all
 from harness.run.held_out import save_held_out, why_not_held_out
 from harness.run.losses import Loss, find_loss
 from harness.run.parameters import (
@@ -167,8 +167,8 @@ def check_trainer(trainer: Trainer) -> None:
     for name, other in others.items():  # such as ref_model, or the teacher of a recipe's own trainer
         if name not in ("model", "model_wrapped") and any(weight.is_meta for weight in other.parameters()):
             raise UserError(
-                f"only the first process has the weights of {name}: set fsdp_cpu_ram_efficient_loading: false in a copy of the "
-                "config" + (", or pass --use_peft, which needs no second model" if name == "ref_model" else "")
+                explain_missing_weights(name)
+                + (", or pass --use_peft, which needs no second model" if name == "ref_model" else "")
             )
 
 

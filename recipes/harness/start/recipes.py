@@ -19,7 +19,7 @@ from harness.contexts import BuildingContext, Context
 from harness.hub import HubLost
 from harness.launched import end_of_imports, record_end
 from harness.messages import UserError, exit_on_user_error
-from harness.run.failures import exit_for_known_failure, raise_if_of_library
+from harness.run.failures import exit_for_known_failure, explain_missing_weights, raise_if_of_library
 from harness.signals import OUT_OF_TIME, SIGNALS, last_signal
 
 DAEMON_TIMEOUT = 2  # seconds for the daemons of a process to exit when it exits
@@ -60,11 +60,8 @@ def report_failure(context: Context, error: BaseException) -> None:
     path = context.recipe
     if isinstance(error, Exception):
         exit_for_known_failure(error)
-        if "Cannot copy out of meta tensor" in str(error):
-            raise UserError(
-                f"{Path(path).name}: only the first process has the weights of a second model: set "
-                "fsdp_cpu_ram_efficient_loading: false in a copy of the config"
-            ) from error
+        if context.is_sharded and "Cannot copy out of meta tensor" in str(error):
+            raise UserError(f"{Path(path).name}: {explain_missing_weights('a second model')}") from error
         if context.arguments and is_about_a_conversation(error):
             from harness.data.checking import find_refused_row
 

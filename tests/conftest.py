@@ -1,5 +1,6 @@
 """Fixtures: the launcher as a user calls it, rehearsals that tests share, a recipe's trainer built in this process."""
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -222,27 +223,26 @@ def rehearse(launch, fork_launch, workdir):
 @pytest.fixture
 def check_run():
     """Runs a recipe in this process up to the end of the checks, as its first process would with this config."""
-    from harness import contexts
+    from harness import runs
     from harness.start import machine, training
 
-    class Check(training.Train):
-        has_passed = False
-
-        def before_arguments(self, values):
-            self.on_cpu = values.use_cpu = machine.must_use_cpu(self, values)
-
-        def prepare(self, arguments):
-            with pytest.MonkeyPatch.context() as patch:  # the processes that train are not there
-                patch.setattr(training, "is_of_several", lambda: False)
-                self.check_run(arguments)
-            self.has_passed = True
-            raise contexts.RecipeStopped
+    def look(run, values):
+        values.use_cpu = machine.must_use_cpu(run, values)
+        return dataclasses.replace(run, on_cpu=values.use_cpu)
 
     def call(recipe, config, processes, tiny=False):
-        context = Check(str(recipe), config, processes, tiny=tiny)
-        with contexts.active(context):
+        passed = []
+
+        def check(run, arguments):
+            with pytest.MonkeyPatch.context() as patch:  # the processes that train are not there
+                patch.setattr(training, "is_of_several", lambda: False)
+                passed.append(training.check_run(run, arguments))
+            raise runs.RecipeStopped
+
+        run = runs.Run(str(recipe), config, processes, tiny=tiny, trains=True)
+        with runs.running(runs.StartedRecipe(run, check, look)):
             runpy.run_path(str(recipe), run_name="__main__")
-        return context.has_passed
+        return bool(passed)
 
     return call
 
@@ -251,7 +251,7 @@ def check_run():
 def build_trainer(workdir, monkeypatch, tmp_path):
     """Runs a recipe (name or path) in this process, tiny; returns the trainer it passes to `train`."""
     import harness
-    from harness import contexts
+    from harness import runs
     from harness.start import training
 
     trainers = []
@@ -261,7 +261,7 @@ def build_trainer(workdir, monkeypatch, tmp_path):
         path = recipe if "/" in recipe else str(ROOT / "recipes" / f"{recipe}.py")
         monkeypatch.setattr(harness, "train", trainers.append)
         monkeypatch.setattr(sys, "argv", [path, "--output_dir", str(tmp_path / f"in-process-{len(trainers)}"), *flags])
-        with contexts.active(training.Train(path, processes=1, tiny=True, on_cpu=True)):
+        with runs.running(training.recipe_that_trains(runs.Run(path, processes=1, tiny=True, trains=True, on_cpu=True))):
             runpy.run_path(path, run_name="__main__")
         return trainers[-1]
 

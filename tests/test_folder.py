@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from harness import folder, restarts
-from harness.contexts import Context
 from harness.data.reading import file_versions
+from harness.runs import Run
 
 import pytest
 from conftest import ROOT, read
@@ -373,8 +373,8 @@ def test_run_that_trained_nothing_does_not_keep_its_folder(tmp_path, error_of):
 
 
 def test_default_output_dir():
-    assert Path(Context("/a/my_recipe.py").default_output_dir) == Path("outputs/my_recipe")
-    assert Path(Context("/a/my_recipe.py", tiny=True).default_output_dir) == Path("outputs/tiny/my_recipe")
+    assert Path(Run("/a/my_recipe.py").default_output_dir) == Path("outputs/my_recipe")
+    assert Path(Run("/a/my_recipe.py", tiny=True).default_output_dir) == Path("outputs/tiny/my_recipe")
 
 
 def test_checkpoints_are_ordered_by_step(tmp_path):

@@ -15,7 +15,7 @@ HARNESS = ROOT / "recipes/harness"
 LEVELS = [
     ["signals", "launched", "messages", "instead", "restarts"],
     ["compat", "batches", "exchange"],
-    ["configs", "contexts", "folder", "hub"],
+    ["configs", "folder", "hub", "runs"],
     ["nodes"],
     ["data"],
     ["rehearsal"],

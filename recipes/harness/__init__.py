@@ -63,14 +63,15 @@ def train(trainer: Any) -> None:
             use for, such as samples of a classifier, is left out.
     """
     with exit_on_user_error():
-        from harness import contexts
+        from harness import runs
 
-        context = contexts.current()
-        if context is None:
+        started = runs.started()
+        if started is None:
             raise UserError(
                 "train() needs parse() before it: a recipe calls parse(), builds a trainer, and ends with train(trainer)"
             )
-        context.built(trainer)
+        started.trainer = trainer
+        started.finish(started)
 
 
 __all__ = ["load", "parse", "train"]

@@ -7,8 +7,8 @@ import importlib.metadata
 import json
 from pathlib import Path
 
-from harness.contexts import Context
 from harness.folder import DamagedFile, read_json, write_json
+from harness.runs import Run
 from planner.ledger import Counts, Peak
 from planner.simulation import Simulation
 
@@ -35,15 +35,15 @@ def keep_simulation(path: Path, simulation: Simulation) -> None:
         write_json(path, dataclasses.asdict(simulation) | {"curve": []})
 
 
-def cache_path(context: Context, words: list[str]) -> Path:
+def cache_path(run: Run, words: list[str]) -> Path:
     """The file of a simulation: by recipe, config, flags and the YAML file among them, a local model's config, code, versions."""
     from huggingface_hub.constants import HF_HOME
 
     named = [Path(word.split("=")[-1]) for word in words]
     read = [path / "config.json" if path.suffix not in (".yaml", ".yml") else path for path in named]
     sources = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
-    recipe, config = Path(context.recipe), Path(context.config.path)
-    digest = hashlib.sha256(json.dumps([context.processes, context.nodes, bool(context.no_triton), *words]).encode())
+    recipe, config = Path(run.recipe), Path(run.config.path)
+    digest = hashlib.sha256(json.dumps([run.processes, run.nodes, bool(run.gpu.no_triton), *words]).encode())
     for path in (recipe, config, *(path for path in read if path.is_file()), *sources):
         digest.update(path.read_bytes())
     for package in PACKAGES:

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 from harness import configs
 from harness.configs import AccelerateConfig
-from harness.contexts import Context
 from harness.hub import use_cache_if_unreachable
 from harness.messages import UserError, exit_on_user_error
 from harness.nodes.cluster import nodes_from_environment
 from harness.nodes.hardware import find_gpus, physical_cores
+from harness.runs import GpuFeatures, Run
 from harness.signals import set_interrupt_handler
 from harness.start import flags
 from planner import processes
@@ -73,14 +73,14 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
     all_cards, price = known_cards(plan_flags), plan_flags.prices_of(1)[0]
     no_triton = why_not_triton(method, environment) if gpus else ""
 
-    def context_of(config: AccelerateConfig) -> Context:
-        return dataclasses.replace(fit_processes(recipe, config), no_triton=no_triton)
+    def run_with(config: AccelerateConfig) -> Run:
+        return dataclasses.replace(fit_processes(recipe, config), gpu=GpuFeatures([], no_triton=no_triton))
 
     simulations = []
     for config in read:
         if not plan_flags.json:
             pages.print_progress(f"Simulating {Path(recipe).stem} with {config.name} …")
-        simulations.append(simulate_in_process(method, context_of(config), arguments, optional=len(read) > 1))
+        simulations.append(simulate_in_process(method, run_with(config), arguments, optional=len(read) > 1))
 
     count_rows = row_counter(method, recipe, arguments)
     plans = [
@@ -103,7 +103,7 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
 
         def simulate_change(path: str, flags_of_change: list[str]) -> "Simulation | Refused":
             pages.print_progress(f"Trying {' '.join([Path(path).stem, *flags_of_change])} …")
-            return simulate_in_process(method, context_of(configs.read(path)), [*arguments, *flags_of_change], optional=True)
+            return simulate_in_process(method, run_with(configs.read(path)), [*arguments, *flags_of_change], optional=True)
 
         pages.print_proposals(proposals.try_proposals(plans[0], simulations[0], paths[0], simulate_change, card))
 
@@ -122,9 +122,9 @@ def start_server() -> str:
     return method
 
 
-def simulate_in_process(method: str, context: Context, arguments: list[str], optional: bool = False) -> "Simulation | Refused":
+def simulate_in_process(method: str, run: Run, arguments: list[str], optional: bool = False) -> "Simulation | Refused":
     """One simulation in a process of its own. If it is refused, this process exits, or with `optional` returns the reason."""
-    code, simulation = processes.call(method, simulate_quietly, context, arguments, optional)
+    code, simulation = processes.call(method, simulate_quietly, run, arguments, optional)
     if simulation is None:
         sys.exit(processes.explain_exit(code))
     from planner.simulation import Refused
@@ -134,9 +134,7 @@ def simulate_in_process(method: str, context: Context, arguments: list[str], opt
     return dataclasses.replace(simulation, download=download_bytes(simulation))
 
 
-def simulate_quietly(
-    context: Context, arguments: list[str], optional: bool, with_evaluation: bool = True
-) -> "Simulation | Refused":
+def simulate_quietly(run: Run, arguments: list[str], optional: bool, with_evaluation: bool = True) -> "Simulation | Refused":
     """A simulation without the output of libraries; if the run is refused and that is `optional`, the reason."""
     from planner.simulation import Refused, simulate
 
@@ -144,7 +142,7 @@ def simulate_quietly(
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):
-            return simulate(context, arguments, with_evaluation=with_evaluation)
+            return simulate(run, arguments, with_evaluation=with_evaluation)
     except UserError as error:
         reason = str(error)
         if not optional:
@@ -154,7 +152,7 @@ def simulate_quietly(
         if not optional or end.code != 2:
             sys.stderr.write(messages.getvalue())
             raise
-    return Refused(Path(context.recipe).stem, context.config.name, reason)
+    return Refused(Path(run.recipe).stem, run.config.name, reason)
 
 
 def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, arguments: list[str]) -> None:
@@ -191,7 +189,7 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
         simulation = best.simulation
         if not is_started:  # once more, with an evaluation and the length of the run
             words = [*arguments, *grid.common_flags, *best.option.flags]
-            simulation = simulate_in_process(method, grid.context(recipe, best.option.config), words)
+            simulation = simulate_in_process(method, grid.run(recipe, best.option.config), words)
             simulation = with_steps(simulation, count_rows)
         plan = summary.make_plan(simulation, all_cards=all_cards) | chosen.on_machine(
             machine, simulation, price, plan_flags.within
@@ -272,7 +270,7 @@ def propose_changes(
 
     def run_again(path: str, more: list[str]) -> "Simulation | Refused":
         words = [*arguments, *grid.common_flags, *more]
-        return simulate_in_process(method, grid.context(recipe, path), words, optional=True)
+        return simulate_in_process(method, grid.run(recipe, path), words, optional=True)
 
     option, least = choose.option_with_least_memory(machine, simulations)
     pages.print_progress(f"No combination fits {machine.name} with its margin: trying what would make it fit …")
@@ -314,7 +312,7 @@ def simulate_options(
     from planner import cache, pages
     from planner.simulation import Refused
 
-    files = {option: cache.cache_path(grid.context(recipe, option.config), [*arguments, *option.flags]) for option in options}
+    files = {option: cache.cache_path(grid.run(recipe, option.config), [*arguments, *option.flags]) for option in options}
     simulations = {option: cache.cached_simulation(file) for option, file in files.items()}
     new = [option for option in options if simulations[option] is None]
     if new and not is_quiet:
@@ -326,7 +324,7 @@ def simulate_options(
         started = []
         for option in batch:
             words = [*arguments, *option.flags]
-            started.append(processes.Process(method, simulate_quietly, grid.context(recipe, option.config), words, True, False))
+            started.append(processes.Process(method, simulate_quietly, grid.run(recipe, option.config), words, True, False))
         for process, option in zip(started, batch, strict=True):
             code, simulation = process.wait()
             if simulation is None:
@@ -337,7 +335,7 @@ def simulate_options(
     return [simulations[option] for option in options]
 
 
-def fit_processes(recipe: str, config: AccelerateConfig) -> Context:
+def fit_processes(recipe: str, config: AccelerateConfig) -> Run:
     """As many processes and nodes as the config has, or as launch.sh's variables say."""
     nodes = nodes_from_environment()
     count = nodes.count if nodes.count > 1 else config.num_machines
@@ -346,7 +344,7 @@ def fit_processes(recipe: str, config: AccelerateConfig) -> Context:
         gpus = 1
     if config.is_hybrid and count * gpus != config.replicas * config.shards:
         raise UserError(f"{config.name} is for {config.replicas} nodes with {config.shards} GPUs, not for {count} with {gpus}")
-    return Context(recipe, config, processes=count * gpus, nodes=count, on_cpu=True)
+    return Run(recipe, config, processes=count * gpus, nodes=count)
 
 
 def file_sizes(kind: str, name: str, suffixes: tuple[str, ...]) -> int | None:
@@ -407,13 +405,13 @@ def rows_of_epoch(recipe: str, arguments: list[str]) -> float | str:
     from harness.commands.preview import Preview, why_no_documents
     from harness.data.loading import count_training_rows
 
-    preview, rows = Preview(recipe, on_cpu=True), None
+    rows = None
     messages: Any = io.StringIO()
     with tempfile.TemporaryDirectory(prefix="plan-") as output_dir:
         words = [*arguments, "--disable_tqdm", "true", "--output_dir", output_dir]
         with contextlib.redirect_stdout(messages), contextlib.redirect_stderr(messages):
             try:
-                preview.build(words)
+                preview = Preview(recipe, words)
                 if why_no_documents(preview.trainer):
                     data = preview.arguments[0].data  # such as preference data
                     rows = min(filter(None, (count_training_rows(data), data.max_samples)), default=None)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from harness import configs
 from harness.configs import AccelerateConfig
-from harness.contexts import Context
 from harness.messages import UserError
+from harness.runs import GpuFeatures, Run
 from planner.cards import Card
 from planner.machines import Machine
 
@@ -42,8 +42,8 @@ class Grid(NamedTuple):
     idle: str = ""  # which GPUs of the machine stay idle, and what would use them
     no_triton: str = ""  # why TRL's loss cannot use Triton on this machine
 
-    def context(self, recipe: str, config: str) -> Context:
-        return Context(recipe, configs.read(config), self.processes, self.nodes, on_cpu=True, no_triton=self.no_triton)
+    def run(self, recipe: str, config: str) -> Run:
+        return Run(recipe, configs.read(config), self.processes, self.nodes, gpu=GpuFeatures([], no_triton=self.no_triton))
 
 
 def make_grid(values: dict[str, Any], machine: Machine, paths: list[str], words: list[str]) -> Grid:

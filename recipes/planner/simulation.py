@@ -4,8 +4,8 @@ Simulated are loading, one optimizer step with the optimizer's states in place, 
 the process with rank 0 sees them. A simulation changes its process, so it has one of its own.
 """
 
-import argparse
 import contextlib
+import dataclasses
 import functools
 import gc
 import json
@@ -23,9 +23,9 @@ from harness.batches import length_of_rows
 from harness.compat.accelerate import allow_fsdp_on_cpu, launch_environment
 from harness.compat.transformers import TrainerWithHooks, add_overrides, use_no_gpu_kernels
 from harness.configs import AccelerateConfig
-from harness.contexts import BuildingContext, Context, RecipeStopped
 from harness.folder import read_json
 from harness.messages import UserError
+from harness.model.gpu_features import VARLEN
 from harness.model.loading import build_adapter_on_meta, check_architecture
 from harness.model.packing import check_packing
 from harness.rehearsal import tiny
@@ -33,9 +33,10 @@ from harness.rehearsal.tiny import PLANNED
 from harness.run.losses import own_loss
 from harness.run.parameters import freeze_unused_parts
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
+from harness.runs import GpuFeatures, RecipeStopped, Run, StartedRecipe
 from harness.start import preparing
 from harness.start.arguments import Arguments
-from harness.start.machine import allocator_settings
+from harness.start.machine import set_allocator
 from harness.start.recipes import build_trainer
 from planner import layers
 from planner.allocator import replay
@@ -53,41 +54,34 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
-@dataclass
-class Plan(BuildingContext):
-    """Runs a recipe until it has built its trainer, for a model and rows of full size that are not loaded."""
-
-    is_simulated = True
-    allocator: str = ""  # PYTORCH_ALLOC_CONF
-
-    def before_arguments(self, values: argparse.Namespace) -> None:
-        values.use_cpu = True
-        given = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF")
-        self.allocator = given or allocator_settings(self.config, values)
-        if values.fp16:
-            self.no_triton = "fp16 is for GPUs that Triton does not support"
-        if self.is_sharded:
-            allow_fsdp_on_cpu()
-
-    def prepare(self, arguments: Arguments) -> None:
-        _, training_args, model_args = arguments
-        name = model_args.model_name_or_path
-        if not name:
-            raise UserError(
-                f"{Path(self.recipe).name} makes its model itself, and --plan simulates the model that a recipe names as "
-                "model_name_or_path"
-            )
-        use_no_gpu_kernels()
-        preparing.check_all_arguments(self, arguments)
-        preparing.set_model_options(self, arguments)
-        tiny.use_planned_size(*arguments)
-        check_architecture(training_args, model_args, name)
-        check_packing(training_args, model_args, name, is_simulated=True)
-        if model_args.use_peft:
-            build_adapter_on_meta(model_args, name)
-        if getattr(training_args, "activation_offloading", False):
-            training_args.activation_offloading = False  # the plan's page says so
-        preparing.prepare_data(self, arguments)
+def prepare_plan(run: Run, arguments: Arguments) -> Run:
+    """Checks the arguments of a recipe, for a model and rows of full size that are not loaded."""
+    _, training_args, model_args = arguments
+    name = model_args.model_name_or_path
+    if not name:
+        raise UserError(
+            f"{Path(run.recipe).name} makes its model itself, and --plan simulates the model that a recipe names as "
+            "model_name_or_path"
+        )
+    # fp16 is for GPUs that neither Triton nor FlashAttention supports; elsewhere any FlashAttention is simulated as PyTorch's.
+    gpu = GpuFeatures([VARLEN], no_triton=run.gpu.no_triton)
+    if training_args.fp16:
+        gpu = GpuFeatures([], no_triton="fp16 is for GPUs that Triton does not support")
+    run = dataclasses.replace(run, gpu=gpu)
+    if "flash" in (model_args.attn_implementation or ""):
+        model_args.attn_implementation = None
+    use_no_gpu_kernels()
+    preparing.check_all_arguments(run, arguments)
+    preparing.set_model_options(run, arguments)
+    tiny.use_planned_size(*arguments)
+    check_architecture(training_args, model_args, name)
+    check_packing(training_args, model_args, name, can_use_kernels=False, can_compute=False)
+    if model_args.use_peft:
+        build_adapter_on_meta(model_args, name)
+    if getattr(training_args, "activation_offloading", False):
+        training_args.activation_offloading = False  # the plan's page says so
+    preparing.prepare_data(run, arguments)
+    return run
 
 
 @dataclass
@@ -151,7 +145,7 @@ class Refused:
 
 
 def simulate(
-    context: Context,
+    run: Run,
     flags: list[str],
     make_fakes: Callable[[Ledger], Any] = Fakes,
     with_evaluation: bool = True,
@@ -166,14 +160,16 @@ def simulate(
 
     Raises RuntimeError if what was counted contradicts the shapes of the model.
     """
-    began, plan, config = cpu_seconds(), Plan(**vars(context)), context.config
+    began, config = cpu_seconds(), run.config
     gc.freeze()  # otherwise every garbage collection would look through the libraries
     gc.set_threshold(200_000)
     ledger = Ledger()
     fakes = make_fakes(ledger)
     if config.distributed_type != "NO":
-        os.environ.update(launch_environment(config.path, plan.processes, plan.nodes, plan.recipe))
-        fakes.join_processes(plan.processes, plan.processes // plan.nodes)
+        os.environ.update(launch_environment(config.path, run.processes, run.nodes, run.recipe))
+        fakes.join_processes(run.processes, run.processes // run.nodes)
+    if config.is_fsdp:
+        allow_fsdp_on_cpu()
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     tqdm.tqdm.monitor_interval = 0  # otherwise a thread watches progress bars, and this process cannot be forked
@@ -182,14 +178,15 @@ def simulate(
         Path(os.devnull).open("w") as nowhere,
         contextlib.redirect_stdout(nowhere),
     ):
-        quiet = ["--output_dir", output_dir, "--report_to", "none", "--disable_tqdm", "true"]
-        build_trainer(plan, [*flags, *quiet])
-        limit = re.search(r"pinned_max_round_threshold_mb:(\d+)", plan.allocator)
+        own = ["--output_dir", output_dir, "--report_to", "none", "--disable_tqdm", "true", "--use_cpu", "true"]
+        plan = build_trainer(run, [*flags, *own], prepare_plan, look=set_allocator)
+        allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ["PYTORCH_ALLOC_CONF"]
+        limit = re.search(r"pinned_max_round_threshold_mb:(\d+)", allocator)
         ledger.pinned_limit = int(limit[1]) * 2**20 if limit else None
         simulation = simulate_training(plan, ledger, fakes, with_evaluation, with_all_layers)
     ledger.events = in_order(ledger.events)
     simulation.peaks, simulation.host_peaks = ledger.peaks(), ledger.peaks("host")
-    simulation.reserved, simulation.needed = replay(ledger.sizes(), "expandable_segments:True" in plan.allocator)
+    simulation.reserved, simulation.needed = replay(ledger.sizes(), "expandable_segments:True" in allocator)
     simulation.hull, simulation.curve = ledger.hull(), ledger.curve()
     simulation.has_global_batch_flag = "global_batch_size" in plan.arguments[0].given
     simulation.cpu_seconds = cpu_seconds() - began
@@ -202,12 +199,14 @@ def cpu_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def simulate_training(plan: Plan, ledger: Ledger, fakes: Any, with_evaluation: bool, with_all_layers: bool) -> Simulation:
+def simulate_training(
+    plan: StartedRecipe, ledger: Ledger, fakes: Any, with_evaluation: bool, with_all_layers: bool
+) -> Simulation:
     """Runs the trainer for one step on fake tensors, with a batch of full length, while `ledger` records what it does.
 
     Returns what is known of the run, with the counts of the step.
     """
-    trainer, config = plan.trainer, plan.config
+    trainer, config = plan.trainer, plan.run.config
     batch = full_batch(next(iter(trainer.get_train_dataloader())), trainer.args, trainer.args.per_device_train_batch_size)
     ledger.vocabulary = trainer.model.config.get_text_config().vocab_size
     if not config.is_fsdp:  # which moves the weights to the GPU only when it wraps the model, see `count_wrapping`
@@ -227,7 +226,7 @@ def simulate_training(plan: Plan, ledger: Ledger, fakes: Any, with_evaluation: b
         # With it, accelerate moves the model to the meta device and waits for the weights of the first process.
         trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
     trainer.args.eval_on_start = False  # an evaluation is simulated after the step
-    trainer.add_callback(AfterWrapping(trainer, config, plan.processes, own_loss(trainer) is not None, show_buffers))
+    trainer.add_callback(AfterWrapping(trainer, config, plan.run.processes, own_loss(trainer) is not None, show_buffers))
     step = SimulatedStep(trainer, config, ledger, fakes, batch, simulation, with_evaluation)
     trainer.add_callback(step)
     count_wrapping(trainer, ledger, fakes)
@@ -315,9 +314,9 @@ def full_batch(batch: dict, args: TrainingArguments, rows: int) -> dict:
     return full
 
 
-def describe_run(plan: Plan, batch: dict) -> Simulation:
+def describe_run(plan: StartedRecipe, batch: dict) -> Simulation:
     """What is known before anything runs."""
-    trainer, config = plan.trainer, plan.config
+    trainer, config = plan.trainer, plan.run.config
     model, args = trainer.model, trainer.args
     weights = list(model.parameters())
     bytes_in_4bit = sum(weight.numel() * weight.element_size() for weight in weights if hasattr(weight, "quant_type"))
@@ -333,17 +332,17 @@ def describe_run(plan: Plan, batch: dict) -> Simulation:
     reads_once = config.cpu_ram_efficient_loading and not bytes_in_4bit and not has_reference
     shards = 1
     if trainer.is_fsdp_enabled:
-        shards = config.shards if config.is_hybrid else plan.processes
+        shards = config.shards if config.is_hybrid else plan.run.processes
     return Simulation(
-        recipe=Path(plan.recipe).stem,
+        recipe=Path(plan.run.recipe).stem,
         config=config.name,
         model=planned.get("model", str(folder)),
         datasets=planned.get("datasets", []),
         is_streamed=planned.get("streaming", False),
-        processes=plan.processes,
-        nodes=plan.nodes,
+        processes=plan.run.processes,
+        nodes=plan.run.nodes,
         shards=shards,
-        replicas=plan.processes // shards,
+        replicas=plan.run.processes // shards,
         parameters=parameters - (trained if is_adapter else 0),
         trained=trained,
         bytes_in_4bit=bytes_in_4bit,
@@ -359,7 +358,7 @@ def describe_run(plan: Plan, batch: dict) -> Simulation:
         max_steps=args.max_steps,
         epochs=args.num_train_epochs,
         expected=expected_of(trainer, shards),
-        copies=1 if reads_once else plan.processes // plan.nodes,
+        copies=1 if reads_once else plan.run.processes // plan.run.nodes,
     )
 
 

@@ -30,7 +30,7 @@ def texts(name, count):
 def arguments_of(names, weights, formats=("text",), first_rows=0, **settings):
     training_args = SimpleNamespace(seed=0, output_dir=str(settings.pop("output_dir", "")), max_steps=1)
     script_args = ScriptArguments(dataset_name=names, dataset_weights=weights, **settings)
-    script_args.data = settings_of_data(script_args, training_args, formats, first_rows)
+    script_args.data = settings_of_data(script_args, training_args, formats).take(first_rows)
     return script_args
 
 

@@ -4,11 +4,10 @@ import sys
 import types
 from types import SimpleNamespace
 
-from harness.contexts import Context
 from harness.messages import UserError
 from harness.model import attention, gpu_features, varlen
 from harness.rehearsal import tiny
-from planner.simulation import Plan
+from harness.runs import GpuFeatures, Run
 
 import pytest
 import torch
@@ -106,28 +105,24 @@ def test_cpu_refuses_what_cuda_refuses(heads, dtype, ends, requirement):
         varlen.attend_on_cpu(query, key, key, ends, 5, None, (-1, 0))
 
 
-GPU = Context("a.py", attention=["varlen", "flash_attention_2"])
-OLD_GPU = Context("a.py")
-CPU = Context("a.py", on_cpu=True)
-PLAN = Plan("a.py", on_cpu=True)
+GPU = Run("a.py", gpu=GpuFeatures(["varlen", "flash_attention_2"]))
+OLD_GPU = Run("a.py")
+CPU = Run("a.py", on_cpu=True)
 PACKED = {"packing": True, "packing_strategy": "bfd_split", "bf16": True}
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes", "arguments", "context", "expected"),
+    ("family", "sizes", "arguments", "run", "expected"),
     [
         ("qwen2", {}, {}, GPU, "varlen"),
         ("qwen2", {}, {}, CPU, "varlen"),
-        ("qwen2", {}, {}, PLAN, "varlen"),
         ("mistral", {"sliding_window": 512}, {}, GPU, "varlen"),
         ("qwen2", {}, {}, OLD_GPU, None),
         ("qwen2", {}, {"packing": False}, GPU, "flash_attention_2"),
         ("qwen2", {}, {"packing_strategy": "wrapped"}, CPU, None),
         ("qwen2", {}, {"packing": False, "padding_free": True, "max_length": None}, CPU, "varlen"),
         ("qwen2", {}, {"bf16": False}, GPU, None),
-        ("qwen2", {}, {"bf16": False}, PLAN, None),
         ("qwen2", {}, {"bf16": False}, CPU, "varlen"),
-        ("qwen2", {}, {"bf16": False, "fp16": True}, PLAN, None),
         ("qwen2", {"attention_dropout": 0.1}, {}, GPU, "flash_attention_2"),
         ("gpt2", {}, {}, CPU, None),
         ("gemma2", {}, {}, GPU, "flash_attention_2"),
@@ -137,31 +132,23 @@ PACKED = {"packing": True, "packing_strategy": "bfd_split", "bf16": True}
         ("llama4_text", {}, {}, GPU, None),
         ("gemma4_text", {}, {}, CPU, None),
         ("gemma4_text", {}, {}, GPU, None),
-        ("llama", {"hidden_size": 4096, "num_attention_heads": 8}, {}, PLAN, None),
         ("llama", {"head_dim": 68}, {}, CPU, None),
         ("deepseek_v3", {}, {}, GPU, "varlen"),
         ("gpt_neo", {}, {"packing": False}, GPU, "flash_attention_2"),
         ("unknown", None, {}, GPU, "varlen"),  # `check_model` says that it cannot be read
     ],
 )
-def test_choice(tmp_path, family, sizes, arguments, context, expected):
+def test_choice(tmp_path, family, sizes, arguments, run, expected):
     if sizes is not None:
         AutoConfig.for_model(family, **sizes).save_pretrained(tmp_path)
     training_args, model_args = SFTConfig(use_cpu=True, **PACKED | arguments), ModelConfig(str(tmp_path), dtype="float32")
-    assert attention.choose_attention(training_args, model_args, context) == expected
+    assert attention.choose_attention(training_args, model_args, run) == expected
     model_args.attn_implementation = "varlen"
     if expected != "varlen":
         with pytest.raises(UserError, match="--attn_implementation"):
-            attention.set_attention(training_args, model_args, context)
+            attention.set_attention(training_args, model_args, run)
     else:
-        attention.set_attention(training_args, model_args, context)
-
-
-def test_a_plan_simulates_other_flash_attention_as_varlen(tmp_path):
-    AutoConfig.for_model("qwen2").save_pretrained(tmp_path)
-    model_args = ModelConfig(str(tmp_path), attn_implementation="flash_attention_2")
-    attention.set_attention(SFTConfig(use_cpu=True, **PACKED), model_args, PLAN)
-    assert model_args.attn_implementation == "varlen"
+        attention.set_attention(training_args, model_args, run)
 
 
 def test_flash_attn_that_cannot_be_imported(monkeypatch, tmp_path, capsys):
@@ -183,10 +170,10 @@ def test_flash_attn_that_cannot_be_imported(monkeypatch, tmp_path, capsys):
     AutoConfig.for_model("qwen2").save_pretrained(tmp_path / "model")
     model_args = ModelConfig(str(tmp_path / "model"))
     unpacked = SFTConfig(use_cpu=True, packing=False, bf16=True)
-    context = Context("a.py", attention=usable, no_flash=no_flash)
-    attention.set_attention(unpacked, model_args, context)
+    run = Run("a.py", gpu=GpuFeatures(usable, no_flash))
+    attention.set_attention(unpacked, model_args, run)
     assert model_args.attn_implementation is None
-    attention.print_attention(model_args, context)
+    attention.print_attention(model_args, run)
     warning, line = capsys.readouterr().out.splitlines()
     assert symbol in warning and line == "Attention: the default of transformers"
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))

@@ -4,9 +4,9 @@ import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 
-from harness.contexts import Context
 from harness.model import gpu_features, loading
 from harness.run import parameters
+from harness.runs import GpuFeatures, Run
 from harness.start import training
 
 import pytest
@@ -97,14 +97,14 @@ def test_gpu_that_is_full_or_busy_is_an_error(monkeypatch, error_of, error, prob
         return
     facts = {"host": "a", "command": [], "files": {}, "features": [[], "", "", found]}
     monkeypatch.setattr(training, "facts_of_node", lambda *arguments: facts)
-    assert problem in error_of(training.features_of_nodes, training.Train("a.py"), None)
+    assert problem in error_of(training.features_of_nodes, Run("a.py", trains=True), None)
 
 
 def test_loss_without_triton(monkeypatch):
     monkeypatch.setattr(chunked_logprob, "_TRITON_AVAILABLE", True)
     monkeypatch.setattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
     loading.set_loading_options(
-        SFTConfig(use_cpu=True), ModelConfig("./none"), False, Context("a.py", on_cpu=True, no_triton="gcc")
+        SFTConfig(use_cpu=True), ModelConfig("./none"), Run("a.py", on_cpu=True, gpu=GpuFeatures([], no_triton="gcc"))
     )
     assert not chunked_logprob._use_triton(torch.device("cuda")) and utils._CHUNKED_LOGPROB_CHUNK_SIZE == 4096
 
@@ -114,7 +114,7 @@ def test_model_of_one_gpu_is_not_split_onto_the_cpu(monkeypatch, quantized):
     """TRL would pass device_map="auto". Without a map, quantized weights are still loaded onto the GPU."""
     loaded, training_args = [], SFTConfig(use_cpu=True, bf16=False)
     model_args = ModelConfig("some/model", load_in_4bit=quantized)
-    loading.set_loading_options(training_args, model_args, is_sharded=False, context=Context("a.py"))
+    loading.set_loading_options(training_args, model_args, Run("a.py"))
     monkeypatch.setattr(utils, "PartialState", lambda: SimpleNamespace(device=torch.device("cuda", 0)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -143,7 +143,7 @@ def test_model_of_one_gpu_is_not_split_onto_the_cpu(monkeypatch, quantized):
 def test_4bit_model_on_one_gpu_is_loaded_in_the_dtype_of_its_arithmetic(precision, dtype, given, expected):
     """Also the products of its 4-bit layers."""
     training_args, model_args = SFTConfig(use_cpu=True, **precision), ModelConfig("./none", load_in_4bit=True, dtype=dtype)
-    loading.set_loading_options(training_args, model_args, False, Context("a.py", on_cpu=True), given)
+    loading.set_loading_options(training_args, model_args, Run("a.py", on_cpu=True), given)
     assert getattr(torch, training_args.model_init_kwargs["dtype"]) == expected
     assert get_quantization_config(model_args).bnb_4bit_compute_dtype == expected
 

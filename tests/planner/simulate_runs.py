@@ -24,9 +24,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
 from harness import configs
-from harness.contexts import Context
 from harness.folder import read_json
 from harness.rehearsal.tiny import PLANNED
+from harness.runs import Run
 from planner import command, fakes, processes, simulation
 from planner.ledger import Ledger
 
@@ -76,37 +76,37 @@ class RealTensors:
         return highest
 
 
-def measure_peak(context: Context, flags: list[str]) -> int:
+def measure_peak(run: Run, flags: list[str]) -> int:
     """Runs one step on real tensors; returns the largest number of bytes that were allocated."""
     tensors = RealTensors()
 
     def make_fakes(ledger: Ledger) -> RealTensors:
         return tensors
 
-    simulation.simulate(context, flags, make_fakes, with_evaluation=False)
+    simulation.simulate(run, flags, make_fakes, with_evaluation=False)
     return tensors.peak()
 
 
-def run_real(method: str, context: Context, flags: list[str], port: int) -> int:
+def run_real(method: str, run: Run, flags: list[str], port: int) -> int:
     """Calls `measure_peak` in all processes of the config; returns the peak of the first one."""
     started = []
-    for rank in range(context.processes):
+    for rank in range(run.processes):
         ranks = {}
-        if context.processes > 1:
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": context.processes}
+        if run.processes > 1:
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": run.processes}
             ranks |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         environment = {name: str(value) for name, value in ranks.items()}
-        started.append(processes.Process(method, measure_peak, context, flags, environment=environment))
+        started.append(processes.Process(method, measure_peak, run, flags, environment=environment))
     ends = [process.wait() for process in started]
     if any(code for code, _ in ends):
         raise RuntimeError(f"the run on real tensors failed with exit codes {[code for code, _ in ends]}")
     return ends[0][1]
 
 
-def run_simulation(method: str, context: Context, flags: list[str], kind: str) -> dict[str, Any]:
+def run_simulation(method: str, run: Run, flags: list[str], kind: str) -> dict[str, Any]:
     make_fakes = functools.partial(fakes.Fakes, cuda=kind != "cpu")
     options = "to the end" in kind, "with all layers" in kind
-    code, found = processes.call(method, simulation.simulate, context, flags, make_fakes, *options)
+    code, found = processes.call(method, simulation.simulate, run, flags, make_fakes, *options)
     if found is None:
         raise RuntimeError(f"the simulation failed with exit code {code}")
     return dataclasses.asdict(found)
@@ -115,11 +115,11 @@ def run_simulation(method: str, context: Context, flags: list[str], kind: str) -
 def main(runs: str, port: str) -> None:
     method = processes.start_server()
     for number, (recipe, path, flags, kind) in enumerate(json.loads(runs)):
-        context = command.fit_processes(recipe, configs.read(path))
+        run = command.fit_processes(recipe, configs.read(path))
         if kind == "real":
-            result = run_real(method, context, flags, int(port) + number)
+            result: int | dict[str, Any] = run_real(method, run, flags, int(port) + number)
         else:
-            result = run_simulation(method, context, flags, kind)
+            result = run_simulation(method, run, flags, kind)
         Path(f"{number}.json").write_text(json.dumps(result))
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from harness import configs
-from harness.contexts import Context
 from harness.nodes import hardware
 from harness.nodes.hardware import Gpu
+from harness.runs import Run
 from planner import arguments, cache, cards, choose, chosen, launches, links, machines, memory, roofline, summary
 from planner.grid import Grid, Option, make_grid
 from planner.ledger import Counts, Peak
@@ -75,8 +75,8 @@ def test_grid_of_several_nodes():
     grid = grid_of(ROOT / "recipes/llama31_8b_lora.py", machine)
     assert (grid.processes, grid.nodes) == (8, 2)
     assert names_of(grid) == {"1x3090_offload", "2x4gpu_hybrid_shard", "4gpu_ddp", "4gpu_full_shard", "4gpu_shard_grad_op"}
-    context = grid.context("recipe.py", "")
-    assert (context.processes, context.nodes) == (8, 2)
+    run = grid.run("recipe.py", "")
+    assert (run.processes, run.nodes) == (8, 2)
     path = next(path for path in PATHS if "hybrid" in path)
     candidate = choose.Candidate(Option(path, 4, False), FOUND, 1.0)
     command_line = chosen.command_line("llama31_8b_lora", machine, candidate, ["--seed", "1"], grid)
@@ -306,10 +306,10 @@ def replaced(content: Any, value: Any) -> Iterator[Any]:
 def test_plan_follows_the_file_of_the_flags(tmp_path):
     """The arguments of `--config FILE` are part of the run."""
     file, config = tmp_path / "flags.yaml", configs.read(str(ROOT / "accelerate_configs/1x3090.yaml"))
-    context, found = Context(str(RECIPE), processes=1, config=config), set()
+    run, found = Run(str(RECIPE), processes=1, config=config), set()
     for length in (512, 16384):
         file.write_text(f"max_length: {length}")
-        found.add(cache.cache_path(context, ["--config", str(file)]))
+        found.add(cache.cache_path(run, ["--config", str(file)]))
     assert len(found) == 2
 
 

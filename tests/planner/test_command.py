@@ -164,16 +164,16 @@ def test_choice_knows_that_triton_is_missing(monkeypatch, one_gpu, capsys):
     monkeypatch.setattr(
         gpu_features, "find_gpu_features", lambda: gpu_features.GpuFeatures([], "", os.environ["CUDA_VISIBLE_DEVICES"])
     )
-    config, contexts = str(ROOT / "accelerate_configs/1x3090.yaml"), []
+    config, runs = str(ROOT / "accelerate_configs/1x3090.yaml"), []
 
     def simulate(method, recipe, machine, grid, *rest):
-        contexts.append(grid.context(recipe, config))
+        runs.append(grid.run(recipe, config))
         return [choose.Candidate(Option(config, 1, False), FOUND, 1.0)], {}
 
     monkeypatch.setattr(command, "simulate_grid", simulate)
     monkeypatch.setattr(os, "execve", lambda *arguments: None)
     command.plan_choice(str(ROOT / "recipes/qwen2_chat.py"), [config], command.PlanArguments(start=True), [])
-    assert contexts[0].no_triton == "1" and "PyTorch instead of Triton, which needs more memory: 1" in capsys.readouterr().err
+    assert runs[0].gpu.no_triton == "1" and "PyTorch instead of Triton, which needs more memory: 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("own", "reason"), [([], "1"), ([("A6000", 48.0, 155.0, 768.0)], "")])
@@ -184,16 +184,16 @@ def test_plan_of_a_config_knows_that_triton_is_missing(monkeypatch, one_gpu, err
     monkeypatch.setattr(
         gpu_features, "find_gpu_features", lambda: gpu_features.GpuFeatures([], "", os.environ["CUDA_VISIBLE_DEVICES"])
     )
-    contexts = []
+    found = []
 
-    def simulate(method, context, *rest, **options):
-        contexts.append((context.no_triton, os.environ["CUDA_VISIBLE_DEVICES"]))
+    def simulate(method, run, *rest, **options):
+        found.append((run.gpu.no_triton, os.environ["CUDA_VISIBLE_DEVICES"]))
         return Refused("qwen2_chat", "1x3090", "too large")
 
     monkeypatch.setattr(command, "simulate_in_process", simulate)
     paths = [str(ROOT / "accelerate_configs/1x3090.yaml")]
     error_of(command.plan_configs, str(ROOT / "recipes/qwen2_chat.py"), paths, command.PlanArguments(cards=own), [])
-    assert contexts == [(reason, "")]
+    assert found == [(reason, "")]
 
 
 def test_why_the_number_of_steps_is_not_known(environment, own_files, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import runpy
 import sys
 import uuid
 
-from harness import contexts
+from harness import runs
 from harness.data.script_arguments import ScriptArguments
 from harness.rehearsal import tiny
 
@@ -95,7 +95,7 @@ def folders(tmp_path_factory):
 @pytest.fixture
 def arguments_of_trainer(monkeypatch, tmp_path, capsys):
     """Runs a recipe until it makes its trainer; returns the trainer's arguments, or the error message that refuses a flag."""
-    loaded, runs = [], itertools.count()
+    loaded, numbers = [], itertools.count()
     load_model = transformers.AutoModelForCausalLM.from_pretrained
 
     def trainer(**arguments):
@@ -114,8 +114,8 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
 
     def call(recipe, flags):
         loaded.clear()
-        contexts.set_current(None)
-        monkeypatch.setattr(sys, "argv", [str(recipe), "--output_dir", str(tmp_path / str(next(runs))), *flags])
+        runs.set_started(None)
+        monkeypatch.setattr(sys, "argv", [str(recipe), "--output_dir", str(tmp_path / str(next(numbers))), *flags])
         try:
             runpy.run_path(str(recipe), run_name="__main__")
         except TrainerCalled as called:
@@ -133,13 +133,13 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
             "args": {
                 name: getattr(args, name, None) for name in ("max_steps", "gradient_accumulation_steps", "model_init_kwargs")
             },
-            "settings": contexts.current().settings,
+            "run": dataclasses.replace(runs.started().run, identity=None),
             "train": (type(arguments["train_dataset"]), list(arguments["train_dataset"])),
             "eval": list(arguments["eval_dataset"]),
         }
 
     yield call
-    contexts.set_current(None)
+    runs.set_started(None)
 
 
 def test_all_flags_are_listed():

@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from harness.contexts import Context
 from harness.model import loading, quantized
+from harness.runs import Run
 
 import pytest
 import torch
@@ -84,7 +84,7 @@ def test_4bit_models_are_loaded_into_host_memory(monkeypatch):
 
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(load))
     arguments = SFTConfig(use_cpu=True, bf16=False), ModelConfig("some/model", load_in_4bit=True)
-    loading.set_loading_options(*arguments, is_sharded=True, context=Context("a.py"))
+    loading.set_loading_options(*arguments[-2:], Run("a.py", any_config=True))
     LlamaForCausalLM.from_pretrained("some/model", device_map=None)
     assert loaded == [{"": "cpu"}]
 

@@ -4,8 +4,8 @@ import threading
 from collections import deque
 from types import SimpleNamespace
 
-from harness.run.settings import RunSettings
 from harness.run.trainer import add_parts
+from harness.runs import Run
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def batch_of(number):
 def read_step(build_trainer):
     """Reads a step of two of the given batches of a stream, with a state after each step; returns them and the state."""
     trainer = build_trainer("qwen2_fineweb_edu", "--max_steps", "2")
-    position = add_parts(trainer, None, None, RunSettings()).position
+    position = add_parts(trainer, None, None, Run("recipe.py")).position
     trainer.state.max_steps = 2
 
     def with_states(batches):

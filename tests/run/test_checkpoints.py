@@ -12,8 +12,8 @@ from harness import folder
 from harness.messages import UserError
 from harness.run import checkpoints, marker, session, stopping
 from harness.run.evaluation import check_metric_is_computed
-from harness.run.settings import RunSettings
 from harness.run.sharding import prepare_gradient_scaler
+from harness.runs import Run
 
 import pytest
 import torch
@@ -221,7 +221,7 @@ def test_checkpoint_with_nan_is_not_complete(build_trainer, monkeypatch):
     monkeypatch.setattr(stopping, "set_signal_handler", lambda handler: None)
     next(trainer.model.parameters()).data[0] = float("nan")
     with pytest.raises(UserError, match="NaN or infinite at step 1: try a lower --learning_rate"):
-        session.train(trainer, RunSettings())
+        session.train(trainer, Run("recipe.py"))
     assert Path(trainer.args.output_dir, "checkpoint-1").is_dir()
     assert folder.newest_complete_checkpoint(Path(trainer.args.output_dir)) is None
 
@@ -325,7 +325,7 @@ def test_old_checkpoints_are_deleted_by_step(build_trainer, monkeypatch):
 
     monkeypatch.setattr(SFTTrainer, "_save_checkpoint", save)
     monkeypatch.setattr(trainer.callback_handler, "on_save", on_save)
-    session.train(trainer, RunSettings())
+    session.train(trainer, Run("recipe.py"))
     assert seen == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-2", "checkpoint-3"]]
     assert folder.newest_complete_checkpoint(run) == run / "checkpoint-3"
 
@@ -337,7 +337,7 @@ def test_save_total_limit(tmp_path, limit, kept):
     for step in (0, 1, 2, 3, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()
     trainer = SimpleNamespace(args=args, state=SimpleNamespace(best_model_checkpoint="somewhere/checkpoint-0"))
-    checkpoints.Checkpoints(trainer, None, RunSettings())._delete_old(tmp_path / "checkpoint-5")
+    checkpoints.Checkpoints(trainer, None, Run("recipe.py"))._delete_old(tmp_path / "checkpoint-5")
     assert [folder.step_of(path) for path in folder.checkpoints(tmp_path)] == [*[4, 3, 2, 1][:kept], 0]
 
 
@@ -352,7 +352,7 @@ def test_best_checkpoint_is_in_the_output_directory(tmp_path, saved, used):
     trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path / "run"), save_total_limit=None))
     state = transformers.TrainerState(best_model_checkpoint=saved and str(tmp_path / saved))
     args = transformers.TrainingArguments(use_cpu=True)
-    checkpoints.Checkpoints(trainer, None, RunSettings()).on_train_begin(args, state, None)
+    checkpoints.Checkpoints(trainer, None, Run("recipe.py")).on_train_begin(args, state, None)
     assert state.best_model_checkpoint == (used and str(tmp_path / used))
 
 

@@ -7,8 +7,8 @@ import random
 from harness.data.streams import fill_last_step
 from harness.messages import UserError
 from harness.run.losses import find_loss
-from harness.run.settings import RunSettings
 from harness.run.trainer import add_parts
+from harness.runs import Run
 
 import pytest
 import torch
@@ -184,7 +184,7 @@ def make_trainer(kind, folder, **arguments):
 
 def prepare(trainer):
     loss, _ = find_loss(trainer)
-    add_parts(trainer, None, None, RunSettings(), loss=loss)
+    add_parts(trainer, None, None, Run("recipe.py"), loss=loss)
     return loss
 
 
@@ -281,7 +281,7 @@ def test_metrics_of_dpo_are_means_over_pairs_and_tokens(tmp_path, rows):
     reference, model = language_model(), language_model()
     data = Dataset.from_list(rows_of_text)
     trainer = DPOTrainer(model, reference, args=args, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
-    add_parts(trainer, None, None, RunSettings(), loss=find_loss(trainer)[0])
+    add_parts(trainer, None, None, Run("recipe.py"), loss=find_loss(trainer)[0])
     found = trainer.evaluate()
 
     chosen_tokens = correct = 0

@@ -2,10 +2,8 @@
 
 import sys
 
-from harness.configs import AccelerateConfig
-from harness.contexts import Context
 from harness.run import failures, session, stopping
-from harness.run.settings import RunSettings
+from harness.runs import Run, StartedRecipe
 from harness.start import launch, recipes
 
 import pytest
@@ -26,7 +24,7 @@ def test_memory_runs_out_in_a_step(build_trainer, monkeypatch, capfd):
     monkeypatch.setattr(torch.optim.AdamW, "step", run_out)
     monkeypatch.setattr("os._exit", sys.exit)
     with pytest.raises(SystemExit) as raised:
-        session.train(trainer, RunSettings())
+        session.train(trainer, Run("recipe.py"))
     assert raised.value.code == failures.OUT_OF_MEMORY
     assert f"error: the host ran out of memory at step 0: {failures.HOST_ADVICE}" in capfd.readouterr().err
 
@@ -79,7 +77,7 @@ def test_recipe_that_runs_out_of_memory(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.path", [*sys.path])
     monkeypatch.setattr("sys.argv", [])
     with pytest.raises(SystemExit, match="12"):
-        recipes.run_recipe(Context(str(path), AccelerateConfig()), [])
+        recipes.run_recipe(StartedRecipe(Run(str(path))), [])
     error = capsys.readouterr().err
     assert error.strip().count("\n") == 0 and error.strip().startswith("error: ") and "Traceback" not in error
 

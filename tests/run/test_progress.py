@@ -5,8 +5,8 @@ import os
 import subprocess
 
 from harness.run import metrics, progress, results
-from harness.run.settings import RunSettings
 from harness.run.trainer import add_parts
+from harness.runs import Run
 
 import pytest
 from conftest import read
@@ -51,7 +51,7 @@ def test_seconds_of_steps(build_trainer, monkeypatch):
     left = []
     monkeypatch.setattr(progress, "format_logs", lambda logs, step, steps, seconds: "loss" in logs and left.append(seconds))
     trainer = build_trainer(RECIPE, *flags)
-    counted = add_parts(trainer, None, None, RunSettings()).progress
+    counted = add_parts(trainer, None, None, Run("recipe.py")).progress
     counted.before = {"tokens": 100, "seconds": 50.0}
     trainer.add_callback(counted)
     trainer.training_step = takes(1.0, trainer.training_step)  # called for two micro-batches per step
@@ -72,7 +72,7 @@ def test_every_checkpoint_and_the_last_step_are_logged(build_trainer, strategy, 
     """A resumed run does not know the losses since the last log."""
     flags = ["--max_steps", "5", "--save_steps", "3", "--logging_steps", "2", "--logging_first_step", "false"]
     trainer = build_trainer("qwen2_chat", *flags, "--logging_strategy", strategy, "--eval_strategy", "no", "--max_length", "32")
-    counted = add_parts(trainer, None, None, RunSettings()).progress
+    counted = add_parts(trainer, None, None, Run("recipe.py")).progress
     trainer.add_callback(counted)
     output = trainer.train()
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == logged

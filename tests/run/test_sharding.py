@@ -8,8 +8,8 @@ from harness.data.streams import fill_last_step
 from harness.model.quantized import install_byte_check
 from harness.rehearsal import tiny
 from harness.run import session, stopping
-from harness.run.settings import RunSettings
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_sharding
+from harness.runs import Run
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_run_that_is_not_sharded_as_its_config_says(build_trainer, monkeypatch):
     config = configs.read(str(ROOT / "accelerate_configs/4gpu_full_shard.yaml"))
     monkeypatch.setattr(stopping, "set_signal_handler", lambda handler: None)
     with pytest.raises(RuntimeError, match="4gpu_full_shard is FSDP on 4 processes, but this run is unsharded on 1"):
-        session.train(trainer, RunSettings(config, processes=4, tiny=True))
+        session.train(trainer, Run("recipe.py", config, processes=4, tiny=True))
     assert trainer.state.global_step == 0
 
 

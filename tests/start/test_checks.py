@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import harness
 from harness import configs
 from harness.configs import AccelerateConfig
-from harness.contexts import Context
 from harness.nodes.cluster import Nodes
+from harness.runs import GpuFeatures, Run
 from harness.start import checks, launch, machine
 
 import pytest
@@ -26,7 +26,7 @@ def test_rehearsal_uses_gpus_only_if_there_are_enough(monkeypatch, gpus, on_cpu)
     """Two machines with four GPUs each are eight processes on this machine."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    context = Context("a.py", AccelerateConfig("hybrid.yaml", mixed_precision="bf16"), processes=8, tiny=True)
+    context = Run("a.py", AccelerateConfig("hybrid.yaml", mixed_precision="bf16"), processes=8, tiny=True)
     assert machine.must_use_cpu(context, VALUES) == on_cpu
 
 
@@ -34,7 +34,7 @@ def test_rehearsal_uses_gpus_only_if_there_are_enough(monkeypatch, gpus, on_cpu)
 def test_missing_gpus_are_an_error(monkeypatch, error_of, config, gpus):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     path = f"accelerate_configs/{config}.yaml"
-    context = Context("recipes/qwen2_chat.py", AccelerateConfig(path, mixed_precision="bf16"), processes=int(gpus[0]))
+    context = Run("recipes/qwen2_chat.py", AccelerateConfig(path, mixed_precision="bf16"), processes=int(gpus[0]))
     message = error_of(machine.must_use_cpu, context, VALUES)
     assert f"{config} needs {gpus}, this machine has none" in message and f"./launch.sh --tiny qwen2_chat {config}" in message
 
@@ -126,8 +126,10 @@ def test_launcher_checks_bf16(check_run, monkeypatch, error_of):
 
 def test_compilation_needs_triton(error_of):
     arguments = SimpleNamespace(**FP16, torch_compile=True, torch_compile_backend="inductor"), ModelConfig()
-    machine.check_gpus(*arguments, Context("a.py"))
-    message = error_of(machine.check_gpus, *arguments, Context("a.py", no_triton="no compiler (apt install gcc)"))
+    machine.check_gpus(*arguments, Run("a.py"))
+    message = error_of(
+        machine.check_gpus, *arguments, Run("a.py", gpu=GpuFeatures([], no_triton="no compiler (apt install gcc)"))
+    )
     assert message == "--torch_compile needs Triton, which cannot be used here: no compiler (apt install gcc): leave out the flag"
 
 
@@ -175,7 +177,7 @@ def test_fewer_cores_than_gpus_are_a_warning(monkeypatch, capsys, cores, on_cpu,
     """On every node. A rehearsal on the CPU has fewer on purpose."""
     monkeypatch.setattr(machine, "physical_cores", lambda: cores)
     monkeypatch.setenv("GROUP_RANK", "1")
-    machine.print_few_cores(Context("a.py", processes=8, nodes=2, on_cpu=on_cpu))
+    machine.print_few_cores(Run("a.py", processes=8, nodes=2, on_cpu=on_cpu))
     printed = capsys.readouterr().err
     assert (printed.startswith("warning: node 1 gives this run 1 core for 4 GPUs") and "--cpus-per-task" in printed) == warned
     assert warned or not printed

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import harness
-from harness.contexts import Context, RecipeStopped
+from harness.runs import RecipeStopped, Run
 from harness.start import arguments, flags
 
 import pytest
@@ -66,7 +66,7 @@ def pasted(monkeypatch):
         read = []
         for words in ([], shlex.split("\n".join(shown), comments=True)):
             monkeypatch.setattr(sys, "argv", [str(recipe), "--output_dir", "any", "--use_cpu", "--bf16", "false", *words])
-            parts = arguments.read_arguments(Context(str(recipe)), called[0][0], (), called[0][1])
+            parts = arguments.read_arguments(Run(str(recipe)), called[0][0], (), called[0][1], lambda values: None)
             read.append([{name: value for name, value in vars(part).items() if name not in NO_FLAGS} for part in parts])
         return read
 
@@ -98,6 +98,7 @@ def test_flags_of_lists_and_dictionaries_can_be_pasted(pasted, tmp_path):
     recipe = tmp_path / "recipe.py"
     recipe.write_text("""
 from harness import parse, train
+from harness.runs import RecipeStopped, Run
 from trl import SFTConfig
 parse(
     SFTConfig,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-from harness import configs, contexts
+from harness import configs, runs
 from harness.rehearsal import tiny
 from harness.start import parsing, training
 
@@ -122,10 +122,10 @@ def values(**given: bool) -> argparse.Namespace:
 
 
 @pytest.fixture
-def no_context():
+def no_recipe():
     """A context that this process gets in a test is no longer that of the next one."""
     yield
-    contexts.set_current(None)
+    runs.set_started(None)
 
 
 @pytest.mark.parametrize("form", [["--config_file", "mine.yaml"], ["--config_file=mine.yaml"]], ids=["two words", "one word"])
@@ -149,46 +149,45 @@ def test_config_of_accelerate_launch(monkeypatch, tmp_path, form, generation):
     ],
     ids=["one process", "first process", "another process", "without FSDP"],
 )
-def test_accelerate_launch_without_config_file(monkeypatch, capsys, no_context, variables, warnings):
+def test_accelerate_launch_without_config_file(monkeypatch, capsys, no_recipe, variables, warnings):
     """The keys of this project are not read; the first process prints which ones."""
     for name in ("ACCELERATE_USE_FSDP", "RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     for name, value in ({"ACCELERATE_MIXED_PRECISION": "no"} | variables).items():
         monkeypatch.setenv(name, value)
-    context = training.context_of_process()
-    context.before_arguments(values(use_cpu=True, bf16=True))
-    assert not context.config.path and context.processes == int(variables.get("WORLD_SIZE", 1))
+    run = training.choose_device(training.start_of_training().run, values(use_cpu=True, bf16=True))
+    assert not run.config.path and run.processes == int(variables.get("WORLD_SIZE", 1))
     printed = "".join(capsys.readouterr())
     assert printed.count("warning") == warnings and all((key in printed) == bool(warnings) for key in configs.OWN_KEYS)
     assert ("--config_file" in printed) == bool(warnings)
 
 
-def test_accelerate_launch_without_a_gpu(monkeypatch, error_of, no_context):
+def test_accelerate_launch_without_a_gpu(monkeypatch, error_of, no_recipe):
     for name, value in {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
-    context = training.context_of_process()
-    assert "pass --use_cpu" in error_of(context.before_arguments, values(use_cpu=False, bf16=False))
+    run = training.start_of_training().run
+    assert "pass --use_cpu" in error_of(training.choose_device, run, values(use_cpu=False, bf16=False))
 
 
-def test_python_without_a_gpu(monkeypatch, error_of, no_context):
+def test_python_without_a_gpu(monkeypatch, error_of, no_recipe):
     """transformers' words about bf16 do not say what to do."""
     for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
-    context = training.context_of_process()
-    message = error_of(context.before_arguments, values(use_cpu=False, bf16=True))
+    run = training.start_of_training().run
+    message = error_of(training.choose_device, run, values(use_cpu=False, bf16=True))
     assert "no GPU that PyTorch can use: pass --use_cpu" in message and "./launch.sh --tiny" in message
-    context.before_arguments(values(use_cpu=True, bf16=True))
+    training.choose_device(run, values(use_cpu=True, bf16=True))
 
 
-def test_python_has_no_config(monkeypatch, capsys, no_context):
+def test_python_has_no_config(monkeypatch, capsys, no_recipe):
     for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
-    assert training.context_of_process() == training.Train(sys.argv[0]) and not any(capsys.readouterr())
+    assert training.start_of_training().run == runs.Run(sys.argv[0], trains=True) and not any(capsys.readouterr())
 
 
 @pytest.fixture
-def gpus(monkeypatch, no_context):
+def gpus(monkeypatch, no_recipe):
     """Gives this process GPUs of a compute capability, until something computes on them."""
 
     def call(count: int, capability: tuple[int, int]):

@@ -1,10 +1,11 @@
 """Which source sets an argument, where several do: see the top of `harness/start/arguments.py`."""
 
+import functools
 import os
 import sys
 
 from harness.configs import AccelerateConfig
-from harness.contexts import Context
+from harness.runs import Run, use_cpu_if_asked
 from harness.start import arguments
 from harness.start.arguments import DEFAULTS, read_arguments
 
@@ -28,8 +29,8 @@ def read(monkeypatch, tmp_path):
             words += ["--config", str(tmp_path / "arguments.yaml")]
         monkeypatch.setattr(sys, "argv", words)
         recipe = {"dataset_name": NAME} | (recipe or {})
-        context = Context("recipe.py", AccelerateConfig(**(config or {})), tiny=tiny, on_cpu=True)
-        parsed = read_arguments(context, SFTConfig, (), recipe)
+        run = Run("recipe.py", AccelerateConfig(**(config or {})), tiny=tiny, on_cpu=True)
+        parsed = read_arguments(run, SFTConfig, (), recipe, functools.partial(use_cpu_if_asked, run))
         return {name: value for part in reversed(parsed) for name, value in vars(part).items()}
 
     return call

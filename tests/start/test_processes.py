@@ -205,7 +205,7 @@ MOMENTS = {
 )
 def test_signal_to_all_processes_before_training(session, tmp_path, moment, number):
     recipe, (line, lines) = tmp_path / "interrupted.py", MOMENTS[moment]
-    imports = "import os\n\nfrom harness import contexts\nfrom harness"
+    imports = "import os\n\nfrom harness import runs\nfrom harness"
     text = (ROOT / f"recipes/{RECIPE}.py").read_text().replace("from harness", imports, 1)
     recipe.write_text(text.replace(line, lines.format(f"os.killpg(0, {int(number)})")))
     process, log, alive = session(tmp_path / "run", recipe=recipe)

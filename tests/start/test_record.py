@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass, field
 from enum import Enum
 
-from harness.contexts import Context
+from harness.runs import Run
 from harness.start import record
 
 import pytest
@@ -74,7 +74,7 @@ def test_no_secret_is_recorded(monkeypatch, value, written):
 
 
 def test_command(monkeypatch):
-    context = Context(str(ROOT / "recipes/qwen2_chat.py"), tiny=True)
+    context = Run(str(ROOT / "recipes/qwen2_chat.py"), tiny=True)
     context.config.path = "/mine/two gpus.yaml"
     monkeypatch.setattr("sys.argv", [context.recipe, "--run_name", f"a {TOKEN}"])
     assert record.command_of(context).endswith("qwen2_chat.py --run_name 'a hidden'")

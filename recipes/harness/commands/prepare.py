@@ -6,7 +6,6 @@ It first prints how much there is to download, and stops if this machine has no 
 until its trainer is built, so that the recipe's own code opens and tokenizes the data.
 """
 
-import dataclasses
 import glob
 import shutil
 import sys
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from harness.commands import arguments
-from harness.contexts import BuildingContext
 from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, print_once, readable_size
+from harness.runs import Run
 from harness.start import flags
 from harness.start.environment import hide_library_warnings, set_environment
 from harness.start.recipes import build_trainer
@@ -33,47 +32,39 @@ def main(*words: str) -> int:
 
     parsed = arguments.prepare().read(words)
     flags.check_flags(parsed.recipe, parsed.flags)
-    prepare = Prepare(str(parsed.recipe), tiny=parsed.tiny, on_cpu=True)
-    set_environment(prepare.tiny)
+    set_environment(parsed.tiny)
     from harness.model.gpu_features import find_gpu_features
 
-    prepare.attention, prepare.no_flash, prepare.no_triton, prepare.gpu_problem = find_gpu_features()
+    run = Run(str(parsed.recipe), tiny=parsed.tiny, any_config=True, on_cpu=True, gpu=find_gpu_features())
     hide_library_warnings()
     print_untested_versions()
     with tempfile.TemporaryDirectory(prefix="prepare-") as output_dir:
-        build_trainer(prepare, [*parsed.flags, "--output_dir", output_dir])
+        build_trainer(run, [*parsed.flags, "--output_dir", output_dir], prepare_run)
     print_once("Everything this run needs is on this machine: the same flags train without internet.")
     return 0
 
 
-@dataclasses.dataclass
-class Prepare(BuildingContext):
-    """Downloads what a run needs when its arguments are known, then runs the recipe until it has built its trainer.
+def prepare_run(run: Run, arguments: tuple[Any, Any, Any]) -> Run:
+    """Downloads what a run needs, once its arguments are known."""
+    from harness.compat.transformers import load_tokenizers_as_offline
+    from harness.model.loading import load_small_models
+    from harness.model.quantized import quantize_once, use_quantized_weights
+    from harness.start import preparing
 
-    The recipe's own code opens and tokenizes the data, so that it is in the caches.
-    """
-
-    is_sharded = True  # the config is not known, and only sharded 4-bit weights must be made before a run
-
-    def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
-        from harness.compat.transformers import load_tokenizers_as_offline
-        from harness.model.loading import load_small_models
-        from harness.model.quantized import quantize_once, use_quantized_weights
-        from harness.start import preparing
-
-        script_args, training_args, model_args = arguments
-        preparing.check_all_arguments(self, arguments)
-        preparing.set_model_options(self, arguments)
-        preparing.check_model_and_dataset(self, arguments)
-        if not self.tiny:
-            download(wanted_of_model(model_args) | wanted_of_datasets(script_args), model_args)
-        load_tokenizers_as_offline()
-        preparing.replace_model_and_dataset(self, arguments)
-        if model_args.load_in_4bit:
-            quantize_once(model_args)
-            use_quantized_weights(model_args, training_args)
-        preparing.prepare_process(self, arguments)
-        load_small_models()
+    script_args, training_args, model_args = arguments
+    preparing.check_all_arguments(run, arguments)
+    preparing.set_model_options(run, arguments)
+    preparing.check_model_and_dataset(run, arguments)
+    if not run.tiny:
+        download(wanted_of_model(model_args) | wanted_of_datasets(script_args), model_args)
+    load_tokenizers_as_offline()
+    preparing.replace_model_and_dataset(run, arguments)
+    if model_args.load_in_4bit:
+        quantize_once(model_args)
+        use_quantized_weights(model_args, training_args)
+    preparing.prepare_process(run, arguments)
+    load_small_models()
+    return run
 
 
 def will_quantize(model_args: Any) -> bool:

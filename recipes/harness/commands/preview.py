@@ -23,8 +23,8 @@ from typing import Any
 from harness.batches import is_packed, length_of_rows, rows_of_step
 from harness.commands import arguments
 from harness.commands.documents import IGNORED, Document, documents_of
-from harness.contexts import BuildingContext
 from harness.messages import UserError, exit_on_user_error, plural, print_once, printable
+from harness.runs import Run
 from harness.start import flags
 from harness.start.environment import hide_library_warnings, set_environment
 from harness.start.recipes import build_trainer
@@ -75,12 +75,11 @@ def main(*words: str) -> None:
 
     parsed = arguments.preview().read(words)
     flags.check_flags(parsed.recipe, parsed.flags)
-    preview = Preview(str(parsed.recipe), tiny=parsed.tiny, on_cpu=True)
-    set_environment(preview.tiny)
+    set_environment(parsed.tiny)
     messages = sys.stderr if parsed.json else sys.stdout  # stdout is for the JSON alone
     with tempfile.TemporaryDirectory(prefix="preview-") as output_dir, contextlib.redirect_stdout(messages):
         print_untested_versions()
-        preview.build([*parsed.flags, "--output_dir", output_dir])
+        preview = Preview(str(parsed.recipe), [*parsed.flags, "--output_dir", output_dir], parsed.tiny)
         trainer, (script_args, _, model_args) = preview.trainer, preview.arguments
         if reason := why_no_documents(trainer):
             preview_other_rows(preview, parsed.recipe.stem, reason, sys.__stdout__ if parsed.json else None)
@@ -95,7 +94,7 @@ def main(*words: str) -> None:
         names = {"recipe": parsed.recipe.stem, "dataset": script_args.data.display_name}
         print(json.dumps({**names, **numbers, "warnings": found}, indent=2))
         return
-    if preview.tiny:
+    if parsed.tiny:
         print_once("\nThis is the preview of a rehearsal: leave out --tiny to see the rows and numbers of the run.")
     if parsed.full:
         print_document(tokenizer, rows, parsed.full)
@@ -106,39 +105,39 @@ def main(*words: str) -> None:
         print(f"warning: {problem}", file=sys.stderr)
 
 
-@dataclass
-class Preview(BuildingContext):
+class Preview:
     """Runs a recipe until it has built its trainer, with a model of two layers and the first rows of each split."""
 
-    # Of each split: the tokenized rows before truncation and packing, and whether its rows are conversations.
-    whole: dict[str, Any] = dataclasses.field(default_factory=dict)
-    conversational: list[bool] = dataclasses.field(default_factory=list)
+    def __init__(self, recipe: str, flags: list[str], tiny: bool = False) -> None:
+        """Changes this process."""
+        # Of each split: the tokenized rows before truncation and packing, and whether its rows are conversations.
+        self.whole: dict[str, Any] = {}
+        self.conversational: list[bool] = []
+        hide_library_warnings()
+        started = build_trainer(Run(recipe, tiny=tiny, any_config=True, on_cpu=True), flags, self.prepare)
+        self.trainer, self.arguments = started.trainer, started.arguments
 
-    only_first_rows = True
-    is_sharded = True  # the config is not known, and what can be sharded can also be trained on one GPU
-
-    def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
+    def prepare(self, run: Run, arguments: tuple[Any, Any, Any]) -> Run:
+        """Called at the end of `parse`."""
+        from harness.data.loading import FIRST_ROWS
         from harness.model.loading import load_small_models
         from harness.start import preparing
 
-        preparing.check_all_arguments(self, arguments)
-        preparing.set_model_options(self, arguments)
-        preparing.check_model_and_dataset(self, arguments, with_weights=False)
-        preparing.replace_model_and_dataset(self, arguments)
-        preparing.prepare_process(self, arguments)
+        arguments[0].data = arguments[0].data.take(FIRST_ROWS)
+        preparing.check_all_arguments(run, arguments)
+        preparing.set_model_options(run, arguments)
+        preparing.check_model_and_dataset(run, arguments, with_weights=False)
+        preparing.replace_model_and_dataset(run, arguments)
+        preparing.prepare_process(run, arguments, self.record)
         load_small_models()
+        return run
 
-    def tokenized(self, trainer: Any, split: str, rows: Any, tokenized: Any) -> None:
+    def record(self, trainer: Any, split: str, rows: Any, tokenized: Any) -> None:
         """Keeps the tokenized rows of a split."""
         from trl.data_utils import is_conversational
 
         self.conversational.append(is_conversational(next(iter(rows))))
         self.whole[split] = tokenized
-
-    def build(self, arguments: list[str]) -> None:
-        """Runs the recipe. Changes this process."""
-        hide_library_warnings()
-        build_trainer(self, arguments)
 
     def read_rows(self) -> PreviewRows:
         """The first rows of the recipe's datasets."""

@@ -1,7 +1,6 @@
 """From the arguments of a run to its DataSettings: which datasets there are, with which configs and weights."""
 
 import math
-from dataclasses import replace
 
 from harness.data import reading
 from harness.data.script_arguments import ScriptArguments
@@ -12,14 +11,14 @@ from transformers import TrainingArguments
 
 
 def settings_of_data(
-    script_args: ScriptArguments, training_args: TrainingArguments, formats: tuple[str, ...] | str = (), first_rows: int = 0
+    script_args: ScriptArguments, training_args: TrainingArguments, formats: tuple[str, ...] | str = ()
 ) -> DataSettings:
     """What the arguments of a run say about its data. Raises UserError for datasets that do not belong together.
 
-    `formats`: see DataSettings; `first_rows`: see Source.
+    `formats`: see DataSettings.
     """
     return DataSettings(
-        sources=tuple(replace(source, first_rows=first_rows) for source in sources_of(script_args)),
+        sources=tuple(sources_of(script_args)),
         formats=(formats,) if isinstance(formats, str) else tuple(formats),
         streaming=script_args.dataset_streaming,
         max_samples=script_args.max_samples,

@@ -63,6 +63,10 @@ class DataSettings:
         """The settings with other sources."""
         return replace(self, sources=tuple(change(source) for source in self.sources))
 
+    def take(self, rows: int) -> "DataSettings":
+        """These settings, for the first rows of each split."""
+        return self.change_each(lambda source: replace(source, first_rows=rows))
+
     def hold_out_at_least(self, eval_rows: int) -> "DataSettings":
         """The settings of a rehearsal or plan, which holds out as many rows as the run and evaluates on fewer."""
         return self.change_each(lambda source: replace(source, eval_rows_of_run=eval_rows))

@@ -24,7 +24,7 @@ IGNORED = -100  # the label of a token that does not count in the loss
 
 
 def finish_rows(
-    record: Callable[[Any, str, Rows, Rows], None],
+    record: Callable[[Any, str, Rows, Rows], None] | None,
     is_training_run: bool,
     trainer: Any,
     split: str,
@@ -43,7 +43,8 @@ def finish_rows(
     if isinstance(tokenizer, ProcessorMixin):  # of a model that reads images too
         tokenizer = tokenizer.tokenizer
     tokenized = without_double_ends(rows, tokenized, tokenizer)
-    record(trainer, split, rows, tokenized)
+    if record:
+        record(trainer, split, rows, tokenized)
     if is_packed and args.packing_strategy == "bfd" and is_training_run:  # which cuts rows, and drops none
         count_first_rows_without_loss(split, tokenized, args)
     prepared = truncate_and_pack(tokenized)

@@ -4,44 +4,41 @@ import re
 
 from harness.batches import is_packed
 from harness.compat.transformers import supports_flash_attention_2, takes_other_attention
-from harness.contexts import Context
 from harness.hub import check_model_exists
 from harness.messages import UserError, print_once
 from harness.model.gpu_features import FLASH, VARLEN
 from harness.model.varlen import MAX_HEAD_SIZE, register_varlen
 from harness.rehearsal import tiny
+from harness.runs import Run
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, TrainingArguments
 from trl import ModelConfig
 
 
-def set_attention(training_args: TrainingArguments, model_args: ModelConfig, context: Context) -> None:
+def set_attention(training_args: TrainingArguments, model_args: ModelConfig, run: Run) -> None:
     """Sets the attention implementation unless a flag has. Raises UserError for an impossible `varlen`."""
     given = model_args.attn_implementation
-    chosen = choose_attention(training_args, model_args, context)
+    chosen = choose_attention(training_args, model_args, run)
     if given == VARLEN and chosen != VARLEN:
         raise UserError(f"--attn_implementation {VARLEN} is not for these rows, this model, dtype or GPU: leave out the flag")
-    if given is None or (context.is_simulated and "flash" in given):  # a plan simulates any FlashAttention as PyTorch's
+    if given is None:
         model_args.attn_implementation = chosen
     if model_args.attn_implementation == VARLEN:
         register_varlen()
 
 
-def choose_attention(training_args: TrainingArguments, model_args: ModelConfig, context: Context) -> str | None:
+def choose_attention(training_args: TrainingArguments, model_args: ModelConfig, run: Run) -> str | None:
     """The attention implementation: `varlen` or FlashAttention-2 if possible, None to leave it to transformers.
 
-    A rehearsal on CPU and a plan can do what a GPU can. If the config cannot be read, `check_model` says so.
+    A rehearsal on CPU can do what a GPU can. If the config cannot be read, `check_model` says so.
     """
-    config, model_class = config_and_class(model_args, context.tiny)
+    config, model_class = config_and_class(model_args, run.tiny)
     computes_in = "float16" if training_args.fp16 else "bfloat16" if training_args.bf16 else str(model_args.dtype)
     in_16_bit = computes_in in ("bfloat16", "float16")
-    if context.is_simulated:
-        has_kernel = computes_in == "bfloat16"  # a plan in fp16 is for T4s, which do not support FlashAttention
-    else:
-        has_kernel = context.on_cpu or (VARLEN in context.attention and in_16_bit)
+    has_kernel = run.on_cpu or (VARLEN in run.gpu.attention and in_16_bit)
     if has_kernel and has_documents(training_args) and (config is None or can_use_varlen(config, model_class)):
         return VARLEN
-    has_flash = FLASH in context.attention and not context.on_cpu and not context.is_simulated and in_16_bit
+    has_flash = FLASH in run.gpu.attention and not run.on_cpu and in_16_bit
     fits = config is None or max(head_sizes(config)) <= MAX_HEAD_SIZE
     return FLASH if has_flash and fits and supports_flash_attention_2(model_class) else None
 
@@ -84,11 +81,12 @@ def head_sizes(config: PreTrainedConfig) -> list[int]:
     return sizes or [getattr(text, "hidden_size", 64) // (getattr(text, "num_attention_heads", None) or 1)]
 
 
-def print_attention(model_args: ModelConfig, context: Context) -> None:
+def print_attention(model_args: ModelConfig, run: Run) -> None:
     """Prints which attention a run uses, and what is installed and cannot be used."""
-    if context.no_triton and not context.on_cpu:
-        print_once(f"TRL's loss runs in PyTorch instead of Triton, a little slower: {context.no_triton}")
-    if context.no_flash and not context.on_cpu:
-        print_once(f"warning: {context.no_flash}")
-    if not context.on_cpu:
-        print_once(f"Attention: {model_args.attn_implementation or 'the default of transformers'}")
+    if run.on_cpu:
+        return
+    if run.gpu.no_triton:
+        print_once(f"TRL's loss runs in PyTorch instead of Triton, a little slower: {run.gpu.no_triton}")
+    if run.gpu.no_flash:
+        print_once(f"warning: {run.gpu.no_flash}")
+    print_once(f"Attention: {model_args.attn_implementation or 'the default of transformers'}")

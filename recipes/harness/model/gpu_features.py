@@ -3,9 +3,9 @@
 import importlib
 import re
 import warnings
-from typing import NamedTuple
 
 from harness.messages import UserError
+from harness.runs import GpuFeatures
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
@@ -14,15 +14,8 @@ from transformers.utils import is_flash_attn_2_available
 VARLEN, FLASH = "varlen", "flash_attention_2"  # values of --attn_implementation
 
 
-class GpuFeatures(NamedTuple):
-    attention: list[str]  # the implementations that can be used, besides those of transformers
-    no_flash: str = ""  # why an implementation that is installed cannot be used, "" if there is no problem
-    no_triton: str = ""  # why TRL's loss cannot use Triton, "" if it can
-    problem: str = ""  # why the GPU itself cannot be used at the moment (it is full or busy, for example), "" if it can
-
-
 def find_gpu_features() -> GpuFeatures:
-    """What the GPUs of this machine support. The launcher asks once, so that all processes do the same."""
+    """What the GPUs of this machine support."""
     warnings.filterwarnings("ignore")  # `machine.count_gpus` reports a driver that is too old
     if not torch.cuda.is_available():
         return GpuFeatures([])

@@ -15,11 +15,11 @@ from harness.compat.transformers import (
     read_no_weights,
 )
 from harness.compat.trl import compute_loss_without_triton
-from harness.contexts import Context
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
 from harness.messages import UserError
 from harness.model.attention import config_and_class, set_attention
 from harness.rehearsal import tiny
+from harness.runs import Run
 
 import torch
 import transformers
@@ -51,29 +51,28 @@ GENERATING = {
 def set_loading_options(
     training_args: TrainingArguments,
     model_args: ModelConfig,
-    is_sharded: bool,
-    context: Context,
+    run: Run,
     given: Collection[str] = (),
 ) -> None:
     """Sets how the trainer loads the model that it gets by name, and how the loss is computed. `given`: names of flags."""
     if isinstance(model_args.lora_target_modules, str) and model_args.lora_target_modules.isidentifier():
         # TRL makes a string of a single name, which PEFT reads as a regular expression for whole names.
         model_args.lora_target_modules = [model_args.lora_target_modules]
-    if context.no_triton:
+    if run.gpu.no_triton:
         compute_loss_without_triton()
-    if model_args.load_in_4bit and is_sharded:
+    if model_args.load_in_4bit and run.is_sharded:
         # FSDP2 shards floating-point parameters only, and keeps their bits if it need not cast them.
         model_args.bnb_4bit_quant_storage = model_args.bnb_4bit_quant_storage or "float32"
         model_args.dtype = "bfloat16"
         load_models_with(load_into_host_memory)
-    elif is_sharded and os.environ.get("RANK", "0") != "0" and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING") == "true":
+    elif run.is_sharded and os.environ.get("RANK", "0") != "0" and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING") == "true":
         # The weights of a reference model, of which TRL's trainer makes a second copy, are not sent by the first process.
         has_reference = hasattr(training_args, "precompute_ref_log_probs") or hasattr(training_args, "sync_ref_model")
         if model_args.use_peft or not has_reference:
             read_no_weights()
-    if model_args.load_in_4bit and not is_sharded and ("dtype" not in given or model_args.dtype == "auto"):
+    if model_args.load_in_4bit and not run.is_sharded and ("dtype" not in given or model_args.dtype == "auto"):
         set_dtype_of_4bit_model(training_args, model_args)
-    set_attention(training_args, model_args, context)  # it depends on the dtype
+    set_attention(training_args, model_args, run)  # it depends on the dtype
     if hasattr(training_args, "model_init_kwargs"):
         given = training_args.model_init_kwargs or {}
         given = json.loads(given) if isinstance(given, str) else given

@@ -22,26 +22,26 @@ KERNELS, PACKAGES = ("fla", "causal_conv1d"), "flash-linear-attention and causal
 
 
 def check_packing(
-    training_args: TrainingArguments, model_args: ModelConfig, name: str, on_cpu: bool = False, is_simulated: bool = False
+    training_args: TrainingArguments, model_args: ModelConfig, name: str, can_use_kernels: bool = True, can_compute: bool = True
 ) -> None:
     """Raises UserError if packed documents change each other in layers that carry a state from one token to the next.
 
     Prints a warning if they do in other layers: without FlashAttention, some models attend to all tokens of a row.
-    `name`: of the model, in messages. `on_cpu`: the kernels of linear attention cannot be used. `is_simulated`: tensors have no
-    values, so every model with a state is refused.
+    `name`: of the model, in messages. `can_use_kernels`: those of linear attention, which need a GPU. `can_compute`: with
+    a small model of this architecture, to find out; otherwise every model with a state is refused.
     """
     if not has_documents(training_args):
         return
     config = AutoConfig.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)
     has_state = carries_state(config)
     kind = config.get_text_config().model_type
-    has_kernels = not (on_cpu or is_simulated) and all(map(importlib.util.find_spec, KERNELS))
+    has_kernels = can_use_kernels and all(map(importlib.util.find_spec, KERNELS))
     if has_state and kind in KEPT_APART_BY_KERNELS and has_kernels:
         return
     attention = None if has_state else model_args.attn_implementation
     if attention and (attention == VARLEN or "flash" in attention):
         return
-    keeps_apart = None if is_simulated else keeps_documents_apart(config, attention)
+    keeps_apart = keeps_documents_apart(config, attention) if can_compute else None
     if has_state and not keeps_apart:
         advice = f", or install {PACKAGES}, which need a GPU" if kind in KEPT_APART_BY_KERNELS else ""
         raise UserError(

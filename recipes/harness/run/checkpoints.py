@@ -14,7 +14,7 @@ from harness.restarts import before_and_now
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
 from harness.run.parameters import adapters_of, quantization_of
 from harness.run.progress import Progress
-from harness.run.settings import RunSettings
+from harness.runs import Run
 
 import torch
 from accelerate import PartialState
@@ -35,12 +35,10 @@ class Checkpoints(TrainerCallback):
     next one. Here there are never more than `save_total_limit` on the disk, and the best one with `metric_for_best_model`.
     """
 
-    def __init__(
-        self, trainer: Trainer, progress: Progress, settings: RunSettings, original: PreTrainedConfig | None = None
-    ) -> None:
+    def __init__(self, trainer: Trainer, progress: Progress, run: Run, original: PreTrainedConfig | None = None) -> None:
         """`original`: see `load_original_config`."""
         self.trainer, self.progress, self.output_dir = trainer, progress, Path(trainer.args.output_dir)
-        self.settings, self.original = settings, original
+        self.run, self.original = run, original
         self.limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None  # transformers deletes none
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
@@ -92,7 +90,7 @@ class Checkpoints(TrainerCallback):
         parts = gather_values(sync_files(checkpoint, lambda name: belongs_to(name, process, process.is_main_process)))
         if process.is_main_process:
             files = {name: entry for part in parts for name, entry in part.items()}
-            geometry = data_settings(args) | {"asked_accumulation_steps": self.settings.asked_accumulation_steps}
+            geometry = data_settings(args) | {"asked_accumulation_steps": self.run.asked_accumulation_steps}
             how = quantization_of(self.trainer.accelerator.unwrap_model(model))  # for --merge
             write_marker(checkpoint, {"geometry": geometry, "progress": progress, "files": files} | how)
 

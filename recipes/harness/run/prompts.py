@@ -5,15 +5,33 @@
 - chat_template_kwargs: what the chat template got besides the messages.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from harness.folder import CONVERSATIONS, PROMPTS, TEXTS
 
 from datasets import Dataset, IterableDataset
+from transformers import Trainer
 from trl.data_utils import is_conversational
 
 FIRST_ROWS = 256
 FEWEST_PROMPTS = 16  # fewer different ones can begin alike by chance
+KEPT_CONVERSATIONS = 16
+
+
+@dataclass
+class SeenRows:
+    """What is kept of the rows of a run before they are packed: packed rows have no messages."""
+
+    prompt: dict[str, Any] = field(default_factory=dict)  # the content of prompt.json
+    conversations: list[dict[str, Any]] = field(default_factory=list)  # the first ones for evaluation, with their tokens
+
+    def record(self, trainer: Trainer, split: str, rows: Dataset | IterableDataset, tokenized: Any) -> None:
+        """Records how prompts look, and keeps conversations: --verify compares the prompts of a saved tokenizer with them."""
+        if "begins" not in self.prompt:  # of the training rows, unless they are a stream
+            self.prompt |= describe_rows(rows)
+        if split != "train" and isinstance(rows, Dataset) and is_conversational(rows[0]):
+            self.conversations += tokenized.take(KEPT_CONVERSATIONS)
 
 
 def describe_rows(rows: Dataset | IterableDataset) -> dict[str, Any]:

@@ -31,11 +31,11 @@ from harness.run.publishing import SAME_COMMAND, publish
 from harness.run.results import print_summary, write_results
 from harness.run.samples import generate_samples, why_no_text
 from harness.run.saving import load_original_config, save_model, set_base_revision, write_model_card
-from harness.run.settings import RunSettings
 from harness.run.sharded_files import check_other_files, check_sharded_files
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
 from harness.run.stopping import LastStepReached, MissedEvaluation, StopAfterSignal, StopAtLastStep, StopOnNan
 from harness.run.trainer import RunTrainer, add_parts
+from harness.runs import Run
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -44,19 +44,19 @@ from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 
 
-def train(trainer: Trainer, settings: RunSettings) -> None:
+def train(trainer: Trainer, run: Run) -> None:
     """Resumes or starts, trains, evaluates, saves a model that `from_pretrained` loads, and reports.
 
     Args:
         trainer: a `transformers.Trainer` or `trl.SFTTrainer`, as built; `trainer.args.output_dir` is the run's folder.
-        settings: what the command line said besides.
+        run: how it was started.
 
     Raises:
         UserError: for what the user can fix, also if the loss is NaN.
         RuntimeError: if the run is not sharded as its config says, or if sharding changed 4-bit weights.
     """
     try:
-        _train(trainer, settings)
+        _train(trainer, run)
     except UserError:
         raise
     except Exception as error:
@@ -64,32 +64,32 @@ def train(trainer: Trainer, settings: RunSettings) -> None:
         raise
 
 
-def _train(trainer: Trainer, settings: RunSettings) -> None:
+def _train(trainer: Trainer, run: Run) -> None:
     """The run from its preparation to its report, in the order in which it happens."""
     check_trainer(trainer)
     output_dir = Path(trainer.args.output_dir)
     # launch.sh locks the folder itself.
-    locks = settings.identity is not None and trainer.is_world_process_zero()
-    held = folder.lock_run(output_dir, settings.identity) if locks else None
+    locks = run.identity is not None and trainer.is_world_process_zero()
+    held = folder.lock_run(output_dir, run.identity) if locks else None
     freeze_unused_parts(trainer)
-    show_buffers = prepare_sharding(trainer, settings.config)  # called by `AfterWrapping`
+    show_buffers = prepare_sharding(trainer, run.config)  # called by `AfterWrapping`
     loss, measure_loss = find_loss(trainer)  # before the layers are compiled
     prepare_trainer(trainer, loss)
     group, for_failures = make_cpu_group(trainer.args.ddp_timeout), make_group_for_failures()
     checkpoint = find_checkpoint(trainer.args)
     prepare_resume(trainer, checkpoint)
     resumed_from = folder.step_of(checkpoint) if checkpoint else 0
-    if settings.prompt and trainer.is_world_process_zero():
-        folder.write_json(output_dir / folder.PROMPT, settings.prompt)
+    if run.seen and trainer.is_world_process_zero():
+        folder.write_json(output_dir / folder.PROMPT, run.seen.prompt)
     original = load_original_config(trainer)
     parameters = count_parameters(trainer.model)
     print_once(f"Training {describe_training(modules_with_adapter(trainer.model), parameters)}.")
 
-    parts = add_parts(trainer, group, checkpoint, settings, original, loss)
+    parts = add_parts(trainer, group, checkpoint, run, original, loss)
     stop = StopAfterSignal(group)
     del group
     callbacks = [
-        AfterWrapping(trainer, settings.config, settings.processes, loss.own is not None, show_buffers, measure_loss),
+        AfterWrapping(trainer, run.config, run.processes, loss.own is not None, show_buffers, measure_loss),
         # Before Checkpoints: a checkpoint with NaN in it must not get a completion marker.
         StopOnNan(),
         # Before Checkpoints: the completion marker lists the file of the position.
@@ -102,7 +102,7 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
         MissedEvaluation(trainer, resumed_from),
         # After StopAfterSignal, so that the time of a step that is saved or logged because of a signal is counted.
         parts.progress,
-        *([Profile(trainer.args)] if settings.profile else []),
+        *([Profile(trainer.args)] if run.profile else []),
     ]
     for callback in callbacks:
         trainer.add_callback(callback)
@@ -136,17 +136,17 @@ def _train(trainer: Trainer, settings: RunSettings) -> None:
         if reason and not why_no_text(trainer):  # which the line about the samples says
             print_once(f"Nothing for --verify to compare with: {reason}.")
         if not reason and trainer.is_world_process_zero():
-            save_held_out(trainer, settings.conversations)
+            save_held_out(trainer, run.seen.conversations if run.seen else [])
     results = write_results(trainer, loss, output, evaluation, parts.progress, parameters, resumed_from)
     with only_report("README.md"):
         write_model_card(trainer)
     with only_report_if_all("samples.txt", for_failures):
-        generate_samples(trainer, settings.tiny)
+        generate_samples(trainer, run.tiny)
     with only_report("the summary"):
         print_summary(results, str(output_dir))
     del for_failures  # `Trainer.end` destroys the group
-    if settings.repository and not settings.tiny and trainer.is_world_process_zero():
-        publish(output_dir, settings.repository, SAME_COMMAND)  # meanwhile, no other process waits for this one
+    if run.repository and not run.tiny and trainer.is_world_process_zero():
+        publish(output_dir, run.repository, SAME_COMMAND)  # meanwhile, no other process waits for this one
     if held:
         held.release()
 

@@ -18,7 +18,7 @@ from harness.run.evaluation import Means, read_equally, without_router_loss
 from harness.run.losses import Loss
 from harness.run.marker import read_marker
 from harness.run.progress import Progress
-from harness.run.settings import RunSettings
+from harness.runs import Run
 
 import torch
 from torch.distributed import ProcessGroup
@@ -126,7 +126,7 @@ def add_parts(
     trainer: Trainer,
     group: ProcessGroup | None,
     checkpoint: Path | None,
-    settings: RunSettings,
+    run: Run,
     original: PreTrainedConfig | None = None,
     loss: Loss | None = None,
 ) -> Parts:
@@ -134,7 +134,7 @@ def add_parts(
     before = read_marker(checkpoint)["progress"] if checkpoint else {}
     progress, position = Progress(trainer, before), StreamPosition(trainer, checkpoint)
     reader = AgreedReader(trainer, group, position, step_of(checkpoint) if checkpoint else 0)
-    trainer.parts = Parts(position, reader, progress, Checkpoints(trainer, progress, settings, original), loss or Loss())
+    trainer.parts = Parts(position, reader, progress, Checkpoints(trainer, progress, run, original), loss or Loss())
     add_overrides(trainer, RunTrainer)
     return trainer.parts
 

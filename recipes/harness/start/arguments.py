@@ -21,20 +21,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness import folder
 from harness.batches import length_of_rows, rows_of_step
 from harness.configs import AccelerateConfig, read_yaml
-from harness.contexts import Context
 from harness.data import reading
-from harness.data.loading import FIRST_ROWS
 from harness.data.parsing import settings_of_data, sources_of
 from harness.data.script_arguments import ScriptArguments
 from harness.messages import UserError, plural
 from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny
+from harness.run.marker import settings_of_checkpoint
 from harness.run.publishing import take_repository
+from harness.runs import Run
 from harness.start import checks
 from harness.start.flags import check_names, unknown_flag
-from harness.start.record import settings_of
+from harness.start.record import digest_of_recipe, settings_of
 
 import trl
 from torch.distributed import DistError
@@ -49,24 +50,29 @@ Arguments = tuple[ScriptArguments, TrainingArguments, trl.ModelConfig]
 
 
 def read_arguments(
-    context: Context, config_class: type, dataset_formats: tuple[str, ...] | str, recipe: dict[str, Any]
+    run: Run,
+    config_class: type,
+    dataset_formats: tuple[str, ...] | str,
+    recipe: dict[str, Any],
+    look: Callable[[argparse.Namespace], None],
 ) -> Arguments:
     """The argument objects of a run, with the precedence that is described at the top of this file.
 
     `recipe`: the values of the recipe, by the names of the arguments; `config_class` and `dataset_formats`: see `harness.parse`.
+    `look`: called with the values of all arguments before objects are made of them.
 
     Raises UserError for anything that the user can fix.
     """
-    arguments = script_args, training_args, model_args = parse_command_line(context, config_class, recipe)
+    arguments = script_args, training_args, model_args = parse_command_line(run, config_class, recipe, look)
     if model_args.model_name_or_path and Path(model_args.model_name_or_path).is_dir():  # an adapter records it
         model_args.model_name_or_path = str(Path(model_args.model_name_or_path).absolute())
-    set_dependent_values(script_args, training_args, recipe, context)
+    set_dependent_values(script_args, training_args, recipe)
     checks.check_numbers(script_args, training_args)
-    processes = context.processes or int(os.environ.get("WORLD_SIZE", 1))
-    before = context.settings_of_checkpoint(training_args.output_dir)
-    set_steps(arguments, recipe, processes, context.tiny, before)
-    data = settings_of_data(script_args, training_args, dataset_formats, FIRST_ROWS if context.only_first_rows else 0)
-    if context.tiny and "max_eval_samples" not in script_args.given:
+    processes = run.processes or int(os.environ.get("WORLD_SIZE", 1))
+    before = settings_of_continued_run(run, training_args.output_dir) if run.trains else {}
+    set_steps(arguments, recipe, processes, run.tiny, before)
+    data = settings_of_data(script_args, training_args, dataset_formats)
+    if run.tiny and "max_eval_samples" not in script_args.given:
         data = data.hold_out_at_least(recipe.get("max_eval_samples", ScriptArguments.max_eval_samples))
     script_args.data = data
     script_args.repository = take_repository(training_args)
@@ -99,27 +105,29 @@ class Parser(trl.TrlParser):
         raise UserError(message.split("\n")[0])
 
 
-def parse_command_line(context: Context, config_class: type, recipe: dict[str, Any]) -> Arguments:
+def parse_command_line(
+    run: Run, config_class: type, recipe: dict[str, Any], look: Callable[[argparse.Namespace], None]
+) -> Arguments:
     """The three argument objects, as TRL's parser makes them. `recipe`: the values of the recipe."""
     classes = (ScriptArguments, config_class, trl.ModelConfig)
     names = {field.name for cls in classes for field in dataclasses.fields(cls)}
     for name in recipe:
         if name not in names:
-            raise UserError(f"{Path(context.recipe).name}: {unknown_flag(name, sorted(names))}")
+            raise UserError(f"{Path(run.recipe).name}: {unknown_flag(name, sorted(names))}")
     check_names(sys.argv[1:], names | {"config"})
     check_config_file(sys.argv[1:])
     parser = Parser(classes, allow_abbrev=False)
-    parser.look = context.before_arguments
+    parser.look = look
     parser.set_defaults_with_config(
         **DEFAULTS
         | {
-            "output_dir": context.default_output_dir,
+            "output_dir": run.default_output_dir,
             "disable_tqdm": not sys.stderr.isatty(),  # in a log file a progress bar is a thousand lines
         }
-        | values_of_config(context.config)
+        | values_of_config(run.config)
         | recipe
         # A rehearsal must not claim the folder of the run.
-        | (tiny.VALUES | {"output_dir": context.default_output_dir} if context.tiny else {})
+        | (tiny.VALUES | {"output_dir": run.default_output_dir} if run.tiny else {})
     )
     parser.given = frozenset()  # from here on, what the file of --config sets
     *parsed, rest = _parse(parser)
@@ -168,9 +176,7 @@ def check_config_file(words: list[str]) -> None:
         raise UserError(f"--config: env of {path} is not read: set environment variables in the shell")
 
 
-def set_dependent_values(
-    script_args: ScriptArguments, training_args: TrainingArguments, recipe: dict[str, Any], context: Context
-) -> None:
+def set_dependent_values(script_args: ScriptArguments, training_args: TrainingArguments, recipe: dict[str, Any]) -> None:
     """Sets arguments that were not given and depend on others. `recipe`: the values of the recipe."""
     given = script_args.given
     of_recipe = ScriptArguments(dataset_name=recipe.get("dataset_name"))
@@ -294,6 +300,18 @@ def or_processes(rows: int, micro_batch: int) -> str:
         return ""
     words = counts[0] if len(counts) == 1 else f"{', '.join(counts[:-1])} or {counts[-1]}"
     return f", or train the same steps on {words} process{'' if words == '1' else 'es'} (NPROC_PER_NODE)"
+
+
+def settings_of_continued_run(run: Run, output_dir: str) -> dict[str, Any]:
+    """The settings of the checkpoint in the output directory, {} if there is none or another rehearsal replaces its run."""
+    if run.tiny and output_dir == run.default_output_dir:
+        existing = folder.read_json(Path(output_dir, folder.RUN))
+        if (existing.get("config"), existing.get("recipe_digest")) != (run.config.name, digest_of_recipe(run.recipe)):
+            return {}
+    try:
+        return settings_of_checkpoint(Path(output_dir))
+    except OSError as error:
+        raise UserError(f"--output_dir: {output_dir} cannot be read ({error.strerror}): choose another folder") from error
 
 
 def keep_rows_of_step(

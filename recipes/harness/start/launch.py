@@ -27,7 +27,6 @@ from types import FrameType
 
 from harness import configs
 from harness.configs import AccelerateConfig
-from harness.contexts import rehearsal_hint
 from harness.launched import EXIT_CODE, STARTED, STOPPED, Launched
 from harness.messages import DEBUG_VARIABLE, UserError, exit_on_user_error, plural, print_once
 from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
@@ -35,6 +34,7 @@ from harness.nodes.hardware import physical_cores
 from harness.nodes.network import LOST, UNREACHABLE, first_line, interface_of, interface_to, own_address
 from harness.nodes.variables import integer_from_environment, seconds_to_wait
 from harness.run.failures import HOST_ADVICE
+from harness.runs import rehearsal_hint
 from harness.start import flags
 from harness.start.environment import set_environment
 

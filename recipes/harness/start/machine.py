@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from harness.configs import AccelerateConfig
-from harness.contexts import Context
 from harness.messages import UserError, plural, print_once
 from harness.nodes.hardware import physical_cores
+from harness.runs import Run
 from harness.start.record import plain
 
 from transformers import TrainingArguments
@@ -36,6 +36,16 @@ def print_untested_versions() -> None:
                 untested.append(f"{package} {found} (tested: {expected})")
     if untested:
         print_once(f"warning: not tested with {', '.join(untested)}")
+
+
+def set_allocator(run: Run, values: argparse.Namespace) -> Run:
+    """Sets how PyTorch allocates GPU memory and pinned host memory, unless the user has. PyTorch reads that at its first use.
+
+    `values`: of all arguments.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():  # the latter is its older name
+        os.environ["PYTORCH_ALLOC_CONF"] = allocator_settings(run.config, values)
+    return run
 
 
 def allocator_settings(config: AccelerateConfig, values: argparse.Namespace) -> str:
@@ -78,34 +88,34 @@ def count_gpus() -> int:
     return count
 
 
-def must_use_cpu(context: Context, values: argparse.Namespace) -> bool:
+def must_use_cpu(run: Run, values: argparse.Namespace) -> bool:
     """Whether a run computes on CPU: with --use_cpu, or a rehearsal on a machine with too few GPUs.
 
     `values`: of all arguments. Raises UserError if a run has too few GPUs; it names the number that could train the same steps.
     """
     if values.use_cpu:
         return True
-    needed, found = context.processes // context.nodes, count_gpus()
+    needed, found = run.processes // run.nodes, count_gpus()
     if found >= needed:
         return False
-    if context.tiny:
+    if run.tiny:
         return True
     rows, micro_batch = values.global_batch_size, values.per_device_train_batch_size
     # Not in a hybrid config, which needs its replicas, nor on several nodes, whose steps depend on the others.
-    can_be_fewer = not context.config.is_hybrid and context.nodes == 1 and values.gradient_accumulation_steps == 1
+    can_be_fewer = not run.config.is_hybrid and run.nodes == 1 and values.gradient_accumulation_steps == 1
     enough = [count for count in range(1, found + 1) if can_be_fewer and rows and rows % max(1, micro_batch * count) == 0]
-    hint = context.rehearsal_hint
+    hint = run.rehearsal_hint
     if enough:
         words = "it" if enough[-1] == 1 else f"{enough[-1]} of them" if enough[-1] < found else "them"
         hint = f"NPROC_PER_NODE={enough[-1]} trains the same steps on {words}, and continues a run there, if memory suffices"
-    raise UserError(f"{context.config.name} needs {plural(needed, 'GPU')}, this machine has {found or 'none'}. {hint}")
+    raise UserError(f"{run.config.name} needs {plural(needed, 'GPU')}, this machine has {found or 'none'}. {hint}")
 
 
-def check_gpus(training_args: TrainingArguments, model_args: ModelConfig, context: Context) -> None:
+def check_gpus(training_args: TrainingArguments, model_args: ModelConfig, run: Run) -> None:
     """Raises UserError if this machine's GPUs cannot compute what the arguments ask for."""
-    check_bf16(training_args, model_args, context.is_sharded, max(1, context.processes // context.nodes))
-    if training_args.torch_compile and training_args.torch_compile_backend == "inductor" and context.no_triton:
-        raise UserError(f"--torch_compile needs Triton, which cannot be used here: {context.no_triton}: leave out the flag")
+    check_bf16(training_args, model_args, run.is_sharded, max(1, run.processes // run.nodes))
+    if training_args.torch_compile and training_args.torch_compile_backend == "inductor" and run.gpu.no_triton:
+        raise UserError(f"--torch_compile needs Triton, which cannot be used here: {run.gpu.no_triton}: leave out the flag")
 
 
 def check_one_gpu(training_args: TrainingArguments) -> None:
@@ -143,10 +153,10 @@ def check_bf16(training_args: TrainingArguments, model_args: ModelConfig, is_sha
             )
 
 
-def print_few_cores(context: Context) -> None:
+def print_few_cores(run: Run) -> None:
     """Prints a warning if this node has fewer cores than GPUs, as in a SLURM job without --cpus-per-task."""
-    gpus, cores = context.processes // context.nodes, physical_cores()
-    if not context.on_cpu and cores < gpus:
+    gpus, cores = run.processes // run.nodes, physical_cores()
+    if not run.on_cpu and cores < gpus:
         node = os.environ.get("GROUP_RANK", "0")
         print(
             f"warning: node {node} gives this run {plural(cores, 'core')} for {gpus} GPUs, so the processes wait "
@@ -156,14 +166,14 @@ def print_few_cores(context: Context) -> None:
         )
 
 
-def check_shared_memory(context: Context) -> None:
+def check_shared_memory(run: Run) -> None:
     """Raises UserError if /dev/shm is too small for the locks of the processes, and for NCCL's buffers of 33 MB each."""
     shm = Path("/dev/shm")
     if not shm.is_dir():
         return
     needed = 1
-    if not context.on_cpu and context.processes > context.nodes and os.environ.get("NCCL_SHM_DISABLE") != "1":
-        needed += 33 * (context.processes // context.nodes)
+    if not run.on_cpu and run.processes > run.nodes and os.environ.get("NCCL_SHM_DISABLE") != "1":
+        needed += 33 * (run.processes // run.nodes)
     free = shutil.disk_usage(shm).free / 1e6
     if free < needed:
         advice = ", or set NCCL_SHM_DISABLE=1" if needed > 1 else ""

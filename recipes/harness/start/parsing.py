@@ -1,36 +1,40 @@
-"""What a recipe's `parse` does: it finds how the recipe was started, reads the arguments, and lets that context prepare them."""
+"""What a recipe's `parse` does: it finds how the recipe was started, reads the arguments, and prepares the run or command."""
 
+import argparse
 import logging
 import os
 import re
 import warnings
 from typing import Any
 
-from harness import contexts
+from harness import runs
 from harness.compat.transformers import never_ask_for_code
 from harness.messages import is_first_process
 from harness.start.arguments import Arguments, read_arguments
 from harness.start.recipes import begin_process, report_failures_of
-from harness.start.training import context_of_process
+from harness.start.training import start_of_training
 
 from accelerate.utils import check_cuda_p2p_ib_support
 
 
 def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **recipe: Any) -> Arguments:
     """See `harness.parse`, which turns a UserError into one message and exit code 2."""
-    context, trains = contexts.current(), contexts.current() is None
-    if trains:
-        context = context_of_process()
+    started, is_training = runs.started(), runs.started() is None
+    if is_training:
+        started = start_of_training()
         begin_process()
-        report_failures_of(context)
+        report_failures_of(started)
     quiet_libraries()
     never_ask_for_code()
     disable_peer_to_peer()
-    arguments = read_arguments(context, config_class, dataset_formats, recipe)
-    if trains:
-        report_failures_of(context)  # again: torch puts its own hook around it when it connects the processes
-    context.arguments = arguments
-    context.prepare(arguments)
+
+    def look(values: argparse.Namespace) -> None:
+        started.run = started.look(started.run, values)
+
+    started.arguments = arguments = read_arguments(started.run, config_class, dataset_formats, recipe, look)
+    if is_training:
+        report_failures_of(started)  # again: torch puts its own hook around it when it connects the processes
+    started.run = started.prepare(started.run, arguments)
     return arguments
 
 

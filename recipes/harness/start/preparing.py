@@ -1,9 +1,11 @@
-"""What contexts do at the end of `parse`: check the arguments, name what is loaded instead, change libraries in this process."""
+"""What is done at the end of `parse`: check the arguments, name what is loaded instead, change libraries in this process."""
 
 import copy
 import dataclasses
 import functools
+from collections.abc import Callable
 from datetime import datetime
+from typing import Any
 
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.compat.torch import multiply_in_float32
@@ -16,7 +18,6 @@ from harness.compat.trl import (
     prepare_rows_in_two_steps,
     report_dropped_rows,
 )
-from harness.contexts import Context
 from harness.data import chat_templates, reading, tokenized
 from harness.data.checking import check_dataset
 from harness.data.streams import documents_per_batch
@@ -32,40 +33,45 @@ from harness.model.loading import (
 from harness.model.packing import check_packing
 from harness.model.weight_files import check_weights
 from harness.rehearsal import tiny
+from harness.runs import Run
 from harness.start import checks
 from harness.start.arguments import Arguments
 
 import datasets
 import transformers
 from huggingface_hub.constants import HF_HUB_OFFLINE
+from transformers import Trainer
+
+# Called with trainer, name of the split, rows, and the same tokenized, before they are truncated and packed.
+Record = Callable[[Trainer, str, Any, Any], None]
 
 
-def check_all_arguments(context: Context, arguments: Arguments) -> None:
+def check_all_arguments(run: Run, arguments: Arguments) -> None:
     """Raises UserError for arguments that contradict each other, or that would have no effect. Reads no model and no dataset."""
     checks.check_arguments(arguments[1])
-    checks.check_flags_have_effect(*arguments, context.is_sharded)
-    checks.check_optimizer(arguments[1], context.config)
+    checks.check_flags_have_effect(*arguments, run.is_sharded)
+    checks.check_optimizer(arguments[1], run.config)
 
 
-def set_model_options(context: Context, arguments: Arguments) -> None:
+def set_model_options(run: Run, arguments: Arguments) -> None:
     """Sets how the model is loaded and its loss computed. After `check_all_arguments`, which looks at what was asked for."""
     script_args, training_args, model_args = arguments
-    set_loading_options(training_args, model_args, context.is_sharded, context, script_args.given)
+    set_loading_options(training_args, model_args, run, script_args.given)
     if script_args.data.formats:  # rows of a recipe that names none can have images
-        keep_adapter_in_text_part(model_args, context.tiny)
-    if model_args.load_in_4bit and context.on_cpu and not context.is_simulated:
+        keep_adapter_in_text_part(model_args, run.tiny)
+    if model_args.load_in_4bit and run.on_cpu:
         keep_4bit_layout()
 
 
-def check_model_and_dataset(context: Context, arguments: Arguments, with_weights: bool = True) -> None:
+def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool = True) -> None:
     """Raises UserError unless model and dataset (the tiny ones of a rehearsal) can be opened and fit each other."""
     script_args, training_args, model_args = arguments
     for source in script_args.data.sources:
         reading.print_how_files_are_read(source.name, source.config, source.text_rows)
     display_name = model_args.model_name_or_path
-    if context.on_cpu or context.is_simulated:
+    if run.on_cpu:
         use_no_gpu_kernels()
-    if context.tiny:  # in copies: `replace_model_and_dataset` comes later
+    if run.tiny:  # in copies: `replace_model_and_dataset` comes later
         if display_name and tiny.family_of(display_name) is None:
             check_model_exists(display_name, model_args.model_revision)
             check_architecture(training_args, model_args, display_name)
@@ -76,11 +82,11 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
         if HF_HUB_OFFLINE:
             print_once("The Hub is not reachable, or HF_HUB_OFFLINE is set: using the files on this machine.")
         if display_name:
-            check_model(training_args, model_args, context.is_sharded)
+            check_model(training_args, model_args, run.is_sharded)
     if not display_name:  # the recipe makes its model itself
         check_dataset(script_args.data)
         return
-    check_packing(training_args, model_args, display_name, on_cpu=context.on_cpu and context.is_training_run)
+    check_packing(training_args, model_args, display_name, can_use_kernels=not (run.on_cpu and run.trains))
     if model_args.use_peft:
         build_adapter_on_meta(model_args, display_name)
     rows = check_dataset(script_args.data)
@@ -93,22 +99,24 @@ def check_model_and_dataset(context: Context, arguments: Arguments, with_weights
         )
     splits = script_args.split_conversations
     chat_templates.check_conversations(training_args, model_args, script_args.given, rows, display_name, splits)
-    if with_weights and not context.tiny:
+    if with_weights and not run.tiny:
         check_weights(model_args.model_name_or_path, model_args.model_revision)  # last: it downloads them
 
 
-def replace_model_and_dataset(context: Context, arguments: Arguments) -> None:
+def replace_model_and_dataset(run: Run, arguments: Arguments) -> None:
     """Makes the arguments of a rehearsal name the tiny model and dataset."""
-    if context.tiny:
+    if run.tiny:
         tiny.use_replacements(*arguments)
 
 
-def prepare_process(context: Context, arguments: Arguments, date: datetime | None = None) -> None:
-    """Changes the libraries in this process as the arguments need it. `date`: that chat templates print, None for today's."""
+def prepare_process(run: Run, arguments: Arguments, record: Record | None = None, date: datetime | None = None) -> None:
+    """Changes the libraries in this process as the arguments need it.
+
+    `record`: called with the tokenized rows of a split, see `finish_rows`. `date`: that chat templates print, None for today's.
+    """
     _, training_args, _ = arguments
-    if context.on_cpu or context.is_simulated:
+    if run.on_cpu:
         use_no_gpu_kernels()
-    if context.on_cpu:
         multiply_in_float32()
     if training_args.use_cpu and training_args.use_liger_kernel:
         training_args.use_liger_kernel = False
@@ -121,18 +129,18 @@ def prepare_process(context: Context, arguments: Arguments, date: datetime | Non
         (training_args.activation_checkpointing_kwargs or {}).pop("offload", None)
     keep_activation_checkpointing()
     set_date_of_chat_templates(date)
-    prepare_data(context, arguments)
+    prepare_data(run, arguments, record)
 
 
-def prepare_data(context: Context, arguments: Arguments) -> None:
+def prepare_data(run: Run, arguments: Arguments, record: Record | None = None) -> None:
     """Changes how rows are downloaded, rendered and packed in this process, and which process shows progress."""
     script_args, training_args, model_args = arguments
     install_training_template(chat_templates.training_template)
     if script_args.data.formats:
         load_tokenizers_only()
     pack_streams_in_batches(documents_per_batch)
-    report_dropped_rows(functools.partial(tokenized.report_dropped_rows, context.is_training_run))
-    prepare_rows_in_two_steps(functools.partial(tokenized.finish_rows, context.tokenized, context.is_training_run))
+    report_dropped_rows(functools.partial(tokenized.report_dropped_rows, run.trains))
+    prepare_rows_in_two_steps(functools.partial(tokenized.finish_rows, record, run.trains))
     if name := model_args.model_name_or_path:
         data = chat_templates.fit_template(script_args.data, training_args, model_args, script_args.given)
         options = {"model_name": name, "splits_answers": script_args.split_conversations}

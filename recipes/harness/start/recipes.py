@@ -1,5 +1,6 @@
 """A recipe in this process: how its failures are reported, and running one for a command that needs its trainer."""
 
+import argparse
 import atexit
 import functools
 import multiprocessing
@@ -10,24 +11,26 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from harness import contexts
-from harness.contexts import BuildingContext, Context
+from harness import runs
 from harness.hub import HubLost
 from harness.launched import end_of_imports, record_end
 from harness.messages import UserError, exit_on_user_error
 from harness.run.failures import exit_for_known_failure, explain_missing_weights, raise_if_of_library
+from harness.run.trainer import RunTrainer
+from harness.runs import Run, StartedRecipe
 from harness.signals import OUT_OF_TIME, SIGNALS, last_signal
 
 DAEMON_TIMEOUT = 2  # seconds for the daemons of a process to exit when it exits
 
 
-def report_failures_of(context: Context) -> None:
+def report_failures_of(recipe: StartedRecipe) -> None:
     """Makes this process end with one message, and the right exit code, when the recipe that runs in it fails."""
-    sys.excepthook = functools.partial(_end_process, context)
+    sys.excepthook = functools.partial(_end_process, recipe)
 
 
 def begin_process() -> None:
@@ -36,12 +39,12 @@ def begin_process() -> None:
     atexit.register(_prepare_exit)
 
 
-def _end_process(context: Context, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _end_process(recipe: StartedRecipe, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """The `sys.excepthook` of a recipe. It exits itself: Python would exit with code 1."""
     code = 1
     try:
         with exit_on_user_error():
-            report_failure(context, error)
+            report_failure(recipe, error)
     except SystemExit as end:
         code = end.code
     for stream in (sys.stdout, sys.stderr):
@@ -49,7 +52,7 @@ def _end_process(context: Context, kind: type[BaseException], error: BaseExcepti
     os._exit(code)
 
 
-def report_failure(context: Context, error: BaseException) -> None:
+def report_failure(recipe: StartedRecipe, error: BaseException) -> None:
     """Exits with a message about an error of a recipe, or raises UserError."""
     if isinstance(error, UserError | KeyboardInterrupt):
         raise error
@@ -57,17 +60,17 @@ def report_failure(context: Context, error: BaseException) -> None:
         print(f"error: {error}. The same command resumes later", file=sys.stderr, flush=True)
         record_end(OUT_OF_TIME)
         sys.exit(OUT_OF_TIME)
-    path = context.recipe
+    path = recipe.run.recipe
     if isinstance(error, Exception):
         exit_for_known_failure(error)
-        if context.is_sharded and "Cannot copy out of meta tensor" in str(error):
+        if recipe.run.is_sharded and "Cannot copy out of meta tensor" in str(error):
             raise UserError(f"{Path(path).name}: {explain_missing_weights('a second model')}") from error
-        if context.arguments and is_about_a_conversation(error):
+        if recipe.arguments and is_about_a_conversation(error):
             from harness.data.checking import find_refused_row
 
-            if refused := find_refused_row(*context.arguments):
+            if refused := find_refused_row(*recipe.arguments):
                 raise refused from error
-        if not context.has_trained:
+        if not has_trained(recipe.trainer, error):
             raise_if_of_library(error, path)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(3)  # if all processes fail alike, the first one prints its traceback, and the launcher stops the others
@@ -88,23 +91,39 @@ def is_about_a_conversation(error: Exception) -> bool:
     return is_of_template or "has no assistant tokens" in str(error)
 
 
-def run_recipe(context: Context, flags: list[str]) -> None:
-    """Does what `python RECIPE flags` does, as far as its context needs it. Known failures are one message."""
-    sys.argv = [context.recipe, *flags]
-    sys.path.insert(0, str(Path(context.recipe).parent))
+def has_trained(trainer: Any, error: Exception) -> bool:
+    """Whether a run failed later than in a first step that the model refused."""
+    if not isinstance(trainer, RunTrainer) or trainer.is_first_step:
+        return False
+    # In the first step, these are about columns that the model needs and the rows do not have.
+    is_of_rows = isinstance(error, ValueError | TypeError | LookupError | AttributeError)
+    return trainer.state.global_step > 0 or not is_of_rows
+
+
+def run_recipe(recipe: StartedRecipe, flags: list[str]) -> None:
+    """Does what `python RECIPE flags` does, until `recipe` needs no more of it. Known failures are one message."""
+    path = recipe.run.recipe
+    sys.argv = [path, *flags]
+    sys.path.insert(0, str(Path(path).parent))
     try:
-        with contexts.active(context):
-            runpy.run_path(context.recipe, run_name="__main__")
+        with runs.running(recipe):
+            runpy.run_path(path, run_name="__main__")
     except Exception as error:
-        report_failure(context, error)
+        report_failure(recipe, error)
 
 
-def build_trainer(context: BuildingContext, flags: list[str]) -> Any:
-    """Runs a recipe until it calls `train`; returns the trainer that it has built."""
-    run_recipe(context, flags)
-    if context.trainer is None:
-        raise UserError(f"{Path(context.recipe).name} ended without calling train(): is it a recipe?")
-    return context.trainer
+def build_trainer(
+    run: Run,
+    flags: list[str],
+    prepare: Callable[[Run, Any], Run],
+    look: Callable[[Run, argparse.Namespace], Run] = runs.use_cpu_if_asked,
+) -> StartedRecipe:
+    """Runs a recipe until it calls `train`. `prepare` and `look`: see `StartedRecipe`."""
+    recipe = StartedRecipe(run, prepare, look)
+    run_recipe(recipe, flags)
+    if recipe.trainer is None:
+        raise UserError(f"{Path(run.recipe).name} ended without calling train(): is it a recipe?")
+    return recipe
 
 
 def _prepare_exit() -> None:

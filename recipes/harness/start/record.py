@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import enum
+import hashlib
 import json
 import os
 import re
@@ -11,10 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.contexts import Context
 from harness.launched import launched
+from harness.runs import PROJECT, Run
 
-PROJECT = Path(__file__).resolve().parents[3]
 SECRET_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD)$")
 # In JSON, with its value.
 SECRET_KEY = re.compile(r'("(?:(?:hf_|hub_|auth_|access_)?token|[^"]*(?:key|secret|password))": )"[^"]*"', re.IGNORECASE)
@@ -62,11 +62,15 @@ def settings_of(values: argparse.Namespace, classes: tuple[type, ...]) -> dict[s
     return without_secrets(dict(sorted(found.items())))
 
 
-def command_of(context: Context) -> str:
+def command_of(run: Run) -> str:
     """The command line of this start."""
     words = [Path(sys.executable).name, *sys.argv]
     if launched():
-        files = [Path(context.recipe), Path(context.config.path)]
+        files = [Path(run.recipe), Path(run.config.path)]
         names = [file.stem if file.resolve().is_relative_to(PROJECT) else str(file) for file in files]
-        words = ["./launch.sh", *(["--tiny"] if context.tiny else []), *names, *sys.argv[1:]]
+        words = ["./launch.sh", *(["--tiny"] if run.tiny else []), *names, *sys.argv[1:]]
     return without_secrets(shlex.join(words))
+
+
+def digest_of_recipe(recipe: str) -> str:
+    return hashlib.sha256(Path(recipe).read_bytes()).hexdigest()[:8]

@@ -1,7 +1,8 @@
-"""The context of a run, in each of its processes: what `parse` does before the training."""
+"""A recipe that trains, in each of its processes: what `parse` does before the training."""
 
 import argparse
 import atexit
+import dataclasses
 import hashlib
 import json
 import logging
@@ -10,31 +11,27 @@ import platform
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from harness import configs, contexts, folder
+from harness import configs, folder, runs
 from harness.compat.accelerate import allow_fsdp_on_cpu, launch_environment
 from harness.compat.datasets import map_in_one_process
-from harness.contexts import Context
 from harness.data import reading
 from harness.exchange import gather_values
 from harness.launched import launched
 from harness.messages import UserError, is_first_process, print_once
 from harness.model.attention import print_attention
-from harness.model.gpu_features import GpuFeatures, find_gpu_features
+from harness.model.gpu_features import find_gpu_features
 from harness.model.quantized import quantize_once, use_quantized_weights
 from harness.nodes.hardware import is_on_local_disk
 from harness.nodes.network import answer_of_first, check_all_reduce, is_of_several, publish_of_node, values_of_nodes
 from harness.rehearsal import tiny
 from harness.run import session
-from harness.run.marker import settings_of_checkpoint
-from harness.run.prompts import describe_rows
+from harness.run.prompts import SeenRows
 from harness.run.publishing import SAME_COMMAND, check_repository, publish
-from harness.run.settings import RunSettings
-from harness.run.trainer import RunTrainer
+from harness.runs import GpuFeatures, Run, StartedRecipe
 from harness.start import machine
 from harness.start.arguments import Arguments
 from harness.start.preparing import (
@@ -44,153 +41,129 @@ from harness.start.preparing import (
     replace_model_and_dataset,
     set_model_options,
 )
-from harness.start.record import command_of
+from harness.start.record import command_of, digest_of_recipe
 
 import torch
-from datasets import Dataset
-from transformers import Trainer, TrainingArguments, set_seed
-from trl.data_utils import is_conversational
+from transformers import TrainingArguments, set_seed
 
 SEEN_BY_ALL = ".seen-by-all-nodes-"  # begins the name of a file by which nodes find out whether they share a folder
-CONVERSATIONS = 16  # for evaluation, that a run keeps for --verify
 
 
-@dataclass
-class Train(Context):
-    """Trains. The first process checks the run and claims its output directory, while the others wait."""
-
-    is_training_run = True
-    settings: RunSettings = field(default_factory=RunSettings)
-
-    def settings_of_checkpoint(self, output_dir: str) -> dict[str, Any]:
-        return settings_of_continued_run(self, output_dir)
-
-    def before_arguments(self, values: argparse.Namespace) -> None:
-        if launched():
-            self.on_cpu = machine.must_use_cpu(self, values)
-        else:
-            self.on_cpu = self.on_cpu or values.use_cpu
-            check_start_without_launcher(self, values)
-        values.use_cpu = self.on_cpu
-        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():  # the latter is its older name
-            os.environ["PYTORCH_ALLOC_CONF"] = machine.allocator_settings(self.config, values)
-        if self.on_cpu:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few
-        if self.is_sharded and self.on_cpu:
-            allow_fsdp_on_cpu()
-
-    def prepare(self, arguments: Arguments) -> None:
-        script_args, training_args, model_args = arguments
-        if is_of_several():
-            publish_of_node(facts_of_node(self, training_args))
-        answer = answer_of_first(lambda: self.check_run(arguments))
-        features = GpuFeatures(*answer["features"])
-        self.attention, self.no_flash, self.no_triton = features.attention, features.no_flash, features.no_triton
-        training_args.gradient_accumulation_steps = answer["gradient_accumulation_steps"]
-        if training_args.process_index:
-            set_model_options(self, arguments)
-            replace_model_and_dataset(self, arguments)
-        if self.nodes > 1 and training_args.save_strategy != "no":
-            check_folder_is_shared(Path(training_args.output_dir), answer["file"])
-        if model_args.load_in_4bit and self.is_sharded:
-            answer_of_first(lambda: quantize_once(model_args), first_of_node=True)
-            use_quantized_weights(model_args, training_args)
-        prepare_process(self, arguments, datetime.fromisoformat(answer["identity"]["date"]))
-        set_seed(training_args.seed)  # before a recipe makes a model: all processes make the same
-        if training_args.world_size > 1:
-            map_in_one_process()
-            check_all_reduce(training_args.device)
-        self.settings = RunSettings(
-            config=self.config,
-            processes=self.processes,
-            tiny=self.tiny,
-            identity=answer["identity"] if training_args.process_index == 0 else None,
-            profile=script_args.profile,
-            asked_accumulation_steps=script_args.asked_accumulation_steps,
-            repository=script_args.repository,
-            prompt={"rows": None, "chat_template_kwargs": script_args.chat_template_kwargs},
-        )
-
-    def check_run(self, arguments: Arguments) -> dict[str, Any]:
-        """What the first process does: checks the run, claims its output directory; returns what all processes need of it."""
-        training_args = arguments[1]
-        self.attention, self.no_flash, self.no_triton, problem = features = features_of_nodes(self, training_args)
-        if problem:
-            raise UserError(problem)
-        identity = check_and_claim_run(self, arguments)
-        if folder.newest_complete_checkpoint(Path(training_args.output_dir)):
-            hide_random_values()
-        if training_args.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()  # the run has not begun
-        answer = {"features": list(features), "identity": identity, "file": ""}
-        if self.nodes > 1:
-            file, answer["file"] = tempfile.mkstemp(dir=training_args.output_dir, prefix=SEEN_BY_ALL)
-            os.close(file)
-        return answer | {"gradient_accumulation_steps": training_args.gradient_accumulation_steps}
-
-    def tokenized(self, trainer: Trainer, split: str, rows: Any, tokenized: Any) -> None:
-        """Records how prompts look, and keeps the first evaluation conversations, with their tokens.
-
-        --verify compares the prompts of a saved tokenizer with the tokens that were trained, and packed rows have no messages.
-        """
-        if "begins" not in self.settings.prompt:  # of the training rows, unless they are a stream
-            self.settings.prompt |= describe_rows(rows)
-        if split != "train" and isinstance(rows, Dataset) and is_conversational(rows[0]):
-            self.settings.conversations += tokenized.take(CONVERSATIONS)
-
-    def built(self, trainer: Trainer) -> None:
-        try:
-            session.train(trainer, self.settings)
-        except Exception as error:
-            has_read_rows = isinstance(trainer, RunTrainer) and not trainer.is_first_step
-            # In the first step, these are about columns that the model needs and the rows do not have.
-            is_of_rows = isinstance(error, ValueError | TypeError | LookupError | AttributeError)
-            self.has_trained = has_read_rows and (trainer.state.global_step > 0 or not is_of_rows)
-            raise
-        # Not earlier: what a recipe does after `train` can need the other processes. And not later, when they may have exited.
-        atexit.register(trainer.end)
-
-
-def context_of_process() -> Train:
-    """The context of a recipe that is started to train, by launch.sh, `accelerate launch`, torchrun or python."""
-    context = Train(recipe=sys.argv[0])
+def start_of_training() -> StartedRecipe:
+    """The recipe of a process that was started to train, by launch.sh, `accelerate launch`, torchrun or python."""
+    run = Run(sys.argv[0], trains=True)
     if call := launched():
-        context.config, context.tiny, context.nodes = configs.read(call.config), call.tiny, call.nodes
-        context.processes = int(os.environ.get("WORLD_SIZE", 1))
-        if context.config.distributed_type != "NO":
-            os.environ.update(launch_environment(call.config, context.processes, context.nodes, context.recipe))
+        config, processes = configs.read(call.config), int(os.environ.get("WORLD_SIZE", 1))
+        run = dataclasses.replace(run, config=config, tiny=call.tiny, nodes=call.nodes, processes=processes)
+        if config.distributed_type != "NO":
+            os.environ.update(launch_environment(call.config, processes, call.nodes, run.recipe))
     elif "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
-        context.config = configs.read(config_of_accelerate_launch())
-        context.processes = int(os.environ.get("WORLD_SIZE", 1))
-    contexts.set_current(context)
+        config = configs.read(config_of_accelerate_launch())
+        run = dataclasses.replace(run, config=config, processes=int(os.environ.get("WORLD_SIZE", 1)))
     if launched() and (restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))):
         print_once(
             f"Started again after a crash, {restarts} of {os.environ['TORCHELASTIC_MAX_RESTARTS']} times (--max_restarts)."
         )
-    return context
+    started = recipe_that_trains(run)
+    runs.set_started(started)
+    return started
 
 
-def facts_of_node(context: Train, training_args: TrainingArguments) -> dict[str, Any] | None:
+def recipe_that_trains(run: Run) -> StartedRecipe:
+    return StartedRecipe(run, prepare=prepare_run, look=choose_device, finish=train)
+
+
+def choose_device(run: Run, values: argparse.Namespace) -> Run:
+    """Whether the run computes on CPU, and what CUDA and accelerate read at their first use. `values`: of all arguments."""
+    if launched():
+        on_cpu = machine.must_use_cpu(run, values)
+    else:
+        on_cpu = run.on_cpu or values.use_cpu
+        check_start_without_launcher(run, values, on_cpu)
+    values.use_cpu = on_cpu
+    machine.set_allocator(run, values)
+    if on_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few
+        if run.is_sharded:
+            allow_fsdp_on_cpu()
+    return dataclasses.replace(run, on_cpu=on_cpu)
+
+
+def prepare_run(run: Run, arguments: Arguments) -> Run:
+    """The first process checks the run and claims its output directory, while the others wait; then all prepare themselves."""
+    script_args, training_args, model_args = arguments
+    if is_of_several():
+        publish_of_node(facts_of_node(run, training_args))
+    answer = answer_of_first(lambda: check_run(run, arguments))
+    run = dataclasses.replace(run, gpu=GpuFeatures(*answer["gpu"]))
+    training_args.gradient_accumulation_steps = answer["gradient_accumulation_steps"]
+    if training_args.process_index:
+        set_model_options(run, arguments)
+        replace_model_and_dataset(run, arguments)
+    if run.nodes > 1 and training_args.save_strategy != "no":
+        check_folder_is_shared(Path(training_args.output_dir), answer["file"])
+    if model_args.load_in_4bit and run.is_sharded:
+        answer_of_first(lambda: quantize_once(model_args), first_of_node=True)
+        use_quantized_weights(model_args, training_args)
+    seen = SeenRows({"rows": None, "chat_template_kwargs": script_args.chat_template_kwargs})
+    prepare_process(run, arguments, seen.record, datetime.fromisoformat(answer["identity"]["date"]))
+    set_seed(training_args.seed)  # before a recipe makes a model: all processes make the same
+    if training_args.world_size > 1:
+        map_in_one_process()
+        check_all_reduce(training_args.device)
+    return dataclasses.replace(
+        run,
+        identity=answer["identity"] if training_args.process_index == 0 else None,
+        profile=script_args.profile,
+        asked_accumulation_steps=script_args.asked_accumulation_steps,
+        repository=script_args.repository,
+        seen=seen,
+    )
+
+
+def check_run(run: Run, arguments: Arguments) -> dict[str, Any]:
+    """What the first process does: checks the run, claims its output directory; returns what all processes need of it."""
+    training_args = arguments[1]
+    gpu = features_of_nodes(run, training_args)
+    identity = check_and_claim_run(dataclasses.replace(run, gpu=gpu), arguments)
+    if folder.newest_complete_checkpoint(Path(training_args.output_dir)):
+        hide_random_values()
+    if training_args.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # the run has not begun
+    answer = {"gpu": list(gpu), "identity": identity, "file": ""}
+    if run.nodes > 1:
+        file, answer["file"] = tempfile.mkstemp(dir=training_args.output_dir, prefix=SEEN_BY_ALL)
+        os.close(file)
+    return answer | {"gradient_accumulation_steps": training_args.gradient_accumulation_steps}
+
+
+def train(started: StartedRecipe) -> None:
+    session.train(started.trainer, started.run)
+    # Not earlier: what a recipe does after `train` can need the other processes. And not later, when they may have exited.
+    atexit.register(started.trainer.end)
+
+
+def facts_of_node(run: Run, training_args: TrainingArguments) -> dict[str, Any] | None:
     """What the first process of the run must know of this node, found by the first process of the node; None in the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return None
     features = GpuFeatures([])
     try:
         machine.check_one_gpu(training_args)
-        machine.check_shared_memory(context)
-        machine.print_few_cores(context)
+        machine.check_shared_memory(run)
+        machine.print_few_cores(run)
         if training_args.device.type == "cuda":
             features = find_gpu_features()
     except UserError as error:
         features = GpuFeatures([], problem=str(error))
-    paths = [Path(path) for path in (context.recipe, context.config.path) if path]
+    paths = [Path(path) for path in (run.recipe, run.config.path) if path]
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:8] for path in paths}
     return {"host": platform.node(), "command": sys.argv[1:], "files": files, "features": list(features)}
 
 
-def features_of_nodes(context: Train, training_args: TrainingArguments) -> GpuFeatures:
+def features_of_nodes(run: Run, training_args: TrainingArguments) -> GpuFeatures:
     """What the GPUs of all nodes can. Raises UserError if nodes were started differently."""
-    nodes = values_of_nodes() if is_of_several() else [facts_of_node(context, training_args)]
+    nodes = values_of_nodes() if is_of_several() else [facts_of_node(run, training_args)]
     for number, node in enumerate(nodes):
         place = f"node {number} ({node['host']}): " if len(nodes) > 1 else ""
         if problem := GpuFeatures(*node["features"]).problem:
@@ -226,18 +199,18 @@ def check_folder_is_shared(output_dir: Path, file: str) -> None:
         Path(file).unlink()
 
 
-def check_start_without_launcher(context: Train, values: argparse.Namespace) -> None:
+def check_start_without_launcher(run: Run, values: argparse.Namespace, on_cpu: bool) -> None:
     """Raises UserError for a run on GPUs that are not there. Prints what is not checked."""
-    if values.bf16 and not context.on_cpu and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+    if values.bf16 and not on_cpu and not (torch.cuda.is_available() or torch.backends.mps.is_available()):
         raise UserError(
             "this machine has no GPU that PyTorch can use: pass --use_cpu to train on the CPU, or rehearse the recipe: "
-            f"./launch.sh --tiny {Path(context.recipe).stem} CONFIG"
+            f"./launch.sh --tiny {Path(run.recipe).stem} CONFIG"
         )
     if os.environ.get("ACCELERATE_USE_FSDP") != "true":
         return
-    if not context.on_cpu and not torch.cuda.is_available():
+    if not on_cpu and not torch.cuda.is_available():
         raise UserError("this machine has no GPU that PyTorch can use, and the config is for GPUs: pass --use_cpu")
-    if not context.config.path:
+    if not run.config.path:
         print_once(
             f"warning: the config file of `accelerate launch` is unknown, so the keys {', '.join(sorted(configs.OWN_KEYS))} are "
             "not read, and sharding is not checked: pass the file with --config_file"
@@ -255,60 +228,48 @@ def config_of_accelerate_launch() -> str:
     return ""
 
 
-def settings_of_continued_run(context: Context, output_dir: str) -> dict[str, Any]:
-    """The settings of the checkpoint in the output directory, {} if there is none or another rehearsal replaces its run."""
-    if context.tiny and output_dir == context.default_output_dir:
-        run = folder.read_json(Path(output_dir, folder.RUN))
-        if (run.get("config"), run.get("recipe_digest")) != (context.config.name, digest_of_recipe(context.recipe)):
-            return {}
-    try:
-        return settings_of_checkpoint(Path(output_dir))
-    except OSError as error:
-        raise UserError(f"--output_dir: {output_dir} cannot be read ({error.strerror}): choose another folder") from error
-
-
 def hide_random_values() -> None:
     """For a run that resumes: its checkpoint has the weights that the model's files lack."""
     log = logging.getLogger("transformers.modeling_utils")
     log.addFilter(lambda record: ": random values in " not in record.getMessage())
 
 
-def check_and_claim_run(context: Context, arguments: Arguments) -> dict[str, Any]:
+def check_and_claim_run(run: Run, arguments: Arguments) -> dict[str, Any]:
     """Checks a run, claims its output directory; returns its run.json.
 
     Raises UserError for what the user can fix. Exits if the run is finished. Prints what differs from what was asked for. The
     arguments then name what is loaded instead of the model and the dataset.
     """
     script_args, training_args, model_args = arguments
-    check_all_arguments(context, arguments)
-    set_model_options(context, arguments)
+    check_all_arguments(run, arguments)
+    set_model_options(run, arguments)
     if not training_args.use_cpu:
-        machine.check_gpus(training_args, model_args, context)
+        machine.check_gpus(training_args, model_args, run)
 
-    output_dir, is_default = Path(training_args.output_dir), training_args.output_dir == context.default_output_dir
-    identity = identity_of_run(context, arguments)
+    output_dir, is_default = Path(training_args.output_dir), training_args.output_dir == run.default_output_dir
+    identity = identity_of_run(run, arguments)
     folder.check_output_dir(output_dir, identity, is_default)
-    check_model_and_dataset(context, arguments)
-    if script_args.repository and not context.tiny:
+    check_model_and_dataset(run, arguments)
+    if script_args.repository and not run.tiny:
         check_repository(script_args.repository)
 
     if not folder.is_replaced_rehearsal(output_dir, identity, is_default):
         length = training_args.max_steps, training_args.num_train_epochs
         is_uploaded = True
-        if script_args.repository and not context.tiny and folder.finished_results(output_dir, *length):
+        if script_args.repository and not run.tiny and folder.finished_results(output_dir, *length):
             is_uploaded = publish(output_dir, script_args.repository, SAME_COMMAND)
         if not is_uploaded:
             sys.exit(1)
         folder.exit_if_finished(output_dir, identity, *length)
     began = folder.date_of(folder.read_json(output_dir / folder.RUN)) or datetime.now()
-    identity |= {"date": began.isoformat(timespec="seconds"), "command": command_of(context)}
+    identity |= {"date": began.isoformat(timespec="seconds"), "command": command_of(run)}
     folder.claim_output_dir(output_dir, identity, is_default)
-    print_differences(context, arguments)
-    replace_model_and_dataset(context, arguments)
+    print_differences(run, arguments)
+    replace_model_and_dataset(run, arguments)
     return identity
 
 
-def print_differences(context: Context, arguments: Arguments) -> None:
+def print_differences(run: Run, arguments: Arguments) -> None:
     """Prints what a run does that was not asked for."""
     script_args, training_args, model_args = arguments
     steps, asked = training_args.gradient_accumulation_steps, script_args.asked_accumulation_steps
@@ -317,15 +278,15 @@ def print_differences(context: Context, arguments: Arguments) -> None:
             f"gradient_accumulation_steps is {steps}, not {asked}, so that a step has as many rows as in "
             f"{training_args.output_dir}."
         )
-    if context.tiny:
+    if run.tiny:
         tiny.print_notice(*arguments)
         if script_args.repository:
             print_once("A rehearsal uploads nothing: --push_to_hub is for the run.")
     if model_args.model_name_or_path:
-        print_attention(model_args, context)
+        print_attention(model_args, run)
 
 
-def identity_of_run(context: Context, arguments: Arguments) -> dict[str, Any]:
+def identity_of_run(run: Run, arguments: Arguments) -> dict[str, Any]:
     """The content of run.json."""
     script_args, _, model_args = arguments
     of_mixture = {}
@@ -334,24 +295,20 @@ def identity_of_run(context: Context, arguments: Arguments) -> dict[str, Any]:
         of_mixture["datasets"] = [reading.absolute_name(source.name) for source in sources]
         of_mixture["dataset_weights"] = [round(source.weight, 9) for source in sources]
     identity = {
-        "recipe": Path(context.recipe).stem,
-        "config": context.config.name,
+        "recipe": Path(run.recipe).stem,
+        "config": run.config.name,
         "model": model_args.model_name_or_path,
         "dataset": script_args.data.display_name if of_mixture or not sources else reading.absolute_name(sources[0].display_name),
         **of_mixture,
         "dataset_config": None if of_mixture else script_args.dataset_config,
         "dataset_train_split": script_args.dataset_train_split,
-        "sharded": context.is_sharded,
-        "tiny": context.tiny,
+        "sharded": run.is_sharded,
+        "tiny": run.tiny,
         "use_peft": model_args.use_peft,
         "load_in_4bit": model_args.load_in_4bit,
-        "recipe_digest": digest_of_recipe(context.recipe),
+        "recipe_digest": digest_of_recipe(run.recipe),
         "settings": script_args.settings,
         "data_files": [file for source in sources for file in reading.file_versions(source.name)],
         **{name: getattr(script_args, name) for name in folder.CHOICE_OF_ROWS},
     }
     return json.loads(json.dumps(identity))  # as it is in the file, with which it is compared
-
-
-def digest_of_recipe(recipe: str) -> str:
-    return hashlib.sha256(Path(recipe).read_bytes()).hexdigest()[:8]

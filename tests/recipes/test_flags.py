@@ -33,7 +33,6 @@ VALUES = {
     "chat_template_kwargs": '{"style": "short"}',
     "text_rows": "line",
     "dataset_weights": "0.5",
-    "split_conversations": "true",
     "model_revision": "v2",
     "dtype": "float16",
     "attn_implementation": "eager",
@@ -50,7 +49,13 @@ VALUES = {
     "bnb_4bit_quant_type": ("fp4", IN_4BIT),
     "bnb_4bit_quant_storage": ("float16", IN_4BIT),
 }
-SWITCHES = {"dataset_streaming": [], "use_peft": [], "load_in_4bit": ADAPTER, "use_bnb_nested_quant": IN_4BIT}
+SWITCHES = {
+    "dataset_streaming": [],
+    "split_conversations": [],
+    "use_peft": [],
+    "load_in_4bit": ADAPTER,
+    "use_bnb_nested_quant": IN_4BIT,
+}
 NAMES = ("dataset_name", "model_name_or_path")
 # The files are JSON, and it is one dataset.
 REFUSED_BY_ALL = ("ignore_bias_buffers", "lora_task_type", "text_rows", "dataset_weights")

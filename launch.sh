@@ -217,6 +217,15 @@ call() {
   exec "$python" -m "$1" "${@:2}"
 }
 
+# show_flags FILE: prints the help of a recipe; its docstring if nothing is installed yet
+show_flags() {
+  if [[ -z ${PYTHON:-} ]] && ! is_installed; then
+    exec python3 -I -c 'import ast, sys; print(ast.get_docstring(ast.parse(open(sys.argv[1], encoding="utf-8").read())))' "$1"
+  fi
+  prepare_python
+  PYTHONPATH="${1%/*}:${PYTHONPATH:-}" exec "$python" "$1" --help
+}
+
 show_help() { sed -n '/^# Fine/,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
 
 # check_words COMMAND [word …]: exits if a command cannot be called with these words, or if they ask for its help. Installs nothing.
@@ -252,14 +261,8 @@ run() {
   [[ $1 != -* ]] || fail "write RECIPE before its flags: ./launch.sh ${tiny[*]}${tiny:+${command:+ }}$command RECIPE $1 …"
   files=("$(resolve recipes py "$1" recipe)")
   if [[ -z $command ]]; then
+    [[ ! " ${*:2} " =~ " "(--help|-h)" " ]] || show_flags "${files[0]}"
     case ${2:---} in
-      --help | -h)
-        # Without .venv, so this may be a Python that does not read PYTHONSAFEPATH.
-        exec python3 -c 'import sys
-sys.path = [folder for folder in sys.path if folder]
-import runpy
-runpy.run_module("harness.start.flags", run_name="__main__", alter_sys=True)' "${files[0]}"
-        ;;
       --tiny) fail "--tiny comes first: ./launch.sh --tiny $1 ${3:-CONFIG}" ;;
       -*)
         call planner.command --start "${tiny[@]}" "${files[@]}" "$here"/accelerate_configs/*.yaml "${@:2}"

@@ -56,13 +56,10 @@ MEDIAN_LENGTH, MEAN_LENGTH, ROW_LENGTH = 600, 1000, 1024
 
 def recipe_settings() -> dict[str, Any]:
     """The values that the recipe passes to `parse`, without those that TRL does not know."""
-    from harness.start import flags
-
     tree = ast.parse(sides.RECIPE.read_text("utf-8"))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     parse = next(call for call in calls if getattr(call.func, "id", "") == "parse")
-    known = flags.known_flags(sides.RECIPE)
-    settings = {word.arg: ast.literal_eval(word.value) for word in parse.keywords if word.arg in known}
+    settings = {word.arg: ast.literal_eval(word.value) for word in parse.keywords if word.arg != "dataset_formats"}
     rows_per_step = settings.pop("global_batch_size")
     settings["gradient_accumulation_steps"] = rows_per_step // settings["per_device_train_batch_size"]
     return settings

@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 
 from harness import configs, instead
-from harness.start import flags, launch
+from harness.start import launch
 
 import pytest
 from conftest import ALL_CONFIGS, ALL_RECIPES, CONFIGS, RECIPES, ROOT, TABLE, TABLE_PAIRS
+from known_flags import known_flags
 
 PAGES = {path: path.read_text() for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))}
 EVERYTHING = "\n".join(PAGES.values())
@@ -188,7 +189,7 @@ def test_flags_and_files_exist(page):
     """Those that stand between backticks; a flag is one of a recipe, of a file of the project, or one that is answered."""
     known = (
         {name.removeprefix("--") for name in (*instead.INSTEAD, *instead.COMMANDS_INSTEAD)}
-        | flags.known_flags(RECIPES[0])
+        | known_flags()
         | {flag[2:] for flag in re.findall(r"--[\w-]+", _sources())}
         | FLAGS_OF_OTHERS
     )

@@ -30,7 +30,6 @@ from harness.nodes.cluster import nodes_from_environment
 from harness.nodes.hardware import find_gpus, physical_cores
 from harness.runs import GpuFeatures, Run
 from harness.signals import set_interrupt_handler
-from harness.start import flags
 from planner import processes
 from planner.arguments import PlanArguments, read_arguments
 from planner.values import values_of_recipe
@@ -42,19 +41,11 @@ if TYPE_CHECKING:
     from planner.machines import Machine
     from planner.simulation import Refused, Simulation
 
-NOT_OFFLOADED = (
-    "--activation_offloading is not simulated: the run needs less GPU memory, more host memory and more time than the plan says. "
-    """--activation_checkpointing_kwargs '{"offload": true}' is simulated."""
-)
-FLAGS = ("for", "within", "price_per_gpu_hour", "card", "json")  # offered for a misspelt one
 DEFAULT_MACHINE = "1x3090"  # of a rehearsal on a machine without a GPU
 
 
 def main(*words: str) -> None:
     arguments = read_arguments(words)
-    flags.check_flags(arguments.recipe, arguments.flags, more=FLAGS)
-    if flags.is_true("activation_offloading", arguments.flags, arguments.recipe):
-        print(NOT_OFFLOADED, file=sys.stderr, flush=True)
     use_cache_if_unreachable()
     recipe, plan_flags = str(arguments.recipe), arguments
     plan = plan_choice if arguments.start or arguments.machines else plan_configs
@@ -70,6 +61,7 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
     from planner import cards, pages, proposals, summary  # they import torch, which a misspelt flag need not wait for
     from planner.simulation import Refused
 
+    read_values(method, recipe, arguments)  # a misspelt flag is one error, before anything is simulated
     all_cards, price = known_cards(plan_flags), plan_flags.prices_of(1)[0]
     no_triton = why_not_triton(method, environment) if gpus else ""
 
@@ -122,6 +114,14 @@ def start_server() -> str:
     return method
 
 
+def read_values(method: str, recipe: str, arguments: list[str]) -> dict[str, Any]:
+    """The values of a recipe with these flags, see `values_of_recipe`. Exits if the recipe refuses them."""
+    code, values = processes.call(method, values_of_recipe, recipe, arguments)
+    if values is None:
+        sys.exit(processes.explain_exit(code))
+    return values
+
+
 def simulate_in_process(method: str, run: Run, arguments: list[str], optional: bool = False) -> "Simulation | Refused":
     """One simulation in a process of its own. If it is refused, this process exits, or with `optional` returns the reason."""
     code, simulation = processes.call(method, simulate_quietly, run, arguments, optional)
@@ -170,9 +170,7 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
         chosen_for = [machines.this_machine(gpus, all_cards, launches.measured_launch(environment))]
     else:
         chosen_for = machines.read_machines(plan_flags.machines or DEFAULT_MACHINE, all_cards)
-    code, values = processes.call(method, values_of_recipe, recipe, arguments)
-    if values is None:
-        sys.exit(processes.explain_exit(code))
+    values = read_values(method, recipe, arguments)
     count_rows = row_counter(method, recipe, arguments)
     no_triton = why_not_triton(method, environment) if gpus else ""
     plans = []

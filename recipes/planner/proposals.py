@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from harness import configs
 from harness.messages import UserError
-from harness.start.flags import without
 from planner.cards import CARDS, Card, find_card
 from planner.memory import fits, needed_host_memory, reserve
 from planner.simulation import Refused, Simulation
@@ -46,7 +45,10 @@ def try_proposals(
             other_config = change.config or config
             if change.reduces_each_batch:
                 other_config = copy_that_reduces_each_batch(config, folder)
-            others = without("max_length", kept) if "--max_length" in change.flags else kept
+            others = [*kept]
+            if "--max_length" in others and "--max_length" in change.flags:
+                place = others.index("--max_length")
+                del others[place : place + 2]
             flags = [*others, *change.flags]
             simulated = run(other_config, flags)
             if isinstance(simulated, Refused):

@@ -63,6 +63,11 @@ def prepare_plan(run: Run, arguments: Arguments) -> Run:
             f"{Path(run.recipe).name} makes its model itself, and --plan simulates the model that a recipe names as "
             "model_name_or_path"
         )
+    if getattr(training_args, "activation_offloading", False):
+        raise UserError(
+            "--activation_offloading is not simulated: choose a CONFIG yourself, or plan with --activation_checkpointing_kwargs "
+            "'{\"offload\": true}' instead"
+        )
     # fp16 is for GPUs that neither Triton nor FlashAttention supports; elsewhere any FlashAttention is simulated as PyTorch's.
     gpu = GpuFeatures([VARLEN], no_triton=run.gpu.no_triton)
     if training_args.fp16:
@@ -78,8 +83,6 @@ def prepare_plan(run: Run, arguments: Arguments) -> Run:
     check_packing(training_args, model_args, name, can_use_kernels=False, can_compute=False)
     if model_args.use_peft:
         build_adapter_on_meta(model_args, name)
-    if getattr(training_args, "activation_offloading", False):
-        training_args.activation_offloading = False  # the plan's page says so
     preparing.prepare_data(run, arguments)
     return run
 

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
         (["qwen2_chatt"], ["unknown recipe: qwen2_chatt", "mean qwen2_chat?"]),
         (["qwen2_chat", "1x3091"], ["unknown config: 1x3091", "mean 1x3090?"]),
         (["qwen2_chat", "1x3090", "--max_lenght", "5"], ["unknown flag --max_lenght", "--max_length"]),
-        (["qwen2_chat", "--fo", "2x3090"], ["unknown flag --fo", "did you mean --for?"]),
+        (["qwen2_chat", "--fo", "2x3090"], ["unknown flag --fo"]),
         (["qwen2_chat", "1x3090", "--tiny"], ["--plan is about the full size: leave out --tiny"]),
         (["qwen2_chat", "1x3090", "--price_per_gpu_hour", "cheap"], ["--price_per_gpu_hour is 'cheap', expected a number"]),
         (["qwen2_chat", "1x3090", "--price_per_gpu_hour", "0"], ["--price_per_gpu_hour is '0', expected a number"]),

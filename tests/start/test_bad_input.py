@@ -52,7 +52,6 @@ CASES = [
     (TINY, "OMP_NUM_THREADS", {"OMP_NUM_THREADS": "x"}),
     (f"launch.sh {TINY}", "ACCELERATE_USE_DEEPSPEED", {"ACCELERATE_USE_DEEPSPEED": "true"}),
     # recipes
-    ("launch.sh ./syntax.py --help", "syntax.py"),
     ("--tiny ./misspelled.py 1x3090", "max_length"),
     # configs
     ("--tiny qwen2_chat ./tab.yaml", "tab.yaml"),

@@ -19,11 +19,7 @@ RECIPE, CONFIG = "qwen2_fineweb_edu", "1x3090"
         "qwen2_finewebedu 1x3090",
         f"{RECIPE} 1x309",
         f"{RECIPE} {CONFIG} --max_stepps 3",
-        f"{RECIPE} --max_stepps 3",
         f"--tiny {RECIPE} {CONFIG} --max_stepps 3",
-        f"--preview {RECIPE} --max_stepps 3",
-        f"--prepare {RECIPE} --max_stepps 3",
-        f"--plan {RECIPE} {CONFIG} --max_stepps 3",
         "--merge no_run",
         "--chat no_run",
         "--verify no_run",
@@ -36,6 +32,13 @@ def test_files_of_the_working_directory_do_not_run(launch, tmp_path, command):
     process = launch(*command.split(), cwd=tmp_path, PYTHONPATH=f":{tmp_path / 'other'}::")
     assert process.returncode == (0 if command.endswith("--help") or not command else 2), process.stdout + process.stderr
     assert ran(tmp_path) == []
+
+
+@pytest.mark.parametrize("command", ["--preview", "--prepare", "--plan", f"{RECIPE}"])
+def test_files_of_the_working_directory_do_not_run_in_commands(launch, tmp_path, command):
+    write_modules(tmp_path)
+    process = launch(*dict.fromkeys([command, RECIPE]), "--max_stepps", "3", cwd=tmp_path, PYTHONPATH=f":{tmp_path / 'other'}::")
+    assert process.returncode == 2 and ran(tmp_path) == []
 
 
 @pytest.mark.unit

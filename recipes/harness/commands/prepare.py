@@ -17,7 +17,6 @@ from harness.commands import arguments
 from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, print_once, readable_size
 from harness.runs import Run
-from harness.start import flags
 from harness.start.environment import hide_library_warnings, set_environment
 from harness.start.recipes import build_trainer
 
@@ -31,7 +30,6 @@ def main(*words: str) -> int:
     from harness.start.machine import print_untested_versions
 
     parsed = arguments.prepare().read(words)
-    flags.check_flags(parsed.recipe, parsed.flags)
     set_environment(parsed.tiny)
     from harness.model.gpu_features import find_gpu_features
 

@@ -25,7 +25,6 @@ from harness.commands import arguments
 from harness.commands.documents import IGNORED, Document, documents_of
 from harness.messages import UserError, exit_on_user_error, plural, print_once, printable
 from harness.runs import Run
-from harness.start import flags
 from harness.start.environment import hide_library_warnings, set_environment
 from harness.start.recipes import build_trainer
 
@@ -74,7 +73,6 @@ def main(*words: str) -> None:
     from harness.start.machine import print_untested_versions
 
     parsed = arguments.preview().read(words)
-    flags.check_flags(parsed.recipe, parsed.flags)
     set_environment(parsed.tiny)
     messages = sys.stderr if parsed.json else sys.stdout  # stdout is for the JSON alone
     with tempfile.TemporaryDirectory(prefix="preview-") as output_dir, contextlib.redirect_stdout(messages):

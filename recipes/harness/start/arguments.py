@@ -27,14 +27,14 @@ from harness.configs import AccelerateConfig, read_yaml
 from harness.data import reading
 from harness.data.parsing import settings_of_data, sources_of
 from harness.data.script_arguments import ScriptArguments
-from harness.messages import UserError, plural
+from harness.messages import UserError, plural, print_once
 from harness.nodes.network import exit_with_causes
 from harness.rehearsal import tiny
 from harness.run.marker import settings_of_checkpoint
 from harness.run.publishing import take_repository
 from harness.runs import Run
 from harness.start import checks
-from harness.start.flags import check_names, unknown_flag
+from harness.start.flags import check_names, check_passwords, help_text, unknown_flag
 from harness.start.record import digest_of_recipe, settings_of
 
 import trl
@@ -114,6 +114,10 @@ def parse_command_line(
     for name in recipe:
         if name not in names:
             raise UserError(f"{Path(run.recipe).name}: {unknown_flag(name, sorted(names))}")
+    if {"--help", "-h"} & set(sys.argv[1:]):
+        print_once(help_text(Path(run.recipe), config_class, recipe))
+        sys.exit(0)
+    check_passwords(sys.argv[1:])
     check_names(sys.argv[1:], names | {"config"})
     check_config_file(sys.argv[1:])
     parser = Parser(classes, allow_abbrev=False)

@@ -28,14 +28,13 @@ from types import FrameType
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.launched import EXIT_CODE, STARTED, STOPPED, Launched
-from harness.messages import DEBUG_VARIABLE, UserError, exit_on_user_error, plural, print_once
+from harness.messages import DEBUG_VARIABLE, UserError, exit_on_user_error, plural
 from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
 from harness.nodes.hardware import physical_cores
 from harness.nodes.network import LOST, UNREACHABLE, first_line, interface_of, interface_to, own_address
 from harness.nodes.variables import integer_from_environment, seconds_to_wait
 from harness.run.failures import HOST_ADVICE
 from harness.runs import rehearsal_hint
-from harness.start import flags
 from harness.start.environment import set_environment
 
 import psutil
@@ -53,14 +52,10 @@ def main(words: list[str]) -> int:
     """
     tiny = words[:1] == ["--tiny"]
     recipe, config_path, *arguments = words[tiny:]
-    if "--help" in arguments or "-h" in arguments:
-        print_once(flags.help_text(Path(recipe)))
-        return 0
     config, nodes = configs.read(config_path), nodes_from_environment()
     per_node = count_processes(recipe, config, nodes, tiny)
     if nodes.is_allocation:
         return run_with_srun(nodes, words)
-    flags.check_passwords(arguments)
     max_restarts, arguments = take_max_restarts(arguments)
     set_environment(tiny, config.gpu_ids)
     set_environment_of_processes(recipe, config, nodes, per_node, tiny)

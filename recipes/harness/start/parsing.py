@@ -5,11 +5,12 @@ import logging
 import os
 import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 from harness import runs
 from harness.compat.transformers import never_ask_for_code
-from harness.messages import is_first_process
+from harness.messages import UserError, is_first_process
 from harness.start.arguments import Arguments, read_arguments
 from harness.start.recipes import begin_process, report_failures_of
 from harness.start.training import start_of_training
@@ -34,8 +35,18 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **rec
     started.arguments = arguments = read_arguments(started.run, config_class, dataset_formats, recipe, look)
     if is_training:
         report_failures_of(started)  # again: torch puts its own hook around it when it connects the processes
+        check_calls_train(Path(started.run.recipe))
     started.run = started.prepare(started.run, arguments)
     return arguments
+
+
+def check_calls_train(recipe: Path) -> None:
+    """Raises UserError for a recipe that never calls `train`: `trainer.train()` would neither resume nor save the model."""
+    if not re.search(r"(?<![\w.])train(\(| as )|harness\.train\(", recipe.read_text("utf-8")):
+        raise UserError(
+            f"{recipe.name} calls parse() but never train(): its last line must be train(trainer), with `train` from `harness`; "
+            "trainer.train() would neither resume nor save the model"
+        )
 
 
 def quiet_libraries() -> None:

@@ -15,7 +15,6 @@ RECIPE, CONFIG = "qwen2_fineweb_edu", "1x3090"
     [
         "",
         "--help",
-        f"{RECIPE} --help",
         "qwen2_finewebedu 1x3090",
         f"{RECIPE} 1x309",
         f"{RECIPE} {CONFIG} --max_stepps 3",
@@ -34,14 +33,15 @@ def test_files_of_the_working_directory_do_not_run(launch, tmp_path, command):
     assert ran(tmp_path) == []
 
 
-@pytest.mark.parametrize("command", ["--preview", "--prepare", "--plan", f"{RECIPE}"])
+@pytest.mark.parametrize("command", ["--preview", "--prepare", "--plan", ""])
 def test_files_of_the_working_directory_do_not_run_in_commands(launch, tmp_path, command):
     write_modules(tmp_path)
-    process = launch(*dict.fromkeys([command, RECIPE]), "--max_stepps", "3", cwd=tmp_path, PYTHONPATH=f":{tmp_path / 'other'}::")
-    assert process.returncode == 2 and ran(tmp_path) == []
+    words = [*command.split(), RECIPE, "--max_stepps" if command else "--help"]
+    process = launch(*words, cwd=tmp_path, PYTHONPATH=f":{tmp_path / 'other'}::")
+    assert process.returncode == (2 if command else 0), process.stderr
+    assert ran(tmp_path) == []
 
 
-@pytest.mark.unit
 @pytest.mark.parametrize("command", [f"{RECIPE} --help", "qwen2_finewebedu 1x3090"])
 def test_with_a_python_that_does_not_read_pythonsafepath(launch, tmp_path, command):
     """Python 3.10 and older. Such a python3 lists flags, and finds names that are similar to a misspelt one."""

@@ -395,7 +395,7 @@ def arguments_for(folder: Path, name: str, first_rows: int) -> ScriptArguments:
     settings = {key: value for key, value in (more[0] if more else {}).items() if key != "template"}
     script_args = ScriptArguments(dataset_name=f"{folder}/{path}".replace("{}", str(folder)), **settings)
     training_args = SimpleNamespace(seed=0, output_dir=str(folder / ".out"), max_steps=1)
-    script_args.data = settings_of_data(script_args, training_args, formats, first_rows)
+    script_args.data = settings_of_data(script_args, training_args, formats).take(first_rows)
     return script_args
 
 

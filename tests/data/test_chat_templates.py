@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from harness.data import chat_templates, formats
-from harness.data.chat_templates import check_conversations, find_ignored_keys, training_template
+from harness.data.chat_templates import check_conversations, training_template
 from harness.data.formats import CallForm
 from harness.data.sources import DataSettings
 from harness.rehearsal import tiny
@@ -127,20 +127,6 @@ def test_what_a_template_leaves_out_is_an_error(tokenizer, error_of, family, row
         chat_templates.check_rendering(tokenizer, f"of {family}", placed([row]), can_split=True)
     else:
         assert missing in error_of(chat_templates.check_rendering, tokenizer, f"of {family}", placed([row]), True)
-
-
-def test_keys_that_a_template_ignores_are_named(tokenizer, capsys, monkeypatch):
-    training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=False)
-    monkeypatch.setattr(chat_templates, "load_tokenizer", lambda model_args: tokenizer)
-    tokenizer.chat_template = (
-        (TEMPLATES / "qwen2_5.jinja").read_text().replace("message.role + ", "message.role + message.mood|string + ")
-    )
-    rows = [{"messages": ONE_ANSWER}, {"messages": [QUESTION | {"score": 3}, ANSWER | {"mood": "calm"}]}]
-    assert find_ignored_keys(tokenizer, placed(rows)) == {"score": "a.jsonl, line 2"}
-    check_conversations(training_args, SimpleNamespace(), frozenset(), placed(rows), "a model")
-    assert "template of a model ignores these keys of turns: score (a.jsonl, line 2)." in capsys.readouterr().out
-    check_conversations(training_args, SimpleNamespace(), frozenset(), placed(rows[:1]), "a model")
-    assert "ignores" not in capsys.readouterr().out
 
 
 # The form of tool calls of each family. TRL's copy of DeepSeek's template for the training needs objects.

@@ -7,11 +7,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from harness.data import formats, loading, reading
-from harness.data.checking import check_dataset, find_refused_row
+from harness.data.checking import check_dataset
 from harness.data.loading import load
 from harness.data.parsing import settings_of_data
 from harness.data.script_arguments import ScriptArguments
-from harness.rehearsal import tiny
 
 import datasets
 import pytest
@@ -140,58 +139,8 @@ def test_every_kind_of_conversation_is_checked_when_all_rows_are_there(tmp_path,
     monkeypatch.setattr(reading, "SMALL", 0)
     monkeypatch.setattr(loading, "MOST_KINDS", 2)
     rows = [{"messages": conversation(number)["messages"] * (number // 20 + 1)} for number in range(60)]
-    rows[59]["messages"][0]["score"] = 1
     path = write(tmp_path / "rows.jsonl", rows)
     script_args, checked = arguments_for(path), []
     script_args.data = replace(script_args.data, check_conversations=checked.extend)
     load(script_args)
-    assert [place for place, _ in checked] == [f"{path}, line {line}" for line in (1, 21, 60)]
-
-
-TEMPLATE = """{% for message in messages %}{% if 'Why 45?' in message['content'] %}{{ raise_exception('no') }}{% endif %}
-{{- message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"""
-
-
-def test_row_that_the_chat_template_refuses(tmp_path):
-    """It is found again after the run has failed, in memory and in streams."""
-    model_args = SimpleNamespace(model_name_or_path=str(tmp_path / "model"), model_revision="main")
-    tiny.make_tokenizer(tiny.family_of("Qwen/Qwen2-0.5B-Instruct")).save_pretrained(tmp_path / "model")
-    (tmp_path / "refuses.jinja").write_text(TEMPLATE)
-    training_args = SimpleNamespace(chat_template_path=str(tmp_path / "refuses.jinja"), assistant_only_loss=False)
-    path = write(tmp_path / "rows.jsonl", [conversation(number) for number in range(60)])
-    for streaming in (False, True):
-        script_args = arguments_for(path, dataset_streaming=streaming, max_eval_samples=1)
-        load(script_args, keep=lambda row: "45" not in row["messages"][0]["content"])
-        assert find_refused_row(script_args, training_args, model_args) is None, "the recipe drops this row"
-        load(script_args)
-        error = find_refused_row(script_args, training_args, model_args)
-        assert f"{path}, line 46: the chat template" in str(error) and "fails (no) on this conversation of user" in str(error)
-        (tmp_path / "texts").mkdir(exist_ok=True)
-        write(tmp_path / "texts/train.jsonl", [{"text": "a text"}] * 9)
-        write(tmp_path / "texts/test.jsonl", [conversation(45)])
-        script_args = arguments_for(tmp_path / "texts", ("messages", "text"), dataset_streaming=streaming)
-        assert find_refused_row(script_args, training_args, model_args) is None, "the run reads texts"
-    (tmp_path / "fails.jinja").write_text(TEMPLATE.replace("raise_exception('no')", "1 / 0"))
-    training_args.chat_template_path = str(tmp_path / "fails.jinja")
-    script_args = arguments_for(path)
-    assert "fails (division by zero) on this conversation" in str(find_refused_row(script_args, training_args, model_args))
-    answer = "{% generation %}{{ m.content }}{% endgeneration %}"
-    marked = (
-        "{% if m.role == 'assistant' and messages[0].content != 'Why 45?' %}" + answer + "{% else %}{{ m.content }}{% endif %}"
-    )
-    (tmp_path / "marks.jinja").write_text("{% for m in messages %}{{ m.role }}: " + marked + "{% endfor %}")
-    training_args.chat_template_path, training_args.assistant_only_loss = str(tmp_path / "marks.jinja"), True
-    error = find_refused_row(script_args, training_args, model_args)
-    assert f"{path}, line 46" in str(error) and "marks no token of an answer" in str(error)
-    training_args.chat_template_path, training_args.assistant_only_loss = None, False
-    assert find_refused_row(arguments_for(path), training_args, model_args) is None
-
-
-def test_run_whose_chat_template_refuses_a_row(fork_launch, tmp_path):
-    (tmp_path / "refuses.jinja").write_text(TEMPLATE.replace("raise_exception('no')", "1 / 0"))  # not an error of Jinja's own
-    path = write(tmp_path / "rows.jsonl", [conversation(number) for number in range(60)])
-    flags = ["--dataset_name", path, "--chat_template_path", tmp_path / "refuses.jinja", "--assistant_only_loss", "false"]
-    flags += ["--dataset_num_proc", "2"]
-    process = fork_launch("--tiny", "qwen2_chat", "1x3090", *flags, "--output_dir", tmp_path / "run")
-    assert process.returncode == 2 and f"{path}, line 46: the chat template" in process.stderr, process.stderr
-    assert "Traceback" not in process.stderr
+    assert [place for place, _ in checked] == [f"{path}, line {line}" for line in (1, 21)]

@@ -307,26 +307,6 @@ def test_nulls_of_structs_are_not_in_the_data():
         assert turns[1]["tool_calls"][0]["function"]["arguments"] == expected
 
 
-@pytest.mark.parametrize(
-    ("row", "accepted", "expected"),
-    [
-        ({"question": "a", "answer": "b"}, ("messages",), {"question": "prompt", "answer": "completion"}),
-        ({"Question": "a", "Response": "b"}, ("messages",), {"Question": "prompt", "Response": "completion"}),
-        ({"instruction": "a", "context": "", "response": "b"}, ("instruction",), {"context": "input", "response": "output"}),
-        (
-            {"system_prompt": "s", "question": "a", "response": "b"},
-            ("messages",),
-            {"question": "prompt", "response": "completion", "system_prompt": "system"},
-        ),
-        ({"dialogue": CHAT}, ("messages",), {"dialogue": "messages"}),
-        ({"content": "a"}, ("text",), {"content": "text"}),
-        ({"id": 1, "score": 2}, ("messages", "text"), None),
-    ],
-)
-def test_suggested_column_map(row, accepted, expected):
-    assert formats.suggest_column_map([row], accepted, "text") == expected
-
-
 def test_split_answers():
     turns = [*CHAT, CHAT[0], CHAT[1] | {"train": False}, *CHAT]
     rows = formats.split_answers({"messages": turns, "tools": [TOOL]})
@@ -395,8 +375,6 @@ def test_kind_of_conversation(turn, kind):
     row = {"messages": [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes"} | turn]}
     assert formats.kind_of_conversation(row) == f"user {kind}"
     assert formats.kind_of_conversation(row | {"tools": [{}]}) == f"user {kind}, tools"
-    row["messages"][0] |= {"score": 0, "id": "a"}
-    assert formats.kind_of_conversation(row) == f"user {kind}, keys id score"
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def arguments_for(name, dataset_formats=(), given=(), first_rows=0, **settings) 
     }
     script_args = ScriptArguments(dataset_name=str(name), **settings)
     script_args.given = frozenset(given)
-    script_args.data = settings_of_data(script_args, SimpleNamespace(**training), dataset_formats, first_rows)
+    script_args.data = settings_of_data(script_args, SimpleNamespace(**training), dataset_formats).take(first_rows)
     return script_args
 
 
@@ -359,7 +359,7 @@ def test_ignored_files_of_a_folder_are_printed(tmp_path, capsys):
 def test_column_map(tmp_path, error_of):
     path = write(tmp_path / "rows.jsonl", [{"question": f"Why {row}?", "answer": "So.", "id": row} for row in range(20)])
     mapping = '{"question": "prompt", "answer": "completion"}'
-    assert f"the flag --column_map '{mapping}'" in error_of(check, path, ("messages",))
+    assert "--column_map" in error_of(check, path, ("messages",))
     train, _ = load(arguments_for(path, ("messages",), column_map=mapping))
     assert train[0]["messages"][1] == {"role": "assistant", "content": "So."}
     for mapping, words in (

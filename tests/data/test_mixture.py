@@ -12,7 +12,6 @@ from harness.data.parsing import settings_of_data
 from harness.data.script_arguments import ScriptArguments
 from harness.data.stream_rows import rows_of_cycle
 from harness.folder import DATA, read_json
-from harness.run.results import add_reading
 
 import pytest
 from conftest import losses, read, slow
@@ -27,10 +26,10 @@ def texts(name, count):
     return [{"text": f"{name} {index}"} for index in range(count)]
 
 
-def arguments_of(names, weights, formats=("text",), first_rows=0, **settings):
+def arguments_of(names, weights, formats=("text",), **settings):
     training_args = SimpleNamespace(seed=0, output_dir=str(settings.pop("output_dir", "")), max_steps=1)
     script_args = ScriptArguments(dataset_name=names, dataset_weights=weights, **settings)
-    script_args.data = settings_of_data(script_args, training_args, formats).take(first_rows)
+    script_args.data = settings_of_data(script_args, training_args, formats)
     return script_args
 
 
@@ -55,15 +54,13 @@ def test_shares_in_memory(names, tmp_path):
     assert len(set(evaluated["text"])) == 43 and not {row["text"] for row in train} & set(evaluated["text"])
     assert list(load(arguments_of(names, [6, 3, 1]))[0]) == list(train)
     data = read_json(tmp_path / "run" / DATA)
-    assert (data["rows"], data["trained_rows"], data["held_out"]) == (430, 45, 43)
-    assert [dataset["epoch_rows"] for dataset in data["datasets"]] == [27, 14, 4]
+    assert (data["rows"], data["held_out"]) == (430, 43)
 
 
-def test_small_datasets_are_repeated(names, capsys):
+def test_small_datasets_are_repeated(names):
     train, _ = load(arguments_of(names, [6, 3, 1], max_samples=100))
     counts = [sum(row["text"] == text for row in train) for text in {row["text"] for row in train} if text.startswith("a")]
     assert len(train) == 100 and len(counts) == 27 and set(counts) == {2, 3}  # 60 rows of 27
-    assert "a.jsonl: 60.0% of the rows: in every epoch each of its 27 rows 2.22 times." in capsys.readouterr().out
 
 
 def test_rows_held_out_of_one_are_not_in_another(names, tmp_path):
@@ -191,14 +188,6 @@ def test_arguments_of_each_dataset(names):
     assert several.sources[0].name == ",".join(names) and not several.is_mixture
 
 
-def test_reading_is_counted():
-    """Of datasets in memory. How much of a dataset a stream has read is not known."""
-    in_memory, streamed = {"datasets": [{"epoch_rows": 30, "used_rows": 10}]}, {"datasets": [{"name": "a"}]}
-    for data in (in_memory, streamed):
-        add_reading(data, 1.5)
-    assert in_memory["datasets"][0] == {"epoch_rows": 30, "used_rows": 10, "rows_read": 45, "times_seen": 4.5}
-
-
 def test_rows_of_cycle():
     for weights, rows in (
         ([0.6, 0.3, 0.1], [6, 3, 1]),
@@ -236,18 +225,6 @@ def test_flags_for_some_of_the_datasets(names, tmp_path, error_of):
         check_dataset, arguments_of(several, [1, 1, 1], column_map={"question": "text", "answer": "text"}).data
     )
     assert "no dataset is one" in error_of(arguments_of, names, [1, 1, 1], text_rows="line")
-
-
-def test_rows_of_split_conversations(tmp_path):
-    """Of conversations that are split, the answers are counted, also where a rehearsal loads the first ones only."""
-    turns = [{"role": role, "content": f"{role}."} for role in ("user", "assistant") * 2]
-    rows = [{"messages": [turns[0] | {"content": f"{index}?"}, *turns[1:]]} for index in range(30)]
-    names = [write(tmp_path / "a.jsonl", rows[:20]), write(tmp_path / "b.jsonl", rows[20:])]
-    for first_rows in (0, 5):
-        flags = {"split_conversations": True, "output_dir": tmp_path / "run"}
-        load(arguments_of(names, [1, 1], ("messages",), first_rows, **flags))
-        found = [(part["epoch_rows"], part["used_rows"]) for part in read_json(tmp_path / "run" / DATA)["datasets"]]
-        assert found == [(18, 18), (18, 18)], first_rows
 
 
 FLAGS = ["--max_steps", "6", "--save_steps", "4", "--logging_steps", "1", "--eval_steps", "6", "--max_length", "64"]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from harness.commands import preview
 from harness.compat.trl import install_training_template, prepare_rows_in_two_steps
-from harness.data import chat_templates
 from harness.data.chat_templates import training_template
 from harness.data.tokenized import finish_rows
 
@@ -172,13 +171,3 @@ def test_packing_keeps_documents(tokenizer_of, train_rows, strategy):
         starts = range(0, length, 64) if strategy == "bfd_split" else [0]
         expected += [(row["input_ids"][start : start + 64], row["labels"][start : start + 64]) for start in starts]
     assert sorted(documents) == sorted(expected)
-
-
-def test_tokens_over_the_boundary_of_an_answer_are_found(tokenizer_of):
-    """An answer that begins with a line break: the prompt of a server ends with another token than the one that is trained."""
-    tokenizer = tokenizer_of("qwen2_5")
-    row = {"messages": [question("Why?"), answer("\n\nSo.")]}
-    assert chat_templates.find_merged_prompt(tokenizer, row) == "\n"
-    assert chat_templates.find_merged_prompt(tokenizer, {"messages": CONVERSATION}) is None
-    tokenizer = tokenizer_of("llama3_1")  # it removes white space around a text
-    assert chat_templates.find_merged_prompt(tokenizer, row) is None

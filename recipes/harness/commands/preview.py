@@ -149,7 +149,8 @@ class Preview:
         packed = list(itertools.islice(trainer.train_dataset, FIRST_ROWS))
         train = documents_of_first_rows(whole.get("train", packed))
         data = read_json(Path(trainer.args.output_dir, DATA))
-        total = data["trained_rows"] if data.get("is_complete") else count_training_rows(script_args.data)
+        is_known = data.get("is_complete") and "datasets" not in data  # of a mixture, some rows are read more often than others
+        total = data["trained_rows"] if is_known else count_training_rows(script_args.data)
         if not total and script_args.data.keeps_samples:
             total = script_args.max_samples
         return PreviewRows(
@@ -441,8 +442,7 @@ def print_data(data: dict[str, Any]) -> None:
     parts = [f"{number:,} skipped {reason}{first_skipped.get(reason, '')}" for reason, number in data["skipped"].items()]
     parts = [f"{first}{data['rows']:,}", *parts]
     for dataset in data.get("datasets", []):
-        seen = f", {dataset['epoch_rows']:,} in an epoch" if "epoch_rows" in dataset else ""
-        print_once(f"dataset      {dataset['name']}: {dataset['rows']:,} rows{seen}")
+        print_once(f"dataset      {dataset['name']}: {dataset['rows']:,} rows")
     parts += [f"{number:,} dropped by the trainer ({reason})" for reason, number in data.get("dropped", {}).items()]
     if data["held_out"]:
         parts.append(f"{data['held_out']:,} held out for evaluation")

@@ -26,7 +26,6 @@ from harness.data.formats import (
     THOUGHT,
     CallForm,
     has_untrained_turn,
-    other_keys,
     split_answers,
 )
 from harness.data.sources import DataSettings
@@ -59,8 +58,6 @@ MARKED = """
 {{- complete[done.text|length:] }}
 """
 PROJECT = Path(__file__).resolve().parents[3]
-MOST_COMPARED, MOST_ANSWERS = 50, 4  # conversations, and answers of each, whose prompts are tokenized for a comparison
-NEAR = 200  # letters on both sides of the end of a prompt that are tokenized for it
 REASON = "its chat template renders a turn differently when another turn follows"
 QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 ONE_ANSWER, TWO_ANSWERS = [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER]
@@ -127,14 +124,6 @@ def template_file(training_args: TrainingArguments, tokenizer: PreTrainedTokeniz
 def given_template(training_args: TrainingArguments) -> str | None:
     """--chat_template_path, which only some trainers have."""
     return getattr(training_args, "chat_template_path", None)
-
-
-def tokenizer_of_run(training_args: TrainingArguments, model_args: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer with the chat template of the run. After `fit_template`."""
-    tokenizer = load_tokenizer(model_args)
-    if path := given_template(training_args):
-        tokenizer.chat_template = Path(path).read_text("utf-8")
-    return tokenizer
 
 
 def fit_template(
@@ -234,16 +223,6 @@ def check_conversations(
     fitted = fit_calls(tokenizer, rows)
     can_split = not splits_answers and hasattr(training_args, "assistant_only_loss")
     check_rendering(tokenizer, path or f"of {model_name}", fitted, can_split)
-    merged = [(place, end) for place, row in fitted[:MOST_COMPARED] if (end := find_merged_prompt(tokenizer, row)) is not None]
-    if merged:
-        print_once(
-            f"warning: in {len(merged)} of {len(fitted[:MOST_COMPARED])} checked conversations ({merged[0][0]}) the end of the "
-            f"prompt, {merged[0][1]!r}, is one token with the begin of the answer, so a server makes other tokens of the prompt: "
-            "remove spaces and line breaks at the begin of answers, or where the chat template writes them there"
-        )
-    if ignored := find_ignored_keys(tokenizer, fitted):
-        examples = ", ".join(f"{key} ({place})" for key, place in ignored.items())
-        print_once(f"The chat template {path or f'of {model_name}'} ignores these keys of turns: {examples}.")
     if not hasattr(training_args, "assistant_only_loss"):
         check_prompts_without_reasoning(tokenizer, fitted)
         if place := next((place for place, row in rows if has_untrained_turn({"completion": row.get("completion")})), None):
@@ -392,38 +371,6 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[Pl
     )
 
 
-def find_ignored_keys(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> dict[str, str]:
-    """The keys of turns that change nothing in the rendered conversations, each with the place of a row that has it."""
-    places, read = {}, set()
-    for place, row in rows:
-        turns = turns_of(row)
-        for key in {key for turn in turns for key in other_keys(turn)} - read:
-            without = [{name: value for name, value in turn.items() if name != key} for turn in turns]
-            places.setdefault(key, place)
-            if _text_of(tokenizer, turns, **options_of(row)) != _text_of(tokenizer, without, **options_of(row)):
-                read.add(key)
-    return {key: place for key, place in places.items() if key not in read}
-
-
-def find_merged_prompt(tokenizer: PreTrainedTokenizerBase, row: dict) -> str | None:
-    """The end of a prompt, if it is one token with the begin of the answer, so that a server makes other tokens of the prompt.
-
-    For example the line break in front of an answer that begins with a line break.
-    """
-    whole, turns = _text_of_row(tokenizer, row) or "", turns_of(row)
-    answers = [number for number, turn in enumerate(turns) if number and turn["role"] == "assistant" and turn.get("train", True)]
-    for number in answers[:MOST_ANSWERS]:
-        prompt = _text_of(tokenizer, turns[:number], add_generation_prompt=True, **options_of(row))
-        if prompt and whole.startswith(prompt):
-            end = prompt[-NEAR:]
-            texts = (end, end + whole[len(prompt) : len(prompt) + NEAR])
-            alone, merged = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
-            same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, merged, strict=False))))
-            if same < len(alone):
-                return tokenizer.decode(alone[same:])
-    return None
-
-
 def _text_of_row(tokenizer: PreTrainedTokenizerBase, row: dict, template: str | None = None) -> str | None:
     return _text_of(tokenizer, turns_of(row), chat_template=template, **options_of(row))
 
@@ -444,32 +391,6 @@ def refusal_message(place: str, name: str, row: dict, error: Exception) -> str:
         f"{', '.join(turn['role'] for turn in turns_of(row)[:8])}: change the row, or pass another template with "
         "--chat_template_path"
     )
-
-
-Rendering = tuple[str | None, CallForm, dict[str, bool]]  # a template, None for the tokenizer's own; options to render with it
-MASK = {"return_dict": True, "return_assistant_tokens_mask": True}
-
-
-def renderings_of_run(tokenizer: PreTrainedTokenizerBase, marks_answers: bool) -> list[Rendering]:
-    """How a run renders a conversation: with the model's template, and with one that marks the answers."""
-    templates: list[tuple[str | None, dict[str, bool]]] = [(None, {"tokenize": False})]
-    if marks_answers:
-        with contextlib.suppress(ValueError):  # rows without an answer for the loss are not marked
-            templates.append((training_template(tokenizer), MASK))
-    return [(template, find_call_form(tokenizer, template), options) for template, options in templates]
-
-
-def refusal_of(tokenizer: PreTrainedTokenizerBase, row: dict, renderings: list[Rendering]) -> Exception | None:
-    """The error with which a chat template refuses a conversation, or the marking of its answers."""
-    try:
-        for template, form, options in renderings:
-            fitted = form.apply(row)
-            found = tokenizer.apply_chat_template(turns_of(fitted), chat_template=template, **options, **options_of(fitted))
-            if options == MASK and 1 not in found["assistant_masks"]:
-                return ValueError("it marks no token of an answer")
-    except Exception as error:  # a template is a program: it can fail in any way
-        return error
-    return None
 
 
 def find_missing(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[str, str] | None:

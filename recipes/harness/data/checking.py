@@ -1,12 +1,7 @@
 """Checks of the datasets before a run: every split exists, and its rows can be read and converted."""
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
-
-from harness.data import chat_templates, formats, reading
-from harness.data.conversion import COLUMNS, REASON, Conversion, PlacedRow, converted_of, examine, find_conversion
+from harness.data import formats, reading
+from harness.data.conversion import COLUMNS, Conversion, PlacedRow, find_conversion
 from harness.data.loading import Rows, check_same_format, examine_all, features_of, one_of_every_kind, open_dataset, placed
 from harness.data.reading import TextFiles
 from harness.data.sources import DataSettings, Source
@@ -16,8 +11,6 @@ from harness.messages import UserError
 
 import datasets
 from huggingface_hub.constants import HF_HUB_OFFLINE
-
-MOST_RENDERED = 100_000  # rows of a split, in which the row that a chat template has refused is searched
 
 
 @without_progress_bars(datasets)  # an error of a check is one line
@@ -80,35 +73,3 @@ def check_column_map(data: DataSettings) -> None:
     for new in mapping.values():
         if new not in known and data.formats:
             raise UserError(f"--column_map: {new} is none of the columns that are read: {', '.join(known)}")
-
-
-def find_refused_row(script_args: Any, training_args: Any, model_args: Any) -> UserError | None:
-    """The error of a run whose chat template refused a row: which row it is. None if no row of the run is refused.
-
-    The rows are read again up to the first one that is refused.
-    """
-    tokenizer = chat_templates.tokenizer_of_run(training_args, model_args)
-    name = chat_templates.given_template(training_args) or f"of {model_args.model_name_or_path}"
-    renderings = chat_templates.renderings_of_run(tokenizer, getattr(training_args, "assistant_only_loss", False))
-    for place, row in _converted_rows(script_args.data):
-        conversations = chat_templates.conversations_of(row)
-        for part in formats.split_answers(row) if script_args.split_conversations else conversations:
-            if error := chat_templates.refusal_of(tokenizer, part, renderings):
-                return UserError(chat_templates.refusal_message(place, name, part, error))
-    return None
-
-
-def _converted_rows(data: DataSettings) -> Iterator[PlacedRow]:
-    """The conversations of all splits that a run reads, of each the first ones."""
-    for source in data.sources:
-        splits = open_dataset(source, streaming=True)
-        test, first = evaluation_split(source, splits, data.needs_test_split), splits_of(source.train_split)[0]
-        conversion, _ = find_conversion(data, source, placed(splits[first], source, first), features_of(splits[first]))
-        if conversion.format not in formats.CONVERSATIONS:
-            continue
-        conversion = replace(conversion, keep=data.keep)
-        for split in (*splits_of(source.train_split), *splits_of(test)):
-            for place, row in itertools.islice(placed(splits.get(split, []), source, split), MOST_RENDERED):
-                examined = examine(place, row, conversion, encodes=False)
-                if not examined[REASON]:
-                    yield place, converted_of(examined)

@@ -213,11 +213,9 @@ def find_column_map(data: DataSettings, source: Source, columns: list[str]) -> d
 def explain_no_format(data: DataSettings, source: Source, first: list[dict]) -> str:
     """The error message for a dataset whose first rows have none of the formats of the recipe."""
     wanted = " or ".join(formats.DESCRIPTIONS[format] for format in data.formats)
+    example = '\'{"question": "prompt", "answer": "completion"}\''
     mismatch = formats.explain_mismatch(first, data.formats, data.text_field, data.column_map)
-    advice = ""
-    if not data.column_map and (mapping := formats.suggest_column_map(first, data.formats, data.text_field)):
-        advice = f", or the flag --column_map '{json.dumps(mapping)}'"
-    return f"--dataset_name: {source.display_name} {mismatch}; this recipe needs {wanted}{advice}"
+    return f"--dataset_name: {source.display_name} {mismatch}; this recipe needs {wanted}, or the flag --column_map {example}"
 
 
 def has_struct(kind: Any) -> bool:

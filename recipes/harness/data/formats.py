@@ -34,8 +34,6 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a turn, by
 # Keys of a turn that say whether it counts in the loss (1, true), whether it does not, and which parts of it do (not supported).
 TRAINED, MASKED = ("train", "training", "trainable", "weight", "loss", "loss_mask"), ("masked",)
 TRAINED_PARTS = ("train_detail", "training_detail")
-# Keys of a converted turn; others are passed on too, because a chat template can read them.
-TURN_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "train", *REASONING)
 TURNS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns of a converted row that have turns
 THINK, END_OF_THINK = "<think>", "</think>"
 THOUGHT = re.compile(rf"{THINK}(.*?){END_OF_THINK}", re.DOTALL)
@@ -521,50 +519,14 @@ def has_untrained_turn(row: dict) -> bool:
 
 
 def kind_of_conversation(row: dict) -> str:
-    """The roles of a converted row's turns, in words: "user assistant+calls tool assistant, tools, keys id"; "" without turns.
-
-    The keys are those that only some chat templates read.
-    """
+    """The roles of a converted row's turns, in words: "user assistant+calls tool assistant, tools"; "" without turns."""
     turns = [turn for name in TURNS for turn in row.get(name) or [] if isinstance(turn, dict)]
     words = []
     for turn in turns:
         has_thought = "reasoning_content" in turn or "</think>" in turn["content"]
         parts = [turn["role"], "calls" if "tool_calls" in turn else "", "thought" if has_thought else ""]
         words.append("+".join(part for part in [*parts, "" if turn.get("train", True) else "untrained"] if part))
-    keys = " ".join(sorted({key for turn in turns for key in other_keys(turn)}))
-    return " ".join(words) + (", tools" if row.get("tools") else "") + (f", keys {keys}" if keys else "")
-
-
-def other_keys(turn: dict) -> list[str]:
-    """The keys of a converted turn that hold something, and that only some chat templates read."""
-    return [key for key, value in turn.items() if key not in TURN_KEYS and value not in ("", [], {})]
-
-
-# What people call the columns of the formats, for the --column_map of an error message.
-OTHER_NAMES = {
-    "messages": ("conversation", "dialogue", "dialog", "chat", "turns", "chosen_conversations"),
-    "prompt": ("question", "query", "user", "human", "problem", "request", "instruction", "input", "source"),
-    "completion": ("answer", "response", "assistant", "reply", "solution", "output", "target", "best_answer", "generation"),
-    "text": ("content", "document", "article", "body", "passage", "story", "code", "markdown", "raw_content"),
-}
-
-
-def suggest_column_map(rows: list[dict], accepted: tuple[str, ...], text_field: str) -> dict[str, str] | None:
-    """New names of columns with which a row can be converted, None if none are found."""
-    names = {name.lower(): name for row in rows for name in row}
-    proposals = [{names[old]: "messages"} for old in OTHER_NAMES["messages"] if old in names]
-    system = next(({names[old]: "system"} for old in ("system_prompt", "system_message") if old in names), {})
-    if {"instruction", "context", "response"} <= names.keys():  # Dolly
-        proposals.append({names["context"]: "input", names["response"]: "output", names["instruction"]: "instruction"})
-    for question, answer in itertools.product(("prompt", *OTHER_NAMES["prompt"]), ("completion", *OTHER_NAMES["completion"])):
-        if question in names and answer in names:
-            proposals.append({names[question]: "prompt", names[answer]: "completion"} | system)
-    proposals += [{names[old]: text_field} for old in OTHER_NAMES["text"] if old in names]
-    for proposal in proposals:
-        changed = {old: new for old, new in proposal.items() if old != new}
-        if changed and any(convert(row, format, text_field, changed) for row in rows for format in accepted):
-            return changed
-    return None
+    return " ".join(words) + (", tools" if row.get("tools") else "")
 
 
 def explain_mismatch(

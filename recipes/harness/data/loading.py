@@ -32,7 +32,7 @@ from harness.data.conversion import (
     shape_of,
 )
 from harness.data.held_out import hold_out, hold_out_of_stream
-from harness.data.mixture import count_rows_of_epoch, mix, share
+from harness.data.mixture import mix, share
 from harness.data.reading import TextFiles, make_once
 from harness.data.script_arguments import ScriptArguments
 from harness.data.sources import DataSettings, Source
@@ -95,7 +95,6 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
     data = script_args.data
     if not data.sources:
         raise UserError("--dataset_name is missing: pass a Hub ID, a folder or a file")
-    script_args.data = replace(data, keep=keep)  # for `find_refused_row`
     opened = [open_source(data, source, keep) for source in data.sources]
     check_same_kind(opened)
     if data.check_conversations and is_first_process():
@@ -116,7 +115,8 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
     train, summary = rows[0], summaries[0]
     if data.is_mixture:
         train = mix(data, rows)
-        count_rows_of_epoch(data, rows, summaries)
+        for source in data.sources:
+            print_once(f"{source.display_name}: {source.weight:.1%} of the rows.")
         summary = add_summaries(summaries)
     if data.output_dir and is_first_process():
         Path(data.output_dir).mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,10 @@ only as documents that do not see each other.
 """
 
 import math
-from typing import Any
 
 from harness.data.sources import DataSettings
 from harness.data.stream_rows import mix_streams
-from harness.messages import UserError, print_once
+from harness.messages import UserError
 
 import numpy as np
 from datasets import Dataset, IterableDataset, concatenate_datasets
@@ -45,36 +44,3 @@ def share(data: DataSettings, sizes: list[int]) -> list[int]:
                 "larger weight for it, or a larger --max_samples"
             )
     return counts
-
-
-def count_rows_of_epoch(
-    data: DataSettings, datasets: list[Dataset] | list[IterableDataset], summaries: list[dict[str, Any]]
-) -> None:
-    """Prints the shares of the datasets. Where it is known, adds to `summaries` the `epoch_rows` that an epoch has of each, and
-    how many of its rows these are, `used_rows`.
-
-    `summaries`: the content of data.json for each. A preview and a rehearsal load fewer rows than the run.
-    """
-    is_stream, sizes, counts = isinstance(datasets[0], IterableDataset), [], []
-    is_known = not is_stream and all(summary["is_complete"] for summary in summaries)
-    if is_known:
-        for source, rows, summary in zip(data.sources, datasets, summaries, strict=True):
-            of_all = min(summary["trained_rows"], source.first_rows or summary["trained_rows"])
-            sizes.append(round(summary["trained_rows"] * len(rows) / of_all))  # more where conversations are split
-        counts = share(data, sizes)
-    elif is_stream and data.keeps_samples:
-        sizes = [summary["trained_rows"] if summary["is_complete"] else math.inf for summary in summaries]
-        counts = share(data, sizes)  # of max_samples
-    for summary, count, size in zip(summaries, counts, sizes, strict=False):
-        summary |= {"epoch_rows": count, "used_rows": min(count, size)}
-    for number, source in enumerate(data.sources):
-        text = f"{source.display_name}: {source.weight:.1%} of the rows"
-        if is_stream:
-            text += "; when it ends, it starts again"
-        elif is_known and counts[number] > sizes[number]:
-            text += f": in every epoch each of its {sizes[number]:,} rows {counts[number] / sizes[number]:.3g} times"
-        elif is_known and counts[number] == sizes[number]:
-            text += f": in every epoch each of its {sizes[number]:,} rows once"
-        elif is_known:
-            text += f": in every epoch the same {counts[number]:,} of its {sizes[number]:,} rows"
-        print_once(f"{text}.")

@@ -40,7 +40,6 @@ class DataSettings:
     seed: int = 0
     output_dir: str = ""  # where `load` writes data.json; "": nowhere
     keeps_samples: bool = False  # the max_samples rows of a stream are read once, for all epochs
-    keep: Callable[[dict], bool] | None = None  # of the recipe; set by `load`
     template_date: str = ""  # what a chat template that prints the date makes of a conversation today, "" of another template
     call_form: CallForm = field(default_factory=CallForm)  # that the chat template expects
     drops_marks: str = ""  # why turns that are marked not to count in the loss would count, "" if they do not

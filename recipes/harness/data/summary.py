@@ -55,14 +55,9 @@ def print_summary(summary: dict[str, Any], train: str, test: str, splits: list[s
 
 
 def add_summaries(summaries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The content of data.json: the sums over the datasets, and `datasets` with what each has.
-
-    `trained_rows` is of an epoch where that is known: by its weight a dataset has more or fewer of its rows in it.
-    """
+    """The content of data.json: the sums over the datasets, and `datasets` with what each has."""
     names = ("rows", "skipped_rows", "held_out", "trained_rows", "with_tools")
     total = {name: sum(summary[name] for summary in summaries) for name in names}
-    if all("epoch_rows" in summary for summary in summaries):
-        total["trained_rows"] = sum(summary["epoch_rows"] for summary in summaries)
     skipped, turns = (sum((Counter(summary[name]) for summary in summaries), Counter()) for name in ("skipped", "turns"))
     ignored = [f"{column} of {summary['name']}" for summary in summaries for column in summary["ignored_columns"]]
     return {

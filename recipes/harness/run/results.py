@@ -186,21 +186,12 @@ def describe_data(trainer: Trainer) -> dict:
     """How much of the data was read."""
     output_dir, state = Path(trainer.args.output_dir), trainer.state
     data = read_json(output_dir / DATA)
-    add_reading(data, state.epoch or 0)
     described: dict[str, Any] = {}
     if not isinstance(trainer.train_dataset, IterableDataset) and "datasets" not in data:
         described["times_seen"] = round(state.epoch or 0, 2)
     if data:
         described["data"] = data
     return described
-
-
-def add_reading(data: dict, epochs: float) -> None:
-    """Adds `rows_read` and `times_seen` to every dataset of a mixture in memory, whose epochs read the same `used_rows`."""
-    for dataset in data.get("datasets", []):
-        if "epoch_rows" in dataset:
-            dataset["rows_read"] = round(epochs * dataset["epoch_rows"])
-            dataset["times_seen"] = round(dataset["rows_read"] / dataset["used_rows"], 2)
 
 
 def mean_loss(log_history: list[dict]) -> float | None:
@@ -241,16 +232,6 @@ def describe_losses(results: dict) -> str:
     return words + (f" (perplexity {results['perplexity']:.1f})" if "perplexity" in results else "")
 
 
-def describe_reading(results: dict) -> str:
-    """A line for each dataset of a mixture in memory: how often its rows were seen."""
-    return "".join(
-        f"\n  {dataset['name']}: {dataset['rows_read']:,} rows read, each of {dataset['used_rows']:,} rows "
-        f"{dataset['times_seen']:g} times"
-        for dataset in results.get("data", {}).get("datasets", [])
-        if "times_seen" in dataset
-    )
-
-
 def describe_metrics(results: dict) -> str:
     """The recipe's own metrics of the last evaluation, and of the one before the training; "" without any."""
     words = []
@@ -270,7 +251,7 @@ def print_summary(results: dict, output_dir: str) -> None:
     if 1 < replicas < results["world_size"]:
         processes += f" ({replicas} replicas of {results['world_size'] // replicas})"
     mean = f" (mean {results['train_loss']:.4f})" if results["train_loss"] is not None else ""
-    evaluation = describe_losses(results) + describe_metrics(results) + describe_reading(results)
+    evaluation = describe_losses(results) + describe_metrics(results)
     gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
     speed = f"{results['tokens_per_second']:,.0f} tokens/s"
     if "rows_per_second" in results:

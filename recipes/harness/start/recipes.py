@@ -10,7 +10,6 @@ import runpy
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -65,11 +64,6 @@ def report_failure(recipe: StartedRecipe, error: BaseException) -> None:
         exit_for_known_failure(error)
         if recipe.run.is_sharded and "Cannot copy out of meta tensor" in str(error):
             raise UserError(f"{Path(path).name}: {explain_missing_weights('a second model')}") from error
-        if recipe.arguments and is_about_a_conversation(error):
-            from harness.data.checking import find_refused_row
-
-            if refused := find_refused_row(*recipe.arguments):
-                raise refused from error
         if not has_trained(recipe.trainer, error):
             raise_if_of_library(error, path)
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -81,14 +75,6 @@ def report_failure(recipe: StartedRecipe, error: BaseException) -> None:
         trace = trace.tb_next
     sys.__excepthook__(type(error), error.with_traceback(trace), trace)
     sys.exit(1)
-
-
-def is_about_a_conversation(error: Exception) -> bool:
-    """Whether a chat template has failed, with whatever error, or has marked no answer."""
-    files = {Path(frame.f_code.co_filename).name for frame, _ in traceback.walk_tb(error.__traceback__)}
-    in_subprocess = "chat_template_utils.py" in str(error.__cause__)  # --dataset_num_proc
-    is_of_template = "chat_template_utils.py" in files or in_subprocess or type(error).__module__.startswith("jinja2")
-    return is_of_template or "has no assistant tokens" in str(error)
 
 
 def has_trained(trainer: Any, error: Exception) -> bool:

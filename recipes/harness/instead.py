@@ -50,6 +50,11 @@ INSTEAD = {name: f"pass --{flag}" for flag, names in FLAGS_INSTEAD.items() for n
     "served_model_name": "a folder is compared, not a server: leave it out, and pass the folder that the server has loaded",
     "use_mps_device": "PyTorch uses Apple's GPU by itself: leave it out",
 }
+# Flags of a run that --merge does not have.
+INSTEAD_IN_MERGE = dict.fromkeys(
+    ("push_to_hub", "hub_model_id", "hub_private_repo"),
+    "upload the merged folder: `.venv/bin/hf upload OWNER/NAME RUN/merged --private`",
+)
 # Commands of earlier versions.
 COMMANDS_INSTEAD = {
     "convert": "run `.venv/bin/accelerate to-fsdp2 --config_file OLD.yaml --output_file NEW.yaml`; docs/memory-and-strategies.md "

@@ -1,12 +1,12 @@
 """`--merge` makes a plain model of an adapter or a sharded checkpoint; an interrupted merge writes nothing."""
 
 import json
+import re
 import shutil
 
 from harness.commands import chat, merge
 from harness.commands.saved import read_adapter_settings
 from harness.messages import UserError
-from harness.run import publishing
 from harness.run.marker import begin_writing, sync_files, write_marker
 from harness.run.parameters import quantization_of
 
@@ -278,12 +278,6 @@ def test_adapter_without_a_base_model(tmp_path, error_of):
     assert message == f"{tmp_path / 'adapter_config.json'} is damaged: base_model_name_or_path is missing"
 
 
-def test_merge_of_other_weights_is_not_uploaded(tmp_path, monkeypatch, error_of):
-    """A folder that is merged already can have the 4-bit weights, so it is not what --original_weights asks for."""
-    run = tmp_path / "run"
-    (run / "merged").mkdir(parents=True)
-    (run / "adapter_model.safetensors").touch()
-    (run / "merged/config.json").write_text("{}")
-    monkeypatch.setattr(publishing, "check_repository", lambda repository: None)
-    message = error_of(merge.main, str(run), "--push_to_hub", "--original_weights")
-    assert message.startswith(f"{run / 'merged'} exists already")
+@pytest.mark.parametrize("flags", [["--push_to_hub"], ["--hub-model-id", "me/mine", "--push-to-hub"]], ids=" ".join)
+def test_flags_of_uploads_name_the_command_that_uploads(tmp_path, error_of, flags):
+    assert re.match(r"--\w+: .*hf upload", error_of(merge.main, str(tmp_path), *flags))

@@ -9,7 +9,6 @@ from harness.run.publishing import Repository, check_repository, take_repository
 import pytest
 from huggingface_hub import close_session
 from local_hub import serve
-from safetensors.torch import load_file
 
 TOKEN = "hf_this_is_a_token_of_a_test"
 USERS = {
@@ -75,7 +74,7 @@ def test_trainer_itself_uploads_nothing():
 
 
 def test_run_is_uploaded_also_after_a_failure(hub, rehearse, fork_launch, workdir, tmp_path):
-    """A run whose upload fails is finished; the same command uploads it, and trains no second time. The merged model too."""
+    """A run whose upload fails is finished; the same command uploads it, and trains no second time."""
     rehearse("qwen2_fineweb_edu", "1x3090")
     made = next((workdir / "outputs/tiny/.made").glob("Qwen--Qwen2-0.5B-*"))
     model, rows, run = tmp_path / "model", tmp_path / "rows.txt", tmp_path / "run"
@@ -116,13 +115,3 @@ def test_run_is_uploaded_also_after_a_failure(hub, rehearse, fork_launch, workdi
     assert (uploaded / "adapter_model.safetensors").read_bytes() == (run / "adapter_model.safetensors").read_bytes()
     for file in [*run.rglob("*"), *uploaded.rglob("*")]:
         assert not file.is_file() or TOKEN.encode() not in file.read_bytes(), file
-
-    command = ["--merge", run, "--push_to_hub", "--hub_model_id", "me/merged"]
-    hub.failure = lambda method, path: "403" if "/commit/" in path else None
-    assert "the same command again, which does not merge again" in call(command)
-    assert "warning: the upload to me/merged failed" in call(command, code=1)
-    hub.failure = lambda method, path: None
-    merged = call(command)
-    assert f"Uploaded to {hub.url}/me/merged (private)" in merged and "Merged into" not in merged
-    assert (hub.root / "models/me/merged/prompt.json").read_bytes() == (run / "prompt.json").read_bytes()
-    assert load_file(hub.root / "models/me/merged/model.safetensors")

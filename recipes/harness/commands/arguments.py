@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from harness.instead import INSTEAD
+from harness.instead import INSTEAD, INSTEAD_IN_MERGE
 from harness.messages import UserError, exit_on_user_error
 
 
@@ -31,7 +31,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         names = [word.removeprefix("--").replace("-", "_") for word in message.split() if word.startswith("--")]
-        gone = next((f"--{name}: {INSTEAD[name]}" for name in names if name in INSTEAD), None)
+        instead = INSTEAD | (INSTEAD_IN_MERGE if self.command == "merge" else {})
+        gone = next((f"--{name}: {instead[name]}" for name in names if name in instead), None)
         raise UserError(gone or f"--{self.command}: {message}: see {self.prog} --help")
 
 
@@ -52,14 +53,6 @@ def merge() -> CommandParser:
         *spellings("original_weights"),
         action="store_true",
         help="add an adapter that was trained on 4-bit weights to the original ones, as a server does that loads these with it",
-    )
-    parser.add_argument(*spellings("push_to_hub"), action="store_true", help="upload the merged model to the Hub")
-    parser.add_argument(*spellings("hub_model_id"), metavar="NAME", help="OWNER/NAME of the repository, default RUN-merged")
-    parser.add_argument(
-        *spellings("hub_private_repo"),
-        choices=("true", "false"),
-        default="true",
-        help="whether it is private, default %(default)s",
     )
     return parser
 

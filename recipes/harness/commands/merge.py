@@ -43,37 +43,14 @@ def main(*words: str) -> int:
     source = parsed.run
     if not source.is_dir():
         raise UserError(f"{source} is not a folder: pass the folder of a run or of a checkpoint")
-    repository = None
-    if parsed.push_to_hub:
-        from harness.run.publishing import Repository, check_repository
-
-        repository = Repository(parsed.hub_model_id or f"{source.resolve().name}-merged", parsed.hub_private_repo == "true")
-        check_repository(repository)
     target = Path(os.path.normpath(parsed.out)) if parsed.out else source / "merged"
-    is_merged = (target / "config.json").is_file() and is_newer(target / "config.json", source)
-    is_merged = is_merged and not parsed.original_weights  # nothing says which weights were used
-    if not (repository and is_merged):
-        write_merged(source, target, parsed.original_weights)
+    write_merged(source, target, parsed.original_weights)
     if parsed.original_weights:
         print_once(
             f"Not compared, because it differs from the trained model. By how much: ./launch.sh --verify {source} {target}"
         )
-    code = 0 if parsed.original_weights else compare_if_possible(source, target)
-    if repository and code:
-        print_once(f"Not uploaded to {repository.name}, because the merged model differs from what was trained.")
-    elif repository:
-        from harness.run.publishing import publish
-
-        is_uploaded = publish(target, repository, "the same command again, which does not merge again")
-        return int(is_merged and not is_uploaded)  # as a finished run, whose upload is repeated
-    return code
-
-
-def is_newer(merged: Path, source: Path) -> bool:
-    """Whether a model was merged after the last time that its adapter or checkpoint was written."""
-    patterns = ("adapter_model.safetensors", COMPLETION_MARKER, f"*/{COMPLETION_MARKER}")
-    times = [path.stat().st_mtime for pattern in patterns for path in source.glob(pattern)]
-    return merged.stat().st_mtime >= max(times, default=0)
+        return 0
+    return compare_if_possible(source, target)
 
 
 def write_merged(source: Path, target: Path, uses_original: bool) -> None:

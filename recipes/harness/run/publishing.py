@@ -1,4 +1,4 @@
-"""--push_to_hub: uploads what a run or --merge has made to a repository of the Hub."""
+"""--push_to_hub: uploads what a run has made to a repository of the Hub."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,6 @@ FILES = (
     *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("preprocessor_config.json", "processor_config.json", "prompt.json", "README.md", "train_results.json", "loss.png"),
 )
-SAME_COMMAND = "the same command again, which does not train again"
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def check_repository(repository: Repository) -> None:
         )
 
 
-def publish(folder: Path, repository: Repository, how_to_repeat: str) -> bool:
+def publish(folder: Path, repository: Repository) -> bool:
     """Uploads the model in `folder`. If that fails, prints why and how to repeat it; returns False."""
     api = HfApi()
     try:
@@ -63,5 +62,8 @@ def publish(folder: Path, repository: Repository, how_to_repeat: str) -> bool:
         print_once(f"Uploaded to {commit.repo_url.url}{' (private)' if repository.is_private else ''}")
         return True
     except Exception as error:  # the run is finished, whatever happens here
-        print_once(f"warning: the upload to {repository.name} failed: {last_line(error)}\nTo repeat it: {how_to_repeat}")
+        print_once(
+            f"warning: the upload to {repository.name} failed: {last_line(error)}\n"
+            "To repeat it: the same command again, which does not train again"
+        )
         return False

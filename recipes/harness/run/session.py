@@ -27,7 +27,7 @@ from harness.run.parameters import (
 )
 from harness.run.profile import Profile
 from harness.run.progress import replace_progress_bar
-from harness.run.publishing import SAME_COMMAND, publish
+from harness.run.publishing import publish
 from harness.run.results import print_summary, write_results
 from harness.run.samples import generate_samples, why_no_text
 from harness.run.saving import load_original_config, save_model, set_base_revision, write_model_card
@@ -146,7 +146,7 @@ def _train(trainer: Trainer, run: Run) -> None:
         print_summary(results, str(output_dir))
     del for_failures  # `Trainer.end` destroys the group
     if run.repository and not run.tiny and trainer.is_world_process_zero():
-        publish(output_dir, run.repository, SAME_COMMAND)  # meanwhile, no other process waits for this one
+        publish(output_dir, run.repository)  # meanwhile, no other process waits for this one
     if held:
         held.release()
 

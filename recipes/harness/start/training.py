@@ -30,7 +30,7 @@ from harness.nodes.network import answer_of_first, check_all_reduce, is_of_sever
 from harness.rehearsal import tiny
 from harness.run import session
 from harness.run.prompts import SeenRows
-from harness.run.publishing import SAME_COMMAND, check_repository, publish
+from harness.run.publishing import check_repository, publish
 from harness.runs import GpuFeatures, Run, StartedRecipe
 from harness.start import machine
 from harness.start.arguments import Arguments
@@ -257,7 +257,7 @@ def check_and_claim_run(run: Run, arguments: Arguments) -> dict[str, Any]:
         length = training_args.max_steps, training_args.num_train_epochs
         is_uploaded = True
         if script_args.repository and not run.tiny and folder.finished_results(output_dir, *length):
-            is_uploaded = publish(output_dir, script_args.repository, SAME_COMMAND)
+            is_uploaded = publish(output_dir, script_args.repository)
         if not is_uploaded:
             sys.exit(1)
         folder.exit_if_finished(output_dir, identity, *length)

@@ -141,7 +141,6 @@ def test_no_config():
         ("num_processes: 2\n", ["distributed_type"]),
         ("distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: 2\n", ["num_processes"]),
         ("distributed_type: MULTI_GPU\nnum_processes: 0\n", ["num_processes"]),
-        ("distributed_type: MULTI_GPU\nnum_processes: 300\nnum_machines: 2\n", ["num_processes"]),
         ("distributed_type: MULTI_GPU\nmixed_precision: fp8\n", ["mixed_precision", "fp8", "bf16"]),
         ("distributed_type: MULTI_GPU\nmixed_precision: no\n", ["mixed_precision", "'no'"]),
         ("distributed_type: MULTI_GPU\ndistributed_type: FSDP\n", ["distributed_type", "line 2, column 1"]),

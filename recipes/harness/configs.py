@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import re
-import reprlib
 import shlex
 from pathlib import Path
 from types import UnionType
@@ -73,8 +72,6 @@ FSDP1_KEYS = {
 }
 Kind = type | UnionType | tuple[Any, ...]
 NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", list: "a list", dict: "lines of `key: value` below it"}
-LARGEST_PORT = 65_535
-MAX_GPUS = 64  # per machine. A larger number is a mistake, and a process would be started for each before the GPUs are counted
 
 
 @dataclasses.dataclass
@@ -173,7 +170,7 @@ class UniqueKeyLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str) or key in seen:
-                problem = f"the key {shorten(key)} is {'there twice' if key in seen else 'no text'}"
+                problem = f"the key {key!r} is {'there twice' if key in seen else 'no text'}"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             seen.append(key)
         return super().construct_mapping(node, deep)
@@ -211,13 +208,11 @@ def find_problems(keys: dict) -> list[str]:
     if fsdp.get("fsdp_activation_checkpointing_offload") and not fsdp.get("fsdp_activation_checkpointing"):
         problems.append("fsdp_activation_checkpointing_offload: true needs fsdp_activation_checkpointing: true")
     if not re.fullmatch(r"([0-9]{1,3}(,[0-9]{1,3})*)?", _gpu_ids(keys)):
-        problems.append(f"gpu_ids is {shorten(keys['gpu_ids'])}, expected all, or numbers of GPUs such as 0,2")
+        problems.append(f"gpu_ids is {keys['gpu_ids']!r}, expected all, or numbers of GPUs such as 0,2")
     problems += [f"{key} is {size}, expected a number of GPUs or replicas" for key, size in parallelism.items() if size < 1]
     processes, machines = keys.get("num_processes", 1), keys.get("num_machines", 1)
     if min(processes, machines) < 1 or processes % machines:
         problems.append(f"num_processes ({processes}) counts all machines, so it must be a multiple of num_machines ({machines})")
-    elif processes // machines > MAX_GPUS:
-        problems.append(f"num_processes is for more than {MAX_GPUS} GPUs per machine: is a digit wrong?")
     elif kind == "NO" and processes > 1:
         problems.append(f"distributed_type NO is one process: use FSDP or MULTI_GPU for {processes}")
     return problems
@@ -231,7 +226,7 @@ def wrong_keys(keys: dict, kinds: dict[str, Kind]) -> list[str]:
             near = difflib.get_close_matches(key, kinds, n=1, cutoff=0.85)
             problems.append(f"unknown key {key}: " + (f"did you mean {near[0]}?" if near else "it would be ignored: delete it"))
         elif not is_of_kind(value, kinds[key]):
-            problems.append(f"{key} is {shorten(value)}, expected {name_of_kind(kinds[key])}")
+            problems.append(f"{key} is {value!r}, expected {name_of_kind(kinds[key])}")
     return problems
 
 
@@ -245,18 +240,6 @@ def name_of_kind(kind: Kind) -> str:
     return " or ".join(map(repr, kind)) if isinstance(kind, tuple) else NAMES_OF_TYPES.get(kind, "a text")
 
 
-def shorten(value: Any) -> str:
-    """A value of YAML for a message. What is deeply nested is not written out: aliases can make it endless."""
-    shortener = reprlib.Repr()
-    shortener.maxlevel, shortener.maxstring, shortener.maxother, shortener.maxlong = 3, 100, 100, 30
-    return shortener.repr(value)[:200]
-
-
 def _gpu_ids(keys: dict) -> str:
     ids = keys.get("gpu_ids")
     return "" if ids in (None, "all") else str(ids).replace(" ", "")
-
-
-def launcher_command(*words: object) -> str:
-    """A command of launch.sh, to be pasted into a shell."""
-    return shlex.join(["./launch.sh", *map(str, words)])

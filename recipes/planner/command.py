@@ -27,11 +27,12 @@ from harness.configs import AccelerateConfig
 from harness.hub import use_cache_if_unreachable
 from harness.messages import UserError, exit_on_user_error
 from harness.nodes.cluster import nodes_from_environment
-from harness.nodes.hardware import find_gpus, physical_cores
+from harness.nodes.hardware import physical_cores
 from harness.runs import GpuFeatures, Run
 from harness.signals import set_interrupt_handler
 from planner import processes
 from planner.arguments import PlanArguments, read_arguments
+from planner.hardware import find_gpus
 from planner.values import values_of_recipe
 
 if TYPE_CHECKING:

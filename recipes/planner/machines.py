@@ -8,9 +8,9 @@ import sys
 from typing import NamedTuple
 
 from harness.messages import UserError
-from harness.nodes.hardware import Gpu, ask_nvidia_smi, host_memory
 from planner import cards, links, memory
 from planner.cards import CARDS, GB, Card
+from planner.hardware import Gpu, ask_nvidia_smi, host_memory
 from planner.simulation import Refused, Simulation
 
 # What stays free on top of the reserve, because forecasts can be too low (docs/measurements.md): shares of what there is.

@@ -28,8 +28,6 @@ from harness.messages import UserError
 from harness.model.gpu_features import VARLEN
 from harness.model.loading import build_adapter_on_meta, check_architecture
 from harness.model.packing import check_packing
-from harness.rehearsal import tiny
-from harness.rehearsal.tiny import PLANNED
 from harness.run.losses import own_loss
 from harness.run.parameters import freeze_unused_parts
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
@@ -45,6 +43,7 @@ from planner.fused import compile_layers
 from planner.ledger import Counts, Ledger, Peak, counts_of_step, in_order
 from planner.processes import Process
 from planner.shapes import check_bytes, expected_bytes, shapes_of
+from planner.size import PLANNED, use_planned_size
 
 import datasets
 import torch
@@ -78,7 +77,7 @@ def prepare_plan(run: Run, arguments: Arguments) -> Run:
     use_no_gpu_kernels()
     preparing.check_all_arguments(run, arguments)
     preparing.set_model_options(run, arguments)
-    tiny.use_planned_size(*arguments)
+    use_planned_size(*arguments)
     check_architecture(training_args, model_args, name)
     check_packing(training_args, model_args, name, can_use_kernels=False, can_compute=False)
     if model_args.use_peft:

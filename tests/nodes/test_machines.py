@@ -2,7 +2,7 @@
 
 import os
 
-from harness.nodes import cluster, hardware
+from harness.nodes import cluster
 
 import pytest
 from conftest import assert_one_error
@@ -54,7 +54,6 @@ def test_nodes_from_variables(nodes_from, variables, expected):
         ({"NODE_RANK": "0"}, ["NNODES and MASTER_ADDR missing"]),
         ({"NNODES": "0"}, ["NNODES", "'0'", "1 or more"]),
         (PLAIN | {"NODE_RANK": "2"}, ["2 of 2", "0 to 1"]),
-        ({"NPROC_PER_NODE": "150"}, ["NPROC_PER_NODE", "more than 64 GPUs"]),
         (PLAIN | {"MASTER_PORT": "99999"}, ["MASTER_PORT is 99999", "65535"]),
         (PLAIN | {"MASTER_ADDR": "127.0.0.1:29400"}, ["without a port"]),
         (PLAIN | {"MASTER_ADDR": "no.such.host.invalid"}, ["no.such.host.invalid", "does not resolve", "MASTER_ADDR"]),
@@ -86,23 +85,3 @@ def test_wrong_variables_are_an_error(nodes_from, monkeypatch, error_of, variabl
 def test_machines_must_fit_the_config(launch, tmp_path, config, variables, words):
     assert_one_error(launch("qwen2_fineweb_edu", config, cwd=tmp_path, **variables), *words)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("line", "files", "expected"),
-    [
-        ("0::/job/step", {"memory.max": "max", "job/memory.max": "64000", "job/step/memory.max": "max"}, 64000),
-        ("0::/", {"memory.max": "5000"}, 5000),
-        ("0::/", {}, float("inf")),
-        ("11:cpu,cpuacct:/job\n5:memory:/job", {"memory/memory.limit_in_bytes": "9", "memory/job/memory.limit_in_bytes": "8"}, 8),
-        ("", {"memory.max": "5000"}, float("inf")),
-    ],
-    ids=["a job's limit", "a container's", "no limit", "version 1", "no group"],
-)
-def test_memory_limit_of_control_groups(tmp_path, line, files, expected):
-    process, root = tmp_path / "cgroup", tmp_path / "root"
-    process.write_text(line)
-    for name, content in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(content + "\n")
-    assert hardware.memory_limit(process, root) == expected

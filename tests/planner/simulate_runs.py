@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes"))
 
 from harness import configs
 from harness.folder import read_json
-from harness.rehearsal.tiny import PLANNED
 from harness.runs import Run
 from planner import command, fakes, processes, simulation
 from planner.ledger import Ledger
+from planner.size import PLANNED
 
 
 class RealTensors:

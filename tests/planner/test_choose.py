@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from harness import configs
-from harness.nodes import hardware
-from harness.nodes.hardware import Gpu
 from harness.runs import Run
-from planner import arguments, cache, cards, choose, chosen, launches, links, machines, memory, roofline, summary
+from planner import arguments, cache, cards, choose, chosen, hardware, launches, links, machines, memory, roofline, summary
 from planner.grid import Grid, Option, make_grid
+from planner.hardware import Gpu
 from planner.ledger import Counts, Peak
 from planner.machines import Machine
 from planner.simulation import Refused
@@ -436,3 +435,23 @@ def test_launches_of_this_machine():
     assert launches.measured_launch(dict(os.environ) | {"PYTHONPATH": str(ROOT / "recipes"), "CUDA_VISIBLE_DEVICES": ""}) is None
     fast = launches.seconds_per_launch("cpu")
     assert 1e-7 < fast < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "expected"),
+    [
+        ("0::/job/step", {"memory.max": "max", "job/memory.max": "64000", "job/step/memory.max": "max"}, 64000),
+        ("0::/", {"memory.max": "5000"}, 5000),
+        ("0::/", {}, float("inf")),
+        ("11:cpu,cpuacct:/job\n5:memory:/job", {"memory/memory.limit_in_bytes": "9", "memory/job/memory.limit_in_bytes": "8"}, 8),
+        ("", {"memory.max": "5000"}, float("inf")),
+    ],
+    ids=["a job's limit", "a container's", "no limit", "version 1", "no group"],
+)
+def test_memory_limit_of_control_groups(tmp_path, line, files, expected):
+    process, root = tmp_path / "cgroup", tmp_path / "root"
+    process.write_text(line)
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content + "\n")
+    assert hardware.memory_limit(process, root) == expected

@@ -116,7 +116,6 @@ def test_launcher_checks_bf16(check_run, monkeypatch, error_of):
     calls = []
     monkeypatch.setattr(machine, "check_bf16", lambda *arguments: calls.append(arguments[2:]))
     monkeypatch.setattr(machine, "must_use_cpu", lambda context, values: False)
-    monkeypatch.setattr(machine, "physical_cores", lambda: 8)
     config = configs.read(str(ROOT / "accelerate_configs/4gpu_ddp.yaml"))
     monkeypatch.setattr(sys, "argv", ["qwen2_chat.py", "--bf16", "false", "--model_name_or_path", "/nowhere"])
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
@@ -170,17 +169,6 @@ def test_options_of_sharded_4bit_weights(error_of, training, model, flag):
         assert error_of(checks.check_quantized, *arguments).startswith(flag)
     else:
         checks.check_quantized(*arguments)
-
-
-@pytest.mark.parametrize(("cores", "on_cpu", "warned"), [(1, False, True), (4, False, False), (1, True, False)])
-def test_fewer_cores_than_gpus_are_a_warning(monkeypatch, capsys, cores, on_cpu, warned):
-    """On every node. A rehearsal on the CPU has fewer on purpose."""
-    monkeypatch.setattr(machine, "physical_cores", lambda: cores)
-    monkeypatch.setenv("GROUP_RANK", "1")
-    machine.print_few_cores(Run("a.py", processes=8, nodes=2, on_cpu=on_cpu))
-    printed = capsys.readouterr().err
-    assert (printed.startswith("warning: node 1 gives this run 1 core for 4 GPUs") and "--cpus-per-task" in printed) == warned
-    assert warned or not printed
 
 
 def test_untested_versions_are_a_warning(monkeypatch, tmp_path, capsys):

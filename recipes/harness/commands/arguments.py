@@ -47,6 +47,7 @@ def chat() -> CommandParser:
 
 def merge() -> CommandParser:
     parser = CommandParser("merge", "Merges an adapter into its base model, or a sharded checkpoint into one model.")
+    parser.epilog = "To upload it: .venv/bin/hf upload OWNER/NAME OUT"
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run or of a checkpoint")
     parser.add_argument("out", metavar="OUT", nargs="?", help="the folder to write, default RUN/merged")
     parser.add_argument(

@@ -1,12 +1,7 @@
-"""What this node has: physical cores, GPUs, host memory; and which file systems are its own."""
+"""What this node has: physical cores; and which file systems are its own."""
 
-import math
 import os
-import subprocess
 from pathlib import Path
-from typing import NamedTuple
-
-from harness.nodes.variables import integer_from_environment
 
 LOCAL_DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay"}  # file systems
 
@@ -26,52 +21,3 @@ def is_on_local_disk(folder: Path) -> bool:
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     place = folder.resolve()
     return next((mounts[parent] in LOCAL_DISKS for parent in (place, *place.parents) if parent in mounts), False)
-
-
-class Gpu(NamedTuple):
-    memory: float  # bytes
-    name: str
-    capability: float  # compute capability
-    index: int  # of nvidia-smi
-
-
-def find_gpus() -> list[Gpu]:
-    """Every GPU that a run may use, from nvidia-smi."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible == "":
-        return []
-    selection = [f"--id={visible}"] if visible else []
-    listed = ask_nvidia_smi("--query-gpu=name,memory.total,compute_cap,index", "--format=csv,noheader,nounits", *selection)
-    rows = [[cell.strip() for cell in line.rsplit(",", 3)] for line in listed.splitlines() if line.count(",") >= 3]
-    gpus = [Gpu(float(size) * 2**20, name, float(version), int(i)) for name, size, version, i in rows if size.isdecimal()]
-    return gpus[: integer_from_environment("NPROC_PER_NODE", len(gpus))]
-
-
-def ask_nvidia_smi(*options: str) -> str:
-    """What nvidia-smi prints, "" if it is not there or fails."""
-    try:
-        return subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=60, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-def host_memory() -> float:
-    """Bytes of host memory, or those that a container or a SLURM job may use."""
-    import psutil
-
-    return min(psutil.virtual_memory().total, memory_limit())
-
-
-def memory_limit(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
-    """The smallest memory limit of this process's control groups, in bytes; infinity without one. Source: cgroups(7)."""
-    limits = [math.inf]
-    for line in process.read_text("utf-8").splitlines() if process.is_file() else []:
-        _, controllers, group = line.split(":", 2)
-        if controllers not in ("", "memory"):  # "": version 2, with all controllers
-            continue
-        top, name = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
-        own = top / group.lstrip("/")
-        for folder in (own, *own.parents):
-            text = (folder / name).read_text("utf-8").strip() if (folder / name).is_file() else ""
-            limits.append(int(text) if text.isdecimal() else math.inf)
-    return min(limits)

@@ -1,10 +1,9 @@
-"""What a rehearsal (--tiny) and a plan (--plan) train instead of the recipe's model and dataset.
+"""What a rehearsal (--tiny) trains instead of the recipe's model and dataset.
 
 A rehearsal replaces the model by a tiny one (two layers of the original's architecture, its special tokens and chat template,
 random weights), and a dataset of the Hub by a small one, once per working directory and before any process starts, below
 `outputs/tiny/.made`. A dataset of the Hub that is not in tiny_data.yaml is replaced by its own first rows. Files on this machine
-are not replaced: `load` reads their first rows as in a run, and shortens them. A plan needs the model's config.json only, next to
-a small tokenizer.
+are not replaced: `load` reads their first rows as in a run, and shortens them.
 """
 
 import contextlib
@@ -17,7 +16,6 @@ import os
 import random
 import re
 import shutil
-import tempfile
 import textwrap
 from collections.abc import Callable
 from importlib import resources
@@ -30,7 +28,6 @@ from harness.data.loading import REHEARSED_ROWS, open_dataset
 from harness.data.script_arguments import ScriptArguments
 from harness.data.sources import Source
 from harness.data.splits import splits_of
-from harness.folder import write_json
 from harness.hub import check_model_exists, hub_errors
 from harness.messages import UserError, print_once
 
@@ -42,21 +39,10 @@ FOLDER = Path("outputs/tiny/.made")
 SHARDS = 8  # Parquet files per split, so that up to eight processes read different ones
 DATASETS = yaml.safe_load(Path(__file__).with_name("tiny_data.yaml").read_text("utf-8"))
 NOT_PROSE = {"id", "prompt_id", "dump", "url", "file_path", "language", "source", "category", "name"}
-PLANNED = "planned.json"  # next to the config.json of a plan: the names of the model and the datasets it is about
 VOCABULARY = 2048
 OWN_ROWS = "the recipe's own"  # without --dataset_name
 _YAML = yaml.safe_load(Path(__file__).with_name("tiny_model.yaml").read_text("utf-8"))
 FAMILIES, SIZES = _YAML["families"], _YAML["sizes"]
-# For a plan of a model whose family is not known: any tokenizer will do, and any chat template that names the roles.
-ANY_FAMILY = {
-    "special": ["<|endoftext|>"],
-    "tokenizer": {
-        "eos_token": "<|endoftext|>",
-        "pad_token": "<|endoftext|>",
-        "chat_template": "{% for message in messages %}{{ message['role'] + '\n' + message['content'] + '\n' }}{% endfor %}",
-    },
-}
-
 # The values of a rehearsal, unless a flag says otherwise: the recipe's own are for days on GPUs.
 VALUES = {
     "max_steps": 30,
@@ -118,43 +104,17 @@ def print_notice(script_args: ScriptArguments, training_args: TrainingArguments,
 def use_replacements(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
     """Makes the arguments name the tiny model and dataset."""
     if model_args.model_name_or_path:
-        _use_model(training_args, model_args, tiny_model_folder(model_args))
-    script_args.data = script_args.data.change_each(lambda source: _with_tiny_dataset(source, tiny_dataset_folder(source)))
+        use_model(training_args, model_args, tiny_model_folder(model_args))
+    script_args.data = script_args.data.change_each(lambda source: with_tiny_dataset(source, tiny_dataset_folder(source)))
 
 
-def use_planned_size(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
-    """Makes the arguments name a folder with the model's own config.json and a small tokenizer, and a small dataset.
-
-    Neither the weights nor the texts change memory or time, so nothing else is asked of the Hub. The folders are below the
-    run's output directory, which is a temporary one.
-    """
-    name, revision = model_args.model_name_or_path, model_args.model_revision
-    check_model_exists(name, revision)
-    folder = Path(tempfile.mkdtemp(prefix="made", dir=training_args.output_dir))
-    make_tokenizer(family_of(name) or ANY_FAMILY).save_pretrained(folder / "model")
-    shutil.copy(config_file(name, revision), folder / "model/config.json")
-    datasets = [source.name for source in script_args.data.sources if source.name]
-    planned = {"model": name, "datasets": datasets, "streaming": script_args.dataset_streaming}
-    write_json(folder / "model" / PLANNED, planned)
-    _use_model(training_args, model_args, folder / "model")
-    data = script_args.data.hold_out_at_least(script_args.data.max_eval_samples)
-
-    def use_small(source: Source) -> Source:
-        made = folder / "data" / re.sub(r"\W+", "-", source.display_name)
-        if not reading.is_local(source.name):
-            make_dataset(source, made)
-        return _with_tiny_dataset(source, made)
-
-    script_args.data = dataclasses.replace(data.change_each(use_small), max_eval_samples=min(data.max_eval_samples, 16))
-
-
-def _use_model(training_args: TrainingArguments, model_args: ModelConfig, folder: Path) -> None:
+def use_model(training_args: TrainingArguments, model_args: ModelConfig, folder: Path) -> None:
     model_args.model_name_or_path, model_args.model_revision = str(folder), "main"
     if getattr(training_args, "model_init_kwargs", None):
         training_args.model_init_kwargs = {**training_args.model_init_kwargs, "revision": "main"}
 
 
-def _with_tiny_dataset(source: Source, folder: Path) -> Source:
+def with_tiny_dataset(source: Source, folder: Path) -> Source:
     """`folder`: of the tiny dataset, which replaces one of the Hub."""
     if reading.is_local(source.name):
         return dataclasses.replace(source, first_rows=source.first_rows or REHEARSED_ROWS, cuts_texts=True)
@@ -375,15 +335,6 @@ def make_tokenizer(family: dict) -> PreTrainedTokenizerFast:
     if name := family.get("chat_template_of_trl"):
         made.chat_template = resources.files("trl").joinpath("chat_templates", f"{name}.jinja").read_text("utf-8")
     return made
-
-
-def config_file(name: str, revision: str) -> Path:
-    """The config.json of a model, from a folder or from the Hub."""
-    from huggingface_hub import hf_hub_download
-
-    if Path(name).is_dir():
-        return Path(name, "config.json")
-    return Path(hf_hub_download(name, "config.json", revision=revision))
 
 
 def _load_config_and_tokenizer(name: str, revision: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerFast]:

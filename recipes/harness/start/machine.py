@@ -9,7 +9,6 @@ from pathlib import Path
 
 from harness.configs import AccelerateConfig
 from harness.messages import UserError, plural, print_once
-from harness.nodes.hardware import physical_cores
 from harness.runs import Run
 from harness.start.record import plain
 
@@ -151,19 +150,6 @@ def check_bf16(training_args: TrainingArguments, model_args: ModelConfig, is_sha
                 f"this run computes in bf16, but {torch.cuda.get_device_name(index)} has compute capability {major}.{minor} and "
                 f"no bf16 arithmetic: {advice}"
             )
-
-
-def print_few_cores(run: Run) -> None:
-    """Prints a warning if this node has fewer cores than GPUs, as in a SLURM job without --cpus-per-task."""
-    gpus, cores = run.processes // run.nodes, physical_cores()
-    if not run.on_cpu and cores < gpus:
-        node = os.environ.get("GROUP_RANK", "0")
-        print(
-            f"warning: node {node} gives this run {plural(cores, 'core')} for {gpus} GPUs, so the processes wait "
-            "for each other: ask for more (SLURM: --cpus-per-task, 8 for each GPU)",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def check_shared_memory(run: Run) -> None:

@@ -151,7 +151,6 @@ def facts_of_node(run: Run, training_args: TrainingArguments) -> dict[str, Any] 
     try:
         machine.check_one_gpu(training_args)
         machine.check_shared_memory(run)
-        machine.print_few_cores(run)
         if training_args.device.type == "cuda":
             features = find_gpu_features()
     except UserError as error:

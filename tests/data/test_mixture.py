@@ -184,8 +184,6 @@ def test_arguments_of_each_dataset(names):
     assert [source.config for source in data.sources] == [None, None, "small"]
     assert [source.weight for source in data.sources] == [0.25, 0.25, 0.5]
     assert data.display_name.endswith("+ 0.5 hub/rows small")
-    several = arguments_of(names, None).data  # local files without weights are one dataset
-    assert several.sources[0].name == ",".join(names) and not several.is_mixture
 
 
 def test_rows_of_cycle():

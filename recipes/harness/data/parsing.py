@@ -39,8 +39,6 @@ def sources_of(script_args: ScriptArguments) -> list[Source]:
     names, configs, weights = script_args.dataset_name, script_args.dataset_config, script_args.dataset_weights
     if not names:
         return []
-    if isinstance(names, list) and not weights and all(map(reading.is_local, names)):
-        names = ",".join(names)  # files of one dataset
     shared = {"train_split": script_args.dataset_train_split, "test_split": script_args.dataset_test_split}
     if not isinstance(names, list):
         if weights:
@@ -71,8 +69,8 @@ def _check_mixture(names: list[str], configs: str | list[str] | None, weights: l
     if not weights:
         example = " ".join(["1"] * len(names))
         raise UserError(
-            f"--dataset_name names {len(names)} datasets ({', '.join(names)}): quote a path that has spaces, or pass the share "
-            f"that each has of the rows, for equal ones --dataset_weights {example}"
+            f"--dataset_name names {len(names)} datasets ({', '.join(names)}): files of one dataset are a folder, or a glob in "
+            f"quotes; for several datasets pass the share that each has of the rows, for equal ones --dataset_weights {example}"
         )
     if len(weights) != len(names):
         raise UserError(f"--dataset_weights has {len(weights)} values for {len(names)} datasets: pass one for each")

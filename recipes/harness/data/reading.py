@@ -16,7 +16,7 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
-from harness.data.columns import Columns, schema_of
+from harness.data.columns import features_of_files, schema_of
 from harness.data.stream_rows import open_parquet
 from harness.data.text_rows import COMPRESSED, SUFFIXES, kind_of_file, read_rows, separator_of, suffix_of
 from harness.hub import hub_errors
@@ -46,32 +46,16 @@ SMALL = 100e6  # bytes of files that a check, a preview and a rehearsal read com
 
 
 def local_files(name: str | None) -> list[Path]:
-    """The files that --dataset_name names: one, those below a folder, or several by commas, spaces or globs. [] for the Hub."""
+    """The files that --dataset_name names: one, those below a folder, or those that a glob matches. [] for the Hub."""
     paths = _local_paths(name)
     return [file for path in paths for file in (_files_below(path) if path.is_dir() else [path])]
 
 
 def _local_paths(name: str | None) -> list[Path]:
-    """The paths that `--dataset_name` names: one, or several or globs, separated by commas or spaces; [] if one is missing."""
+    """The path that `--dataset_name` is, or those that it matches as a glob; [] for a dataset of the Hub."""
     if not name:
         return []
-    for words in _readings(name):
-        found = [_matches(word) for word in words]
-        if all(found):
-            return list(dict.fromkeys(path for paths in found for path in paths))
-    return []
-
-
-def _readings(name: str) -> Iterator[list[str]]:
-    """The paths that a value of --dataset_name can mean: a path can have commas and spaces in it."""
-    for words in ([name], name.split(","), name.split()):
-        if words := [word.strip() for word in words if word.strip()]:
-            yield words
-
-
-def _matches(word: str) -> list[Path]:
-    """The path that `word` is, or those that it matches as a glob."""
-    path = Path(word).expanduser().absolute()
+    path = Path(name).expanduser().absolute()
     root = Path(path.anchor)
     return [path] if path.exists() else sorted(root.glob(str(path.relative_to(root))))
 
@@ -81,9 +65,8 @@ def is_local(name: str | None) -> bool:
 
 
 def absolute_name(name: str) -> str:
-    """What --dataset_name names, with the absolute paths of files, folders and globs; the ID of a dataset of the Hub as it is."""
-    words = next((words for words in _readings(name) if all(map(_matches, words))), None)
-    return name if words is None else ",".join(str(Path(word).expanduser().absolute()) for word in words)
+    """What --dataset_name names, with an absolute path; the ID of a dataset of the Hub as it is."""
+    return str(Path(name).expanduser().absolute()) if is_local(name) else name
 
 
 def file_versions(name: str | None) -> list[list]:
@@ -117,7 +100,7 @@ def check_exists(name: str) -> None:
                 "the data into a file"
             )
     path = Path(name)
-    is_path = name.startswith(("/", ".", "~")) or any(sign in name for sign in "*?[ ,") or name.count("/") > 1
+    is_path = name.startswith(("/", ".", "~")) or any(sign in name for sign in "*?[") or name.count("/") > 1
     if not is_local(name) and (is_path or suffix_of(path) in SUFFIXES or path.suffix.lower() == COMPRESSED):
         raise UserError(f"--dataset_name: file or folder not found: {name}")
 
@@ -360,8 +343,6 @@ def _open_tables(files: list[Path], kind: str, streaming: bool) -> Split:
         files = [file for file in files if pyarrow.parquet.read_metadata(file).num_rows] or files
     if streaming and kind == "parquet":
         return open_parquet([str(file) for file in files])
-    columns = Columns()
-    for file in files:
-        columns.add(str(file), schema_of(str(file), kind))
+    features = features_of_files(files[0].parent.name, [schema_of(str(file), kind) for file in files])
     paths = {"train": [glob.escape(str(file)) for file in files]}
-    return load_dataset(kind, data_files=paths, split="train", streaming=streaming, features=columns.features)
+    return load_dataset(kind, data_files=paths, split="train", streaming=streaming, features=features)

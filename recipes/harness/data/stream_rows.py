@@ -7,9 +7,10 @@ import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-from harness.data.columns import Columns
+from harness.data.columns import features_of_files
 from harness.hub import HubLost, temporary_failure
 from harness.messages import UserError
 
@@ -42,18 +43,16 @@ def open_parquet(files: list[str], split: str = "train", info: DatasetInfo | Non
     Its shards are blocks: each has some row groups of a file, so that a resumed run does not read a file from its beginning.
     `info`: of the dataset, with its features if they are known.
     """
-    columns = Columns()
-    columns.features |= (info and info.features) or {}
     with ThreadPoolExecutor(16) as pool:
         some = files[:: math.ceil(len(files) / FEW_FILES)]
         footers = dict(zip(some, pool.map(_read_footer, some), strict=True))
-    for file, (_, schema) in footers.items():
-        columns.add(file, schema)
+    known = [info.features.arrow_schema] if info and info.features else []
+    features = features_of_files(Path(files[0]).parent.name, [*known, *(schema for _, schema in footers.values())])
     most = max(1, min(BLOCKS_PER_FILE, MOST_BLOCKS // len(files)))
     counts = {file: max(1, min(most, footers[file][0])) if file in footers else most for file in files}
     blocks = [(file, number, count) for file, count in counts.items() for number in range(count)]
     stream = IterableDataset.from_generator(
-        read_blocks, features=columns.features, gen_kwargs={"blocks": blocks}, split=NamedSplit(str(split))
+        read_blocks, features=features, gen_kwargs={"blocks": blocks}, split=NamedSplit(str(split))
     )
     stream.info.splits = info and info.splits
     return stream

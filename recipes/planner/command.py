@@ -415,7 +415,7 @@ def rows_of_epoch(recipe: str, arguments: list[str]) -> float | str:
                     data = preview.arguments[0].data  # such as preference data
                     rows = min(filter(None, (count_training_rows(data), data.max_samples)), default=None)
                 else:
-                    rows = preview.read_rows().epoch()[0]
+                    rows = preview.epoch()[0]
             except UserError as error:
                 return str(error)
             except SystemExit:  # after a message, or a traceback, whose last line is the error

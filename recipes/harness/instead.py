@@ -47,7 +47,6 @@ INSTEAD = {name: f"pass --{flag}" for flag, names in FLAGS_INSTEAD.items() for n
     **dict.fromkeys(
         ("tokenizer", "tokenizer_name", "tokenizer_name_or_path"), "pass processing_class= to the trainer in the recipe"
     ),
-    "served_model_name": "a folder is compared, not a server: leave it out, and pass the folder that the server has loaded",
     "use_mps_device": "PyTorch uses Apple's GPU by itself: leave it out",
 }
 # Flags of a run that --merge does not have.

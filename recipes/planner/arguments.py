@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.commands.arguments import CommandParser, add_json, add_recipe, spellings
+from harness.commands.arguments import CommandParser, add_json, add_recipe
 from harness.messages import UserError, exit_on_user_error
 
 CardNumbers = tuple[str, float, float, float]  # name, GB, TFLOPS, GB/s
@@ -55,7 +55,7 @@ def plan() -> CommandParser:
     )
     parser.add_argument("--within", metavar="TIME", type=read_hours, help="with --for: which machines finish in 12h, 90m or 2d")
     parser.add_argument(
-        *spellings("price_per_gpu_hour"),
+        "--price_per_gpu_hour",
         dest="prices",
         metavar="N",
         type=read_prices,

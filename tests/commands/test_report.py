@@ -1,4 +1,4 @@
-"""`--report` compares finished runs: as a table with a picture, or as JSON."""
+"""`--report` compares finished runs: as a table, or as JSON."""
 
 import itertools
 import json
@@ -17,7 +17,7 @@ def runs(rehearse):
     return [rehearse(RECIPE, "4gpu_ddp"), rehearse(RECIPE, "1x3090")]
 
 
-def test_table_and_picture(runs, launch, tmp_path):
+def test_table(runs, launch, tmp_path):
     process = launch("--report", *runs, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     lines = itertools.takewhile(lambda line: line[:1] == "|", process.stdout.splitlines())
@@ -27,15 +27,14 @@ def test_table_and_picture(runs, launch, tmp_path):
     one, rates = read(runs[1]), {str(read(run)["world_size"]): read(run)["tokens_per_second"] for run in runs}
     for row in rows:
         speed_up = rates[row["processes"]] / one["tokens_per_second"]
-        assert row["nodes"] == "1" and row["speed-up"] == f"{speed_up:.2f}"
-        assert row["efficiency"] == f"{speed_up / int(row['processes']):.0%}"
-        assert row["tokens/s"] == f"{rates[row['processes']]:,.0f}"
-    assert rows[0]["time (s)"] == f"{one['train_runtime']:.0f}" and rows[0]["loss"] == f"{one['final_loss']:.4f}"
+        assert row["nodes"] == "1" and row["speed-up"] == f"{speed_up:.4g}"
+        assert float(row["efficiency"]) == pytest.approx(speed_up / int(row["processes"]), rel=1e-3)
+        assert float(row["tokens/s"].replace(",", "")) == pytest.approx(rates[row["processes"]], rel=1e-3)
+    assert rows[0]["loss"] == f"{one['final_loss']:.4g}"
     for row, run in zip(rows, reversed(runs), strict=True):
         results = read(run)
-        assert row["mean loss"] == f"{results['train_loss']:.4f}" and row["eval loss"] == f"{results['eval_loss']:.4f}"
-        assert row["eval loss before"] == f"{results['eval_loss_on_start']:.4f}"
-    assert (tmp_path / "report.png").stat().st_size > 10_000 and not process.stderr
+        assert row["eval loss"] == f"{results['eval_loss']:.4g}"
+    assert not process.stderr
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["--json RUN…", "RUN… --json"])
@@ -64,33 +63,16 @@ def test_runs_that_differ(tmp_path, capsys, monkeypatch):
         (tmp_path / name).mkdir()
         results = numbers | {"world_size": processes, "final_loss": 1.0, "recipe": name}
         results |= {"settings": {"seed": 3, "output_dir": name} | ({"lora_r": 16} if name == "b" else {})}
-        results |= {"versions": {"torch": "2.13", "trl": f"1.{processes}"}, "data_files": [["rows.jsonl", processes, 0]]}
+        results |= {"versions": {"torch": "2.13", "trl": f"1.{processes}"}}
         (tmp_path / name / "train_results.json").write_text(json.dumps(results))
     report.main("a", "b")
-    printed = capsys.readouterr()
-    assert "differ in recipe" in printed.err
-    assert "efficiency" in printed.out and "the run with the fewest processes" in printed.out
-    differences = printed.out.partition("Differences between these runs")[2].splitlines()[2:8]
+    differences = capsys.readouterr().out.partition("Differences between these runs")[2].splitlines()[2:8]
     assert [line.split() for line in differences if "---" not in line] == [
         ["|", "setting", "|", "a", "|", "b", "|"],
         ["|", "recipe", "|", "a", "|", "b", "|"],
-        ["|", "data_files", "|", "1", "with", "1", "bytes", "|", "1", "with", "2", "bytes", "|"],
         ["|", "trl", "|", "1.1", "|", "1.2", "|"],
         ["|", "lora_r", "|", "|", "16", "|"],
     ]
-
-
-@pytest.mark.unit
-def test_runs_with_equally_many_processes_have_no_efficiency(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    numbers = {"num_nodes": 1, "world_size": 2, "train_runtime": 9.0, "peak_gpu_gb": 1.0, "peak_host_gb": 1.0, "final_loss": None}
-    for name, speed in (("a", 5.0), ("b", 6.0)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train_results.json").write_text(json.dumps(numbers | {"tokens_per_second": speed}))
-    report.main("a", "b")
-    titles, _, *rows = [[cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines()[:4]]
-    assert "efficiency" not in titles and all(len(row) == len(titles) for row in rows)
-    assert rows[1][titles.index("speed-up")] == "1.20" and rows[1][titles.index("tokens/s")] == "6"
 
 
 @pytest.mark.unit
@@ -102,7 +84,7 @@ def test_damaged_results(tmp_path, error_of):
 @pytest.mark.unit
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["nowhere"], ["nowhere is not a folder"]), ([], ["RUN"]), (["--json"], ["RUN"])],
+    [(["nowhere"], ["nowhere"]), ([], ["RUN"]), (["--json"], ["RUN"])],
     ids=["no folder", "no run", "only --json"],
 )
 def test_errors(launch, tmp_path, arguments, words):

@@ -41,7 +41,6 @@ TESTED_ELSEWHERE = {
     "logged_metrics": "run/test_losses.py::test_metrics_of_dpo_are_means_over_pairs_and_tokens",
     "never_ask_for_code": "start/test_remote_code.py::test_code_of_a_model_does_not_run",
     "names_in_model": "commands/test_merge.py::test_merge_into_files_with_older_names",
-    "names_on_hub": "commands/test_merge.py::test_sharded_checkpoint_gets_the_names_of_the_saved_model",
     "multiply_in_float32": "rehearsal/test_products.py::test_factors_are_copied_to_float32",
     "prepare_rows_in_two_steps": "commands/test_preview.py::test_json",
     "report_dropped_rows": "data/test_tokenized.py::test_rows_that_a_trainer_drops",

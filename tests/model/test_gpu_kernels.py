@@ -25,7 +25,7 @@ PROGRAM = """
 import json, pathlib
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_5 import modeling_qwen3_5  # a recipe may import a model before `parse`
-from harness.commands import chat
+from harness.commands import saved
 from harness.model import packing
 from harness.rehearsal import tiny
 import torch
@@ -38,7 +38,7 @@ try:
     kernels = "lost for the rest of the process"
 except ValueError as error:
     kernels = "kept" if "Triton" in str(error) else str(error)
-logits = chat.load_model(folder)(input_ids=torch.arange(9)[None]).logits
+logits = saved.load_model(folder)(input_ids=torch.arange(9)[None]).logits
 print(json.dumps([apart, kernels, list(logits.shape[:2])]))
 """
 

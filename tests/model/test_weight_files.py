@@ -2,7 +2,7 @@
 
 import json
 
-from harness.commands import chat
+from harness.commands import saved
 from harness.model.weight_files import check_weights
 
 import pytest
@@ -91,14 +91,14 @@ def test_tied_weights_that_are_in_the_files_twice(make, capsys):
 def test_chat_with_a_folder_that_lacks_weights(make, error_of):
     """--verify and --merge load models in the same way."""
     folder = make(UNTIED, without(".layers.1."))
-    assert "lack 12 weights" in error_of(chat.load_model, folder)
+    assert "lack 12 weights" in error_of(saved.load_model, folder)
 
 
 def test_chat_with_an_adapter_that_lacks_weights(make, error_of, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(make(UNTIED))
     get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "run")
-    chat.load_model(tmp_path / "run")
+    saved.load_model(tmp_path / "run")
     file = tmp_path / "run/adapter_model.safetensors"
     save_file(without("layers.1.self_attn.q_proj.lora_A")(load_file(file)), file, {"format": "pt"})
-    message = error_of(chat.load_model, tmp_path / "run")
+    message = error_of(saved.load_model, tmp_path / "run")
     assert "lacks 1 weight that its adapter_config.json requires" in message and "layers.1" in message

@@ -47,7 +47,7 @@ def rehearse_own(rehearse, rows):
 
 
 @pytest.mark.parametrize("recipe", KINDS)
-def test_trains_saves_and_resumes(rehearse_own, fork_launch, workdir, rows, tmp_path, recipe, monkeypatch, capsys):
+def test_trains_saves_and_resumes(rehearse_own, fork_launch, workdir, rows, tmp_path, recipe, capsys):
     _, model_class, metrics, why_no_samples = KINDS[recipe]
     run = rehearse_own(recipe)
     results = read(run)
@@ -77,10 +77,9 @@ def test_trains_saves_and_resumes(rehearse_own, fork_launch, workdir, rows, tmp_
     before, after = load_file(run / name), load_file(killed / name)
     assert losses(run) == losses(killed) and all(before[key].equal(after[key]) for key in before)
 
-    monkeypatch.chdir(tmp_path)
     report.main(str(run), str(killed))
     table = capsys.readouterr().out
-    assert all(name in table for name in metrics) and (tmp_path / "report.png").is_file()
+    assert all(name in table for name in metrics)
 
 
 @pytest.mark.parametrize(

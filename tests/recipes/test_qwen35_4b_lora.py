@@ -56,7 +56,7 @@ def test_whole_model_is_saved_as_it_came(rehearse, workdir):
 def test_merged_model_generates_in_a_batch(rehearse, tmp_path):
     """Merged with the rest of the model. Padding does not reach the state of linear attention."""
     run = rehearse(RECIPE, "1x3090")
-    assert merge.main(str(run), str(tmp_path / "merged")) == 0
+    merge.main(str(run), str(tmp_path / "merged"))
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert any("visual" in name for name in model.state_dict())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged", padding_side="left")

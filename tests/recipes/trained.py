@@ -1,6 +1,6 @@
 """Which text of a trainer's rows is in the loss, the model that a run has saved, and its evaluation loss without TRL."""
 
-from harness.commands import chat
+from harness.commands import saved
 
 import torch
 from conftest import read
@@ -44,4 +44,4 @@ def reload(run, workdir):
     is_text_model = "ForCausalLM" in str(AutoConfig.from_pretrained(read(run, "adapter_config.json")["base_model_name_or_path"]))
     if not read(run)["load_in_4bit"] and is_text_model:
         return AutoPeftModelForCausalLM.from_pretrained(run, dtype=torch.float32).eval()
-    return chat.load_model(run)  # an adapter of a model that reads images too has the names of the whole model
+    return saved.load_model(run)  # an adapter of a model that reads images too has the names of the whole model

@@ -33,15 +33,13 @@ class CommandParser(argparse.ArgumentParser):
         names = [word.removeprefix("--").replace("-", "_") for word in message.split() if word.startswith("--")]
         instead = INSTEAD | (INSTEAD_IN_MERGE if self.command == "merge" else {})
         gone = next((f"--{name}: {instead[name]}" for name in names if name in instead), None)
-        raise UserError(gone or f"--{self.command}: {message}: see {self.prog} --help")
+        raise UserError(gone or f"{message}: see {self.prog} --help")
 
 
 def chat() -> CommandParser:
     parser = CommandParser("chat", "Chats with the model of a finished run; also a QLoRA adapter, without a merge.")
     parser.add_argument("run", metavar="RUN", type=Path, help="the output directory of a finished run")
-    parser.add_argument(
-        *spellings("max_new_tokens"), metavar="N", type=whole_number, default=512, help="the longest answer, default %(default)s"
-    )
+    parser.add_argument("--max_new_tokens", metavar="N", type=int, default=512, help="the longest answer, default %(default)s")
     return parser
 
 
@@ -51,7 +49,7 @@ def merge() -> CommandParser:
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run or of a checkpoint")
     parser.add_argument("out", metavar="OUT", nargs="?", help="the folder to write, default RUN/merged")
     parser.add_argument(
-        *spellings("original_weights"),
+        "--original_weights",
         action="store_true",
         help="add an adapter that was trained on 4-bit weights to the original ones, as a server does that loads these with it",
     )
@@ -68,7 +66,7 @@ def preview() -> CommandParser:
     parser = CommandParser("preview", "Shows the rows as the model will see them, and which tokens count in the loss.")
     add_recipe(parser)
     parser.add_argument(
-        "--full", metavar="N", nargs="?", type=whole_number, const=1, help="print document N in full, by default the first one"
+        "--full", metavar="N", nargs="?", type=int, const=1, help="print document N in full, by default the first"
     )
     add_json(parser)
     return parser
@@ -85,11 +83,7 @@ def verify() -> CommandParser:
     parser = CommandParser("verify", "Compares what was trained with what is saved, merged or quantized.")
     parser.add_argument("run", metavar="RUN", type=Path, help="the output directory of a finished run")
     parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        default="",
-        help="the folder of a model, default RUN/merged if it exists; RUN is always checked",
+        "model", metavar="MODEL", nargs="?", type=Path, help="the folder of a model, default RUN/merged if it exists"
     )
     add_json(parser)
     return parser
@@ -106,17 +100,6 @@ def add_recipe(parser: CommandParser) -> None:
 
 def add_json(parser: CommandParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def spellings(name: str) -> tuple[str, str]:
-    """A flag with underscores or dashes between its words."""
-    return f"--{name}", f"--{name.replace('_', '-')}"
-
-
-def whole_number(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
 
 
 PARSERS = {parser.__name__: parser for parser in (chat, merge, prepare, preview, report, verify)}

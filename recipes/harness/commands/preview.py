@@ -191,7 +191,7 @@ def print_rows(preview: Preview) -> None:
 def print_document(preview: Preview, number: int) -> None:
     """Prints a document completely."""
     documents = preview.documents
-    if number > len(documents):
+    if not 0 < number <= len(documents):
         raise UserError(f"--full {number}: the preview has {plural(len(documents), 'document')}")
     ids, labels = documents[number - 1]
     has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ

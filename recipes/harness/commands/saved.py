@@ -1,46 +1,97 @@
-"""What a folder with a saved model or adapter says: of a run, of a checkpoint, or of what --merge or someone else has made."""
+"""What a folder with a saved model or adapter has, of a run, a checkpoint or --merge, and loading it."""
 
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
-from harness.folder import CHECKPOINT, PROMPT, RUN, SHARDED, read_json
-from harness.messages import UserError, last_line
+from harness.compat.bitsandbytes import keep_4bit_layout
+from harness.folder import CHECKPOINT, PROMPT, RESULTS, SHARDED, read_json
+from harness.hub import TOKENIZER, hub_errors
+from harness.messages import UserError
 
 
-def check_saved_model(folder: Path) -> None:
-    """Raises UserError for a folder that is not that of a run with a saved model or adapter."""
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder: pass the output directory of a finished run")
-    has_model = (folder / "config.json").is_file() and not (folder / SHARDED).is_dir()
-    if not (folder / "adapter_config.json").is_file() and not has_model:
-        raise UserError(
-            f"{folder} has no model and no adapter: pass the folder of a finished run or of a checkpoint that is not sharded; "
-            "./launch.sh --merge makes a model of a sharded one"
-        )
-
-
-def read_prompt(folder: Path) -> dict:
+def read_prompt(folder: Path) -> dict[str, Any]:
     """How a prompt looks for the model in `folder`; {} if it is not known."""
     folder = folder.absolute()
-    run = folder.parent if CHECKPOINT.fullmatch(folder.name) else folder
-    if prompt := read_json(run / PROMPT, "rows"):
-        return prompt
-    if not (run / RUN).is_file():  # may have been downloaded
-        return {}
-    return {"rows": None, "chat_template_kwargs": read_json(run / RUN).get("chat_template_kwargs")}
+    return read_json((folder.parent if CHECKPOINT.fullmatch(folder.name) else folder) / PROMPT, "rows")
 
 
 def read_adapter_settings(folder: Path) -> Any:
-    """The `peft.PeftConfig` of an adapter. Raises UserError if its file is damaged or names no base model."""
+    """The `peft.PeftConfig` of an adapter. Raises UserError if it names no base model, or modules to import."""
     from peft import PeftConfig
 
     file = folder / "adapter_config.json"
     if read_json(file).get("megatron_config"):
         raise UserError(f"{file} has a megatron_config, with which PEFT would import any module: it is not loaded")
-    try:
+    with hub_errors("adapter", str(folder)):
         settings = PeftConfig.from_pretrained(folder)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
-        raise UserError(f"{file} is damaged: {last_line(error)}") from error
     if not settings.base_model_name_or_path:
-        raise UserError(f"{file} is damaged: base_model_name_or_path is missing")
+        raise UserError(f"{file} names no base model: base_model_name_or_path is missing")
     return settings
+
+
+def load_model(folder: Path) -> Any:
+    """The model in a folder, with its adapter if it has one, on the GPUs of this machine or on its CPU.
+
+    An adapter stays one: its model is loaded as it was trained on, in 4 bits from the folder of --prepare if it was, so that a
+    70B model fits the two 24 GB GPUs that it was trained on. One process uses all GPUs, one after the other.
+    """
+    from harness.compat.transformers import use_no_gpu_kernels
+    from harness.model.weight_files import check_adapter_weights, check_found, class_of_model
+
+    import torch
+    import transformers
+    from peft import PeftModel
+    from transformers import AutoConfig, BitsAndBytesConfig
+
+    is_adapter = (folder / "adapter_config.json").is_file()
+    if not is_adapter and ((folder / SHARDED).is_dir() or not (folder / "config.json").is_file()):
+        raise UserError(
+            f"{folder} has no model and no adapter: pass the output directory of a finished run; ./launch.sh --merge makes a "
+            "model of a sharded checkpoint"
+        )
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+    base, options = str(folder), {"device_map": "auto", "dtype": "auto"}
+    if is_adapter:
+        settings, results = read_adapter_settings(folder), read_json(folder / RESULTS)
+        base, options["revision"] = settings.base_model_name_or_path, settings.revision or "main"
+        if results.get("quantized_weights"):
+            base, options["revision"] = str(find_quantized_weights(results)), "main"
+        elif results.get("quantization"):
+            options["quantization_config"] = quantization = BitsAndBytesConfig.from_dict(results["quantization"])
+            options["dtype"] = quantization.bnb_4bit_compute_dtype  # what the run has loaded the rest of the model in
+    if not torch.cuda.is_available():
+        options["device_map"] = {"": "cpu"}
+        keep_4bit_layout()
+        use_no_gpu_kernels()
+    with hub_errors("model", base):
+        config = AutoConfig.from_pretrained(base, revision=options.get("revision"))
+        model, found = class_of_model(config).from_pretrained(base, output_loading_info=True, **options)
+    check_found(found, base)
+    if is_adapter:
+        with hub_errors("adapter", str(folder)):
+            model = PeftModel.from_pretrained(model, folder)
+            check_adapter_weights(model, folder)
+    return model.eval()
+
+
+def find_quantized_weights(results: dict[str, Any]) -> Path:
+    """The folder of the 4-bit weights that a run was trained on. Its name is the same on every machine."""
+    from huggingface_hub.constants import HF_HOME
+
+    recorded = Path(results["quantized_weights"])
+    for folder in (recorded, Path(HF_HOME, "quantized", recorded.name)):
+        if folder.is_dir():
+            return folder
+    raise UserError(f"{recorded} is missing: ./launch.sh --prepare {results.get('recipe')} makes it, with the flags of the run")
+
+
+def load_saved_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    with hub_errors(TOKENIZER, str(folder)):
+        return AutoTokenizer.from_pretrained(folder)

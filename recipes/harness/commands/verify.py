@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.commands import arguments, chat
+from harness.commands import arguments
 from harness.commands.documents import IGNORED, Document, documents_of
 from harness.commands.report import print_table
-from harness.commands.saved import check_saved_model
+from harness.commands.saved import load_model, load_saved_tokenizer
 from harness.folder import HELD_OUT, RESULTS, date_of, read_json
 from harness.hub import hub_errors
 from harness.messages import UserError, exit_on_user_error, print_once
@@ -25,24 +25,13 @@ from harness.messages import UserError, exit_on_user_error, print_once
 # How far a loss may be from the one it is compared with, in nats per token.
 TOLERANCE = 0.02  # rounding: the run has float32 weights and other kernels, a merged weight is rounded once more
 TOLERANCE_QUANTIZED = 0.1  # weights that were quantized after the training
-MERGE_TOKENS = 8192  # with which --merge compares on a CPU
-
-Losses = list[tuple[float, int]]  # of each row: the sum over its tokens in the loss, and their number
-
-
-@dataclass
-class Row:
-    """An evaluation row."""
-
-    dataset: str
-    documents: list[Document]
 
 
 @dataclass
 class HeldOut:
     """What a run has kept for the comparison."""
 
-    rows: list[Row]
+    documents: dict[str, list[Document]]  # evaluated ones, by the label of their dataset, "" for a single one
     conversations: list[dict[str, Any]]  # the first ones, with their tokens
     results: dict[str, Any]  # of the run, with the logged losses
 
@@ -56,31 +45,33 @@ class Check:
     expected: str
     found: str
     tolerance: str
-    result: str  # "ok", "FAILED" or "not checked: …"
+    result: str  # "ok", "FAILED" or "not checked"
 
 
 def main(*words: str) -> int:
     """Checks whether the saved model of RUN, and MODEL if there is one, compute what was trained; returns 1 if one does not."""
     parsed = arguments.verify().read(words)
-    folder, model = parsed.run, parsed.model
-    check_saved_model(folder)
-    held_out = read_held_out(folder)
-    if not model and (folder / "merged").is_dir():
-        model = str(folder / "merged")
-    if model and not any(Path(model, name).is_file() for name in ("config.json", "adapter_config.json")):
-        raise UserError(f"{model} is no model: pass a folder with a config.json; of a server, the folder that it has loaded")
+    run, merged = parsed.run, parsed.run / "merged"
+    held_out = read_held_out(run)
+    other = parsed.model or (merged if merged.is_dir() else None)
     # Only the JSON goes to standard output.
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
-        saved = measure(chat.load_model(folder), held_out.rows, str(folder))
-        checks = check_loss(str(folder), saved, held_out, TOLERANCE) + check_prompts(folder, held_out)
-        if model and Path(model).resolve() != folder.resolve():
-            loaded = chat.load_model(Path(model))
-            losses = measure(loaded, held_out.rows, model)
-            checks += check_loss(model, losses, held_out, tolerance_of(loaded), saved) + check_prompts(Path(model), held_out)
+        saved = measure(load_model(run), held_out, run)
+        checks = check_loss(run, saved, held_out, TOLERANCE) + check_prompts(run, held_out)
+        if other and other.resolve() != run.resolve():
+            model = load_model(other)
+            is_quantized = getattr(model.config, "quantization_config", None) is not None
+            tolerance = TOLERANCE_QUANTIZED if is_quantized else TOLERANCE
+            checks += check_loss(other, measure(model, held_out, other), held_out, tolerance, saved)
+            checks += check_prompts(other, held_out)
+    failed = sorted({check.model for check in checks if check.result == "FAILED"})
     if parsed.json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
-        return int(has_failed(checks))
-    return print_checks(checks, folder)
+        return int(bool(failed))
+    print_table([("model", "what", "expected", "found", "tolerance", "result"), *map(dataclasses.astuple, checks)])
+    for name in failed:
+        print_once(f"\nFAILED: {name} is not the model that was trained: copy or merge it again.")
+    return int(bool(failed))
 
 
 def read_held_out(folder: Path) -> HeldOut:
@@ -88,37 +79,26 @@ def read_held_out(folder: Path) -> HeldOut:
     import pyarrow.parquet
 
     if not (folder / HELD_OUT).is_file():
-        raise UserError(
-            f"{folder} has no {HELD_OUT} to compare with: a run writes it at its end, if it evaluates rows with tokens"
-        )
-    held_out = HeldOut([], [], read_json(folder / RESULTS))
+        raise UserError(f"{folder} has no {HELD_OUT}: a run writes it at its end, if it evaluates rows with tokens")
+    held_out = HeldOut({}, [], read_json(folder / RESULTS))
     with hub_errors("file", str(folder / HELD_OUT)):
         table = pyarrow.parquet.read_table(folder / HELD_OUT)
     for row in table.to_pylist():
         if row["conversation"] is None:
-            held_out.rows.append(Row(row["dataset"], documents_of(row)))
+            held_out.documents.setdefault(row["dataset"], []).extend(documents_of(row))
         else:
             held_out.conversations.append(json.loads(row["conversation"]) | {"input_ids": row["input_ids"]})
     return held_out
 
 
-def tolerance_of(model: Any) -> float:
-    """The tolerance for another model than the saved one."""
-    return TOLERANCE_QUANTIZED if getattr(model.config, "quantization_config", None) is not None else TOLERANCE
-
-
-def measure(model: Any, rows: list[Row], name: str) -> Losses:
-    """The losses of a loaded model, which gets every document alone."""
+def measure(model: Any, held_out: HeldOut, name: Path) -> dict[str, float]:
+    """The loss per token of each evaluation dataset. The model gets every document alone."""
     from tqdm import tqdm
 
-    count = model.get_input_embeddings().weight.shape[0]
-    tokens = {token for row in rows for part in row.documents for tokens in part for token in tokens} - {IGNORED}
-    if unknown := [token for token in tokens if not 0 <= token < count]:
-        raise UserError(f"{name} has {count} tokens, and not {unknown[0]}, which is in a row: is it the model of this run?")
-    losses = []
-    for row in tqdm(rows, desc=f"Evaluating {name}", unit="row", disable=None):
-        parts = [document_loss(model, *document) for document in row.documents]
-        losses.append((sum(loss for loss, _ in parts), sum(count for _, count in parts)))
+    losses = {}
+    for label, documents in held_out.documents.items():
+        parts = [document_loss(model, *part) for part in tqdm(documents, f"Evaluating {name}", unit="document", disable=None)]
+        losses[label] = sum(loss for loss, _ in parts) / max(1, sum(count for _, count in parts))
     return losses
 
 
@@ -141,34 +121,25 @@ def document_loss(model: Any, ids: list[int], labels: list[int], positions: int 
     return total, count
 
 
-def per_token(losses: Losses) -> float:
-    return sum(loss for loss, _ in losses) / max(1, sum(count for _, count in losses))
-
-
-def check_loss(model: str, losses: Losses, held_out: HeldOut, tolerance: float, saved: Losses | None = None) -> list[Check]:
-    """Compares the loss of all evaluation rows with what the run has logged, for every dataset.
+def check_loss(
+    model: Path, losses: dict[str, float], held_out: HeldOut, tolerance: float, saved: dict[str, float] | None = None
+) -> list[Check]:
+    """Compares the loss of each evaluation dataset with what the run has logged.
 
     If the run has logged another loss or none, the comparison is with `saved`, the losses of the saved model.
     """
     checks = []
-    for dataset in dict.fromkeys(row.dataset for row in held_out.rows):
-        of_dataset = [row.dataset == dataset for row in held_out.rows]
-        found = per_token([loss for loss, is_in in zip(losses, of_dataset, strict=True) if is_in])
-        what = f"loss of {sum(of_dataset)} evaluation sequences{f' of {dataset}' if dataset else ''}"
-        logged = held_out.results.get(f"eval_{dataset}_loss" if dataset else "eval_loss")
-        if logged is not None and held_out.results.get("loss_is_cross_entropy"):
-            checks.append(check_number(model, what, logged, found, tolerance, "logged"))
-        elif saved is not None:
-            expected = per_token([loss for loss, is_in in zip(saved, of_dataset, strict=True) if is_in])
-            checks.append(check_number(model, what, expected, found, tolerance, "saved model"))
+    for label, found in losses.items():
+        what = f"loss of {label or 'the evaluation rows'}"
+        expected = held_out.results.get(f"eval_{label}_loss" if label else "eval_loss")
+        if expected is None or not held_out.results.get("loss_is_cross_entropy"):
+            expected = (saved or {}).get(label)
+        if expected is None:
+            checks.append(Check(str(model), what, "", f"{found:.4f}", "", "not checked"))
         else:
-            checks.append(Check(model, what, "", f"{found:.4f}", "", "not checked: the run logged another loss, or none"))
+            result = "ok" if abs(found - expected) <= tolerance else "FAILED"  # also for NaN
+            checks.append(Check(str(model), what, f"{expected:.4f}", f"{found:.4f}", f"±{tolerance}", result))
     return checks
-
-
-def check_number(model: str, what: str, expected: float, found: float, tolerance: float, source: str) -> Check:
-    is_near = abs(found - expected) <= tolerance  # False for NaN
-    return Check(model, what, f"{expected:.4f} ({source})", f"{found:.4f}", f"±{tolerance}", "ok" if is_near else "FAILED")
 
 
 def check_prompts(folder: Path, held_out: HeldOut) -> list[Check]:
@@ -178,7 +149,7 @@ def check_prompts(folder: Path, held_out: HeldOut) -> list[Check]:
     if not held_out.conversations:
         return []
     set_date_of_chat_templates(date_of(held_out.results))
-    tokenizer, equal = chat.load_saved_tokenizer(folder), []
+    tokenizer, equal = load_saved_tokenizer(folder), []
     for row in held_out.conversations:
         turns = row.get("messages") or row["prompt"] + row["completion"]
         # Not earlier answers of --split_conversations: templates drop their reasoning.
@@ -186,8 +157,8 @@ def check_prompts(folder: Path, held_out: HeldOut) -> list[Check]:
             if turns[number]["role"] == "assistant" and turns[number].get("train") is not False:
                 tokens = render(tokenizer, turns[:number], row.get("tools"), row.get("chat_template_kwargs") or {})
                 equal.append(bool(tokens) and row["input_ids"][: len(tokens)] == tokens)
-    result = "ok" if all(equal) else "FAILED"
     counts = f"{len(equal)} of {len(equal)}", f"{sum(equal)} of {len(equal)}"
+    result = "ok" if all(equal) else "FAILED"
     return [Check(str(folder), "prompts with the trained tokens", *counts, "equal", result)] if equal else []
 
 
@@ -208,70 +179,6 @@ def without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_none(item) for key, item in value.items() if item is not None}
     return [without_none(item) for item in value] if isinstance(value, list) else value
-
-
-def has_failed(checks: list[Check]) -> bool:
-    return any(check.result == "FAILED" for check in checks)
-
-
-def print_checks(checks: list[Check], run: Path) -> int:
-    """Prints the table, what a failed check means and what to do next; returns the exit code."""
-    print_table([("model", "what", "expected", "found", "tolerance", "result"), *map(dataclasses.astuple, checks)])
-    compared = [check for check in checks if not check.result.startswith("not checked")]
-    passed = sum(check.result == "ok" for check in compared)
-    print(f"\n{passed} of {len(compared)} checks passed.")
-    failed = {check.model for check in checks if check.result == "FAILED"}
-    if str(run) in failed:
-        print_once(
-            f"FAILED: {run} is not the model that was trained. A file was changed or damaged, or other versions of the libraries "
-            "compute something else: copy the folder again, and compare `versions` in train_results.json."
-        )
-    for model in sorted(failed - {str(run)}):
-        print_once(
-            f"FAILED: {model} is not the model that was trained. Weights that were quantized afterwards, or the original weights "
-            f"with an adapter of QLoRA, differ a little: the loss says how much. Otherwise use {run}, which is not affected, and "
-            f"merge it again: ./launch.sh --merge {run} OUT"
-        )
-    return int(bool(failed))
-
-
-def compare_merged(run: Path, merged: Path) -> int:
-    """For --merge: compares the merged model with the adapter and with what the run has logged; returns the exit code.
-
-    On a CPU with the first rows only, and not at all if the memory is too small. Raises UserError if a model cannot be loaded.
-    """
-    import psutil
-    import torch
-
-    if not (run / HELD_OUT).is_file():
-        return 0
-    size = sum(file.stat().st_size for file in merged.glob("*.safetensors"))
-    gpus = range(torch.cuda.device_count())
-    free = psutil.virtual_memory().available + sum(torch.cuda.mem_get_info(index)[0] for index in gpus)
-    if 1.2 * size > free:
-        raise UserError(f"{merged} needs {1.2 * size / 1e9:.0f} GB of memory, {free / 1e9:.0f} GB are free")
-    held_out = read_held_out(run)
-    few = held_out.rows if gpus else rows_within(held_out.rows, MERGE_TOKENS)
-    adapter = measure(chat.load_model(run), few, str(run))
-    model = chat.load_model(merged)
-    tolerance, found = tolerance_of(model), measure(model, few, str(merged))
-    if len(few) == len(held_out.rows):
-        checks = check_loss(str(run), adapter, held_out, TOLERANCE) + check_loss(str(merged), found, held_out, tolerance, adapter)
-    else:
-        what = f"loss of {len(few)} of {len(held_out.rows)} evaluation sequences"
-        checks = [check_number(str(merged), what, per_token(adapter), per_token(found), tolerance, "adapter")]
-    return print_checks([*checks, *check_prompts(merged, held_out)], run)
-
-
-def rows_within(rows: list[Row], tokens: int) -> list[Row]:
-    """The first rows that have at most so many tokens together; at least one."""
-    few = []
-    for row in rows:
-        tokens -= sum(len(ids) for ids, _ in row.documents)
-        if few and tokens < 0:
-            break
-        few.append(row)
-    return few
 
 
 if __name__ == "__main__":

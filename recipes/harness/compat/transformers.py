@@ -124,19 +124,6 @@ def names_in_model(model: PreTrainedModel | None) -> Callable[[str], str]:
     return name_in_model
 
 
-@changes("transformers.core_model_loading:revert_weight_conversion(model, state_dict)")
-def names_on_hub(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights of a model under the names that `save_pretrained` writes, such as one weight for each expert.
-
-    Upstream: no issue: `save_pretrained` does this with a whole model, and there is no public name for a part of one.
-    Checked with: transformers 5.23.0.
-    Remove when: there is one.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(model, weights)
-
-
 @changes("transformers.tokenization_utils_base:is_offline_mode")
 def load_tokenizers_as_offline() -> None:
     """Makes tokenizers that come from the Hub equal to those that come from the cache.

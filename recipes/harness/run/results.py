@@ -9,7 +9,6 @@ import platform
 import resource
 import sys
 from pathlib import Path
-from typing import Any
 
 from harness.compat.transformers import attention_of
 from harness.exchange import gather_values
@@ -184,14 +183,9 @@ def measure_speed(progress: Progress) -> dict:
 
 def describe_data(trainer: Trainer) -> dict:
     """How much of the data was read."""
-    output_dir, state = Path(trainer.args.output_dir), trainer.state
-    data = read_json(output_dir / DATA)
-    described: dict[str, Any] = {}
-    if not isinstance(trainer.train_dataset, IterableDataset) and "datasets" not in data:
-        described["times_seen"] = round(state.epoch or 0, 2)
-    if data:
-        described["data"] = data
-    return described
+    data = read_json(Path(trainer.args.output_dir, DATA))
+    is_read_in_turn = not isinstance(trainer.train_dataset, IterableDataset) and "datasets" not in data
+    return ({"data": data} if data else {}) | ({"times_seen": round(trainer.state.epoch or 0, 2)} if is_read_in_turn else {})
 
 
 def mean_loss(log_history: list[dict]) -> float | None:

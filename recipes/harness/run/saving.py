@@ -2,11 +2,8 @@
 
 import contextlib
 import copy
-import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from harness.folder import RESULTS, RUN, draft_of, read_json, remove_link, sync
 from harness.model.quantized import read_source
@@ -25,8 +22,6 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedConfig, Trainer, TrainingArguments
 
 PROCESSOR = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
-RESULTS_IN_CARD = ("global_step", "epoch", "tokens", "world_size", "global_batch_size", "final_loss", "train_loss")
-RESULTS_IN_CARD += ("eval_loss_on_start", "eval_loss", "perplexity")
 
 
 def set_base_revision(trainer: Trainer) -> None:
@@ -168,7 +163,7 @@ def write_model_card(trainer: Trainer) -> None:
 
 
 def model_card(run: dict, is_adapter: bool, generates: bool) -> str:
-    """A model card with what the Hub reads (base model, dataset, library), and how the model was trained.
+    """A model card with what the Hub reads (base model, dataset, library), and with what the model was trained.
 
     `run`: the content of train_results.json.
     """
@@ -180,39 +175,13 @@ def model_card(run: dict, is_adapter: bool, generates: bool) -> str:
     }
     header = "".join(f"{key}: [{', '.join(names)}]\n" for key, names in links.items() if names)
     kind = "An adapter" if is_adapter else "A fine-tune" if run["model"] else "A model"
-    of_model = f" of {run['model']}" if run["model"] else ""
-    on_data = f" on {run['dataset']}" if run["dataset"] else ""
+    of_model, on_data = (
+        f" {word} {', '.join(links[key])}" if links[key] else "" for word, key in (("of", "base_model"), ("on", "datasets"))
+    )
     task = "pipeline_tag: text-generation\n" if generates else ""
     rehearsal = "\n\nThis is a rehearsal with a tiny model and dataset: the model knows nothing." if run["tiny"] else ""
     return (
         f"---\n{header}library_name: {'peft' if is_adapter else 'transformers'}\n{task}---\n\n"
         f"{kind}{of_model}, trained{on_data} with the recipe `{run['recipe']}` "
-        f"({run['config'] or 'no config'}).{rehearsal}\n{''.join(sections_of_card(run))}"
+        f"({run['config'] or 'no config'}). train_results.json has its settings and results.{rehearsal}\n"
     )
-
-
-def sections_of_card(run: dict) -> Iterator[str]:
-    """How a model was trained, as far as `run` has it: command, settings, results; train_results.json has the rest."""
-    if run.get("command"):
-        yield f"\n## Command\n\n```bash\n{without_folders(run['command'])}\n```\n"
-    results = {name: run[name] for name in RESULTS_IN_CARD if run.get(name) is not None}
-    used = {name: value for name, value in run.get("used", {}).items() if name in run.get("settings", {})}
-    tables = {
-        "Settings that are not defaults": run.get("settings", {}) | used,
-        "Results": results,
-    }
-    for title, values in tables.items():
-        if values:
-            rows = "".join(f"| {name} | {cell(value)} |\n" for name, value in values.items())
-            yield f"\n## {title}\n\n| name | value |\n|---|---|\n{rows}"
-
-
-def without_folders(text: str) -> str:
-    """`text` with absolute paths shortened to their last names: the folders of this machine mean nothing to others."""
-    return re.sub(r"(?<![^\s=,'\"(\[])/(?:[^\s/,'\"]+/)+(?=[^\s/])", "", text)
-
-
-def cell(value: Any) -> str:
-    """A value in a table of Markdown."""
-    text = f"{value:.6g}" if isinstance(value, float) else without_folders(str(value))
-    return text.replace("|", "\\|").replace("\n", " ")

@@ -153,13 +153,6 @@ def test_epochs_of_some_rows_of_a_stream(build_trainer):
     assert sum(row["input_ids"].count(end) for row in trainer.train_dataset) == 9
 
 
-def test_slices_in_a_rehearsal(build_trainer):
-    """Those in percent are read; rows beyond the end of the tiny dataset are not asked for."""
-    some = build_trainer("qwen2_chat", "--dataset_train_split", "train[:10%]").train_dataset
-    flags = ["--dataset_train_split", "train[90000:95000]", "--dataset_test_split", "train[95000:]"]
-    assert 0 < len(some) < 0.2 * len(build_trainer("qwen2_chat", *flags).train_dataset)
-
-
 def test_activation_offloading_without_a_gpu(build_trainer, capsys):
     """TRL asks for the current accelerator, of which there is none."""
     assert not build_trainer("qwen2_chat", "--activation_offloading").args.activation_offloading

@@ -5,7 +5,7 @@ from harness.data.conversion import COLUMNS, Conversion, PlacedRow, find_convers
 from harness.data.loading import Rows, check_same_format, examine_all, features_of, one_of_every_kind, open_dataset, placed
 from harness.data.reading import TextFiles
 from harness.data.sources import DataSettings, Source
-from harness.data.splits import check_splits, evaluation_split, splits_of
+from harness.data.splits import check_splits, evaluation_split
 from harness.hub import without_progress_bars
 from harness.messages import UserError
 
@@ -45,10 +45,9 @@ def check_source(data: DataSettings, source: Source) -> list[tuple[Conversion, l
     splits = open_dataset(source, streaming=not is_small and (is_local or not HF_HUB_OFFLINE))
     test = evaluation_split(source, splits, data.needs_test_split)
     check_splits(source, test, splits, data.needs_test_split)
-    for name in splits_of(test):
-        if name in splits:
-            check_rows(data, source, splits[name], name, is_small)
-    return [check_rows(data, source, splits[name], name, is_small) for name in splits_of(source.train_split)]
+    if test in splits:
+        check_rows(data, source, splits[test], test, is_small)
+    return [check_rows(data, source, splits[source.train_split], source.train_split, is_small)]
 
 
 def check_rows(data: DataSettings, source: Source, rows: Rows, split: str, is_small: bool) -> tuple[Conversion, list[PlacedRow]]:

@@ -36,7 +36,7 @@ from harness.data.mixture import mix, share
 from harness.data.reading import TextFiles, make_once
 from harness.data.script_arguments import ScriptArguments
 from harness.data.sources import DataSettings, Source
-from harness.data.splits import choose_rows, evaluation_split, is_slice, number_of_rows, parts_of_splits, splits_of
+from harness.data.splits import evaluation_split, number_of_rows
 from harness.data.stream_rows import shuffle
 from harness.data.summary import DUPLICATE, add_summaries, print_summary, summarize
 from harness.folder import DATA, write_json
@@ -136,16 +136,14 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
 def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool] | None) -> Opened:
     """Opens a dataset, and examines its rows, of a stream the first ones. `keep`: see `load`."""
     is_whole = not source.first_rows or reading.is_small(source.name)
-    has_slices = is_slice(source.train_split) or is_slice(source.test_split)  # which a stream cannot have
-    # Of large data a preview, a rehearsal and a plan read the first rows only. Without slices they download no more than these.
+    # Of large data a preview, a rehearsal and a plan read the first rows only. They download no more than these.
     limit = 0 if is_whole else source.first_rows
-    splits = open_dataset(source, streaming=data.streaming or (limit > 0 and not has_slices))
+    splits = open_dataset(source, streaming=data.streaming or limit > 0)
     if data.formats:
         splits = {split: without_decoding(rows) for split, rows in splits.items()}
     test = evaluation_split(source, splits, data.needs_test_split)
-    first_split = splits_of(source.train_split)[0]
-    raw = splits.get(first_split, next(iter(splits.values())))
-    conversion, first = find_conversion(data, source, placed(raw, source, first_split), features_of(raw))
+    raw = splits[source.train_split]
+    conversion, first = find_conversion(data, source, placed(raw, source, source.train_split), features_of(raw))
     first = replace(first, ignored=print_columns(source, conversion, first))
     conversion = replace(conversion, keep=keep)
     if not conversion.format:  # rows stay as they are, except that columns get other names
@@ -252,17 +250,18 @@ def examine_in_memory(
 
     The rows are examined; those of a recipe without formats stay as they are. `limit`: read only the first rows; 0: all.
     """
-    train, has_slices = source.train_split, is_slice(source.train_split) or is_slice(test)
-    used = {split: splits[split] for split in (*splits_of(train), *splits_of(test)) if split in splits}
-    for split, rows in used.items():
-        if isinstance(rows, TextFiles):  # of which slices are taken afterwards: their number of rows is not known before
-            used[split] = examine_all(rows, conversion, source, split, 0 if has_slices else limit)
-        elif isinstance(rows, IterableDataset):
+
+    def read(split: str) -> Dataset:
+        rows = splits[split]
+        if isinstance(rows, TextFiles):
+            return examine_all(rows, conversion, source, split, limit)
+        if isinstance(rows, IterableDataset):
             with hub_errors("dataset", source.display_name):
-                used[split] = Dataset.from_list(list(rows.take(limit)), features=rows.features)
-    chosen, chosen_test = choose_rows(train, test, used)
-    if limit:
-        chosen, chosen_test = chosen.take(limit), chosen_test and chosen_test.take(limit)
+                return Dataset.from_list(list(rows.take(limit)), features=rows.features)
+        return rows.take(limit) if limit else rows
+
+    train = source.train_split
+    chosen, chosen_test = read(train), read(test) if test in splits else None
     examined = chosen if REASON in chosen.column_names else examine_all(chosen, conversion, source, train, limit)
     facts = {name: examined[name][:] for name in FACTS if name != PLACE}
     return examined if conversion.format else chosen, chosen_test, facts
@@ -481,13 +480,6 @@ def count_training_rows(data: DataSettings) -> int | None:
 
 
 def _count_rows(source: Source, streaming: bool) -> int | None:
-    is_in_memory = (reading.is_local(source.name) and not streaming) or is_slice(source.train_split)
-    splits = open_dataset(source, streaming=not is_in_memory)
-    lengths = {}
-    for split in splits_of(source.train_split):
-        rows = splits[split]
-        lengths[split] = sum(1 for _ in rows) if isinstance(rows, TextFiles) and not streaming else number_of_rows(rows, split)
-    if None in lengths.values():
-        return None
-    parts, _ = parts_of_splits(source.train_split, "", lengths)
-    return sum(end - start for _, start, end in parts)
+    is_in_memory = reading.is_local(source.name) and not streaming
+    rows = open_dataset(source, streaming=not is_in_memory)[source.train_split]
+    return sum(1 for _ in rows) if isinstance(rows, TextFiles) and not streaming else number_of_rows(rows, source.train_split)

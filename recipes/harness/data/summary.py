@@ -4,7 +4,6 @@ from collections import Counter
 from typing import Any
 
 from harness.data.conversion import HAS, KIND, REASON
-from harness.data.splits import is_slice
 from harness.messages import print_once
 
 DUPLICATE = "equal to a row that is held out"
@@ -46,7 +45,7 @@ def print_summary(summary: dict[str, Any], train: str, test: str, splits: list[s
         read = f"{summary['rows']:,} rows" if summary["is_complete"] else f"the first {summary['rows']:,} rows"
         print_once(f"{name}: {summary['skipped_rows']:,} of {read} skipped: {reasons}.")
     if summary["held_out"]:
-        others = [] if is_slice(train) else [other for other in splits if other != train]
+        others = [other for other in splits if other != train]
         found = f" (other splits: {', '.join(others)})" if others else ""
         print_once(
             f"{name} has no split {test}{found}: {summary['held_out']} rows of {train} are held out for evaluation and never "

@@ -27,7 +27,6 @@ from harness.data import reading
 from harness.data.loading import REHEARSED_ROWS, open_dataset
 from harness.data.script_arguments import ScriptArguments
 from harness.data.sources import Source
-from harness.data.splits import splits_of
 from harness.hub import check_model_exists, hub_errors
 from harness.messages import UserError, print_once
 
@@ -118,13 +117,9 @@ def with_tiny_dataset(source: Source, folder: Path) -> Source:
     """`folder`: of the tiny dataset, which replaces one of the Hub."""
     if reading.is_local(source.name):
         return dataclasses.replace(source, first_rows=source.first_rows or REHEARSED_ROWS, cuts_texts=True)
-    # A slice in rows may be beyond the end.
-    train, test = (re.sub(r"\[[^\]%]*\]", "", split) for split in (source.train_split, source.test_split))
     return dataclasses.replace(
         source,
         name=str(folder),
-        train_split=train,
-        test_split=Source.test_split if test == train else test,
         cuts_texts=source.name not in DATASETS,
         eval_rows_of_run=0,
     )
@@ -199,7 +194,7 @@ def _first_rows(source: Source) -> dict[str, Any]:
         for name, rows in open_dataset(source, streaming=True).items():
             if first := list(rows.take(REHEARSED_ROWS)):
                 splits[name] = Dataset.from_list(first, features=rows.features)
-            elif name in splits_of(source.test_split):
+            elif name == source.test_split:
                 raise UserError(f"--dataset_name: {source.name} has no rows in {name}")
     return splits
 

@@ -12,7 +12,6 @@ import sys
 
 from harness.configs import AccelerateConfig
 from harness.data.script_arguments import ScriptArguments
-from harness.data.splits import is_slice
 from harness.messages import UserError
 
 from transformers import TrainingArguments
@@ -113,9 +112,6 @@ def check_flags_have_effect(
             "--precompute_ref_log_probs: TRL computes these before FSDP moves the model to the GPU: leave out the flag, or use a "
             "config without FSDP"
         )
-    for name in ("dataset_train_split", "dataset_test_split"):
-        if script_args.dataset_streaming and is_slice(getattr(script_args, name)):
-            raise UserError(f"--{name}: a stream has no slices: pass --max_samples, or --dataset_streaming false")
     for name in ("max_steps", "num_train_epochs"):
         if script_args.max_tokens and name in given:
             raise UserError(f"--max_tokens and --{name} set the same: pass one of them")

@@ -43,7 +43,6 @@ TESTED_ELSEWHERE = {
     "names_in_model": "commands/test_merge.py::test_merge_into_files_with_older_names",
     "multiply_in_float32": "rehearsal/test_products.py::test_factors_are_copied_to_float32",
     "prepare_rows_in_two_steps": "commands/test_preview.py::test_json",
-    "report_dropped_rows": "data/test_tokenized.py::test_rows_that_a_trainer_drops",
     "reduce_each_batch": "run/test_sharding.py::test_collectives_per_step",
     "supports_flash_attention_2": "model/test_attention.py::test_choice",
     "takes_other_attention": "model/test_attention.py::test_choice",

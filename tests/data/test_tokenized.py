@@ -1,17 +1,18 @@
 """What a run does with tokenized rows before SFTTrainer truncates and packs them: double ends, rows that nothing is left of."""
 
 import functools
+from types import SimpleNamespace
 
-from harness.compat.trl import prepare_rows_in_two_steps, report_dropped_rows
+from harness.compat.trl import prepare_rows_in_two_steps
 from harness.data import tokenized
-from harness.folder import DATA, read_json, write_json
+from harness.folder import DATA, write_json
 from harness.rehearsal import tiny
 
 import pytest
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import DPOTrainer, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 FIRST, LAST = "<|begin_of_text|>", "<|end_of_text|>"
 
@@ -26,7 +27,6 @@ def prepare(tokenizer, tmp_path, monkeypatch):
     """The rows that SFTTrainer trains on, of rows of a dataset."""
     for trainer in (SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer):
         monkeypatch.setattr(trainer, "_prepare_dataset", trainer._prepare_dataset)  # restored afterwards
-    report_dropped_rows(functools.partial(tokenized.report_dropped_rows, True))
     prepare_rows_in_two_steps(functools.partial(tokenized.finish_rows, lambda *what: None, True))
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=1, num_labels=1, pad_token_id=0, **sizes)
@@ -64,8 +64,8 @@ SHORT, LONG = {"prompt": "How? ", "completion": "So."}, {"prompt": "How? " * 99,
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"packing": True, "packing_strategy": "bfd"}], ids=["rows", "bfd"])
-def test_rows_that_are_cut_to_nothing(prepare, capsys, error_of, streams, settings):
+def test_rows_that_are_cut_to_nothing(prepare, capsys, error_of, streams):
+    settings = {"packing": True, "packing_strategy": "bfd"}
     prepare([SHORT, LONG] * 10, streams, **settings)
     assert "warning: 10 of the 20 training rows are not used" in capsys.readouterr().out
     assert "--max_length: none of the 20 training rows" in error_of(prepare, [LONG] * 20, streams, **settings)
@@ -75,31 +75,14 @@ def test_rows_that_are_cut_to_nothing(prepare, capsys, error_of, streams, settin
     assert "not used" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("kind", ["dpo", "dpo keep_end", "kto", "reward", "tokenized"])
-def test_rows_that_a_trainer_drops(tokenizer, prepare, tmp_path, capsys, error_of, kind, streams):
-    """They are counted, printed and subtracted in data.json. The numbers of tokens are those of the texts, with an EOS token."""
-    settings = {
-        "dpo": {"trainer": DPOTrainer, "config_of": DPOConfig},
-        "dpo keep_end": {"trainer": DPOTrainer, "config_of": DPOConfig, "truncation_mode": "keep_end"},
-        "kto": {"trainer": KTOTrainer, "config_of": KTOConfig, "per_device_train_batch_size": 2},
-        "reward": {"trainer": RewardTrainer, "config_of": RewardConfig},
-        "tokenized": {},
-    }[kind]
-    prompts = ["How?" + " How?" * count for count in (1, 5, 20, 40, 80)] * 4
-    rows = [{"prompt": prompt, "chosen": " So.", "rejected": " No."} for prompt in prompts]
-    prompt, answer = ([len(tokenizer(text)["input_ids"]) for text in texts] for texts in (prompts, [" So.<|end_of_text|>"]))
-    if kind == "kto":
-        rows = [{"prompt": row["prompt"], "completion": " So.", "label": n % 2 == 0} for n, row in enumerate(rows)]
-    if kind == "tokenized":
-        rows = [{"input_ids": [1] * (count + 2), "labels": [-100] * count + [1, 1]} for count in prompt]
-    limit = prompt[2] + 1
-    too_long = {"dpo keep_end": 0, "reward": sum(count + answer[0] > limit for count in prompt)}.get(kind, 8)
-    write_json(tmp_path / DATA, {"trained_rows": 20})
-    assert len(prepare(rows, streams, max_length=limit, **settings)) == 20 - too_long
-    is_named = f"warning: {too_long} of the 20 training rows" in capsys.readouterr().out
-    data = read_json(tmp_path / DATA)
-    assert is_named == (too_long > 0) and data["trained_rows"] == 20 - too_long
-    assert sum(data.get("dropped", {}).values()) == too_long
-    if too_long:
-        assert "--max_length" in error_of(prepare, rows[4:5] * 3, streams, max_length=limit, **settings)
+@pytest.mark.parametrize("max_length", [24, 400])
+def test_rows_that_a_trainer_drops_are_counted(prepare, tmp_path, capsys, max_length):
+    """RewardTrainer drops those that are too long."""
+    rows = [{"prompt": "How?" * count, "chosen": " So.", "rejected": " No."} for count in (1, 2, 30, 40)]
+    kept = prepare(rows, trainer=RewardTrainer, config_of=RewardConfig, max_length=max_length)
+    write_json(tmp_path / DATA, {"loaded_rows": 4})
+    args = RewardConfig(str(tmp_path), max_length=max_length, use_cpu=True, bf16=False)
+    tokenized.report_dropped_rows(SimpleNamespace(args=args, train_dataset=Dataset.from_list(kept)))
+    printed = capsys.readouterr().out
+    assert len(kept) == (2 if max_length == 24 else 4)
+    assert ("warning: 2 of the 4 training rows are not used" in printed) == (max_length == 24)

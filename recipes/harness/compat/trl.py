@@ -3,14 +3,11 @@
 import contextlib
 import copy
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from harness.compat.guards import changes
-
-FIRST_ROWS_OF_STREAM = 100  # of which the dropped ones are counted
 
 
 @changes("trl.trainer.sft_trainer:get_training_chat_template(processing_class, tokenizer)")
@@ -129,72 +126,6 @@ def prepare_rows_in_two_steps(finish: Callable[..., Any]) -> None:
 
     prepare_dataset.in_one_step = prepare
     SFTTrainer._prepare_dataset = prepare_dataset
-
-
-PREPARE = "_prepare_dataset(self, dataset, processing_class, args, dataset_name)"
-
-
-@changes(
-    "trl.trainer.sft_trainer:SFTTrainer._prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, "
-    "dataset_name)",
-    f"trl.trainer.dpo_trainer:DPOTrainer.{PREPARE}",
-    f"trl.trainer.kto_trainer:KTOTrainer.{PREPARE}",
-    f"trl.trainer.reward_trainer:RewardTrainer.{PREPARE}",
-)
-def report_dropped_rows(report: Callable[[str, Any, Any, Any], None]) -> None:
-    """Makes trainers call `report(split, rows, kept, args)` if they filter the tokenized rows of a split.
-
-    They drop rows that --max_length leaves nothing of, and do not say it. Of a stream `rows` and `kept` are the first ones.
-    To be called before `prepare_rows_in_two_steps`.
-    Upstream: no issue found.
-    Checked with: trl 1.16.0.
-    Remove when: the trainers say how many rows they drop.
-    """
-    from trl.trainer.dpo_trainer import DPOTrainer
-    from trl.trainer.kto_trainer import KTOTrainer
-    from trl.trainer.reward_trainer import RewardTrainer
-    from trl.trainer.sft_trainer import SFTTrainer
-
-    for trainer_class in (SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer):
-        prepare = inspect.unwrap(trainer_class._prepare_dataset)  # not twice in one process
-        trainer_class._prepare_dataset = _with_report(prepare, report)
-
-
-def _with_report(prepare: Callable[..., Any], report: Callable[[str, Any, Any, Any], None]) -> Callable[..., Any]:
-    @functools.wraps(prepare)
-    def prepare_dataset(trainer: Any, dataset: Any, tokenizer: Any, args: Any, *others: Any) -> Any:
-        with _filters() as filtered:
-            prepared = prepare(trainer, dataset, tokenizer, args, *others)
-        for rows, kept in filtered:  # not earlier: meanwhile the other processes wait
-            report(others[-1], rows, kept, args)
-        return prepared
-
-    return prepare_dataset
-
-
-@contextlib.contextmanager
-def _filters() -> Iterator[list[tuple[Any, Any]]]:
-    """The rows before and after every call of `filter` in this block; of a stream the first ones."""
-    from datasets import Dataset, IterableDataset
-
-    filtered, originals = [], {kind: kind.filter for kind in (Dataset, IterableDataset)}
-
-    def observed(rows: Any, *args: Any, **kwargs: Any) -> Any:
-        kept = originals[type(rows)](rows, *args, **kwargs)
-        if isinstance(rows, IterableDataset):
-            first = rows.take(FIRST_ROWS_OF_STREAM)
-            filtered.append((first, originals[type(rows)](first, *args, **kwargs)))
-        else:
-            filtered.append((rows, kept))
-        return kept
-
-    try:
-        for kind in originals:
-            kind.filter = observed
-        yield filtered
-    finally:
-        for kind, original in originals.items():
-            kind.filter = original
 
 
 @changes("trl.models.utils:disable_gradient_checkpointing(model, gradient_checkpointing_kwargs)")

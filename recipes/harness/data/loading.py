@@ -118,6 +118,8 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
         for source in data.sources:
             print_once(f"{source.display_name}: {source.weight:.1%} of the rows.")
         summary = add_summaries(summaries)
+    if isinstance(train, Dataset):
+        summary["loaded_rows"] = len(train)
     if data.output_dir and is_first_process():
         Path(data.output_dir).mkdir(parents=True, exist_ok=True)
         write_json(Path(data.output_dir, DATA), summary)

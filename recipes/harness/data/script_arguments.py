@@ -16,9 +16,7 @@ class ScriptArguments(trl.ScriptArguments):
 
     dataset_name: list[str] | None = field(
         default=None,
-        metadata={
-            "help": "A Hub ID, a folder or a file. With --dataset_weights several datasets; without it, several files of one."
-        },
+        metadata={"help": "A Hub ID, a folder, a file or a glob; with --dataset_weights several datasets."},
     )
     dataset_config: list[str] | None = field(
         default=None, metadata={"help": "Config of the dataset; of several datasets one for each, `default` for those without."}

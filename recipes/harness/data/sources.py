@@ -11,9 +11,9 @@ from harness.data.formats import CallForm
 class Source:
     """One dataset of a run."""
 
-    name: str  # what is read: a Hub ID, a folder, a file, a glob, or several files with commas between them
+    name: str  # what is read: a Hub ID, a folder, a file or a glob
     config: str | None = None
-    train_split: str = "train"  # or a slice, such as train[:1%]
+    train_split: str = "train"
     test_split: str = "test"
     text_rows: str | None = None  # see --text_rows
     display_name: str = ""  # in messages; a rehearsal reads another `name`

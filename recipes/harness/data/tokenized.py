@@ -5,21 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.compat.trl import FIRST_ROWS_OF_STREAM
-from harness.folder import DATA, read_json, write_json
-from harness.messages import UserError, is_first_process, print_once
+from harness.batches import is_packed
+from harness.folder import DATA, read_json
+from harness.messages import UserError, print_once
 
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer
 from trl import SFTConfig
 from trl.data_utils import is_conversational
 
 Rows = Dataset | IterableDataset
-FIRST_ROWS = 2_000  # in which rows without a loss are counted where SFTTrainer does not drop them
-# Why a trainer drops rows; %s is --max_length.
-NO_ANSWER_LEFT = "no token of an answer is within --max_length %s"
-TOO_LONG = "prompt and answer are longer than --max_length %s"
+FIRST_ROWS, FIRST_ROWS_OF_STREAM = 2_000, 100  # in which rows without a loss are counted where SFTTrainer does not drop them
 IGNORED = -100  # the label of a token that does not count in the loss
 
 
@@ -108,23 +105,13 @@ def count_first_rows_without_loss(split: str, tokenized: Rows, args: SFTConfig) 
     part = slice(None, args.max_length) if args.truncation_mode == "keep_start" else slice(-args.max_length, None)
     labels = [row["labels"][part] for row in itertools.islice(tokenized.select_columns(["labels"]), count)]
     without = sum(all(label == IGNORED for label in of_row) for of_row in labels)
-    print_dropped_rows(split, without, len(labels), "first " if len(labels) == count else "", NO_ANSWER_LEFT % args.max_length)
-
-
-def report_dropped_rows(is_training_run: bool, split: str, rows: Rows, kept: Rows, args: TrainingArguments) -> None:
-    """Records how many rows a trainer drops in data.json, and prints it. Raises UserError if these are all.
-
-    See `report_dropped_rows` in compat/trl.py.
-    """
-    count, left = (len(rows), len(kept)) if isinstance(rows, Dataset) else (sum(1 for _ in rows), sum(1 for _ in kept))
-    if count == left:
-        return
-    has_prompts = {"prompt_ids", "labels"} & {*next(iter(rows))}  # RewardTrainer has neither, and drops rows that are too long
-    reason = (NO_ANSWER_LEFT if has_prompts else TOO_LONG) % args.max_length
-    if is_training_run or not left:
-        print_dropped_rows(split, count - left, count, "first " if count == FIRST_ROWS_OF_STREAM else "", reason)
-    if split == "train":
-        record_dropped_rows(Path(args.output_dir), (count - left) / count, reason)
+    print_dropped_rows(
+        split,
+        without,
+        len(labels),
+        "first " if len(labels) == count else "",
+        f"no token of an answer is within --max_length {args.max_length}",
+    )
 
 
 def print_dropped_rows(split: str, count: int, of: int, which: str, reason: str) -> None:
@@ -136,10 +123,13 @@ def print_dropped_rows(split: str, count: int, of: int, which: str, reason: str)
         print_once(f"warning: {count:,} of the {which}{of:,} {kind} are not used: {reason}.")
 
 
-def record_dropped_rows(output_dir: Path, share: float, reason: str) -> None:
-    """Subtracts the share of the training rows that a trainer drops from what `load` has written, if it has."""
-    path = output_dir / DATA
-    if is_first_process() and path.is_file():
-        data = read_json(path)
-        dropped = round(share * data["trained_rows"])
-        write_json(path, data | {"dropped": {reason: dropped}, "trained_rows": data["trained_rows"] - dropped})
+def report_dropped_rows(trainer: Trainer) -> None:
+    """Prints how many of the rows that `load` has returned a trainer does not train on, for example because they are too long."""
+    loaded, args = read_json(Path(trainer.args.output_dir, DATA)).get("loaded_rows"), trainer.args
+    if not loaded or is_packed(args) or not isinstance(trainer.train_dataset, Dataset):
+        return
+    if missing := loaded - len(trainer.train_dataset):
+        limit = f" (--max_length {args.max_length})" if getattr(args, "max_length", None) else ""
+        print_once(
+            f"warning: {missing:,} of {loaded:,} training rows are not used: the recipe or the trainer has dropped them{limit}."
+        )

@@ -251,12 +251,8 @@ def print_summary(results: dict, output_dir: str) -> None:
     if "rows_per_second" in results:
         speed = f"{results['rows_per_second']:,.0f} rows/s"
     seen = f", every row seen {results['times_seen']:g} times" if "times_seen" in results else ""
-    dropped = "".join(
-        f"{number:,} rows were not trained on: {reason}.\n"
-        for reason, number in results.get("data", {}).get("dropped", {}).items()
-    )
     print_once(
         f"{kind} on {processes}, {results['global_step']} steps{seen}: loss {results['final_loss']:.4f}{mean}{evaluation}\n"
-        f"{speed}, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n{dropped}"
+        f"{speed}, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n"
         f"The model, train_results.json and loss.png are in {output_dir}"
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from harness import folder
 from harness.compat.transformers import transformer_layers
 from harness.data.streams import fill_last_step, repeat_stream
+from harness.data.tokenized import report_dropped_rows
 from harness.launched import end_run, record_end
 from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
@@ -67,6 +68,7 @@ def train(trainer: Trainer, run: Run) -> None:
 def _train(trainer: Trainer, run: Run) -> None:
     """The run from its preparation to its report, in the order in which it happens."""
     check_trainer(trainer)
+    report_dropped_rows(trainer)
     output_dir = Path(trainer.args.output_dir)
     # launch.sh locks the folder itself.
     locks = run.identity is not None and trainer.is_world_process_zero()

@@ -16,7 +16,6 @@ from harness.compat.trl import (
     load_tokenizers_only,
     pack_streams_in_batches,
     prepare_rows_in_two_steps,
-    report_dropped_rows,
 )
 from harness.data import chat_templates, reading, tokenized
 from harness.data.checking import check_dataset
@@ -139,7 +138,6 @@ def prepare_data(run: Run, arguments: Arguments, record: Record | None = None) -
     if script_args.data.formats:
         load_tokenizers_only()
     pack_streams_in_batches(documents_per_batch)
-    report_dropped_rows(functools.partial(tokenized.report_dropped_rows, run.trains))
     prepare_rows_in_two_steps(functools.partial(tokenized.finish_rows, record, run.trains))
     if name := model_args.model_name_or_path:
         data = chat_templates.fit_template(script_args.data, training_args, model_args, script_args.given)

@@ -85,4 +85,4 @@ def test_rows_that_a_trainer_drops_are_counted(prepare, tmp_path, capsys, max_le
     tokenized.report_dropped_rows(SimpleNamespace(args=args, train_dataset=Dataset.from_list(kept)))
     printed = capsys.readouterr().out
     assert len(kept) == (2 if max_length == 24 else 4)
-    assert ("warning: 2 of the 4 training rows are not used" in printed) == (max_length == 24)
+    assert ("warning: 2 of 4 training rows are not used" in printed) == (max_length == 24)

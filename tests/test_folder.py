@@ -212,17 +212,6 @@ def test_changed_file_is_refused(tmp_path, error_of, file):
     assert f"{file[0] if file else 'd/b.jsonl'} of a has changed since" in message and "valuation rows" in message
 
 
-def test_file_of_another_time_is_a_warning(tmp_path, capsys):
-    """It was copied, or edited without another size."""
-    claim(tmp_path / "run", IDENTITY)
-    begin_training(tmp_path / "run")
-    files = [IDENTITY["data_files"][0], ["d/b.jsonl", 9, 2 * 10**9]]
-    claim(tmp_path / "run", IDENTITY | {"data_files": files})
-    assert "warning: d/b.jsonl " in capsys.readouterr().out and read(tmp_path / "run", "run.json")["data_files"] == files
-    claim(tmp_path / "run", IDENTITY | {"data_files": files})
-    assert not capsys.readouterr().out
-
-
 def test_versions_of_local_files(tmp_path):
     """They change with the name, the size and the time of a file, not with how its path is given. A Hub ID has none."""
     file = tmp_path / "d/rows.jsonl"

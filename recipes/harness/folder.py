@@ -192,12 +192,6 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
         check_same_run(folder, written, identity, is_default)
         if newest_complete_checkpoint(folder):
             messages = keep_settings(existing, identity)
-        touched = [file[0] for file in existing.get("data_files", []) if file not in identity["data_files"]]
-        if touched and has_trained(folder):
-            messages.append(
-                f"warning: {touched[0]} was written again or copied since the run began. If its rows have changed, this run may "
-                "train on rows that it was evaluated on"
-            )
         is_same = _is_same_run(written, identity)
         if written and not is_same and not has_trained(folder):
             (folder / DATA).unlink(missing_ok=True)  # of a run that has trained nothing

@@ -186,13 +186,6 @@ FILES: dict[str, tuple] = {
     "empty list": (TEXT, {"a.json": "[]"}, "a.json", "it is empty"),
     "empty text": (TEXT, {"a.txt": ""}, "a.txt", "it is empty"),
     "text by lines": (TEXT, {"a.txt": "\n".join(f"Line {n}" for n in range(ROWS)) + "\n"}, "a.txt", (27, 0, 3)),
-    "text by paragraphs": (
-        TEXT,
-        {"a.txt": "\n\n".join(f"Line {n}\nand" for n in range(ROWS))},
-        "a.txt",
-        (27, 0, 3),
-        {"text_rows": "paragraph"},
-    ),
     "Markdown documents": (TEXT, {f"d/{n}.md": f"# Title {n}\n\nText." for n in range(ROWS)}, "d", (27, 0, 3)),
     "text documents": (TEXT, {f"d/{n}.txt": f"Title {n}\n\nText." for n in range(ROWS)}, "d", (27, 0, 3)),
     "one document": (TEXT, {"a.md": "# Title\n\nText."}, "a.md", "1 row that can be used"),
@@ -424,7 +417,7 @@ def outcome(folder: Path, name: str, mode: str, tokenizer: object) -> tuple[str,
         data = data.change_each(lambda source: dataclasses.replace(source, cuts_texts=True))
         script_args.data = dataclasses.replace(data, max_eval_samples=16)
     try:
-        reading.print_how_files_are_read(script_args.dataset_name, None, script_args.text_rows)
+        reading.print_ignored_files(script_args.dataset_name, None)
         for place, row in check_dataset(script_args.data):
             if "messages" in row or isinstance(row.get("prompt"), list):
                 parts = chat_templates.split_answers(row) if script_args.split_conversations else [row]

@@ -9,7 +9,7 @@ from harness.data import loading, reading, text_rows
 from harness.data.checking import check_dataset
 from harness.data.loading import load
 from harness.data.parsing import settings_of_data
-from harness.data.reading import print_how_files_are_read
+from harness.data.reading import print_ignored_files
 from harness.data.script_arguments import ScriptArguments
 
 import datasets
@@ -159,9 +159,8 @@ def test_absolute_names(tmp_path, monkeypatch):
 def test_pipe_is_an_error(tmp_path, error_of):
     """A run would wait without end for what it has read before."""
     os.mkfifo(tmp_path / "rows.jsonl")
-    for function in (reading.open_splits, print_how_files_are_read):
-        message = error_of(function, str(tmp_path / "rows.jsonl"), None, None)
-        assert f"--dataset_name: {tmp_path}/rows.jsonl is neither a file nor a folder (a pipe?)" in message
+    message = error_of(reading.open_splits, str(tmp_path / "rows.jsonl"), None, False)
+    assert f"--dataset_name: {tmp_path}/rows.jsonl is neither a file nor a folder (a pipe?)" in message
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -291,12 +290,12 @@ def test_files_that_are_missing_or_unreadable(tmp_path, error_of):
 def test_ignored_files_of_a_folder_are_printed(tmp_path, capsys):
     """The files of one format are read."""
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    print_how_files_are_read(str(tmp_path), None, None)
-    print_how_files_are_read(str(tmp_path / "a.jsonl"), None, None)
+    print_ignored_files(str(tmp_path), None)
+    print_ignored_files(str(tmp_path / "a.jsonl"), None)
     assert not capsys.readouterr().out
     (tmp_path / "b.csv").write_text("text\nb\n")
-    print_how_files_are_read(str(tmp_path), None, None)
-    assert "reading the .jsonl files, ignoring all .csv files" in capsys.readouterr().out
+    print_ignored_files(str(tmp_path), None)
+    assert "ignoring b.csv" in capsys.readouterr().out
 
 
 def test_column_map(tmp_path, error_of):

@@ -71,7 +71,6 @@ def test_older_files_of_gpt2(make, capsys):
         (COMPLETE["experts"], without("experts.3."), {}, ["mlp.experts.down_proj is [3, 32, 32] in the files and [4, 32, 32]"]),
         (UNTIED, dict, {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, ["lack 12 weights", "model.layers.2."]),
         (UNTIED, dict, {"vocab_size": 60}, ["lm_head.weight is [64, 32] in the files and [60, 32] by config.json"]),
-        (UNTIED, dict, {"tie_word_embeddings": True}, ["ties lm_head.weight to model.embed_tokens.weight", "different values"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

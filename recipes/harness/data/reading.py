@@ -18,7 +18,7 @@ from typing import Any
 
 from harness.data.columns import features_of_files, schema_of
 from harness.data.stream_rows import open_parquet
-from harness.data.text_rows import COMPRESSED, SUFFIXES, kind_of_file, read_rows, separator_of, suffix_of
+from harness.data.text_rows import COMPRESSED, SUFFIXES, kind_of_file, read_rows, suffix_of
 from harness.hub import hub_errors
 from harness.messages import UserError, print_once
 
@@ -170,7 +170,7 @@ def make_once(rows: Callable[[], Iterator[dict]], features: Features, key: list)
 def open_splits(name: str, config: str | None, streaming: bool, text_rows: str | None = None) -> dict[str, Split | TextFiles]:
     """All splits of a dataset: in memory or as streams, those of JSON, CSV and text as files that are still to be read.
 
-    `text_rows`: what a row of a text file is: "line", "paragraph" or "document". None: a document in Markdown files and where
+    `text_rows`: what a row of a text file is: "line" or "document". None: a document in Markdown files and where
     there are several text files, else a line. Raises UserError if the dataset cannot be opened.
     """
     check_exists(name)
@@ -229,7 +229,7 @@ def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
 
 def _open_files(name: str, config: str | None, streaming: bool, text_rows: str | None) -> dict[str, Split | TextFiles]:
     """The rows of each split of local files. `text_rows`: see --text_rows; only Parquet and Arrow files have a config."""
-    by_split, kind, _, _ = choose_files(name, config)
+    by_split, kind, _ = choose_files(name, config)
     if text_rows and kind != "text":
         raise UserError(f"--text_rows is for text files, but {name} is read as {kind}: leave out the flag")
     if kind not in ("parquet", "arrow"):
@@ -249,15 +249,15 @@ def usual_row(by_split: dict[str, list[Path]]) -> str:
     return "document" if len(files) > 1 or suffix_of(files[0]) != ".txt" else "line"
 
 
-def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[Path]], str, list[Path], list[Path]]:
-    """The files to read by split, their kind, the ignored files of other kinds, and those that are named after no split.
+def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[Path]], str, list[Path]]:
+    """The files to read by split, their kind, and the ignored files: those of other kinds, and those named after no split.
 
     A folder is read in one format. In a folder with configs only their files count.
     """
     paths = _local_paths(name)
     folder = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
     if folder and (configured := _configured_files(folder, config)):
-        return configured, kind_of_file(next(iter(configured.values()))[0]), [], []
+        return configured, kind_of_file(next(iter(configured.values()))[0]), []
     named = [path for path in paths if path.is_file()]
     kinds = {}
     for path in local_files(name):
@@ -280,7 +280,7 @@ def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[P
     unnamed = splits.pop("", [])
     if unnamed and "train" not in splits:
         splits, unnamed = {"train": unnamed, **splits}, []
-    return splits or {"train": files}, kind, [path for path in kinds if kinds[path] != kind], unnamed
+    return splits or {"train": files}, kind, [path for path in kinds if kinds[path] != kind] + unnamed
 
 
 def is_text(name: str) -> bool:
@@ -289,28 +289,17 @@ def is_text(name: str) -> bool:
     return bool(_local_paths(name)) and choose_files(name, None)[1] == "text"
 
 
-def print_how_files_are_read(name: str, config: str | None, text_rows: str | None) -> None:
-    """Prints what a reader of the files should know: ignored files, a separator that is not a comma, what a row of text is."""
+def print_ignored_files(name: str, config: str | None) -> None:
+    """Prints which files of a folder are not read."""
     check_exists(name)
     paths = _local_paths(name)
     if not paths or any((paths[0] / saved).is_file() for saved in ("dataset_dict.json", "state.json")):
         return
-    splits, kind, ignored, unnamed = choose_files(name, config)
-    files = [file for group in splits.values() for file in group]
+    _, _, ignored = choose_files(name, config)
     if ignored:
-        suffixes, others = ({suffix_of(file) or file.name for file in group} for group in (files, ignored))
-        print_once(
-            f"{name}: reading the {' and '.join(sorted(suffixes))} files, ignoring all "
-            f"{' and '.join(sorted(others - suffixes))} files."
-        )
-    if unnamed:
-        print_once(f"{name}: ignoring {', '.join(file.name for file in unnamed[:5])}: the other files are named after splits.")
-    separators = {separator_of(file) for file in files} - {","} if kind == "csv" else set()
-    if separators:
-        print_once(f"{name}: columns are separated by {' or '.join(map(repr, sorted(separators)))}.")
-    if kind == "text" and not text_rows:
-        row = "file" if usual_row(splits) == "document" else "line"
-        print_once(f"{name}: every {row} is a row (--text_rows line, paragraph or document).")
+        others = f" and {len(ignored) - 5} others" if len(ignored) > 5 else ""
+        names = ", ".join(file.name for file in ignored[:5])
+        print_once(f"{name}: ignoring {names}{others}: of another format, or not named after a split as other files are.")
 
 
 def _split_of(path: Path) -> str:

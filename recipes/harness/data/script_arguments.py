@@ -54,7 +54,7 @@ class ScriptArguments(trl.ScriptArguments):
         default=None,
         metadata={
             "help": "What a row of text files is. Without the flag every line, and every document where there are several files.",
-            "choices": ["line", "paragraph", "document"],
+            "choices": ["line", "document"],
         },
     )
     split_conversations: bool = field(

@@ -206,17 +206,9 @@ def _quoted_values(path: Path, lines: list[str], number: int, separator: str) ->
 
 
 def _read_text(path: Path, row_of: str) -> Iterator[tuple[int, dict]]:
-    """The rows of a text file, with the number of the line where each begins. `row_of`: line, paragraph or document."""
+    """The rows of a text file, with the number of the line where each begins. `row_of`: line or document."""
     lines = ((number, line.rstrip("\r\n")) for number, line in read_lines(path))
     if row_of == "line":
         yield from ((number, {"text": line}) for number, line in lines)
         return
-    text = "\n".join(line for _, line in lines)
-    if row_of == "document":
-        yield 1, {"text": text}
-        return
-    line = 1
-    for paragraph in re.split(r"(\n\s*\n)", text):
-        if paragraph.strip():
-            yield line, {"text": paragraph}
-        line += paragraph.count("\n")
+    yield 1, {"text": "\n".join(line for _, line in lines)}

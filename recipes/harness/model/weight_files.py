@@ -34,7 +34,6 @@ def check_weights(name: str, revision: str = "main") -> PreTrainedModel | None:
             return None
         model, found = class_of_model(config).from_pretrained(name, revision=revision, **options)
     check_found(found, name)
-    check_tied_weights(model, name, revision)
     return model
 
 
@@ -52,34 +51,15 @@ def check_found(found: dict[str, Any], name: str) -> None:
         )
 
 
-def check_tied_weights(model: PreTrainedModel, name: str, revision: str) -> None:
-    """Raises UserError if weights that the config ties have different values in the files: FSDP would tie them.
-
-    On the meta device, transformers leaves them untied if the files have both.
-    """
-    for target, source in model.all_tied_weights_keys.items():
-        if model.get_parameter(target) is model.get_parameter(source):
-            continue
-        first, second = read_weight(name, revision, target), read_weight(name, revision, source)
-        if first is not None and second is not None and not torch.equal(first, second):
-            raise UserError(
-                f"config.json of {name} ties {target} to {source}, but its files have different values for the two: set "
-                "tie_word_embeddings to false in config.json, or copy or download it again"
-            )
-
-
-def read_weight(name: str, revision: str, weight: str | None = None) -> torch.Tensor | None:
-    """A weight of a model on this machine, by its name in the model; without it, the first floating-point weight."""
+def dtype_of_files(name: str, revision: str) -> torch.dtype | None:
+    """The dtype of the first floating-point weight in the files of a model on this machine."""
     cached = try_to_load_from_cache(name, "config.json", revision=revision) if not Path(name).is_dir() else None
     folder = Path(cached).parent if isinstance(cached, str) else Path(name)
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:
-            for key in weights.keys():  # noqa: SIM118 (safe_open is not a dict)
-                # Files can leave out the prefix of the model without its head.
-                if weight is None or weight == key or weight.endswith(f".{key}"):
-                    value = weights.get_tensor(key)  # memory-mapped
-                    if weight or value.dtype.is_floating_point:
-                        return value
+            dtypes = [weights.get_tensor(key).dtype for key in weights.keys()]  # noqa: SIM118 (no dict; memory-mapped)
+        if found := next((dtype for dtype in dtypes if dtype.is_floating_point), None):
+            return found
     return None
 
 

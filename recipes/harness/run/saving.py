@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.folder import RESULTS, RUN, draft_of, read_json, remove_link, sync
 from harness.model.quantized import read_source
-from harness.model.weight_files import read_weight
+from harness.model.weight_files import dtype_of_files
 from harness.rehearsal.tiny import has_vision_part
 from harness.run.parameters import adapters_of, config_of, generates
 
@@ -47,8 +47,7 @@ def load_original_config(trainer: Trainer) -> PreTrainedConfig | None:
     if config is not None and config.name_or_path:
         with contextlib.suppress(OSError):
             original = AutoConfig.from_pretrained(config.name_or_path, revision=revision)
-            if original.dtype is None and (weight := read_weight(config.name_or_path, revision)) is not None:
-                original.dtype = weight.dtype
+            original.dtype = original.dtype or dtype_of_files(config.name_or_path, revision)
             return original
     return copy.deepcopy(config)
 

@@ -66,7 +66,7 @@ def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool =
     """Raises UserError unless model and dataset (the tiny ones of a rehearsal) can be opened and fit each other."""
     script_args, training_args, model_args = arguments
     for source in script_args.data.sources:
-        reading.print_how_files_are_read(source.name, source.config, source.text_rows)
+        reading.print_ignored_files(source.name, source.config)
     display_name = model_args.model_name_or_path
     if run.on_cpu:
         use_no_gpu_kernels()

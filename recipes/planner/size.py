@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from harness.data import reading
 from harness.data.script_arguments import ScriptArguments
 from harness.data.sources import Source
 from harness.folder import write_json
@@ -48,7 +47,7 @@ def use_planned_size(script_args: ScriptArguments, training_args: TrainingArgume
 
     def use_small(source: Source) -> Source:
         made = folder / "data" / re.sub(r"\W+", "-", source.display_name)
-        if not reading.is_local(source.name):
+        if source.name in tiny.DATASETS:
             tiny.make_dataset(source, made)
         return tiny.with_tiny_dataset(source, made)
 

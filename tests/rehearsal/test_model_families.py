@@ -9,29 +9,35 @@ from harness.rehearsal import tiny
 
 import pytest
 from conftest import ROOT, read
+from datasets import Dataset
 from local_hub import serve
 
 RECIPE = "qwen2_fineweb_edu"
 
 
-def test_copied_recipe_with_another_model(fork_launch, hub_port, tmp_path):
-    """`cp RECIPE.py mine.py` and another Hub ID: the rehearsal gets config and tokenizer from the Hub, and no weights."""
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_copied_recipe_with_another_model_and_dataset(fork_launch, hub_port, tmp_path, streaming):
+    """`cp RECIPE.py mine.py` and other Hub IDs: the rehearsal gets config, tokenizer and the first rows, and no weights."""
     root = tmp_path / "hub"
     source = root / "models/some/unknown-llama"
     tokenizer = tiny.make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-0.5B*"])
     tokenizer.save_pretrained(source)
     config = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256}
     (source / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    (root / "datasets/some/rows").mkdir(parents=True)
+    texts = [f"A text number {number}. {'word ' * 100}" for number in range(600)]
+    Dataset.from_dict({"text": texts}).to_parquet(root / "datasets/some/rows/train.parquet")
     mine = (ROOT / f"recipes/{RECIPE}.py").read_text()
     mine = mine.replace("    train(", "    warnings.warn('a warning of the recipe')\n    train(")
     (tmp_path / "mine.py").write_text(mine.replace("from harness", "import warnings\n\nfrom harness"))
-    flags = ["--model_name_or_path", "some/unknown-llama", "--learning_rate", "1e-3"]
+    flags = ["--model_name_or_path", "some/unknown-llama", "--learning_rate", "1e-3", "--dataset_name", "some/rows"]
+    flags += ["--dataset_streaming", streaming]
     with serve(root, hub_port) as server:
         process = fork_launch("--tiny", tmp_path / "mine.py", "1x3090", *flags, cwd=tmp_path)
     assert process.returncode == 0, process.stderr
     assert process.stderr.count("UserWarning: a warning of the recipe") == 1
     run = tmp_path / "outputs/tiny/mine"
-    assert read(run)["model"] == "some/unknown-llama" and not read(run)["fsdp_enabled"]
+    assert (read(run)["model"], read(run)["dataset"]) == ("some/unknown-llama", "some/rows") and not read(run)["fsdp_enabled"]
     assert read(run)["global_step"] == 30  # the default of a rehearsal
     assert read(run, "config.json")["model_type"] == "llama"
     assert not any(request.endswith("model.safetensors") for request in server.requests)

@@ -1,9 +1,8 @@
 """What a rehearsal (--tiny) trains instead of the recipe's model and dataset.
 
 A rehearsal replaces the model by a tiny one (two layers of the original's architecture, its special tokens and chat template,
-random weights), and a dataset of the Hub by a small one, once per working directory and before any process starts, below
-`outputs/tiny/.made`. A dataset of the Hub that is not in tiny_data.yaml is replaced by its own first rows. Files on this machine
-are not replaced: `load` reads their first rows as in a run, and shortens them.
+random weights), and a dataset of tiny_data.yaml by a small one, once per working directory and before any process starts, below
+`outputs/tiny/.made`. Other datasets are not replaced: `load` reads their first rows as in a run, and shortens them.
 """
 
 import contextlib
@@ -16,18 +15,15 @@ import os
 import random
 import re
 import shutil
-import textwrap
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from harness.compat.transformers import use_no_gpu_kernels
-from harness.data import reading
-from harness.data.loading import REHEARSED_ROWS, open_dataset
+from harness.data.loading import REHEARSED_ROWS
 from harness.data.script_arguments import ScriptArguments
 from harness.data.sources import Source
-from harness.hub import check_model_exists, hub_errors
+from harness.hub import TOKENIZER, hub_errors
 from harness.messages import UserError, print_once
 
 import yaml
@@ -39,7 +35,6 @@ SHARDS = 8  # Parquet files per split, so that up to eight processes read differ
 DATASETS = yaml.safe_load(Path(__file__).with_name("tiny_data.yaml").read_text("utf-8"))
 NOT_PROSE = {"id", "prompt_id", "dump", "url", "file_path", "language", "source", "category", "name"}
 VOCABULARY = 2048
-OWN_ROWS = "the recipe's own"  # without --dataset_name
 _YAML = yaml.safe_load(Path(__file__).with_name("tiny_model.yaml").read_text("utf-8"))
 FAMILIES, SIZES = _YAML["families"], _YAML["sizes"]
 # The values of a rehearsal, unless a flag says otherwise: the recipe's own are for days on GPUs.
@@ -65,14 +60,12 @@ def make_replacements(script_args: ScriptArguments, model_args: ModelConfig) -> 
     """Makes the tiny model and dataset of a rehearsal, unless they exist."""
     import datasets
 
-    if set("[]*?") & set(str(FOLDER.absolute())):
-        raise UserError(f"`datasets` cannot read files below {Path.cwd()}, whose name has one of [ ] * ?: work in another folder")
     datasets.disable_progress_bars()
     name, revision = model_args.model_name_or_path, model_args.model_revision
     if name:
         _make_once(tiny_model_folder(model_args), lambda draft: make_tiny_model(name, revision, draft))
     for source in script_args.data.sources:
-        if not reading.is_local(source.name):
+        if source.name in DATASETS:
             _make_once(tiny_dataset_folder(source), functools.partial(make_dataset, source))
 
 
@@ -85,19 +78,17 @@ def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
         make(draft)
         with contextlib.suppress(OSError):  # another rehearsal may have been faster
             draft.rename(folder)
-    except OSError as error:
-        raise UserError(f"{FOLDER} cannot be made here ({error.strerror or error}): start from another folder") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
 def print_notice(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
     """Prints what a rehearsal replaces."""
-    name, datasets = model_args.model_name_or_path, describe_datasets([source.name for source in script_args.data.sources])
-    model = f"not {name} but a two-layer model of its architecture with random weights" if name else "the recipe's own"
-    steps = f" of {training_args.max_steps} steps" if training_args.max_steps > 0 else ""
-    notice = f"This is a rehearsal{steps}. The model is {model}; the data is {datasets or OWN_ROWS}."
-    print_once(textwrap.fill(notice, 110))
+    model, names = model_args.model_name_or_path, [source.name for source in script_args.data.sources]
+    parts = [f"a two-layer model with random weights instead of {model}"] if model else []
+    parts += [f"Python's documentation instead of {name}" for name in names if name in DATASETS]
+    parts += [f"the first {REHEARSED_ROWS} rows of {name}" for name in names if name not in DATASETS]
+    print_once(f"This is a rehearsal: {', '.join(parts) or 'model and data are those of the recipe'}.")
 
 
 def use_replacements(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
@@ -114,15 +105,10 @@ def use_model(training_args: TrainingArguments, model_args: ModelConfig, folder:
 
 
 def with_tiny_dataset(source: Source, folder: Path) -> Source:
-    """`folder`: of the tiny dataset, which replaces one of the Hub."""
-    if reading.is_local(source.name):
-        return dataclasses.replace(source, first_rows=source.first_rows or REHEARSED_ROWS, cuts_texts=True)
-    return dataclasses.replace(
-        source,
-        name=str(folder),
-        cuts_texts=source.name not in DATASETS,
-        eval_rows_of_run=0,
-    )
+    """`folder`: of the tiny dataset, which replaces one of tiny_data.yaml. Of others the first rows are read."""
+    if source.name in DATASETS:
+        return dataclasses.replace(source, name=str(folder), eval_rows_of_run=0)
+    return dataclasses.replace(source, first_rows=source.first_rows or REHEARSED_ROWS, cuts_texts=True)
 
 
 def tiny_model_folder(model_args: ModelConfig) -> Path:
@@ -140,63 +126,29 @@ def _folder_for(name: str, variant: str | None) -> Path:
     return FOLDER.absolute() / f"{name.strip('/').replace('/', '--')}-{digest[:8]}"
 
 
-def describe_datasets(names: list[str]) -> str:
-    """What replaces datasets, in words."""
-    known, others = [name for name in names if name in DATASETS], [name for name in names if name not in DATASETS]
-    parts = [f"not {' and '.join(known)} but Python's documentation in the same columns"] if known else []
-    if others:
-        parts.append(f"the first {REHEARSED_ROWS} rows of each split of {' and '.join(others)}, with long texts cut")
-    return ", and ".join(parts)
-
-
 def make_dataset(source: Source, folder: Path, repeats: int = 1) -> None:
-    """Writes the tiny dataset that replaces `source.name`; a benchmark repeats its documents."""
+    """Writes the tiny dataset that replaces one of tiny_data.yaml; a benchmark repeats its documents.
+
+    Nine tenths of them are in the first split, the rest in the others.
+    """
     from datasets import Dataset
 
-    description = DATASETS.get(source.name)
-    if description:
-        rows = _documents_in_columns(**description, repeats=repeats)
-        splits = {split: Dataset.from_list(documents) for split, documents in rows.items()}
-    else:
-        splits = _first_rows(source)
-    for split, rows in splits.items():
-        shards = min(SHARDS, len(rows))
-        for shard in range(shards):
-            path = folder / split / f"{shard:05}.parquet"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            rows.shard(shards, shard, contiguous=False).to_parquet(str(path))
-    files = "".join(f"  - split: {split}\n    path: {split}/*.parquet\n" for split in splits)
-    card = f"---\nconfigs:\n- config_name: {source.config or 'default'}\n  data_files:\n{files}---\n"
-    (folder / "README.md").write_text(card, "utf-8")
-
-
-def _documents_in_columns(splits: list[str], columns: dict[str, str], repeats: int) -> dict[str, list[dict]]:
-    """The documents in the columns of a known dataset: nine tenths in the first split, the rest in the others."""
-    texts = documents() * repeats
-    ends = [int(len(texts) * (0.9 + 0.1 * index / max(1, len(splits) - 1))) for index in range(len(splits))]
-    ends[-1] = len(texts)
-    starts = [0, *ends[:-1]]
-    return {
-        split: [
+    splits, columns = DATASETS[source.name]["splits"], DATASETS[source.name]["columns"]
+    texts, start, files = documents() * repeats, 0, ""
+    for place, split in enumerate(splits):
+        is_last = split == splits[-1]
+        end = len(texts) if is_last else int(len(texts) * (0.9 + 0.1 * place / (len(splits) - 1)))
+        made = [
             {name: _value(name, kind, texts[index], index, columns) for name, kind in columns.items()}
             for index in range(start, end)
         ]
-        for split, start, end in zip(splits, starts, ends, strict=True)
-    }
-
-
-def _first_rows(source: Source) -> dict[str, Any]:
-    """The first rows of every split of a dataset of the Hub, as they are."""
-    from datasets import Dataset
-
-    splits = {}
-    with hub_errors("dataset", source.name):
-        for name, rows in open_dataset(source, streaming=True).items():
-            if first := list(rows.take(REHEARSED_ROWS)):
-                splits[name] = Dataset.from_list(first, features=rows.features)
-            elif name == source.test_split:
-                raise UserError(f"--dataset_name: {source.name} has no rows in {name}")
-    return splits
+        rows, start = Dataset.from_list(made), end
+        (folder / split).mkdir(parents=True)
+        for shard in range(SHARDS):
+            rows.shard(SHARDS, shard, contiguous=False).to_parquet(str(folder / split / f"{shard:05}.parquet"))
+        files += f"  - split: {split}\n    path: {split}/*.parquet\n"
+    card = f"---\nconfigs:\n- config_name: {source.config or 'default'}\n  data_files:\n{files}---\n"
+    (folder / "README.md").write_text(card, "utf-8")
 
 
 def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str]) -> Any:
@@ -246,33 +198,27 @@ def family_of(name: str) -> dict | None:
 def make_tiny_model(name: str, revision: str, folder: Path) -> None:
     """Writes the tiny model and its tokenizer into `folder`."""
     import torch
-    from transformers import AutoConfig, AutoProcessor, set_seed
+    from transformers import AutoConfig, AutoTokenizer, set_seed
     from transformers.utils import logging
 
     if known := family_of(name):
         config, tokenizer = AutoConfig.for_model(**known["config"]), make_tokenizer(known)
     else:
-        config, tokenizer = _load_config_and_tokenizer(name, revision)
+        with hub_errors(TOKENIZER, name):
+            config = AutoConfig.from_pretrained(name, revision=revision)
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+        tokenizer = tokenizer.train_new_from_iterator(documents(), VOCABULARY, show_progress=False)
     token_ids = {f"{token}_token_id": getattr(tokenizer, f"{token}_token_id") for token in ("bos", "eos", "pad")}
-    processor = tokenizer
     logging.disable_progress_bar()
+    set_seed(0)
     try:
-        if has_vision_part(config) and not known:
-            with contextlib.suppress(ImportError, OSError):  # without torchvision or its files, for a recipe that trains on texts
-                processor = AutoProcessor.from_pretrained(name, revision=revision)
-                processor.tokenizer = tokenizer
-        config = shrink(config, {"vocab_size": len(tokenizer), **token_ids})
-        set_seed(0)
-        model = make_model(config, dtype=config.dtype or torch.float32)
-        tokens = torch.linspace(0, len(tokenizer) - 1, 16).long()[None]
-        with use_no_gpu_kernels():
-            model(input_ids=tokens, use_cache=False)
+        small = shrink(config, {"vocab_size": len(tokenizer), **token_ids})
+        model = make_model(small, dtype=config.dtype or torch.float32)
     except Exception as error:  # any architecture can fail in its own way when its sizes change
-        raise UserError(
-            f"cannot make a two-layer model of the architecture of {name}: {type(error).__name__}: {error}"[:400]
-        ) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"cannot make a two-layer model of the architecture of {name}: {reason}"[:400]) from error
     model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     logging.enable_progress_bar()
 
 
@@ -332,34 +278,14 @@ def make_tokenizer(family: dict) -> PreTrainedTokenizerFast:
     return made
 
 
-def _load_config_and_tokenizer(name: str, revision: str) -> tuple[PreTrainedConfig, PreTrainedTokenizerFast]:
-    """The config of a model, and its tokenizer with a small vocabulary. Raises UserError if it has none that can be trained."""
-
-    from transformers import AutoConfig, AutoTokenizer
-
-    check_model_exists(name, revision)
-    try:
-        config = AutoConfig.from_pretrained(name, revision=revision)
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-        return config, tokenizer.train_new_from_iterator(documents(), VOCABULARY, show_progress=False)
-    except (OSError, ValueError, AttributeError) as error:  # AttributeError: a slow tokenizer cannot be trained
-        raise UserError(
-            f"--model_name_or_path: a rehearsal needs the config.json and the fast tokenizer of {name}: "
-            f"{str(error).splitlines()[0]}"
-        ) from error
-
-
 def shrink(config: PreTrainedConfig, replaced: dict[str, Any]) -> PreTrainedConfig:
     """A config of the same class with two small layers, of two kinds if the model has several, and the values of `replaced`."""
-    own_of, values = config.attribute_map, config.to_dict()  # own_of: the config's own name of a standard name
-    standard_of = {own: standard for standard, own in own_of.items()}
-    kept = _values_not_derived(config)
-    layers = getattr(config, "num_hidden_layers", 0)
-    if layers > 2:
-        kept |= _values_of_two_layers(kept, layers)
-
-    heads = values.get(own_of.get("num_attention_heads", "num_attention_heads"))
-    head_dim = values.get("head_dim") or getattr(config, "hidden_size", 16) // (heads or 1)
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}  # such as the text part of an image model
+    kept = {name: value for name, value in config.to_dict().items() if name not in {*parts, "per_layer_config"}}
+    kept |= _values_of_two_layers(kept, getattr(config, "num_hidden_layers", 0))
+    standard_of = {own: standard for standard, own in config.attribute_map.items()}  # the usual names of a config's own ones
+    heads = kept.get(config.attribute_map.get("num_attention_heads", "num_attention_heads"))
+    head_dim = kept.get("head_dim") or getattr(config, "hidden_size", 16) // (heads or 1)
     new_head_dim = _limit("head_dim", head_dim, replaced)
 
     def resize(name: str, value: Any) -> Any:
@@ -383,24 +309,8 @@ def shrink(config: PreTrainedConfig, replaced: dict[str, Any]) -> PreTrainedConf
     small |= {name: value for name, value in replaced.items() if name in kept}
     if "initializer_range" in small:
         small["initializer_range"] = 0.25  # large enough for an adapter on frozen random weights to lower the loss
-    parts = {name: getattr(config, name, None) for name in config.sub_configs}  # such as the text part of an image model
-    return type(config)(**small | {name: shrink(part, replaced) for name, part in parts.items() if part is not None})
-
-
-def _values_not_derived(config: PreTrainedConfig) -> dict[str, Any]:
-    """The values of a config without the sizes that its class derives from others, so that the class derives them again.
-
-    For example, a class can derive the size of a head from the hidden size.
-    """
-    values = config.to_dict()
-    fields = {config.attribute_map.get(field.name, field.name): field for field in dataclasses.fields(config)}
-    kept = {name: values[name] for name in fields if name in values}
-    optional = [name for name, value in kept.items() if type(value) is int and fields[name].default is None]
-    derived = type(config)(**{name: value for name, value in kept.items() if name not in optional}).to_dict()
-    kept = {name: value for name, value in kept.items() if name not in optional or derived.get(name) != value}
-    if "per_layer_config" in values:
-        kept["per_layer_config"] = {int(layer): sizes for layer, sizes in values["per_layer_config"].items()}
-    return kept
+    small |= {name: shrink(part, replaced).to_dict() for name, part in parts.items() if part is not None}
+    return type(config).from_dict(small)
 
 
 def _limit(name: str, value: int, replaced: dict[str, Any]) -> int:
@@ -411,28 +321,15 @@ def _limit(name: str, value: int, replaced: dict[str, Any]) -> int:
     return value if limit is None else min(value, limit)
 
 
-def _values_of_two_layers(values: dict[str, Any], layers: int) -> dict[str, Any]:
+def _values_of_two_layers(values: dict[str, Any], layers: int) -> dict[str, list]:
     """The values that list something for each layer, for the first layer and the one that differs most from it."""
-    per_layer, layer_numbers = {}, set()
-    for name, value in values.items():
-        if name == "per_layer_config":
-            per_layer[name] = value
-        elif isinstance(value, list | tuple):
-            if re.search("layers|idx|ind[ei]|ids", name) and list(value) == sorted(set(value) & set(range(layers))):
-                layer_numbers.add(name)
-                per_layer[name] = dict.fromkeys(value, True)
-            elif len(value) == layers:
-                per_layer[name] = dict(enumerate(value))
-
-    rows = [[values_of.get(layer) for values_of in per_layer.values()] for layer in range(layers)]
+    lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == layers > 2}
+    if not lists:
+        return {}
+    rows = list(zip(*lists.values(), strict=True))
 
     def difference(layer: int) -> tuple[int, bool]:
         return sum(first != other for first, other in zip(rows[0], rows[layer], strict=True)), "full_attention" in rows[layer]
 
-    chosen = (0, max(range(1, layers), key=difference))
-    for name, values_of in per_layer.items():
-        kept = {new: values_of[old] for new, old in enumerate(chosen) if old in values_of}
-        if name != "per_layer_config":
-            kept = list(kept) if name in layer_numbers else list(kept.values())
-        per_layer[name] = kept
-    return per_layer
+    other = max(range(1, layers), key=difference)
+    return {name: [value[0], value[other]] for name, value in lists.items()}

@@ -266,7 +266,7 @@ FILES: dict[str, tuple] = {
         CHAT,
         {"a.jsonl": lines(lambda n: {"messages": [user("Why?"), {"role": "bot", "content": "So."}]})},
         "a.jsonl",
-        "unknown role bot (accepted roles: system, developer, user",
+        "unknown role bot",
     ),
     "some unknown roles": (
         CHAT,

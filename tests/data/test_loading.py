@@ -50,12 +50,11 @@ def texts(count, start=0):
 def test_check_distinguishes_columns_from_content(tmp_path, error_of):
     unanswered = write(tmp_path / "unanswered.jsonl", [{"messages": [QUESTION, {"role": "bot", "content": "So."}]}])
     message = error_of(check, unanswered, ("messages",))
-    assert "columns messages" in message and "first 1 rows have no text or answer" in message and "role bot (accepted" in message
+    assert "columns messages" in message and "role bot" in message
     numbers = write(tmp_path / "numbers.jsonl", [{"prompt": "Why?", "completion": 5}])
     message = error_of(check, numbers, ("prompt_completion",))
-    assert "first 1 rows have no text or answer" in message
-    message = error_of(check, numbers, ("text",))
-    assert "has the columns prompt, completion; this" in message
+    assert "without an answer" in message
+    assert "has the columns prompt, completion" in error_of(check, numbers, ("text",))
 
 
 @pytest.mark.parametrize("streaming", [False, True])

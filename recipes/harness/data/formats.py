@@ -532,24 +532,8 @@ def kind_of_conversation(row: dict) -> str:
 def explain_mismatch(
     rows: list[dict], accepted: tuple[str, ...], text_field: str, column_map: dict[str, str] | None = None
 ) -> str:
-    """Why none of `rows` can be converted to one of the formats: other columns, or the right columns without a text or answer."""
-    pairs = [{"prompt", "completion"}, {"instruction", "output"}]
-    columns_of = {
-        "text": [{text_field}],
-        "prompt_completion": [{"prompt", "completion"}, {"prompt", "chosen"}],
-        "instruction": [{"instruction", "output"}],
-        "messages": [{"messages"}, {"conversations"}, {"chosen"}, *pairs],
-        "preference": [{"chosen", "rejected"}],
-    }
-    rows = [rename(row, column_map) for row in rows]
-    columns = ", ".join(rows[0])
-    fitting = [format for format in accepted if any(names <= rows[0].keys() for names in columns_of[format])]
-    if not fitting:
-        names_column = text_field != "text" and "text" in accepted
-        return f"{f'has no column {text_field} (--dataset_text_field), it ' if names_column else ''}has the columns {columns}"
-    reasons = {examine(row, fitting[0], text_field)[1]: None for row in rows}
-    accepted_roles = f" (accepted roles: {', '.join(ROLES)})" if any("unknown role" in reason for reason in reasons) else ""
-    return (
-        f"has the columns {columns}, but its first {len(rows)} rows have no text or answer to train on: they are rows "
-        f"{', '.join(reasons)}{accepted_roles}"
-    )
+    """Why none of `rows` can be converted to one of the formats."""
+    reasons = {f"{format}: {examine(row, format, text_field, column_map)[1]}": None for format in accepted for row in rows}
+    columns = ", ".join(rename(rows[0], column_map))
+    roles = f" (accepted roles: {', '.join(ROLES)})" if any("unknown role" in reason for reason in reasons) else ""
+    return f"has the columns {columns}: its first rows cannot be used ({', '.join(reasons)}){roles}"

@@ -60,28 +60,14 @@ def quiet_libraries() -> None:
     names = ("datasets.load", "datasets.packaged_modules.cache.cache", "transformers.training_args")
     for name in (*names, "transformers.trainer_utils"):
         logging.getLogger(name).addFilter(_is_useful)
-    logging.getLogger("transformers.modeling_utils").addFilter(shorten_load_report)
+    # Its table of the weights that a model's files lack, such as a new head, in one process.
+    logging.getLogger("transformers.modeling_utils").addFilter(lambda record: is_first_process() or "REPORT" not in record.msg)
 
 
 def _is_useful(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     hidden = ("offline mode", "Found the latest", "The speedups for torchdynamo", "do not match the ones in the `trainer_state")
     return not any(words in message for words in hidden)
-
-
-def shorten_load_report(record: logging.LogRecord) -> bool:
-    """Replaces transformers' table of weights that the model's files lack, such as a new head, with one line in one process.
-
-    A table with other problems, such as shapes that differ, stays as it is.
-    """
-    text = re.sub(r"\x1b\[\d+m", "", record.getMessage())
-    model, is_report, table = text.partition(" LOAD REPORT from: ")
-    new = re.findall(r"^(.+?) +\| MISSING ", table, re.MULTILINE)
-    if not is_report or not new or "MISMATCH" in table or "CONVERSION" in table:
-        return True
-    model = model.removeprefix("FSDP")  # the name of the class in a process that shards
-    record.msg, record.args = f"{model}: random values in {', '.join(new)}, which the model's files do not have.", ()
-    return is_first_process()
 
 
 def disable_peer_to_peer() -> None:

@@ -5,7 +5,6 @@ import atexit
 import dataclasses
 import hashlib
 import json
-import logging
 import os
 import platform
 import sys
@@ -126,8 +125,6 @@ def check_run(run: Run, arguments: Arguments) -> dict[str, Any]:
     training_args = arguments[1]
     gpu = features_of_nodes(run, training_args)
     identity = check_and_claim_run(dataclasses.replace(run, gpu=gpu), arguments)
-    if folder.newest_complete_checkpoint(Path(training_args.output_dir)):
-        hide_random_values()
     if training_args.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # the run has not begun
     answer = {"gpu": list(gpu), "identity": identity, "file": ""}
@@ -225,12 +222,6 @@ def config_of_accelerate_launch() -> str:
         if "--config_file" in words[:-1]:
             return str(Path(process.cwd(), words[words.index("--config_file") + 1]))
     return ""
-
-
-def hide_random_values() -> None:
-    """For a run that resumes: its checkpoint has the weights that the model's files lack."""
-    log = logging.getLogger("transformers.modeling_utils")
-    log.addFilter(lambda record: ": random values in " not in record.getMessage())
 
 
 def check_and_claim_run(run: Run, arguments: Arguments) -> dict[str, Any]:

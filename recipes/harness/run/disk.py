@@ -7,7 +7,6 @@ from typing import Any
 
 from harness import folder
 from harness.messages import UserError, die, last_line, plural, readable_size
-from harness.run.marker import is_incomplete
 
 from transformers import PreTrainedModel
 
@@ -47,17 +46,9 @@ def exit_if_disk_failed(error: Exception, trainer: Any) -> None:
     is_disk_message = any(message in text for message in DISK_MESSAGES)
     if not (has_disappeared or is_disk_error or is_disk_message):
         return
-    if has_disappeared:
-        reason = "it has disappeared"
-    else:
-        newest = folder.newest_complete_checkpoint(run)
-        needed = max(estimated_sizes(trainer)[0], folder_size(newest) if newest else 0)
-        # The next start deletes incomplete checkpoints.
-        incomplete = sum(folder_size(path) for path in folder.checkpoints(run) if is_incomplete(path))
-        free = shutil.disk_usage(run).free + incomplete
-        reason = last_line(error)
-        if free < needed:
-            reason = f"the disk is full: a checkpoint needs {readable_size(needed)}, {readable_size(needed - free)} are missing"
+    reason = "it has disappeared"
+    if not has_disappeared:
+        reason = f"{last_line(error)} ({readable_size(shutil.disk_usage(run).free)} of the disk are free)"
     message = f"{run} cannot be written at step {trainer.state.global_step}: {reason}. {folder.resume_hint(run)}"
     # A sharded checkpoint fails on every process; an OSError can be that of one process.
     die(message, folder.NOT_WRITABLE, is_of_one_process=is_disk_error)

@@ -291,19 +291,9 @@ def accumulation_steps(rows: int | None, micro_batch: int, processes: int) -> in
         raise UserError(
             f"--global_batch_size {rows} is not a multiple of {unit}, which is --per_device_train_batch_size {micro_batch} on "
             f"{plural(processes, 'process')}: pass --global_batch_size "
-            f"{f'{below} or {above}' if below else above}, or another micro-batch{or_processes(rows, micro_batch)}"
+            f"{f'{below} or {above}' if below else above}, another micro-batch, or another NPROC_PER_NODE"
         )
     return steps
-
-
-def or_processes(rows: int, micro_batch: int) -> str:
-    """The end of a message: which numbers of processes have steps of `rows` rows, "" if none has."""
-    slots, rest = divmod(rows, micro_batch)
-    counts = [str(count) for count in range(1, slots + 1) if slots % count == 0]
-    if rest or not counts:
-        return ""
-    words = counts[0] if len(counts) == 1 else f"{', '.join(counts[:-1])} or {counts[-1]}"
-    return f", or train the same steps on {words} process{'' if words == '1' else 'es'} (NPROC_PER_NODE)"
 
 
 def settings_of_continued_run(run: Run, output_dir: str) -> dict[str, Any]:
@@ -338,7 +328,6 @@ def keep_rows_of_step(
     if micro_batches % processes:
         raise UserError(
             f"--output_dir: the steps of the run in {training_args.output_dir} have {micro_batches * micro_batch} rows, which "
-            f"{processes} processes cannot divide: pass another --gradient_accumulation_steps"
-            f"{or_processes(micro_batches * micro_batch, micro_batch)}"
+            f"{processes} processes cannot divide: pass another --gradient_accumulation_steps, or another NPROC_PER_NODE"
         )
     training_args.gradient_accumulation_steps = micro_batches // processes

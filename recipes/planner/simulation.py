@@ -389,6 +389,11 @@ class SimulatedTrainer(TrainerWithHooks):
     def read_batches(self, iterator: Iterator, count: int) -> list[dict]:
         return self.simulated_step.make_batches()
 
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: Any) -> tuple:
+        """A dataset shorter than a step would end the epoch, and start the optimizer, before the last micro-batch."""
+        *others, batches_of_epoch, max_steps = super().set_initial_training_values(args, dataloader)
+        return *others, max(batches_of_epoch, self.simulated_step.micro_batches), max_steps
+
 
 class SimulatedStep(TrainerCallback):
     """Starts the simulation when the model is wrapped, and ends it after one optimizer step and what comes after a run."""

@@ -55,6 +55,18 @@ def test_few_layers_give_what_all_layers_give(pair, fields):
     assert few == [0 if "ddp" in pair[1] else 5, 0]
 
 
+def test_file_with_fewer_rows_than_a_step(simulate, found, tmp_path):
+    """The rows of a plan have the maximum length, and its steps their full number of rows, whatever is in the file."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"text": "Short row {number}."}}\n' for number in range(50)))
+    flags = ["--dataset_name", file, "--dataset_streaming", "false"]
+    pair = QUICK[0]
+    files = ROOT / f"recipes/{pair[0]}.py", ROOT / f"accelerate_configs/{pair[1]}.yaml"
+    (fields,) = simulate([(*files, flags, "cuda to the end")])
+    assert read_simulation(fields).step.flops == found[pair].step.flops
+    assert read_simulation(fields).peak == found[pair].peak
+
+
 @pytest.mark.parametrize("recipe", RECIPES if ALL else [ROOT / "recipes/qwen2_fineweb_edu.py"], ids=lambda path: path.stem)
 def test_least_bytes_are_below_the_peak(recipe, simulate):
     """Of every config that the recipe can be run with, computed from the simulation with any of them."""

@@ -318,7 +318,7 @@ def simulate(environment, tmp_path_factory):
         with serve(ROOT / "tests/published") as hub:
             process = subprocess.run(
                 [sys.executable, ROOT / "tests/planner/simulate_runs.py", json.dumps(runs), str(free_port())],
-                env=environment | {"HF_ENDPOINT": hub.url},
+                env=environment | {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_TELEMETRY": "0"},  # as users have it
                 cwd=folder,
                 capture_output=True,
                 text=True,

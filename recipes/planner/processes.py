@@ -13,7 +13,11 @@ from harness.signals import exit_with_parent
 
 
 def start_server() -> str:
-    """How processes are started. Set what the libraries read when they are imported before."""
+    """How processes are started. Set what the libraries read when they are imported before.
+
+    huggingface_hub tells the Hub about every trainer from a thread, and a simulation forks, which a second thread forbids.
+    """
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     multiprocessing.set_forkserver_preload(["planner.simulation"])
     return "forkserver"
 

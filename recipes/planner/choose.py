@@ -22,6 +22,7 @@ from planner.pages import print_progress
 from planner.roofline import middle_seconds
 from planner.simulation import Refused, Simulation
 
+COMPILING = 60.0  # seconds to compile the layers, as on the H100 of docs/measurements.md
 CLOSE = 1.3  # runners-up that could be within this factor of the fastest are simulated with larger micro-batches
 
 
@@ -88,6 +89,34 @@ def choose(
     shown = [*best.values()][:count]
     shown += [candidate for candidate in every if candidate not in shown][: count - len(shown)]
     return sorted(shown, key=by_seconds), simulations
+
+
+def weigh_compiling(
+    machine: Machine,
+    best: Candidate,
+    values: dict[str, Any],
+    simulate: Callable[[list[Option]], list[Simulation | Refused]],
+    count_steps: Callable[[Simulation], int],
+) -> tuple[Candidate | None, str]:
+    """`best` with compiled layers, if they earn the time of compiling back, and in any case why.
+
+    `values`: of the recipe with its flags. `count_steps` returns the steps of a run, below 1 if they are not known.
+    """
+    if values["load_in_4bit"]:
+        return None, "--torch_compile true was left out: 4-bit weights are not compiled."
+    if not values.get("packing"):
+        return None, "--torch_compile true was left out: rows that are not packed have many lengths, each of which is compiled."
+    option = best.option._replace(is_compiled=True)
+    (found,) = simulate([option])
+    if isinstance(found, Refused):
+        return None, f"--torch_compile true was left out: {found.reason}."
+    compiled = Candidate(option, found, middle_seconds(machine.card, found))
+    steps = count_steps(found)
+    saved = steps * (best.seconds - compiled.seconds)
+    if steps < 1 or saved <= COMPILING or not is_possible(machine, found):
+        length = f"in {steps:,} steps it would save {max(0.0, saved):.0f} s" if steps > 0 else "the number of steps is not known"
+        return None, f"--torch_compile true was left out: {length}, and compiling takes about {COMPILING:.0f} s."
+    return compiled, f"--torch_compile true saves {saved:.0f} s in {steps:,} steps; compiling takes about {COMPILING:.0f} s."
 
 
 def refuse_too_large(machine: Machine, grid: Grid, simulations: dict[Option, Simulation | Refused]) -> dict[Option, Refused]:

@@ -163,7 +163,7 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
         check_start(Path(recipe).stem, plan_flags, gpus, is_tiny=plan_flags.tiny)
     environment = hide_gpus()
     method = start_server()
-    from planner import chosen, launches, machines, pages, summary
+    from planner import choose, chosen, launches, machines, pages, summary
     from planner.grid import make_grid
 
     all_cards = known_cards(plan_flags)
@@ -184,6 +184,16 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
             proposals = propose_changes(method, recipe, machine, grid, arguments, simulations)
             plans.append({"machine": machine.name, "config": None, "proposals": proposals})
             continue
+        about_compiling = ""
+        if not plan_flags.tiny and not any(word.split("=")[0] in ("--torch_compile", "--config") for word in arguments):
+            compiled, about_compiling = choose.weigh_compiling(
+                machine,
+                candidates[0],
+                values,
+                functools.partial(simulate_options, method, recipe, grid, [*arguments, *grid.common_flags], is_quiet=True),
+                lambda simulation: with_steps(simulation, count_rows).max_steps,
+            )
+            candidates = [compiled, *candidates] if compiled else candidates
         best, described = candidates[0], chosen.describe(Path(recipe).stem, machine, grid, candidates, arguments)
         simulation = best.simulation
         if not is_started:  # once more, with an evaluation and the length of the run
@@ -194,6 +204,7 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
             machine, simulation, price, plan_flags.within
         )
         plan |= {"flags": described[0]["flags"], "command": described[0]["command"], "choices": described}
+        plan["compiling"] = about_compiling
         plans.append(plan)
     if plan_flags.json:
         print(json.dumps(plans[0] if len(plans) == 1 else plans, indent=2))

@@ -18,6 +18,7 @@ class Option(NamedTuple):
     config: str  # path
     micro_batch: int | None  # None: not changed
     checkpointing: bool | None  # None: not changed
+    is_compiled: bool = False
 
     @property
     def setting(self) -> tuple[str, bool | None]:
@@ -30,6 +31,8 @@ class Option(NamedTuple):
             words += ["--per_device_train_batch_size", str(self.micro_batch)]
         if self.checkpointing is not None:
             words += ["--activation_checkpointing", str(self.checkpointing).lower()]
+        if self.is_compiled:
+            words += ["--torch_compile", "true"]
         return words
 
 

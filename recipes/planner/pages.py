@@ -146,6 +146,8 @@ def print_choice(plan: dict[str, Any]) -> None:
             )
         )
     print_table(rows)
+    if plan.get("compiling"):
+        print(f"\n{plan['compiling']}")
     hours, price = here["hours"], here["price"]
     if hours:
         cost = f", {price[0]:.2f}–{price[1]:.2f} for all GPUs" if price else ""

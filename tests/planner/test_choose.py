@@ -259,6 +259,46 @@ def test_choice_is_the_fastest_of_the_grid(is_dense):
     assert few < 0.6 * 100 * 40
 
 
+@pytest.mark.parametrize(
+    ("steps", "changes", "is_taken"),
+    [
+        (600, {}, True),  # 600 × 0.2 s of 1 s are twice the minute of compiling
+        (200, {}, False),
+        (-1, {}, False),
+        (600, {"load_in_4bit": True}, False),
+        (600, {"packing": False}, False),
+    ],
+)
+def test_compiled_layers_earn_the_time_of_compiling(steps, changes, is_taken):
+    """On a card with 1e12 FLOP/s: a step takes 1 s in the middle of its range, and 0.8 s if it is compiled."""
+    card = dataclasses.replace(CARD, half=1e12, launch=(0.0, 0.0))
+    one = dataclasses.replace(FOUND, processes=1, shards=1, peaks={"backward": Peak(10**9, {})})
+    plain, compiled = (dataclasses.replace(one, step=Counts({"torch.bfloat16": of * 8e12 / 15}, {}, 0)) for of in (1, 0.8))
+    best = choose.Candidate(Option(PATHS[0], 2, None), plain, roofline.middle_seconds(card, plain))
+    assert best.seconds == pytest.approx(1)
+    simulated = []
+
+    def simulate(options):
+        simulated.extend(options)
+        return [compiled]
+
+    values = {"load_in_4bit": False, "packing": True} | changes
+    found, why = choose.weigh_compiling(Machine("1x3090", 1, card), best, values, simulate, lambda simulation: steps)
+    assert (found is not None) is is_taken and why.startswith("--torch_compile true")
+    assert len(simulated) == (not changes), "nothing is simulated where layers are not compiled"
+    if found:
+        assert found.option.flags == ["--per_device_train_batch_size", "2", "--torch_compile", "true"]
+        assert found.seconds == pytest.approx(0.8)
+
+
+def test_what_cannot_be_compiled_says_why():
+    best = choose.Candidate(Option(PATHS[0], 2, None), FOUND, 1.0)
+    refused = Refused("", "", "--torch_compile needs Triton, which cannot be used here")
+    values = {"load_in_4bit": False, "packing": True}
+    found, why = choose.weigh_compiling(Machine("", 1, CARD), best, values, lambda options: [refused], lambda one: 10**6)
+    assert found is None and refused.reason in why
+
+
 def test_weights_that_do_not_fit_are_not_simulated(capsys):
     """Neither whole nor gathered. What keeps the least on a GPU is simulated first, which says how many weights there are."""
     machine = Machine("4x3090", 4, CARD)

@@ -4,7 +4,7 @@ import shutil
 from types import SimpleNamespace
 
 from harness.messages import UserError
-from harness.run.publishing import Repository, check_repository, take_repository
+from harness.run.publishing import Repository, check_repository, publish, take_repository
 
 import pytest
 from huggingface_hub import close_session
@@ -29,6 +29,7 @@ def hub(tmp_path, hub_port):
 def use_hub(hub, monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     close_session()  # it keeps a connection to the server of the test before
     return lambda token: monkeypatch.setenv("HF_TOKEN", token)
@@ -73,8 +74,8 @@ def test_trainer_itself_uploads_nothing():
     assert args.push_to_hub is False and take_repository(args) is None
 
 
-def test_run_is_uploaded_also_after_a_failure(hub, rehearse, fork_launch, workdir, tmp_path):
-    """A run whose upload fails is finished; the same command uploads it, and trains no second time."""
+def test_run_is_uploaded(hub, use_hub, capsys, rehearse, fork_launch, workdir, tmp_path):
+    """A run whose upload fails is finished, and says how to upload it."""
     rehearse("qwen2_fineweb_edu", "1x3090")
     made = next((workdir / "outputs/tiny/.made").glob("Qwen--Qwen2-0.5B-*"))
     model, rows, run = tmp_path / "model", tmp_path / "rows.txt", tmp_path / "run"
@@ -85,21 +86,16 @@ def test_run_is_uploaded_also_after_a_failure(hub, rehearse, fork_launch, workdi
     command += ["--model_name_or_path", model, "--dataset_name", rows, "--output_dir", run, "--use_peft"]
     command += ["--push_to_hub", "--hub_model_id", "my-lab/mine"]
 
-    def call(words, code=0):
-        process = fork_launch(*words, cwd=tmp_path, HF_TOKEN=TOKEN)
-        assert process.returncode == code, process.stdout + process.stderr
-        assert TOKEN not in process.stdout + process.stderr
-        return process.stdout
-
     hub.failure = lambda method, path: "403" if "/commit/" in path else None
-    first = call(command)
-    assert "parameters (" in first and "warning: the upload to my-lab/mine failed" in first
+    process = fork_launch(*command, cwd=tmp_path, HF_TOKEN=TOKEN)
+    assert process.returncode == 0 and TOKEN not in process.stdout + process.stderr, process.stdout + process.stderr
+    assert "warning: the upload to my-lab/mine failed" in process.stdout and f"hf upload my-lab/mine {run} " in process.stdout
     uploaded = hub.root / "models/my-lab/mine"
     assert [file.name for file in uploaded.iterdir()] == [".private"]
-    assert "warning: the upload to my-lab/mine failed" in call(command, code=1)  # which has nothing else to do
     hub.failure = lambda method, path: None
-    second = call(command)
-    assert "parameters (" not in second and f"Uploaded to {hub.url}/my-lab/mine (private)" in second and "is finished" in second
+    use_hub(TOKEN)
+    publish(run, Repository("my-lab/mine", is_private=True))
+    assert f"Uploaded to {hub.url}/my-lab/mine (private)" in capsys.readouterr().out
     names = {file.relative_to(uploaded).as_posix() for file in uploaded.rglob("*")}
     assert {
         "adapter_model.safetensors",

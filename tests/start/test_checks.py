@@ -171,16 +171,6 @@ def test_options_of_sharded_4bit_weights(error_of, training, model, flag):
         checks.check_quantized(*arguments)
 
 
-def test_untested_versions_are_a_warning(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(machine, "REQUIREMENTS", tmp_path / "requirements.txt")
-    (tmp_path / "requirements.txt").write_text("torch==0.1\n# comment\nnot-installed==1\n")
-    monkeypatch.setattr(machine, "TESTED_PYTHON", (2, 7))
-    machine.print_untested_versions()
-    warning = capsys.readouterr().out
-    assert warning.startswith("warning: not tested with Python 3.") and "(tested: 0.1)" in warning
-    assert "not-installed" not in warning
-
-
 def test_rehearsal_does_not_use_the_tracker_of_the_recipe(build_trainer, monkeypatch):
     monkeypatch.setattr("harness.parse", functools.partial(harness.parse, report_to="comet_ml"))
     assert build_trainer("qwen2_fineweb_edu").args.report_to == []

@@ -22,15 +22,12 @@ SETTINGS = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]  # files of a
 
 
 def main(*words: str) -> None:
-    from harness.start.machine import print_untested_versions
-
     parsed = arguments.prepare().read(words)
     set_environment(parsed.tiny)
     from harness.model.gpu_features import find_gpu_features
 
     run = Run(str(parsed.recipe), tiny=parsed.tiny, any_config=True, on_cpu=True, gpu=find_gpu_features())
     hide_library_warnings()
-    print_untested_versions()
     with tempfile.TemporaryDirectory(prefix="prepare-") as output_dir:
         build_trainer(run, [*parsed.flags, "--output_dir", output_dir], prepare_run)
     print_once("Everything this run needs is on this machine: the same flags train without internet.")

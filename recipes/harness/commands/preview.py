@@ -32,13 +32,10 @@ SHOWN_ROWS, SHOWN_DOCUMENTS, SHOWN_START, SHOWN_END = 2, 3, 300, 100  # rows; do
 
 
 def main(*words: str) -> None:
-    from harness.start.machine import print_untested_versions
-
     parsed = arguments.preview().read(words)
     set_environment(parsed.tiny)
     messages = sys.stderr if parsed.json else sys.stdout  # stdout is for the JSON alone
     with tempfile.TemporaryDirectory(prefix="preview-") as output_dir, contextlib.redirect_stdout(messages):
-        print_untested_versions()
         preview = Preview(str(parsed.recipe), [*parsed.flags, "--output_dir", output_dir], parsed.tiny)
         if parsed.tiny:
             print_once("\nThis is the preview of a rehearsal: leave out --tiny to see the rows and numbers of the run.")

@@ -1,5 +1,6 @@
 """--push_to_hub: uploads what a run has made to a repository of the Hub."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,17 +54,15 @@ def check_repository(repository: Repository) -> None:
         )
 
 
-def publish(folder: Path, repository: Repository) -> bool:
-    """Uploads the model in `folder`. If that fails, prints why and how to repeat it; returns False."""
+def publish(folder: Path, repository: Repository) -> None:
+    """Uploads the model in `folder`. If that fails, prints why and how to repeat it."""
     api = HfApi()
     try:
         name = api.create_repo(repository.name, private=repository.is_private, exist_ok=True).repo_id
         commit = api.upload_folder(repo_id=name, folder_path=folder, allow_patterns=list(FILES), ignore_patterns="*/*")
         print_once(f"Uploaded to {commit.repo_url.url}{' (private)' if repository.is_private else ''}")
-        return True
     except Exception as error:  # the run is finished, whatever happens here
         print_once(
-            f"warning: the upload to {repository.name} failed: {last_line(error)}\n"
-            "To repeat it: the same command again, which does not train again"
+            f"warning: the upload to {repository.name} failed: {last_line(error)}\nTo repeat it: .venv/bin/hf upload "
+            f"{repository.name} {shlex.quote(str(folder))} --exclude 'checkpoint-*' '*.parquet' samples.txt"
         )
-        return False

@@ -1,40 +1,17 @@
-"""Checks of this machine: its GPUs, cores and shared memory, and the versions of the packages."""
+"""Checks of this machine: its GPUs and its shared memory."""
 
 import argparse
-import importlib.metadata
 import os
 import shutil
-import sys
 from pathlib import Path
 
 from harness.configs import AccelerateConfig
-from harness.messages import UserError, plural, print_once
+from harness.messages import UserError, plural
 from harness.runs import Run
 from harness.start.record import plain
 
 from transformers import TrainingArguments
 from trl import ModelConfig
-
-REQUIREMENTS = Path(__file__).resolve().parents[3] / "requirements.txt"
-TESTED_PYTHON = (3, 11)
-
-
-def print_untested_versions() -> None:
-    """Prints a warning if the tests did not run with this Python or these packages."""
-    untested = [] if sys.version_info[:2] == TESTED_PYTHON else [f"Python {sys.version_info[0]}.{sys.version_info[1]}"]
-    lines = REQUIREMENTS.read_text("utf-8").splitlines() if REQUIREMENTS.is_file() else []
-    for line in lines:
-        requirement = line.split("#")[0].strip()
-        if "==" in requirement:
-            package, expected = requirement.split("==")
-            try:
-                found = importlib.metadata.version(package).split("+")[0]
-            except importlib.metadata.PackageNotFoundError:
-                continue
-            if found != expected:
-                untested.append(f"{package} {found} (tested: {expected})")
-    if untested:
-        print_once(f"warning: not tested with {', '.join(untested)}")
 
 
 def set_allocator(run: Run, values: argparse.Namespace) -> Run:

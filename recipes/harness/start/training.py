@@ -29,7 +29,7 @@ from harness.nodes.network import answer_of_first, check_all_reduce, is_of_sever
 from harness.rehearsal import tiny
 from harness.run import session
 from harness.run.prompts import SeenRows
-from harness.run.publishing import check_repository, publish
+from harness.run.publishing import check_repository
 from harness.runs import GpuFeatures, Run, StartedRecipe
 from harness.start import machine
 from harness.start.arguments import Arguments
@@ -244,13 +244,7 @@ def check_and_claim_run(run: Run, arguments: Arguments) -> dict[str, Any]:
         check_repository(script_args.repository)
 
     if not folder.is_replaced_rehearsal(output_dir, identity, is_default):
-        length = training_args.max_steps, training_args.num_train_epochs
-        is_uploaded = True
-        if script_args.repository and not run.tiny and folder.finished_results(output_dir, *length):
-            is_uploaded = publish(output_dir, script_args.repository)
-        if not is_uploaded:
-            sys.exit(1)
-        folder.exit_if_finished(output_dir, identity, *length)
+        folder.exit_if_finished(output_dir, identity, training_args.max_steps, training_args.num_train_epochs)
     began = folder.date_of(folder.read_json(output_dir / folder.RUN)) or datetime.now()
     identity |= {"date": began.isoformat(timespec="seconds"), "command": command_of(run)}
     folder.claim_output_dir(output_dir, identity, is_default)

@@ -37,7 +37,7 @@ def how_to_write(is_chat: bool, prompt: dict[str, Any]) -> str:
     if is_chat:
         return "Write a line and wait for the answer. An empty line starts a new conversation,"
     form = (prompt.get("begins", "") + "YOUR TEXT" + prompt.get("ends", "")).replace("\n", "\\n")
-    return f"It was trained on {prompt.get('rows', 'texts')}, so it continues: {form}. Write \\n for a line break,"
+    return f"It was trained on {prompt.get('rows') or 'texts'}, so it continues: {form}. Write \\n for a line break,"
 
 
 def lines() -> Iterator[str]:

@@ -9,7 +9,7 @@ Rows: conversations (`messages` with role and content, or ShareGPT's `conversati
 `thinking` or `reasoning`. If no answer has reasoning: --chat_template_kwargs '{"enable_thinking": false}'.
 Preference data (`prompt`, `chosen`, `rejected`): the run trains on `chosen`.
 Only the text part is trained; the part that reads images stays as it is.
-Needs one 16 GB GPU with bf16. Forecast, not measured: 11.1 GB and 480 to 960 tokens/s on an RTX 3090. Linear attention is
+Needs one 16 GB GPU with bf16. Forecast, not measured: 11.1 GB and 430 to 960 tokens/s on an RTX 3090. Linear attention is
 faster if flash-linear-attention and causal-conv1d are installed.
 """
 

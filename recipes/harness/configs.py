@@ -105,11 +105,6 @@ class AccelerateConfig:
         return self.distributed_type == "FSDP"
 
     @property
-    def could_reduce_each_batch(self) -> bool:
-        """Whether `fsdp_reduce_each_batch: true` would save memory."""
-        return self.is_fsdp and self.reshard_after_forward and not self.reduce_each_batch
-
-    @property
     def is_hybrid(self) -> bool:
         return self.replicas * self.shards > 1
 

@@ -28,14 +28,7 @@ def gather_values(value: T) -> list[T]:
 
 def value_of_first(value: T) -> T:
     """The value of the process with rank 0, on all processes."""
-    if not are_several():
-        return json.loads(json.dumps(value))
-    own = _as_tensor(value)
-    size = torch.tensor([len(own)], device=own.device)
-    dist.broadcast(size, 0)
-    content = own if dist.get_rank() == 0 else torch.empty(int(size), dtype=torch.uint8, device=own.device)
-    dist.broadcast(content, 0)
-    return _from_tensor(content)
+    return gather_values(value)[0]
 
 
 def are_several() -> bool:

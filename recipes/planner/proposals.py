@@ -89,7 +89,9 @@ def proposals(simulation: Simulation, config: str) -> list[Change]:
             flags += ("--gradient_accumulation_steps", str(simulation.micro_batch * simulation.accumulation))
         changes.append(Change(flags))
     changes += [Change(config=other) for other in configs_that_save_more(config)]
-    if simulation.accumulation > 1 and configs.read(config).could_reduce_each_batch:
+    strategy = configs.read(config)
+    gathers_each_batch = strategy.is_fsdp and strategy.reshard_after_forward
+    if simulation.accumulation > 1 and gathers_each_batch and not strategy.reduce_each_batch:
         changes.append(Change(reduces_each_batch=True))
     use_peft = () if simulation.is_adapter else ("--use_peft", "true")
     if use_peft:

@@ -26,7 +26,8 @@ def check_dataset(data: DataSettings) -> list[PlacedRow]:
     check_column_map(data)
     rows, found, unmapped = [], [], set(data.column_map or {})
     for source in data.sources:
-        for conversion, some in check_source(data, source):
+        if checked := check_source(data, source):
+            conversion, some = checked
             rows += some
             found.append((conversion.format, source.display_name))
             unmapped -= set(conversion.column_map or {})
@@ -36,18 +37,18 @@ def check_dataset(data: DataSettings) -> list[PlacedRow]:
     return rows
 
 
-def check_source(data: DataSettings, source: Source) -> list[tuple[Conversion, list[PlacedRow]]]:
-    """See `check_dataset`; of one dataset. Returns for each training split how it is converted, and some converted rows."""
+def check_source(data: DataSettings, source: Source) -> tuple[Conversion, list[PlacedRow]] | None:
+    """See `check_dataset`; of one dataset. Returns how it is converted, and some converted rows; None if that is not known."""
     is_local, is_small = reading.is_local(source.name), reading.is_small(source.name)
     if HF_HUB_OFFLINE and data.streaming and not is_local:
-        return []  # only `datasets` can tell what its cache holds
+        return None  # only `datasets` can tell what its cache holds
     # Streaming downloads no more than it reads. Offline, only a dataset that is cached as a whole opens.
     splits = open_dataset(source, streaming=not is_small and (is_local or not HF_HUB_OFFLINE))
     test = evaluation_split(source, splits, data.needs_test_split)
     check_splits(source, test, splits, data.needs_test_split)
     if test in splits:
         check_rows(data, source, splits[test], test, is_small)
-    return [check_rows(data, source, splits[source.train_split], source.train_split, is_small)]
+    return check_rows(data, source, splits[source.train_split], source.train_split, is_small)
 
 
 def check_rows(data: DataSettings, source: Source, rows: Rows, split: str, is_small: bool) -> tuple[Conversion, list[PlacedRow]]:

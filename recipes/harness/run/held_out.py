@@ -14,14 +14,12 @@ from datasets import Dataset
 from transformers import Trainer
 
 
-def why_not_held_out(trainer: Trainer) -> str:
-    """Why a trainer has no rows that --verify could compute the loss of, "" if it has."""
-    if reason := why_no_text(trainer):
-        return reason
+def has_held_out(trainer: Trainer) -> bool:
+    """Whether a trainer has rows that --verify can compute the loss of: tokens for a causal language model."""
     model = base_of(trainer.accelerator.unwrap_model(trainer.model))
-    if model.config.is_encoder_decoder:
-        return f"{type(model).__name__} is not a causal language model"
-    return "" if any(map(len, tokenized_datasets(trainer).values())) else "no evaluation rows have the column input_ids"
+    if why_no_text(trainer) or model.config.is_encoder_decoder:
+        return False
+    return any(map(len, tokenized_datasets(trainer).values()))
 
 
 def tokenized_datasets(trainer: Trainer) -> dict[str, Dataset]:

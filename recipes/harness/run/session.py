@@ -16,7 +16,7 @@ from harness.run.checkpoints import check_adapter, find_checkpoint, print_change
 from harness.run.disk import check_disk_space
 from harness.run.evaluation import check_metric_is_computed, evaluate, print_best_checkpoint
 from harness.run.failures import exit_for_known_failure, explain_missing_weights, only_report, only_report_if_all
-from harness.run.held_out import save_held_out, why_not_held_out
+from harness.run.held_out import has_held_out, save_held_out
 from harness.run.losses import Loss, find_loss
 from harness.run.parameters import (
     base_of,
@@ -30,7 +30,7 @@ from harness.run.profile import Profile
 from harness.run.progress import replace_progress_bar
 from harness.run.publishing import publish
 from harness.run.results import print_summary, write_results
-from harness.run.samples import generate_samples, why_no_text
+from harness.run.samples import generate_samples
 from harness.run.saving import load_original_config, save_model, set_base_revision, write_model_card
 from harness.run.sharded_files import check_other_files, check_sharded_files
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
@@ -134,10 +134,7 @@ def _train(trainer: Trainer, run: Run) -> None:
     folder.remove_link(output_dir / TRAINER_STATE_NAME)
     trainer.save_state()
     with only_report("what --verify compares with"):
-        reason = why_not_held_out(trainer)
-        if reason and not why_no_text(trainer):  # which the line about the samples says
-            print_once(f"Nothing for --verify to compare with: {reason}.")
-        if not reason and trainer.is_world_process_zero():
+        if trainer.is_world_process_zero() and has_held_out(trainer):
             save_held_out(trainer, run.seen.conversations if run.seen else [])
     results = write_results(trainer, loss, output, evaluation, parts.progress, parameters, resumed_from)
     with only_report("README.md"):

@@ -13,6 +13,7 @@ from harness.signals import SIGNALS, last_signal, record_signal, set_interrupt_h
 if __name__ == "__main__":
     set_interrupt_handler(signal.SIG_DFL)  # while modules are imported: they can swallow a KeyboardInterrupt
 
+import argparse
 import contextlib
 import logging
 import os
@@ -110,14 +111,10 @@ def count_processes(recipe: str, config: AccelerateConfig, nodes: Nodes, tiny: b
 
 def take_max_restarts(arguments: list[str]) -> tuple[int, list[str]]:
     """The value of --max_restarts, 0 without the flag, and the other flags: the recipe does not have this one."""
-    value, rest = "0", []
-    words = iter(arguments)
-    for word in words:
-        name, equals, text = word.partition("=")
-        if name in ("--max_restarts", "--max-restarts"):
-            value = text if equals else next(words, "")
-        else:
-            rest.append(word)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--max_restarts", "--max-restarts", nargs="?", const="", default="0")
+    found, rest = parser.parse_known_args(arguments)
+    value = found.max_restarts
     if not re.fullmatch(r"\d{1,6}", value):
         raise UserError(f"--max_restarts is {value!r}, expected how often to start again after a crash: 0 or more")
     return int(value), rest

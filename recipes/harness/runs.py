@@ -59,10 +59,6 @@ class Run:
         """`outputs/RECIPE`, for a rehearsal `outputs/tiny/RECIPE`."""
         return str(Path("outputs", "tiny" if self.tiny else "") / Path(self.recipe).stem)
 
-    @property
-    def rehearsal_hint(self) -> str:
-        return rehearsal_hint(self.recipe, self.config)
-
 
 class RecipeStopped(BaseException):
     """Ends a recipe of which a command needs no more. Not an Exception, so that a recipe does not catch it."""

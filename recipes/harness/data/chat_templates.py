@@ -31,6 +31,7 @@ from harness.data.formats import (
 from harness.data.sources import DataSettings
 from harness.hub import hub_errors
 from harness.messages import UserError, print_once
+from harness.runs import PROJECT
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from trl import ModelConfig
@@ -57,7 +58,6 @@ MARKED = """
 {%%- if not complete.startswith(done.text) %%}{{ raise_exception(%r) }}{%% endif %%}
 {{- complete[done.text|length:] }}
 """
-PROJECT = Path(__file__).resolve().parents[3]
 REASON = "its chat template renders a turn differently when another turn follows"
 QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 ONE_ANSWER, TWO_ANSWERS = [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER]

@@ -228,11 +228,6 @@ def rename_columns(rows: Rows, conversion: Conversion, streaming: bool) -> Datas
     return rows.remove_columns(replaced).rename_columns(new_names) if new_names else rows
 
 
-def is_imitated(source: Source) -> bool:
-    """Whether a rehearsal reads rows that it has made itself."""
-    return not source.display_name.startswith(source.name)
-
-
 def print_columns(source: Source, conversion: Conversion, first: FirstRows) -> list[str]:
     """Prints and returns which columns are ignored; of preference data, another message says it of `rejected`."""
     complete_row = formats.rename(dict.fromkeys(first.columns, True), conversion.column_map)
@@ -240,7 +235,7 @@ def print_columns(source: Source, conversion: Conversion, first: FirstRows) -> l
     if conversion.format in formats.PREFERENCE_FORMATS and formats.is_preference(complete_row):
         print_once(f"{source.display_name} is preference data: `chosen` is trained on, `rejected` is ignored.")
         ignored = [column for column in ignored if column != "rejected"]
-    if ignored and not is_imitated(source):
+    if ignored:
         print_once(f"{source.display_name}: ignored columns: {', '.join(ignored)}.")
     return ignored
 

@@ -226,15 +226,6 @@ def describe_losses(results: dict) -> str:
     return words + (f" (perplexity {results['perplexity']:.1f})" if "perplexity" in results else "")
 
 
-def describe_metrics(results: dict) -> str:
-    """The recipe's own metrics of the last evaluation, and of the one before the training; "" without any."""
-    words = []
-    for name, value in metrics_of(results).items():
-        before = results.get(f"{name}_on_start")
-        words.append(format_metrics({name: value}) + (f" (before: {before:.4g})" if before is not None else ""))
-    return f"\n{', '.join(words)}" if words else ""
-
-
 def print_summary(results: dict, output_dir: str) -> None:
     """Prints the numbers that a person looks for first."""
     if results["num_nodes"] > 1:
@@ -245,7 +236,8 @@ def print_summary(results: dict, output_dir: str) -> None:
     if 1 < replicas < results["world_size"]:
         processes += f" ({replicas} replicas of {results['world_size'] // replicas})"
     mean = f" (mean {results['train_loss']:.4f})" if results["train_loss"] is not None else ""
-    evaluation = describe_losses(results) + describe_metrics(results)
+    metrics = format_metrics(metrics_of(results))  # the recipe's own
+    evaluation = describe_losses(results) + (f"\n{metrics}" if metrics else "")
     gpu = f"{results['peak_gpu_gb']:.1f} GB per GPU, " if results["peak_gpu_gb"] else ""
     speed = f"{results['tokens_per_second']:,.0f} tokens/s"
     if "rows_per_second" in results:

@@ -16,7 +16,6 @@ from harness.messages import UserError
 PAGES = {
     "SFTConfig": "https://huggingface.co/docs/trl/sft_trainer#trl.SFTConfig",
     "DPOConfig": "https://huggingface.co/docs/trl/dpo_trainer#trl.DPOConfig",
-    "RewardConfig": "https://huggingface.co/docs/trl/reward_trainer#trl.RewardConfig",
     "TrainingArguments": "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments",
 }
 OF_CONFIG = ("deepspeed", "fsdp", "fsdp_config")  # flags for what the Accelerate config says here

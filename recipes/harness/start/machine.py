@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.configs import AccelerateConfig
 from harness.messages import UserError, plural
-from harness.runs import Run
+from harness.runs import Run, rehearsal_hint
 from harness.start.record import plain
 
 from transformers import TrainingArguments
@@ -80,7 +80,7 @@ def must_use_cpu(run: Run, values: argparse.Namespace) -> bool:
     # Not in a hybrid config, which needs its replicas, nor on several nodes, whose steps depend on the others.
     can_be_fewer = not run.config.is_hybrid and run.nodes == 1 and values.gradient_accumulation_steps == 1
     enough = [count for count in range(1, found + 1) if can_be_fewer and rows and rows % max(1, micro_batch * count) == 0]
-    hint = run.rehearsal_hint
+    hint = rehearsal_hint(run.recipe, run.config)
     if enough:
         words = "it" if enough[-1] == 1 else f"{enough[-1]} of them" if enough[-1] < found else "them"
         hint = f"NPROC_PER_NODE={enough[-1]} trains the same steps on {words}, and continues a run there, if memory suffices"

@@ -318,7 +318,9 @@ def simulate(environment, tmp_path_factory):
         with serve(ROOT / "tests/published") as hub:
             process = subprocess.run(
                 [sys.executable, ROOT / "tests/planner/simulate_runs.py", json.dumps(runs), str(free_port())],
-                env=environment | {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_TELEMETRY": "0"},  # as users have it
+                # With telemetry, as users have it. Other tests publish other files under the same names.
+                env=environment
+                | {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_TELEMETRY": "0", "HF_HOME": str(folder / "huggingface")},
                 cwd=folder,
                 capture_output=True,
                 text=True,

@@ -4,8 +4,6 @@ import re
 import shutil
 import subprocess
 
-from harness.start import machine
-
 import pytest
 import yaml
 from conftest import ROOT, slow
@@ -26,7 +24,7 @@ def test_steps_are_pinned_and_valid_bash(steps):
 
 def test_workflow_runs_all_tests():
     job = JOBS["tests-tests"]
-    assert ".".join(map(str, machine.TESTED_PYTHON)) in job["container"]["image"]
+    assert "3.11" in job["container"]["image"]
     commands = [step["run"].split()[-1] for step in job["steps"] if "run" in step]
     assert ".ci/run" in commands and "./launch.sh --test" in (ROOT / ".ci/run").read_text()
 

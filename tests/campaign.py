@@ -109,6 +109,8 @@ class Run:
             sys.argv = command
             fork_instead(trains=True)
             runpy.run_module("harness.start.launch", run_name="__main__", alter_sys=True)  # exits
+        except SystemExit as end:
+            os._exit(end.code or 0)
         except BaseException:
             traceback.print_exc()
         finally:

@@ -243,8 +243,9 @@ def print_summary(results: dict, output_dir: str) -> None:
     if "rows_per_second" in results:
         speed = f"{results['rows_per_second']:,.0f} rows/s"
     seen = f", every row seen {results['times_seen']:g} times" if "times_seen" in results else ""
+    loss = "none logged" if results["final_loss"] is None else f"{results['final_loss']:.4f}"
     print_once(
-        f"{kind} on {processes}, {results['global_step']} steps{seen}: loss {results['final_loss']:.4f}{mean}{evaluation}\n"
+        f"{kind} on {processes}, {results['global_step']} steps{seen}: loss {loss}{mean}{evaluation}\n"
         f"{speed}, peak memory {gpu}{results['peak_host_gb']:.1f} GB host\n"
         f"The model, train_results.json and loss.png are in {output_dir}"
     )

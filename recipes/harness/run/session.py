@@ -70,7 +70,6 @@ def _train(trainer: Trainer, run: Run) -> None:
     check_trainer(trainer)
     report_dropped_rows(trainer)
     output_dir = Path(trainer.args.output_dir)
-    # launch.sh locks the folder itself.
     locks = run.identity is not None and trainer.is_world_process_zero()
     held = folder.lock_run(output_dir, run.identity) if locks else None
     freeze_unused_parts(trainer)

@@ -93,7 +93,6 @@ class AccelerateConfig:
     activation_checkpointing: bool = False
     activation_checkpointing_offload: bool = False
     cpu_ram_efficient_loading: bool = False
-    layer_classes: tuple[str, ...] = ()  # to wrap; () leaves the choice to accelerate
     gpu_ids: str = ""  # numbers of the GPUs to use, such as "0,2"; "" for all that are visible
 
     @property
@@ -142,7 +141,6 @@ def read(path: str) -> AccelerateConfig:
             "path": path,
             "replicas": parallelism.get("parallelism_config_dp_replicate_size", 1),
             "shards": parallelism.get("parallelism_config_dp_shard_size", 1),
-            "layer_classes": tuple(fsdp[LAYER_CLASSES].split(",")) if fsdp.get(LAYER_CLASSES) else (),
             "gpu_ids": _gpu_ids(keys),
         }
     )

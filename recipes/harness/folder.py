@@ -1,6 +1,6 @@
 """The output directory of a run: which run it belongs to, whether it may be used, whether the run is finished.
 
-`run.json` is written before the first process starts. It names the recipe, config, model and dataset, and has the settings that
+`run.json` is written by the first process, in `parse`. It names the recipe, config, model and dataset, and has the settings that
 are not defaults, the command, and the name, size and modification time of each local file of the dataset, by which a changed file
 is found.
 `train_results.json` is written last and marks a finished run.

@@ -40,7 +40,7 @@ class Run:
     nodes: int = 1
     tiny: bool = False  # a rehearsal: tiny model and dataset
     trains: bool = False  # the output directory and its checkpoints are those of this run; False in commands
-    any_config: bool = False  # a command that is about every config: what can be sharded can also be trained on one GPU
+    any_config: bool = False  # a command without a config: checked as if sharded, which every other config allows too
     on_cpu: bool = False  # computes and shards on CPU: a rehearsal without enough GPUs, a command that needs none, or --use_cpu
     gpu: GpuFeatures = NO_FEATURES
     # Of a run that trains, once it was checked.

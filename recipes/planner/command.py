@@ -164,7 +164,7 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
     environment = hide_gpus()
     method = start_server()
     from planner import choose, chosen, launches, machines, pages, summary
-    from planner.grid import make_grid
+    from planner.grid import given_flags, make_grid
 
     all_cards = known_cards(plan_flags)
     if gpus:
@@ -185,7 +185,7 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
             plans.append({"machine": machine.name, "config": None, "proposals": proposals})
             continue
         about_compiling = ""
-        if not plan_flags.tiny and not any(word.split("=")[0] in ("--torch_compile", "--config") for word in arguments):
+        if not (plan_flags.tiny or values["torch_compile"] or given_flags(arguments) & {"torch_compile", "config"}):
             compiled, about_compiling = choose.weigh_compiling(
                 machine,
                 candidates[0],

@@ -49,13 +49,19 @@ class Grid(NamedTuple):
         return Run(recipe, configs.read(config), self.processes, self.nodes, gpu=GpuFeatures([], no_triton=self.no_triton))
 
 
+def given_flags(words: list[str]) -> set[str]:
+    """The names of the flags among `words`: torch_compile for --torch_compile, --torch-compile and --no_torch_compile."""
+    names = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+    return {name.removeprefix("no_") for name in names}
+
+
 def make_grid(values: dict[str, Any], machine: Machine, paths: list[str], words: list[str]) -> Grid:
     """The combinations to choose from. What a flag sets is not changed. Raises UserError if no config is for the machine.
 
     `values`: see `values_of_recipe`; `words`: the flags.
     """
     is_4bit = values["load_in_4bit"]
-    given = {word.split("=")[0].replace("-", "_").removeprefix("__").removeprefix("no_") for word in words if word[:2] == "--"}
+    given = given_flags(words)
     rows, default = values["global_batch_size"], values["per_device_train_batch_size"]
     is_open = rows is not None and not given & {"per_device_train_batch_size", "gradient_accumulation_steps", "config"}
     smallest = 1 if is_open else default

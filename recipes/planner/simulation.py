@@ -34,7 +34,7 @@ from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
 from harness.runs import GpuFeatures, RecipeStopped, Run, StartedRecipe
 from harness.start import preparing
 from harness.start.arguments import Arguments
-from harness.start.machine import set_allocator
+from harness.start.machine import check_compilation, set_allocator
 from harness.start.recipes import build_trainer
 from planner import layers
 from planner.allocator import replay
@@ -72,6 +72,7 @@ def prepare_plan(run: Run, arguments: Arguments) -> Run:
     if training_args.fp16:
         gpu = GpuFeatures([], no_triton="fp16 is for GPUs that Triton does not support")
     run = dataclasses.replace(run, gpu=gpu)
+    check_compilation(training_args, run)
     if "flash" in (model_args.attn_implementation or ""):
         model_args.attn_implementation = None
     use_no_gpu_kernels()

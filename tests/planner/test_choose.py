@@ -10,18 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from harness import configs
-from harness.runs import Run
+from harness.data.script_arguments import ScriptArguments
+from harness.messages import UserError
+from harness.runs import GpuFeatures, Run
 from planner import arguments, cache, cards, choose, chosen, hardware, launches, links, machines, memory, roofline, summary
-from planner.grid import Grid, Option, make_grid
+from planner.grid import Grid, Option, given_flags, make_grid
 from planner.hardware import Gpu
 from planner.ledger import Counts, Peak
 from planner.machines import Machine
-from planner.simulation import Refused
+from planner.simulation import Refused, prepare_plan
 from planner.values import values_of_recipe
 
 import pytest
 from conftest import ROOT, assert_one_error, slow
 from test_cards import FOUND
+from trl import ModelConfig, SFTConfig
 
 RECIPE = ROOT / "recipes/qwen2_fineweb_edu.py"
 PATHS = [str(path) for path in sorted((ROOT / "accelerate_configs").glob("*.yaml"))]
@@ -297,6 +300,22 @@ def test_what_cannot_be_compiled_says_why():
     values = {"load_in_4bit": False, "packing": True}
     found, why = choose.weigh_compiling(Machine("", 1, CARD), best, values, lambda options: [refused], lambda one: 10**6)
     assert found is None and refused.reason in why
+
+
+@pytest.mark.parametrize("without_triton", [{"fp16": True}, {}])
+def test_layers_that_a_gpu_cannot_compile_are_not_simulated(without_triton):
+    """The training would refuse the flag: see `check_gpus`."""
+    run = Run("recipe.py", gpu=GpuFeatures([], no_triton="" if without_triton else "a T4"))
+    training_args = SFTConfig(torch_compile=True, use_cpu=True, bf16=False, **without_triton)
+    with pytest.raises(UserError, match="--torch_compile needs Triton"):
+        prepare_plan(run, (ScriptArguments(), training_args, ModelConfig("not/loaded")))
+
+
+@pytest.mark.parametrize(
+    "words", [["--torch_compile", "true"], ["--torch-compile=true"], ["--no_torch_compile"], ["--no-torch-compile"]]
+)
+def test_names_of_given_flags(words):
+    assert given_flags([*words, "--seed", "-1", "--lora_r=8"]) == {"torch_compile", "seed", "lora_r"}
 
 
 def test_weights_that_do_not_fit_are_not_simulated(capsys):

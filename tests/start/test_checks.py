@@ -11,6 +11,7 @@ from harness.configs import AccelerateConfig
 from harness.nodes.cluster import Nodes
 from harness.runs import GpuFeatures, Run
 from harness.start import checks, launch, machine
+from harness.start.parsing import check_calls_train
 
 import pytest
 import torch
@@ -169,6 +170,17 @@ def test_options_of_sharded_4bit_weights(error_of, training, model, flag):
         assert error_of(checks.check_quantized, *arguments).startswith(flag)
     else:
         checks.check_quantized(*arguments)
+
+
+def test_recipe_must_call_train(tmp_path, error_of):
+    recipe = tmp_path / "recipe.py"
+    for parse in ("parse", "harness.parse"):
+        recipe.write_text(f"script_args, training_args, model_args = {parse}(SFTConfig)\ntrainer.train()\n")
+        assert "its last line must be train(trainer)" in error_of(check_calls_train, recipe)
+        recipe.write_text(f"script_args, training_args, model_args = {parse}(SFTConfig)\ntrain(trainer)\n")
+        check_calls_train(recipe)
+    recipe.write_text("from common import main\n\nmain()\n")  # that module calls both
+    check_calls_train(recipe)
 
 
 def test_rehearsal_does_not_use_the_tracker_of_the_recipe(build_trainer, monkeypatch):

@@ -38,6 +38,7 @@ def prepare_run(run: Run, arguments: tuple[Any, Any, Any]) -> Run:
     from harness.compat.transformers import load_tokenizers_as_offline
     from harness.model.loading import load_small_models
     from harness.model.quantized import quantize_once, use_quantized_weights
+    from harness.model.weight_files import check_weights
     from harness.start import preparing
 
     script_args, training_args, model_args = arguments
@@ -46,7 +47,8 @@ def prepare_run(run: Run, arguments: tuple[Any, Any, Any]) -> Run:
     preparing.check_model_and_dataset(run, arguments, with_weights=False)
     if not run.tiny:
         download(script_args, model_args)
-        preparing.check_model_and_dataset(run, arguments)
+        if model_args.model_name_or_path:
+            check_weights(model_args.model_name_or_path, model_args.model_revision)
     load_tokenizers_as_offline()
     preparing.replace_model_and_dataset(run, arguments)
     if model_args.load_in_4bit:

@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,9 +148,11 @@ def other_rows(preview: Preview, reason: str) -> dict[str, Any]:
     """The first rows as the trainer gets them, and the shapes of the first micro-batch. `reason`: see `why_no_documents`."""
     rows = itertools.islice(preview.trainer.train_dataset, SHOWN_ROWS)
     batch = next(iter(preview.trainer.get_train_dataloader()))
+    if not isinstance(batch, Mapping):  # the rows themselves, of a trainer that makes its batches later
+        batch = {}
     return {
         "rows": [{name: value_as_text(name, value, preview.tokenizer) for name, value in row.items()} for row in rows],
-        "batch": {name: list(value.shape) for name, value in dict(batch).items() if hasattr(value, "shape")},
+        "batch": {name: list(value.shape) for name, value in batch.items() if hasattr(value, "shape")},
         "not_shown": f"which tokens count in the loss, lengths and what is truncated: {reason}",
     }
 

@@ -16,8 +16,10 @@ VARLEN, FLASH = "varlen", "flash_attention_2"  # values of --attn_implementation
 
 def find_gpu_features() -> GpuFeatures:
     """What the GPUs of this machine support."""
-    warnings.filterwarnings("ignore")  # `machine.count_gpus` reports a driver that is too old
-    if not torch.cuda.is_available():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore")  # `machine.count_gpus` reports a driver that is too old
+        has_gpu = torch.cuda.is_available()
+    if not has_gpu:
         return GpuFeatures([])
     try:
         no_triton = why_not_triton()

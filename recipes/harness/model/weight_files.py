@@ -57,9 +57,9 @@ def dtype_of_files(name: str, revision: str) -> torch.dtype | None:
     folder = Path(cached).parent if isinstance(cached, str) else Path(name)
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as weights:
-            dtypes = [weights.get_tensor(key).dtype for key in weights.keys()]  # noqa: SIM118 (no dict; memory-mapped)
-        if found := next((dtype for dtype in dtypes if dtype.is_floating_point), None):
-            return found
+            for key in weights.keys():  # noqa: SIM118 (safe_open is not a dict)
+                if (dtype := weights.get_tensor(key).dtype).is_floating_point:  # memory-mapped
+                    return dtype
     return None
 
 

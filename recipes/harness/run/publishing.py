@@ -64,5 +64,5 @@ def publish(folder: Path, repository: Repository) -> None:
     except Exception as error:  # the run is finished, whatever happens here
         print_once(
             f"warning: the upload to {repository.name} failed: {last_line(error)}\nTo repeat it: .venv/bin/hf upload "
-            f"{repository.name} {shlex.quote(str(folder))} --exclude 'checkpoint-*' '*.parquet' samples.txt"
+            f"{repository.name} {shlex.quote(str(folder))} --exclude 'checkpoint-*' --exclude '*.parquet' --exclude samples.txt"
         )

@@ -70,8 +70,7 @@ def _train(trainer: Trainer, run: Run) -> None:
     check_trainer(trainer)
     report_dropped_rows(trainer)
     output_dir = Path(trainer.args.output_dir)
-    locks = run.identity is not None and trainer.is_world_process_zero()
-    held = folder.lock_run(output_dir, run.identity) if locks else None
+    held = folder.lock_run(output_dir, run.identity) if run.identity else None
     freeze_unused_parts(trainer)
     show_buffers = prepare_sharding(trainer, run.config)  # called by `AfterWrapping`
     loss, measure_loss = find_loss(trainer)  # before the layers are compiled

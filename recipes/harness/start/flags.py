@@ -73,7 +73,7 @@ def help_text(recipe: Path, config_class: type, values: dict[str, Any]) -> str:
         "Flags of this recipe's own": [f"{as_flag(f.name, f.default)}  {f.metadata.get('help', '')}".strip() for f in own],
     }
     lists = "".join(f"{title}:\n\n    " + "\n    ".join(lines) + "\n\n" for title, lines in flags.items() if lines)
-    base = next(cls.__name__ for cls in config_class.__mro__ if cls.__name__ in PAGES)
+    base = next((cls.__name__ for cls in config_class.__mro__ if cls.__name__ in PAGES), "TrainingArguments")
     return (
         f"{docstring}\n\n{lists}Every other field of {base}, of TRL's ModelConfig and ScriptArguments is a flag too:\n"
         f"    {PAGES[base]}\n    https://huggingface.co/docs/trl/script_utils\n"

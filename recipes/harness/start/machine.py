@@ -90,6 +90,11 @@ def must_use_cpu(run: Run, values: argparse.Namespace) -> bool:
 def check_gpus(training_args: TrainingArguments, model_args: ModelConfig, run: Run) -> None:
     """Raises UserError if this machine's GPUs cannot compute what the arguments ask for."""
     check_bf16(training_args, model_args, run.is_sharded, max(1, run.processes // run.nodes))
+    check_compilation(training_args, run)
+
+
+def check_compilation(training_args: TrainingArguments, run: Run) -> None:
+    """Raises UserError for layers that PyTorch's compiler cannot compile for the GPUs of a run."""
     if training_args.torch_compile and training_args.torch_compile_backend == "inductor" and run.gpu.no_triton:
         raise UserError(f"--torch_compile needs Triton, which cannot be used here: {run.gpu.no_triton}: leave out the flag")
 

@@ -30,7 +30,9 @@ IDENTITY_OF_REHEARSAL = IDENTITY | {"tiny": True}
 
 def claim(run, identity, is_default=False):
     folder.check_output_dir(run, identity, is_default)
-    folder.claim_output_dir(run, identity, is_default)
+    lock = folder.lock_of(run)
+    folder.claim_output_dir(lock, identity, is_default)
+    lock.release()
 
 
 def with_settings(**settings):
@@ -100,7 +102,8 @@ def test_damaged_run_file_is_refused(tmp_path, error_of):
 
 def test_folder_in_use_is_refused(tmp_path, error_of):
     claim(tmp_path / "run", IDENTITY)
-    held = folder.lock(tmp_path / "run")
+    held = folder.lock_of(tmp_path / "run")
+    folder.acquire(held)
     assert "another run is writing" in error_of(claim, tmp_path / "run", IDENTITY)
     held.release()
     claim(tmp_path / "run", IDENTITY)
@@ -120,8 +123,7 @@ def test_one_of_several_simultaneous_runs_gets_the_folder(tmp_path):
         f"run, identity = Path({str(tmp_path / 'run')!r}), {IDENTITY!r} | {{'recipe': sys.argv[1]}}\n"
         "with exit_on_user_error():\n"
         "    folder.check_output_dir(run, identity, False); print(flush=True); sys.stdin.readline()\n"
-        "    folder.claim_output_dir(run, identity, False)\n"
-        "    held = folder.lock_run(run, identity)\n"
+        "    lock = folder.lock_of(run); folder.claim_output_dir(lock, identity, False)\n"
         "    (run / 'checkpoint-1').mkdir()"
     )
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
@@ -158,16 +160,15 @@ def test_rehearsal_with_a_real_run_below_it_is_not_deleted(tmp_path, error_of):
 
 
 def test_rehearsal_that_has_started_is_not_deleted(tmp_path, error_of):
-    """Two rehearsals start in the default folder and have passed their checks; the first one trains when the second claims it."""
+    """Two rehearsals start in the default folder and have passed their checks; the first one has claimed it."""
     run, other = tmp_path / "run", IDENTITY_OF_REHEARSAL | {"config": "other"}
-    claim(run, IDENTITY_OF_REHEARSAL, is_default=True)
-    held = folder.lock_run(run, IDENTITY_OF_REHEARSAL)
-    assert "another run is writing" in error_of(folder.claim_output_dir, run, other, True)
-    held.release()
+    first = folder.lock_of(run)
+    folder.claim_output_dir(first, IDENTITY_OF_REHEARSAL, True)
+    assert "another run is writing" in error_of(claim, run, other, True)
     assert read(run, "run.json") == IDENTITY_OF_REHEARSAL
-    folder.claim_output_dir(run, other, True)
-    assert "another run has started" in error_of(folder.lock_run, run, IDENTITY_OF_REHEARSAL)
-    folder.lock_run(run, other).release()
+    first.release()
+    claim(run, other, is_default=True)
+    assert read(run, "run.json") == other
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "[" * 100_000, "\udcff"])

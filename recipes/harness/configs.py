@@ -12,13 +12,12 @@ from harness.messages import UserError
 
 import yaml
 
-LAYER_CLASSES = "fsdp_transformer_layer_cls_to_wrap"  # names with commas between them, without spaces
 # The type of the value of each key, or the values that it may have. Every key may be null. Accelerate 1.15 reads these for FSDP2
 # (utils/launch.py, FullyShardedDataParallelPlugin); tests/test_configs.py compares.
 FSDP2_KEYS = {
     "fsdp_version": (2,),
     "fsdp_auto_wrap_policy": ("TRANSFORMER_BASED_WRAP",),  # one FSDP unit per transformer layer
-    LAYER_CLASSES: str,
+    "fsdp_transformer_layer_cls_to_wrap": str,  # names with commas between them, without spaces
     "fsdp_reshard_after_forward": bool,
     "fsdp_offload_params": bool,
     "fsdp_cpu_ram_efficient_loading": bool,

@@ -132,33 +132,22 @@ def date_of(run: dict) -> datetime | None:
     return datetime.fromisoformat(run["date"]) if "date" in run else None
 
 
-def lock(folder: Path) -> FileLock:
-    """Locks the output directory, as long as the returned lock is kept. Raises UserError if another run has locked it."""
-    held = FileLock(folder / LOCK)
+def lock_of(folder: Path) -> FileLock:
+    """The lock of an output directory, which is not acquired yet."""
+    return FileLock(folder / LOCK)
+
+
+def acquire(lock: FileLock) -> None:
+    """Locks an output directory until `lock` is released, or this process ends. Raises UserError if another run has locked it."""
+    folder = Path(lock.lock_file).parent
     try:
-        held.acquire(timeout=0)
+        lock.acquire(timeout=0)
     except Timeout as error:
         raise UserError(
             f"--output_dir: another run is writing into {folder}: wait for it, stop it, or choose another folder"
         ) from error
     except OSError as error:
         raise UserError(f"--output_dir: {folder} cannot be written ({error.strerror}): choose another folder") from error
-    return held
-
-
-def lock_run(folder: Path, identity: dict) -> FileLock:
-    """Locks the output directory of the run that `claim_output_dir` has written `identity` for.
-
-    Raises UserError if another run is writing into the folder, or has replaced that rehearsal since.
-    """
-    replaced = UserError(f"--output_dir: another run has started in {folder}: wait for it, stop it, or choose another folder")
-    if not _is_same_run(read_json(folder / RUN), identity):  # before the lock, which that run is about to take
-        raise replaced
-    held = lock(folder)
-    if not _is_same_run(read_json(folder / RUN), identity):
-        held.release()
-        raise replaced
-    return held
 
 
 def check_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
@@ -168,26 +157,30 @@ def check_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
     """
     existing = _read_run(folder)
     if existing:
-        lock(folder).release()  # raises UserError if another process holds it
+        lock = lock_of(folder)
+        acquire(lock)
+        lock.release()
     check_same_run(folder, existing, identity, is_default)
 
 
-def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
-    """Writes run.json into a folder that passed `check_output_dir`. Safe if two runs start at the same time.
+def claim_output_dir(lock: FileLock, identity: dict, is_default: bool) -> None:
+    """Locks a folder that passed `check_output_dir`, and writes run.json into it. Safe if two runs start at the same time.
 
     Prints what is different from the run that the folder has; `identity` then says what this start uses of it.
+    Raises UserError if another run is writing into the folder.
     """
+    folder = Path(lock.lock_file).parent
     existing, messages = _read_run(folder), []
     try:
         if is_replaced_rehearsal(folder, identity, is_default):
-            held = lock(folder)  # raises UserError if it has started since `check_output_dir`
+            acquire(lock)
             if is_replaced_rehearsal(folder, identity, is_default):  # still, now that no other start can replace it
                 shutil.rmtree(folder)
-            held.release()
+            lock.release()
             print_once(f"The earlier rehearsal in {folder} was deleted: it is another one, or was finished with other settings.")
             existing = {}
         folder.mkdir(parents=True, exist_ok=True)
-        held = lock(folder)
+        acquire(lock)
         written = _read_run(folder)
         check_same_run(folder, written, identity, is_default)
         if newest_complete_checkpoint(folder):
@@ -197,7 +190,6 @@ def claim_output_dir(folder: Path, identity: dict, is_default: bool) -> None:
             (folder / DATA).unlink(missing_ok=True)  # of a run that has trained nothing
         if written != identity:
             write_json(folder / RUN, identity)
-        held.release()
     except OSError as error:
         raise UserError(f"--output_dir: {folder} cannot be written ({error.strerror}): choose another folder") from error
     if existing.get("recipe_digest", identity["recipe_digest"]) != identity["recipe_digest"] and has_trained(folder):

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from harness.configs import AccelerateConfig
 
+from filelock import FileLock
+
 PROJECT = Path(__file__).resolve().parents[2]
 _started: "StartedRecipe | None" = None  # in this process
 
@@ -43,8 +45,8 @@ class Run:
     any_config: bool = False  # a command without a config: checked as if sharded, which every other config allows too
     on_cpu: bool = False  # computes and shards on CPU: a rehearsal without enough GPUs, a command that needs none, or --use_cpu
     gpu: GpuFeatures = NO_FEATURES
-    # Of a run that trains, once it was checked.
-    identity: dict[str, Any] | None = None  # the content of run.json, in the process that locks the output directory
+    # Of a run that trains.
+    lock: FileLock | None = None  # of the output directory, which the first process holds until the run ends
     profile: bool = False
     repository: Any = None  # to which the model is uploaded, a `harness.run.publishing.Repository`
     asked_accumulation_steps: int | None = None  # the gradient_accumulation_steps that were asked for

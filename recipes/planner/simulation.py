@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.batches import length_of_rows
-from harness.compat.accelerate import allow_fsdp_on_cpu, launch_environment
+from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.transformers import TrainerWithHooks, add_overrides, use_no_gpu_kernels
 from harness.configs import AccelerateConfig
 from harness.folder import read_json
@@ -34,6 +34,7 @@ from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
 from harness.runs import GpuFeatures, RecipeStopped, Run, StartedRecipe
 from harness.start import preparing
 from harness.start.arguments import Arguments
+from harness.start.environment import set_environment_of_accelerate
 from harness.start.machine import check_compilation, set_allocator
 from harness.start.recipes import build_trainer
 from planner import layers
@@ -168,8 +169,8 @@ def simulate(
     gc.set_threshold(200_000)
     ledger = Ledger()
     fakes = make_fakes(ledger)
+    set_environment_of_accelerate(run)
     if config.distributed_type != "NO":
-        os.environ.update(launch_environment(config.path, run.processes, run.nodes, run.recipe))
         fakes.join_processes(run.processes, run.processes // run.nodes)
     if config.is_fsdp:
         allow_fsdp_on_cpu()

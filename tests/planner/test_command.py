@@ -20,6 +20,8 @@ from test_cards import FOUND
 from torch._subclasses import fake_tensor
 from transformers import AutoTokenizer
 
+STEPS = ["--max_steps", "10"]  # otherwise a choice asks the Hub for the length of an epoch
+
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
@@ -153,7 +155,7 @@ def test_run_after_the_choice_sees_the_gpus(monkeypatch, one_gpu, visible):
     monkeypatch.setattr(command, "simulate_grid", lambda *args: (candidates, {}))
     monkeypatch.setattr(os, "execve", lambda path, words, environment: seen.append((words[3:5], environment)))
     recipe = str(ROOT / "recipes/qwen2_chat.py")
-    command.plan_choice(recipe, [config], command.PlanArguments(start=True), [])
+    command.plan_choice(recipe, [config], command.PlanArguments(start=True), STEPS)
     assert seen == ["", ([recipe, config], variables)]
 
 
@@ -172,7 +174,7 @@ def test_choice_knows_that_triton_is_missing(monkeypatch, one_gpu, capsys):
 
     monkeypatch.setattr(command, "simulate_grid", simulate)
     monkeypatch.setattr(os, "execve", lambda *arguments: None)
-    command.plan_choice(str(ROOT / "recipes/qwen2_chat.py"), [config], command.PlanArguments(start=True), [])
+    command.plan_choice(str(ROOT / "recipes/qwen2_chat.py"), [config], command.PlanArguments(start=True), STEPS)
     assert runs[0].gpu.no_triton == "1" and "PyTorch instead of Triton, which needs more memory: 1" in capsys.readouterr().err
 
 

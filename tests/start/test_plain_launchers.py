@@ -163,6 +163,16 @@ def test_accelerate_launch_without_config_file(monkeypatch, capsys, no_recipe, v
     assert ("--config_file" in printed) == bool(warnings)
 
 
+def test_flags_override_the_environment_of_accelerate(monkeypatch, no_recipe):
+    """transformers reads the precision there, and accelerate its own activation checkpointing."""
+    monkeypatch.setattr(
+        os, "environ", os.environ | {"ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_ACTIVATION_CHECKPOINTING": "true"}
+    )
+    monkeypatch.setattr(training, "config_of_accelerate_launch", lambda: str(CONFIG))
+    assert training.start_of_training().run.config.path == str(CONFIG)
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no" and os.environ["FSDP_ACTIVATION_CHECKPOINTING"] == "false"
+
+
 def test_accelerate_launch_without_a_gpu(monkeypatch, error_of, no_recipe):
     for name, value in {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)

@@ -8,6 +8,7 @@ from harness.configs import AccelerateConfig
 from harness.runs import Run, use_cpu_if_asked
 from harness.start import arguments
 from harness.start.arguments import DEFAULTS, read_arguments
+from harness.start.environment import LEFT_TO_ARGUMENTS
 
 import pytest
 import yaml
@@ -94,27 +95,13 @@ def test_precedence(read, sources, expected):
 
 
 @pytest.mark.parametrize(("flag", "expected"), [("true", "bf16"), ("false", "no")])
-def test_flag_overrides_the_environment_of_accelerate(read, flag, expected):
-    """`accelerate launch` sets the precision of the config in the environment, where transformers reads it."""
-    found = read(["--bf16", flag], config=CONFIG, ACCELERATE_MIXED_PRECISION="bf16")
-    assert found["bf16"] == (flag == "true") and found["mixed_precision"] == expected
-    assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
+def test_flag_sets_the_precision_of_accelerate(read, flag, expected):
+    assert read(["--bf16", flag], config=CONFIG, **LEFT_TO_ARGUMENTS)["mixed_precision"] == expected
 
 
 def test_config_offloads_checkpointed_activations(read):
-    """By transformers' checkpointing; accelerate would refuse the key, because its own checkpointing is off."""
-    config = CONFIG | {"activation_checkpointing_offload": True}
-    found = read(config=config, FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD="true")
+    found = read(config=CONFIG | {"activation_checkpointing_offload": True})
     assert found["activation_checkpointing"] and found["activation_checkpointing_kwargs"] == {"offload": True}
-    assert os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] == "false"
-
-
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_activation_checkpointing_of_accelerate_is_off(read, checkpointing):
-    """transformers' own is used instead, which a flag can turn off."""
-    flags = ["--activation_checkpointing", str(checkpointing)]
-    assert read(flags, config=CONFIG, FSDP_ACTIVATION_CHECKPOINTING="true")["activation_checkpointing"] == checkpointing
-    assert os.environ["FSDP_ACTIVATION_CHECKPOINTING"] == "false"
 
 
 RECIPE_DATASET = {"dataset_config": "en", "dataset_train_split": "a", "dataset_test_split": "b"}

@@ -70,7 +70,6 @@ def _train(trainer: Trainer, run: Run) -> None:
     check_trainer(trainer)
     report_dropped_rows(trainer)
     output_dir = Path(trainer.args.output_dir)
-    held = folder.lock_run(output_dir, run.identity) if run.identity else None
     freeze_unused_parts(trainer)
     show_buffers = prepare_sharding(trainer, run.config)  # called by `AfterWrapping`
     loss, measure_loss = find_loss(trainer)  # before the layers are compiled
@@ -144,8 +143,8 @@ def _train(trainer: Trainer, run: Run) -> None:
     del for_failures  # `Trainer.end` destroys the group
     if run.repository and not run.tiny and trainer.is_world_process_zero():
         publish(output_dir, run.repository)  # meanwhile, no other process waits for this one
-    if held:
-        held.release()
+    if run.lock:
+        run.lock.release()
 
 
 def check_trainer(trainer: Trainer) -> None:

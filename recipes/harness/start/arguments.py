@@ -199,20 +199,11 @@ def set_dependent_values(script_args: ScriptArguments, training_args: TrainingAr
 
 
 def values_of_config(config: AccelerateConfig) -> dict[str, Any]:
-    """What an Accelerate config says about training arguments. The recipe and flags can change it.
-
-    accelerate has also put it into the environment, where transformers would find it, and flags would have no effect.
-    """
+    """What an Accelerate config says about training arguments. The recipe and flags can change it."""
     values = {"activation_checkpointing": config.activation_checkpointing}
-    if config.activation_checkpointing:
-        # accelerate's own checkpointing recomputes with other random numbers, so dropout would differ between forward and
-        # backward; transformers' checkpointing restores them.
-        os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
     if config.activation_checkpointing_offload:
-        os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] = "false"
         values["activation_checkpointing_kwargs"] = {"offload": True}
     if config.mixed_precision is not None:
-        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         values |= {"bf16": config.mixed_precision == "bf16", "fp16": config.mixed_precision == "fp16"}
     return values
 

@@ -1,4 +1,4 @@
-"""Environment variables that libraries read when they are imported, for the launcher and for commands that run a recipe."""
+"""Environment variables that libraries read when they are imported, and those of accelerate."""
 
 import contextlib
 import logging
@@ -8,7 +8,17 @@ import warnings
 from pathlib import Path
 
 from harness import hub
+from harness.compat.accelerate import launch_environment
 from harness.messages import UserError
+from harness.runs import Run
+
+# Keys of a config that become training arguments, whose flags these variables of accelerate would override. Besides, accelerate's
+# own checkpointing recomputes with other random numbers, so dropout would differ between forward and backward.
+LEFT_TO_ARGUMENTS = {
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "FSDP_ACTIVATION_CHECKPOINTING": "false",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "false",
+}
 
 
 def set_environment(tiny: bool, gpu_ids: str = "") -> None:
@@ -39,6 +49,13 @@ def set_environment(tiny: bool, gpu_ids: str = "") -> None:
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     else:
         hub.use_cache_if_unreachable()
+
+
+def set_environment_of_accelerate(run: Run) -> None:
+    """Sets what accelerate reads of the config, as `accelerate launch` does. Before the first accelerate state is made."""
+    if run.config.distributed_type != "NO":
+        os.environ.update(launch_environment(run.config.path, run.processes, run.nodes, run.recipe))
+    os.environ.update(LEFT_TO_ARGUMENTS)
 
 
 def hide_library_warnings() -> None:

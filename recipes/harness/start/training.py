@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import configs, folder, runs
-from harness.compat.accelerate import allow_fsdp_on_cpu, launch_environment
+from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.datasets import map_in_one_process
 from harness.data import reading
 from harness.exchange import gather_values
@@ -33,6 +33,7 @@ from harness.run.publishing import check_repository
 from harness.runs import GpuFeatures, Run, StartedRecipe
 from harness.start import machine
 from harness.start.arguments import Arguments
+from harness.start.environment import LEFT_TO_ARGUMENTS, set_environment_of_accelerate
 from harness.start.preparing import (
     check_all_arguments,
     check_model_and_dataset,
@@ -54,11 +55,12 @@ def start_of_training() -> StartedRecipe:
     if call := launched():
         config, processes = configs.read(call.config), int(os.environ.get("WORLD_SIZE", 1))
         run = dataclasses.replace(run, config=config, tiny=call.tiny, nodes=call.nodes, processes=processes)
-        if config.distributed_type != "NO":
-            os.environ.update(launch_environment(call.config, processes, call.nodes, run.recipe))
+        set_environment_of_accelerate(run)
     elif "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
         config = configs.read(config_of_accelerate_launch())
         run = dataclasses.replace(run, config=config, processes=int(os.environ.get("WORLD_SIZE", 1)))
+        if config.path:
+            os.environ.update(LEFT_TO_ARGUMENTS)
     if launched() and (restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))):
         print_once(
             f"Started again after a crash, {restarts} of {os.environ['TORCHELASTIC_MAX_RESTARTS']} times (--max_restarts)."
@@ -93,9 +95,11 @@ def prepare_run(run: Run, arguments: Arguments) -> Run:
     script_args, training_args, model_args = arguments
     if is_of_several():
         publish_of_node(facts_of_node(run, training_args))
+    run = dataclasses.replace(run, lock=folder.lock_of(Path(training_args.output_dir)))
     answer = answer_of_first(lambda: check_run(run, arguments))
     run = dataclasses.replace(run, gpu=GpuFeatures(*answer["gpu"]))
-    training_args.gradient_accumulation_steps = answer["gradient_accumulation_steps"]
+    for name, value in answer["steps"].items():
+        setattr(training_args, name, value)
     if training_args.process_index:
         set_model_options(run, arguments)
         replace_model_and_dataset(run, arguments)
@@ -105,14 +109,13 @@ def prepare_run(run: Run, arguments: Arguments) -> Run:
         answer_of_first(lambda: quantize_once(model_args), first_of_node=True)
         use_quantized_weights(model_args, training_args)
     seen = SeenRows({"rows": None, "chat_template_kwargs": script_args.chat_template_kwargs})
-    prepare_process(run, arguments, seen.record, datetime.fromisoformat(answer["identity"]["date"]))
+    prepare_process(run, arguments, seen.record, datetime.fromisoformat(answer["date"]))
     set_seed(training_args.seed)  # before a recipe makes a model: all processes make the same
     if training_args.world_size > 1:
         map_in_one_process()
         check_all_reduce(training_args.device)
     return dataclasses.replace(
         run,
-        identity=answer["identity"] if training_args.process_index == 0 else None,
         profile=script_args.profile,
         asked_accumulation_steps=script_args.asked_accumulation_steps,
         repository=script_args.repository,
@@ -127,11 +130,11 @@ def check_run(run: Run, arguments: Arguments) -> dict[str, Any]:
     identity = check_and_claim_run(dataclasses.replace(run, gpu=gpu), arguments)
     if training_args.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # the run has not begun
-    answer = {"gpu": list(gpu), "identity": identity, "file": ""}
+    answer = {"gpu": list(gpu), "date": identity["date"], "file": ""}
     if run.nodes > 1:
         file, answer["file"] = tempfile.mkstemp(dir=training_args.output_dir, prefix=SEEN_BY_ALL)
         os.close(file)
-    return answer | {"gradient_accumulation_steps": training_args.gradient_accumulation_steps}
+    return answer | {"steps": {name: getattr(training_args, name) for name in ("gradient_accumulation_steps", "max_steps")}}
 
 
 def train(started: StartedRecipe) -> None:
@@ -247,7 +250,7 @@ def check_and_claim_run(run: Run, arguments: Arguments) -> dict[str, Any]:
         folder.exit_if_finished(output_dir, identity, training_args.max_steps, training_args.num_train_epochs)
     began = folder.date_of(folder.read_json(output_dir / folder.RUN)) or datetime.now()
     identity |= {"date": began.isoformat(timespec="seconds"), "command": command_of(run)}
-    folder.claim_output_dir(output_dir, identity, is_default)
+    folder.claim_output_dir(run.lock, identity, is_default)
     print_differences(run, arguments)
     replace_model_and_dataset(run, arguments)
     return identity

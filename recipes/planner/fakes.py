@@ -292,11 +292,12 @@ def count_offload(ledger: Ledger) -> None:
                 ledger.see(tensor.data, "weights")
 
     def init_sharded_param(param: Any, *args: Any) -> None:
-        """The shard that a process keeps: in pinned host memory if it is offloaded."""
+        """The shard that a process keeps: in pinned host memory if it is offloaded, copied from one on the GPU."""
         with ledger.within(place="host" if param.offload_to_cpu else "gpu"):
             init(param, *args)
             ledger.see(param._sharded_param_data, "weights")  # of a second model, which is wrapped when the trainer is built
         if param.offload_to_cpu:
+            ledger.spike(param._sharded_param_data.nbytes, "weights")
             ledger.pin(param._sharded_param_data)
 
     def all_gather_inputs(param: Any) -> Any:

@@ -21,6 +21,7 @@ with expected_names():
 
 VARLEN, VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward
 BLOCK = 512  # bytes; CUDA's allocator rounds up to multiples of it
+WORKSPACE = 32 * 2**20  # bytes of cuBLAS on Hopper, for each thread that multiplies; 8 MiB on GPUs before it
 # Kinds of collectives by operator. The larger side of a gather or a reduction counts, once.
 COLLECTIVES = {
     "_allgather_base_": "gathered",
@@ -208,7 +209,8 @@ class Ledger(TorchDispatchMode):
 
     def mark(self, tensor: torch.Tensor, holder: str | None = None, place: str | None = None) -> None:
         """Sets what a tensor is for, and where it is from now on."""
-        self.see(tensor)
+        with self.within(place=place):
+            self.see(tensor)
         entry = self._storages[tensor.untyped_storage()]
         entry.holder = holder or entry.holder
         if place and place != entry.place:
@@ -271,9 +273,15 @@ class Ledger(TorchDispatchMode):
                 yield moment, total, held
 
     def sizes(self) -> Iterator[tuple[Storage, str, int]]:
-        """Yields (storage, its stream, its bytes on the GPU from now on), in order; 0 bytes when it is freed."""
-        sizes = collections.Counter()
-        for _, entry, place, change, _ in self.events:
+        """Yields (storage, its stream, its bytes on the GPU from now on), in order; 0 bytes when it is freed.
+
+        Also the workspaces of cuBLAS, which no peak has: a thread of autograd's runs the backward pass.
+        """
+        sizes, threads = collections.Counter(), {"forward", "backward"}
+        for moment, entry, place, change, _ in self.events:
+            if moment in threads:
+                threads.remove(moment)
+                yield Storage(WORKSPACE, "gpu", "rest"), "", WORKSPACE
             if place == "gpu":
                 sizes[entry] += change
                 yield entry, entry.stream, sizes[entry]

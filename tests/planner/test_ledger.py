@@ -2,6 +2,7 @@
 
 from harness.compat.trl import compute_loss_without_triton
 from harness.model.varlen import mask_of_window
+from planner.allocator import replay
 from planner.attention_flops import pairs_in_documents
 from planner.fakes import Linear4bit, flash_workspace, use_triton_loss
 from planner.ledger import VARLEN_BACKWARD, Counts, Ledger, Peak, counts_of_step
@@ -51,6 +52,27 @@ def test_resized_storage_is_counted_with_its_new_size():
         torch.zeros(MEGA // 2)
         gathered.untyped_storage().resize_(8 * MEGA)
     assert ledger.peaks()["forward"].bytes == 8 * MEGA
+
+
+def test_each_pass_has_a_workspace_of_cublas_outside_of_the_peaks():
+    """A snapshot of an H100 has two blocks of 32 MiB, one of the thread of the backward pass."""
+    ledger = Ledger()
+    with ledger, ledger.within(moment="forward"):
+        kept = torch.zeros(MEGA)
+        for moment in ("backward", "forward", "backward"):
+            with ledger.within(moment=moment):
+                torch.zeros(MEGA)
+    assert replay(ledger.sizes())[1] >= 2 * 32 * MEGA + 8 * MEGA
+    assert [size for _, _, size in ledger.sizes() if size > 4 * MEGA] == [32 * MEGA, 32 * MEGA]
+    assert max(peak.bytes for peak in ledger.peaks().values()) == 8 * MEGA
+    del kept
+
+
+def test_memory_of_the_host_was_never_on_the_gpu():
+    ledger = Ledger()
+    weight = torch.zeros(MEGA)
+    ledger.mark(weight, "weights", "host")
+    assert not list(ledger.sizes()) and ledger.peaks("host")["load"].bytes == 4 * MEGA
 
 
 def test_cast_weights_are_gathered_and_logits_belong_to_the_loss():

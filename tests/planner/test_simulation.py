@@ -138,6 +138,11 @@ def test_no_gpu_holds_the_whole_70b(found):
     assert run.quantized == pytest.approx(39.5e9, rel=0.01)
 
 
+def test_shards_are_made_on_the_gpu_before_they_go_to_the_host(found):
+    """While FSDP wraps the model, the GPU has the embedding in float32 and a shard as large, as a memory snapshot shows."""
+    assert found["qwen2_fineweb_edu", "1x3090_offload"].peaks["load"].bytes == pytest.approx(2 * 151_936 * 896 * 4, rel=0.01)
+
+
 def test_peak_of_an_earlier_simulation(found):
     """A peak that was computed independently of this code, as in the next test. docs/measurements.md compares others."""
     assert found["qwen2_fineweb_edu", "1x3090_offload"].peak.bytes == pytest.approx(3.32e9, rel=0.05)

@@ -223,10 +223,10 @@ def rehearse(launch, fork_launch, workdir):
 @pytest.fixture
 def check_run():
     """Runs a recipe in this process up to the end of the checks, as its first process would with this config."""
-    from harness import runs
+    from harness import folder, runs
     from harness.start import machine, training
 
-    def look(run, values):
+    def on_flags(run, values):
         values.use_cpu = machine.must_use_cpu(run, values)
         return dataclasses.replace(run, on_cpu=values.use_cpu)
 
@@ -236,11 +236,12 @@ def check_run():
         def check(run, arguments):
             with pytest.MonkeyPatch.context() as patch:  # the processes that train are not there
                 patch.setattr(training, "is_of_several", lambda: False)
-                passed.append(training.check_run(run, arguments))
+                lock = folder.lock_of(Path(arguments[1].output_dir))
+                passed.append(training.check_run(dataclasses.replace(run, lock=lock), arguments))
             raise runs.RecipeStopped
 
         run = runs.Run(str(recipe), config, processes, tiny=tiny, trains=True)
-        with runs.running(runs.StartedRecipe(run, check, look)):
+        with runs.running(runs.StartedRecipe(run, on_flags, on_arguments=check)):
             runpy.run_path(str(recipe), run_name="__main__")
         return bool(passed)
 

@@ -71,7 +71,7 @@ def train(trainer: Any) -> None:
                 "train() needs parse() before it: a recipe calls parse(), builds a trainer, and ends with train(trainer)"
             )
         started.trainer = trainer
-        started.finish(started)
+        started.on_train(started)
 
 
 __all__ = ["load", "parse", "train"]

@@ -80,11 +80,11 @@ class StartedRecipe:
     """A recipe that runs in this process, for training or for a command that needs what it parses or builds."""
 
     run: Run
+    # Called by `parse` with the values of all arguments, before TrainingArguments is made, which connects the processes.
+    on_flags: Callable[[Run, argparse.Namespace], Run] = use_cpu_if_asked
     # Called at the end of `parse`: checks the arguments, and changes them and the process as the run or command needs it.
-    prepare: Callable[[Run, Any], Run] = lambda run, arguments: run
-    # Called with the values of all arguments before objects are made of them: TrainingArguments connects the processes.
-    look: Callable[[Run, argparse.Namespace], Run] = use_cpu_if_asked
-    finish: Callable[["StartedRecipe"], None] = stop  # called by `train`
+    on_arguments: Callable[[Run, Any], Run] = lambda run, arguments: run
+    on_train: Callable[["StartedRecipe"], None] = stop  # called by `train`
     arguments: tuple[Any, Any, Any] | None = None  # what `parse` returns, once it has read them
     trainer: Any = None  # what `train` was called with
 

@@ -183,7 +183,7 @@ def simulate(
         contextlib.redirect_stdout(nowhere),
     ):
         own = ["--output_dir", output_dir, "--report_to", "none", "--disable_tqdm", "true", "--use_cpu", "true"]
-        plan = build_trainer(run, [*flags, *own], prepare_plan, look=set_allocator)
+        plan = build_trainer(run, [*flags, *own], prepare_plan, on_flags=set_allocator)
         allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ["PYTORCH_ALLOC_CONF"]
         limit = re.search(r"pinned_max_round_threshold_mb:(\d+)", allocator)
         ledger.pinned_limit = int(limit[1]) * 2**20 if limit else None

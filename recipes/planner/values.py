@@ -12,10 +12,10 @@ def values_of_recipe(recipe: str, flags: list[str]) -> dict[str, Any]:
     """All values by name. activation_checkpointing is None if neither recipe nor flags set it: then the config does."""
     found: dict[str, Any] = {}
 
-    def look(run: Run, values: argparse.Namespace) -> Run:
+    def keep_values(run: Run, values: argparse.Namespace) -> Run:
         found.update(vars(values))
         raise RecipeStopped
 
     run = Run(recipe, AccelerateConfig(activation_checkpointing=None))
-    run_recipe(StartedRecipe(run, look=look), flags)
+    run_recipe(StartedRecipe(run, on_flags=keep_values), flags)
     return found

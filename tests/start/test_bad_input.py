@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from harness.folder import lock
+from harness.folder import acquire, lock_of
 
 import pytest
 from conftest import ROOT, assert_one_error
@@ -194,7 +194,8 @@ def bad(workdir, rehearse):
     (folder / "adapter/adapter_config.json").write_text("{")
     (folder / "outputs/tiny").symlink_to(workdir / "outputs/tiny")
     _models(next((workdir / "outputs/tiny/.made").glob("Qwen--Qwen2-0.5B-????????")), folder)
-    held = lock(folder / "busy")
+    held = lock_of(folder / "busy")
+    acquire(held)
     yield folder
     held.release()
 

@@ -54,16 +54,16 @@ def read_arguments(
     config_class: type,
     dataset_formats: tuple[str, ...] | str,
     recipe: dict[str, Any],
-    look: Callable[[argparse.Namespace], None],
+    on_flags: Callable[[argparse.Namespace], None],
 ) -> Arguments:
     """The argument objects of a run, with the precedence that is described at the top of this file.
 
     `recipe`: the values of the recipe, by the names of the arguments; `config_class` and `dataset_formats`: see `harness.parse`.
-    `look`: called with the values of all arguments before objects are made of them.
+    `on_flags`: called with the values of all arguments before objects are made of them.
 
     Raises UserError for anything that the user can fix.
     """
-    arguments = script_args, training_args, model_args = parse_command_line(run, config_class, recipe, look)
+    arguments = script_args, training_args, model_args = parse_command_line(run, config_class, recipe, on_flags)
     if model_args.model_name_or_path and Path(model_args.model_name_or_path).is_dir():  # an adapter records it
         model_args.model_name_or_path = str(Path(model_args.model_name_or_path).absolute())
     set_dependent_values(script_args, training_args, recipe)
@@ -82,11 +82,11 @@ def read_arguments(
 class Parser(trl.TrlParser):
     """TRL's parser. Raises UserError, and records which arguments the file of --config sets, and the `values` of all arguments.
 
-    `look` is called with the values of all arguments before objects are made of them.
+    `on_flags` is called with the values of all arguments before objects are made of them.
     """
 
     given = frozenset()
-    look: Callable[[argparse.Namespace], None] | None = None
+    on_flags: Callable[[argparse.Namespace], None] | None = None
     values = argparse.Namespace()
 
     def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
@@ -94,7 +94,7 @@ class Parser(trl.TrlParser):
         if rest and not rest[0].startswith("-"):
             raise UserError(f"{rest[0]} is no flag, and no value of the flag before it: RECIPE and CONFIG come first, then flags")
         self.values = argparse.Namespace(**vars(values))
-        self.look(values)
+        self.on_flags(values)
         return values, rest
 
     def set_defaults_with_config(self, **arguments: Any) -> list[str]:
@@ -106,7 +106,7 @@ class Parser(trl.TrlParser):
 
 
 def parse_command_line(
-    run: Run, config_class: type, recipe: dict[str, Any], look: Callable[[argparse.Namespace], None]
+    run: Run, config_class: type, recipe: dict[str, Any], on_flags: Callable[[argparse.Namespace], None]
 ) -> Arguments:
     """The three argument objects, as TRL's parser makes them. `recipe`: the values of the recipe."""
     classes = (ScriptArguments, config_class, trl.ModelConfig)
@@ -121,7 +121,7 @@ def parse_command_line(
     check_names(sys.argv[1:], names | {"config"})
     check_config_file(sys.argv[1:])
     parser = Parser(classes, allow_abbrev=False)
-    parser.look = look
+    parser.on_flags = on_flags
     parser.set_defaults_with_config(
         **DEFAULTS
         | {

@@ -29,14 +29,14 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **rec
     never_ask_for_code()
     disable_peer_to_peer()
 
-    def look(values: argparse.Namespace) -> None:
-        started.run = started.look(started.run, values)
+    def on_flags(values: argparse.Namespace) -> None:
+        started.run = started.on_flags(started.run, values)
 
-    started.arguments = arguments = read_arguments(started.run, config_class, dataset_formats, recipe, look)
+    started.arguments = arguments = read_arguments(started.run, config_class, dataset_formats, recipe, on_flags)
     if is_training:
         report_failures_of(started)  # again: torch puts its own hook around it when it connects the processes
         check_calls_train(Path(started.run.recipe))
-    started.run = started.prepare(started.run, arguments)
+    started.run = started.on_arguments(started.run, arguments)
     return arguments
 
 

@@ -101,11 +101,11 @@ def run_recipe(recipe: StartedRecipe, flags: list[str]) -> None:
 def build_trainer(
     run: Run,
     flags: list[str],
-    prepare: Callable[[Run, Any], Run],
-    look: Callable[[Run, argparse.Namespace], Run] = runs.use_cpu_if_asked,
+    on_arguments: Callable[[Run, Any], Run],
+    on_flags: Callable[[Run, argparse.Namespace], Run] = runs.use_cpu_if_asked,
 ) -> StartedRecipe:
-    """Runs a recipe until it calls `train`. `prepare` and `look`: see `StartedRecipe`."""
-    recipe = StartedRecipe(run, prepare, look)
+    """Runs a recipe until it calls `train`. `on_arguments` and `on_flags`: see `StartedRecipe`."""
+    recipe = StartedRecipe(run, on_flags, on_arguments)
     run_recipe(recipe, flags)
     if recipe.trainer is None:
         raise UserError(f"{Path(run.recipe).name} ended without calling train(): is it a recipe?")

@@ -71,7 +71,7 @@ def start_of_training() -> StartedRecipe:
 
 
 def recipe_that_trains(run: Run) -> StartedRecipe:
-    return StartedRecipe(run, prepare=prepare_run, look=choose_device, finish=train)
+    return StartedRecipe(run, on_flags=choose_device, on_arguments=prepare_run, on_train=train)
 
 
 def choose_device(run: Run, values: argparse.Namespace) -> Run:

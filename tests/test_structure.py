@@ -109,49 +109,6 @@ def test_the_harness_does_not_know_the_planner():
     assert not [line for line in words if re.search(r"\bplanner\b", line)]
 
 
-@pytest.mark.parametrize(
-    ("file", "source", "expected"),
-    [
-        ("folder.py", "from harness.nodes import meeting", "folder.py:1 imports harness.nodes.meeting, which is above it"),
-        ("folder.py", "def f():\n    import harness.run.session", "folder.py:2 imports harness.run.session, which is above it"),
-        ("nodes/network.py", "from harness import f", "nodes/network.py:1 imports harness, which is above it"),
-        ("run/session.py", "from harness.start.launch import f", "session.py:1 imports harness.start.launch, which is above it"),
-        (
-            "run/session.py",
-            "import os\nif os:\n    import harness.start.launch as l",
-            "session.py:3 imports harness.start.launch",
-        ),
-        ("nodes/network.py", "from ..commands import merge", "network.py:1 imports harness.commands.merge, which is above it"),
-        ("nodes/network.py", "from .. import run", "network.py:1 imports harness.run, which does not exist"),
-        ("nodes/meeting.py", "from . import network", "meeting.py:1 imports harness.nodes.network, which imports it in turn"),
-        (
-            "nodes/network.py",
-            "from harness.nodes.network import f",
-            "network.py:1 imports harness.nodes.network, which imports it",
-        ),
-        ("configs.py", "from harness.folder import f", "configs.py:1 imports harness.folder, which imports it in turn"),
-        ("run/session.py", "from harness.nodes.metting import f", "imports harness.nodes.metting.f, which does not exist"),
-        ("run/session.py", "from harness.nodes import metting", "imports harness.nodes.metting, which does not exist"),
-        ("run/session.py", "def f():\n    from harness.folder import g", "2 imports harness.folder.g, which does not exist"),
-        ("attic/old.py", "", "attic/old.py:1 is not in LEVELS"),
-        ("nodes/network.py", "from harness import folder\nfrom harness.nodes.meeting import f\nimport torch.run", None),
-        ("start/launch.py", "from harness.run import session\nfrom ..nodes import network", None),
-        ("__init__.py", "from harness.nodes import meeting\nfrom harness.run.session import f", None),
-    ],
-)
-def test_a_wrong_import_is_found(tmp_path, file, source, expected):
-    """In a small package in which two imports are right."""
-    package = tmp_path / "harness"
-    files = dict.fromkeys(("configs.py", "commands/merge.py", "nodes/meeting.py", "start/launch.py", "run/session.py"), "")
-    files |= {"__init__.py": "", "nodes/network.py": "from harness.nodes import meeting"}
-    files |= {"folder.py": "from harness import configs", file: source}
-    for name, text in files.items():
-        (package / name).parent.mkdir(parents=True, exist_ok=True)
-        (package / name).write_text(f"{text}\n\n\ndef f():\n    pass\n")
-    found = violations(package)
-    assert any(expected in line for line in found) if expected else not found, found
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_uses_the_public_names(path):
     used = {name for _, name in imports(path, HARNESS)}

@@ -1,6 +1,5 @@
 """Python and shell are clean by the tools everybody uses."""
 
-import os
 import re
 import subprocess
 import sys
@@ -37,9 +36,3 @@ def test_commands_of_the_environment_have_a_path():
     files = [*ROOT.glob("recipes/**/*.py"), *ROOT.glob("docs/*.md"), *ROOT.glob("*.md")]
     assert command.search("`hf auth login`") and not command.search("`.venv/bin/hf auth login`")
     assert not [f"{file.name}: {match[0]}" for file in files for match in command.finditer(file.read_text())]
-
-
-@pytest.mark.xdist_group("together")
-def test_workers_keep_groups_together(request):
-    """Two of them making the same machines would be in each other's way."""
-    assert request.node.nodeid.endswith("@together") == ("PYTEST_XDIST_WORKER" in os.environ)

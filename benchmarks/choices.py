@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/choices.py            # asks the Hub, or HF_ENDPOINT, for config.json of the recipes' models
     .venv/bin/python benchmarks/choices.py 2          # the third pair only
 
-For ten pairs of machine and recipe it simulates all configs × micro-batches × activation checkpointing, and prints the table of
-docs/measurements.md: the choice, and the fastest other combination that fits. Needs no GPU.
+For ten pairs of machine and recipe it simulates all configs × micro-batches × activation checkpointing, and prints a table: the
+choice, and the fastest other combination that fits. Needs no GPU.
 """
 
 import os

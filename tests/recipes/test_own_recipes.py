@@ -5,7 +5,6 @@ import re
 import shutil
 from pathlib import Path
 
-import harness
 from harness.commands import report
 
 import pytest
@@ -191,11 +190,6 @@ def test_recipe_of_the_page(fork_launch, workdir, tmp_path):
     assert read(run, "data.json")["skipped"], "keep drops the empty row"
     again = fork_launch(*command, cwd=workdir)
     assert again.returncode == 0 and "is finished: 2 steps" in again.stdout and "Training " not in again.stdout
-
-
-def test_help_of_parse_says_what_the_page_says():
-    assert all(name in harness.parse.__doc__ for name in ("config_class", "dataset_formats", "docs/your-recipe.md"))
-    assert "keep" in harness.load.__doc__ and "any class" in harness.train.__doc__
 
 
 def test_help(launch):

@@ -227,8 +227,7 @@ def check_run():
     from harness.start import machine, training
 
     def on_flags(run, values):
-        values.use_cpu = machine.must_use_cpu(run, values)
-        return dataclasses.replace(run, on_cpu=values.use_cpu)
+        return dataclasses.replace(run, on_cpu=machine.must_use_cpu(run, values))
 
     def call(recipe, config, processes, tiny=False):
         passed = []
@@ -236,8 +235,10 @@ def check_run():
         def check(run, arguments):
             with pytest.MonkeyPatch.context() as patch:  # the processes that train are not there
                 patch.setattr(training, "is_of_several", lambda: False)
-                lock = folder.lock_of(Path(arguments[1].output_dir))
-                passed.append(training.check_run(dataclasses.replace(run, lock=lock), arguments))
+                gpu = runs.GpuFeatures(*training.check_nodes_and_arguments(run, arguments))
+                run = dataclasses.replace(run, gpu=gpu, lock=folder.lock_of(Path(arguments[1].output_dir)))
+                training.set_model_options(run, arguments)
+                passed.append(training.check_run(run, arguments))
             raise runs.RecipeStopped
 
         run = runs.Run(str(recipe), config, processes, tiny=tiny, trains=True)

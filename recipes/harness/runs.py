@@ -66,11 +66,6 @@ class RecipeStopped(BaseException):
     """Ends a recipe of which a command needs no more. Not an Exception, so that a recipe does not catch it."""
 
 
-def use_cpu_if_asked(run: Run, values: argparse.Namespace) -> Run:
-    values.use_cpu = values.use_cpu or run.on_cpu
-    return run
-
-
 def stop(recipe: "StartedRecipe") -> None:
     raise RecipeStopped
 
@@ -80,8 +75,8 @@ class StartedRecipe:
     """A recipe that runs in this process, for training or for a command that needs what it parses or builds."""
 
     run: Run
-    # Called by `parse` with the values of all arguments, before TrainingArguments is made, which connects the processes.
-    on_flags: Callable[[Run, argparse.Namespace], Run] = use_cpu_if_asked
+    # Called by `parse` with the values of all arguments, before it makes objects of them.
+    on_flags: Callable[[Run, argparse.Namespace], Run] = lambda run, values: run
     # Called at the end of `parse`: checks the arguments, and changes them and the process as the run or command needs it.
     on_arguments: Callable[[Run, Any], Run] = lambda run, arguments: run
     on_train: Callable[["StartedRecipe"], None] = stop  # called by `train`

@@ -28,7 +28,7 @@ from harness.messages import UserError
 from harness.model.gpu_features import VARLEN
 from harness.model.loading import build_adapter_on_meta, check_architecture
 from harness.model.packing import check_packing
-from harness.run.losses import own_loss
+from harness.run.losses import Loss, own_loss
 from harness.run.parameters import freeze_unused_parts
 from harness.run.sharding import AfterWrapping, local_tensor, prepare_sharding
 from harness.runs import GpuFeatures, RecipeStopped, Run, StartedRecipe
@@ -224,13 +224,13 @@ def simulate_training(
     if trainer.args.torch_compile:
         compile_layers(trainer.model, ledger)
     freeze_unused_parts(trainer)
-    show_buffers = prepare_sharding(trainer, config)  # called by `AfterWrapping`
+    hidden = prepare_sharding(trainer, config)
     simulation = describe_run(plan, batch)
     if trainer.is_fsdp_enabled:
         # With it, accelerate moves the model to the meta device and waits for the weights of the first process.
         trainer.accelerator.state.fsdp_plugin.cpu_ram_efficient_loading = False
     trainer.args.eval_on_start = False  # an evaluation is simulated after the step
-    trainer.add_callback(AfterWrapping(trainer, config, plan.run.processes, own_loss(trainer) is not None, show_buffers))
+    trainer.add_callback(AfterWrapping(trainer, config, plan.run.processes, Loss(own=own_loss(trainer)), hidden))
     step = SimulatedStep(trainer, config, ledger, fakes, batch, simulation, with_evaluation)
     trainer.add_callback(step)
     count_wrapping(trainer, ledger, fakes)

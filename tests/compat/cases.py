@@ -93,12 +93,12 @@ def hide_saved_buffers(changed: bool) -> list[str]:
     model = tiny_llama()
     model.model.register_buffer("expert_bias", torch.ones(2))
     trainer = types.SimpleNamespace(model=model, accelerator=accelerator, args=types.SimpleNamespace(device=accelerator.device))
-    show_buffers = accelerate_changes.hide_saved_buffers(trainer) if changed else None
+    hidden = accelerate_changes.hide_saved_buffers(trainer) if changed else []
     weights = model.state_dict()
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     fsdp_utils.fsdp2_load_full_state_dict(accelerator, model, weights)
-    if show_buffers:
-        show_buffers()
+    for module, name in hidden:
+        module.register_buffer(name, getattr(module, name), persistent=True)
     return [name for name in model.state_dict() if "bias" in name]
 
 

@@ -183,7 +183,7 @@ def make_trainer(kind, folder, **arguments):
 
 
 def prepare(trainer):
-    loss, _ = find_loss(trainer)
+    loss = find_loss(trainer)
     add_parts(trainer, None, None, Run("recipe.py"), loss=loss)
     return loss
 
@@ -237,7 +237,7 @@ def test_half_of_a_loss_that_is_divided_is_refused(tmp_path, monkeypatch):
         find_loss(make_trainer("half", tmp_path))
     Own.loss_is_scaled_for_ga = True
     try:
-        assert find_loss(make_trainer("half", tmp_path))[0].divides, "the class says so"
+        assert find_loss(make_trainer("half", tmp_path)).divides, "the class says so"
     finally:
         del Own.loss_is_scaled_for_ga
 
@@ -281,7 +281,7 @@ def test_metrics_of_dpo_are_means_over_pairs_and_tokens(tmp_path, rows):
     reference, model = language_model(), language_model()
     data = Dataset.from_list(rows_of_text)
     trainer = DPOTrainer(model, reference, args=args, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
-    add_parts(trainer, None, None, Run("recipe.py"), loss=find_loss(trainer)[0])
+    add_parts(trainer, None, None, Run("recipe.py"), loss=find_loss(trainer))
     found = trainer.evaluate()
 
     chosen_tokens = correct = 0

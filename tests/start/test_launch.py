@@ -63,7 +63,8 @@ def pasted(monkeypatch):
         read = []
         for words in ([], shlex.split("\n".join(shown), comments=True)):
             monkeypatch.setattr(sys, "argv", [str(recipe), "--output_dir", "any", "--use_cpu", "--bf16", "false", *words])
-            parts = arguments.read_arguments(Run(str(recipe)), called[0][0], (), called[0][1], lambda values: None)
+            run, (config_class, values) = Run(str(recipe)), called[0]
+            parts = arguments.make_arguments(run, *arguments.read_values(run, config_class, values), config_class, (), values)
             read.append([{name: value for name, value in vars(part).items() if name not in NO_FLAGS} for part in parts])
         return read
 

@@ -1,13 +1,12 @@
 """Which source sets an argument, where several do: see the top of `harness/start/arguments.py`."""
 
-import functools
 import os
 import sys
 
 from harness.configs import AccelerateConfig
-from harness.runs import Run, use_cpu_if_asked
+from harness.runs import Run
 from harness.start import arguments
-from harness.start.arguments import DEFAULTS, read_arguments
+from harness.start.arguments import DEFAULTS, make_arguments, read_values
 from harness.start.environment import LEFT_TO_ARGUMENTS
 
 import pytest
@@ -31,7 +30,8 @@ def read(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", words)
         recipe = {"dataset_name": NAME} | (recipe or {})
         run = Run("recipe.py", AccelerateConfig(**(config or {})), tiny=tiny, on_cpu=True)
-        parsed = read_arguments(run, SFTConfig, (), recipe, functools.partial(use_cpu_if_asked, run))
+        values, given = read_values(run, SFTConfig, recipe)
+        parsed = make_arguments(run, values, given, SFTConfig, (), recipe)
         return {name: value for part in reversed(parsed) for name, value in vars(part).items()}
 
     return call
@@ -130,5 +130,5 @@ def test_given_arguments(read):
     """Those of flags, in any spelling, and those of the file of --config."""
     flags = ["--max-steps", "5", "--bf16=false", "--no_dataloader_pin_memory"]
     found = read(flags, file={"seed": 3}, recipe={"learning_rate": 1e-5})
-    assert found["given"] == {"config", "max_steps", "bf16", "dataloader_pin_memory", "seed"}
+    assert found["given"] == {"max_steps", "bf16", "dataloader_pin_memory", "seed"}
     assert found["dataloader_pin_memory"] is False

@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
 from harness.compat.guards import changes
@@ -80,10 +79,10 @@ def give_weights_addresses(model: Any) -> None:
 
 
 @changes("accelerate.utils.fsdp_utils:fsdp2_load_full_state_dict(accelerator, model, full_sd, cpu_offload)")
-def hide_saved_buffers(trainer: Any) -> Callable[[], None]:
+def hide_saved_buffers(trainer: Any) -> list[tuple[Any, str]]:
     """Makes saved buffers, such as the bias that balances experts, non-persistent while accelerate shards.
 
-    Returns a function that makes them persistent again. Collective.
+    Returns them, as modules and names, to be made persistent again. Collective.
 
     accelerate broadcasts the state dict as if it held sharded parameters only, and fails at a buffer. What is not in the
     state dict it leaves on every process as it is, so the buffers are broadcast here.
@@ -103,9 +102,4 @@ def hide_saved_buffers(trainer: Any) -> Callable[[], None]:
                 torch.distributed.broadcast(on_device, 0)  # only the first process has read the model
                 module.register_buffer(name, on_device.cpu(), persistent=False)  # the weights are on the CPU as well
                 hidden.append((module, name))
-
-    def show() -> None:
-        for module, name in hidden:
-            module.register_buffer(name, getattr(module, name), persistent=True)
-
-    return show
+    return hidden

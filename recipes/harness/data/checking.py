@@ -58,7 +58,7 @@ def check_rows(data: DataSettings, source: Source, rows: Rows, split: str, is_sm
         if is_small and isinstance(rows, TextFiles):
             rows.as_dataset(data.streaming)
         return conversion, first.converted
-    examined = examine_all(rows, conversion, source, split)  # the run reads the result from the cache
+    examined = examine_all(rows, conversion, source, split)  # a run that does not stream reads the result from the cache
     return conversion, first.converted + one_of_every_kind(examined)
 
 

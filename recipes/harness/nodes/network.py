@@ -62,18 +62,19 @@ def values_of_nodes() -> list[Any]:
     return [json.loads(store.get(key)) for key in keys]
 
 
-def answer_of_first(find: Callable[[], T], first_of_node: bool = False) -> T:
+def answer_of_first(question: str, find: Callable[[], T], first_of_node: bool = False) -> T:
     """What `find` returns in the first process, on all processes. They wait for it without a time limit.
 
     If it raises UserError or exits, the others exit with the same code, without a message. `find` returns what JSON can have.
-    `first_of_node`: the first process of each node, for those of the node.
+    `question`: a name that no other question of the run has. `first_of_node`: the first process of each node, for those of the
+    node.
     """
     if not is_of_several():
         return find()
     node = os.environ.get("GROUP_RANK", "0") if first_of_node else "all"
     is_first = os.environ["LOCAL_RANK" if first_of_node else "RANK"] == "0"
     readers = int(os.environ["LOCAL_WORLD_SIZE" if first_of_node else "WORLD_SIZE"]) - 1
-    store, answer, read = _store_of_run(), f"answer/{node}", f"read/{node}"
+    store, answer, read = _store_of_run(), f"answer/{question}/{node}", f"read/{question}/{node}"
     if is_first:
         try:
             value = find()

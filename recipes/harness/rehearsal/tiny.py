@@ -1,7 +1,7 @@
 """What a rehearsal (--tiny) trains instead of the recipe's model and dataset.
 
 A rehearsal replaces the model by a tiny one (two layers of the original's architecture, its special tokens and chat template,
-random weights), and a dataset of tiny_data.yaml by a small one, once per working directory and before any process starts, below
+random weights), and a dataset of tiny_data.yaml by a small one. The first process makes them, once per working directory, below
 `outputs/tiny/.made`. Other datasets are not replaced: `load` reads their first rows as in a run, and shortens them.
 """
 

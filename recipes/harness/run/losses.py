@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from harness.compat.trl import logged_metrics
@@ -47,6 +47,8 @@ class Loss:
     is_measured: bool = True  # False: it is to be measured once the model is sharded
     is_stated: bool = False  # the class of the trainer says how the accumulation is to treat it
     has_empty_rows: bool = False  # rows without a label were added to the training data
+    rows: list = field(default_factory=list)  # the first ones of the training data, to measure it with
+    make_batch: Callable[[list], Any] | None = None  # of rows, as the trainer's loader does
     batch: Any = None  # a micro-batch with which the loss was measured
 
     def is_empty(self, tokens: torch.Tensor | None) -> bool:
@@ -78,8 +80,8 @@ class Loss:
         return processes / self.factor if self.divides else tokens * processes / of_step
 
 
-def find_loss(trainer: Trainer) -> tuple[Loss, Callable[[], None]]:
-    """The loss of a trainer, and what to call once the model is sharded, which measures it if it could not be before.
+def find_loss(trainer: Trainer) -> Loss:
+    """The loss of a trainer. `measure` is to be called once the model is sharded, if `is_measured` is False.
 
     transformers 5.23 passes `num_items_in_batch` to every model whose `forward` has **kwargs, to a `compute_loss_func` and to a
     `compute_loss` of the recipe's own, and takes the result for a sum that was divided by it. Most classifiers,
@@ -91,23 +93,22 @@ def find_loss(trainer: Trainer) -> tuple[Loss, Callable[[], None]]:
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     shifts = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss and not is_encoder_decoder
     loss = Loss(own=own_loss(trainer), shifts_labels=shifts, is_cross_entropy=is_cross_entropy(trainer))
-    own = loss.own
-    if own is None and isinstance(trainer, SFTTrainer):
+    if loss.own is None and isinstance(trainer, SFTTrainer):
         loss.shifts_labels = True
         trainer.model_accepts_loss_kwargs = True  # its loss uses the number, whatever the model does
-        return loss, lambda: None
+        return loss
     if trainer.loss_is_scaled_for_ga is not None and trainer.compute_loss.__module__.startswith("trl."):  # such as DPOTrainer
         loss.unit = "row"
-        return loss, lambda: None
-    batches = read_first_rows(trainer)
-    if batches is None:
-        return loss, lambda: None
-    loss.is_right = False
+        return loss
+    with unchanged(trainer):
+        loss.rows, loss.make_batch = read_first_rows(trainer)
+        has_names = isinstance(loss.make_batch(loss.rows[:1]), Mapping)
+    if not has_names:
+        return loss
+    loss.is_right = loss.is_measured = False
     if not trainer.is_fsdp_enabled:
-        measure(trainer, loss, *batches)
-        return loss, lambda: None
-    loss.is_measured = False
-    return loss, lambda: measure(trainer, loss, *batches)
+        measure(trainer, loss)
+    return loss
 
 
 def own_loss(trainer: Trainer) -> str | None:
@@ -134,27 +135,22 @@ def is_cross_entropy(trainer: Trainer) -> bool:
     return bool(is_of_library and classes & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()} and not adds_router_loss)
 
 
-def read_first_rows(trainer: Trainer) -> tuple[list, Callable[[list], Any]] | None:
-    """The first rows of the training data, and what makes a batch of them; None if a batch has no names."""
-    with unchanged(trainer):
-        loader = trainer.get_train_dataloader()
-        dataset = loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
-        rows = list(itertools.islice(dataset, max(ROWS, trainer.args.train_batch_size)))
-
-        def make_batch(of_rows: list) -> Any:
-            return send_to_device(loader.collate_fn(of_rows), trainer.args.device)
-
-        return (rows, make_batch) if isinstance(make_batch(rows[:1]), Mapping) else None
+def read_first_rows(trainer: Trainer) -> tuple[list, Callable[[list], Any]]:
+    """The first rows of the training data, and what makes a batch of them."""
+    loader = trainer.get_train_dataloader()
+    dataset = loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
+    rows = list(itertools.islice(dataset, max(ROWS, trainer.args.train_batch_size)))
+    return rows, lambda of_rows: send_to_device(loader.collate_fn(of_rows), trainer.args.device)
 
 
-def measure(trainer: Trainer, loss: Loss, rows: list, make_batch: Callable[[list], Any]) -> None:
+def measure(trainer: Trainer, loss: Loss) -> None:
     """Computes the loss of a few rows to find what it is a mean of. All processes get the same rows, and the same answer.
 
     Raises UserError if the loss of a micro-batch is neither divided by `num_items_in_batch` nor a mean.
     """
     loss.is_stated = trainer.loss_is_scaled_for_ga is not None
     with unchanged(trainer):
-        batch = make_batch(rows[: trainer.args.train_batch_size])
+        batch = loss.make_batch(loss.rows[: trainer.args.train_batch_size])
         factor, ratio = ask_for_count(trainer, loss, batch)
         if loss.is_stated:
             ratio = 0.5 if trainer.loss_is_scaled_for_ga else 1.0
@@ -167,8 +163,9 @@ def measure(trainer: Trainer, loss: Loss, rows: list, make_batch: Callable[[list
             )
         loss.divides = ratio is not None and ratio < 0.75
         loss.factor = factor if loss.divides else 1.0
-        loss.unit = "token" if loss.divides else ask_for_unit(trainer, loss, rows, make_batch)
+        loss.unit = "token" if loss.divides else ask_for_unit(trainer, loss)
     loss.is_measured, loss.batch = True, batch
+    loss.rows, loss.make_batch = [], None
     if loss.has_empty_rows and loss.unit == "row":
         raise UserError(
             "--dataloader_drop_last: the loss is a mean over rows, and those that were added to complete the last step have no "
@@ -199,8 +196,9 @@ def ask_for_count(trainer: Trainer, loss: Loss, batch: Any) -> tuple[float, floa
     return value_of_first((factor, twice / once) if is_known else (1.0, 0.5))
 
 
-def ask_for_unit(trainer: Trainer, loss: Loss, rows: list, make_batch: Callable[[list], Any]) -> str:
+def ask_for_unit(trainer: Trainer, loss: Loss) -> str:
     """Whether a loss is the mean over the tokens or over the rows of its batch: the loss of two rows against those of each."""
+    rows, make_batch = loss.rows, loss.make_batch
     alone = [make_batch([row]) for row in rows[:ROWS]]
     counts = [int(tokens) if (tokens := loss.tokens(batch)) is not None else 0 for batch in alone]
     has_labels = any(counts)

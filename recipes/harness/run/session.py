@@ -71,8 +71,8 @@ def _train(trainer: Trainer, run: Run) -> None:
     report_dropped_rows(trainer)
     output_dir = Path(trainer.args.output_dir)
     freeze_unused_parts(trainer)
-    show_buffers = prepare_sharding(trainer, run.config)  # called by `AfterWrapping`
-    loss, measure_loss = find_loss(trainer)  # before the layers are compiled
+    hidden = prepare_sharding(trainer, run.config)
+    loss = find_loss(trainer)  # before the layers are compiled
     prepare_trainer(trainer, loss)
     group, for_failures = make_cpu_group(trainer.args.ddp_timeout), make_group_for_failures()
     checkpoint = find_checkpoint(trainer.args)
@@ -88,7 +88,7 @@ def _train(trainer: Trainer, run: Run) -> None:
     stop = StopAfterSignal(group)
     del group
     callbacks = [
-        AfterWrapping(trainer, run.config, run.processes, loss.own is not None, show_buffers, measure_loss),
+        AfterWrapping(trainer, run.config, run.processes, loss, hidden),
         # Before Checkpoints: a checkpoint with NaN in it must not get a completion marker.
         StopOnNan(),
         # Before Checkpoints: the completion marker lists the file of the position.

@@ -1,7 +1,6 @@
 """Sharding: what accelerate must know before it wraps the model, what FSDP2 does after it, and a check of the result."""
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 
 from harness.compat.accelerate import give_weights_addresses, hide_saved_buffers
@@ -10,6 +9,7 @@ from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
 from harness.messages import UserError, print_once
 from harness.model.quantized import prepare_quantized_model
+from harness.run.losses import Loss, measure
 
 import torch
 from accelerate import Accelerator
@@ -23,8 +23,11 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
-def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> Callable[[], None]:
-    """Sets what accelerate reads when it wraps the model; returns what to call once it is wrapped."""
+HiddenBuffers = list[tuple[torch.nn.Module, str]]
+
+
+def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> HiddenBuffers:
+    """Sets what accelerate reads when it wraps the model; returns the buffers that `AfterWrapping` shows again."""
     if trainer.is_fsdp_enabled:
         set_mixed_precision(trainer, config.reduce_dtype)
         set_offload(trainer)
@@ -37,7 +40,7 @@ def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> Callable[[],
     trainer.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO  # see `compile_layers`
     if trainer.accelerator.ddp_handler:
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True  # otherwise DDP holds the gradients twice
-    return hide_saved_buffers(trainer) if trainer.is_fsdp_enabled else lambda: None
+    return hide_saved_buffers(trainer) if trainer.is_fsdp_enabled else []
 
 
 def set_mixed_precision(trainer: Trainer, reduce_dtype: str) -> None:
@@ -165,12 +168,9 @@ def compile_layers(trainer: Trainer) -> None:
 class AfterWrapping(TrainerCallback):
     """Once the model is wrapped: checks the sharding, and sets when weights are all-gathered and gradients are reduced."""
 
-    def __init__(
-        self, trainer: Trainer, config: AccelerateConfig, processes: int, has_own_loss: bool, *then: Callable[[], None]
-    ) -> None:
-        """`has_own_loss`: the loss is computed of the model's outputs. `then`: what else is to be called."""
-        self.accelerator, self.config, self.processes = trainer.accelerator, config, processes
-        self.has_own_loss, self.then = has_own_loss, then
+    def __init__(self, trainer: Trainer, config: AccelerateConfig, processes: int, loss: Loss, hidden: HiddenBuffers) -> None:
+        """`hidden`: what `prepare_sharding` has returned."""
+        self.trainer, self.config, self.processes, self.loss, self.hidden = trainer, config, processes, loss, hidden
         for other in vars(trainer).values():  # such as a reference model, which is wrapped when the trainer is built
             if isinstance(other, FSDPModule):
                 return_float32(other)
@@ -180,14 +180,14 @@ class AfterWrapping(TrainerCallback):
     ) -> None:
         """Checks the sharding, which accelerate has just done, and sets what can only be set on a sharded model."""
         if self.config.path:
-            check_sharding(model, self.accelerator, self.config, self.processes)
+            check_sharding(model, self.trainer.accelerator, self.config, self.processes)
         if not self.config.reshard_after_backward:
             gather_once_per_step(model)
         if self.config.reduce_each_batch:
             reduce_each_batch(model)
         if isinstance(model, FSDPModule):
             gather_experts_early(model)
-            if self.has_own_loss:
+            if self.loss.own:
                 return_float32(model)
             head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
             is_tied = head is not None and head.weight is getattr(embedding, "weight", None)
@@ -195,8 +195,10 @@ class AfterWrapping(TrainerCallback):
                 keep_head_gathered(model, head)
             if not is_tied:  # tied ones are one FSDP unit
                 skip_frozen_embedding_in_backward(embedding)
-        for function in self.then:
-            function()
+        for module, name in self.hidden:
+            module.register_buffer(name, getattr(module, name), persistent=True)
+        if not self.loss.is_measured:
+            measure(self.trainer, self.loss)
 
 
 def return_float32(model: FSDPModule) -> None:

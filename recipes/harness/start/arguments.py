@@ -17,7 +17,6 @@ import math
 import os
 import sys
 import typing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +48,59 @@ DEFAULTS = {
 Arguments = tuple[ScriptArguments, TrainingArguments, trl.ModelConfig]
 
 
-def read_arguments(
+def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> tuple[argparse.Namespace, set[str]]:
+    """The values of all arguments, and the names of those that a flag or the file of --config sets. Connects no process.
+
+    `recipe`: the values of the recipe, by the names of the arguments; `config_class`: see `harness.parse`.
+    Raises UserError for anything that the user can fix.
+    """
+    classes, words = (ScriptArguments, config_class, trl.ModelConfig), sys.argv[1:]
+    names = {field.name for cls in classes for field in dataclasses.fields(cls)}
+    for name in recipe:
+        if name not in names:
+            raise UserError(f"{Path(run.recipe).name}: {unknown_flag(name, sorted(names))}")
+    if {"--help", "-h"} & set(words):
+        print_once(help_text(Path(run.recipe), config_class, recipe))
+        sys.exit(0)
+    check_passwords(words)
+    check_names(words, names | {"config"})
+    words, in_file = take_config_file(words)
+    if unknown := in_file.keys() - names:
+        raise UserError(unknown_flag(f"--{min(unknown)}", [f"--{name}" for name in names]))
+    parser = Parser(classes, allow_abbrev=False)
+    parser.set_defaults_with_config(
+        **DEFAULTS
+        | {"disable_tqdm": not sys.stderr.isatty()}  # in a log file a progress bar is a thousand lines
+        | values_of_config(run.config)
+        | {"output_dir": run.default_output_dir}
+        | recipe
+        # A rehearsal must not claim the folder of the run.
+        | (tiny.VALUES | {"output_dir": run.default_output_dir} if run.tiny else {})
+        | in_file
+    )
+    values, rest = parser.parse_known_args(words)
+    if rest:
+        raise UserError(f"{rest[0]} is no flag, and no value of the flag before it: RECIPE and CONFIG come first, then flags")
+    flags = {word[2:].split("=")[0].replace("-", "_").removeprefix("no_") for word in words if word.startswith("--")}
+    return values, flags | in_file.keys()
+
+
+def make_arguments(
     run: Run,
+    values: argparse.Namespace,
+    given: set[str],
     config_class: type,
     dataset_formats: tuple[str, ...] | str,
     recipe: dict[str, Any],
-    on_flags: Callable[[argparse.Namespace], None],
 ) -> Arguments:
-    """The argument objects of a run, with the precedence that is described at the top of this file.
-
-    `recipe`: the values of the recipe, by the names of the arguments; `config_class` and `dataset_formats`: see `harness.parse`.
-    `on_flags`: called with the values of all arguments before objects are made of them.
+    """The three argument objects, of what `read_values` has found. Connects the processes: TrainingArguments does.
 
     Raises UserError for anything that the user can fix.
     """
-    arguments = script_args, training_args, model_args = parse_command_line(run, config_class, recipe, on_flags)
+    used = vars(values) | {"use_cpu": run.on_cpu or values.use_cpu}
+    arguments = script_args, training_args, model_args = make_objects(used, config_class)
+    script_args.given = given
+    script_args.settings = settings_of(values, tuple(map(type, arguments)))
     if model_args.model_name_or_path and Path(model_args.model_name_or_path).is_dir():  # an adapter records it
         model_args.model_name_or_path = str(Path(model_args.model_name_or_path).absolute())
     set_dependent_values(script_args, training_args, recipe)
@@ -72,7 +109,7 @@ def read_arguments(
     before = settings_of_continued_run(run, training_args.output_dir) if run.trains else {}
     set_steps(arguments, recipe, processes, run.tiny, before)
     data = settings_of_data(script_args, training_args, dataset_formats)
-    if run.tiny and "max_eval_samples" not in script_args.given:
+    if run.tiny and "max_eval_samples" not in given:
         data = data.hold_out_at_least(recipe.get("max_eval_samples", ScriptArguments.max_eval_samples))
     script_args.data = data
     script_args.repository = take_repository(training_args)
@@ -80,77 +117,20 @@ def read_arguments(
 
 
 class Parser(trl.TrlParser):
-    """TRL's parser. Raises UserError, and records which arguments the file of --config sets, and the `values` of all arguments.
-
-    `on_flags` is called with the values of all arguments before objects are made of them.
-    """
-
-    given = frozenset()
-    on_flags: Callable[[argparse.Namespace], None] | None = None
-    values = argparse.Namespace()
-
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
-        values, rest = super().parse_known_args(*args, **kwargs)
-        if rest and not rest[0].startswith("-"):
-            raise UserError(f"{rest[0]} is no flag, and no value of the flag before it: RECIPE and CONFIG come first, then flags")
-        self.values = argparse.Namespace(**vars(values))
-        self.on_flags(values)
-        return values, rest
-
-    def set_defaults_with_config(self, **arguments: Any) -> list[str]:
-        self.given = frozenset(arguments)
-        return super().set_defaults_with_config(**arguments)
+    """TRL's parser, which raises UserError."""
 
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(message.split("\n")[0])
 
 
-def parse_command_line(
-    run: Run, config_class: type, recipe: dict[str, Any], on_flags: Callable[[argparse.Namespace], None]
-) -> Arguments:
-    """The three argument objects, as TRL's parser makes them. `recipe`: the values of the recipe."""
-    classes = (ScriptArguments, config_class, trl.ModelConfig)
-    names = {field.name for cls in classes for field in dataclasses.fields(cls)}
-    for name in recipe:
-        if name not in names:
-            raise UserError(f"{Path(run.recipe).name}: {unknown_flag(name, sorted(names))}")
-    if {"--help", "-h"} & set(sys.argv[1:]):
-        print_once(help_text(Path(run.recipe), config_class, recipe))
-        sys.exit(0)
-    check_passwords(sys.argv[1:])
-    check_names(sys.argv[1:], names | {"config"})
-    check_config_file(sys.argv[1:])
-    parser = Parser(classes, allow_abbrev=False)
-    parser.on_flags = on_flags
-    parser.set_defaults_with_config(
-        **DEFAULTS
-        | {
-            "output_dir": run.default_output_dir,
-            "disable_tqdm": not sys.stderr.isatty(),  # in a log file a progress bar is a thousand lines
-        }
-        | values_of_config(run.config)
-        | recipe
-        # A rehearsal must not claim the folder of the run.
-        | (tiny.VALUES | {"output_dir": run.default_output_dir} if run.tiny else {})
-    )
-    parser.given = frozenset()  # from here on, what the file of --config sets
-    *parsed, rest = _parse(parser)
-    if rest:  # keys of the file of --config; `Parser` refuses flags
-        raise UserError(unknown_flag(rest[0], [f"--{name}" for name in names]))
-    words = (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--"))
-    flags = {word[2:].replace("-", "_").removeprefix("no_") for word in words}
-    parsed[0].given = parser.given | flags
-    parsed[0].settings = settings_of(parser.values, classes)
-    return tuple(parsed)
-
-
-def _parse(parser: Parser) -> tuple:
-    """What the parser makes of the flags and the file of --config, and the flags that it does not know."""
+def make_objects(values: dict[str, Any], config_class: type) -> Arguments:
+    """An object of each class, whose checks raise UserError."""
     try:
-        return parser.parse_args_and_config(return_remaining_strings=True)
-    except IndexError as error:  # TRL takes the word after --config
-        raise UserError("--config needs the path of a YAML file with arguments") from error
-    except DistError as error:  # TrainingArguments connects the processes
+        return tuple(
+            cls(**{field.name: values[field.name] for field in dataclasses.fields(cls) if field.init})
+            for cls in (ScriptArguments, config_class, trl.ModelConfig)
+        )
+    except DistError as error:
         exit_with_causes(error)
     except json.JSONDecodeError as error:
         raise UserError(f"{error.doc} is not JSON ({error.msg}), which the flag before it needs") from error
@@ -163,14 +143,18 @@ def _parse(parser: Parser) -> tuple:
         raise UserError(reason) from error
 
 
-def check_config_file(words: list[str]) -> None:
-    """Raises UserError for a file of --config that is none, and for `env` in it.
+def take_config_file(words: list[str]) -> tuple[list[str], dict[str, Any]]:
+    """The flags without --config, and the values in its file, {} without one.
 
-    Environment variables can start programs, and send what is loaded elsewhere.
+    Raises UserError for a file that is none, and for `env` in it: variables can start programs, and send what is loaded
+    elsewhere.
     """
-    if "--config" not in words[:-1]:
-        return
-    path = words[words.index("--config") + 1]
+    if "--config" not in words:
+        return words, {}
+    place = words.index("--config")
+    if place + 1 == len(words):
+        raise UserError("--config needs the path of a YAML file with arguments")
+    path = words[place + 1]
     if not Path(path).is_file():
         raise UserError(f"--config: file not found: {path}")
     values = read_yaml(path, "--config")
@@ -178,6 +162,7 @@ def check_config_file(words: list[str]) -> None:
         raise UserError(f"--config: {path} has no keys: expected lines of `argument: value`")
     if "env" in values:
         raise UserError(f"--config: env of {path} is not read: set environment variables in the shell")
+    return words[:place] + words[place + 2 :], values
 
 
 def set_dependent_values(script_args: ScriptArguments, training_args: TrainingArguments, recipe: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """What a recipe's `parse` does: it finds how the recipe was started, reads the arguments, and prepares the run or command."""
 
-import argparse
 import logging
 import os
 import re
@@ -11,7 +10,7 @@ from typing import Any
 from harness import runs
 from harness.compat.transformers import never_ask_for_code
 from harness.messages import UserError, is_first_process
-from harness.start.arguments import Arguments, read_arguments
+from harness.start.arguments import Arguments, make_arguments, read_values
 from harness.start.recipes import begin_process, report_failures_of
 from harness.start.training import start_of_training
 
@@ -29,10 +28,9 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **rec
     never_ask_for_code()
     disable_peer_to_peer()
 
-    def on_flags(values: argparse.Namespace) -> None:
-        started.run = started.on_flags(started.run, values)
-
-    started.arguments = arguments = read_arguments(started.run, config_class, dataset_formats, recipe, on_flags)
+    values, given = read_values(started.run, config_class, recipe)
+    started.run = started.on_flags(started.run, values)
+    started.arguments = arguments = make_arguments(started.run, values, given, config_class, dataset_formats, recipe)
     if is_training:
         report_failures_of(started)  # again: torch puts its own hook around it when it connects the processes
         check_calls_train(Path(started.run.recipe))

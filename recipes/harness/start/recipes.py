@@ -102,7 +102,7 @@ def build_trainer(
     run: Run,
     flags: list[str],
     on_arguments: Callable[[Run, Any], Run],
-    on_flags: Callable[[Run, argparse.Namespace], Run] = runs.use_cpu_if_asked,
+    on_flags: Callable[[Run, argparse.Namespace], Run] = lambda run, values: run,
 ) -> StartedRecipe:
     """Runs a recipe until it calls `train`. `on_arguments` and `on_flags`: see `StartedRecipe`."""
     recipe = StartedRecipe(run, on_flags, on_arguments)

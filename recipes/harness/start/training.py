@@ -81,7 +81,6 @@ def choose_device(run: Run, values: argparse.Namespace) -> Run:
     else:
         on_cpu = run.on_cpu or values.use_cpu
         check_start_without_launcher(run, values, on_cpu)
-    values.use_cpu = on_cpu
     machine.set_allocator(run, values)
     if on_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few
@@ -91,22 +90,21 @@ def choose_device(run: Run, values: argparse.Namespace) -> Run:
 
 
 def prepare_run(run: Run, arguments: Arguments) -> Run:
-    """The first process checks the run and claims its output directory, while the others wait; then all prepare themselves."""
+    """The first process checks the run and claims its output directory, while the others wait; all prepare themselves."""
     script_args, training_args, model_args = arguments
     if is_of_several():
         publish_of_node(facts_of_node(run, training_args))
-    run = dataclasses.replace(run, lock=folder.lock_of(Path(training_args.output_dir)))
-    answer = answer_of_first(lambda: check_run(run, arguments))
-    run = dataclasses.replace(run, gpu=GpuFeatures(*answer["gpu"]))
+    gpu = GpuFeatures(*answer_of_first("arguments", lambda: check_nodes_and_arguments(run, arguments)))
+    run = dataclasses.replace(run, gpu=gpu, lock=folder.lock_of(Path(training_args.output_dir)))
+    set_model_options(run, arguments)
+    answer = answer_of_first("run", lambda: check_run(run, arguments))
     for name, value in answer["steps"].items():
         setattr(training_args, name, value)
-    if training_args.process_index:
-        set_model_options(run, arguments)
-        replace_model_and_dataset(run, arguments)
+    replace_model_and_dataset(run, arguments)
     if run.nodes > 1 and training_args.save_strategy != "no":
         check_folder_is_shared(Path(training_args.output_dir), answer["file"])
     if model_args.load_in_4bit and run.is_sharded:
-        answer_of_first(lambda: quantize_once(model_args), first_of_node=True)
+        answer_of_first("weights", lambda: quantize_once(model_args), first_of_node=True)
         use_quantized_weights(model_args, training_args)
     seen = SeenRows({"rows": None, "chat_template_kwargs": script_args.chat_template_kwargs})
     prepare_process(run, arguments, seen.record, datetime.fromisoformat(answer["date"]))
@@ -123,14 +121,20 @@ def prepare_run(run: Run, arguments: Arguments) -> Run:
     )
 
 
+def check_nodes_and_arguments(run: Run, arguments: Arguments) -> list:
+    """The GpuFeatures of all nodes. Raises UserError if nodes were started differently, and for arguments that contradict."""
+    gpu = features_of_nodes(run, arguments[1])
+    check_all_arguments(run, arguments)
+    return list(gpu)
+
+
 def check_run(run: Run, arguments: Arguments) -> dict[str, Any]:
     """What the first process does: checks the run, claims its output directory; returns what all processes need of it."""
     training_args = arguments[1]
-    gpu = features_of_nodes(run, training_args)
-    identity = check_and_claim_run(dataclasses.replace(run, gpu=gpu), arguments)
+    identity = check_and_claim_run(run, arguments)
     if training_args.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # the run has not begun
-    answer = {"gpu": list(gpu), "date": identity["date"], "file": ""}
+    answer = {"date": identity["date"], "file": ""}
     if run.nodes > 1:
         file, answer["file"] = tempfile.mkstemp(dir=training_args.output_dir, prefix=SEEN_BY_ALL)
         os.close(file)
@@ -230,12 +234,9 @@ def config_of_accelerate_launch() -> str:
 def check_and_claim_run(run: Run, arguments: Arguments) -> dict[str, Any]:
     """Checks a run, claims its output directory; returns its run.json.
 
-    Raises UserError for what the user can fix. Exits if the run is finished. Prints what differs from what was asked for. The
-    arguments then name what is loaded instead of the model and the dataset.
+    Raises UserError for what the user can fix. Exits if the run is finished. Prints what differs from what was asked for.
     """
     script_args, training_args, model_args = arguments
-    check_all_arguments(run, arguments)
-    set_model_options(run, arguments)
     if not training_args.use_cpu:
         machine.check_gpus(training_args, model_args, run)
 
@@ -252,7 +253,6 @@ def check_and_claim_run(run: Run, arguments: Arguments) -> dict[str, Any]:
     identity |= {"date": began.isoformat(timespec="seconds"), "command": command_of(run)}
     folder.claim_output_dir(run.lock, identity, is_default)
     print_differences(run, arguments)
-    replace_model_and_dataset(run, arguments)
     return identity
 
 

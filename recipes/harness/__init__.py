@@ -31,7 +31,8 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **def
             `ScriptArguments`. Flags override them.
 
     Returns:
-        `(script_args, training_args, model_args)`. In a rehearsal `model_args` names a tiny model, and `load` reads a tiny dataset.
+        `(script_args, training_args, model_args)`. In a rehearsal `model_args` names a tiny model, and `load` reads a tiny
+        dataset.
     """
     with exit_on_user_error():
         from harness.start.parsing import parse

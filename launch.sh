@@ -35,6 +35,10 @@
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 ./launch.sh RECIPE CONFIG      on each machine, with its own NODE_RANK
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@" # as in `sh launch.sh`
 set -euo pipefail
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then
+  printf 'error: bash is %s, but launch.sh needs 4.4 or newer: on macOS, brew install bash\n' "$BASH_VERSION" >&2
+  exit 2
+fi
 
 unset CDPATH
 if [[ ${WORLD_SIZE:-1} != 1 && -z ${NNODES:-} ]]; then
@@ -122,7 +126,7 @@ is_new_enough() { "$1" -I -c 'import sys; sys.exit(sys.version_info < (3, 11))' 
 find_python() {
   local name
   for name in python3.11 python3.12 python3.13 python3; do
-    if is_new_enough "$name" && "$name" -c 'import ensurepip, venv' 2>/dev/null; then
+    if "$name" -I -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
       printf '%s\n' "$name"
       return
     fi
@@ -226,7 +230,7 @@ show_flags() {
   PYTHONPATH="${1%/*}:${PYTHONPATH:-}" exec "$python" "$1" --help
 }
 
-show_help() { sed -n '/^# Fine/,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; }
+show_help() { sed -n '/^# Fine/,/^set /{s/^# \{0,1\}//p;}' "${BASH_SOURCE[0]}"; }
 
 # check_words COMMAND [word …]: exits if a command cannot be called with these words, or if they ask for its help. Installs nothing.
 check_words() {

@@ -45,7 +45,7 @@ def load(script_args: Any, keep: Callable[[dict], bool] | None = None) -> tuple[
 
     Args:
         script_args: what `parse` has returned first.
-        keep: whether a converted row is used; all are without it.
+        keep: whether a row is used, as the dataset has it, after --column_map; all are without it.
 
     Returns:
         `(train_dataset, eval_dataset)`. Without a test split, rows are held out of the training split.

@@ -170,21 +170,22 @@ def claim_output_dir(lock: FileLock, identity: dict, is_default: bool) -> None:
     Raises UserError if another run is writing into the folder.
     """
     folder = Path(lock.lock_file).parent
-    existing, messages = _read_run(folder), []
+    messages = []
     try:
         if is_replaced_rehearsal(folder, identity, is_default):
             acquire(lock)
             if is_replaced_rehearsal(folder, identity, is_default):  # still, now that no other start can replace it
                 shutil.rmtree(folder)
+                print_once(
+                    f"The earlier rehearsal in {folder} was deleted: it is another one, or was finished with other settings."
+                )
             lock.release()
-            print_once(f"The earlier rehearsal in {folder} was deleted: it is another one, or was finished with other settings.")
-            existing = {}
         folder.mkdir(parents=True, exist_ok=True)
         acquire(lock)
         written = _read_run(folder)
         check_same_run(folder, written, identity, is_default)
         if newest_complete_checkpoint(folder):
-            messages = keep_settings(existing, identity)
+            messages = keep_settings(written, identity)
         is_same = _is_same_run(written, identity)
         if written and not is_same and not has_trained(folder):
             (folder / DATA).unlink(missing_ok=True)  # of a run that has trained nothing
@@ -192,7 +193,7 @@ def claim_output_dir(lock: FileLock, identity: dict, is_default: bool) -> None:
             write_json(folder / RUN, identity)
     except OSError as error:
         raise UserError(f"--output_dir: {folder} cannot be written ({error.strerror}): choose another folder") from error
-    if existing.get("recipe_digest", identity["recipe_digest"]) != identity["recipe_digest"] and has_trained(folder):
+    if written.get("recipe_digest", identity["recipe_digest"]) != identity["recipe_digest"] and has_trained(folder):
         messages.append(
             f"{identity['recipe']}.py has changed since {folder} was last trained; the run resumes with the new version."
         )

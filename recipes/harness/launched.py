@@ -79,10 +79,14 @@ def has_ended() -> bool:
     return _launched is not None and Path(_launched.folder, EXIT_CODE).exists()
 
 
-def end_run(code: int) -> NoReturn:
-    """Ends a process whose run ends: all processes have agreed on it, and each of them calls this."""
-    record_end(code)
-    sys.exit(0 if _launched else code)
+def end_run(code: int | None) -> NoReturn:
+    """Ends a process whose run ends: all processes have agreed on it, and each of them calls this.
+
+    `code`: None if another process has failed, which exits with a code of its own.
+    """
+    if code is not None:
+        record_end(code)
+    sys.exit(0 if _launched else 1 if code is None else code)
 
 
 def _exit_quietly(number: int, frame: FrameType | None) -> None:

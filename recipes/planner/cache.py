@@ -47,5 +47,6 @@ def cache_path(run: Run, words: list[str]) -> Path:
     for path in (recipe, config, *(path for path in read if path.is_file()), *sources):
         digest.update(path.read_bytes())
     for package in PACKAGES:
-        digest.update(importlib.metadata.version(package).encode())
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            digest.update(importlib.metadata.version(package).encode())
     return Path(HF_HOME, "plans", f"{recipe.stem}-{config.stem}-{digest.hexdigest()[:16]}.json")

@@ -84,6 +84,7 @@ def on_machine(machine: Machine, simulation: Simulation, price: float, within: f
         "machine": machine.name,
         "gpu": machine.card.name,
         "on_machine": {
+            "gpus": machine.gpus * machine.nodes,
             "step_seconds": [round(best, 3), round(worst, 3)],
             "tokens_per_second": [round(tokens / worst), round(tokens / best)],
             "hours": hours,

@@ -170,9 +170,9 @@ def print_machines(plans: list[dict[str, Any]], within: float) -> None:
         if plan["config"] is None:
             rows.append((plan["machine"], "nothing fits", "", "", "", "", ""))
             continue
-        here, gpus = plan["on_machine"], int(plan["machine"].split("x")[0])
+        here = plan["on_machine"]
         span = describe_time(here["hours"] or [])
-        of_gpus = describe_time([gpus * number for number in here["hours"] or []])
+        of_gpus = describe_time([here["gpus"] * number for number in here["hours"] or []])
         price = [f"{number:.2f}" for number in here["price"] or ()]
         in_time = {None: "", True: "yes", False: "no"}[here["in_time"]]
         seconds = "–".join(f"{number:.2f}" for number in here["step_seconds"])
@@ -191,7 +191,7 @@ def print_machines(plans: list[dict[str, Any]], within: float) -> None:
 def cost_of(plan: dict[str, Any]) -> float:
     """The price of a run in the middle of its range; without prices, its GPU hours."""
     here = plan["on_machine"]
-    return sum(here["price"] or [int(plan["machine"].split("x")[0]) * hours for hours in here["hours"]])
+    return sum(here["price"] or [here["gpus"] * hours for hours in here["hours"]])
 
 
 def describe_length(plan: dict[str, Any]) -> str:

@@ -53,7 +53,7 @@ class ScriptArguments(trl.ScriptArguments):
     text_rows: str | None = field(
         default=None,
         metadata={
-            "help": "What a row of text files is. Without the flag every line, and every document where there are several files.",
+            "help": "What a row of text files is. Without the flag a line; with several files, or Markdown, a document.",
             "choices": ["line", "document"],
         },
     )
@@ -61,7 +61,7 @@ class ScriptArguments(trl.ScriptArguments):
         default=False,
         metadata={"help": "One row for every answer of a conversation, for templates that drop the reasoning of earlier ones."},
     )
-    profile: bool = field(default=False, metadata={"help": "Profile some steps in the middle of the run."})
+    profile: bool = field(default=False, metadata={"help": "Profile one step in the middle of the run."})
 
     data: DataSettings | None = field(default=None, init=False)  # set by `parse` from these and other arguments; no flag
     settings: dict[str, Any] = field(default_factory=dict, init=False)  # the values of all arguments that are not defaults

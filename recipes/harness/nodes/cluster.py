@@ -23,7 +23,7 @@ class Nodes:
 
     count: int = 1
     rank: int = 0  # of this machine; 0 is the head
-    head: str = "127.0.0.1"  # name or address at which the others reach machine 0
+    head: str = ""  # name or address at which the others reach machine 0
     port: int = DEFAULT_PORT  # of the head, where the nodes meet
     another: str = ""  # name or address of another machine, "" if it is not known
     processes: int = 0  # on each machine; 0: as many as the config says

@@ -79,7 +79,8 @@ def answer_of_first(question: str, find: Callable[[], T], first_of_node: bool = 
         try:
             value = find()
         except BaseException as error:
-            code = {SystemExit: getattr(error, "code", 0) or 0, UserError: 2}.get(type(error), 1)
+            codes = {UserError: 2, SystemExit: getattr(error, "code", None) or 0}
+            code = next((code for kind, code in codes.items() if isinstance(error, kind)), None)  # None: it ends on its own
             store.set(answer, json.dumps({"exit_code": code}))
             _wait_until(lambda: store.add(read, 0) >= readers, seconds=30)  # the store may end with this process
             raise
@@ -92,7 +93,7 @@ def answer_of_first(question: str, find: Callable[[], T], first_of_node: bool = 
     except RuntimeError as error:
         exit_with_causes(error)
     if "exit_code" in content:
-        end_run(content["exit_code"])
+        end_run(content["exit_code"])  # which this process only records if it is known
     return content["value"]
 
 

@@ -21,6 +21,8 @@ def check_disk_space(trainer: Any, checkpoint: Path | None) -> None:
     `checkpoint`: the one that the run resumes from; its size is exact.
     """
     run = Path(trainer.args.output_dir)
+    if not trainer.is_world_process_zero() and not run.is_dir():  # on another node, without checkpoints
+        return
     checkpoint_size, model_size = estimated_sizes(trainer)
     if checkpoint:
         checkpoint_size = folder_size(checkpoint)
@@ -41,10 +43,10 @@ def exit_if_disk_failed(error: Exception, trainer: Any) -> None:
     """Exits with one message if the output directory is full, cannot be written or is gone; returns for other errors."""
     run = Path(trainer.args.output_dir)
     text = str(error).strip()
-    has_disappeared = not (run / folder.RUN).is_file()
+    has_disappeared = not (run / folder.RUN).is_file()  # nodes may have no folder without checkpoints, the first process has
     is_disk_error = isinstance(error, OSError) and (error.errno in DISK_ERRORS or Path(str(error.filename)).is_relative_to(run))
     is_disk_message = any(message in text for message in DISK_MESSAGES)
-    if not (has_disappeared or is_disk_error or is_disk_message):
+    if not ((has_disappeared and trainer.is_world_process_zero()) or is_disk_error or is_disk_message):
         return
     reason = "it has disappeared"
     if not has_disappeared:

@@ -1,5 +1,6 @@
 """The results of a run: train_results.json, loss.png, and the summary that is printed."""
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -79,8 +80,12 @@ def write_results(
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages."""
-    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in PACKAGES}
+    """Of Python and the packages that are installed: a run without 4-bit weights needs no bitsandbytes."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def stopped_early(trainer: Trainer) -> dict:

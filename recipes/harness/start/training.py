@@ -2,6 +2,7 @@
 
 import argparse
 import atexit
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -30,7 +31,7 @@ from harness.rehearsal import tiny
 from harness.run import session
 from harness.run.prompts import SeenRows
 from harness.run.publishing import check_repository
-from harness.runs import GpuFeatures, Run, StartedRecipe
+from harness.runs import NO_FEATURES, GpuFeatures, Run, StartedRecipe
 from harness.start import machine
 from harness.start.arguments import Arguments
 from harness.start.environment import LEFT_TO_ARGUMENTS, set_environment_of_accelerate
@@ -135,7 +136,7 @@ def check_run(run: Run, arguments: Arguments) -> dict[str, Any]:
     if training_args.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # the run has not begun
     answer = {"date": identity["date"], "file": ""}
-    if run.nodes > 1:
+    if run.nodes > 1 and training_args.save_strategy != "no":
         file, answer["file"] = tempfile.mkstemp(dir=training_args.output_dir, prefix=SEEN_BY_ALL)
         os.close(file)
     return answer | {"steps": {name: getattr(training_args, name) for name in ("gradient_accumulation_steps", "max_steps")}}
@@ -151,7 +152,7 @@ def facts_of_node(run: Run, training_args: TrainingArguments) -> dict[str, Any] 
     """What the first process of the run must know of this node, found by the first process of the node; None in the others."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return None
-    features = GpuFeatures([])
+    features = NO_FEATURES
     try:
         machine.check_one_gpu(training_args)
         machine.check_shared_memory(run)
@@ -192,7 +193,8 @@ def check_folder_is_shared(output_dir: Path, file: str) -> None:
     deadline = time.monotonic() + (2 if is_on_local_disk(output_dir) else 90)
     while not (sees := Path(file).exists()) and time.monotonic() < deadline:
         time.sleep(0.5)
-        os.scandir(output_dir).close()
+        with contextlib.suppress(OSError):  # the folder is not there
+            os.scandir(output_dir).close()
     if not all(gather_values(sees)):
         raise UserError(
             f"--output_dir: {output_dir} is not the same folder on all nodes, so their checkpoints could not be put together: "

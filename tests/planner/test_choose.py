@@ -437,6 +437,8 @@ def test_in_time_and_cheapest(capsys):
         plans.append(plan | {"command": "./launch.sh any"})
     assert [plan["on_machine"]["in_time"] for plan in plans] == [True, False] and best < worst
     assert plans[1]["on_machine"]["price"][0] == pytest.approx(2 * plans[0]["on_machine"]["price"][0], abs=0.02)
+    (nodes,) = machines.read_machines("2x4x3090")
+    assert chosen.on_machine(nodes, found, 1.0, 0)["on_machine"]["gpus"] == 8
     pages.print_machines(plans, worst)
     printed = capsys.readouterr().out
     assert "In time at the slow end of the range: 2x3090." in printed and "Cheapest of these: 2x3090." in printed

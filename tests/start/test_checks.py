@@ -186,3 +186,10 @@ def test_recipe_must_call_train(tmp_path, error_of):
 def test_rehearsal_does_not_use_the_tracker_of_the_recipe(build_trainer, monkeypatch):
     monkeypatch.setattr("harness.parse", functools.partial(harness.parse, report_to="comet_ml"))
     assert build_trainer("qwen2_fineweb_edu").args.report_to == []
+
+
+def test_folder_that_another_node_does_not_have(tmp_path, error_of):
+    """Only the first process makes it."""
+    assert "is not the same folder on all nodes" in error_of(
+        training.check_folder_is_shared, tmp_path / "run", tmp_path / "run/file"
+    )

@@ -11,3 +11,26 @@ def test_check_leaves_nothing_behind(fork_launch, tmp_path):
     assert process.returncode == 0, process.stderr
     assert "Quantizing" in process.stdout
     assert read(run, "process-0.json") == read(run, "process-1.json")
+
+
+def test_damaged_results_are_an_error_of_the_user(fork_launch, tmp_path):
+    """Its class is a subclass of UserError. The other process waits for the first one's checks."""
+    run = ["--tiny", "qwen2_chat", "2x3090_qlora", "--max_steps", "1", "--eval_strategy", "no", "--output_dir", tmp_path / "run"]
+    assert fork_launch(*run).returncode == 0
+    (tmp_path / "run/train_results.json").write_text("{")
+    process = fork_launch(*run)
+    assert process.returncode == 2 and process.stderr.startswith("error: "), process.stderr
+    assert "train_results.json is damaged" in process.stderr and process.stderr.count("\n") == 1
+
+
+def test_failure_of_the_first_process_keeps_its_exit_code(fork_launch, tmp_path):
+    """Only the first process knows it, so the others must not record another one."""
+    recipe = tmp_path / "full.py"
+    recipe.write_text(
+        "import runpy\nfrom harness.start import training\nfrom harness.messages import die\n\n"
+        "def fail(*args):\n    raise MemoryError\n\n"
+        "training.check_and_claim_run = fail\n"
+        f"runpy.run_path({str(ROOT / 'recipes/qwen2_chat.py')!r}, run_name='__main__')  # train(…)\n"
+    )
+    process = fork_launch("--tiny", recipe, ROOT / "accelerate_configs/2x3090_qlora.yaml", cwd=tmp_path)
+    assert process.returncode == 12 and "memory" in process.stderr, process.stderr

@@ -10,7 +10,7 @@ from harness import configs
 from harness.configs import AccelerateConfig
 from harness.nodes.cluster import Nodes
 from harness.runs import GpuFeatures, Run
-from harness.start import checks, launch, machine
+from harness.start import checks, launch, machine, training
 from harness.start.parsing import check_calls_train
 
 import pytest
@@ -190,6 +190,5 @@ def test_rehearsal_does_not_use_the_tracker_of_the_recipe(build_trainer, monkeyp
 
 def test_folder_that_another_node_does_not_have(tmp_path, error_of):
     """Only the first process makes it."""
-    assert "is not the same folder on all nodes" in error_of(
-        training.check_folder_is_shared, tmp_path / "run", tmp_path / "run/file"
-    )
+    message = error_of(training.check_folder_is_shared, tmp_path / "run", tmp_path / "run/file")
+    assert "is not the same folder on all nodes" in message

@@ -16,7 +16,8 @@ class Profile(TrainerCallback):
         self.folder, self.rank = Path(args.output_dir, "profile"), args.process_index
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        wait = min((state.max_steps - state.global_step) // 2, 20)  # the first steps are slower than the others
+        others = max(0, state.max_steps - state.global_step - 2)  # besides the recorded one and one before it
+        wait = min(others // 2, 20)  # the first steps are slower than the others
         when = schedule(wait=wait, warmup=1, active=1, repeat=1)
         self.profiler = torch.profiler.profile(schedule=when, on_trace_ready=self.write)
         self.profiler.start()

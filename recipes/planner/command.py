@@ -174,7 +174,7 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
     values = read_values(method, recipe, arguments)
     count_rows = row_counter(method, recipe, arguments)
     no_triton = why_not_triton(method, environment) if gpus else ""
-    plans = []
+    plans, evaluated = [], {}
     for machine, price in zip(chosen_for, plan_flags.prices_of(len(chosen_for)), strict=True):
         grid = make_grid(values, machine, paths, arguments)._replace(no_triton=no_triton)
         if grid.idle:
@@ -198,8 +198,10 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
         simulation = best.simulation
         if not is_started:  # once more, with an evaluation and the length of the run
             words = [*arguments, *grid.common_flags, *best.option.flags]
-            simulation = simulate_in_process(method, grid.run(recipe, best.option.config), words)
-            simulation = with_steps(simulation, count_rows)
+            key = (grid.processes, grid.nodes, best.option.config, *words)  # machines with the same choice are simulated once
+            if key not in evaluated:
+                evaluated[key] = simulate_in_process(method, grid.run(recipe, best.option.config), words)
+            simulation = with_steps(evaluated[key], count_rows)
         plan = summary.make_plan(simulation, all_cards=all_cards) | chosen.on_machine(
             machine, simulation, price, plan_flags.within
         )

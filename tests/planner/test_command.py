@@ -178,6 +178,26 @@ def test_choice_knows_that_triton_is_missing(monkeypatch, one_gpu, capsys):
     assert runs[0].gpu.no_triton == "1" and "PyTorch instead of Triton, which needs more memory: 1" in capsys.readouterr().err
 
 
+def test_machines_with_the_same_choice_are_simulated_once(monkeypatch, capsys):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    config, simulated = str(ROOT / "accelerate_configs/1x3090.yaml"), []
+    micro_batches = iter([1, 1, 2])
+
+    def simulate(method, run, words):
+        simulated.append(words)
+        return FOUND
+
+    monkeypatch.setattr(command, "start_server", lambda: "fork")
+    monkeypatch.setattr(
+        command, "simulate_grid", lambda *rest: ([choose.Candidate(Option(config, next(micro_batches), False), FOUND, 1.0)], {})
+    )
+    monkeypatch.setattr(command, "simulate_in_process", simulate)
+    options = command.PlanArguments(machines="1x3090; 1x4090; 1xA100", json=True)
+    command.plan_choice(str(ROOT / "recipes/qwen2_chat.py"), [config], options, ["--torch_compile", "false"])
+    assert [words[3] for words in simulated] == ["1", "2"]
+    assert [plan["gpu"] for plan in json.loads(capsys.readouterr().out)] == ["RTX 3090", "RTX 4090", "A100 40 GB"]
+
+
 @pytest.mark.parametrize(("own", "reason"), [([], "1"), ([("A6000", 48.0, 155.0, 768.0)], "")])
 def test_plan_of_a_config_knows_that_triton_is_missing(monkeypatch, one_gpu, error_of, own, reason):
     """As the choice does, unless the plan is for another GPU."""

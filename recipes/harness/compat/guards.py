@@ -56,12 +56,14 @@ def problem_of_target(target: str) -> str:
     """What is different in the installed version, "" if nothing is."""
     path, _, parameters = target.partition("(")
     module, attribute = path.split(":")
-    name = f"{_version(module.split('.')[0])} has no {module}.{attribute}"
     try:
         found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+        if not parameters or ", ".join(inspect.signature(found).parameters) == parameters[:-1]:
+            return ""
+        attribute += f"({parameters}"
     except (ImportError, AttributeError):
-        return name
-    return f"{name}({parameters}" if parameters and ", ".join(inspect.signature(found).parameters) != parameters[:-1] else ""
+        pass
+    return f"{_version(module.split('.')[0])} has no {module}.{attribute}"
 
 
 @contextlib.contextmanager

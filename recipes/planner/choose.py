@@ -94,29 +94,40 @@ def choose(
 def weigh_compiling(
     machine: Machine,
     best: Candidate,
+    options: list[Option],
     values: dict[str, Any],
     simulate: Callable[[list[Option]], list[Simulation | Refused]],
     count_steps: Callable[[Simulation], int],
 ) -> tuple[Candidate | None, str]:
     """`best` with compiled layers, if they earn the time of compiling back, and in any case why.
 
+    They need less memory, so a larger micro-batch of the `options`, those of the setting of `best`, can fit and be faster.
     `values`: of the recipe with its flags. `count_steps` returns the steps of a run, below 1 if they are not known.
     """
     if values["load_in_4bit"]:
         return None, "--torch_compile true was left out: 4-bit weights are not compiled."
     if not values.get("packing"):
         return None, "--torch_compile true was left out: rows that are not packed have many lengths, each of which is compiled."
-    option = best.option._replace(is_compiled=True)
-    (found,) = simulate([option])
-    if isinstance(found, Refused):
-        return None, f"--torch_compile true was left out: {found.reason}."
-    compiled = Candidate(option, found, middle_seconds(machine.card, found))
-    steps = count_steps(found)
-    saved = steps * (best.seconds - compiled.seconds)
-    if steps < 1 or saved <= COMPILING or not is_possible(machine, found):
+    compiled = [option._replace(is_compiled=True) for option in options[options.index(best.option) :]]
+    simulations: dict[Option, Simulation | Refused] = {}
+    following: Option | None = compiled[0]
+    while following:
+        (simulations[following],) = simulate([following])
+        if isinstance(found := simulations[compiled[0]], Refused):
+            return None, f"--torch_compile true was left out: {found.reason}."
+        following = next_option(machine, compiled, simulations)
+    fitting = [
+        Candidate(*pair, middle_seconds(machine.card, pair[1])) for pair in simulations.items() if is_possible(machine, pair[1])
+    ]
+    if not fitting:
+        return None, "--torch_compile true was left out: it would need more memory than there is."
+    fastest = min(fitting, key=by_seconds)
+    steps = count_steps(fastest.simulation)
+    saved = steps * (best.seconds - fastest.seconds)
+    if steps < 1 or saved <= COMPILING:
         length = f"in {steps:,} steps it would save {max(0.0, saved):.0f} s" if steps > 0 else "the number of steps is not known"
         return None, f"--torch_compile true was left out: {length}, and compiling takes about {COMPILING:.0f} s."
-    return compiled, f"--torch_compile true saves {saved:.0f} s in {steps:,} steps; compiling takes about {COMPILING:.0f} s."
+    return fastest, f"--torch_compile true saves {saved:.0f} s in {steps:,} steps; compiling takes about {COMPILING:.0f} s."
 
 
 def refuse_too_large(machine: Machine, grid: Grid, simulations: dict[Option, Simulation | Refused]) -> dict[Option, Refused]:

@@ -189,6 +189,7 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
             compiled, about_compiling = choose.weigh_compiling(
                 machine,
                 candidates[0],
+                grid.settings[candidates[0].option.setting],
                 values,
                 functools.partial(simulate_options, method, recipe, grid, [*arguments, *grid.common_flags], is_quiet=True),
                 lambda simulation: with_steps(simulation, count_rows).max_steps,

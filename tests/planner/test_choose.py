@@ -286,7 +286,9 @@ def test_compiled_layers_earn_the_time_of_compiling(steps, changes, is_taken):
         return [compiled]
 
     values = {"load_in_4bit": False, "packing": True} | changes
-    found, why = choose.weigh_compiling(Machine("1x3090", 1, card), best, values, simulate, lambda simulation: steps)
+    found, why = choose.weigh_compiling(
+        Machine("1x3090", 1, card), best, [best.option], values, simulate, lambda simulation: steps
+    )
     assert (found is not None) is is_taken and why.startswith("--torch_compile true")
     assert len(simulated) == (not changes), "nothing is simulated where layers are not compiled"
     if found:
@@ -294,11 +296,37 @@ def test_compiled_layers_earn_the_time_of_compiling(steps, changes, is_taken):
         assert found.seconds == pytest.approx(0.8)
 
 
+def test_compiled_layers_leave_room_for_a_larger_micro_batch():
+    """Of 22.9 GB that can be used, micro-batch 8 needs 18 GB if it is compiled, 38 GB if not, and 16 needs 30 GB."""
+    options = [Option(PATHS[0], size, False) for size in (1, 2, 4, 8, 16)]
+    shared = {"gradients": 0, "flops": 5e13, "moved": 0, "repeated": 2e10}
+    plain, compiled = (
+        {(PATHS[0], False): shared | sizes}
+        for sizes in (
+            {"fixed": 6e9, "growing": 4e9, "touched": 4e11},
+            {"fixed": 6e9, "growing": 1.5e9, "touched": 2e11},
+        )
+    )
+    simulated = []
+
+    def simulate(new):
+        simulated.extend(new)
+        return [made(option, compiled, is_dense=False) for option in new]
+
+    found = made(options[2], plain, is_dense=False)
+    best = choose.Candidate(options[2], found, roofline.middle_seconds(CARD, found))
+    values = {"load_in_4bit": False, "packing": True}
+    fastest, _ = choose.weigh_compiling(Machine("1x3090", 1, CARD), best, options, values, simulate, lambda one: 1000)
+    assert fastest.option == options[3]._replace(is_compiled=True) and len(simulated) == 2
+
+
 def test_what_cannot_be_compiled_says_why():
     best = choose.Candidate(Option(PATHS[0], 2, None), FOUND, 1.0)
     refused = Refused("", "", "--torch_compile needs Triton, which cannot be used here")
     values = {"load_in_4bit": False, "packing": True}
-    found, why = choose.weigh_compiling(Machine("", 1, CARD), best, values, lambda options: [refused], lambda one: 10**6)
+    found, why = choose.weigh_compiling(
+        Machine("", 1, CARD), best, [best.option], values, lambda options: [refused], lambda one: 10**6
+    )
     assert found is None and refused.reason in why
 
 

@@ -20,7 +20,8 @@ from test_cards import FOUND
 from torch._subclasses import fake_tensor
 from transformers import AutoTokenizer
 
-STEPS = ["--max_steps", "10"]  # otherwise a choice asks the Hub for the length of an epoch
+# Otherwise a choice asks the Hub for the length of an epoch, and for the model to compile.
+STEPS = ["--max_steps", "10", "--torch_compile", "false"]
 
 
 @pytest.mark.parametrize(
@@ -193,8 +194,8 @@ def test_machines_with_the_same_choice_are_simulated_once(monkeypatch, capsys):
     )
     monkeypatch.setattr(command, "simulate_in_process", simulate)
     options = command.PlanArguments(machines="1x3090; 1x4090; 1xA100", json=True)
-    command.plan_choice(str(ROOT / "recipes/qwen2_chat.py"), [config], options, ["--torch_compile", "false"])
-    assert [words[3] for words in simulated] == ["1", "2"]
+    command.plan_choice(str(ROOT / "recipes/qwen2_chat.py"), [config], options, STEPS)
+    assert [words[words.index("--per_device_train_batch_size") + 1] for words in simulated] == ["1", "2"]
     assert [plan["gpu"] for plan in json.loads(capsys.readouterr().out)] == ["RTX 3090", "RTX 4090", "A100 40 GB"]
 
 

@@ -1,7 +1,7 @@
 """Fixtures: the launcher as a user calls it, rehearsals that tests share, a recipe's trainer built in this process."""
 
-import dataclasses
 import importlib.metadata
+import itertools
 import json
 import os
 import re
@@ -11,17 +11,17 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import runs
 import yaml
 from cluster import Nodes, Slurm, missing
 from filelock import FileLock
 from forked_launcher import ForkedLauncher
 from local_hub import serve
-from rehearsals import Rehearsals
+from runs import Rehearsals, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 # Tests of what others test too or a job of the workflow does, and simulations beside real steps.
@@ -221,61 +221,17 @@ def rehearse(launch, fork_launch, workdir):
 
 
 @pytest.fixture
-def check_run():
-    """Runs a recipe in this process up to the end of the checks, as its first process would with this config."""
-    from harness import folder, runs
-    from harness.start import machine, training
-
-    def on_flags(run, values):
-        return dataclasses.replace(run, on_cpu=machine.must_use_cpu(run, values))
-
-    def call(recipe, config, processes, tiny=False):
-        passed = []
-
-        def check(run, arguments):
-            with pytest.MonkeyPatch.context() as patch:  # the processes that train are not there
-                patch.setattr(training, "is_of_several", lambda: False)
-                gpu = runs.GpuFeatures(*training.check_nodes_and_arguments(run, arguments))
-                run = dataclasses.replace(run, gpu=gpu, lock=folder.lock_of(Path(arguments[1].output_dir)))
-                training.set_model_options(run, arguments)
-                passed.append(training.check_run(run, arguments))
-            raise runs.RecipeStopped
-
-        run = runs.Run(str(recipe), config, processes, tiny=tiny, trains=True)
-        with runs.running(runs.StartedRecipe(run, on_flags, on_arguments=check)):
-            runpy.run_path(str(recipe), run_name="__main__")
-        return bool(passed)
-
-    return call
-
-
-@pytest.fixture
 def build_trainer(workdir, monkeypatch, tmp_path):
     """Runs a recipe (name or path) in this process, tiny; returns the trainer it passes to `train`."""
-    import harness
-    from harness import runs
-    from harness.start import training
-
-    trainers = []
-
-    def call(recipe, *flags):
-        monkeypatch.chdir(workdir)
-        path = recipe if "/" in recipe else str(ROOT / "recipes" / f"{recipe}.py")
-        monkeypatch.setattr(harness, "train", trainers.append)
-        monkeypatch.setattr(sys, "argv", [path, "--output_dir", str(tmp_path / f"in-process-{len(trainers)}"), *flags])
-        with runs.running(training.recipe_that_trains(runs.Run(path, processes=1, tiny=True, trains=True, on_cpu=True))):
-            runpy.run_path(path, run_name="__main__")
-        return trainers[-1]
-
-    return call
+    monkeypatch.chdir(workdir)
+    numbers = itertools.count()
+    return lambda recipe, *flags: runs.build_trainer(recipe, tmp_path / f"in-process-{next(numbers)}", *flags)
 
 
 @pytest.fixture
 def small_model(tmp_path):
     """Flags of a model of two layers with Qwen2's widths, in the folder `tmp_path`."""
-    from harness.rehearsal import tiny
-
-    tiny.make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-0.5B*"]).save_pretrained(tmp_path / "model")
+    runs.tiny_tokenizer("Qwen/Qwen2-0.5B").save_pretrained(tmp_path / "model")
     config = json.loads((ROOT / "tests/published/models/Qwen/Qwen2-0.5B/config.json").read_text())
     (tmp_path / "model/config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "max_window_layers": 2}))
     return ["--model_name_or_path", "./model", "--global_batch_size", "4"]
@@ -346,36 +302,3 @@ def hybrid_2x2(shared):
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(yaml.safe_dump(settings))
     return draft.rename(path)
-
-
-def assert_one_error(process, *words):
-    """The process printed one error that has `words`, exited with code 2, and did nothing else."""
-    assert process.returncode == 2, process.stdout + process.stderr
-    assert process.stderr.count("\n") == 1 and process.stderr.startswith("error: "), process.stderr
-    assert not process.stdout
-    for word in words:
-        assert word in process.stderr, process.stderr
-
-
-def wait_until(condition, seconds: float, describe):
-    """Waits until `condition()`; fails with `describe()` after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, describe()
-        time.sleep(0.1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def read(folder: Path, name: str = "train_results.json") -> dict:
-    return json.loads((folder / name).read_text())
-
-
-def losses(folder: Path) -> dict[int, tuple]:
-    """What a run logged: step to (loss, grad_norm)."""
-    history = read(folder, "trainer_state.json")["log_history"]
-    return {entry["step"]: (entry["loss"], entry["grad_norm"]) for entry in history if "loss" in entry}

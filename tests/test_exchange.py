@@ -8,7 +8,8 @@ from harness import exchange
 import pytest
 import torch.distributed as dist
 from accelerate import PartialState
-from conftest import ROOT, free_port
+from conftest import ROOT
+from runs import free_port
 
 VALUES = [3, 0.1, float("inf"), "é\ud800", None, True, {"a": [1.5, {}]}, ["x" * 1000, ""], []]
 

@@ -10,7 +10,8 @@ from harness.data.reading import file_versions
 from harness.runs import Run
 
 import pytest
-from conftest import ROOT, read
+from conftest import ROOT
+from runs import read
 
 pytestmark = pytest.mark.unit
 

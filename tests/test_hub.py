@@ -8,16 +8,16 @@ from harness.data.reading import open_splits
 from harness.hub import HubLost, check_model_exists, hub_errors, is_reachable
 from harness.messages import UserError
 from harness.model.weight_files import check_weights
-from harness.rehearsal import tiny
 from planner.command import file_sizes
 
 import datasets
 import huggingface_hub
 import pyarrow
 import pytest
-from conftest import ROOT, losses, read
+from conftest import ROOT
 from local_hub import serve
 from pyarrow import parquet
+from runs import losses, read, tiny_model
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 ROWS = [{"text": f"row {row} " + "of many words " * (row % 40)} for row in range(400)]
@@ -172,7 +172,7 @@ def session_hub(tmp_path, hub_port):
 
 def test_run_resumes_after_the_hub_was_lost(session_hub, fork_launch, tmp_path):
     """Two processes lose it in the middle. They save a checkpoint, and the same command logs what it would have logged."""
-    tiny.make_tiny_model("Qwen/Qwen2-0.5B", "main", tmp_path / "model")
+    tiny_model("Qwen/Qwen2-0.5B", tmp_path / "model")
     folder = session_hub.root / "datasets/many/rows"
     folder.mkdir(parents=True)
     for file in range(40):  # each of four parts packs 1,000 rows at a time, which are enough for eight steps

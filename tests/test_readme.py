@@ -18,6 +18,7 @@ from harness.start import launch
 import pytest
 from conftest import ALL_CONFIGS, ALL_RECIPES, CONFIGS, RECIPES, ROOT, TABLE, TABLE_PAIRS
 from known_flags import known_flags
+from runs import check_run
 
 PAGES = {path: path.read_text() for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))}
 EVERYTHING = "\n".join(PAGES.values())
@@ -96,7 +97,7 @@ TRAINING = [call for call in CALLS if not any(word.startswith("-") for word in c
 
 
 @pytest.mark.parametrize("command", TRAINING, ids=shlex.join)
-def test_training_command_passes_its_checks(check_run, command, tmp_path, monkeypatch):
+def test_training_command_passes_its_checks(command, tmp_path, monkeypatch):
     """As the launcher checks it, with the tiny model and dataset."""
     monkeypatch.chdir(tmp_path)
     recipe, config, *rest = command
@@ -120,7 +121,7 @@ def test_training_command_passes_its_checks(check_run, command, tmp_path, monkey
     assert check_run(path, config, config.num_processes, tiny=True)
 
 
-def test_recipe_of_readme_passes_its_checks(check_run, tmp_path, monkeypatch):
+def test_recipe_of_readme_passes_its_checks(tmp_path, monkeypatch):
     (text,) = re.findall(r"```python\n(.*?)```", PAGES[ROOT / "README.md"], re.DOTALL)
     recipe = tmp_path / "mine.py"
     recipe.write_text(text)

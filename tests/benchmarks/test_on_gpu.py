@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import inputs
 import measuring
 import on_gpu
+from runs import tiny_tokenizer
 
 PARAMETERS = {  # from each model's page on the Hub
     "Qwen/Qwen2-0.5B": 494_032_768,
@@ -54,10 +55,9 @@ def test_card_of_a_device(device, card):
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_model_has_its_real_shape(recipe):
-    from harness.rehearsal import tiny
 
     (name,) = re.findall(r'model_name_or_path="(.*?)"', recipe.read_text())
-    tokenizer = tiny.make_tokenizer(tiny.family_of(name))
+    tokenizer = tiny_tokenizer(name)
     assert inputs.meta_model(name, tokenizer).num_parameters() == PARAMETERS[name]
 
 

@@ -13,8 +13,9 @@ from harness.run.prompts import what_all_share
 import pytest
 import torch
 import transformers.integrations.accelerate as device_maps
-from conftest import ROOT, assert_one_error, read, slow
+from conftest import ROOT, slow
 from peft import AutoPeftModelForCausalLM
+from runs import assert_one_error, read
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 

@@ -14,8 +14,8 @@ import torch
 from accelerate.commands.merge import merge_command, merge_command_parser
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
-from conftest import read
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from runs import read
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,

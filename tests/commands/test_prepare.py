@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import read
 from forked_launcher import ForkedLauncher
 from local_hub import serve
+from runs import read
 
 SHORT = ["--max_length", "64", "--max_eval_samples", "4", "--per_device_train_batch_size", "1", "--eval_strategy", "no"]
 STREAM = ["--max_tokens", "2_000", *SHORT]

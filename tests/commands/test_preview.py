@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 from harness.commands import arguments, preview
 from harness.commands.preview import IGNORED, paint
-from harness.rehearsal import tiny
 
 import pytest
 import torch
-from conftest import RECIPES, ROOT, read
+from conftest import RECIPES, ROOT
+from runs import read, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_flags_of_a_preview_and_of_its_recipe(words, full):
 
 @pytest.fixture
 def tokenizer():
-    return tiny.make_tokenizer(tiny.family_of("Qwen/Qwen2-0.5B-Instruct"))
+    return tiny_tokenizer("Qwen/Qwen2-0.5B-Instruct")
 
 
 def test_warning_about_a_missing_end_token(tokenizer):

@@ -6,7 +6,7 @@ import json
 from harness.commands import report
 
 import pytest
-from conftest import assert_one_error, losses, read
+from runs import assert_one_error, losses, read
 
 RECIPE = "qwen2_fineweb_edu"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from harness.commands import merge, saved, verify
 
 import pytest
-from conftest import read
+from runs import read
 from transformers import AutoTokenizer
 
 CHAT = ("qwen2_chat", "4gpu_shard_grad_op")

@@ -8,7 +8,8 @@ import torch
 if not torch.version.cuda:
     pytest.skip("needs PyTorch's CUDA build: ./launch.sh --test --cuda_build", allow_module_level=True)
 
-from conftest import ROOT, losses
+from conftest import ROOT
+from runs import losses
 
 
 def test_package_is_that_of_the_docs():

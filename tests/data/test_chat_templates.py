@@ -15,6 +15,7 @@ from harness.rehearsal import tiny
 import pytest
 import trl
 from conftest import ROOT
+from runs import tiny_tokenizer
 from transformers import CLIPImageProcessor, LlavaProcessor
 from trl.chat_template_utils import has_generation_markers
 from trl.data_utils import prepare_multimodal_messages
@@ -43,7 +44,7 @@ def placed(rows):
 @pytest.fixture(scope="module")
 def tokenizer():
     """A tokenizer with the end tokens of all these families."""
-    tokenizer = tiny.make_tokenizer(tiny.family_of("meta-llama/Llama-3.1-8B"))
+    tokenizer = tiny_tokenizer("meta-llama/Llama-3.1-8B")
     tokenizer.add_special_tokens({"additional_special_tokens": list(END_TOKENS.values())})
     return tokenizer
 

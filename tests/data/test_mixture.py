@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import shutil
 from types import SimpleNamespace
 
 from harness.data import mixture
@@ -14,7 +13,8 @@ from harness.data.stream_rows import rows_of_cycle
 from harness.folder import DATA, read_json
 
 import pytest
-from conftest import losses, read, slow
+from conftest import slow
+from runs import begin_at, losses, read
 
 
 def write(path, rows):
@@ -240,9 +240,7 @@ def test_killed_mixture_resumes_with_the_same_losses(rehearse, fork_launch, work
     flags = [*FLAGS, "--dataset_name", *names, "--dataset_weights", "3", "1", "--dataset_streaming", "true", "--bf16", "false"]
     flags += ["--per_device_train_batch_size", "1", "--global_batch_size", "4", "--learning_rate", "3e-3"]
     uninterrupted = rehearse("qwen2_fineweb_edu", "4gpu_full_shard", *flags, NPROC_PER_NODE="2")
-    run = workdir / f"runs/mixture-on-{processes}"
-    shutil.copytree(uninterrupted / "checkpoint-4", run / "checkpoint-4")
-    shutil.copy(uninterrupted / "run.json", run)
+    run = begin_at(uninterrupted / "checkpoint-4", workdir / f"runs/mixture-on-{processes}")
     process = fork_launch("--tiny", "qwen2_fineweb_edu", "4gpu_full_shard", "--output_dir", run, *flags, NPROC_PER_NODE=processes)
     assert process.returncode == 0, process.stdout + process.stderr
     results, expected = read(run), read(uninterrupted)

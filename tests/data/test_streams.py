@@ -3,7 +3,6 @@
 import itertools
 import json
 import random
-import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 from harness.data import stream_rows, streams
 from harness.data.stream_rows import open_parquet, shuffle
 from harness.data.streams import StreamPosition, fill_last_step, repeat_stream
-from harness.rehearsal import tiny
 
 import pyarrow
 import pytest
@@ -19,9 +17,10 @@ import torch
 import yaml
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
-from conftest import ROOT, losses, read, slow
+from conftest import ROOT, slow
 from datasets import Dataset, load_dataset
 from pyarrow import parquet
+from runs import begin_at, history, losses, read, tiny_model
 from torch.utils.data import DataLoader, RandomSampler
 from trl import pack_dataset
 
@@ -48,7 +47,7 @@ def test_processes_with_files_of_different_length(environment, tmp_path):
 
     If the stream ended for one process, the processes would wait for each other without end.
     """
-    tiny.make_tiny_model("Qwen/Qwen2-0.5B", "main", tmp_path / "model")
+    tiny_model("Qwen/Qwen2-0.5B", tmp_path / "model")
     (tmp_path / "data").mkdir()
     for file, rows in enumerate((40, 30, 20)):
         texts = [json.dumps({"text": f"file {file} row {row} " + "of many words " * 20}) for row in range(rows)]
@@ -374,15 +373,12 @@ def test_resumed_run_equals_uninterrupted(rehearse, fork_launch, workdir):
     flags = ["--max_steps", "5", "--save_steps", "3", "--logging_steps", "1", "--eval_strategy", "no"]
     flags += ["--use_peft", "--lora_dropout", "0.1", "--max_samples", "6"]  # read once in about two steps
     uninterrupted = rehearse(recipe, "4gpu_shard_grad_op", *flags, NPROC_PER_NODE="2")
-    run = workdir / "runs/stream"
-    shutil.copytree(uninterrupted / "checkpoint-3", run / "checkpoint-3")
-    shutil.copy(uninterrupted / "run.json", run)
+    run = begin_at(uninterrupted / "checkpoint-3", workdir / "runs/stream")
     process = fork_launch("--tiny", recipe, "4gpu_shard_grad_op", "--output_dir", run, *flags, NPROC_PER_NODE="2")
     assert process.returncode == 0, process.stderr
     assert len(list(run.glob("checkpoint-3/stream_*.json"))) == 4  # one per part: two micro-batches on each of two processes
     assert read(run)["resumed_from_step"] == 3 and losses(run) == losses(uninterrupted)
-    histories = [read(folder, "trainer_state.json")["log_history"] for folder in (run, uninterrupted)]
-    assert [entry["epoch"] for entry in histories[0]] == [entry["epoch"] for entry in histories[1]]
+    assert [entry["epoch"] for entry in history(run, "epoch")] == [entry["epoch"] for entry in history(uninterrupted, "epoch")]
     assert read(run)["epoch"] == read(uninterrupted)["epoch"]
     for rank in range(2):
         assert read(run, f"rows_{rank}.json") < read(uninterrupted, f"rows_{rank}.json")

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 from harness.compat.trl import prepare_rows_in_two_steps
 from harness.data import tokenized
 from harness.folder import DATA, write_json
-from harness.rehearsal import tiny
 
 import pytest
 from datasets import Dataset
+from runs import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 from trl import DPOTrainer, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
@@ -19,7 +19,7 @@ FIRST, LAST = "<|begin_of_text|>", "<|end_of_text|>"
 
 @pytest.fixture
 def tokenizer():
-    return tiny.make_tokenizer(tiny.family_of("meta-llama/Llama-3.1-8B"))
+    return tiny_tokenizer("meta-llama/Llama-3.1-8B")
 
 
 @pytest.fixture

@@ -2,10 +2,9 @@
 
 import json
 
-from harness.rehearsal import tiny
-
 import pytest
-from conftest import ROOT, read, slow
+from conftest import ROOT, slow
+from runs import read, tiny_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
@@ -14,7 +13,7 @@ def load_model(fork_launch, tmp_path):
     """Loads a model of these sizes with a config; returns the number of its parameters, and what every process measured."""
 
     def call(config, processes, *flags, **sizes):
-        tokenizer = tiny.make_tokenizer(tiny.family_of("Qwen/Qwen2-0.5B"))
+        tokenizer = tiny_tokenizer("Qwen/Qwen2-0.5B")
         model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_key_value_heads=2, vocab_size=len(tokenizer)))
         parameters = model.num_parameters()
         model.bfloat16().save_pretrained(tmp_path / "model")

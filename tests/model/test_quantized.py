@@ -3,7 +3,6 @@
 import re
 
 from harness.model import quantized
-from harness.rehearsal import tiny
 from planner import fakes
 from planner.ledger import Ledger
 from planner.simulation import quantized_bytes
@@ -11,7 +10,7 @@ from planner.simulation import quantized_bytes
 import pytest
 import torch
 import trl
-from conftest import read
+from runs import read, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -26,7 +25,7 @@ def model_args(tmp_path):
         bnb_4bit_quant_storage="float32",
         dtype="bfloat16",
     )
-    tiny.make_tiny_model(model_args.model_name_or_path, "main", tmp_path / "source")
+    tiny_model(model_args.model_name_or_path, tmp_path / "source")
     model_args.model_name_or_path = str(tmp_path / "source")
     return model_args
 

@@ -2,7 +2,8 @@
 
 import pytest
 import yaml
-from conftest import ROOT, losses, read, wait_until
+from conftest import ROOT
+from runs import losses, read, wait_until
 
 
 @pytest.fixture

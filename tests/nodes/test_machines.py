@@ -5,7 +5,7 @@ import os
 from harness.nodes import cluster
 
 import pytest
-from conftest import assert_one_error
+from runs import assert_one_error
 
 pytestmark = pytest.mark.unit
 

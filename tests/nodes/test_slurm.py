@@ -6,7 +6,8 @@ import subprocess
 
 import pytest
 from cluster import Slurm, missing
-from conftest import ROOT, losses, read, wait_until
+from conftest import ROOT
+from runs import losses, read, wait_until
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from planner.simulation import Refused, prepare_plan
 from planner.values import values_of_recipe
 
 import pytest
-from conftest import ROOT, assert_one_error, slow
+from conftest import ROOT, slow
+from runs import assert_one_error
 from test_cards import FOUND
 from trl import ModelConfig, SFTConfig
 

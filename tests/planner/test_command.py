@@ -9,13 +9,13 @@ import subprocess
 import sys
 
 from harness.model import gpu_features
-from harness.rehearsal import tiny
 from planner import choose, command, pages, summary
 from planner.grid import Option
 from planner.simulation import Refused
 
 import pytest
-from conftest import ROOT, assert_one_error, slow
+from conftest import ROOT, slow
+from runs import assert_one_error, tiny_tokenizer
 from test_cards import FOUND
 from torch._subclasses import fake_tensor
 from transformers import AutoTokenizer
@@ -95,7 +95,7 @@ def test_library_of_other_version_is_one_error(monkeypatch, error_of):
 @pytest.fixture
 def own_files(tmp_path):
     """A model's config and tokenizer without weights, and a dataset; returns their flags."""
-    tiny.make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-0.5B*"]).save_pretrained(tmp_path / "model")
+    tiny_tokenizer("Qwen/Qwen2-0.5B").save_pretrained(tmp_path / "model")
     shutil.copy(ROOT / "tests/published/models/Qwen/Qwen2-0.5B/config.json", tmp_path / "model")
     rows = ({"instruction": f"Count to {number}.", "input": "", "output": "One, two. " * 15} for number in range(1000))
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

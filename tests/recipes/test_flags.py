@@ -9,13 +9,13 @@ import uuid
 
 from harness import runs
 from harness.data.script_arguments import ScriptArguments
-from harness.rehearsal import tiny
 
 import pytest
 import transformers
 import trl
 from conftest import RECIPES, slow
 from datasets.fingerprint import Hasher
+from runs import tiny_model
 
 ADAPTER, IN_4BIT = ["--use_peft", "true"], ["--use_peft", "true", "--load_in_4bit", "true"]
 # A value for every flag; with other flags that it needs to have an effect.
@@ -80,7 +80,7 @@ def folders(tmp_path_factory):
     """The parent folder of two models and two datasets; each dataset has two configs with three splits."""
     parent = tmp_path_factory.mktemp("folders")
     for name in ("model", "other_model"):
-        tiny.make_tiny_model("Qwen/Qwen2-0.5B-Instruct", "main", parent / name)
+        tiny_model("Qwen/Qwen2-0.5B-Instruct", parent / name)
     for name, config, split in itertools.product(("data", "other_data"), "ab", ("train", "test", "other")):
         words = f"{name} {config} {split}, and more than fifty characters of the same words for every row, row"
         turns = [{"role": "user", "content": words}, {"role": "assistant", "content": "Yes."}] * 2

@@ -4,7 +4,7 @@ from harness.commands import merge
 
 import pytest
 import torch
-from conftest import read
+from runs import read
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 

@@ -7,8 +7,8 @@ from harness.runs import Run
 
 import pytest
 import torch
-from conftest import read
 from peft import AutoPeftModelForCausalLM
+from runs import read
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from trained import texts_in_loss

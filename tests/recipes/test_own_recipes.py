@@ -8,9 +8,10 @@ from pathlib import Path
 from harness.commands import report
 
 import pytest
-from conftest import ROOT, losses, read, slow
+from conftest import ROOT, slow
 from filelock import FileLock
 from peft import AutoPeftModelForSequenceClassification
+from runs import losses, read
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 

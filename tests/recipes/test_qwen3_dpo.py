@@ -6,7 +6,7 @@ from harness.compat.transformers import transformer_layers
 
 import pytest
 import torch
-from conftest import read
+from runs import read
 from torch.nn.functional import logsigmoid
 from trained import reload
 

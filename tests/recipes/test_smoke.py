@@ -14,8 +14,8 @@ from pathlib import Path
 from harness.run.losses import is_cross_entropy
 
 import pytest
-from conftest import ALL_CONFIGS, ALL_RECIPES, ROOT, TABLE_PAIRS, losses, read, slow
-from rehearsals import fewer_processes
+from conftest import ALL_CONFIGS, ALL_RECIPES, ROOT, TABLE_PAIRS, slow
+from runs import fewer_processes, losses, read
 from safetensors.torch import load_file
 from trained import held_out_loss, reload
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel

@@ -3,8 +3,8 @@
 from harness.commands import saved
 
 import torch
-from conftest import read
 from peft import AutoPeftModelForCausalLM
+from runs import read
 from transformers import AutoConfig, AutoModelForCausalLM
 
 

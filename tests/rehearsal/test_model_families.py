@@ -5,12 +5,11 @@ import shutil
 import subprocess
 import sys
 
-from harness.rehearsal import tiny
-
 import pytest
-from conftest import ROOT, read
+from conftest import ROOT
 from datasets import Dataset
 from local_hub import serve
+from runs import read, tiny_tokenizer
 
 RECIPE = "qwen2_fineweb_edu"
 
@@ -20,7 +19,7 @@ def test_copied_recipe_with_another_model_and_dataset(fork_launch, hub_port, tmp
     """`cp RECIPE.py mine.py` and other Hub IDs: the rehearsal gets config, tokenizer and the first rows, and no weights."""
     root = tmp_path / "hub"
     source = root / "models/some/unknown-llama"
-    tokenizer = tiny.make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-0.5B*"])
+    tokenizer = tiny_tokenizer("Qwen/Qwen2-0.5B")
     tokenizer.save_pretrained(source)
     config = {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256}
     (source / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))

@@ -15,8 +15,9 @@ from harness.rehearsal import tiny
 
 import pytest
 import torch
-from conftest import losses, read, slow
+from conftest import slow
 from datasets import load_dataset
+from runs import losses, read
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -3,10 +3,8 @@
 import json
 import shutil
 
-from harness.rehearsal import tiny
-
 import pytest
-from conftest import read
+from runs import read, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 # Recipes that start as others do; {parse} is what they parse, {trainer} what they hand to `train`.
@@ -111,7 +109,7 @@ def test_mixture_of_experts_generates(rehearse_recipe, tmp_path):
     original = tmp_path / "experts"
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 2}
     AutoConfig.for_model("qwen3_moe", **sizes, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(original)
-    tiny.make_tokenizer(tiny.FAMILIES["Qwen/Qwen2-0.5B*"]).save_pretrained(original)
+    tiny_tokenizer("Qwen/Qwen2-0.5B").save_pretrained(original)
     rows = [{"prompt": text[: 8 + number], "completion": text[8 + number :]} for number, text in enumerate(SENTENCES)]
     run, printed = rehearse_recipe("SFTConfig", OF_TRL.replace("{name}", "SFTTrainer"), rows, "prompt_completion", original)
     assert (run / "samples.txt").read_text().count("> ") == 2 and (run / "held_out.parquet").is_file()

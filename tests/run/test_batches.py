@@ -4,12 +4,10 @@ import threading
 from collections import deque
 from types import SimpleNamespace
 
-from harness.run.trainer import add_parts
-from harness.runs import Run
-
 import pytest
 import torch
-from conftest import ROOT, read
+from conftest import ROOT
+from runs import add_parts, read
 
 
 def test_no_token_in_the_loss(fork_launch):
@@ -40,7 +38,7 @@ def batch_of(number):
 def read_step(build_trainer):
     """Reads a step of two of the given batches of a stream, with a state after each step; returns them and the state."""
     trainer = build_trainer("qwen2_fineweb_edu", "--max_steps", "2")
-    position = add_parts(trainer, None, None, Run("recipe.py")).position
+    position = add_parts(trainer).position
     trainer.state.max_steps = 2
 
     def with_states(batches):

@@ -10,18 +10,16 @@ from types import SimpleNamespace
 
 from harness import folder
 from harness.messages import UserError
-from harness.run import checkpoints, marker, session, stopping
+from harness.run import checkpoints, marker
 from harness.run.evaluation import check_metric_is_computed
 from harness.run.sharding import prepare_gradient_scaler
 from harness.runs import Run
 
 import pytest
-import torch
 import transformers
-from conftest import ROOT, losses, read, slow
+from conftest import ROOT, slow
 from peft import LoraConfig
-from rehearsals import SHORT, fewer_processes
-from safetensors.torch import load_file
+from runs import SHORT, begin_at, fewer_processes, has_same_weights, history, losses, read, train
 from trl import DPOTrainer, SFTTrainer
 
 RECIPE = "qwen2_fineweb_edu"
@@ -61,8 +59,7 @@ def test_run_killed_after_last_step_saves_the_best_model(rehearse, fork_launch, 
     process = fork_launch("--tiny", RECIPE, "1x3090_offload", "--output_dir", run, *flags)
     assert process.returncode == 0, process.stderr
     assert read(run)["eval_loss"] == read(uninterrupted)["eval_loss"]
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (run, uninterrupted))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert has_same_weights(run, uninterrupted)
 
 
 def test_best_evaluation_has_a_checkpoint(fork_launch, workdir):
@@ -75,7 +72,7 @@ def test_best_evaluation_has_a_checkpoint(fork_launch, workdir):
     flags += ["--output_dir", run, "--eval_on_start", "false"]
     process = fork_launch("--tiny", RECIPE, "1x3090", *flags, "--max_steps", "4", "--logging_steps", "0.5")
     assert process.returncode == 0 and "The saved model is that of step 2" in process.stdout, process.stderr
-    evaluations = [log["eval_loss"] for log in read(run, "trainer_state.json")["log_history"] if "eval_loss" in log]
+    evaluations = [log["eval_loss"] for log in history(run, "eval_loss")]
     assert len(evaluations) == 2 and read(run)["eval_loss"] == evaluations[0] < evaluations[1]
 
     shutil.rmtree(run / "checkpoint-2")
@@ -98,16 +95,14 @@ def test_resumed_equals_uninterrupted(rehearse, fork_launch, workdir, recipe, co
     """From the checkpoint in the middle of a finished run: the second half logs the same losses, bit for bit."""
     uninterrupted = rehearse(recipe, config)
     middle = min(uninterrupted.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    run = workdir / "runs" / f"resumed-{recipe}"
-    shutil.copytree(middle, run / middle.name)
-    shutil.copy(uninterrupted / "run.json", run)
+    run = begin_at(middle, workdir / "runs" / f"resumed-{recipe}")
     process = fork_launch("--tiny", recipe, config, "--output_dir", run, *SHORT, **fewer_processes(config))
     assert process.returncode == 0, process.stderr
     assert read(run)["resumed_from_step"] == 4
     assert losses(run) == losses(uninterrupted)
     for name in ("train_loss", "eval_loss_on_start", "eval_loss"):  # of the whole run
         assert read(run)[name] == read(uninterrupted)[name]
-    assert [log["step"] for log in read(run, "trainer_state.json")["log_history"] if "eval_loss" in log] == [0, 6]
+    assert [log["step"] for log in history(run, "eval_loss")] == [0, 6]
 
 
 def test_resumed_fp16_run_equals_uninterrupted(rehearse, fork_launch, workdir):
@@ -115,15 +110,12 @@ def test_resumed_fp16_run_equals_uninterrupted(rehearse, fork_launch, workdir):
     script, config = ROOT / "tests/run/overflow_in_fp16.py", "3xt4_shard_grad_op"
     flags = ["--max_steps", "6", "--save_steps", "3", "--logging_steps", "1", "--eval_strategy", "no"]
     uninterrupted = rehearse(script, config, *flags, NPROC_PER_NODE="2")
-    run = workdir / "runs/resumed-fp16"
-    shutil.copytree(uninterrupted / "checkpoint-3", run / "checkpoint-3")
-    shutil.copy(uninterrupted / "run.json", run)
+    run = begin_at(uninterrupted / "checkpoint-3", workdir / "runs/resumed-fp16")
     process = fork_launch("--tiny", script, config, "--output_dir", run, *flags, NPROC_PER_NODE="2")
     assert process.returncode == 0 and read(run)["resumed_from_step"] == 3, process.stderr
 
     def steps_of(run):
-        history = [entry for entry in read(run, "trainer_state.json")["log_history"] if "loss" in entry]
-        return [[entry[name] for name in ("loss", "grad_norm", "loss_scale", "learning_rate")] for entry in history]
+        return [[entry[name] for name in ("loss", "grad_norm", "loss_scale", "learning_rate")] for entry in history(run)]
 
     expected = steps_of(uninterrupted)
     assert steps_of(run) == expected
@@ -151,9 +143,7 @@ def test_resume_on_other_number_of_processes(rehearse, fork_launch, workdir, bef
     flags += ["--per_device_train_batch_size", "1", "--global_batch_size", "4", "--dataset_streaming", streaming]
     flags += ["--bf16", "false", "--learning_rate", "3e-3"]
     uninterrupted = rehearse(RECIPE, "4gpu_full_shard", *flags, NPROC_PER_NODE=str(before))
-    run = workdir / f"runs/{before}-on-{processes}"
-    shutil.copytree(uninterrupted / "checkpoint-2", run / "checkpoint-2")
-    shutil.copy(uninterrupted / "run.json", run)
+    run = begin_at(uninterrupted / "checkpoint-2", workdir / f"runs/{before}-on-{processes}")
     process = fork_launch("--tiny", RECIPE, "4gpu_full_shard", "--output_dir", run, *flags, NPROC_PER_NODE=str(processes))
     assert process.returncode == 0 and "warning" not in process.stdout, process.stdout + process.stderr
     results = read(run)
@@ -218,10 +208,9 @@ def test_checkpoint_with_nan_is_not_complete(build_trainer, monkeypatch):
     """The weights became NaN in a run without logs: it stops before the checkpoint gets its completion marker."""
     flags = ["--max_steps", "2", "--save_steps", "1", "--logging_strategy", "no", "--logging_first_step", "false"]
     trainer = build_trainer("qwen2_chat", *flags, "--eval_strategy", "no")
-    monkeypatch.setattr(stopping, "set_signal_handler", lambda handler: None)
     next(trainer.model.parameters()).data[0] = float("nan")
     with pytest.raises(UserError, match="NaN or infinite at step 1: try a lower --learning_rate"):
-        session.train(trainer, Run("recipe.py"))
+        train(trainer)
     assert Path(trainer.args.output_dir, "checkpoint-1").is_dir()
     assert folder.newest_complete_checkpoint(Path(trainer.args.output_dir)) is None
 
@@ -309,7 +298,6 @@ def test_nothing_is_changed_if_no_checkpoint_is_complete(copied_run, error_of):
 def test_old_checkpoints_are_deleted_by_step(build_trainer, monkeypatch):
     """Also if the clock is set back between two saves. There are never more than the limit, even during a save."""
     trainer = build_trainer("qwen2_chat", "--max_steps", "3", "--save_steps", "1", "--eval_strategy", "no", "--max_length", "64")
-    monkeypatch.setattr(stopping, "set_signal_handler", lambda handler: None)
     run, seen = Path(trainer.args.output_dir), []
     write, call_callbacks = SFTTrainer._save_checkpoint, trainer.callback_handler.on_save
 
@@ -325,7 +313,7 @@ def test_old_checkpoints_are_deleted_by_step(build_trainer, monkeypatch):
 
     monkeypatch.setattr(SFTTrainer, "_save_checkpoint", save)
     monkeypatch.setattr(trainer.callback_handler, "on_save", on_save)
-    session.train(trainer, Run("recipe.py"))
+    train(trainer)
     assert seen == [["checkpoint-1"], ["checkpoint-1", "checkpoint-2"], ["checkpoint-2", "checkpoint-3"]]
     assert folder.newest_complete_checkpoint(run) == run / "checkpoint-3"
 

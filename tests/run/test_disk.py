@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.run.disk import check_disk_space
 
 import pytest
-from conftest import losses, read, wait_until
+from runs import is_complete, losses, read, wait_for_checkpoint
 
 RECIPE = "qwen2_fineweb_edu"
 FLAGS = ["--max_steps", "12", "--save_steps", "6", "--logging_steps", "6", "--eval_strategy", "no"]
@@ -49,7 +49,7 @@ def fail_after_checkpoint(fork_launch, tmp_path_factory):
     def call(run, break_disk):
         log = tmp_path_factory.mktemp("log") / "log"
         process = fork_launch.start("--tiny", RECIPE, "1x3090", "--output_dir", run, *FLAGS, out=log, err=log)
-        wait_until(lambda: (run / "checkpoint-6/complete.json").is_file() or process.poll() is not None, 120, log.read_text)
+        wait_for_checkpoint(run, 6, process, log)
         break_disk()
         code, text = process.wait(timeout=120), log.read_text()
         (message,) = [line for line in text.splitlines() if line.startswith("error: ")]
@@ -80,4 +80,4 @@ def test_output_directory_disappears(fail_after_checkpoint, tmp_path):
     run = Path(tmp_path, "run")
     message = fail_after_checkpoint(run, lambda: run.rename(tmp_path / "moved"))
     assert "it has disappeared" in message
-    assert not run.exists() and (tmp_path / "moved/checkpoint-6/complete.json").is_file()
+    assert not run.exists() and is_complete(tmp_path / "moved", 6)

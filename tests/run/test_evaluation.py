@@ -9,7 +9,7 @@ from harness.run.evaluation import EvaluationBatches
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import read
+from runs import history, read
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -55,5 +55,5 @@ def test_evaluation_of_a_chat_is_a_mean_over_tokens(rehearse, tmp_path_factory, 
     assert results["eval_loss"] == pytest.approx(total / count, rel=5e-3)  # the saved weights are bf16
     assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
     assert results["loss_is_cross_entropy"] and results["loss_is_mean_over"] == "tokens"
-    last = next(entry for entry in reversed(read(run, "trainer_state.json")["log_history"]) if "eval_loss" in entry)
+    last = history(run, "eval_loss")[-1]
     assert last["eval_mean_token_accuracy"] == pytest.approx(correct / count, abs=0.02)

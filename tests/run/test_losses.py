@@ -7,12 +7,11 @@ import random
 from harness.data.streams import fill_last_step
 from harness.messages import UserError
 from harness.run.losses import find_loss
-from harness.run.trainer import add_parts
-from harness.runs import Run
 
 import pytest
 import torch
 from datasets import Dataset
+from runs import add_parts
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -184,7 +183,7 @@ def make_trainer(kind, folder, **arguments):
 
 def prepare(trainer):
     loss = find_loss(trainer)
-    add_parts(trainer, None, None, Run("recipe.py"), loss=loss)
+    add_parts(trainer, loss)
     return loss
 
 
@@ -281,7 +280,7 @@ def test_metrics_of_dpo_are_means_over_pairs_and_tokens(tmp_path, rows):
     reference, model = language_model(), language_model()
     data = Dataset.from_list(rows_of_text)
     trainer = DPOTrainer(model, reference, args=args, train_dataset=data, eval_dataset=data, processing_class=tokenizer())
-    add_parts(trainer, None, None, Run("recipe.py"), loss=find_loss(trainer))
+    add_parts(trainer, find_loss(trainer))
     found = trainer.evaluate()
 
     chosen_tokens = correct = 0

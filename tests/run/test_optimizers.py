@@ -4,7 +4,8 @@ import shutil
 
 from harness.run.disk import estimated_sizes, folder_size
 
-from conftest import losses, read, slow
+from conftest import slow
+from runs import losses, read
 
 RECIPE = "qwen2_fineweb_edu"
 FLAGS = ["--optim", "adamw_8bit", "--max_steps", "4", "--save_steps", "2", "--logging_steps", "1", "--eval_strategy", "no"]

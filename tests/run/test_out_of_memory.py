@@ -2,12 +2,13 @@
 
 import sys
 
-from harness.run import failures, session, stopping
+from harness.run import failures
 from harness.runs import Run, StartedRecipe
 from harness.start import launch, recipes
 
 import pytest
 import torch
+from runs import train
 
 ERROR = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
 RECIPE = "qwen2_fineweb_edu"
@@ -20,11 +21,10 @@ def run_out(*args, **kwargs):
 def test_memory_runs_out_in_a_step(build_trainer, monkeypatch, capfd):
     """The message has the step; the exit code is that of no memory."""
     trainer = build_trainer(RECIPE, "--max_steps", "2", "--max_length", "64", "--eval_strategy", "no", "--save_strategy", "no")
-    monkeypatch.setattr(stopping, "set_signal_handler", lambda handler: None)
     monkeypatch.setattr(torch.optim.AdamW, "step", run_out)
     monkeypatch.setattr("os._exit", sys.exit)
     with pytest.raises(SystemExit) as raised:
-        session.train(trainer, Run("recipe.py"))
+        train(trainer)
     assert raised.value.code == failures.OUT_OF_MEMORY
     assert f"error: the host ran out of memory at step 0: {failures.HOST_ADVICE}" in capfd.readouterr().err
 

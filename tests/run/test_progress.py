@@ -5,11 +5,9 @@ import os
 import subprocess
 
 from harness.run import metrics, progress, results
-from harness.run.trainer import add_parts
-from harness.runs import Run
 
 import pytest
-from conftest import read
+from runs import add_parts, history
 
 RECIPE = "qwen2_fineweb_edu"
 
@@ -51,7 +49,7 @@ def test_seconds_of_steps(build_trainer, monkeypatch):
     left = []
     monkeypatch.setattr(progress, "format_logs", lambda logs, step, steps, seconds: "loss" in logs and left.append(seconds))
     trainer = build_trainer(RECIPE, *flags)
-    counted = add_parts(trainer, None, None, Run("recipe.py")).progress
+    counted = add_parts(trainer).progress
     counted.before = {"tokens": 100, "seconds": 50.0}
     trainer.add_callback(counted)
     trainer.training_step = takes(1.0, trainer.training_step)  # called for two micro-batches per step
@@ -72,7 +70,7 @@ def test_every_checkpoint_and_the_last_step_are_logged(build_trainer, strategy, 
     """A resumed run does not know the losses since the last log."""
     flags = ["--max_steps", "5", "--save_steps", "3", "--logging_steps", "2", "--logging_first_step", "false"]
     trainer = build_trainer("qwen2_chat", *flags, "--logging_strategy", strategy, "--eval_strategy", "no", "--max_length", "32")
-    counted = add_parts(trainer, None, None, Run("recipe.py")).progress
+    counted = add_parts(trainer).progress
     trainer.add_callback(counted)
     output = trainer.train()
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == logged
@@ -80,8 +78,7 @@ def test_every_checkpoint_and_the_last_step_are_logged(build_trainer, strategy, 
 
 
 def test_every_log_has_the_speed(rehearse):
-    history = read(rehearse(RECIPE, "1x3090"), "trainer_state.json")["log_history"]
-    assert all({"loss", "grad_norm", "tokens_per_second"} <= entry.keys() for entry in history if "loss" in entry)
+    assert all({"loss", "grad_norm", "tokens_per_second"} <= entry.keys() for entry in history(rehearse(RECIPE, "1x3090")))
 
 
 # Records the connections of every process of a run, and the databases of trackio.
@@ -117,9 +114,8 @@ def test_trackers(rehearse, tracker_python, tmp_path):
     read_both = [tracker_python, "-c", READ, written.parent]
     seen = (tmp_path / "seen").read_text().splitlines()
     board, runs = json.loads(subprocess.check_output(read_both, env=os.environ | variables, text=True))
-    history = read(run, "trainer_state.json")["log_history"]
-    losses = [(entry["step"], pytest.approx(entry["loss"])) for entry in history if "loss" in entry]
-    [evaluation] = [entry for entry in history if "eval_loss" in entry]
+    losses = [(entry["step"], pytest.approx(entry["loss"])) for entry in history(run)]
+    [evaluation] = history(run, "eval_loss")
     [(name, logs)] = runs.items()
     assert name.startswith(run.name)
     assert [(log["train/global_step"], log["train/loss"]) for log in logs if "train/loss" in log] == losses

@@ -10,7 +10,7 @@ from harness.run.sharding import prepare_gradient_scaler, prepare_sharding
 
 import pytest
 import torch
-from conftest import read
+from runs import read
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 

@@ -15,9 +15,8 @@ from harness.run.sharded_files import check_other_files, check_sharded_files
 import numpy
 import pytest
 import torch
-from conftest import assert_one_error
 from payloads import ran, source
-from rehearsals import SHORT, fewer_processes
+from runs import SHORT, assert_one_error, fewer_processes
 from torch.distributed import checkpoint as dcp
 
 RECIPE, CONFIG = "qwen2_fineweb_edu", "4gpu_full_shard"

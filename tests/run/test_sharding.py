@@ -7,15 +7,14 @@ from harness.configs import AccelerateConfig
 from harness.data.streams import fill_last_step
 from harness.model.quantized import install_byte_check
 from harness.rehearsal import tiny
-from harness.run import session, stopping
 from harness.run.losses import Loss
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_sharding
-from harness.runs import Run
 
 import pytest
 import torch
 import yaml
-from conftest import ROOT, losses, read, slow
+from conftest import ROOT, slow
+from runs import losses, read, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -89,9 +88,8 @@ def test_run_that_is_not_sharded_as_its_config_says(build_trainer, monkeypatch):
     """The config says FSDP, but the recipe was started as `python recipe.py`."""
     trainer = build_trainer(RECIPE, "--max_steps", "1")
     config = configs.read(str(ROOT / "accelerate_configs/4gpu_full_shard.yaml"))
-    monkeypatch.setattr(stopping, "set_signal_handler", lambda handler: None)
     with pytest.raises(RuntimeError, match="4gpu_full_shard is FSDP on 4 processes, but this run is unsharded on 1"):
-        session.train(trainer, Run("recipe.py", config, processes=4, tiny=True))
+        train(trainer, config=config, processes=4, tiny=True)
     assert trainer.state.global_step == 0
 
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 from harness.compat.transformers import TrainerWithHooks
 from harness.run import session
-from harness.run.trainer import add_parts, keep_workers_after_sigterm
-from harness.runs import Run
+from harness.run.trainer import keep_workers_after_sigterm
 
 import pytest
 import torch
 from datasets import Dataset
+from runs import add_parts, train
 from torch.utils.data import DataLoader
 from trl import SFTTrainer
 
@@ -22,7 +22,7 @@ def test_data_workers_survive_sigterm(build_trainer, split):
     trainer = build_trainer(
         "qwen2_chat", "--dataloader_num_workers", "1", "--dataloader_prefetch_factor", "1", "--max_length", "32"
     )
-    add_parts(trainer, None, None, Run("recipe.py"))
+    add_parts(trainer)
     loader = trainer.get_train_dataloader() if split == "train" else trainer.get_eval_dataloader()
     batches = iter(loader.base_dataloader)
     next(batches)
@@ -46,7 +46,7 @@ def test_workers_are_initialized_as_before():
 def test_class_of_the_recipe_stays(build_trainer):
     trainer = build_trainer("qwen2_chat")
     own = type(trainer)
-    add_parts(trainer, None, None, Run("recipe.py"))
+    add_parts(trainer)
     assert isinstance(trainer, SFTTrainer) and isinstance(trainer, TrainerWithHooks)
     assert type(trainer).__module__ == own.__module__ and own is SFTTrainer
 
@@ -57,13 +57,13 @@ def test_methods_that_a_recipe_sets_on_its_trainer_are_called(build_trainer):
     log, loader = trainer.log, trainer.get_train_dataloader
     trainer.log = lambda logs, *args: (calls.append(logs), log(logs, *args))
     trainer.get_train_dataloader = lambda: (calls.append("loader"), loader())[1]
-    session.train(trainer, Run("recipe.py"))
+    train(trainer)
     assert "loader" in calls and any("tokens_per_second" in logs for logs in calls if isinstance(logs, dict))
 
 
 def test_a_trainer_trains_once(build_trainer, error_of):
     trainer = build_trainer("qwen2_chat")
-    add_parts(trainer, None, None, Run("recipe.py"))
+    add_parts(trainer)
     assert "train() was called a second time" in error_of(session.check_trainer, trainer)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from harness.folder import acquire, lock_of
 
 import pytest
-from conftest import ROOT, assert_one_error
+from conftest import ROOT
+from runs import assert_one_error
 
 # What a user types: launch.sh itself, or what it passes to `harness.start.launch` (see forked_launcher.py).
 TINY = "--tiny qwen2_fineweb_edu 1x3090"

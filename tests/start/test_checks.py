@@ -16,6 +16,7 @@ from harness.start.parsing import check_calls_train
 import pytest
 import torch
 from conftest import ROOT
+from runs import check_run
 from transformers import TrainingArguments
 from trl import ModelConfig
 
@@ -50,7 +51,7 @@ def test_missing_gpus_are_an_error(monkeypatch, error_of, config, gpus):
         (2, ["--global_batch_size=1"], ""),
     ],
 )
-def test_fewer_gpus_are_offered(check_run, monkeypatch, error_of, gpus, flags, offer):
+def test_fewer_gpus_are_offered(monkeypatch, error_of, gpus, flags, offer):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(sys, "argv", ["qwen2_fineweb_edu.py", *flags])
@@ -112,7 +113,7 @@ def test_bf16_needs_compute_capability_8(monkeypatch, error_of, precision, model
         machine.check_bf16(*arguments, 2)
 
 
-def test_launcher_checks_bf16(check_run, monkeypatch, error_of):
+def test_launcher_checks_bf16(monkeypatch, error_of):
     """`parse` does, once the arguments of the run are known. (On this machine there is no GPU.)"""
     calls = []
     monkeypatch.setattr(machine, "check_bf16", lambda *arguments: calls.append(arguments[2:]))

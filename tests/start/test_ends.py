@@ -16,7 +16,8 @@ import psutil
 import pytest
 import yaml
 from cluster import Slurm, missing
-from conftest import ROOT, losses, read, slow, wait_until
+from conftest import ROOT, slow
+from runs import losses, read, wait_until
 
 RECIPE = ROOT / "tests/recipes/own/moments.py"
 STEPS = 30
@@ -196,6 +197,7 @@ sys.meta_path.insert(0, Pause)
         ("built", TWO, signal.SIGTERM),
         ("step 2", TWO, signal.SIGINT),
         ("step 2", ONE, signal.SIGINT),
+        ("step 2", ONE, signal.SIGTERM),
     ],
 )
 def test_signal_at_any_moment(launched, tmp_path, moment, config, number):
@@ -213,6 +215,26 @@ def test_signal_at_any_moment(launched, tmp_path, moment, config, number):
     os.killpg(run.process.pid, number) if number == signal.SIGINT else run.process.send_signal(number)
     assert run.end() == 128 + number, run.printed()
     assert time.monotonic() - began < 45
+    run.check_message(errors=0)
+
+
+def test_ctrl_c_of_the_launcher_alone(launched):
+    """As `kill -INT` sends it."""
+    run = launched(TWO, **SLOWLY)
+    run.wait_for("step 2", 2)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.printed()
+    run.check_message(errors=0)
+
+
+@pytest.mark.parametrize("moment", ["arguments", "built"])
+def test_sigterm_to_all_processes_before_training(launched, moment):
+    """As SLURM sends it."""
+    run = launched(TWO, acts=[[moment, -1, "time.sleep(60)"]])
+    run.wait_for(moment)
+    for process in run.alive():
+        process.terminate()
+    assert run.end() == 143, run.printed()
     run.check_message(errors=0)
 
 
@@ -259,9 +281,10 @@ def test_killed_process(launched, uninterrupted):
     assert run.end() == 137, run.printed()
     run.check_message(errors=1)
     assert len(run.moments("parsed")) == 4 and [each["step"] for each in run.moments("save") if each["rank"] == 0] == [4]
-    again = launched(TWO, folder=run.folder)
+    once = "os.path.exists('killed') or (open('killed', 'w'), os.kill(os.getpid(), 9))"
+    again = launched(TWO, "--max_restarts", "1", folder=run.folder, acts=[["step 10", 1, once]])
     assert again.end() == 0, again.printed()
-    check_resumed(again, uninterrupted, 4)
+    check_resumed(again, uninterrupted, 8)
 
 
 def test_suspended_process_ends_the_run(launched):

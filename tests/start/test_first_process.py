@@ -1,6 +1,7 @@
 """The process that checks a run is afterwards as the others are: it quantizes, loads configs and makes models meanwhile."""
 
-from conftest import ROOT, read
+from conftest import ROOT
+from runs import read
 
 
 def test_check_leaves_nothing_behind(fork_launch, tmp_path):

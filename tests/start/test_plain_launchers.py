@@ -14,8 +14,8 @@ from harness.start import parsing, training
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
-from conftest import ROOT, losses, read, slow
-from safetensors.torch import load_file
+from conftest import ROOT, slow
+from runs import is_complete, losses, read, tiny_model, weights
 from trl import SFTConfig
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
@@ -31,9 +31,7 @@ ACCELERATE = ["-m", "accelerate.commands.launch", "--num_processes", PROCESSES, 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tiny.make_tiny_model("Qwen/Qwen2-0.5B", "main", folder)
-    return folder
+    return tiny_model("Qwen/Qwen2-0.5B", tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +64,8 @@ def assert_trained(process, run, model, processes, is_sharded):
     results = read(run)
     assert (results["world_size"], results["fsdp_enabled"]) == (processes, is_sharded)
     assert results["global_batch_size"] == processes * MICRO_BATCHES and results["global_step"] == 3
-    assert len(losses(run)) == 3 and (run / "checkpoint-3/complete.json").is_file()
-    before, after = (load_file(folder / "model.safetensors") for folder in (model, run))
+    assert len(losses(run)) == 3 and is_complete(run, 3)
+    before, after = weights(model), weights(run)
     assert after.keys() <= before.keys() and not any(torch.equal(before[name], weight) for name, weight in after.items())
 
 

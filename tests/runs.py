@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import yaml
@@ -126,6 +127,45 @@ def tiny_model(name: str, folder: Path) -> Path:
 
     tiny.make_tiny_model(name, "main", folder)
     return folder
+
+
+def tiny_documents() -> list[str]:
+    """The texts of the dataset of a rehearsal."""
+    from harness.rehearsal import tiny
+
+    return tiny.documents()
+
+
+def merge(run: Path, out: Path, *flags) -> None:
+    """Does in this process what `--merge` does."""
+    from harness.commands import merge as command
+
+    command.main(str(run), str(out), *flags)
+
+
+def load_saved(run: Path):
+    """The model of a run as `--chat` loads it."""
+    from harness.commands import saved
+
+    return saved.load_model(run)
+
+
+def arguments_of_data(name, formats=(), given=(), seed=0, output_dir="", max_steps=1, **settings):
+    """`script_args` for a dataset, or for a list of them, as `parse` of a recipe with these formats returns them."""
+    from harness.data.parsing import settings_of_data
+    from harness.data.script_arguments import ScriptArguments
+
+    script_args = ScriptArguments(dataset_name=[*map(str, name)] if isinstance(name, list) else str(name), **settings)
+    script_args.given = frozenset(given)
+    training_args = SimpleNamespace(seed=seed, output_dir=str(output_dir), max_steps=max_steps)
+    script_args.data = settings_of_data(script_args, training_args, formats)
+    return script_args
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
 
 
 def begin_at(checkpoint: Path, run: Path) -> Path:

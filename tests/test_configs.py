@@ -1,4 +1,4 @@
-"""Accelerate configs: those of the project explain every key; keys that accelerate would ignore are refused."""
+"""Accelerate configs: those of the project are read; keys that accelerate would ignore are refused."""
 
 import argparse
 import dataclasses
@@ -20,7 +20,6 @@ from conftest import CONFIGS, ROOT
 FSDP = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
 WRAP = "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
 BOMB = "[" + ", ".join(f"&a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 1}]" for n in range(9)) + "]"  # 9^9 items
-OBVIOUS = {"distributed_type", "num_processes", "num_machines", "fsdp_config", "fsdp_version", "parallelism_config"}
 CONTRADICTION = ("reshard_after_forward: false", "reshard_after_backward: false", "reduce_each_batch: true")
 
 
@@ -74,23 +73,12 @@ def test_every_fsdp2_key_has_an_effect(key, monkeypatch):
     assert str(vars(before)) != str(vars(after))
 
 
-def test_project_has_configs():
-    assert CONFIGS
-
-
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_config_explains_every_key(path):
-    """In a comment above the key. The first line, which `./launch.sh` lists, names the GPUs."""
+def test_config_is_read(path):
     config, keys = configs.read(str(path)), yaml.safe_load(path.read_text())
     assert config.name == path.stem and config.num_processes == keys["num_processes"] >= 1
     assert config.num_machines == keys.get("num_machines", 1) and config.distributed_type == keys["distributed_type"]
     assert config.mixed_precision == keys["mixed_precision"]
-    lines = path.read_text().splitlines()
-    assert lines[0].startswith("# ") and "GPU" in lines[0]
-    for number, line in enumerate(lines):
-        key = line.strip().split(":")[0]
-        if line.strip() and not line.strip().startswith("#") and key not in OBVIOUS:
-            assert lines[number - 1].strip().startswith("#"), f"{path.name}: {key} has no comment above it"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

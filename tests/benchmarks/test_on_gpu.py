@@ -158,11 +158,6 @@ def test_run_is_stopped_at_the_deadline(monkeypatch, tmp_path):
     assert time.monotonic() - began < 20
 
 
-def test_results_without_git(monkeypatch):
-    monkeypatch.setattr(inputs, "output_of", lambda *words: "")
-    assert re.fullmatch(r"files-[0-9a-f]{12}", inputs.provenance()["commit"])
-
-
 def test_layers_are_extrapolated():
     few = {"sizes": {"num_hidden_layers": 4}, "recipe": "r", "config": "c", "device": "d", "limit_gb": 24.0, "world_size": 1}
     few |= {"seconds_per_step": 3.0, "peak_gpu_gb": 6.0, "peak_gpu_reserved_gb": 7.0, "peak_host_gb": 4.0}
@@ -207,20 +202,6 @@ def test_measurement_replaces_its_forecasts():
 )
 def test_other_measurements_replace_no_forecast(changes):
     assert on_gpu.with_measurements(TABLE, [measured(**changes)]) == TABLE
-
-
-def test_faster_ways_are_measured_and_replace_no_forecast(monkeypatch):
-    def measure(recipe, config, changes, device, steps, flags, deadline):
-        return {"measurement": f"{recipe} × {config}", "changes": changes, "flags": flags}
-
-    monkeypatch.setattr(on_gpu, "measure", measure)
-    monkeypatch.setattr(on_gpu, "rehearse", lambda *arguments: {"measurement": "rehearsal"})
-    monkeypatch.setattr(on_gpu.importlib.util, "find_spec", lambda name: None)
-    records = list(on_gpu.measurements("qwen2_chat", "1x3090", {}, CPU | {"gpus": 1}, 10, 0))
-    assert [record.get("flags") for record in records[:3]] == [(), ("--torch_compile", "true"), records[2]["flags"]]
-    assert records[2]["flags"] == ("--per_device_train_batch_size", "8") and len(records) == 4  # Liger is not installed
-    assert len({record["measurement"] for record in records}) == 4
-    assert [record["changes"] for record in records[:2]] == [{}, {"flags": "--torch_compile true"}]
 
 
 def test_table_has_the_measurements():

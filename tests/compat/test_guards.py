@@ -137,31 +137,6 @@ def test_no_other_file_changes_a_library(path):
     assert not LibraryUse(path.read_text("utf-8")).found
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("import torch\ntorch.nn.Linear.forward = None", "line 2 sets torch.nn.Linear.forward"),
-        ("from trl import SFTTrainer as T\nT.x, y = 1, 2", "line 2 sets trl.SFTTrainer.x"),
-        ("def f():\n    import peft\n    del peft.x", "line 3 sets peft.x"),
-        ("import torch\ntorch.x += 1", "line 2 sets torch.x"),
-        ("import torch\nfor torch.x in ():\n    pass", "line 2 sets torch.x"),
-        ("import torch as t\nsetattr(t.nn, name, 1)", "line 2 sets torch.nn.name"),
-        ("import torch\nfunctional = torch.nn.functional\nfunctional.dropout = 1", "line 3 sets torch.nn.functional.dropout"),
-        ("from transformers import Trainer\nprint(Trainer._save)", "line 2 uses transformers.Trainer._save"),
-        ("from trl.trainer._x import y", "line 1 uses trl.trainer._x.y"),
-        ("import torch._dynamo", "line 1 uses torch._dynamo"),
-        ("import atexit\natexit._run_exitfuncs()", "line 2 uses atexit._run_exitfuncs"),
-        ("def f(trainer):\n    trainer._save()", "line 2 uses _save"),
-        ("import os, sys\nsys.argv = []\nos._exit(0)", None),
-        ("import torch\ntorch.__version__\nx = torch.ones(1)\nx.y = 1\nself._torch = torch\nself._torch.x = cls._y", None),
-        ("from harness import run\nrun.x = run._y", None),
-    ],
-)
-def test_changes_are_found(source, expected):
-    found = LibraryUse(source).found
-    assert expected in found if expected else not found
-
-
 # A library of another version.
 
 

@@ -4,17 +4,15 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 from harness.data import formats, loading, reading
 from harness.data.checking import check_dataset
 from harness.data.loading import load
-from harness.data.parsing import settings_of_data
-from harness.data.script_arguments import ScriptArguments
 
 import datasets
 import pytest
 from conftest import ROOT
+from runs import arguments_of_data, write_rows
 
 ANSWER = {"role": "assistant", "content": "So."}
 
@@ -27,15 +25,8 @@ def question_of(row):
     return row["messages"][0]["content"] if "messages" in row else ""
 
 
-def write(path, rows):
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
-
-
 def arguments_for(path, formats=("messages",), **settings):
-    script_args = ScriptArguments(dataset_name=str(path), **settings)
-    script_args.data = settings_of_data(script_args, SimpleNamespace(seed=0, output_dir="", max_steps=1), formats)
-    return script_args
+    return arguments_of_data(path, formats, **settings)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +39,7 @@ def test_rows_are_converted_once(tmp_path, monkeypatch, kind):
     """By the check before a run; the run reads the result from the cache. Only the first rows tell what the format is."""
     rows = [conversation(number) for number in range(300)]
     path = tmp_path / f"rows.{kind}"
-    datasets.Dataset.from_list(rows).to_parquet(str(path)) if kind == "parquet" else write(path, rows)
+    datasets.Dataset.from_list(rows).to_parquet(str(path)) if kind == "parquet" else write_rows(path, rows)
     seen, examine = [], formats.examine
     monkeypatch.setattr(formats, "examine", lambda row, *more: seen.append(question_of(row)) or examine(row, *more))
     script_args = arguments_for(path)
@@ -77,7 +68,7 @@ print(json.dumps([seen, len(train)]))
 
 
 def test_two_processes_convert_each_row_once(tmp_path, environment):
-    path = write(tmp_path / "rows.jsonl", [conversation(number) for number in range(2000)])
+    path = write_rows(tmp_path / "rows.jsonl", [conversation(number) for number in range(2000)])
     command = [sys.executable, "-c", COUNT, path, tmp_path / "shared"]
     variables = environment | {"PYTHONPATH": f"{ROOT / 'recipes'}:{ROOT / 'tests'}"}
     options = {"env": variables, "cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
@@ -93,7 +84,7 @@ def test_row_that_cannot_be_converted(tmp_path, error_of, streaming, monkeypatch
     """No row is known that the conversion fails for, so its function for calls is replaced."""
     monkeypatch.setattr(formats, "_clean_call", lambda call: call + 1)
     rows = [conversation(number, **({"tool_calls": [{"name": "a"}]} if number == 45 else {})) for number in range(60)]
-    script_args = arguments_for(write(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
+    script_args = arguments_for(write_rows(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
     for function, argument in ((check_dataset, script_args.data), (load, script_args)):
         assert f"{tmp_path}/rows.jsonl, line 46: this row cannot be converted (TypeError" in error_of(function, argument)
     datasets.Dataset.from_list([{"text": f"{number}"} for number in range(60)]).to_parquet(str(tmp_path / "rows.parquet"))
@@ -107,11 +98,10 @@ def test_row_that_cannot_be_converted(tmp_path, error_of, streaming, monkeypatch
 def test_what_the_chat_template_needs(tmp_path, is_mixture):
     """Arguments of calls as JSON; and if it prints the date, rows of another day are not those whose tokens are in the cache."""
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
-    names = [write(tmp_path / f"{name}.jsonl", [conversation(number, tool_calls=[call]) for number in range(9)]) for name in "ab"]
-    weights = {"dataset_weights": [1, 1]} if is_mixture else {}
-    script_args = arguments_for(names[0])
-    script_args = ScriptArguments(dataset_name=list(map(str, names[: 1 + is_mixture])), **weights)
-    script_args.data = settings_of_data(script_args, SimpleNamespace(seed=0, output_dir="", max_steps=1), ("messages",))
+    names = [
+        write_rows(tmp_path / f"{name}.jsonl", [conversation(number, tool_calls=[call]) for number in range(9)]) for name in "ab"
+    ]
+    script_args = arguments_for(names, dataset_weights=[1, 1]) if is_mixture else arguments_for(names[0])
     found = set()
     for date in ("", "Monday", "Tuesday", "Tuesday"):
         script_args.data = replace(script_args.data, template_date=date, call_form=formats.CallForm(text_arguments=bool(date)))
@@ -128,7 +118,7 @@ def test_marks_that_would_be_dropped(tmp_path, error_of, streaming):
     """Also of rows that were not checked before the run."""
     rows = [{"messages": conversation(number)["messages"] * 2} for number in range(60)]
     rows[45]["messages"] = [rows[45]["messages"][0], ANSWER | {"train": False}, *rows[45]["messages"][2:]]
-    script_args = arguments_for(write(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
+    script_args = arguments_for(write_rows(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
     assert len(list(load(script_args)[0])) > 50
     script_args.data = replace(script_args.data, drops_marks="marks are dropped", check_conversations=None)
     assert "marks are dropped" in error_of(lambda: list(load(script_args)[0]))
@@ -139,7 +129,7 @@ def test_every_kind_of_conversation_is_checked_when_all_rows_are_there(tmp_path,
     monkeypatch.setattr(reading, "SMALL", 0)
     monkeypatch.setattr(loading, "MOST_KINDS", 2)
     rows = [{"messages": conversation(number)["messages"] * (number // 20 + 1)} for number in range(60)]
-    path = write(tmp_path / "rows.jsonl", rows)
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     script_args, checked = arguments_for(path), []
     script_args.data = replace(script_args.data, check_conversations=checked.extend)
     load(script_args)

@@ -3,44 +3,24 @@
 import json
 import os
 import socket
-from types import SimpleNamespace
 
 from harness.data import loading, reading, text_rows
 from harness.data.checking import check_dataset
 from harness.data.loading import load
-from harness.data.parsing import settings_of_data
 from harness.data.reading import print_ignored_files
-from harness.data.script_arguments import ScriptArguments
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+from runs import arguments_of_data, write_rows
 
 TASK = {"instruction": "Add.", "input": "1 2", "output": "3"}
 QUESTION = {"role": "user", "content": "Why?"}
 
 
-def arguments_for(name, dataset_formats=(), given=(), first_rows=0, **settings) -> ScriptArguments:
-    training = {
-        "seed": settings.pop("seed", 0),
-        "output_dir": settings.pop("output_dir", ""),
-        "max_steps": settings.pop("max_steps", 1),
-    }
-    script_args = ScriptArguments(dataset_name=str(name), **settings)
-    script_args.given = frozenset(given)
-    script_args.data = settings_of_data(script_args, SimpleNamespace(**training), dataset_formats).take(first_rows)
-    return script_args
-
-
 def check(name, *formats, **settings):
-    return check_dataset(arguments_for(name, *formats, **settings).data)
-
-
-def write(path, rows):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    return path
+    return check_dataset(arguments_of_data(name, *formats, **settings).data)
 
 
 def texts(count, start=0):
@@ -48,10 +28,10 @@ def texts(count, start=0):
 
 
 def test_check_distinguishes_columns_from_content(tmp_path, error_of):
-    unanswered = write(tmp_path / "unanswered.jsonl", [{"messages": [QUESTION, {"role": "bot", "content": "So."}]}])
+    unanswered = write_rows(tmp_path / "unanswered.jsonl", [{"messages": [QUESTION, {"role": "bot", "content": "So."}]}])
     message = error_of(check, unanswered, ("messages",))
     assert "columns messages" in message and "role bot" in message
-    numbers = write(tmp_path / "numbers.jsonl", [{"prompt": "Why?", "completion": 5}])
+    numbers = write_rows(tmp_path / "numbers.jsonl", [{"prompt": "Why?", "completion": 5}])
     message = error_of(check, numbers, ("prompt_completion",))
     assert "without an answer" in message
     assert "has the columns prompt, completion" in error_of(check, numbers, ("text",))
@@ -66,22 +46,22 @@ def test_hidden_files_and_empty_shards_are_skipped(tmp_path, streaming):
         for place in (folder, folder / ".ipynb_checkpoints", folder / "__MACOSX", folder / "more/.git"):
             place.mkdir(parents=True, exist_ok=True)
             pyarrow.parquet.write_table(table, place / f"{number}.parquet")
-    train, held_out = load(arguments_for(folder, ("text",), dataset_streaming=streaming, max_eval_samples=2))
+    train, held_out = load(arguments_of_data(folder, ("text",), dataset_streaming=streaming, max_eval_samples=2))
     assert sorted(row["text"] for rows in (train, held_out) for row in rows) == sorted(row["text"] for row in texts(40))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_no_row_left_to_train_on(tmp_path, error_of, streaming):
-    same = write(tmp_path / "same.jsonl", [{"text": "again"}] * 40)
-    message = error_of(load, arguments_for(same, ("text",), dataset_streaming=streaming))
+    same = write_rows(tmp_path / "same.jsonl", [{"text": "again"}] * 40)
+    message = error_of(load, arguments_of_data(same, ("text",), dataset_streaming=streaming))
     assert "no row of" in message and str(same) in message
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_max_samples_counts_rows_that_are_trained_on(tmp_path, streaming):
     rows = [{"text": f"text {index}" if index % 4 == 0 else None} for index in range(400)]
-    path = write(tmp_path / "rows.jsonl", rows)
-    train, _ = load(arguments_for(path, ("text",), dataset_streaming=streaming, max_samples=40, max_eval_samples=2))
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    train, _ = load(arguments_of_data(path, ("text",), dataset_streaming=streaming, max_samples=40, max_eval_samples=2))
     assert len(list(train)) == 40
 
 
@@ -94,7 +74,7 @@ def test_one_file(tmp_path, capsys, suffix, streaming):
         path.write_text("\n".join(rows["text"]))
     else:
         getattr(rows, f"to_{suffix.removesuffix('l')}")(str(path))
-    script_args = arguments_for(path, ("text",), dataset_streaming=streaming, max_eval_samples=3)
+    script_args = arguments_of_data(path, ("text",), dataset_streaming=streaming, max_eval_samples=3)
     assert check_dataset(script_args.data)[0][1] == {"text": "text 0"}
     train, test = load(script_args)
     assert {row["text"] for row in train} | set(test["text"]) == set(rows["text"]) and len(test) == 3
@@ -108,7 +88,7 @@ def test_held_out_rows_of_a_recipe_without_formats(tmp_path, kind, streaming):
     """Its rows stay as they are. `Dataset.map` passes rows that are no dicts."""
     rows = datasets.Dataset.from_list([{"question": f"text {index}", "number": index} for index in range(50)])
     rows.to_json(str(tmp_path / "rows.jsonl")) if kind == "jsonl" else rows.to_parquet(str(tmp_path / "rows.parquet"))
-    train, test = load(arguments_for(tmp_path / f"rows.{kind}", (), dataset_streaming=streaming, max_eval_samples=4))
+    train, test = load(arguments_of_data(tmp_path / f"rows.{kind}", (), dataset_streaming=streaming, max_eval_samples=4))
     assert len(test) == 4 and len(list(train)) == 46
     assert not {row["question"] for row in train} & set(test["question"])
 
@@ -149,7 +129,7 @@ def test_absolute_names(tmp_path, monkeypatch):
     """Of what a run records: it is read in another working directory too."""
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
-        write(tmp_path / name, texts(2))
+        write_rows(tmp_path / name, texts(2))
     named = {"a.jsonl": "/a.jsonl", ".": "", "*.jsonl": "/*.jsonl"}
     assert {name: reading.absolute_name(name) for name in named} == {name: f"{tmp_path}{end}" for name, end in named.items()}
     assert reading.absolute_name("trl-lib/Capybara") == "trl-lib/Capybara"
@@ -165,45 +145,45 @@ def test_pipe_is_an_error(tmp_path, error_of):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_held_out_rows_are_never_trained_on(tmp_path, streaming):
     """Nor are equal rows. At most a tenth is held out, and every process holds out the same rows."""
-    write(tmp_path / "d/train.jsonl", [*texts(50), *texts(50)])
-    train, test = load(arguments_for(tmp_path / "d", ("text",), dataset_streaming=streaming))
+    write_rows(tmp_path / "d/train.jsonl", [*texts(50), *texts(50)])
+    train, test = load(arguments_of_data(tmp_path / "d", ("text",), dataset_streaming=streaming))
     assert 5 <= len(test) <= 10 and not {row["text"] for row in train} & set(test["text"])
     assert {row["text"] for row in train} | set(test["text"]) == {row["text"] for row in texts(50)}
-    assert load(arguments_for(tmp_path / "d", ("text",), dataset_streaming=streaming))[1][:] == test[:]
+    assert load(arguments_of_data(tmp_path / "d", ("text",), dataset_streaming=streaming))[1][:] == test[:]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_keep_drops_rows(tmp_path, streaming):
     """Before rows are counted or held out."""
-    write(tmp_path / "d/train.jsonl", texts(40))
-    script_args = arguments_for(tmp_path / "d", ("text",), dataset_streaming=streaming, max_samples=10)
+    write_rows(tmp_path / "d/train.jsonl", texts(40))
+    script_args = arguments_of_data(tmp_path / "d", ("text",), dataset_streaming=streaming, max_samples=10)
     train, test = load(script_args, keep=lambda row: row["id"] % 2 == 0)
     numbers = [int(row["text"].split()[1]) for row in (*train, *test)]
     assert len(list(train)) == 10 and len(test) == 2 and all(number % 2 == 0 for number in numbers)
 
 
 def test_split_for_evaluation_is_used(tmp_path, capsys):
-    write(tmp_path / "d/train.jsonl", texts(20))
-    write(tmp_path / "d/test.jsonl", texts(20, start=100))
-    train, test = load(arguments_for(tmp_path / "d", ("text",), max_eval_samples=5, max_samples=7))
+    write_rows(tmp_path / "d/train.jsonl", texts(20))
+    write_rows(tmp_path / "d/test.jsonl", texts(20, start=100))
+    train, test = load(arguments_of_data(tmp_path / "d", ("text",), max_eval_samples=5, max_samples=7))
     assert test["text"] == [f"text {index}" for index in range(100, 105)] and len(train) == 7
     assert "ignored columns: id" in capsys.readouterr().out
 
 
 def test_more_rows_for_evaluation_than_may_be_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "MOST_SKIPPED", 3)
-    write(tmp_path / "d/train.jsonl", texts(20))
-    write(tmp_path / "d/test.jsonl", [{"text": ""}] * 3 + texts(20, start=100))
-    _, test = load(arguments_for(tmp_path / "d", ("text",), max_eval_samples=15))
+    write_rows(tmp_path / "d/train.jsonl", texts(20))
+    write_rows(tmp_path / "d/test.jsonl", [{"text": ""}] * 3 + texts(20, start=100))
+    _, test = load(arguments_of_data(tmp_path / "d", ("text",), max_eval_samples=15))
     assert test["text"] == [f"text {index}" for index in range(100, 115)]
 
 
 def test_samples_of_a_stream_are_kept_for_several_epochs(tmp_path, capsys):
     """The same rows for every process, no longer a stream."""
-    path = write(tmp_path / "rows.jsonl", texts(400))
+    path = write_rows(tmp_path / "rows.jsonl", texts(400))
     settings = {"dataset_streaming": True, "max_samples": 30, "max_eval_samples": 4}
-    stream, _ = load(arguments_for(path, ("text",), **settings))
-    train, test = load(arguments_for(path, ("text",), max_steps=-1, **settings))
+    stream, _ = load(arguments_of_data(path, ("text",), **settings))
+    train, test = load(arguments_of_data(path, ("text",), max_steps=-1, **settings))
     assert isinstance(stream, datasets.IterableDataset) and isinstance(train, datasets.Dataset)
     assert train["text"] == [row["text"] for row in stream] and len(set(train["text"])) == 30 and len(test) == 4
     assert "30 rows of the stream are kept in memory" in capsys.readouterr().out
@@ -211,7 +191,7 @@ def test_samples_of_a_stream_are_kept_for_several_epochs(tmp_path, capsys):
 
 def test_preference_data(tmp_path, capsys):
     rows = [{"prompt": f"Why {row}?", "chosen": "So.", "rejected": "No."} for row in range(20)]
-    train, _ = load(arguments_for(write(tmp_path / "rows.jsonl", rows), ("messages",), output_dir=str(tmp_path / "run")))
+    train, _ = load(arguments_of_data(write_rows(tmp_path / "rows.jsonl", rows), ("messages",), output_dir=str(tmp_path / "run")))
     assert json.loads((tmp_path / "run/data.json").read_text())["ignored_columns"] == []
     assert train.column_names == ["messages"] and train[0]["messages"][1] == {"role": "assistant", "content": "So."}
     assert "`chosen` is trained on, `rejected` is ignored" in capsys.readouterr().out
@@ -225,7 +205,7 @@ def test_stream_is_shuffled_and_resumes_exactly(tmp_path):
         rows.to_parquet(str(tmp_path / f"d/{file}.parquet"), batch_size=50)
 
     def load_with_seed(seed):
-        return load(arguments_for(tmp_path / "d", ("text",), dataset_streaming=True, max_eval_samples=20, seed=seed))
+        return load(arguments_of_data(tmp_path / "d", ("text",), dataset_streaming=True, max_eval_samples=20, seed=seed))
 
     train, test = load_with_seed(0)
     assert test["text"] == [f"text {index}" for index in range(550, 570)]
@@ -245,7 +225,7 @@ def test_stream_is_shuffled_and_resumes_exactly(tmp_path):
     ("settings", "words"),
     [
         ({}, ["needs texts", "columns instruction, input, output", "--dataset_text_field"]),
-        ({"dataset_formats": ("messages", "prompt_completion")}, ["columns text, id", "`messages` with role and content"]),
+        ({"formats": ("messages", "prompt_completion")}, ["columns text, id", "`messages` with role and content"]),
         ({"dataset_train_split": "trian"}, ["has the split train, none called trian", "--dataset_train_split"]),
         ({"dataset_test_split": "tset", "given": ["dataset_test_split"]}, ["--dataset_test_split", "none called tset"]),
         ({"dataset_test_split": "train"}, ["--dataset_test_split", "two different splits"]),
@@ -267,9 +247,9 @@ def test_stream_is_shuffled_and_resumes_exactly(tmp_path):
     ],
 )
 def test_error_names_dataset_and_problem(tmp_path, error_of, settings, words):
-    write(tmp_path / "d/train.jsonl", texts(1) if "dataset_formats" in settings else [TASK] * 20)
+    write_rows(tmp_path / "d/train.jsonl", texts(1) if "formats" in settings else [TASK] * 20)
     (tmp_path / "d/README.md").write_text("---\nconfigs:\n- {config_name: de, data_files: train.jsonl}\n---\n")
-    message = error_of(check, tmp_path / "d", **{"dataset_formats": ("text",)} | settings)
+    message = error_of(check, tmp_path / "d", **{"formats": ("text",)} | settings)
     is_about_flags = "max_samples" in settings or "two different splits" in words or "no split" in message
     assert str(tmp_path / "d") in message or is_about_flags
     for word in words:
@@ -283,7 +263,7 @@ def test_files_that_are_missing_or_unreadable(tmp_path, error_of):
     assert f"{tmp_path}/bad.jsonl, line 2: JSON parse error" in error_of(check, tmp_path / "bad.jsonl")
     (tmp_path / "empty.jsonl").write_text("")
     assert "empty.jsonl" in error_of(check, tmp_path / "empty.jsonl")
-    assert "is one file" in error_of(check, write(tmp_path / "a.jsonl", [TASK]), dataset_config="de")
+    assert "is one file" in error_of(check, write_rows(tmp_path / "a.jsonl", [TASK]), dataset_config="de")
 
 
 def test_ignored_files_of_a_folder_are_printed(tmp_path, capsys):
@@ -298,10 +278,10 @@ def test_ignored_files_of_a_folder_are_printed(tmp_path, capsys):
 
 
 def test_column_map(tmp_path, error_of):
-    path = write(tmp_path / "rows.jsonl", [{"question": f"Why {row}?", "answer": "So.", "id": row} for row in range(20)])
+    path = write_rows(tmp_path / "rows.jsonl", [{"question": f"Why {row}?", "answer": "So.", "id": row} for row in range(20)])
     mapping = '{"question": "prompt", "answer": "completion"}'
     assert "--column_map" in error_of(check, path, ("messages",))
-    train, _ = load(arguments_for(path, ("messages",), column_map=mapping))
+    train, _ = load(arguments_of_data(path, ("messages",), column_map=mapping))
     assert train[0]["messages"][1] == {"role": "assistant", "content": "So."}
     for mapping, words in (
         ('{"no": "prompt"}', "has no column no, it has question, answer, id"),
@@ -317,19 +297,19 @@ def test_numbers_keep_their_digits(tmp_path):
     arguments = {"latitude": 48.85661400000001, "tiny": 1e-12, "none": None}
     call = {"function": {"name": "look", "arguments": json.dumps(arguments)}}
     turns = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    path = write(
+    path = write_rows(
         tmp_path / "rows.jsonl", [{"messages": turns, "tools": [{"name": f"f{row}", f"key{row}": 1}]} for row in range(20)]
     )
     for streaming in (False, True):
-        train, test = load(arguments_for(path, ("messages",), dataset_streaming=streaming))
+        train, test = load(arguments_of_data(path, ("messages",), dataset_streaming=streaming))
         for row in (next(iter(train)), test[0]):
             assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == arguments
             assert len(row["tools"][0]["function"]) == 2
 
 
 def test_keep_sees_rows_with_a_text_only(tmp_path, capsys):
-    path = write(tmp_path / "rows.jsonl", [{"text": None if row % 2 else "a" * row} for row in range(40)])
-    script_args = arguments_for(path, ("text",), output_dir=str(tmp_path / "run"))
+    path = write_rows(tmp_path / "rows.jsonl", [{"text": None if row % 2 else "a" * row} for row in range(40)])
+    script_args = arguments_of_data(path, ("text",), output_dir=str(tmp_path / "run"))
     train, test = load(script_args, keep=lambda row: len(row["text"]) > 20)
     assert len(train) + len(test) == 9
     assert "31 of 40 rows skipped: 21 without a text (the first is row 1), 10 left out by the recipe" in capsys.readouterr().out
@@ -340,12 +320,12 @@ def test_folder_with_configs(tmp_path, error_of):
     for place in ("a", "b"):
         (tmp_path / place).mkdir()
         folder = tmp_path / place / "d"
-        write(folder / "rows.jsonl", [{"text": f"{place} {row}"} for row in range(20)])
-        write(folder / "held [1].jsonl", [{"text": "held"}])
+        write_rows(folder / "rows.jsonl", [{"text": f"{place} {row}"} for row in range(20)])
+        write_rows(folder / "held [1].jsonl", [{"text": "held"}])
         files = "[{split: train, path: rows.jsonl}, {split: test, path: 'held*'}]"
         configs = f"- {{config_name: de, data_files: {files}}}\n- {{config_name: en, data_files: rows.jsonl}}"
         (folder / "README.md").write_text(f"---\nconfigs:\n{configs}\n---\n")
-        train, test = load(arguments_for(folder, ("text",), dataset_config="de"))
+        train, test = load(arguments_of_data(folder, ("text",), dataset_config="de"))
         assert set(train["text"]) == {f"{place} {row}" for row in range(20)} and test["text"] == ["held"]
     assert "'de', 'en'" in error_of(check, folder, ("text",))
 
@@ -361,7 +341,7 @@ def test_folder_with_configs(tmp_path, error_of):
 def test_configs_of_a_readme_that_are_wrong(tmp_path, error_of, configs):
     """Or name files outside of the folder."""
     for name in ("data/a.jsonl", "out.jsonl", "other/b.jsonl"):
-        write(tmp_path / name, texts(1))
+        write_rows(tmp_path / name, texts(1))
     (tmp_path / "data/README.md").write_text(f"---\nlicense: mit\nconfigs: {configs}\n---\n")
     assert str(tmp_path / "data") in error_of(reading.open_splits, str(tmp_path / "data"), None, False)
 
@@ -375,7 +355,7 @@ def test_urls_of_images_are_not_requested(tmp_path, streaming):
         row = {"text": "a text", "image": {"path": url, "bytes": None}, "images": [{"path": url, "bytes": None}]}
         table = pyarrow.Table.from_pylist([row | {"text": f"text {index}"} for index in range(30)], schema=features.arrow_schema)
         pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-        train, _ = load(arguments_for(tmp_path / "rows.parquet", ("text",), dataset_streaming=streaming, max_eval_samples=2))
+        train, _ = load(arguments_of_data(tmp_path / "rows.parquet", ("text",), dataset_streaming=streaming, max_eval_samples=2))
         assert next(iter(train))["text"].startswith("text ")
         server.settimeout(0.2)
         with pytest.raises(TimeoutError):

@@ -2,24 +2,20 @@
 
 import itertools
 import json
-from types import SimpleNamespace
 
 from harness.data import mixture
 from harness.data.checking import check_dataset
 from harness.data.loading import load
-from harness.data.parsing import settings_of_data
-from harness.data.script_arguments import ScriptArguments
 from harness.data.stream_rows import rows_of_cycle
 from harness.folder import DATA, read_json
 
 import pytest
 from conftest import slow
-from runs import begin_at, losses, read
+from runs import arguments_of_data, begin_at, losses, read, write_rows
 
 
 def write(path, rows):
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
+    return str(write_rows(path, rows))
 
 
 def texts(name, count):
@@ -27,10 +23,7 @@ def texts(name, count):
 
 
 def arguments_of(names, weights, formats=("text",), **settings):
-    training_args = SimpleNamespace(seed=0, output_dir=str(settings.pop("output_dir", "")), max_steps=1)
-    script_args = ScriptArguments(dataset_name=names, dataset_weights=weights, **settings)
-    script_args.data = settings_of_data(script_args, training_args, formats)
-    return script_args
+    return arguments_of_data(names, formats, dataset_weights=weights, **settings)
 
 
 @pytest.fixture

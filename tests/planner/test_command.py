@@ -27,21 +27,13 @@ STEPS = ["--max_steps", "10", "--torch_compile", "false"]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], ["--plan", "RECIPE"]),
-        (["qwen2_chatt"], ["unknown recipe: qwen2_chatt", "mean qwen2_chat?"]),
-        (["qwen2_chat", "1x3091"], ["unknown config: 1x3091", "mean 1x3090?"]),
-        (["qwen2_chat", "1x3090", "--max_lenght", "5"], ["unknown flag --max_lenght", "--max_length"]),
-        (["qwen2_chat", "--fo", "2x3090"], ["unknown flag --fo"]),
-        (["qwen2_chat", "1x3090", "--tiny"], ["--plan is about the full size: leave out --tiny"]),
-        (["qwen2_chat", "1x3090", "--price_per_gpu_hour", "cheap"], ["--price_per_gpu_hour is 'cheap', expected a number"]),
-        (["qwen2_chat", "1x3090", "--price_per_gpu_hour", "0"], ["--price_per_gpu_hour is '0', expected a number"]),
-        (["qwen2_chat", "1x3090", "--price_per_gpu_hour"], ["--price_per_gpu_hour", "expected one argument"]),
-        (["qwen2_chat", "1x3090", "--card"], ["argument --card: expected one argument"]),
-        (["qwen2_chat", "1x3090", "--card", "A6000=48,155"], ["--card is 'A6000=48,155'", "--card A6000=48,155,768"]),
-        (["qwen2_chat", "1x3090", "--card=A6000=48,155,fast"], ["--card is 'A6000=48,155,fast'"]),
-        (["qwen2_chat", "1x3090", "--card", "=48,155,768"], ["--card is '=48,155,768'"]),
-        (["qwen2_chat", "1x3090", "--card", "A6000=48,-1,768"], ["three numbers above 0"]),
-        (["qwen2_chat", "1x3090", "--card", "A6000=48,155,inf"], ["three numbers above 0"]),
+        ([], ["RECIPE"]),
+        (["qwen2_chatt"], ["qwen2_chat?"]),
+        (["qwen2_chat", "1x3090", "--max_lenght", "5"], ["--max_length"]),
+        (["qwen2_chat", "1x3090", "--tiny"], ["--tiny"]),
+        (["qwen2_chat", "1x3090", "--price_per_gpu_hour", "0"], ["--price_per_gpu_hour"]),
+        (["qwen2_chat", "1x3090", "--card"], ["--card"]),
+        (["qwen2_chat", "1x3090", "--card=A6000=48,155,inf"], ["--card"]),
     ],
 )
 def test_mistake_is_one_error(launch, arguments, words):
@@ -51,13 +43,9 @@ def test_mistake_is_one_error(launch, arguments, words):
 @pytest.mark.parametrize(
     ("words", "flag"),
     [
-        (["--plan", "--help"], "--within TIME"),
         (["--plan", "qwen2_chat", "--help"], "--price_per_gpu_hour"),
         (["--preview", "qwen2_chat", "-h"], "--full [N]"),
-        (["--prepare", "--help"], "--tiny"),
         (["--chat", "--help"], "--max_new_tokens"),
-        (["--merge", "--help"], "OUT"),
-        (["--verify", "--help"], "MODEL"),
         (["--report", "--help"], "RUN"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -1,10 +1,8 @@
 """gpt2_xl_wikitext: packing with the plain Trainer, the report of every node, fp16 with float32 weights."""
 
-from harness.commands import merge
-
 import pytest
 import torch
-from runs import read
+from runs import merge, read
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -42,7 +40,7 @@ def test_results_of_every_node(rehearse):
 def test_saved_model_is_not_rounded(rehearse, tmp_path):
     """The weights may still be all-gathered in fp16 after an evaluation; the saved ones are those of the float32 checkpoint."""
     run = rehearse("gpt2_xl_wikitext", "3xt4_shard_grad_op")
-    merge.main(str(run / "checkpoint-6"), str(tmp_path / "merged"))
+    merge(run / "checkpoint-6", tmp_path / "merged")
     saved, merged = (load_file(next(folder.glob("model*.safetensors"))) for folder in (run, tmp_path / "merged"))
     assert saved.keys() == merged.keys() and all(torch.equal(saved[name], weight) for name, weight in merged.items())
     assert any((weight != weight.half().float()).any() for weight in saved.values())

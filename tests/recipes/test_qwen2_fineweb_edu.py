@@ -1,8 +1,7 @@
 """qwen2_fineweb_edu: packing without padding or truncation, documents that do not attend to each other, held-out rows."""
 
-from harness.rehearsal.tiny import documents
-
 import torch
+from runs import tiny_documents
 from transformers import AutoModelForCausalLM
 
 RECIPE = "qwen2_fineweb_edu"
@@ -14,7 +13,7 @@ def test_packing_keeps_every_token(build_trainer):
     rows = [*trainer.train_dataset, *trainer.eval_dataset]
     assert all(sum(row["seq_lengths"]) == len(row["input_ids"]) <= 128 for row in rows)
     packed = sorted(token for row in rows for token in row["input_ids"])
-    assert packed == sorted(t for text in documents() for t in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
+    assert packed == sorted(t for text in tiny_documents() for t in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id])
     assert len(packed) / (128 * len(rows)) > 0.97
 
 

@@ -1,10 +1,8 @@
 """Which text of a trainer's rows is in the loss, the model that a run has saved, and its evaluation loss without TRL."""
 
-from harness.commands import saved
-
 import torch
 from peft import AutoPeftModelForCausalLM
-from runs import read
+from runs import load_saved, read
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -44,4 +42,4 @@ def reload(run, workdir):
     is_text_model = "ForCausalLM" in str(AutoConfig.from_pretrained(read(run, "adapter_config.json")["base_model_name_or_path"]))
     if not read(run)["load_in_4bit"] and is_text_model:
         return AutoPeftModelForCausalLM.from_pretrained(run, dtype=torch.float32).eval()
-    return saved.load_model(run)  # an adapter of a model that reads images too has the names of the whole model
+    return load_saved(run)  # an adapter of a model that reads images too has the names of the whole model

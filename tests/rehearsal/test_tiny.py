@@ -8,8 +8,6 @@ import types
 from pathlib import Path
 
 from harness.data import conversion, loading
-from harness.data.parsing import settings_of_data
-from harness.data.script_arguments import ScriptArguments
 from harness.messages import UserError
 from harness.rehearsal import tiny
 
@@ -17,7 +15,7 @@ import pytest
 import torch
 from conftest import slow
 from datasets import load_dataset
-from runs import losses, read
+from runs import arguments_of_data, losses, read
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -47,13 +45,7 @@ def model_arguments(name):
     return types.SimpleNamespace(model_name_or_path=name, model_revision="main", attn_implementation=None)
 
 
-def script_arguments(name, config=None):
-    script_args = ScriptArguments(dataset_name=name, dataset_config=config)
-    script_args.data = settings_of_data(script_args, types.SimpleNamespace(seed=0, output_dir="", max_steps=1), "messages")
-    return script_args
-
-
-FINEWEB = script_arguments("HuggingFaceFW/fineweb-edu", "sample-10BT")
+FINEWEB = arguments_of_data("HuggingFaceFW/fineweb-edu", "messages", dataset_config="sample-10BT")
 QWEN = model_arguments(QWEN2)
 
 
@@ -182,7 +174,7 @@ def test_files_are_read_as_in_a_run_and_shortened(make_tiny, tmp_path):
     rows = [row | {"conversations": [{"from": "system", "value": f"{number}"}, *row["conversations"]]} for number in range(900)]
     (source / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (source / "test.jsonl").write_text(json.dumps(row) + "\n")
-    script_args = script_arguments(str(source))
+    script_args = arguments_of_data(source, "messages")
     _, folder = make_tiny(script_args=script_args)
     assert folder == str(source)
     tiny.use_replacements(script_args, types.SimpleNamespace(), copy.copy(QWEN))

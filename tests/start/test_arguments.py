@@ -131,13 +131,6 @@ def test_ddp_does_not_search_unused_parameters_by_default(build_trainer):
     assert build_trainer("qwen2_chat", "--ddp_find_unused_parameters", "true").args.ddp_find_unused_parameters is True
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_evaluates_before_the_training(recipe):
-    calls = [node for node in ast.walk(ast.parse(recipe.read_text())) if isinstance(node, ast.Call)]
-    call = next(node for node in calls if getattr(node.func, "id", "") == "parse")
-    assert any(keyword.arg == "eval_on_start" and keyword.value.value is True for keyword in call.keywords)
-
-
 @pytest.mark.parametrize(
     ("flags", "expected"), [([], True), (["--eval_strategy", "no"], False), (["--eval_strategy", "no", "--eval_on_start"], True)]
 )

@@ -8,14 +8,13 @@ import sys
 from types import SimpleNamespace
 
 from harness import configs, runs
-from harness.rehearsal import tiny
 from harness.start import parsing, training
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from conftest import ROOT, slow
-from runs import is_complete, losses, read, tiny_model, weights
+from runs import is_complete, losses, read, tiny_documents, tiny_model, weights
 from trl import SFTConfig
 from trl.kernels import chunked_logprob
 from trl.trainer import utils
@@ -40,7 +39,7 @@ def flags(tmp_path_factory, model):
     folder = tmp_path_factory.mktemp("local")
     (folder / "data").mkdir()
     for file in range(PROCESSES):
-        rows = [json.dumps({"text": text}) for text in tiny.documents()[file:60:PROCESSES]]
+        rows = [json.dumps({"text": text}) for text in tiny_documents()[file:60:PROCESSES]]
         (folder / f"data/{file}.jsonl").write_text("\n".join(rows))
     flags = ["--model_name_or_path", model, "--dataset_name", folder / "data", "--max_eval_samples", 4]
     flags += ["--max_steps", 3, "--save_steps", 3, "--logging_steps", 1, "--eval_strategy", "no", "--learning_rate", 1e-2]

@@ -65,13 +65,6 @@ def test_code_of_a_model_does_not_run(fork_launch, rehearse, folder, command):
     assert "Do you wish to run" not in process.stdout and ran(folder) == []
 
 
-@pytest.mark.parametrize("flags", [["--trust_remote_code"], ["--model_init_kwargs", '{"trust_remote_code": true}']], ids=str)
-def test_flag_is_refused(fork_launch, folder, flags):
-    process = fork_launch("--tiny", "qwen2_fineweb_edu", "1x3090", "--model_name_or_path", folder / "model", *flags)
-    assert process.returncode == 2 and "--trust_remote_code: code that comes with a model is not run here" in process.stderr
-    assert ran(folder) == []
-
-
 def test_transformers_would_ask(environment, folder):
     """And run the code."""
     variables = environment | {"PYTHONPATH": str(ROOT / "recipes")}

@@ -51,7 +51,7 @@ def quantize(folder: Path, out: Path) -> None:
         bnb_4bit_quant_storage="float32",
         dtype="bfloat16",
     )
-    quantized._quantize(model_args, out)
+    quantized.quantize_files(model_args, out)
 
 
 def load(folder: Path) -> None:

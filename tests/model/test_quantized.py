@@ -32,7 +32,7 @@ def model_args(tmp_path):
 
 def test_quantized_weights_equal_those_of_transformers(model_args, tmp_path):
     """Every weight has the same bytes, although the whole model is never in memory."""
-    quantized._quantize(model_args, tmp_path / "ours")
+    quantized.quantize_files(model_args, tmp_path / "ours")
     AutoModelForCausalLM.from_pretrained(
         tmp_path / "source",
         device_map={"": "cpu"},
@@ -51,7 +51,7 @@ def test_quantized_weights_equal_those_of_transformers(model_args, tmp_path):
 
 def test_planned_size_is_that_of_the_written_weights(model_args, tmp_path):
     """Packed weights, their scales, embedding, head and norms. Not counted: tables of 16 and 256 numbers, headers."""
-    quantized._quantize(model_args, tmp_path / "ours")
+    quantized.quantize_files(model_args, tmp_path / "ours")
     written = load_file(tmp_path / "ours/model.safetensors")
     counted = {name: tensor.nbytes for name, tensor in written.items() if "quant_map" not in name and "quant_state" not in name}
     planned = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "source"), dtype=torch.bfloat16)
@@ -66,12 +66,12 @@ def test_interrupted_quantization_continues_with_the_next_file(model_args, tmp_p
     for number, part in enumerate((weights[:5], weights[5:]), 1):
         save_file(dict(part), one_file.with_name(f"model-{number}-of-2.safetensors"), {"format": "pt"})
     one_file.unlink()
-    quantized._quantize(model_args, ours)
+    quantized.quantize_files(model_args, ours)
     first, second = (ours / f"model-{number}-of-2.safetensors" for number in (1, 2))
     written, content = first.stat().st_mtime_ns, second.read_bytes()
     second.with_name(f"{second.name}.draft").write_bytes(content[:100])  # what remains after a kill
     second.unlink()
-    quantized._quantize(model_args, ours)
+    quantized.quantize_files(model_args, ours)
     assert first.stat().st_mtime_ns == written and second.read_bytes() == content
     assert not list(ours.glob("*.draft"))
     AutoModelForCausalLM.from_pretrained(ours, device_map={"": "cpu"})

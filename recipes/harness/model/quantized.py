@@ -67,7 +67,7 @@ def quantize_once(model_args: ModelConfig) -> None:
         draft, threads = folder.with_name(f".{folder.name}.draft"), torch.get_num_threads()
         torch.set_num_threads(os.cpu_count() or 1)
         try:
-            _quantize(model_args, draft)
+            quantize_files(model_args, draft)
         finally:
             torch.set_num_threads(threads)  # this process trains afterwards, as the others do
         draft.rename(folder)
@@ -80,7 +80,7 @@ def use_quantized_weights(model_args: ModelConfig, training_args: TrainingArgume
     training_args.model_init_kwargs = {**training_args.model_init_kwargs, "revision": "main"}
 
 
-def _quantize(model_args: ModelConfig, folder: Path) -> None:
+def quantize_files(model_args: ModelConfig, folder: Path) -> None:
     """Writes what transformers would save of the quantized model, with one file of the original in memory at a time.
 
     Files that are already in `folder` are kept. (transformers 5.23 needs nearly twice the original model to quantize it:

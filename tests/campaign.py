@@ -36,6 +36,7 @@ from collections import Counter
 from pathlib import Path
 
 from forked_launcher import fork_instead, import_libraries
+from runs import history, read
 
 ROOT = Path(__file__).resolve().parents[1]
 INTERVAL = 2  # steps between two checkpoints
@@ -243,7 +244,7 @@ class Campaign:
         if not problem:
             problem = (difference_of_rows if processes else difference)(run, reference.folder, variant)
         if not problem and "is finished" not in again.log.read_text():
-            repeated = max(0, last_step - results(run)["resumed_from_step"])
+            repeated = max(0, last_step - read(run)["resumed_from_step"])
             problem = f"{repeated} steps repeated" if repeated > INTERVAL else ""
         trial = Trial(kind, variant, what, repeated, problem)
         self.trials.append(trial)
@@ -336,7 +337,7 @@ def difference_of_rows(run: Path, uninterrupted: Path, variant: str) -> str:
     )
     if positions != expected_positions or not positions:
         return "another position in the stream"
-    counts, expected_counts = ([results(folder)[name] for name in ("tokens", "loss_tokens")] for folder in (run, uninterrupted))
+    counts, expected_counts = ([read(folder)[name] for name in ("tokens", "loss_tokens")] for folder in (run, uninterrupted))
     if counts != expected_counts:
         return "other rows"
     losses, expected_losses = ({step: loss for step, loss, _ in logged_losses(folder)} for folder in (run, uninterrupted))
@@ -348,13 +349,8 @@ def difference_of_rows(run: Path, uninterrupted: Path, variant: str) -> str:
     return "" if is_close else f"other losses: {losses}, expected {expected_losses}"
 
 
-def results(run: Path) -> dict:
-    return json.loads((run / "train_results.json").read_text())
-
-
 def logged_losses(run: Path) -> list[tuple]:
-    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
-    return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in history if "loss" in entry]
+    return [(entry["step"], entry["loss"], entry["grad_norm"]) for entry in history(run)]
 
 
 def import_what_runs_need() -> float:

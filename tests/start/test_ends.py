@@ -137,7 +137,9 @@ def test_refused_run_is_not_tried_again(launched, flags, began):
 
 
 @pytest.mark.parametrize("to", ["launcher", "all"])
-@pytest.mark.parametrize(("number", "code", "config"), [(signal.SIGTERM, 143, TWO), (signal.SIGUSR1, 75, ONE)])
+@pytest.mark.parametrize(
+    ("number", "code", "config"), [(signal.SIGTERM, 143, TWO), (signal.SIGTERM, 143, ONE), (signal.SIGUSR1, 75, ONE)]
+)
 def test_signal_saves_and_ends(launched, uninterrupted, to, number, code, config):
     """Nothing starts again by itself, and the same command resumes. SLURM sends signals to every process of a job."""
     run = launched(config, "--max_restarts", "2", **SLOWLY)
@@ -197,7 +199,6 @@ sys.meta_path.insert(0, Pause)
         ("built", TWO, signal.SIGTERM),
         ("step 2", TWO, signal.SIGINT),
         ("step 2", ONE, signal.SIGINT),
-        ("step 2", ONE, signal.SIGTERM),
     ],
 )
 def test_signal_at_any_moment(launched, tmp_path, moment, config, number):

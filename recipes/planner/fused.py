@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.compat.guards import changes
 from harness.compat.transformers import transformer_layers
-from planner.ledger import Ledger
+from planner.ledger import Ledger, squeezed
 
 import torch
 from transformers import PreTrainedModel
@@ -39,7 +39,7 @@ def compile_layers(model: torch.nn.Module, ledger: Ledger) -> None:
     for layer in layers.values():
         layer.register_forward_pre_hook(begin, with_kwargs=True)
         layer.register_forward_hook(end)
-        ledger.weight_shapes |= {weight.shape for weight in layer.parameters()}
+        ledger.weight_shapes |= {squeezed(weight) for weight in layer.parameters()}
 
 
 @changes("transformers.trainer:apply_liger_kernel(model, kernel_config)")

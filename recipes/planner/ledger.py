@@ -44,6 +44,8 @@ class Storage:
     stream: str = ""  # of CUDA, if it is not the one that computes; a freed block is reused on its own stream only
     is_pinned: bool = False  # host memory that the GPU can reach, which PyTorch rounds up to powers of two
     is_unwritten: bool = False  # in a fused layer: computed within a kernel, and not written to memory so far
+    sources: set[torch.UntypedStorage] = dataclasses.field(default_factory=set)  # from which an unwritten one is computed
+    casts: weakref.WeakValueDictionary | None = None  # in fused layers, which make none twice
 
 
 class Event(NamedTuple):
@@ -86,7 +88,7 @@ class Ledger(TorchDispatchMode):
         self.moment, self.place, self.holder = "load", "gpu", "rest"  # the labels of new allocations, see `within`
         self.paused = False  # if True, nothing is recorded
         self.is_fused = False  # if True, operators between two matrix products are one kernel, see `planner.fused`
-        self.weight_shapes: set[torch.Size] = set()  # of fused layers; a tensor of such a shape is a weight or a gradient
+        self.weight_shapes: set[tuple] = set()  # of fused layers, `squeezed`; a tensor of such a shape is a weight or a gradient
         self._read: set[Storage] = set()  # what the fused kernel has read so far
         self.pinned_limit: int | None = None  # bytes; larger pinned allocations are not rounded up
         self.vocabulary = vocabulary  # a tensor whose last dimension has this size belongs to the loss
@@ -109,8 +111,12 @@ class Ledger(TorchDispatchMode):
         """Runs an operator on fake tensors, and counts its outputs, its FLOPs, and the bytes that it moves or touches."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local tensor comes next
+        is_cast = func is torch.ops.aten._to_copy.default
+        if self.is_fused and is_cast and (earlier := self._casts_of(args[0]).get(key_of_cast(args[0], kwargs))) is not None:
+            return earlier.detach()
         result = func(*args, **kwargs or {})
-        if self.paused or func.is_view or func.namespace == "prim":
+        is_view = func.is_view or func is torch.ops.aten._unsafe_view.default
+        if self.paused or is_view or func.namespace == "prim":
             return result
         outputs, inputs = tensors_in((result,)), tensors_in(args)
         if kwargs:
@@ -122,14 +128,18 @@ class Ledger(TorchDispatchMode):
                 self.write(tensor)
         if func.namespace == "fsdp":
             self._label_fsdp(func.name(), outputs + inputs)
-        is_cast_of_weight = func is torch.ops.aten._to_copy.default and self.holder_of(inputs[0]) == "weights"
+        is_cast_of_weight = is_cast and self.holder_of(inputs[0]) == "weights"
         for tensor in outputs:
-            is_unwritten = is_within_kernel and tensor.shape not in self.weight_shapes
+            is_unwritten = is_within_kernel and squeezed(tensor) not in self.weight_shapes
             self.see(tensor, "gathered" if is_cast_of_weight else None, is_unwritten)
+            if self._storages[tensor.untyped_storage()].is_unwritten:
+                self._keep_sources(tensor, inputs)
         if count_workspace := self.workspaces.get(func.overloadpacket):
             self.spike(count_workspace(*args), holder="activations")
         if is_within_kernel:
             self._count_kernel(inputs, outputs)
+            if is_cast:
+                self._casts_of(args[0])[key_of_cast(args[0], kwargs)] = result
         else:
             self._count(func, args, kwargs or {}, result, outputs + inputs)
         return result
@@ -154,7 +164,7 @@ class Ledger(TorchDispatchMode):
         if count_flops := self.flop_counters.get(func.overloadpacket):
             self.flops[str(tensors_in(args)[0].dtype)] += count_flops(*args, **kwargs, out_val=result)
             self.launches += 1
-        elif self.place == "gpu" and namespace not in ("c10d", "prim") and "empty" not in name and "_view" not in name:
+        elif self.place == "gpu" and namespace not in ("c10d", "prim") and "empty" not in name:
             self.touched += sum(sizes)
             self.launches += 1
 
@@ -166,7 +176,27 @@ class Ledger(TorchDispatchMode):
             if not entry.is_unwritten and entry not in self._read:
                 self._read.add(entry)
                 self.touched += tensor.nbytes
-        self.touched += sum(out.nbytes for out in outputs if not self._storages[out.untyped_storage()].is_unwritten)
+        written = [out.nbytes for out in outputs if not self._storages[out.untyped_storage()].is_unwritten]
+        self.touched += sum(written)
+        self.launches += len(written)
+
+    def _casts_of(self, tensor: torch.Tensor) -> weakref.WeakValueDictionary:
+        """The casts of a tensor's storage in fused layers, which make none twice."""
+        self.see(tensor)
+        entry = self._storages[tensor.untyped_storage()]
+        if entry.casts is None:
+            entry.casts = weakref.WeakValueDictionary()
+        return entry.casts
+
+    def _keep_sources(self, tensor: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+        """Keeps what is in memory, from which a backward pass computes an unwritten tensor again."""
+        entry = self._storages[tensor.untyped_storage()]
+        for source in inputs:
+            of_source = self._storages.get(source.untyped_storage())
+            if of_source and of_source.is_unwritten:
+                entry.sources |= of_source.sources
+            else:
+                entry.sources.add(source.untyped_storage())
 
     def write(self, tensor: torch.Tensor) -> None:
         """Ends a fused kernel, which writes this tensor if no kernel has."""
@@ -174,6 +204,7 @@ class Ledger(TorchDispatchMode):
         entry = self._storages.get(tensor.untyped_storage())
         if entry and entry.is_unwritten:
             entry.is_unwritten = False
+            entry.sources.clear()
             self._record(entry, tensor.untyped_storage().nbytes())
             self.touched += tensor.untyped_storage().nbytes()
             self.launches += 1
@@ -339,6 +370,16 @@ def watch_resize(ledger: Ledger) -> Callable[[], None]:
 
     torch.UntypedStorage.resize_ = resize
     return restore
+
+
+def key_of_cast(tensor: torch.Tensor, options: dict | None) -> tuple:
+    """Equal for casts of a storage that have the same result."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), *sorted((options or {}).items())
+
+
+def squeezed(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape without dimensions of size 1: a sum that is the gradient of a bias or a norm can have some."""
+    return tuple(size for size in tensor.shape if size != 1)
 
 
 def rounded_up(size: int) -> int:

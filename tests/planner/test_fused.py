@@ -31,6 +31,38 @@ def test_operators_between_two_products_are_one_kernel():
         assert ledger.touched == 6 * kib**2, "a kernel reads it once, and writes y again"
 
 
+def test_backward_pass_keeps_what_it_computes_unwritten_tensors_from():
+    """Of a sum that no kernel writes, the product in it; until the sum is written."""
+    ledger, kib = Ledger(), 1024
+    with FakeTensorMode(), ledger:
+        x, weight = torch.empty(256, kib), torch.empty(kib, kib)  # 1 and 4 MiB
+        ledger.is_fused = True
+        total = 2 * (x @ weight) + x
+        assert held(ledger) == 6 * kib**2, "the product"
+        ledger.write(total)
+        assert held(ledger) == 6 * kib**2, "the sum in its place"
+        del total
+        assert held(ledger) == 5 * kib**2
+
+
+def test_fused_layer_casts_a_tensor_once_and_a_weight_with_a_kernel():
+    ledger, kib = Ledger(), 1024
+    with FakeTensorMode(), ledger:
+        x, weight = torch.empty(256, kib), torch.empty(kib, kib)
+        ledger.is_fused, ledger.weight_shapes = True, {(kib, kib)}
+        half, y = weight.bfloat16(), 2 * x
+        casts = (3 * x).bfloat16(), y.bfloat16(), y.bfloat16()
+        products = [cast @ half for cast in casts]
+        assert held(ledger) == (5 + 2 + 2 * 0.5 + 3 * 0.5) * kib**2, "x and the weight, its cast, two others, three products"
+        assert ledger.launches == 1 + 2 + 3
+    del products
+
+
+def held(ledger: Ledger) -> int:
+    """Bytes that are allocated now."""
+    return sum(event.change for event in ledger.events)
+
+
 class Products(TorchDispatchMode):
     """The bytes that matrix products and attention read and write."""
 
@@ -45,19 +77,24 @@ class Products(TorchDispatchMode):
         return result
 
 
-def step(model: Qwen2ForCausalLM, ledger: Ledger, is_compiled: bool) -> int:
-    """The bytes that the layers of a step on fake tensors touch."""
+def step(model: Qwen2ForCausalLM, ledger: Ledger, is_compiled: bool) -> tuple[int, int]:
+    """The bytes that the layers of a step on fake tensors touch, and those that the second one keeps for the backward pass."""
     with FakeTensorMode() as mode:
         model = Qwen2ForCausalLM(model.config).model
         ids = torch.zeros(1, TOKENS, dtype=torch.long)
+    for weight in model.parameters():
+        ledger.mark(weight, "weights")
     if is_compiled:
         fused.compile_layers(model, ledger)
+    kept = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *args: kept.append(held(ledger)))
     products = Products(ledger)
     with mode, ledger, products, torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = model(input_ids=ids).last_hidden_state
         with ledger.within(moment="backward"):
             hidden.sum().backward()
-    return ledger.touched + products.bytes
+    return ledger.touched + products.bytes, kept[1] - kept[0]
 
 
 def results(call, layer: torch.nn.Module, hidden: torch.Tensor, **options) -> dict[str, torch.Tensor]:
@@ -75,7 +112,7 @@ def results(call, layer: torch.nn.Module, hidden: torch.Tensor, **options) -> di
 def test_bytes_are_those_that_inductor_counts(monkeypatch):
     """Inductor counts what its kernels and the products read and write when it compiles a layer for this CPU.
 
-    And what it compiles computes what the layer computes.
+    What it compiles keeps as much for the backward pass, and computes what the layer computes.
     """
     from torch._inductor import config, metrics
     from torch._inductor.compile_fx import inductor_metrics_log
@@ -83,18 +120,25 @@ def test_bytes_are_those_that_inductor_counts(monkeypatch):
     monkeypatch.setattr(config, "force_disable_caches", True)  # what it compiled before is not counted again
     model = Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2))
     assert len(transformer_layers(model)) == 2
-    eager, compiled = (step(model, Ledger(), is_compiled) for is_compiled in (False, True))
+    (eager, _), (compiled, kept) = (step(model, Ledger(), is_compiled) for is_compiled in (False, True))
     layer = model.model.layers[0]
     hidden, positions = torch.randn(1, TOKENS, 896, requires_grad=True), torch.arange(TOKENS)[None]
     angles = model.model.rotary_emb(hidden, positions)
     plain = results(layer, layer, hidden, position_embeddings=angles, position_ids=positions)
     metrics.reset()
     monkeypatch.setattr(inductor_metrics_log, "isEnabledFor", lambda level: True)  # otherwise it counts nothing
-    fast = results(torch.compile(layer), layer, hidden, position_embeddings=angles, position_ids=positions)
+    fast_layer = torch.compile(layer)
+    fast = results(fast_layer, layer, hidden, position_embeddings=angles, position_ids=positions)
     for name, value in plain.items():
         assert (value - fast[name]).norm() < 0.02 * value.norm(), name  # bf16 keeps eight bits
     counted = 2 * metrics.num_bytes_accessed
     assert compiled == pytest.approx(counted, rel=0.05) and compiled < 0.8 * eager, (compiled, counted, eager)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        saved = fast_layer(hidden, position_embeddings=angles, position_ids=positions).grad_fn.saved_tensors
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
+    for tensor in (*layer.parameters(), *angles):  # in memory anyway
+        sizes.pop(tensor.untyped_storage().data_ptr(), None)
+    assert kept == pytest.approx(sum(sizes.values()), rel=0.002)
 
 
 @slow

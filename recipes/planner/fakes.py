@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
 
 with expected_names():
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 BLOCK_SIZE = 64  # weights with a common scale, in 4 bits
 # Operators that CUDA's autocast computes in float32 and the CPU's does not (PyTorch's page on torch.amp lists both).
@@ -415,6 +415,7 @@ def ignore_shape_propagation(ledger: Ledger) -> None:
 @changes(
     "torch.optim.optimizer:_get_foreach_kernels_supported_devices",
     "torch.utils._foreach_utils:_get_foreach_kernels_supported_devices",
+    "torch.utils._foreach_utils:_foreach_supported_types",
     "torch._ops:OpOverloadPacket",
     "torch._C:_ExcludeDispatchKeyGuard",
     "torch:ops.aten._scaled_dot_product_flash_attention",
@@ -434,6 +435,7 @@ def use_operators_of_cuda(ledger: Ledger) -> torch.library.Library:
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         # Optimizers take the path for lists of tensors (foreach), as they do on CUDA.
         importlib.import_module(module)._get_foreach_kernels_supported_devices = lambda: ["cpu", "cuda"]
+    torch.utils._foreach_utils._foreach_supported_types.append(FakeTensor)  # the norm of the gradients takes it too
 
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         return torch.native_dropout(input, p, True)[0] if training and p else input

@@ -44,6 +44,7 @@ class Storage:
     stream: str = ""  # of CUDA, if it is not the one that computes; a freed block is reused on its own stream only
     is_pinned: bool = False  # host memory that the GPU can reach, which PyTorch rounds up to powers of two
     is_unwritten: bool = False  # in a fused layer: computed within a kernel, and not written to memory so far
+    is_product: bool = False  # the output of a matrix product or of attention
     sources: set[torch.UntypedStorage] = dataclasses.field(default_factory=set)  # from which an unwritten one is computed
     casts: weakref.WeakValueDictionary | None = None  # in fused layers, which make none twice
 
@@ -132,12 +133,13 @@ class Ledger(TorchDispatchMode):
         for tensor in outputs:
             is_unwritten = is_within_kernel and squeezed(tensor) not in self.weight_shapes
             self.see(tensor, "gathered" if is_cast_of_weight else None, is_unwritten)
-            if self._storages[tensor.untyped_storage()].is_unwritten:
-                self._keep_sources(tensor, inputs)
+            self._storages[tensor.untyped_storage()].is_product |= is_product
         if count_workspace := self.workspaces.get(func.overloadpacket):
             self.spike(count_workspace(*args), holder="activations")
         if is_within_kernel:
             self._count_kernel(inputs, outputs)
+            for tensor in outputs:
+                self._keep_sources(tensor, inputs)
             if is_cast:
                 self._casts_of(args[0])[key_of_cast(args[0], kwargs)] = result
         else:
@@ -189,14 +191,19 @@ class Ledger(TorchDispatchMode):
         return entry.casts
 
     def _keep_sources(self, tensor: torch.Tensor, inputs: list[torch.Tensor]) -> None:
-        """Keeps what is in memory, from which a backward pass computes an unwritten tensor again."""
+        """Keeps that in memory from which a backward pass computes an unwritten tensor again, or writes it if it is smaller."""
         entry = self._storages[tensor.untyped_storage()]
+        if not entry.is_unwritten:
+            return
         for source in inputs:
             of_source = self._storages.get(source.untyped_storage())
             if of_source and of_source.is_unwritten:
                 entry.sources |= of_source.sources
             else:
                 entry.sources.add(source.untyped_storage())
+        products = [source.nbytes() for source in entry.sources if source in self._storages and self._storages[source].is_product]
+        if torch.is_grad_enabled() and len(products) > 1 and sum(products) > tensor.untyped_storage().nbytes():
+            self.write(tensor)  # such as the sum of a layer and its adapter
 
     def write(self, tensor: torch.Tensor) -> None:
         """Ends a fused kernel, which writes this tensor if no kernel has."""

@@ -43,6 +43,9 @@ def test_backward_pass_keeps_what_it_computes_unwritten_tensors_from():
         assert held(ledger) == 6 * kib**2, "the sum in its place"
         del total
         assert held(ledger) == 5 * kib**2
+        adapted = 2 * (x @ weight + x @ weight)
+        assert held(ledger) == 6 * kib**2, "the sum of two products is smaller than both"
+    del adapted
 
 
 def test_fused_layer_casts_a_tensor_once_and_a_weight_with_a_kernel():

@@ -126,7 +126,7 @@ is_new_enough() { "$1" -I -c 'import sys; sys.exit(sys.version_info < (3, 11))' 
 find_python() {
   local name
   for name in python3.11 python3.12 python3.13 python3; do
-    if "$name" -I -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
+    if "$name" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; then
       printf '%s\n' "$name"
       return
     fi

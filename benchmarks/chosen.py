@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/chosen.py                 # all recipes: an hour on two busy cores
     .venv/bin/python benchmarks/chosen.py qwen3_dpo       # this one only
 
-Writes benchmarks/results/choices.json. Needs neither GPU nor network: the models' config.json come from tests/published. The
-number of steps of an epoch is not known without the datasets, so STEPS has one that is near it.
+Writes benchmarks/results/forecasts/choices.json. Needs neither GPU nor network: the models' config.json come from
+tests/published. The number of steps of an epoch is not known without the datasets, so STEPS has one that is near it.
 """
 
 import json
@@ -25,7 +25,7 @@ STEPS = {
     "qwen3_dpo": 625,
     "gpt2_xl_wikitext": 40,
 }
-FILE = inputs.RESULTS / "choices.json"
+FILE = inputs.RESULTS / "forecasts/choices.json"
 KEYS = (
     "machine",
     "gpu",

@@ -96,10 +96,8 @@ def print_once(message: str, is_printable: bool = False) -> None:
         return
     try:
         print(message if is_printable else printable(message), flush=True)
-    except OSError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), 1
-        )  # the reader of the pipe has exited, or the disk is full; the run continues without it
+    except OSError:  # the reader of the pipe has exited, or the disk is full; the run continues without it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def plural(count: int, word: str) -> str:

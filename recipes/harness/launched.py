@@ -84,9 +84,10 @@ def end_run(code: int | None) -> NoReturn:
 
     `code`: None if another process has failed, which exits with a code of its own.
     """
-    if code is not None:
-        record_end(code)
-    sys.exit(0 if _launched else 1 if code is None else code)
+    if code is None:
+        sys.exit(0 if _launched else 1)
+    record_end(code)
+    sys.exit(0 if _launched else code)
 
 
 def _exit_quietly(number: int, frame: FrameType | None) -> None:

@@ -149,12 +149,14 @@ def take_config_file(words: list[str]) -> tuple[list[str], dict[str, Any]]:
     Raises UserError for a file that is none, and for `env` in it: variables can start programs, and send what is loaded
     elsewhere.
     """
-    if "--config" not in words:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?", const="")
+    found, rest = parser.parse_known_args(words)
+    path = found.config
+    if path is None:
         return words, {}
-    place = words.index("--config")
-    if place + 1 == len(words):
+    if not path:
         raise UserError("--config needs the path of a YAML file with arguments")
-    path = words[place + 1]
     if not Path(path).is_file():
         raise UserError(f"--config: file not found: {path}")
     values = read_yaml(path, "--config")
@@ -162,7 +164,7 @@ def take_config_file(words: list[str]) -> tuple[list[str], dict[str, Any]]:
         raise UserError(f"--config: {path} has no keys: expected lines of `argument: value`")
     if "env" in values:
         raise UserError(f"--config: env of {path} is not read: set environment variables in the shell")
-    return words[:place] + words[place + 2 :], values
+    return rest, values
 
 
 def set_dependent_values(script_args: ScriptArguments, training_args: TrainingArguments, recipe: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """What `./launch.sh RECIPE` would choose for five kinds of GPU, for every recipe: forecasts of `--plan RECIPE --for MACHINES`.
 
-    .venv/bin/python benchmarks/chosen.py                 # all recipes: an hour on two busy cores
-    .venv/bin/python benchmarks/chosen.py qwen3_dpo       # this one only
+    .venv/bin/python benchmarks/choice_per_card.py                 # all recipes: an hour on two busy cores
+    .venv/bin/python benchmarks/choice_per_card.py qwen3_dpo       # this one only
 
-Writes benchmarks/results/forecasts/choices.json. Needs neither GPU nor network: the models' config.json come from
+Writes benchmarks/results/forecasts/choice_per_card.json. Needs neither GPU nor network: the models' config.json come from
 tests/published. The number of steps of an epoch is not known without the datasets, so STEPS has one that is near it.
 """
 
@@ -25,20 +25,8 @@ STEPS = {
     "qwen3_dpo": 625,
     "gpt2_xl_wikitext": 40,
 }
-FILE = inputs.RESULTS / "forecasts/choices.json"
-KEYS = (
-    "machine",
-    "gpu",
-    "config",
-    "peak_gpu_gb",
-    "reserved_gb",
-    "on_machine",
-    "flags",
-    "command",
-    "choices",
-    "compiling",
-    "proposals",
-)
+FILE = inputs.RESULTS / "forecasts/choice_per_card.json"
+KEYS = ("machine", "gpu", "config", "peak_gpu_gb", "reserved_gb", "on_machine", "flags", "choices", "compiling", "proposals")
 
 
 def main(recipes: list[str]) -> None:

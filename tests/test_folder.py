@@ -214,6 +214,19 @@ def test_changed_file_is_refused(tmp_path, error_of, file):
     assert f"{file[0] if file else 'd/b.jsonl'} of a has changed since" in message and "valuation rows" in message
 
 
+@pytest.mark.parametrize("key", ["dataset", "datasets"])
+def test_files_of_another_dataset_have_not_changed(tmp_path, error_of, key):
+    identities = []
+    for path in (tmp_path / "qa.csv", tmp_path / "support.csv"):
+        path.touch()
+        name = str(path) if key == "dataset" else [str(path), "other/rows"]
+        identities.append(IDENTITY | {key: name, "data_files": file_versions(str(path))})
+    claim(tmp_path / "run", identities[0])
+    begin_training(tmp_path / "run")
+    message = error_of(claim, tmp_path / "run", identities[1])
+    assert "qa.csv" in message and "support.csv" in message and "has changed" not in message
+
+
 def test_versions_of_local_files(tmp_path):
     """They change with the name, the size and the time of a file, not with how its path is given. A Hub ID has none."""
     file = tmp_path / "d/rows.jsonl"

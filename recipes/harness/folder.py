@@ -271,6 +271,8 @@ def check_same_run(folder: Path, existing: dict, identity: dict, is_default: boo
         problems.append(f"it holds a run with {before}, this run has {now}")
     before, now = _names_and_sizes(existing), _names_and_sizes(identity)
     changed = dict.fromkeys(file[0] for file in [*now, *before] if file not in now or file not in before)
+    if differences.keys() & {"dataset", "datasets"}:
+        changed = {}  # these are the files of two datasets
     problems += [f"{name} of {identity['dataset']} has changed since the run began" for name in changed]
     if list(folder.glob("checkpoint-*")) and existing.get("sharded") != identity["sharded"]:
         kinds = {True: "FSDP", False: "unsharded"}

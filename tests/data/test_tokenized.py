@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 from runs import tiny_tokenizer
 from tokenizers.processors import TemplateProcessing
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification, TrainingArguments
 from trl import DPOTrainer, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 FIRST, LAST = "<|begin_of_text|>", "<|end_of_text|>"
@@ -86,3 +86,13 @@ def test_rows_that_a_trainer_drops_are_counted(prepare, tmp_path, capsys, max_le
     printed = capsys.readouterr().out
     assert len(kept) == (2 if max_length == 24 else 4)
     assert ("warning: 2 of 4 training rows are not used" in printed) == (max_length == 24)
+
+
+def test_rows_that_a_recipe_makes_are_not_compared(tmp_path, capsys):
+    """Of one row it may make several, or of several one."""
+    write_json(tmp_path / DATA, {"loaded_rows": 4})
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    for rows in (2, 8):
+        trainer = SimpleNamespace(args=args, train_dataset=Dataset.from_list([{"input_ids": [1]}] * rows))
+        tokenized.report_dropped_rows(trainer)
+    assert not capsys.readouterr().out

@@ -12,7 +12,7 @@ from harness.messages import UserError, print_once
 from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer
-from trl import SFTConfig
+from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 from trl.data_utils import is_conversational
 
 Rows = Dataset | IterableDataset
@@ -124,11 +124,16 @@ def print_dropped_rows(split: str, count: int, of: int, which: str, reason: str)
 
 
 def report_dropped_rows(trainer: Trainer) -> None:
-    """Prints how many of the rows that `load` has returned a trainer does not train on, for example because they are too long."""
+    """Prints how many of the rows that `load` has returned a trainer does not train on, for example because they are too long.
+
+    Only TRL's trainers drop rows. For others a recipe tokenizes, and may make several rows of one, or one of several.
+    """
     loaded, args = read_json(Path(trainer.args.output_dir, DATA)).get("loaded_rows"), trainer.args
-    if not loaded or is_packed(args) or not isinstance(trainer.train_dataset, Dataset):
+    drops_rows = isinstance(args, SFTConfig | DPOConfig | KTOConfig | RewardConfig) and not is_packed(args)
+    if not loaded or not drops_rows or not isinstance(trainer.train_dataset, Dataset):
         return
-    if missing := loaded - len(trainer.train_dataset):
+    missing = loaded - len(trainer.train_dataset)
+    if missing > 0:
         limit = f" (--max_length {args.max_length})" if getattr(args, "max_length", None) else ""
         print_once(
             f"warning: {missing:,} of {loaded:,} training rows are not used: the recipe or the trainer has dropped them{limit}."

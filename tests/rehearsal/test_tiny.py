@@ -166,6 +166,16 @@ def test_dataset_streams_with_the_columns_of_the_original(make_tiny):
     assert sorted(row["text"] for row in stream) == sorted(tiny.documents())
 
 
+def test_messages_name_the_dataset_that_was_loaded(make_tiny, capsys):
+    script_args = arguments_of_data("HuggingFaceFW/fineweb-edu", "text", dataset_config="sample-10BT")
+    make_tiny(script_args)
+    tiny.use_replacements(script_args, types.SimpleNamespace(), copy.copy(QWEN))
+    capsys.readouterr()
+    loading.load(script_args)
+    printed = capsys.readouterr().out
+    assert "ignored columns: id, dump" in printed and not re.search("(?m)^HuggingFaceFW/fineweb-edu", printed)
+
+
 def test_files_are_read_as_in_a_run_and_shortened(make_tiny, tmp_path):
     """They are not copied: `load` takes the first rows, and cuts texts after it has read them."""
     source = tmp_path / "mine"

@@ -107,7 +107,8 @@ def use_model(training_args: TrainingArguments, model_args: ModelConfig, folder:
 def with_tiny_dataset(source: Source, folder: Path) -> Source:
     """`folder`: of the tiny dataset, which replaces one of tiny_data.yaml. Of others the first rows are read."""
     if source.name in DATASETS:
-        return dataclasses.replace(source, name=str(folder), eval_rows_of_run=0)
+        shown = f"the tiny dataset for {source.display_name}"
+        return dataclasses.replace(source, name=str(folder), display_name=shown, eval_rows_of_run=0)
     return dataclasses.replace(source, first_rows=source.first_rows or REHEARSED_ROWS, cuts_texts=True)
 
 

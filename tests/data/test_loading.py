@@ -256,6 +256,11 @@ def test_error_names_dataset_and_problem(tmp_path, error_of, settings, words):
         assert word in message
 
 
+def test_unknown_format_of_a_recipe(error_of):
+    message = error_of(arguments_of_data, "rows.jsonl", ("text", "preferences"))
+    assert "dataset_formats" in message and "'preferences'" in message and message.endswith("instruction, preference")
+
+
 def test_files_that_are_missing_or_unreadable(tmp_path, error_of):
     assert "not found: ./my.jsonl" in error_of(check, "./my.jsonl")
     assert "not found: my.jsonl" in error_of(check, "my.jsonl")

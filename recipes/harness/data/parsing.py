@@ -3,6 +3,7 @@
 import math
 
 from harness.data import reading
+from harness.data.formats import DESCRIPTIONS
 from harness.data.script_arguments import ScriptArguments
 from harness.data.sources import DataSettings, Source
 from harness.messages import UserError
@@ -17,9 +18,13 @@ def settings_of_data(
 
     `formats`: see DataSettings.
     """
+    formats = (formats,) if isinstance(formats, str) else tuple(formats)
+    for name in formats:
+        if name not in DESCRIPTIONS:
+            raise UserError(f"dataset_formats: {name!r} is no format: use one or several of {', '.join(DESCRIPTIONS)}")
     return DataSettings(
         sources=tuple(sources_of(script_args)),
-        formats=(formats,) if isinstance(formats, str) else tuple(formats),
+        formats=formats,
         streaming=script_args.dataset_streaming,
         max_samples=script_args.max_samples,
         max_eval_samples=script_args.max_eval_samples,

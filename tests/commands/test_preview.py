@@ -11,7 +11,7 @@ from harness.commands.preview import IGNORED, paint
 import pytest
 import torch
 from conftest import RECIPES, ROOT
-from runs import read, tiny_tokenizer
+from runs import read, tiny_tokenizer, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +33,9 @@ def test_every_recipe(preview_tiny, recipe):
     process = preview_tiny(recipe, *unpacked)
     assert process.returncode == 0 and "warning" not in process.stderr, process.stderr
     out = process.stdout
-    if recipe == "qwen3_dpo":
-        assert out.count("--- a row as the trainer gets it") == 2 and "chosen_ids: " in out and "batch        input_ids [" in out
-        return
-    assert "--- a sequence of" in out
+    assert ("--- a prompt with 2 answers" if recipe == "qwen3_dpo" else "--- a sequence of") in out
     is_stream = recipe in ("qwen2_fineweb_edu", "llama31_70b_qlora")  # which need not say how many rows it has
-    assert re.search(rf"^one epoch +(about [\d,]+ sequences|{'unknown' if is_stream else 'about'})", out, re.MULTILINE)
+    assert re.search(rf"^one epoch +(about [\d,]+ (?:sequences|rows)|{'unknown' if is_stream else 'about'})", out, re.MULTILINE)
     (share,) = re.findall(r"^in the loss +([\d.]+)%", out, re.MULTILINE)
     is_text = recipe in ("qwen2_fineweb_edu", "gpt2_xl_wikitext")
     assert float(share) > 98 if is_text else 5 < float(share) < 100
@@ -80,6 +77,45 @@ def test_json_is_alone_on_stdout(preview_tiny):
     numbers = json.loads(process.stdout)
     assert 0 < numbers["truncated_tokens"] < 1 and numbers["truncated_documents"] > 0
     assert "held out for evaluation" in process.stderr
+
+
+def test_pairs_of_answers(preview_tiny, tmp_path):
+    """Every prompt with an answer is counted as the model sees it; pairs whose prompt alone is too long are named."""
+    length, tokenizer = 40, tiny_tokenizer("Qwen/Qwen3-4B-Instruct-2507")
+
+    def count_tokens(*texts):
+        turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=False)]
+        return len(tokenizer.apply_chat_template(turns, add_generation_prompt=len(turns) == 1, return_dict=True)["input_ids"])
+
+    rows = [
+        {"prompt": "the" + " the" * (5 + 20 * (number % 3)), "chosen": "of" + " it" * (number % 9), "rejected": "no"}
+        for number in range(40)
+    ]
+    write_rows(tmp_path / "train.jsonl", rows)
+    write_rows(tmp_path / "test.jsonl", rows[:1])
+    flags = ["--dataset_name", str(tmp_path), "--max_length", str(length)]
+    prompts, whole = [], []
+    for row in rows:
+        prompt = count_tokens(row["prompt"])
+        if prompt < length:
+            for answer in ("chosen", "rejected"):
+                prompts.append(prompt)
+                whole.append(count_tokens(row["prompt"], row[answer]))
+    seen = [min(tokens, length) for tokens in whole]
+    assert 0 < len(whole) < 80 and sum(seen) < sum(whole)
+
+    process = preview_tiny("qwen3_dpo", *flags, "--json")
+    assert process.returncode == 0, process.stderr
+    numbers = json.loads(process.stdout)
+    assert f"warning: {40 - len(whole) // 2} of 40 training rows are not used" in process.stderr
+    lengths = numbers["lengths"]
+    assert (numbers["documents"], lengths["shortest"], lengths["longest"]) == (len(whole), min(whole), max(whole))
+    assert numbers["truncated_tokens"] == pytest.approx(1 - sum(seen) / sum(whole))
+    assert numbers["in_the_loss"] == pytest.approx(1 - sum(prompts) / sum(seen))
+    assert (numbers["sequences_per_epoch"], numbers["tokens_per_epoch"]) == (len(whole) // 2, sum(seen))
+
+    process = preview_tiny("qwen3_dpo", *flags[:-1], "10", "--json")
+    assert process.returncode == 2 and "error: --max_length" in process.stderr and "Traceback" not in process.stderr
 
 
 def test_json_of_a_recipe_that_truncates_rows_itself(preview_tiny):
@@ -132,9 +168,9 @@ def test_warning_about_a_missing_end_token(tokenizer):
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
     shown = SimpleNamespace(trainer=SimpleNamespace(model=model), tokenizer=tokenizer)
     ids = [5, 6, tokenizer.eos_token_id]
-    batches = [{"labels": torch.tensor([ids, [IGNORED] * 3])}, {"labels": torch.tensor([[5, 6, IGNORED]])}]
-    assert not preview.find_problems(shown, batches)
-    assert "no EOS token" in preview.find_problems(shown, batches[1:])[0]
+    labels = [torch.tensor([ids, [IGNORED] * 3]), torch.tensor([[5, 6, IGNORED]])]
+    assert not preview.find_problems(shown, labels)
+    assert "no EOS token" in preview.find_problems(shown, labels[1:])[0]
 
 
 @pytest.mark.parametrize("template", ["", "recipes/headings.jinja"])

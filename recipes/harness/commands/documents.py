@@ -4,8 +4,15 @@ Document = tuple[list[int], list[int]]  # tokens and labels
 IGNORED = -100  # the label of a token that does not count in the loss
 
 
+ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")  # of DPOTrainer's and KTOTrainer's rows, next to prompt_ids
+
+
 def documents_of(row: dict) -> list[Document]:
-    """The documents of a tokenized row, packed or not."""
+    """The documents of a tokenized row, packed or not; of a pair of answers the prompt with each of them."""
+    if "prompt_ids" in row:
+        prompt = row["prompt_ids"]
+        answers = [row[name] for name in ANSWERS if name in row]
+        return [(prompt + answer, [IGNORED] * len(prompt) + answer) for answer in answers]
     ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
     documents, start = [], 0
     for length in row.get("seq_lengths") or [len(ids)]:

@@ -35,11 +35,14 @@ SHOWN_ROWS, SHOWN_DOCUMENTS, SHOWN_START, SHOWN_END = 2, 3, 300, 100  # rows; do
 def main(*words: str) -> None:
     parsed = arguments.preview().read(words)
     set_environment(parsed.tiny)
+    from harness.data.tokenized import report_dropped_rows
+
     messages = sys.stderr if parsed.json else sys.stdout  # stdout is for the JSON alone
     with tempfile.TemporaryDirectory(prefix="preview-") as output_dir, contextlib.redirect_stdout(messages):
         preview = Preview(str(parsed.recipe), [*parsed.flags, "--output_dir", output_dir], parsed.tiny)
         if parsed.tiny:
             print_once("\nThis is the preview of a rehearsal: leave out --tiny to see the rows and numbers of the run.")
+        report_dropped_rows(preview.trainer)
         reason = why_no_documents(preview.trainer)
         if not parsed.json and not reason and parsed.full:
             print_document(preview, parsed.full)
@@ -109,14 +112,29 @@ class Preview:
         rows = self.first_rows if self.whole is None else itertools.islice(self.whole, FIRST_ROWS)
         return [document for row in rows for document in documents_of(row)]
 
+    @property
+    def has_pairs(self) -> bool:
+        """Whether a row is a prompt with answers: the collator writes the prompt in front of each, and cuts them."""
+        return "prompt_ids" in self.first_rows[0]
+
+    @property
+    def has_whole_documents(self) -> bool:
+        """Whether `documents` are those before truncation."""
+        return self.whole is not None or self.has_pairs
+
+    def as_seen(self, row: dict) -> list[Document]:
+        """The documents of a row to train on, as the model sees them."""
+        length = length_of_rows(self.trainer.args) if self.has_pairs else None
+        return [(ids[:length], labels[:length]) for ids, labels in documents_of(row)]
+
     def cut_tokens(self) -> list[int]:
         """How many tokens --max_length cuts off each document. Other strategies of packing than bfd split documents instead."""
         length = length_of_rows(self.trainer.args)
-        is_cut = self.whole is not None and not (is_packed(self.trainer.args) and self.trainer.args.packing_strategy != "bfd")
+        is_cut = self.has_whole_documents and not (is_packed(self.trainer.args) and self.trainer.args.packing_strategy != "bfd")
         return [max(0, len(ids) - length) if length and is_cut else 0 for ids, _ in self.documents]
 
     def epoch(self) -> tuple[float, float] | tuple[None, None]:
-        """Packed rows and tokens of an epoch, estimated from the first rows; None if nothing says how many rows there are."""
+        """Rows and tokens of an epoch, estimated from the first rows; None if nothing says how many rows there are."""
         from harness.data.loading import FIRST_ROWS, count_training_rows
 
         script_args, documents = self.arguments[0], self.documents
@@ -127,8 +145,11 @@ class Preview:
         if not total:
             return None, None
         kept = sum(len(ids) for ids, _ in documents) - sum(self.cut_tokens())
-        count = min(total * len(documents) / min(total, FIRST_ROWS), script_args.max_samples or math.inf)
-        tokens = count * kept / len(documents)
+        rows = len(self.first_rows) if self.has_pairs else len(documents)
+        count = min(total * rows / min(total, FIRST_ROWS), script_args.max_samples or math.inf)
+        tokens = count * kept / rows
+        if self.has_pairs:
+            return count, tokens
         return tokens / statistics.mean(len(row["input_ids"]) for row in self.first_rows), tokens
 
 
@@ -136,10 +157,12 @@ def why_no_documents(trainer: Any) -> str:
     """Why a trainer's rows are not documents for a causal language model, "" if they are."""
     from harness.run.parameters import base_of, generates
 
-    model, row = base_of(trainer.model), next(iter(trainer.train_dataset))
+    model, row = base_of(trainer.model), next(iter(trainer.train_dataset), None)
+    if row is None:
+        raise UserError("--dataset_name: no row is left to train on: see what the recipe drops, or pass a larger --max_length")
     if not generates(model) or model.config.is_encoder_decoder:
         return f"{type(model).__name__} is not a causal language model"
-    if "input_ids" not in row:
+    if not {"input_ids", "prompt_ids"} & row.keys():
         return "the rows have no column input_ids"
     return "" if trainer.processing_class else "the trainer has no tokenizer"
 
@@ -181,8 +204,11 @@ def print_rows(preview: Preview) -> None:
     key = "green tokens count in the loss, grey ones do not" if has_colour else "tokens in ⟦ ⟧ count in the loss"
     print_once(f"\nThe first sequences as the model sees them: {key}; special tokens are {'bold' if has_colour else 'marked ◆'}.")
     for row in preview.first_rows[:SHOWN_ROWS]:
-        documents = documents_of(row)
-        print_once(f"\n--- a sequence of {len(row['input_ids']):,} tokens, {plural(len(documents), 'document')}")
+        documents = preview.as_seen(row)
+        title = f"a prompt with {plural(len(documents), 'answer')}"
+        if not preview.has_pairs:
+            title = f"a sequence of {len(row['input_ids']):,} tokens, {plural(len(documents), 'document')}"
+        print_once(f"\n--- {title}")
         painted = [paint(preview.tokenizer, *document, has_colour) for document in documents[:SHOWN_DOCUMENTS]]
         print_once("\n---\n".join(painted), is_printable=True)
     print_once("")
@@ -230,7 +256,8 @@ def summarize(preview: Preview) -> dict[str, Any]:
     lengths, cut = sorted(len(ids) for ids, _ in preview.documents), preview.cut_tokens()
     batches = list(itertools.islice(preview.trainer.get_train_dataloader(), BATCHES))
     sequences, tokens = preview.epoch()
-    is_known = preview.whole is not None
+    labels = [labels_of(batch) for batch in batches]
+    is_known = preview.has_whole_documents
     return {
         "documents": len(lengths),
         "lengths": {
@@ -241,12 +268,24 @@ def summarize(preview: Preview) -> dict[str, Any]:
         },
         "truncated_documents": sum(map(bool, cut)) / len(cut) if is_known else None,
         "truncated_tokens": sum(cut) / sum(lengths) if is_known else None,
-        "in_the_loss": sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
-        / sum(batch["labels"].numel() for batch in batches),
+        "in_the_loss": sum(int((part != IGNORED).sum()) for part in labels) / sum(count_tokens(batch) for batch in batches),
+        "unit": "rows" if preview.has_pairs else "sequences",
         "sequences_per_epoch": sequences and math.ceil(sequences),
         "tokens_per_epoch": tokens and round(tokens),
-        "warnings": find_problems(preview, batches),
+        "warnings": find_problems(preview, labels),
     }
+
+
+def labels_of(batch: dict[str, Any]) -> Any:
+    """The labels of a micro-batch, IGNORED where a token does not count in the loss. A batch of pairs has a mask instead."""
+    if "labels" in batch:
+        return batch["labels"]
+    return batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)
+
+
+def count_tokens(batch: dict[str, Any]) -> int:
+    """The tokens of a micro-batch without its padding, which only a batch with an attention mask has."""
+    return int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
 
 
 def print_numbers(numbers: dict[str, Any]) -> None:
@@ -268,17 +307,19 @@ def print_numbers(numbers: dict[str, Any]) -> None:
         print_once(f"truncated    {cut[0]:.1%} of the documents, {cut[1]:.1%} of the tokens")
     print_once(f"in the loss  {numbers['in_the_loss']:.1%} of the tokens")
     if numbers["sequences_per_epoch"]:
-        print_once(f"one epoch    about {numbers['sequences_per_epoch']:,} sequences, {numbers['tokens_per_epoch']:,} tokens")
+        print_once(
+            f"one epoch    about {numbers['sequences_per_epoch']:,} {numbers['unit']}, {numbers['tokens_per_epoch']:,} tokens"
+        )
     else:
         print_once("one epoch    unknown: the dataset does not say how many rows it has")
 
 
-def find_problems(preview: Preview, batches: list[dict]) -> list[str]:
-    """What would train without an error, and teach the model not to stop."""
+def find_problems(preview: Preview, labels: list[Any]) -> list[str]:
+    """What would train without an error, and teach the model not to stop. `labels`: of each micro-batch."""
     from harness.run.samples import end_tokens
 
     ends = end_tokens(preview.trainer.model, preview.tokenizer)
-    if any(ends & set(batch["labels"].unique().tolist()) for batch in batches):
+    if any(ends & set(part.unique().tolist()) for part in labels):
         return []
     names = ", ".join(preview.tokenizer.convert_ids_to_tokens(sorted(ends)))
     return [

@@ -127,6 +127,7 @@ def report_dropped_rows(trainer: Trainer) -> None:
     """Prints how many of the rows that `load` has returned a trainer does not train on, for example because they are too long.
 
     Only TRL's trainers drop rows. For others a recipe tokenizes, and may make several rows of one, or one of several.
+    Raises UserError if these are all.
     """
     loaded, args = read_json(Path(trainer.args.output_dir, DATA)).get("loaded_rows"), trainer.args
     drops_rows = isinstance(args, SFTConfig | DPOConfig | KTOConfig | RewardConfig) and not is_packed(args)
@@ -135,6 +136,9 @@ def report_dropped_rows(trainer: Trainer) -> None:
     missing = loaded - len(trainer.train_dataset)
     if missing > 0:
         limit = f" (--max_length {args.max_length})" if getattr(args, "max_length", None) else ""
-        print_once(
-            f"warning: {missing:,} of {loaded:,} training rows are not used: the recipe or the trainer has dropped them{limit}."
-        )
+        reason = f"the recipe or the trainer has dropped them{limit}"
+        if missing == loaded:
+            raise UserError(
+                f"--max_length: none of the {loaded:,} training rows can be used: {reason}: pass a larger --max_length"
+            )
+        print_once(f"warning: {missing:,} of {loaded:,} training rows are not used: {reason}.")

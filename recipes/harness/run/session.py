@@ -67,8 +67,8 @@ def train(trainer: Trainer, run: Run) -> None:
 
 def _train(trainer: Trainer, run: Run) -> None:
     """The run from its preparation to its report, in the order in which it happens."""
-    check_trainer(trainer)
     report_dropped_rows(trainer)
+    check_trainer(trainer)
     output_dir = Path(trainer.args.output_dir)
     freeze_unused_parts(trainer)
     hidden = prepare_sharding(trainer, run.config)

@@ -1,5 +1,6 @@
 """`--merge` makes a plain model of an adapter or a sharded checkpoint; an interrupted merge writes nothing."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -14,7 +15,15 @@ import torch
 from accelerate.commands.merge import merge_command, merge_command_parser
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
-from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    PrefixTuningConfig,
+    VeloraConfig,
+    get_peft_model,
+)
 from runs import read
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -63,6 +72,23 @@ def test_merged_logits_equal_adapter_logits(launch, adapter, tmp_path, error_of)
     assert "exists already" in error_of(merge.main, str(adapter), str(tmp_path / "plain"))
 
 
+def test_weights_that_are_not_merged_are_not_copied(adapter, tmp_path):
+    """Repositories of Mistral have all weights a second time, in consolidated.safetensors."""
+    folder = tmp_path / "run"
+    shutil.copytree(adapter, folder)
+    save_file({"output.weight": torch.zeros(4)}, folder / "base/consolidated.safetensors")
+    settings = read(folder, "adapter_config.json") | {"base_model_name_or_path": str(folder / "base")}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    merge.main(str(folder), str(tmp_path / "plain"))
+    names = {path.name for path in (tmp_path / "plain").glob("*.safetensors")}
+    assert names == set(read(tmp_path / "plain", "model.safetensors.index.json")["weight_map"].values())
+    assert len(names) > 2 and not list((tmp_path / "plain").glob("consolidated*"))
+
+
+def test_complete_model_has_nothing_to_merge(rehearse, error_of):
+    assert "nothing to merge" in error_of(merge.main, str(rehearse("qwen2_fineweb_edu", "4gpu_full_shard")))
+
+
 def test_damaged_adapter(adapter, tmp_path, error_of):
     broken = tmp_path / "broken"
     shutil.copytree(adapter, broken)
@@ -95,6 +121,7 @@ def test_sharded_checkpoint_becomes_plain_model(fork_launch, rehearse, tmp_path,
     run = rehearse("qwen2_fineweb_edu", "4gpu_full_shard")
     process = fork_launch("--merge", run / "checkpoint-6", tmp_path / "plain")
     assert process.returncode == 0 and "Warning" not in process.stderr, process.stderr
+    assert "Merged" not in process.stdout
     assert all(file.stat().st_mode & 0o044 for file in (tmp_path / "plain").iterdir())  # anyone who may read the folder
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     final = AutoModelForCausalLM.from_pretrained(run)
@@ -140,12 +167,14 @@ GPT2 = {"target_modules": "all-linear"}
         TIED | {"target_modules": ["embed_tokens", "q_proj"]},
         TIED | {"modules_to_save": ["embed_tokens"]},
         TIED | {"modules_to_save": ["lm_head"]},
+        {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"down_proj": 3}},
+        {"init_lora_weights": "orthogonal", "exclude_modules": ["q_proj"]},
     ],
-    ids=["rslora", "dora", "experts", "GPT-2", "embeddings", "saved embeddings", "saved output layer"],
+    ids=lambda options: " ".join(options),
 )
 def test_merge_of_other_adapters(tmp_path, options):
     """The merged model computes what the adapter does, also if embeddings are trained that were tied to the output layer."""
-    names = {"target_modules", "target_parameters", "modules_to_save", "use_rslora", "use_dora"}
+    names = {field.name for field in dataclasses.fields(LoraConfig)}
     lora = {"target_modules": ["q_proj", "down_proj"]} | {name: options[name] for name in names & options.keys()}
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 2} | {name: options[name] for name in options.keys() - names}
@@ -167,6 +196,35 @@ def test_merge_of_other_adapters(tmp_path, options):
     torch.testing.assert_close(merged, logits(model), atol=1e-4, rtol=0)
     with model.disable_adapter():
         assert (logits(model) - merged).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        (LoraConfig(init_lora_weights="pissa"), "PeftModel.from_pretrained"),
+        (LoraConfig(init_lora_weights="olora"), "PeftModel.from_pretrained"),
+        (LoraConfig(init_lora_weights="pissa_niter_4"), "after train(trainer)"),
+        (LoraConfig(init_lora_weights="lora_ga"), "after train(trainer)"),
+        (LoraConfig(init_lora_weights="corda"), "after train(trainer)"),
+        (LoraConfig(alora_invocation_tokens=[5, 6]), "must not be merged"),
+        (PrefixTuningConfig(num_virtual_tokens=4), "must not be merged"),
+        (IA3Config(), "PeftModel.from_pretrained"),
+        (LoHaConfig(), "PeftModel.from_pretrained"),
+        (LoraConfig(task_type="TOKEN_CLS"), "PeftModel.from_pretrained"),
+        (LoraConfig(bias="all"), "PeftModel.from_pretrained"),
+        (LoraConfig(ensure_weight_tying=True), "PeftModel.from_pretrained"),
+        (LoraConfig(use_qalora=True), "PeftModel.from_pretrained"),
+        (LoraConfig(layer_replication=[(0, 1), (0, 1)]), "PeftModel.from_pretrained"),
+        (LoraConfig(trainable_token_indices=[1, 5]), "PeftModel.from_pretrained"),
+        (LoraConfig(velora_config=VeloraConfig()), "PeftModel.from_pretrained"),
+    ],
+)
+def test_adapters_that_a_sum_cannot_merge(tmp_path, error_of, settings, advice):
+    settings.base_model_name_or_path = str(tmp_path / "base")
+    settings.save_pretrained(tmp_path / "adapter")
+    save_file({"any": torch.zeros(1)}, tmp_path / "adapter/adapter_model.safetensors")
+    assert advice in error_of(merge.main, str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["plain scales", "nested scales"])

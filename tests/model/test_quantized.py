@@ -1,5 +1,6 @@
 """4-bit weights: the same bytes that transformers would write, made once."""
 
+import json
 import re
 
 from harness.model import quantized
@@ -66,6 +67,8 @@ def test_interrupted_quantization_continues_with_the_next_file(model_args, tmp_p
     for number, part in enumerate((weights[:5], weights[5:]), 1):
         save_file(dict(part), one_file.with_name(f"model-{number}-of-2.safetensors"), {"format": "pt"})
     one_file.unlink()
+    weight_map = {name: f"model-{1 if number < 5 else 2}-of-2.safetensors" for number, (name, _) in enumerate(weights)}
+    (tmp_path / "source/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     quantized.quantize_files(model_args, ours)
     first, second = (ours / f"model-{number}-of-2.safetensors" for number in (1, 2))
     written, content = first.stat().st_mtime_ns, second.read_bytes()

@@ -2,10 +2,11 @@
 
 `python -m harness.commands.merge RUN [OUT]`.
 
-An adapter is added to the model it was trained on, with one file of it in memory at a time if possible; a sharded checkpoint of
-an unfinished run is put together.
+A LoRA adapter is added to the model it was trained on, with one file of it in memory at a time if possible; a sharded checkpoint
+of an unfinished run is put together.
 """
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -30,7 +31,15 @@ from harness.signals import set_signal_handler
 
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "lm_head", "embed_out")  # names of the first and the last layer
 WRAPPER = "model."  # accelerate saves the weights of a sharded model below this name
-INDEX = "model.safetensors.index.json"
+# The settings of a `LoraConfig` with which the merged model computes what the adapter does. All others must have their defaults.
+MERGED = (
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
+    *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save"),
+    *("init_lora_weights", "eva_config", "megatron_core"),
+)
+KEEP_BASE = (True, False, "gaussian", "orthogonal", "eva")  # the other `init_lora_weights` change the weights of the base model
+LOSE_BASE = ("pissa_niter", "corda", "lora_ga")  # beginnings of those that PEFT cannot repeat when it loads the adapter
+TASKS = (None, "CAUSAL_LM", "SEQ_2_SEQ_LM")  # those whose model the config.json of the base model names
 
 
 def main(*words: str) -> None:
@@ -49,7 +58,7 @@ def main(*words: str) -> None:
         raise UserError(f"{target} cannot be written ({error.strerror})") from error
     set_signal_handler(lambda number, frame: sys.exit(128 + number))  # so that the draft is deleted
     try:
-        merge(source, draft, parsed.original_weights)
+        done = merge(source, draft, parsed.original_weights)
         if prompt:
             write_json(draft / PROMPT, prompt)
         for file in draft.iterdir():
@@ -57,17 +66,20 @@ def main(*words: str) -> None:
         draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    print_once(f"Merged into {target}. To compare it with what was trained: ./launch.sh --verify {parsed.run} {target}")
+    print_once(f"{done} {target}. To compare it with what was trained: ./launch.sh --verify {parsed.run} {target}")
 
 
 def find_source(run: Path) -> Path:
     """The folder itself if it has an adapter or a sharded model, else its newest complete checkpoint."""
+    from harness.model.weight_files import weight_files
     from harness.run.marker import find_damage
 
     if not run.is_dir():
         raise UserError(f"{run} is not a folder: pass the folder of a run or of a checkpoint")
     if (run / "adapter_model.safetensors").is_file():
         return run
+    if weight_files(run):
+        raise UserError(f"{run} has a complete model, without an adapter: there is nothing to merge")
     for path in (run, *checkpoints(run)):
         if (path / COMPLETION_MARKER).is_file():
             if damage := find_damage(path):
@@ -76,8 +88,11 @@ def find_source(run: Path) -> Path:
     raise UserError(f"{run} has neither an adapter nor a complete sharded checkpoint")
 
 
-def merge(source: Path, target: Path, uses_original: bool) -> None:
-    """Writes the model of an adapter or of a sharded checkpoint into `target`. `uses_original`: see --original_weights."""
+def merge(source: Path, target: Path, uses_original: bool) -> str:
+    """Writes the model of an adapter or of a sharded checkpoint into `target`; returns what it has done, in words.
+
+    `uses_original`: see --original_weights.
+    """
     from harness.run.sharded_files import check_sharded_files
 
     from safetensors.torch import load_file
@@ -86,7 +101,7 @@ def merge(source: Path, target: Path, uses_original: bool) -> None:
         with hub_errors("adapter", str(source)):
             adapter = load_file(source / "adapter_model.safetensors")
         add_adapter(source, adapter, target, uses_original)
-        return
+        return "Merged into"
     if not (source / SHARDED).is_dir():
         raise UserError(f"{source} is not sharded: it has the model in model.safetensors already")
     check_sharded_files(source)
@@ -94,8 +109,9 @@ def merge(source: Path, target: Path, uses_original: bool) -> None:
         weights = read_sharded(source)
         adapter = {name.removeprefix(WRAPPER).replace(".default.", "."): weight for name, weight in weights.items()}
         add_adapter(source, adapter, target, uses_original)
-    else:
-        put_together(source, target)
+        return "Merged into"
+    put_together(source, target)
+    return f"The sharded weights of {source} are one model now, in"
 
 
 def read_sharded(checkpoint: Path, dtype: Any = None) -> dict[str, Any]:
@@ -138,7 +154,7 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_origin
     """Writes the model an adapter belongs to, with the adapter added to the weights that it was trained on."""
     from harness.compat.transformers import names_in_model
     from harness.model.quantized import read_quantization, read_source
-    from harness.model.weight_files import check_weights
+    from harness.model.weight_files import FILES_OF_MODEL, INDEX, check_weights, weight_files
 
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
@@ -147,14 +163,12 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_origin
     from transformers import AutoConfig
 
     settings = read_adapter_settings(folder)
-    if settings.task_type == "SEQ_CLS":
-        raise UserError(f"{folder} has the adapter of a classifier: merge it with PEFT's merge_and_unload()")
+    check_can_be_merged(settings, folder)
     base = Path(settings.base_model_name_or_path)
     base = Path(read_source(base).get("model", base))  # not the quantized copy that it was trained on
     with hub_errors("model", str(base)):
         if not base.is_dir():
-            patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]
-            base = Path(snapshot_download(str(base), revision=settings.revision, allow_patterns=patterns))
+            base = Path(snapshot_download(str(base), revision=settings.revision, **FILES_OF_MODEL))
     model = check_weights(str(base))
     name_in_model = names_in_model(model)
     how = read_quantization(read_json(folder / RESULTS) or read_json(folder / COMPLETION_MARKER))
@@ -165,14 +179,15 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_origin
     quantized = {} if uses_original else quantized
     which = "4-bit weights that it was trained on, unpacked" if quantized else "original weights"
     print_once(f"The adapter is added to the {which}: {base}.")
-    unties = AutoConfig.from_pretrained(base).tie_word_embeddings and not settings.ensure_weight_tying
-    unties = unties and any(part in EMBEDDINGS for name in adapter for part in name.split("."))
+    is_tied = AutoConfig.from_pretrained(base).tie_word_embeddings
+    unties = is_tied and any(part in EMBEDDINGS for name in adapter for part in name.split("."))
     if unties or is_transposed or needs_peft(adapter, settings):
         merge_in_memory(base, settings, adapter, unties, target, how, quantized)
         copy_other_files(base, folder, target)
         return
     changes = changed_weights(adapter, settings)
-    for file in tqdm(sorted(base.glob("*.safetensors")), desc="Merging", unit="file"):
+    files = weight_files(base)
+    for file in tqdm(files, desc="Merging", unit="file"):
         merged = {}
         with safe_open(file, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (safe_open is not a dict)
@@ -182,9 +197,43 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_origin
         save_file(merged, target / file.name, {"format": "pt"})
     if changes:
         raise UserError(f"{base} has no weight {next(iter(changes))}: is it the model that this adapter was trained on?")
-    if (base / INDEX).is_file():
+    if len(files) > 1:
         shutil.copyfile(base / INDEX, target / INDEX)
     copy_other_files(base, folder, target)
+
+
+def check_can_be_merged(settings: Any, folder: Path) -> None:
+    """Raises UserError for an adapter that is more than a product that is added to the weights of its base model."""
+    from peft import LoraConfig, PeftConfig
+
+    if settings.is_prompt_learning or getattr(settings, "alora_invocation_tokens", None):
+        kind = "aLoRA" if settings.peft_type == "LORA" else settings.peft_type
+        raise UserError(
+            f"{folder} has an adapter of type {kind}, which depends on the prompt and must not be merged: use it as an adapter"
+        )
+    problem = ""
+    if settings.peft_type != "LORA":
+        problem = f"an adapter of type {settings.peft_type}"
+    elif settings.task_type not in TASKS:
+        problem = f"the adapter of another model class (task_type {settings.task_type})"
+    elif settings.init_lora_weights not in KEEP_BASE:
+        problem = f"an adapter that has changed the weights of its base model (init_lora_weights {settings.init_lora_weights})"
+    else:
+        default, common = LoraConfig(), {field.name for field in dataclasses.fields(PeftConfig)}
+        own = {field.name for field in dataclasses.fields(settings)} - common
+        for name in sorted(own.difference(MERGED)):
+            if getattr(settings, name) != getattr(default, name):
+                problem = f"an adapter with {name}"
+    if str(getattr(settings, "init_lora_weights", "")).startswith(LOSE_BASE):
+        raise UserError(
+            f"{folder} has {problem}, with random numbers or data, and cannot be merged later: merge it in the recipe, after "
+            "train(trainer): trainer.model.merge_and_unload().save_pretrained(OUT)"
+        )
+    if problem:
+        raise UserError(
+            f"{folder} has {problem}, and --merge is for LoRA, rsLoRA and DoRA: load its base model in Python, and merge it with "
+            f'PEFT: PeftModel.from_pretrained(model, "{folder}").merge_and_unload().save_pretrained(OUT)'
+        )
 
 
 def copy_other_files(base: Path, run: Path, target: Path) -> None:

@@ -18,8 +18,6 @@ from harness.runs import Run
 from harness.start.environment import hide_library_warnings, set_environment
 from harness.start.recipes import build_trainer
 
-SETTINGS = ["*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"]  # files of a model besides its weights
-
 
 def main(*words: str) -> None:
     parsed = arguments.prepare().read(words)
@@ -62,15 +60,14 @@ def prepare_run(run: Run, arguments: tuple[Any, Any, Any]) -> Run:
 def download(script_args: Any, model_args: Any) -> None:
     """Downloads the model, and the files of streams. The recipe itself downloads the other datasets."""
     from harness.data import reading
-    from harness.model.quantized import DOWNLOAD_OF_WEIGHTS
+    from harness.model.weight_files import FILES_OF_MODEL
 
     from huggingface_hub import snapshot_download
 
     name = model_args.model_name_or_path
     if name and not Path(name).is_dir():  # without a name the recipe makes its model itself
-        patterns = [*SETTINGS, *DOWNLOAD_OF_WEIGHTS["allow_patterns"]]
         with hub_errors("model", name):
-            snapshot_download(name, revision=model_args.model_revision, **DOWNLOAD_OF_WEIGHTS | {"allow_patterns": patterns})
+            snapshot_download(name, revision=model_args.model_revision, **FILES_OF_MODEL)
     for source in script_args.data.sources:
         if script_args.dataset_streaming and not reading.is_local(source.name):
             with hub_errors("dataset", source.name):

@@ -13,6 +13,7 @@ from typing import Any
 from harness.compat.transformers import transformer_layers
 from harness.folder import read_json, write_json
 from harness.messages import UserError, print_once
+from harness.model.weight_files import FILES_OF_MODEL, weight_files
 from harness.rehearsal import tiny
 
 import torch
@@ -24,8 +25,6 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import AutoHfQuantizer
 from trl import ModelConfig
 
-# Which files of a model are downloaded: not its weights a second time in another format.
-DOWNLOAD_OF_WEIGHTS = {"allow_patterns": ["*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]}
 SOURCE = "source.json"  # in the folder of a quantized model: the model it was made from
 FREE_BYTES = 2**26  # that may be in use on a GPU before the model is sharded: the first all-reduce, workspaces
 
@@ -100,8 +99,8 @@ def quantize_files(model_args: ModelConfig, folder: Path) -> None:
     head = model.get_output_embeddings()
     linear = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head}
 
-    source = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, revision=revision, **DOWNLOAD_OF_WEIGHTS))
-    files = [file for file in sorted(source.glob("*.safetensors")) if not file.name.startswith("consolidated")]
+    source = Path(name) if Path(name).is_dir() else Path(snapshot_download(name, revision=revision, **FILES_OF_MODEL))
+    files = weight_files(source)
     folder.mkdir(parents=True, exist_ok=True)
     weight_map = {}
     bar = tqdm(total=sum(file.stat().st_size for file in files), unit="B", unit_scale=True, disable=None)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness.folder import read_json
 from harness.hub import hub_errors
 from harness.messages import UserError, plural
 
@@ -15,10 +16,25 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+# What is downloaded of a model: not its weights a second time in another format.
+FILES_OF_MODEL = {
+    "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"],
+    "ignore_patterns": ["*/*", "consolidated*"],
+}
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
 
 def class_of_model(config: PreTrainedConfig) -> Any:
     """The class that a config names, with which TRL's trainers load the model."""
     return getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers loads, sorted: a folder can have the same weights a second time."""
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    names = read_json(folder / INDEX, "weight_map").get("weight_map", {}).values()
+    return [folder / name for name in sorted(set(names))]
 
 
 def check_weights(name: str, revision: str = "main") -> PreTrainedModel | None:

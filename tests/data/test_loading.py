@@ -197,6 +197,23 @@ def test_preference_data(tmp_path, capsys):
     assert "`chosen` is trained on, `rejected` is ignored" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("format", ["messages", "prompt_completion"])
+def test_bad_answers_of_kto_are_refused(tmp_path, error_of, format, streaming):
+    """Unless the recipe leaves them out, or all are good, or the column is another one."""
+    rows = [{"prompt": f"Why {row}?", "completion": "So.", "label": row % 3 > 0} for row in range(30)]
+
+    def arguments(rows):
+        return arguments_of_data(write_rows(tmp_path / "rows.jsonl", rows), (format,), dataset_streaming=streaming)
+
+    assert "`label` is false" in error_of(load, arguments(rows))
+    train, test = load(arguments(rows), keep=lambda row: row["label"])
+    assert len(list(train)) + len(test) == 20
+    for label in (True, 0, "bad"):
+        train, test = load(arguments([row | {"label": label} for row in rows]))
+        assert len(list(train)) + len(test) == 30
+
+
 def test_stream_is_shuffled_and_resumes_exactly(tmp_path):
     """Rows come from several files in turn and through a buffer; evaluation rows come from the end of the last file."""
     for file in range(6):

@@ -25,6 +25,7 @@ COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "instr
 # are, and which columns of the format it has. The last three are "" for a skipped row.
 PLACE, REASON, DIGEST, KIND, HAS = FACTS = ("_place", "_reason", "_digest", "_kind", "_has")
 LEFT_OUT = "left out by the recipe (`keep`)"
+BAD_ANSWER = ", bad answer"  # ends the KIND of a row of KTO data whose `label` is false
 PlacedRow = tuple[str, dict]  # where a row is, in words, and the row as its file has it
 
 
@@ -67,6 +68,8 @@ def examine(place: str, row: dict, conversion: Conversion, encodes: bool = True)
             facts[DIGEST] = digest_of(converted)
         if converted is not None and conversion.format:
             facts |= {KIND: formats.kind_of_conversation(converted), HAS: " ".join(converted)}
+            if is_bad_answer(row, conversion):
+                facts[KIND] += BAD_ANSWER
         return formats.complete(converted or {}, conversion.stored, encodes) | facts
     except UserError:
         raise
@@ -81,6 +84,13 @@ def is_kept(place: str, row: dict, conversion: Conversion) -> bool:
         return bool(conversion.keep(formats.rename(row, conversion.column_map)))
     except Exception as error:  # it is the recipe's
         raise UserError(f"{place}: `keep` of the recipe fails on this row ({type(error).__name__}: {error})") from error
+
+
+def is_bad_answer(row: dict, conversion: Conversion) -> bool:
+    """Whether a row has the columns of KTO, and its `label` is false; in CSV that is a text."""
+    row = formats.rename(row, conversion.column_map)
+    is_kto = conversion.format in formats.PREFERENCE_FORMATS and bool(row.get("prompt")) and bool(row.get("completion"))
+    return is_kto and str(row.get("label")).lower() == "false"
 
 
 def converted_of(examined: dict) -> dict:

@@ -14,6 +14,7 @@ from typing import Any
 
 from harness.data import formats, reading
 from harness.data.conversion import (
+    BAD_ANSWER,
     DIGEST,
     FACTS,
     HAS,
@@ -157,6 +158,12 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
     else:
         rows, test_rows, facts = examine_in_memory(splits, test, conversion, source, limit)
         is_complete = not limit
+    if any(kind.endswith(BAD_ANSWER) for kind in facts[KIND]):
+        raise UserError(
+            f"--dataset_name: {source.display_name} has rows whose `label` is false, bad answers for a KTO recipe "
+            "(`trl.KTOTrainer`): to train on the good ones, pass a dataset without these rows, or leave them out with `keep` of "
+            "the recipe's `load`"
+        )
     eval_rows = None
     if test_rows is not None:
         eval_rows = usable_rows(test_rows, conversion, source, test, data.most_eval_rows(source))

@@ -103,7 +103,7 @@ def print_once(message: str, is_printable: bool = False) -> None:
 def plural(count: int, word: str) -> str:
     """ "1 GPU", "2 GPUs", "2 processes"."""
     ending = "es" if word.endswith("s") else "s"
-    return f"{count} {word}{'' if count == 1 else ending}"
+    return f"{count:,} {word}{'' if count == 1 else ending}"
 
 
 def readable_size(size: float) -> str:

@@ -299,6 +299,23 @@ def test_ignored_files_of_a_folder_are_printed(tmp_path, capsys):
     assert "ignoring b.csv" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_files_of_both_splits_are_printed(tmp_path, capsys, kind):
+    """With their rows. Files of another compression are named, because they are not read."""
+    for name, count in (("a", 30), ("b", 12), ("my_test", 5)):
+        rows = datasets.Dataset.from_list([{"text": f"{name} {row}"} for row in range(count)])
+        rows.to_json(tmp_path / f"{name}.jsonl") if kind == "jsonl" else rows.to_parquet(tmp_path / f"{name}.parquet")
+    for name in ("c.jsonl.bz2", "d.parquet.zst"):
+        (tmp_path / name).write_bytes(b"BZh9")
+    print_ignored_files(str(tmp_path), None)
+    assert "ignoring c.jsonl.bz2, d.parquet.zst: " in capsys.readouterr().out
+    load(arguments_of_data(tmp_path, ("text",)))
+    printed = capsys.readouterr().out
+    assert f"{tmp_path}: training: a.{kind}, b.{kind}, 42 rows; evaluation: my_test.{kind}, 5 rows." in printed
+    load(arguments_of_data(tmp_path / f"a.{kind}", ("text",)))
+    assert f"a.{kind}: training: a.{kind}, 30 rows.\n" in capsys.readouterr().out
+
+
 def test_column_map(tmp_path, error_of):
     path = write_rows(tmp_path / "rows.jsonl", [{"question": f"Why {row}?", "answer": "So.", "id": row} for row in range(20)])
     mapping = '{"question": "prompt", "answer": "completion"}'

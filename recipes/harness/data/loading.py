@@ -39,7 +39,7 @@ from harness.data.script_arguments import ScriptArguments
 from harness.data.sources import DataSettings, Source
 from harness.data.splits import evaluation_split, number_of_rows
 from harness.data.stream_rows import shuffle
-from harness.data.summary import DUPLICATE, add_summaries, print_summary, summarize
+from harness.data.summary import DUPLICATE, add_summaries, print_splits, print_summary, summarize
 from harness.folder import DATA, write_json
 from harness.hub import hub_errors
 from harness.messages import UserError, is_first_process, print_once
@@ -158,6 +158,10 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
     else:
         rows, test_rows, facts = examine_in_memory(splits, test, conversion, source, limit)
         is_complete = not limit
+    counts = {source.train_split: len(facts[REASON]) if is_complete else number_of_rows(raw, source.train_split)}
+    if test_rows is not None:
+        counts[test] = number_of_rows(test_rows if is_complete else splits[test], test)
+    print_splits(source, counts)
     if any(kind.endswith(BAD_ANSWER) for kind in facts[KIND]):
         raise UserError(
             f"--dataset_name: {source.display_name} has rows whose `label` is false, bad answers for a KTO recipe "

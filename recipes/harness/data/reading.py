@@ -3,7 +3,6 @@
 `datasets` reads Parquet, Arrow, saved datasets and the Hub; text_rows.py reads JSON, CSV and text.
 """
 
-import contextlib
 import glob
 import hashlib
 import json
@@ -215,9 +214,14 @@ def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]
     return files
 
 
+def _is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` has written a folder."""
+    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+
+
 def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
     """The splits of a folder that `save_to_disk` has written, None for another folder."""
-    if not any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+    if not _is_saved(folder):
         return None
     with hub_errors("dataset", str(folder)):
         saved = load_from_disk(str(folder))
@@ -259,14 +263,13 @@ def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[P
     if folder and (configured := _configured_files(folder, config)):
         return configured, kind_of_file(next(iter(configured.values()))[0]), []
     named = [path for path in paths if path.is_file()]
-    kinds = {}
+    kinds = {}  # "": of no format that is read, also a file of another compression
     for path in local_files(name):
         if path in named:
             kinds[path] = kind_of_file(path)
         elif not NOT_DATA.match(path.name):
-            with contextlib.suppress(UserError):
-                kinds[path] = kind_of_file(path)
-    counts = Counter(kinds.values())
+            kinds[path] = SUFFIXES.get(suffix_of(path), "")
+    counts = Counter(kind for kind in kinds.values() if kind)
     if not counts:
         found = ", ".join(sorted({path.suffix or path.name for path in local_files(name)})) or "nothing"
         raise UserError(f"--dataset_name: {name} has no files in JSON, CSV, Parquet, Arrow or text, only: {found}")
@@ -289,17 +292,25 @@ def is_text(name: str) -> bool:
     return bool(_local_paths(name)) and choose_files(name, None)[1] == "text"
 
 
+def files_of_splits(name: str, config: str | None) -> dict[str, list[Path]]:
+    """The local files of each split; {} for the Hub and for a folder of `save_to_disk`."""
+    paths = _local_paths(name)
+    return {} if not paths or _is_saved(paths[0]) else choose_files(name, config)[0]
+
+
 def print_ignored_files(name: str, config: str | None) -> None:
     """Prints which files of a folder are not read."""
     check_exists(name)
     paths = _local_paths(name)
-    if not paths or any((paths[0] / saved).is_file() for saved in ("dataset_dict.json", "state.json")):
+    if not paths or _is_saved(paths[0]):
         return
     _, _, ignored = choose_files(name, config)
     if ignored:
         others = f" and {len(ignored) - 5} others" if len(ignored) > 5 else ""
         names = ", ".join(file.name for file in ignored[:5])
-        print_once(f"{name}: ignoring {names}{others}: of another format, or not named after a split as other files are.")
+        print_once(
+            f"{name}: ignoring {names}{others}: of another format or compression, or not named after a split as other files are."
+        )
 
 
 def _split_of(path: Path) -> str:

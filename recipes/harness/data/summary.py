@@ -4,7 +4,9 @@ from collections import Counter
 from typing import Any
 
 from harness.data.conversion import HAS, KIND, REASON
-from harness.messages import print_once
+from harness.data.reading import files_of_splits
+from harness.data.sources import Source
+from harness.messages import plural, print_once
 
 DUPLICATE = "equal to a row that is held out"
 
@@ -34,6 +36,21 @@ def summarize(facts: dict[str, list[str]], is_all: bool, held_out: int) -> dict[
         "turns": dict(turns.most_common()),
         "with_tools": sum("tools" in has.split() for has in facts[HAS]),
     }
+
+
+def print_splits(source: Source, counts: dict[str, int | None]) -> None:
+    """Prints what is trained on and what is evaluated on: the files or the split, and the number of rows.
+
+    `counts`: the number of rows of the training split, and of the split for evaluation if there is one; None: not known.
+    """
+    files = files_of_splits(source.name, source.config)
+    parts = []
+    for use, split in zip(("training", "evaluation"), counts, strict=False):
+        names = [file.name for file in files.get(split, [])] or [f"split {split}"]
+        read = ", ".join(names) if len(names) < 4 else f"{len(names)} files ({names[0]} to {names[-1]})"
+        rows = "" if counts[split] is None else f", {plural(counts[split], 'row')}"
+        parts.append(f"{use}: {read}{rows}")
+    print_once(f"{source.display_name}: {'; '.join(parts)}.")
 
 
 def print_summary(summary: dict[str, Any], train: str, test: str, splits: list[str]) -> None:

@@ -331,6 +331,27 @@ def test_column_map(tmp_path, error_of):
         assert words in error_of(check, path, ("messages",), column_map=mapping)
 
 
+@pytest.mark.parametrize(
+    ("format", "row", "hint"),
+    [
+        ("messages", {"id": "7", "question": "Why is it so?", "answer": "So."}, '{"question": "prompt", "answer": "completion"}'),
+        ("messages", {"id": "7", "dialog": [{"who": "me"}]}, '{"dialog": "messages"}'),
+        ("preference", {"question": "Why?", "chosen": "So.", "bad": "No."}, '{"question": "prompt", "bad": "rejected"}'),
+        ("instruction", {"id": "7", "instruction": "Add.", "response": "Done."}, '{"response": "output"}'),
+        ("text", {"id": "7", "content": "A longer text."}, '{"content": "text"}'),
+        ("text", {"id": 7}, None),
+        ("messages", {"id": "7", "source": "a", "messages": [{"role": "critic", "content": "So."}]}, None),
+    ],
+)
+def test_column_map_that_is_suggested(tmp_path, error_of, format, row, hint):
+    """It names columns that are there, and is accepted."""
+    path = write_rows(tmp_path / "rows.jsonl", [row] * 20)
+    message = error_of(check, path, (format,))
+    assert message.endswith(f"--column_map '{hint}'") if hint else "--column_map" not in message
+    if hint and "dialog" not in row:
+        check(path, (format,), column_map=hint)
+
+
 def test_numbers_keep_their_digits(tmp_path):
     """And tools that have other keys do not get those of the others as null, also in a stream."""
     arguments = {"latitude": 48.85661400000001, "tiny": 1e-12, "none": None}

@@ -1,6 +1,8 @@
 """Checks of the datasets before a run: every split exists, and its rows can be read and converted."""
 
-from harness.data import formats, reading
+import itertools
+
+from harness.data import reading
 from harness.data.conversion import COLUMNS, Conversion, PlacedRow, find_conversion
 from harness.data.loading import Rows, check_same_format, examine_all, features_of, one_of_every_kind, open_dataset, placed
 from harness.data.reading import TextFiles
@@ -65,11 +67,11 @@ def check_rows(data: DataSettings, source: Source, rows: Rows, split: str, is_sm
 def check_column_map(data: DataSettings) -> None:
     """Raises UserError unless --column_map has names of columns as keys and values."""
     mapping = data.column_map
-    known = (*COLUMNS, *formats.TOOLS, formats.TEMPLATE_ARGUMENTS, data.text_field)
     if mapping is None:
         return
     if not isinstance(mapping, dict) or not all(isinstance(new, str) for new in mapping.values()):
         raise UserError(f"--column_map is {mapping!r}, expected names of columns and their new names")
+    known = dict.fromkeys([*itertools.chain(*COLUMNS.values()), data.text_field])
     for new in mapping.values():
         if new not in known and data.formats:
             raise UserError(f"--column_map: {new} is none of the columns that are read: {', '.join(known)}")

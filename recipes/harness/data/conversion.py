@@ -20,7 +20,24 @@ from datasets import Features, Json, Value
 
 ROWS_TO_CHECK, ROWS_TO_SEARCH = 20, 10_000  # of each split, before a run; among how many the first usable one is
 MAX_LETTERS, MAX_TOOL_LETTERS = 150, 20  # of a text, and of each text in the definition of a tool, in a rehearsal
-COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "instruction", "input", "output", "system", "history")
+# The columns that are read for a format, besides that of --dataset_text_field; and those that a row needs at least.
+OF_TEMPLATE = ("system", *formats.TOOLS, formats.TEMPLATE_ARGUMENTS)
+COLUMNS = {
+    "text": (),
+    "messages": (
+        *("messages", "conversations", "prompt", "completion", "chosen", "instruction", "input", "output", "history"),
+        *OF_TEMPLATE,
+    ),
+    "prompt_completion": ("prompt", "completion", "chosen"),
+    "instruction": ("instruction", "input", "output"),
+    "preference": ("prompt", "chosen", "rejected", "messages", "conversations", "instruction", "input", *OF_TEMPLATE),
+}
+NEEDED = {
+    "messages": ("prompt", "completion"),
+    "prompt_completion": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+    "preference": ("prompt", "chosen", "rejected"),
+}
 # Columns next to those of the converted row: where the row is, why it is skipped ("" if it is not), a checksum, what its turns
 # are, and which columns of the format it has. The last three are "" for a skipped row.
 PLACE, REASON, DIGEST, KIND, HAS = FACTS = ("_place", "_reason", "_digest", "_kind", "_has")
@@ -223,9 +240,32 @@ def find_column_map(data: DataSettings, source: Source, columns: list[str]) -> d
 def explain_no_format(data: DataSettings, source: Source, first: list[dict]) -> str:
     """The error message for a dataset whose first rows have none of the formats of the recipe."""
     wanted = " or ".join(formats.DESCRIPTIONS[format] for format in data.formats)
-    example = '\'{"question": "prompt", "answer": "completion"}\''
     mismatch = formats.explain_mismatch(first, data.formats, data.text_field, data.column_map)
-    return f"--dataset_name: {source.display_name} {mismatch}; this recipe needs {wanted}, or the flag --column_map {example}"
+    column_map = suggest_column_map(data, first)
+    hint = f", or the flag --column_map '{json.dumps(column_map, ensure_ascii=False)}'" if column_map else ""
+    return f"--dataset_name: {source.display_name} {mismatch}; this recipe needs {wanted}{hint}"
+
+
+def suggest_column_map(data: DataSettings, rows: list[dict]) -> dict[str, str]:
+    """New names for columns of rows that have none of the formats; {} if there are too few columns, or they have the names.
+
+    A list can become `messages`. What the format needs can be the texts that most rows have, the longest ones, in their order.
+    """
+    texts: dict[str, list[str]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, list) and value and "messages" in data.formats:
+                return {} if name in COLUMNS["messages"] else {name: "messages"}
+            if isinstance(value, str) and value:
+                texts.setdefault(name, []).append(value)
+    for format in data.formats:
+        missing = [name for name in NEEDED.get(format, (data.text_field,)) if name not in texts]
+        free = [name for name in texts if name not in COLUMNS[format]]
+        free.sort(key=lambda name: (len(texts[name]), len("".join(texts[name]))), reverse=True)
+        chosen = [name for name in texts if name in free[: len(missing)]]
+        if missing and len(chosen) == len(missing):
+            return dict(zip(chosen, missing, strict=True))
+    return {}
 
 
 def has_struct(kind: Any) -> bool:

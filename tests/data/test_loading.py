@@ -93,6 +93,20 @@ def test_held_out_rows_of_a_recipe_without_formats(tmp_path, kind, streaming):
     assert not {row["question"] for row in train} & set(test["question"])
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_numbers_of_csv(tmp_path, streaming):
+    """Columns of numbers only are numbers for a recipe without formats, as `datasets` reads them. For a format they are texts."""
+    path, header = tmp_path / "rows.csv", ["text", "label", "score", "zip", "some", "big"]
+    lines = [[f"text {row}", row % 2, row / 8, f"0{row}", "" if row == 7 else row, f"9{row:020}"] for row in range(40)]
+    path.write_text("\n".join(",".join(map(str, line)) for line in [header, *lines]))
+    train, test = load(arguments_of_data(path, (), dataset_streaming=streaming, max_eval_samples=4))
+    rows = sorted([*train, *test], key=lambda row: row["score"])
+    expected = [dict(zip(header, [*line[:4], str(line[4]), line[5]], strict=True)) for line in lines]
+    assert [list(map(repr, row.values())) for row in rows] == [list(map(repr, row.values())) for row in expected]
+    train, _ = load(arguments_of_data(path, ("text",), dataset_streaming=streaming, column_map={"score": "text"}))
+    assert {row["text"] for row in train} < {str(line[2]) for line in lines}
+
+
 def write_table(path, rows):
     table = pyarrow.Table.from_pylist(rows)
     if path.suffix == ".parquet":

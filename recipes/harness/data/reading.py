@@ -41,6 +41,9 @@ NOT_DATA = re.compile(r"(?i)^(readme|license|licence|dataset_infos?|state|requir
 # The split that a word in the name of a file or folder stands for, as in `datasets`.
 SPLITS = {"train": "train", "training": "train", "test": "test", "testing": "test", "eval": "test", "evaluation": "test"}
 SPLITS |= dict.fromkeys(("validation", "valid", "dev", "val"), "validation")
+# Numbers in CSV: not 007, and with no more digits than an int64 or a float64 holds.
+INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,7})\.[0-9]{1,7}")
 SMALL = 100e6  # bytes of files that a check, a preview and a rehearsal read completely
 
 
@@ -128,30 +131,59 @@ class TextFiles:
         return IterableDataset.from_generator(_placed_rows, gen_kwargs=settings)
 
     def as_dataset(self, streaming: bool) -> Split:
-        """The rows as they are: columns that are texts in all rows are strings, others are JSON."""
-        columns: dict[str, bool] = {}  # is each a text?
+        """The rows as they are: columns that are texts in all rows are strings, others are JSON.
+
+        In CSV, where every value is a text, a column of numbers only is numbers, as `datasets` reads it.
+        """
+        found: dict[str, set[str]] = {}  # the types of the values of each column
         for _, row in self:
             for name, value in row.items():
-                columns[name] = columns.get(name, True) and isinstance(value, str | None)
-        features = Features({name: Value("string") if is_text else Json() for name, is_text in columns.items()})
+                found.setdefault(name, set()).add(_type_of(value, self.kind))
+        columns = {name: _common_type(types) for name, types in found.items()}
+        features = Features({name: Json() if kind == "json" else Value(kind) for name, kind in columns.items()})
         settings = {"files": list(self.files), "kind": self.kind, "row_of": self.row_of, "columns": columns}
         if streaming:
             return IterableDataset.from_generator(_raw_rows, features=features, gen_kwargs=settings)
         return make_once(lambda: _raw_rows(**settings), features, [self.versions()])
 
 
+def _type_of(value: Any, kind: str) -> str:
+    """The type of a value in a file of this kind."""
+    if value is None:
+        return "null"
+    if not isinstance(value, str):
+        return "json"
+    if kind == "csv" and INTEGER.fullmatch(value):
+        return "int64"
+    return "float64" if kind == "csv" and DECIMAL.fullmatch(value) else "string"
+
+
+def _common_type(types: set[str]) -> str:
+    """The type of a column whose values have these."""
+    types = types - {"null"}
+    if "json" in types:
+        return "json"
+    if "string" in types or not types:
+        return "string"
+    return "float64" if "float64" in types else "int64"
+
+
 def _placed_rows(files: list[str], kind: str, row_of: str) -> Iterator[dict]:
     yield from ({"place": place, "row": row} for place, row in TextFiles(tuple(files), kind, row_of))
 
 
-def _raw_rows(files: list[str], kind: str, row_of: str, columns: dict[str, bool]) -> Iterator[dict]:
-    """Rows with all columns; values of columns that are not texts are JSON."""
+def _raw_rows(files: list[str], kind: str, row_of: str, columns: dict[str, str]) -> Iterator[dict]:
+    """Rows with all columns. `columns`: their types."""
     for _, row in TextFiles(tuple(files), kind, row_of):
-        yield {name: row.get(name) if is_text else _to_json(row.get(name)) for name, is_text in columns.items()}
+        yield {name: _as_type(row.get(name), of_column) for name, of_column in columns.items()}
 
 
-def _to_json(value: Any) -> str | None:
-    return None if value is None else json.dumps(value, ensure_ascii=False)
+def _as_type(value: Any, kind: str) -> str | int | float | None:
+    if value is None or kind == "string":
+        return value
+    if kind == "json":
+        return json.dumps(value, ensure_ascii=False)
+    return int(value) if kind == "int64" else float(value)
 
 
 def make_once(rows: Callable[[], Iterator[dict]], features: Features, key: list) -> Dataset:

@@ -2,11 +2,12 @@
 
 import copy
 import functools
+import math
 import random
 
-from harness.data.streams import fill_last_step
 from harness.messages import UserError
 from harness.run.losses import find_loss
+from harness.run.session import prepare_trainer
 
 import pytest
 import torch
@@ -169,7 +170,7 @@ def make_trainer(kind, folder, **arguments):
     trainer_class, function, make_model, _ = KINDS[kind]
     torch.manual_seed(0)
     args = {"max_steps": 1, "learning_rate": 0, "logging_steps": 1, "use_cpu": True, "report_to": "none", "disable_tqdm": True}
-    args |= {"save_strategy": "no", "max_grad_norm": 1e9} | arguments
+    args |= {"save_strategy": "no", "max_grad_norm": 1e9, "logging_nan_inf_filter": False} | arguments
     rows = Dataset.from_list(LABELED if make_model is classifier else TEXTS)
     return trainer_class(
         model=make_model(),
@@ -304,19 +305,39 @@ def test_metrics_of_dpo_are_means_over_pairs_and_tokens(tmp_path, rows):
     assert found["eval_mean_token_accuracy"] == pytest.approx(correct / chosen_tokens)
 
 
-@pytest.mark.parametrize("kind", ["teacher", "sum"])
-def test_step_with_rows_that_only_complete_it(tmp_path, kind):
-    """A micro-batch of such rows has no token, and its mean would be NaN."""
+@pytest.mark.parametrize("without", [(0, 4), (2, 3)], ids=["in both steps", "all of a step"])
+@pytest.mark.parametrize("kind", ["causal model", "encoder-decoder", "sum", "teacher"])
+def test_micro_batch_without_a_token_in_the_loss(tmp_path, kind, without):
+    """Its share is 0, whatever its loss: a mean over no token is NaN. So it is in a step that has no other one."""
+    size = 4 if without == (0, 4) else 2
+    steps = {"gradient_accumulation_steps": size, "max_steps": 8 // size, "train_sampling_strategy": "sequential"}
+    trainer = make_trainer(kind, tmp_path, per_device_train_batch_size=1, **steps)
+    rows = [row | {"labels": [-100] * len(row["labels"])} if index in without else row for index, row in enumerate(TEXTS)]
+    trainer.train_dataset = Dataset.from_list(rows)
+    prepare(trainer)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    for step, entry in enumerate(logged):
+        counted = [TEXTS[index] for index in range(step * size, (step + 1) * size) if index not in without]
+        expected = KINDS[kind][3](trainer, pad(counted), counted).item() if counted else 0
+        assert entry["loss"] == pytest.approx(expected, rel=1e-4)
+        assert math.isfinite(entry["grad_norm"]) and (entry["grad_norm"] > 0) == bool(counted)
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("encoder-decoder", 6), ("causal model", 6), ("teacher", 8), ("mean of rows", 8)])
+def test_rows_that_complete_a_step(tmp_path, kind, rows):
+    """Of a loss that is certainly over tokens they have none; of others, rows are read twice."""
     trainer = make_trainer(kind, tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=2)
     trainer.train_dataset = trainer.train_dataset.select(range(6))
-    loss = prepare(trainer)
-    loss.has_empty_rows = fill_last_step(trainer)
-    assert loss.unit == "token" and len(trainer.train_dataset) == 8
+    prepare_trainer(trainer, prepare(trainer))
     read = []
     trainer.data_collator = lambda rows: (read.append(rows), pad(rows))[1]
     trainer.train()
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    counted = []
     for step, loss in enumerate(logged):
-        rows = [row for rows in read[4 * step : 4 * step + 4] for row in rows if max(row["labels"]) > 0]
-        assert loss == pytest.approx(KINDS[kind][3](trainer, pad(rows), rows).item(), rel=1e-4)
-    assert sum(max(row["labels"]) > 0 for rows in read for row in rows) == 6 and len(read) == 8
+        of_step = [row for rows in read[4 * step : 4 * step + 4] for row in rows if max(row["labels"]) > 0]
+        assert loss == pytest.approx(KINDS[kind][3](trainer, pad(of_step), of_step).item(), rel=1e-4)
+        counted += of_step
+    assert len(logged) == 2 and len(read) == 8 and len(counted) == rows
+    assert {len(row["labels"]) for row in counted} == {len(row["labels"]) for row in TEXTS[:6]}

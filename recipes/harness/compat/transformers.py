@@ -184,6 +184,8 @@ class TrainerWithHooks:
         batches = self.read_batches(epoch_iterator, num_batches)
         loss_tokens = self._get_num_items_in_batch(batches, device)  # gathered from all processes
         self.count_step(batches, loss_tokens)
+        if loss_tokens is not None:
+            loss_tokens = loss_tokens.clamp(min=1)  # of a step without any: its loss is 0, and 0 / 0 would be NaN
         return batches, loss_tokens
 
     def log(self, logs: dict, *args: Any, **kwargs: Any) -> None:

@@ -55,20 +55,24 @@ def largest_divisor(number: int, limit: int) -> int:
     return max(divisor for divisor in range(1, max(1, min(number, limit)) + 1) if number % divisor == 0)
 
 
-def fill_last_step(trainer: Trainer) -> bool:
-    """Adds rows without loss to a training set in memory, so that its epochs consist of complete steps; whether it added any.
-
-    Not for a loss that is a mean over rows: one without a token would be NaN.
+def fill_last_step(trainer: Trainer, with_empty_rows: bool = True) -> None:
+    """Adds rows to a training set in memory, so that its epochs consist of complete steps.
 
     accelerate repeats rows so that all processes have as many full micro-batches: how many, and which rows a run sees twice,
-    depends on the number of processes. The added rows have no labels but -100. Where the collator makes the labels, they have one
-    token, which has no loss because it follows no other.
+    depends on the number of processes. `with_empty_rows`: the added rows have no labels but -100. Where the collator makes the
+    labels, they have one token, which has no loss because it follows no other. Otherwise the first rows are repeated: a loss of
+    the recipe's own can be a mean over rows, in which one without a token would be NaN.
     """
     rows, args = trainer.train_dataset, trainer.args
     writes_text = hasattr(trainer.model, "can_generate") and trainer.model.can_generate()
     is_known = isinstance(rows, Dataset) and "input_ids" in rows.column_names and writes_text
-    if not is_known or args.dataloader_drop_last or not len(rows):
-        return False
+    missing = -len(rows) % (slots_of_step(args) * args.train_batch_size) if is_known and len(rows) else 0
+    if not missing or args.dataloader_drop_last:
+        return
+    if not with_empty_rows:
+        repeated = rows.select([index % len(rows) for index in range(missing)])
+        trainer.train_dataset = concatenate_datasets([rows, repeated])
+        return
     row = rows[0]
     tokens = len(row["input_ids"])
     if "labels" in row:
@@ -76,10 +80,7 @@ def fill_last_step(trainer: Trainer) -> bool:
     else:
         row = {name: value[:1] if isinstance(value, list) and len(value) == tokens else value for name, value in row.items()}
         row |= {"seq_lengths": [1]} if "seq_lengths" in row else {}
-    missing = -len(rows) % (slots_of_step(args) * args.train_batch_size)
-    if missing:
-        trainer.train_dataset = concatenate_datasets([rows, Dataset.from_list([row] * missing, features=rows.features)])
-    return bool(missing)
+    trainer.train_dataset = concatenate_datasets([rows, Dataset.from_list([row] * missing, features=rows.features)])
 
 
 def documents_per_batch(stream: IterableDataset, max_length: int, strategy: str) -> int:

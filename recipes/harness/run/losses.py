@@ -23,6 +23,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl import SFTTrainer
 
+FIRST_ROWS = 1_000  # of the training data, in which to look for ROWS that have a token in the loss
 ROWS = 8  # of which two are chosen to ask for the unit
 # How far two losses may be from each other, as a share, and count as equal: the same batch again, and the same rows in other
 # batches, whose matrix products round otherwise.
@@ -46,14 +47,14 @@ class Loss:
     is_cross_entropy: bool = False  # the mean negative log-likelihood of tokens, and nothing else
     is_measured: bool = True  # False: it is to be measured once the model is sharded
     is_stated: bool = False  # the class of the trainer says how the accumulation is to treat it
-    has_empty_rows: bool = False  # rows without a label were added to the training data
+    is_of_library: bool = False  # it is certainly over tokens: no code of the recipe computes it
     rows: list = field(default_factory=list)  # the first ones of the training data, to measure it with
     make_batch: Callable[[list], Any] | None = None  # of rows, as the trainer's loader does
     batch: Any = None  # a micro-batch with which the loss was measured
 
-    def is_empty(self, tokens: torch.Tensor | None) -> bool:
-        """Whether a micro-batch has only rows that were added: a mean over its tokens would be NaN."""
-        return self.has_empty_rows and not self.divides and tokens is not None and not int(tokens)
+    def is_undefined(self, tokens: torch.Tensor | None) -> bool:
+        """Whether the loss of a micro-batch is a mean over no token, which is NaN."""
+        return not self.divides and tokens is not None and not int(tokens)
 
     def tokens(self, batch: Any) -> torch.Tensor | None:
         """The tokens of a batch that have a label, as transformers counts them; None for a batch without labels."""
@@ -93,6 +94,7 @@ def find_loss(trainer: Trainer) -> Loss:
     is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     shifts = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss and not is_encoder_decoder
     loss = Loss(own=own_loss(trainer), shifts_labels=shifts, is_cross_entropy=is_cross_entropy(trainer))
+    loss.is_of_library = loss.own is None and (isinstance(trainer, SFTTrainer) or is_of_transformers(model))
     if loss.own is None and isinstance(trainer, SFTTrainer):
         loss.shifts_labels = True
         trainer.model_accepts_loss_kwargs = True  # its loss uses the number, whatever the model does
@@ -101,7 +103,7 @@ def find_loss(trainer: Trainer) -> Loss:
         loss.unit = "row"
         return loss
     with unchanged(trainer):
-        loss.rows, loss.make_batch = read_first_rows(trainer)
+        loss.rows, loss.make_batch = read_first_rows(trainer, loss)
         has_names = isinstance(loss.make_batch(loss.rows[:1]), Mapping)
     if not has_names:
         return loss
@@ -130,17 +132,26 @@ def is_cross_entropy(trainer: Trainer) -> bool:
     if isinstance(trainer, SFTTrainer):
         return True
     classes = {cls.__name__ for cls in type(model).__mro__}  # FSDP makes a subclass
-    is_of_library = type(model).forward.__module__.startswith("transformers.")
     adds_router_loss = getattr(getattr(model, "config", None), "output_router_logits", False)
-    return bool(is_of_library and classes & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()} and not adds_router_loss)
+    return bool(is_of_transformers(model) and classes & {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()} and not adds_router_loss)
 
 
-def read_first_rows(trainer: Trainer) -> tuple[list, Callable[[list], Any]]:
-    """The first rows of the training data, and what makes a batch of them."""
+def is_of_transformers(model: torch.nn.Module) -> bool:
+    """Whether the loss that a model returns is computed by transformers' own code."""
+    return type(model).forward.__module__.startswith("transformers.")
+
+
+def read_first_rows(trainer: Trainer, loss: Loss) -> tuple[list, Callable[[list], Any]]:
+    """The first rows of the training data that have a token in the loss, if any has, and what makes a batch of them."""
     loader = trainer.get_train_dataloader()
     dataset = loader.dataset.dataset if isinstance(loader.dataset, IterableDatasetShard) else loader.dataset
-    rows = list(itertools.islice(dataset, max(ROWS, trainer.args.train_batch_size)))
-    return rows, lambda of_rows: send_to_device(loader.collate_fn(of_rows), trainer.args.device)
+
+    def make_batch(rows: list) -> Any:
+        return send_to_device(loader.collate_fn(rows), trainer.args.device)
+
+    count = max(ROWS, trainer.args.train_batch_size)
+    with_token = (row for row in itertools.islice(dataset, FIRST_ROWS) if loss.tokens(make_batch([row])) != 0)
+    return list(itertools.islice(with_token, count)) or list(itertools.islice(dataset, count)), make_batch
 
 
 def measure(trainer: Trainer, loss: Loss) -> None:
@@ -166,11 +177,6 @@ def measure(trainer: Trainer, loss: Loss) -> None:
         loss.unit = "token" if loss.divides else ask_for_unit(trainer, loss)
     loss.is_measured, loss.batch = True, batch
     loss.rows, loss.make_batch = [], None
-    if loss.has_empty_rows and loss.unit == "row":
-        raise UserError(
-            "--dataloader_drop_last: the loss is a mean over rows, and those that were added to complete the last step have no "
-            "token in it: pass true"
-        )
     if loss.is_stated:
         return
     trainer.model_accepts_loss_kwargs = True  # counts the tokens of a step, which `Loss.count_for` passes on or not

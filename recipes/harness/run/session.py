@@ -189,8 +189,7 @@ def prepare_trainer(trainer: Trainer, loss: Loss) -> None:
     if trainer.is_fsdp_enabled:
         install_byte_check(trainer.model)
     repeat_stream(trainer)
-    if loss.unit == "token":
-        loss.has_empty_rows = fill_last_step(trainer)
+    fill_last_step(trainer, with_empty_rows=loss.is_of_library)
     hide_tied_weight_warning(trainer)
     replace_progress_bar(trainer)
     # The default waits, for each tensor of a batch, until the GPU has computed everything that was queued before.

@@ -71,8 +71,8 @@ class RunTrainer(TrainerWithHooks):
             return super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch, **options)
         tokens = loss.tokens(inputs)  # before the loss takes the labels out
         scale = loss.scale(self, tokens, num_items_in_batch)
-        if self.model.training and loss.is_empty(tokens):
-            inputs = copy.copy(loss.batch)  # all processes compute; the scale is 0
+        if self.model.training and loss.is_undefined(tokens):
+            inputs, scale = copy.copy(loss.batch), 0  # FSDP needs all processes to compute
         count = loss.count_for(self.model.training, tokens, num_items_in_batch)
         found = super().compute_loss(model, inputs, num_items_in_batch=count, **options)
         return (found[0] * scale, found[1]) if return_outputs else found * scale

@@ -134,6 +134,7 @@ PACKED = {"packing": True, "packing_strategy": "bfd_split", "bf16": True}
         ("gemma4_text", {}, {}, GPU, None),
         ("llama", {"head_dim": 68}, {}, CPU, None),
         ("deepseek_v3", {}, {}, GPU, "varlen"),
+        ("nemotron", {"num_key_value_heads": 8}, {}, CPU, None),  # its layers do not pass the lengths on
         ("gpt_neo", {}, {"packing": False}, GPU, "flash_attention_2"),
         ("unknown", None, {}, GPU, "varlen"),  # `check_model` says that it cannot be read
     ],

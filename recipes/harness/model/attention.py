@@ -2,11 +2,11 @@
 
 import re
 
-from harness.batches import is_packed
 from harness.compat.transformers import supports_flash_attention_2, takes_other_attention
 from harness.hub import check_model_exists
 from harness.messages import UserError, print_once
 from harness.model.gpu_features import FLASH, VARLEN
+from harness.model.packing import has_documents, keeps_documents_apart
 from harness.model.varlen import MAX_HEAD_SIZE, register_varlen
 from harness.rehearsal import tiny
 from harness.runs import Run
@@ -43,12 +43,6 @@ def choose_attention(training_args: TrainingArguments, model_args: ModelConfig, 
     return FLASH if has_flash and fits and supports_flash_attention_2(model_class) else None
 
 
-def has_documents(training_args: TrainingArguments) -> bool:
-    """Whether a batch is one row of documents, of which the model gets the lengths."""
-    keeps_lengths = is_packed(training_args) and training_args.packing_strategy in ("bfd", "bfd_split")
-    return keeps_lengths or getattr(training_args, "padding_free", False)
-
-
 def config_and_class(model_args: ModelConfig, is_tiny: bool) -> tuple[PreTrainedConfig | None, type | None]:
     """Config and class of the model, (None, None) if the config cannot be read. For a rehearsal, those of the original."""
     name, revision = model_args.model_name_or_path, model_args.model_revision
@@ -65,12 +59,18 @@ def config_and_class(model_args: ModelConfig, is_tiny: bool) -> tuple[PreTrained
 
 
 def can_use_varlen(config: PreTrainedConfig, model_class: type | None) -> bool:
-    """Whether `varlen` computes what this model needs: it has no softcap, no dropout, no sinks, and not all head sizes."""
+    """Whether `varlen` computes what this model needs: it has no softcap, no dropout, no sinks, and not all head sizes.
+
+    Some models do not pass the lengths of documents to their attention, whatever their class says, such as Nemotron's.
+    """
     values = config.get_text_config().to_dict()
     has_dropout = any(value for name, value in values.items() if re.match("att.*(dropout|pdrop)", name))
     # On consumer GPUs it has no backward pass for sizes up to 224.
     has_sizes = all(size <= MAX_HEAD_SIZE and size % 8 == 0 and not 192 < size <= 224 for size in head_sizes(config))
-    return has_sizes and not has_dropout and not values.get("attn_logit_softcapping") and takes_other_attention(model_class)
+    if not has_sizes or has_dropout or values.get("attn_logit_softcapping") or not takes_other_attention(model_class):
+        return False
+    register_varlen()
+    return keeps_documents_apart(config, VARLEN) is not False
 
 
 def head_sizes(config: PreTrainedConfig) -> list[int]:

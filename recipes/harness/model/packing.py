@@ -3,9 +3,9 @@
 import importlib.util
 import re
 
+from harness.batches import is_packed
 from harness.compat.transformers import is_stateful, use_no_gpu_kernels
 from harness.messages import UserError, print_once
-from harness.model.attention import has_documents
 from harness.model.gpu_features import VARLEN
 from harness.model.weight_files import class_of_model
 from harness.rehearsal import tiny
@@ -50,6 +50,12 @@ def check_packing(
         )
     if keeps_apart is False:
         print_once(f"warning: packed documents of {name} ({kind}) attend to each other: pass --packing false.")
+
+
+def has_documents(training_args: TrainingArguments) -> bool:
+    """Whether a batch is one row of documents, of which the model gets the lengths."""
+    keeps_lengths = is_packed(training_args) and training_args.packing_strategy in ("bfd", "bfd_split")
+    return keeps_lengths or getattr(training_args, "padding_free", False)
 
 
 def carries_state(config: PreTrainedConfig) -> bool:

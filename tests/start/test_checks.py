@@ -18,7 +18,7 @@ import torch
 from conftest import ROOT
 from runs import check_run
 from transformers import TrainingArguments
-from trl import ModelConfig
+from trl import DPOConfig, ModelConfig, SFTConfig
 
 VALUES = SimpleNamespace(use_cpu=False, global_batch_size=None, per_device_train_batch_size=8, gradient_accumulation_steps=1)
 
@@ -188,3 +188,31 @@ def test_folder_that_another_node_does_not_have(tmp_path, error_of):
     """Only the first process makes it."""
     message = error_of(training.check_folder_is_shared, tmp_path / "run", tmp_path / "run/file")
     assert "is not the same folder on all nodes" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "flag"),
+    [
+        (SFTConfig, {"average_tokens_across_devices": False}, "average_tokens_across_devices"),
+        (SFTConfig, {"label_smoothing_factor": 0.1}, None),
+        (SFTConfig, {"label_smoothing_factor": 1.5}, "label_smoothing_factor"),
+        (SFTConfig, {"label_smoothing_factor": 0.1, "loss_type": "dft"}, "label_smoothing_factor"),
+        (TrainingArguments, {"label_smoothing_factor": 0.1}, None),
+        (DPOConfig, {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        (DPOConfig, {"label_smoothing": 0.1}, "label_smoothing"),  # "sigmoid" does not read it
+        (DPOConfig, {"label_smoothing": 0.49, "loss_type": ["robust"]}, None),
+        (DPOConfig, {"label_smoothing": 0.5, "loss_type": ["sft", "robust"]}, "label_smoothing"),
+        (DPOConfig, {"discopop_tau": 0.1}, "discopop_tau"),
+        (DPOConfig, {"f_alpha_divergence_coef": 0.1}, "f_alpha_divergence_coef"),
+        (DPOConfig, {"f_alpha_divergence_coef": 0.1, "f_divergence_type": "alpha_divergence"}, None),
+        (DPOConfig, {"beta": 0}, "beta"),
+        (DPOConfig, {"beta": -0.1}, "beta"),
+    ],
+)
+def test_numbers_of_losses(error_of, config, values, flag):
+    """Those with which a loss is another one than they say, constant or infinite."""
+    arguments = SimpleNamespace(given=frozenset(values)), config("out", use_cpu=True, **values)
+    if flag:
+        assert error_of(checks.check_loss, *arguments).startswith(f"--{flag}")
+    else:
+        checks.check_loss(*arguments)

@@ -77,7 +77,7 @@ class Loss:
             return 1 / self.factor
         if self.is_stated or self.unit == "row" or of_step is None:
             return 1
-        processes = trainer.args.world_size if trainer.args.average_tokens_across_devices else 1
+        processes = trainer.args.world_size
         return processes / self.factor if self.divides else tokens * processes / of_step
 
 
@@ -193,7 +193,7 @@ def ask_for_count(trainer: Trainer, loss: Loss, batch: Any) -> tuple[float, floa
         return 1.0, None
     once, twice = (loss_of(trainer, batch, tokens.float() * times) for times in (1, 2))
     factor = 1.0
-    if args.average_tokens_across_devices and args.world_size > 1:
+    if args.world_size > 1:
         args.average_tokens_across_devices = False
         alone = loss_of(trainer, batch, tokens.float())
         args.average_tokens_across_devices = True

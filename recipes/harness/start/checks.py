@@ -16,7 +16,7 @@ from harness.messages import UserError
 
 from transformers import TrainingArguments
 from transformers.trainer import Trainer
-from trl import ModelConfig
+from trl import DPOConfig, ModelConfig
 
 # Values of --optim whose states FSDP cannot shard, or that compute something else with a part of a weight.
 NOT_FOR_FSDP = re.compile("8bit|4bit|bnb|paged|lion|ademamix|adafactor|stable")
@@ -105,7 +105,8 @@ def check_flags_have_effect(
         raise UserError("--ignore_bias_buffers is for TRL's own scripts: leave it out")
     if training_args.do_predict or ("do_train" in given and not training_args.do_train):
         raise UserError("--do_train, --do_predict: a recipe trains and evaluates: leave them out")
-    if getattr(training_args, "padding_free", False) and not training_args.packing and training_args.max_length:
+    is_packed = getattr(training_args, "packing", False)
+    if getattr(training_args, "padding_free", False) and not is_packed and training_args.max_length:
         raise UserError("--padding_free: without --packing true, rows would not be cut at --max_length: pass --packing true")
     if getattr(training_args, "precompute_ref_log_probs", False) and model_args.use_peft and is_sharded:
         raise UserError(
@@ -171,3 +172,35 @@ def is_read_by_optimizer(training_args: TrainingArguments, word: str) -> bool:
         return Trainer.get_optimizer_cls_and_kwargs(changed)[1] != without
     except (ValueError, AttributeError):  # it is no number
         return True
+
+
+# Flags that only some losses read: the argument that chooses the loss, and its values with which the flag is read.
+READ_WITH = {
+    "label_smoothing": ("loss_type", {"robust", "exo_pair", "aot", "aot_unpaired"}),
+    "label_smoothing_factor": ("loss_type", {"nll"}),
+    "discopop_tau": ("loss_type", {"discopop"}),
+    "f_alpha_divergence_coef": ("f_divergence_type", {"alpha_divergence"}),
+}
+
+
+def check_loss(script_args: ScriptArguments, training_args: TrainingArguments) -> None:
+    """Raises UserError for numbers with which a loss of TRL is another one than they say, constant, or not finite."""
+    if not training_args.average_tokens_across_devices:
+        raise UserError(
+            "--average_tokens_across_devices: the loss would be a mean of the processes' means, in which a token of a process "
+            "with few tokens counts more: leave it out"
+        )
+    for name in sorted(READ_WITH.keys() & script_args.given):
+        choice, needed = READ_WITH[name]
+        chosen = getattr(training_args, choice, needed)
+        if not needed & ({chosen} if isinstance(chosen, str) else set(chosen)):
+            raise UserError(f"--{name} has no effect without --{choice} {' or '.join(sorted(needed))}: leave it out")
+    ranges = {"label_smoothing_factor": (0, 1)}
+    if isinstance(training_args, DPOConfig):
+        # With a label smoothing of 0.5, both answers of a pair are as good; "robust" divides by 1 - 2 * label_smoothing.
+        ranges |= {"label_smoothing": (0, 0.5), "beta": (sys.float_info.min, math.inf)}
+    for name, (smallest, end) in ranges.items():
+        value = getattr(training_args, name)
+        if not smallest <= value < end:
+            expected = "a number above 0" if smallest else f"0 or more, and less than {end}"
+            raise UserError(f"--{name} is {value}, expected {expected}")

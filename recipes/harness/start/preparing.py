@@ -50,6 +50,7 @@ def check_all_arguments(run: Run, arguments: Arguments) -> None:
     checks.check_arguments(arguments[1])
     checks.check_flags_have_effect(*arguments, run.is_sharded)
     checks.check_optimizer(arguments[1], run.config)
+    checks.check_loss(arguments[0], arguments[1])
 
 
 def set_model_options(run: Run, arguments: Arguments) -> None:

@@ -165,6 +165,18 @@ def map_in_one_process(changed: bool) -> int:
         return len(set(Path(folder, "processes").read_text().split()))
 
 
+def decode_json_exactly(changed: bool) -> list:
+    """The numbers that a column of JSON gives."""
+    if changed:
+        datasets_changes.decode_json_exactly()
+    features = datasets.Features({"numbers": datasets.List(datasets.Json())})
+    stored = ["25000000000000000000", "20000000000000000000", "0.1234567890123456789"]
+    rows = datasets.Dataset.from_list(
+        [{"numbers": stored[:1]}, {"numbers": stored[1:2]}, {"numbers": stored[2:]}], features=features
+    )
+    return rows["numbers"][:]
+
+
 def _map_rows(rows: datasets.Dataset, barrier: Any, folder: str) -> None:
     def note(row: dict) -> dict:
         with Path(folder, "processes").open("a") as file:
@@ -253,6 +265,7 @@ CASES = [
     load_tokenizers_as_offline,
     set_date_of_chat_templates,
     map_in_one_process,
+    decode_json_exactly,
     install_training_template,
     pack_streams_in_batches,
     compute_loss_without_triton,

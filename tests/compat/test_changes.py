@@ -15,6 +15,10 @@ FOLDER = Path(__file__).parent
 EXPECTED = {
     "allow_fsdp_on_cpu": ("MULTI_CPU", "FSDP"),
     "compute_loss_without_triton": (True, False),
+    "decode_json_exactly": (
+        [[6553255926290448384], ["20000000000000000000"], [0.12345678901234501]],
+        [[25 * 10**18], [2 * 10**19], [0.12345678901234568]],
+    ),
     "give_weights_addresses": (1, 2),
     "hide_saved_buffers": ("AttributeError", ["model.expert_bias"]),
     "install_training_template": ("ValueError", "marked"),

@@ -274,6 +274,33 @@ def test_processor_of_a_multimodal_model(tokenizer):
     assert marked.replace(" ", "") == "Oncemore.<|eot_id|>"
 
 
+def test_named_templates(tokenizer):
+    """Rows with tools are rendered and marked with the second one."""
+    turns = "{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>\n{% endfor %}"
+    plain = turns + "{% if add_generation_prompt %}assistant:{% endif %}"
+    tokenizer.chat_template = {"default": plain, "tool_use": "{{ tools[0].function.name }}\n" + plain}
+    template = training_template(tokenizer)
+    for tools in (None, WITH_CALL["tools"]):
+        text = tokenizer.apply_chat_template(TWO_ANSWERS, tokenize=False, tools=tools)
+        assert text.startswith("get_weather\nuser" if tools else "user")
+        assert text == tokenizer.apply_chat_template(TWO_ANSWERS, tokenize=False, tools=tools, chat_template=template)
+        assert render(tokenizer, template, TWO_ANSWERS)[1] == "Because of that.<|im_end|>Once more.<|im_end|>"
+    tokenizer.chat_template["tool_use"] += "{% generation %}{% endgeneration %}"
+    with pytest.raises(ValueError, match="only one marks"):
+        training_template(tokenizer)
+
+
+def test_keys_of_turns_that_a_template_ignores(tokenizer, capsys):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.name }}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    call = {"function": {"name": "look", "arguments": {}}, "status": "ok"}
+    rows = [{"messages": [QUESTION | {"name": "Ann", "mood": "good"}, ANSWER | {"tool_calls": [call]}]}]
+    chat_templates.print_ignored_keys(tokenizer, placed(rows))
+    assert capsys.readouterr().out == "The chat template ignores these keys of messages: mood.\n"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    chat_templates.print_ignored_keys(tokenizer, placed(rows))
+    assert capsys.readouterr().out.endswith("keys of messages: name, mood, tool_calls.status.\n")
+
+
 def test_template_with_markers_is_used_as_it_is(tokenizer):
     tokenizer.chat_template = (TEMPLATES / "llama3_training.jinja").read_text()
     assert has_generation_markers(tokenizer.chat_template) and training_template(tokenizer) is None

@@ -1,11 +1,12 @@
 """Every row is read and converted once, by one process; an error of a row names its file and line."""
 
+import itertools
 import json
 import subprocess
 import sys
 from dataclasses import replace
 
-from harness.data import formats, loading, reading
+from harness.data import formats, loading, reading, turns
 from harness.data.checking import check_dataset
 from harness.data.loading import load
 
@@ -82,7 +83,7 @@ def test_two_processes_convert_each_row_once(tmp_path, environment):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_row_that_cannot_be_converted(tmp_path, error_of, streaming, monkeypatch):
     """No row is known that the conversion fails for, so its function for calls is replaced."""
-    monkeypatch.setattr(formats, "_clean_call", lambda call: call + 1)
+    monkeypatch.setattr(turns, "_read_call", lambda call: call + 1)
     rows = [conversation(number, **({"tool_calls": [{"name": "a"}]} if number == 45 else {})) for number in range(60)]
     script_args = arguments_for(write_rows(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
     for function, argument in ((check_dataset, script_args.data), (load, script_args)):
@@ -92,6 +93,28 @@ def test_row_that_cannot_be_converted(tmp_path, error_of, streaming, monkeypatch
     message = error_of(lambda: load(script_args, keep=lambda row: 1 / (int(row["text"]) - 45)))
     assert f"{tmp_path}/rows.parquet" in message and "ZeroDivisionError" in message
     assert ("a row that begins with {'text': '45'}" if streaming else "row 46 of train") in message
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_numbers_are_exact(tmp_path, streaming):
+    """Also integers of more than 64 bits, and the last digit of a float."""
+    numbers = {"wei": 25 * 10**18, "more": 2**256 - 1, "ratio": 0.1234567890123456789, "small": 5e-324}
+    call = {"type": "function", "function": {"name": "send", "arguments": numbers}}
+    rows = [conversation(number, tool_calls=[call]) for number in range(30)]
+    script_args = arguments_for(write_rows(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
+    check_dataset(script_args.data)
+    for row in itertools.chain(*load(script_args)):
+        assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == numbers
+
+
+def test_columns_of_json(tmp_path):
+    """As `datasets` writes turns that have different keys."""
+    features = datasets.Features({"messages": datasets.List(datasets.Json())})
+    rows = [conversation(number, tool_calls=[{"name": "a", "arguments": {"at": 0.1}}]) for number in range(20)]
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list(rows, features=features).to_parquet(str(path))
+    train, _ = load(arguments_for(path))
+    assert train[0]["messages"][1]["tool_calls"][0]["function"] == {"name": "a", "arguments": {"at": 0.1}}
 
 
 @pytest.mark.parametrize("is_mixture", [False, True])

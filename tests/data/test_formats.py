@@ -3,7 +3,7 @@
 import json
 import random
 
-from harness.data import formats
+from harness.data import formats, turns
 
 import pytest
 
@@ -15,11 +15,16 @@ SHARE_GPT = [{"from": "system", "value": "Be brief."}, {"from": "human", "value"
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": 1}}}
 TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 TEXT_PART = {"type": "text", "text": "Why?"}
+THINKING = {"role": "assistant", "content": "So.", "reasoning_content": "Hm.", "thinking": "Hm."}
 TOOL = {"name": "look", "parameters": {"properties": {"at": {"type": "integer"}}}}
 BUILT_IN = {"type": "web_search"}  # a tool without a function
 TASK = {"instruction": "Add.", "input": "1 2", "output": "3"}
 PREFERENCE = {"prompt": "Why?", "chosen": "So.", "rejected": "No.", "score": 5.0}
 TASK_AS_CHAT = [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}]
+
+
+def convert(row, format, **settings):
+    return formats.examine(row, format, **settings)[0]
 
 
 def as_user(content):
@@ -238,10 +243,10 @@ def as_assistant(content):
     ],
 )
 def test_convert(row, format, expected):
-    assert formats.convert(json.loads(json.dumps(row)), format, "text") == expected
+    assert convert(json.loads(json.dumps(row)), format) == expected
 
 
-@pytest.mark.parametrize("key", [*formats.TRAINED, *formats.MASKED])
+@pytest.mark.parametrize("key", [*turns.TRAINED, *turns.MASKED])
 def test_answers_that_do_not_count(key):
     """By each name that a key of a turn has for it."""
 
@@ -249,7 +254,7 @@ def test_answers_that_do_not_count(key):
         return int(not counts) if key == "masked" else counts
 
     turns = [CHAT[0], CHAT[1] | {key: mark(False)}, CHAT[0], CHAT[1] | {key: mark(True)}]
-    assert formats.convert({"messages": turns}, "messages") == {"messages": [CHAT[0], CHAT[1] | {"train": False}, *CHAT]}
+    assert convert({"messages": turns}, "messages") == {"messages": [CHAT[0], CHAT[1] | {"train": False}, *CHAT]}
 
 
 @pytest.mark.parametrize(
@@ -286,13 +291,98 @@ def test_marks_of_parts_of_a_turn_are_not_ignored(marks):
         ),
         ({"messages": [CHAT[1], CHAT[0]]}, "messages", "whose only answer is its first message"),
         ({"text": ""}, "text", "without a text"),
-        ({"text": 5}, "text", "whose text is not a string"),
-        ({"prompt": "Why?", "completion": 5}, "prompt_completion", "without an answer"),
+        ({"text": ["a"]}, "text", "whose text is not a text"),
+        ({"prompt": "Why?", "completion": True}, "prompt_completion", "whose completion is not a text"),
+        ({"prompt": "Why?", "completion": [5]}, "messages", "with a message without a role"),
+        ({"completion": "So."}, "messages", "without a prompt"),
+        (TASK | {"input": [1, 2]}, "messages", "whose input is not a text"),
+        (TASK | {"input": {"a": 1}}, "instruction", "whose input is not a text"),
+        (TASK | {"output": False}, "messages", "whose output is not a text"),
+        (TASK | {"history": [["Why?"]]}, "messages", "whose history is not pairs"),
+        (TASK | {"system": {"a": 1}}, "messages", "whose system is not a text"),
+        (TASK | {"system": [SYSTEM]}, "messages", "whose system is not a text"),
+        (TASK | {"system": ["Be brief.", "Be kind."]}, "messages", "whose system is not a text"),
+        ({"messages": {"role": ["user", "assistant"], "content": ["Why?", "So."]}}, "messages", "unknown role ['user'"),
+        ({"messages": [["Why?", "So."]]}, "messages", "with a message without a role"),
+        ({"messages": [str(turn) for turn in CHAT]}, "messages", "texts that are not messages as JSON"),
+        ({"messages": [SYSTEM, *CHAT], "system": "Be long."}, "messages", "with different system messages in two places"),
+        ({"messages": CHAT, "chat_template_kwargs": [1]}, "messages", "whose chat_template_kwargs is not an object"),
     ],
 )
 def test_reasons_to_skip_a_row(row, format, reason):
     converted, found = formats.examine(row, format)
     assert converted is None and reason in found
+
+
+@pytest.mark.parametrize(
+    ("turn", "reason"),
+    [
+        ({"content": [{"type": "document", "text": "So."}]}, "with a part of a turn of the type document"),
+        ({"content": [{"type": "text", "text": "So.", "speaker": "Ann"}]}, "with a part of a turn that has the key speaker"),
+        ({"content": ["So.", {"type": "thinking", "thinking": "Hm."}]}, "with reasoning after the text of a turn"),
+        ({"reasoning_content": {"effort": "high"}}, "with reasoning that is not a text"),
+        ({"reasoning_content": "Hm.", "thinking": "Ah."}, "with different reasoning in two places of a turn"),
+        ({"value": "No."}, "with a turn that has content and value"),
+        ({"from": "human"}, "with a turn of two roles"),
+        ({"role": "function_call", "content": "{'name': 'look'}"}, "with a function_call that is not JSON"),
+        (
+            {"role": "tool_call", "content": '{"name": "look", "arguments": {"at": "a\nb"}}'},
+            "with a function_call that is not JSON",
+        ),
+        ({"role": "tool_call", "content": [CALL], "tool_calls": [CALL]}, "with tool calls in two places of a turn"),
+        ({"function_call": {"name": "look", "arguments": "{'at': 1}"}}, "with a tool call whose arguments are not an object"),
+        ({"function_call": {"name": "look", "arguments": 5}}, "with a tool call whose arguments are not an object"),
+        ({"tool_calls": [{"name": "look", "args": {"at": 1}}]}, "with a tool call that has the key args"),
+        ({"reasoning": ["Hm.", "Ah."]}, "with reasoning that is not a text"),
+        ({"tool_calls": [{"function": CALL["function"] | {"result": 3}}]}, "with a tool call that has the key result"),
+    ],
+)
+def test_turns_that_cannot_be_read(turn, reason):
+    assert formats.examine({"messages": [*CHAT, CHAT[0], CHAT[1] | turn]}, "messages") == (None, reason)
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        ({"content": [{"type": "reasoning", "text": "Hm."}, TEXT_PART | {"annotations": [1]}]}, THINKING | {"content": "Why?"}),
+        ({"content": [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, "So."]}, THINKING),
+        ({"reasoning_content": [{"type": "text", "text": "Hm."}], "thinking": "Hm.", "reasoning": None}, THINKING),
+        ({"content": None, "value": 105}, as_assistant("105")),
+        ({"from": "gpt", "role": None}, CHAT[1]),
+        ({"content": "", "function_call": json.dumps(CALL["function"])}, TOOL_CALL | {"content": ""}),
+        ({"content": "", "tool_calls": [json.dumps(CALL)]}, TOOL_CALL | {"content": ""}),
+    ],
+)
+def test_turns_that_can_be_read(turn, expected):
+    converted = convert({"messages": [CHAT[0], CHAT[1] | turn, *CHAT]}, "messages")
+    assert converted == {"messages": [CHAT[0], expected, *CHAT]}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (2.5, "2.5"), (float("nan"), ""), (None, ""), ([], ""), (25 * 10**18, "25" + "0" * 18)]
+)
+def test_numbers_are_texts(value, text):
+    """Null, NaN and an empty list are nothing."""
+    assert convert(TASK | {"input": value}, "instruction") == TASK | {"input": text}
+    question = f"Add.\n\n{text}" if text else "Add."
+    assert convert(TASK | {"input": value}, "messages") == {"messages": [as_user(question), as_assistant("3")]}
+
+
+def test_spaces_of_texts_are_kept():
+    found = convert({"instruction": "  Add.\n", "input": " ", "output": " 3\n"}, "messages")
+    assert found == {"messages": [as_user("  Add.\n"), as_assistant(" 3\n")]}
+
+
+def test_texts_that_are_json():
+    """A prompt is one, next to an answer as text; turns are read from JSON if the answer is JSON or a list too."""
+    text = json.dumps(CHAT[:1])
+    assert convert({"prompt": text, "completion": "So."}, "messages") == {"messages": [as_user(text), CHAT[1]]}
+    expected = {"prompt": CHAT[:1], "completion": CHAT[1:]}
+    for answer in (CHAT[1:], json.dumps(CHAT[1:])):
+        assert convert({"prompt": text, "completion": answer}, "messages") == expected
+    assert convert({"messages": list(map(json.dumps, CHAT))}, "messages") == {"messages": CHAT}
+    texts = ["Why?", '{"because": "so"}']
+    assert convert({"messages": texts}, "messages") == {"messages": [as_user(texts[0]), as_assistant(texts[1])]}
 
 
 def test_nulls_of_structs_are_not_in_the_data():
@@ -301,7 +391,7 @@ def test_nulls_of_structs_are_not_in_the_data():
         "messages": [CHAT[0], TOOL_CALL | {"tool_calls": [{"function": {"name": "look", "arguments": {"at": 1, "by": None}}}]}]
     }
     for structs, expected in ((("messages",), {"at": 1}), ((), {"at": 1, "by": None})):
-        turns = formats.convert(json.loads(json.dumps(row)), "messages", structs=structs)["messages"]
+        turns = convert(json.loads(json.dumps(row)), "messages", structs=structs)["messages"]
         assert turns[1]["tool_calls"][0]["function"]["arguments"] == expected
 
 
@@ -313,7 +403,7 @@ def test_split_answers():
 
 
 def test_text_field_names_the_column():
-    assert formats.convert({"body": "a", "text": "b"}, "text", "body") == {"body": "a"}
+    assert convert({"body": "a", "text": "b"}, "text", text_field="body") == {"body": "a"}
 
 
 @pytest.mark.parametrize(
@@ -324,10 +414,10 @@ def test_text_field_names_the_column():
             ("messages",),
             ["with the unknown role bot", "(accepted roles: system"],
         ),
-        ({"prompt": "Why?", "completion": 5}, ("prompt_completion",), ["prompt, completion", "without an answer"]),
+        ({"prompt": "Why?", "completion": [5]}, ("prompt_completion",), ["prompt, completion", "completion is not a text"]),
         ({"chosen": CHAT, "rejected": CHAT}, ("prompt_completion",), ["has the columns chosen, rejected"]),
     ],
-    ids=["unknown role", "number as completion", "other columns"],
+    ids=["unknown role", "list as completion", "other columns"],
 )
 def test_explain_mismatch(row, accepted, words):
     message = formats.explain_mismatch([row], accepted, "text")
@@ -343,7 +433,8 @@ def test_explain_mismatch(row, accepted, words):
         ({"content": "<think>so</think>Yes"}, "assistant+thought"),
         ({"train": False}, "assistant+untrained"),
         ({"tool_calls": [{}], "train": True}, "assistant+calls"),
-        ({"name": "Ann", "images": []}, "assistant"),
+        ({"name": "Ann", "images": []}, "assistant+key:name"),
+        ({"tool_calls": [{"id": "1", "status": "ok"}]}, "assistant+calls+key:tool_calls.status"),
     ],
 )
 def test_kind_of_conversation(turn, kind):
@@ -372,6 +463,39 @@ def test_reasoning_that_does_not_end_or_is_there_twice(answer, reason):
 def test_preferences_that_do_not_begin_alike():
     row = {name: [{"role": "user", "content": name}, {"role": "assistant", "content": "So."}] for name in ("chosen", "rejected")}
     assert formats.examine(row, "preference") == (None, "whose chosen and rejected conversations do not begin alike")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "context"),
+    [
+        (None, [CHAT[0]]),
+        ("Why?", [CHAT[0]]),
+        ([SYSTEM, CHAT[0]], [SYSTEM, CHAT[0]]),
+        ([SYSTEM], [SYSTEM, CHAT[0]]),
+        ([CHAT[0], as_assistant("So?"), CHAT[0]], [CHAT[0], as_assistant("So?"), CHAT[0]]),
+        ("How?", None),
+        ([CHAT[0], SYSTEM], None),
+    ],
+)
+def test_prompts_next_to_conversations(prompt, context):
+    """Their first turns are kept if they end as the conversations begin; else the row contradicts itself."""
+    answers = [as_assistant("Yes."), as_assistant("No.")]
+    row = {"prompt": prompt, "chosen": [CHAT[0], answers[0]], "rejected": [CHAT[0], answers[1]]}
+    pair, conversation = (convert(row, format) for format in ("preference", "messages"))
+    if context is None:
+        assert pair is None and conversation is None and "whose prompt" in formats.examine(row, "preference")[1]
+    else:
+        assert pair == {"prompt": context, "chosen": answers[:1], "rejected": answers[1:]}
+        assert conversation == {"messages": [*context, answers[0]]}
+
+
+def test_preferences_with_tools_and_history():
+    found = convert(
+        {"prompt": [SYSTEM | {"tools": [TOOL]}, CHAT[0]], "chosen": "So.", "rejected": "No.", "history": None}, "preference"
+    )
+    assert found["prompt"] == [SYSTEM, CHAT[0]] and found["tools"] == [{"type": "function", "function": TOOL}]
+    found = convert(PREFERENCE | {"history": [["Hm?", "Ah."]]}, "preference")
+    assert found["prompt"] == [as_user("Hm?"), as_assistant("Ah."), CHAT[0]]
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])

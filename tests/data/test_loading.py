@@ -31,9 +31,9 @@ def test_check_distinguishes_columns_from_content(tmp_path, error_of):
     unanswered = write_rows(tmp_path / "unanswered.jsonl", [{"messages": [QUESTION, {"role": "bot", "content": "So."}]}])
     message = error_of(check, unanswered, ("messages",))
     assert "columns messages" in message and "role bot" in message
-    numbers = write_rows(tmp_path / "numbers.jsonl", [{"prompt": "Why?", "completion": 5}])
+    numbers = write_rows(tmp_path / "numbers.jsonl", [{"prompt": "Why?", "completion": [5]}])
     message = error_of(check, numbers, ("prompt_completion",))
-    assert "without an answer" in message
+    assert "completion is not a text" in message
     assert "has the columns prompt, completion" in error_of(check, numbers, ("text",))
 
 

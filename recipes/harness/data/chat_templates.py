@@ -21,14 +21,15 @@ from typing import Any
 from harness.data.conversion import PlacedRow
 from harness.data.formats import (
     CONVERSATIONS,
-    REASONING,
     TEMPLATE_ARGUMENTS,
-    THOUGHT,
     CallForm,
     has_untrained_turn,
+    other_keys,
     split_answers,
+    turns_of,
 )
 from harness.data.sources import DataSettings
+from harness.data.turns import REASONING, THOUGHT, without
 from harness.hub import hub_errors
 from harness.messages import UserError, print_once
 from harness.runs import PROJECT
@@ -69,12 +70,12 @@ def training_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> st
     Raises ValueError if there is none. A template that is right for one answer only raises TemplateError when it meets a
     conversation that it would render differently.
     """
-    if has_generation_markers(tokenizer.chat_template):
+    is_marked = [has_generation_markers(template) for template in templates_of(tokenizer)]
+    if all(is_marked):
         return get_training_chat_template(tokenizer)
-    # A processor, of a model that reads images too, has no `get_chat_template`.
-    own = tokenizer.chat_template if isinstance(tokenizer, ProcessorMixin) else tokenizer.get_chat_template()
-    own = own.removesuffix("\n")
-    marked = MARKED.replace("\n", "") % (own, REASON, REASON)
+    if any(is_marked):
+        raise ValueError("of its two chat templates only one marks the answers")
+    marked = MARKED.replace("\n", "") % (own_template(tokenizer), REASON, REASON)
     try:
         copy_of_trl = get_training_chat_template(tokenizer)
     except ValueError:
@@ -86,6 +87,20 @@ def training_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> st
                 _hide_end_of_turn_warning(tokenizer, template)
             return template
     raise ValueError(REASON)
+
+
+def templates_of(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> list[str]:
+    """The chat template of a tokenizer; of named ones, that for rows without tools and that for rows with tools."""
+    templates = tokenizer.chat_template
+    if not isinstance(templates, dict):
+        return [templates]
+    return [templates[name] for name in ("default", "tool_use") if name in templates]
+
+
+def own_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> str:
+    """A template that renders what the tokenizer does, which uses one of two named templates for rows with tools."""
+    plain, *with_tools = (template.removesuffix("\n") for template in templates_of(tokenizer))
+    return f"{{%- if tools %}}{with_tools[0]}{{% else %}}{plain}{{% endif %}}" if with_tools else plain
 
 
 def _hide_end_of_turn_warning(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
@@ -155,7 +170,7 @@ def fit_template(
 
 
 def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
-    return "strftime_now" in tokenizer.get_chat_template()
+    return "strftime_now" in own_template(tokenizer)
 
 
 def find_call_form(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> CallForm:
@@ -223,6 +238,7 @@ def check_conversations(
     fitted = fit_calls(tokenizer, rows)
     can_split = not splits_answers and hasattr(training_args, "assistant_only_loss")
     check_rendering(tokenizer, path or f"of {model_name}", fitted, can_split)
+    print_ignored_keys(tokenizer, fitted)
     if not hasattr(training_args, "assistant_only_loss"):
         check_prompts_without_reasoning(tokenizer, fitted)
         if place := next((place for place, row in rows if has_untrained_turn({"completion": row.get("completion")})), None):
@@ -316,10 +332,6 @@ def check_prompts_without_reasoning(tokenizer: PreTrainedTokenizerBase, rows: li
                 raise UserError(explain_no_thinking(place))
 
 
-def turns_of(row: dict) -> list[dict]:
-    return row["messages"] if "messages" in row else [*row["prompt"], *row["completion"]]
-
-
 def has_reasoning(row: dict) -> bool:
     return any(REASONING[0] in turn or THOUGHT.search(turn["content"]) for turn in turns_of(row) if turn["role"] == "assistant")
 
@@ -334,9 +346,31 @@ def check_template_arguments(tokenizer: PreTrainedTokenizerBase, rows: list[dict
     names = dict.fromkeys(name for row in rows for name in row.get(TEMPLATE_ARGUMENTS) or {})
     if taken := sorted(names.keys() & {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}):
         raise UserError(f"--{TEMPLATE_ARGUMENTS}: {taken[0]} is no variable of a chat template: leave it out")
-    template = tokenizer.get_chat_template()
+    template = own_template(tokenizer)
     if ignored := [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]:
         print_once(f"warning: the chat template has no variable {', '.join(ignored)} (chat_template_kwargs): it has no effect.")
+
+
+def print_ignored_keys(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> None:
+    """Prints the keys of turns without which the chat template renders the same."""
+    is_read: dict[str, bool] = {}
+    for _, row in rows:
+        for turn in turns_of(row):
+            for key in other_keys(turn):
+                if not is_read.get(key):
+                    is_read[key] = _text_of_row(tokenizer, row) != _text_of_row(tokenizer, _without_key(row, key))
+    if ignored := [key for key, changes in is_read.items() if not changes]:
+        print_once(f"The chat template ignores these keys of messages: {', '.join(ignored)}.")
+
+
+def _without_key(row: dict, key: str) -> dict:
+    """`key`: of `other_keys`."""
+    row = copy.deepcopy(row)
+    for turn in turns_of(row):
+        turn.pop(key, None)
+        for call in turn.get("tool_calls", []):
+            call.pop(key.removeprefix("tool_calls."), None)
+    return row
 
 
 def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[PlacedRow], can_split: bool) -> None:
@@ -480,7 +514,7 @@ def _replace_texts(turns: list[dict], tools: list[dict] | None) -> None:
 def conversations_of(row: dict) -> list[dict]:
     """The conversations in a converted row, as rows with `messages`, or with `prompt` and `completion`."""
     if "chosen" in row:
-        others = {name: value for name, value in row.items() if name not in ("chosen", "rejected")}
+        others = without(row, "chosen", "rejected")
         return [others | {"completion": row[name]} for name in ("chosen", "rejected")]
     return [row] if isinstance(row.get("messages", row.get("completion")), list) else []
 

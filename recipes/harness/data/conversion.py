@@ -7,12 +7,13 @@ skipped, a checksum, what kind of conversation it is. Afterwards rows are only c
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from harness.data import formats
 from harness.data.sources import DataSettings, Source
+from harness.data.turns import TOOLS, is_nothing, without
 from harness.messages import UserError
 
 import xxhash
@@ -21,7 +22,7 @@ from datasets import Features, Json, Value
 ROWS_TO_CHECK, ROWS_TO_SEARCH = 20, 10_000  # of each split, before a run; among how many the first usable one is
 MAX_LETTERS, MAX_TOOL_LETTERS = 150, 20  # of a text, and of each text in the definition of a tool, in a rehearsal
 # The columns that are read for a format, besides that of --dataset_text_field; and those that a row needs at least.
-OF_TEMPLATE = ("system", *formats.TOOLS, formats.TEMPLATE_ARGUMENTS)
+OF_TEMPLATE = ("system", *TOOLS, formats.TEMPLATE_ARGUMENTS)
 COLUMNS = {
     "text": (),
     "messages": (
@@ -30,7 +31,7 @@ COLUMNS = {
     ),
     "prompt_completion": ("prompt", "completion", "chosen"),
     "instruction": ("instruction", "input", "output"),
-    "preference": ("prompt", "chosen", "rejected", "messages", "conversations", "instruction", "input", *OF_TEMPLATE),
+    "preference": ("prompt", "chosen", "rejected", "messages", "conversations", "instruction", "input", "history", *OF_TEMPLATE),
 }
 NEEDED = {
     "messages": ("prompt", "completion"),
@@ -117,10 +118,8 @@ def converted_of(examined: dict) -> dict:
 
 def digest_of(row: dict) -> str:
     """A checksum of a converted row, the same for turns in one column or in two."""
-    turns = [turn for name in formats.TURNS for turn in row.get(name) or [] if isinstance(turn, dict)]
-    if turns:
-        others = {name: value for name, value in row.items() if name not in formats.TURNS}
-        row = others | {"turns": [{key: value for key, value in turn.items() if key != "train"} for turn in turns]}
+    if turns := formats.turns_of(row):
+        row = without(row, *formats.TURNS) | {"turns": [without(turn, "train") for turn in turns]}
     return xxhash.xxh3_64_hexdigest(json.dumps(row, ensure_ascii=False, sort_keys=True, default=str).encode())
 
 
@@ -160,8 +159,7 @@ def shape_of(has: Iterable[str], stored: Features, data: DataSettings) -> Shape:
 
 def cut_row(row: dict) -> dict:
     """A converted row with shorter texts, so that the short sequences of a rehearsal hold an answer too. JSON stays JSON."""
-    tools = {"tools": cut_texts(row["tools"], MAX_TOOL_LETTERS)} if row.get("tools") else {}
-    return {name: cut_texts(value, MAX_LETTERS) for name, value in row.items() if name != "tools"} | tools
+    return {name: cut_texts(value, MAX_TOOL_LETTERS if name == "tools" else MAX_LETTERS) for name, value in row.items()}
 
 
 def cut_texts(value: Any, letters: int) -> Any:
@@ -207,24 +205,33 @@ def find_conversion(
     if not data.formats:
         return Conversion("", data.text_field, column_map, structs), FirstRows(columns, [], first)
     # If nothing can be used of the first rows, some of the following ones may be complete.
-    for start in (0, ROWS_TO_CHECK):
-        candidates = first if start == 0 else list(itertools.islice(rows, ROWS_TO_SEARCH))
+    candidates = first
+    while candidates:
         for format in data.formats:
             conversion = Conversion(format, data.text_field, column_map, structs, data.template_arguments)
-            examined = ((place, examine(place, row, conversion, encodes=False)) for place, row in candidates)
-            usable = ((place, converted_of(row)) for place, row in examined if not row[REASON])
-            if found := list(itertools.islice(usable, ROWS_TO_CHECK)):
-                if data.split_conversations and format != "messages":
-                    raise UserError(
-                        f"--split_conversations is for conversations, but {source.display_name} has none: leave out the flag"
-                    )
-                if data.template_arguments and format not in formats.CONVERSATIONS:
-                    raise UserError(
-                        f"--chat_template_kwargs is for conversations, but {source.display_name} has none: leave out the flag"
-                    )
+            if found := list(itertools.islice(usable_rows(candidates, conversion), ROWS_TO_CHECK)):
+                check_flags_of_conversations(data, source, format)
                 ignored = find_ignored_columns([row for _, row in candidates[:ROWS_TO_CHECK]], columns, conversion)
                 return conversion, FirstRows(columns, ignored, found)
+        candidates = list(itertools.islice(rows, ROWS_TO_SEARCH)) if candidates is first else []
     raise UserError(explain_no_format(data, source, [row for _, row in first]))
+
+
+def usable_rows(rows: Iterable[PlacedRow], conversion: Conversion) -> Iterator[PlacedRow]:
+    """The rows that can be converted, converted."""
+    for place, row in rows:
+        examined = examine(place, row, conversion, encodes=False)
+        if not examined[REASON]:
+            yield place, converted_of(examined)
+
+
+def check_flags_of_conversations(data: DataSettings, source: Source, format: str) -> None:
+    """Raises UserError if a flag that is for conversations is passed for rows that are none."""
+    name = source.display_name
+    if data.split_conversations and format != "messages":
+        raise UserError(f"--split_conversations is for conversations, but {name} has none: leave out the flag")
+    if data.template_arguments and format not in formats.CONVERSATIONS:
+        raise UserError(f"--chat_template_kwargs is for conversations, but {name} has none: leave out the flag")
 
 
 def find_column_map(data: DataSettings, source: Source, columns: list[str]) -> dict[str, str] | None:
@@ -277,11 +284,14 @@ def has_struct(kind: Any) -> bool:
 
 def find_ignored_columns(rows: list[dict], columns: list[str], conversion: Conversion) -> list[str]:
     """The columns that hold something and change nothing in the converted rows."""
-    ignored = []
-    for column in columns:
-        filled = [row for row in rows if row.get(column) not in (None, "", [], {})]
-        others = [{name: value for name, value in row.items() if name != column} for row in filled]
-        changes = (conversion.convert(row) != conversion.convert(other) for row, other in zip(filled, others, strict=True))
-        if filled and not any(changes):
-            ignored.append(column)
-    return ignored
+    return [column for column in columns if is_ignored(column, rows, conversion)]
+
+
+def is_ignored(column: str, rows: list[dict], conversion: Conversion) -> bool:
+    has_values = False
+    for row in rows:
+        if not is_nothing(row.get(column)):
+            has_values = True
+            if conversion.convert(row) != conversion.convert(without(row, column)):
+                return False
+    return has_values

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from harness.data import formats, reading
+from harness.data import formats, reading, turns
 from harness.data.conversion import (
     BAD_ANSWER,
     DIGEST,
@@ -52,7 +52,7 @@ FIRST_ROWS, REHEARSED_ROWS = 400, 500  # of each split, for a preview, and for a
 MOST_KINDS = 200  # of conversations, of which one each is checked
 MOST_SKIPPED = 10_000  # rows of a split for evaluation that are read besides those that are evaluated on
 # Columns that not all rows of a format have, and the columns of a file that they come from.
-OPTIONAL = {"tools": {*formats.TOOLS}, formats.TEMPLATE_ARGUMENTS: {formats.TEMPLATE_ARGUMENTS}}
+OPTIONAL = {"tools": {*turns.TOOLS}, formats.TEMPLATE_ARGUMENTS: {formats.TEMPLATE_ARGUMENTS}}
 Rows = Dataset | IterableDataset | TextFiles  # of a split
 
 
@@ -190,7 +190,8 @@ def open_dataset(source: Source, streaming: bool) -> dict[str, Rows]:
 
 def without_decoding(rows: Rows) -> Rows:
     """Rows whose images, audio and videos stay as they are: a recipe for texts needs none, and they can be URLs to request."""
-    decoded = [name for name, feature in (features_of(rows) or {}).items() if require_decoding(feature)]
+    features = features_of(rows) or {}
+    decoded = [name for name, feature in features.items() if require_decoding(feature) and "Json(" not in repr(feature)]
     if decoded and isinstance(rows, IterableDataset):
         return rows.decode(False)
     for name in decoded:

@@ -1,0 +1,348 @@
+"""Reads turns, tool calls and tools as people write them into the one form that chat templates expect.
+
+It takes a value of a row and returns turns with these keys:
+
+- role: system, user, assistant or tool
+- content: a text; "" only next to tool calls, and in what a tool returns
+- tool_calls: a list of calls in OpenAI's form, their arguments as an object
+- reasoning_content and thinking: the same text, a thought that is not in the content
+- train: False for an answer that does not count in the loss
+- tools: those that a system turn has
+- every other key, as it is: some chat templates read it
+
+Null, NaN and "" are nothing, wherever they are, and a number is its text. Whatever else cannot be read raises SkippedRow, whose
+message is the reason that a run prints.
+"""
+
+import itertools
+import json
+import math
+import re
+from typing import Any
+
+# Other names of the four roles: of ShareGPT, LLaMA-Factory, OpenAI and others.
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "model", "function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function", "function_response", "tool_response", "ipython"), "tool"),
+}
+CALLS = ("function_call", "tool_call")  # roles whose content is a call as JSON, and keys of a turn
+CONVERSATION_COLUMNS = ("messages", "conversations")
+ROLE, CONTENT = ("role", "from"), ("content", "value")  # names of keys of a turn
+TOOLS = ("tools", "functions")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # by the names that chat templates have for it
+# Keys of a turn that say whether it counts in the loss (1, true), whether it does not, and which parts of it do (not supported).
+TRAINED, MASKED = ("train", "training", "trainable", "weight", "loss", "loss_mask"), ("masked",)
+TRAINED_PARTS = ("train_detail", "training_detail")
+REPLACED = ("from", "value", "tool_calls", "function_call", *TRAINED, *MASKED, *TRAINED_PARTS, *REASONING)
+# Of the parts of a content that is a list: their types, and keys that a model does not see.
+TEXT_PARTS, THOUGHT_PARTS = (None, "text", "input_text", "output_text"), ("reasoning", "thinking")
+NOTES_OF_PART = ("id", "index", "annotations", "cache_control", "citations", "logprobs", "signature")
+KEYS_OF_CALL = ("id", "index", "type", "function", "name", "arguments", "parameters")
+THINK, END_OF_THINK = "<think>", "</think>"
+THOUGHT = re.compile(rf"{THINK}(.*?){END_OF_THINK}", re.DOTALL)
+TURN_AS_TEXT = re.compile(r"""\s*\{\s*["'](role|from|content|value)["']\s*:""")
+
+
+class SkippedRow(ValueError):
+    """A row that cannot be trained on. Its message continues "3 rows …"."""
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether a value is missing: null, NaN, a text of spaces, an empty list or object."""
+    if isinstance(value, str):
+        return not value.strip()
+    return value is None or value in ([], {}) or (isinstance(value, float) and math.isnan(value))
+
+
+def without(found: dict, *keys: str) -> dict:
+    """The same but for `keys`."""
+    return {key: value for key, value in found.items() if key not in keys}
+
+
+def text_of(value: Any, what: str) -> str:
+    """A text, "" for a missing one; a number as JSON has it. Raises SkippedRow for anything else: "`what` is not a text"."""
+    if isinstance(value, str):
+        return value
+    if is_nothing(value):
+        return ""
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) != math.inf:
+        return json.dumps(value)
+    raise SkippedRow(f"{what} is not a text")
+
+
+def read_text(value: Any, what: str) -> str:
+    """See `text_of`; also of a list of parts, not of texts, whose separator is unknown."""
+    if isinstance(value, list) and all(isinstance(part, dict) and "text" in part for part in value):
+        return "".join(_read_parts(value))
+    return text_of(value, what)
+
+
+def read_json(value: Any) -> Any:
+    """The list or object that a text holds as JSON, with null for NaN; None for a missing value; any other as it is."""
+    if is_nothing(value):
+        return None
+    if not isinstance(value, str) or value.strip()[0] not in "[{":
+        return value
+    try:
+        return json.loads(value, parse_constant=lambda _: None)
+    except json.JSONDecodeError:
+        return value
+
+
+def role_of(turn: Any) -> str | None:
+    """The role of a turn by its usual name, or its own name in small letters; None if it has none."""
+    name = _own_role(turn) if isinstance(turn, dict) else None
+    return ROLES.get(name, name)
+
+
+def _own_role(turn: dict) -> str | None:
+    role = turn.get("role")
+    role = turn.get("from") if role is None else role
+    return None if role is None else str(role).lower()
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether a value is a list of turns, or a turn, with known roles."""
+    turns = [value] if isinstance(value, dict) else value
+    return isinstance(turns, list) and bool(turns) and all(role_of(turn) in ROLES for turn in turns)
+
+
+def read_turns(value: Any, column: str) -> list[dict]:
+    """The turns in a column, also if it or each turn is JSON; [] if it is missing or a text that is no JSON.
+
+    In a column of conversations, texts are turns of a user and an assistant that alternate.
+    """
+    turns = read_json(value)
+    if turns is None or isinstance(turns, str):
+        return []
+    if isinstance(turns, dict) and role_of(turns) is not None:
+        turns = [turns]
+    if not isinstance(turns, list):
+        raise SkippedRow(f"whose column {column} is not a list of messages")
+    if all(isinstance(turn, str) for turn in turns):
+        turns = _read_texts(turns, column)
+    return [read_turn(turn) for turn in turns]
+
+
+def _read_texts(texts: list[str], column: str) -> list[dict]:
+    turns = [read_json(text) for text in texts]
+    if all(role_of(turn) is not None for turn in turns):
+        return turns
+    if column not in CONVERSATION_COLUMNS or any(TURN_AS_TEXT.match(text) for text in texts):
+        raise SkippedRow(f"whose column {column} has texts that are not messages as JSON")
+    roles = itertools.cycle(("user", "assistant"))
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+
+
+def read_turn(turn: Any) -> dict:
+    """A turn in the form that the top of this file describes. Raises SkippedRow for one that cannot be read.
+
+    A system turn without a text has the content "".
+    """
+    if role_of(turn) is None:
+        raise SkippedRow("with a message without a role")
+    turn = {key: value for key, value in turn.items() if value is not None}
+    role = role_of(turn)
+    if role not in ROLES:
+        raise SkippedRow(f"with the unknown role {role}")
+    if len({ROLES.get(str(turn[key]).lower()) for key in ROLE if key in turn}) > 1:
+        raise SkippedRow("with a turn of two roles")
+    content, calls = _one_value(turn, CONTENT), _calls_of(turn)
+    if _own_role(turn) in CALLS and content is not None:
+        content, calls = _split_calls(content, calls)
+    text, thought = _read_content(content, role)
+    thought = _join_thoughts(turn, thought)
+    _check_text(role, text, thought, bool(calls))
+    is_trained = _is_trained(turn, role)
+
+    replaced = (*REPLACED, *TOOLS) if role == "system" else REPLACED
+    read = without(turn, *replaced) | {"role": role, "content": text}
+    if calls:
+        read["tool_calls"] = calls
+    if thought:
+        read |= dict.fromkeys(REASONING[:2], thought)
+    if not is_trained:
+        read["train"] = False
+    if role == "system" and (tools := read_tools(turn)):
+        read["tools"] = tools
+    return read
+
+
+def _one_value(turn: dict, keys: tuple[str, ...]) -> Any:
+    """What a turn has under one of `keys`, None if nothing. Raises SkippedRow if it has two values."""
+    values = [turn[key] for key in keys if turn.get(key) not in (None, "")]
+    if len(values) > 1 and values[0] != values[1]:
+        raise SkippedRow(f"with a turn that has {' and '.join(keys)}")
+    return values[0] if values else None
+
+
+def _read_content(content: Any, role: str) -> tuple[str, str]:
+    """The text and the thoughts in a content: a text, a list of parts, or the object that a tool returns."""
+    if isinstance(content, list):
+        return _read_parts(content)
+    if role == "tool" and isinstance(content, dict):
+        return json.dumps(content, ensure_ascii=False), ""
+    return text_of(content, "with a turn that"), ""
+
+
+def _read_parts(parts: list) -> tuple[str, str]:
+    """The text and the thoughts in a list of parts, joined. Raises SkippedRow for a part that is neither."""
+    text, thought = "", ""
+    for part in parts:
+        if isinstance(part, str):
+            text += part
+        elif _read_kind(part) in TEXT_PARTS:
+            text += text_of(part["text"], "with a turn that")
+        elif text.strip():
+            raise SkippedRow("with reasoning after the text of a turn")
+        else:
+            thought += text_of(_one_value(part, ("text", part["type"])), "with reasoning that")
+    return text, thought
+
+
+def _read_kind(part: Any) -> str | None:
+    """The type of a part, which is a text or a thought. Raises SkippedRow for anything else, and for keys that are not known."""
+    if not isinstance(part, dict):
+        raise SkippedRow("with a turn that is not a text")
+    if _marks_of(part):
+        raise SkippedRow("in which a part of a turn is marked to count in the loss, or not to: mark the turn")
+    kind = part.get("type")
+    if kind not in (*TEXT_PARTS, *THOUGHT_PARTS):
+        raise SkippedRow(f"with a part of a turn of the type {kind}")
+    if part.get("text") is None and (kind in TEXT_PARTS or part.get(kind) is None):
+        raise SkippedRow("with a turn that is not a text")
+    known = {"type", "text", kind, *NOTES_OF_PART}
+    for key, value in part.items():
+        if key not in known and not is_nothing(value):
+            raise SkippedRow(f"with a part of a turn that has the key {key}")
+    return kind
+
+
+def _join_thoughts(turn: dict, of_parts: str) -> str:
+    """The reasoning of a turn, "" if it has none. Raises SkippedRow if it has two different ones."""
+    found = [of_parts, *(read_text(turn.get(key), "with reasoning that") for key in REASONING)]
+    thoughts = list(dict.fromkeys(thought for thought in found if thought.strip()))
+    if len(thoughts) > 1:
+        raise SkippedRow("with different reasoning in two places of a turn")
+    return thoughts[0] if thoughts else ""
+
+
+def _check_text(role: str, text: str, thought: str, has_calls: bool) -> None:
+    """Raises SkippedRow for a text that is missing, or has no place for its thought."""
+    if THINK in text and END_OF_THINK not in text:
+        raise SkippedRow(f"with a {THINK} that does not end")
+    if thought and THOUGHT.search(text):
+        raise SkippedRow(f"with reasoning under {REASONING[0]} and in {THINK} too")
+    if not text.strip() and not has_calls and role not in ("system", "tool"):
+        raise SkippedRow("with a turn that is empty")
+
+
+def _is_trained(turn: dict, role: str) -> bool:
+    """False for an answer that is marked not to count in the loss. Only answers can count."""
+    if any(read_json(turn.get(key)) for key in TRAINED_PARTS):
+        raise SkippedRow("in which a part of a turn is marked to count in the loss, or not to: mark the turn")
+    marks = _marks_of(turn)
+    if role == "assistant":
+        return all(marks)
+    if any(marks) and "weight" not in turn:
+        raise SkippedRow(f"in which a turn of the {role} is marked to be trained on")
+    return True
+
+
+def _marks_of(marked: dict) -> list[bool]:
+    """Whether each key of a turn, or of a part of one, says that it counts in the loss."""
+    marks = []
+    for key in (*TRAINED, *MASKED):
+        mark = marked.get(key)
+        if is_nothing(mark):
+            continue
+        if mark not in (0, 1):
+            raise SkippedRow(f"with a turn whose {key} is neither true nor false, 1 nor 0")
+        marks.append(bool(mark) != (key in MASKED))
+    return marks
+
+
+def _calls_of(turn: dict) -> list[dict]:
+    """The calls under the keys `tool_calls` and `function_call`."""
+    calls = read_json(turn.get("tool_calls")) or []
+    if not isinstance(calls, list):
+        raise SkippedRow("with tool_calls that are not a list")
+    single = read_json(turn.get("function_call"))
+    return [_read_call(call) for call in (calls if single is None else [*calls, single])]
+
+
+def _split_calls(content: Any, others: list[dict]) -> tuple[str, list[dict]]:
+    """The text and the calls of LLaMA-Factory's `function_call`: one call or several as JSON, perhaps after a thought."""
+    if others:
+        raise SkippedRow("with tool calls in two places of a turn")
+    text = ""
+    if isinstance(content, str):
+        content = content.strip()
+        thought = THOUGHT.match(content)
+        text = thought[0] if thought else ""
+        content = read_json(content.removeprefix(text))
+    calls = [content] if isinstance(content, dict) else content
+    if not isinstance(calls, list):
+        raise SkippedRow("with a function_call that is not JSON")
+    return text, [_read_call(call) for call in calls]
+
+
+def _read_call(call: Any) -> dict:
+    """A call in OpenAI's form, with its arguments as an object and not as JSON."""
+    call = read_json(call)
+    function = read_json(call.get("function")) or call if isinstance(call, dict) else None
+    if not isinstance(function, dict) or is_nothing(function.get("name")) or not isinstance(function["name"], str):
+        raise SkippedRow("with a tool call without a name")
+    for key, value in function.items():
+        if key not in KEYS_OF_CALL and not is_nothing(value):
+            raise SkippedRow(f"with a tool call that has the key {key}")
+    arguments = read_json(_one_value(function, ("arguments", "parameters")))
+    is_text = isinstance(arguments, str) and arguments.strip()[0] not in '[{"'  # of a tool that takes a text
+    if not is_text and not isinstance(arguments, dict | list | None):
+        raise SkippedRow("with a tool call whose arguments are not an object")
+    read = {"name": function["name"], "arguments": {} if arguments is None else arguments}
+    return without(call, "function", "name", "arguments", "parameters") | {"type": "function", "function": read}
+
+
+def read_tools(found: dict) -> list[dict]:
+    """The tools that a row or a turn has under one of the names in TOOLS, in OpenAI's form; [] without."""
+    tools = []
+    for name in TOOLS:
+        value = read_json(found.get(name))
+        if value is not None and not isinstance(value, list):
+            raise SkippedRow("with tools that are not a list")
+        tools.append([_read_tool(tool) for tool in value or []])
+    return join_tools(*tools)
+
+
+def join_tools(*places: list[dict]) -> list[dict]:
+    """The tools of several places. Raises SkippedRow if they are not the same."""
+    filled = [tools for tools in places if tools]
+    if any(tools != filled[0] for tools in filled):
+        raise SkippedRow("with different tools in two places")
+    return filled[0] if filled else []
+
+
+def _read_tool(tool: Any) -> dict:
+    """A tool in OpenAI's form, whose function, parameters and properties are objects, as chat templates expect them."""
+    tool = _read_object(tool)
+    if "function" not in tool:
+        if "name" not in tool:
+            return tool  # one of a server's own, such as web_search
+        tool = {"type": "function", "function": tool}
+    function = _read_object(tool["function"])
+    if function.get("parameters"):
+        parameters = _read_object(function["parameters"])
+        if parameters.get("properties"):
+            parameters = parameters | {"properties": _read_object(parameters["properties"])}
+        function = function | {"parameters": parameters}
+    return tool | {"function": function}
+
+
+def _read_object(value: Any) -> dict:
+    value = read_json(value)
+    if not isinstance(value, dict):
+        raise SkippedRow("with a tool that is not an object, or whose parameters are not")
+    return value

@@ -11,15 +11,18 @@ from types import SimpleNamespace
 from harness import folder
 from harness.messages import UserError
 from harness.run import checkpoints, marker
+from harness.run import losses as losses_of_run
 from harness.run.evaluation import check_metric_is_computed
 from harness.run.sharding import prepare_gradient_scaler
 from harness.runs import Run
 
 import pytest
+import torch
 import transformers
 from conftest import ROOT, slow
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from runs import SHORT, begin_at, fewer_processes, has_same_weights, history, losses, read, train
+from torch.distributed.checkpoint import save
 from trl import DPOTrainer, SFTTrainer
 
 RECIPE = "qwen2_fineweb_edu"
@@ -103,6 +106,34 @@ def test_resumed_equals_uninterrupted(rehearse, fork_launch, workdir, recipe, co
     for name in ("train_loss", "eval_loss_on_start", "eval_loss"):  # of the whole run
         assert read(run)[name] == read(uninterrupted)[name]
     assert [log["step"] for log in history(run, "eval_loss")] == [0, 6]
+
+
+@pytest.mark.parametrize("config", ["1x3090", "4gpu_full_shard"])
+def test_resumed_model_with_unused_layers(rehearse, fork_launch, workdir, config):
+    """A part gets no gradient, is frozen or not, and the names in an unsharded checkpoint are not those in the model."""
+    script, flags = ROOT / "tests/run/unused_layers.py", ["--max_steps", "4", "--save_steps", "2", "--logging_steps", "1"]
+    uninterrupted = rehearse(script, config, *flags)
+    run = begin_at(uninterrupted / "checkpoint-2", workdir / f"runs/unused-{config}")
+    process = fork_launch("--tiny", script, config, "--output_dir", run, *flags, **fewer_processes(config))
+    assert process.returncode == 0 and "in the checkpoint" not in process.stderr, process.stderr
+    assert read(run)["resumed_from_step"] == 2
+    assert losses(run) == losses(uninterrupted) and len(losses(run)) == 4
+    assert has_same_weights(run, uninterrupted)
+
+
+@pytest.mark.parametrize("loss", [4.016977, 7.3714, 0.51])
+def test_weights_do_not_change_the_factor_of_a_loss(monkeypatch, loss):
+    """A resumed run measures the loss with other weights. In float32, three times a loss divided by it is not always three."""
+    args = SimpleNamespace(average_tokens_across_devices=True, world_size=3)
+    trainer = SimpleNamespace(args=args, model_accepts_loss_kwargs=True, compute_loss_func=None)
+
+    def loss_of(trainer, batch, count):
+        value = torch.tensor(loss) * 7 / count
+        return float(value * 3 if args.average_tokens_across_devices else value)
+
+    monkeypatch.setattr(losses_of_run, "loss_of", loss_of)
+    factor, ratio = losses_of_run.ask_for_count(trainer, losses_of_run.Loss(), {"labels": torch.ones(1, 7)})
+    assert factor == 3 and ratio == pytest.approx(0.5)
 
 
 def test_resumed_fp16_run_equals_uninterrupted(rehearse, fork_launch, workdir):
@@ -202,6 +233,99 @@ def test_adapter_of_another_shape_or_scale_is_refused(tmp_path, error_of, change
         assert words in error_of(checkpoints.check_adapter, tmp_path, model)
     else:
         checkpoints.check_adapter(tmp_path, model)
+
+
+SMALL = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def small_model(**changes) -> torch.nn.Module:
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(num_key_value_heads=2, **SMALL | changes))
+
+
+@pytest.fixture(params=["plain", "sharded", "adapter"])
+def saved_model(request, tmp_path):
+    """A checkpoint of a model, and a function that makes it with changes."""
+
+    def make(**changes):
+        model = small_model(tie_word_embeddings=True, **changes)
+        return get_peft_model(model, LoraConfig(target_modules=["q_proj"])) if request.param == "adapter" else model
+
+    model, checkpoint = make(), tmp_path / "checkpoint-1"
+    marker.begin_writing(checkpoint)
+    if request.param == "sharded":
+        save({"model": model.state_dict()}, checkpoint_id=checkpoint / folder.SHARDED)
+    else:
+        model.save_pretrained(checkpoint)
+    trained = checkpoints.names_of_trained(model)
+    marker.write_marker(checkpoint, {"geometry": {}, "progress": {}, "files": {"a": [0, ""]}, "trained": trained})
+    return checkpoint, make
+
+
+def test_weights_of_another_model_are_refused(saved_model, error_of):
+    checkpoint, make = saved_model
+    checkpoints.check_weights(checkpoint, make())
+    assert "another shape" in error_of(checkpoints.check_weights, checkpoint, make(hidden_size=16))
+    frozen = make()
+    next(weight for weight in frozen.parameters() if weight.requires_grad).requires_grad_(False)
+    assert "trained none of the others" not in error_of(checkpoints.check_weights, checkpoint, frozen)
+    content = marker.read_marker(checkpoint)
+    (checkpoint / "writing").touch()
+    marker.write_marker(checkpoint, {name: value for name, value in content.items() if name != "trained"})  # of an older version
+    checkpoints.check_weights(checkpoint, frozen)
+    assert "it lacks " in error_of(checkpoints.check_weights, checkpoint, make(num_hidden_layers=3))
+    fewer = make()
+    fewer.get_decoder().layers[0].self_attn.q_proj = torch.nn.Identity()
+    assert "the model has no " in error_of(checkpoints.check_weights, checkpoint, fewer)
+
+
+def test_names_that_save_pretrained_converts(tmp_path):
+    """Experts are one weight in the model, and in the files one each."""
+
+    def make():
+        config = transformers.Qwen3MoeConfig(num_key_value_heads=2, num_experts=2, moe_intermediate_size=8, **SMALL)
+        return transformers.Qwen3MoeForCausalLM(config)
+
+    saved, model = make(), make()
+    saved.save_pretrained(tmp_path)
+    marker.begin_writing(tmp_path)
+    marker.write_marker(tmp_path, {"geometry": {}, "progress": {}, "files": {"a": [0, ""]}})
+    checkpoints.check_weights(tmp_path, model)
+    assert checkpoints.load_converted(model, tmp_path)
+    for name, weight in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+
+
+def test_callback_continues_with_its_state(build_trainer):
+    """No evaluation is better than the first one, at step 1, so the run stops at step 4, also if it was interrupted at step 2."""
+    flags = ["--max_steps", "6", "--save_steps", "1", "--eval_steps", "1", "--eval_on_start", "false", "--max_length", "32"]
+    flags += ["--learning_rate", "1e-12", "--load_best_model_at_end", "true", "--save_total_limit", "9"]
+
+    def build():
+        trainer = build_trainer("qwen2_chat", *flags)
+        trainer.callback_handler.callbacks.insert(0, transformers.EarlyStoppingCallback(early_stopping_patience=3))
+        return trainer, Path(trainer.args.output_dir)
+
+    whole, run = build()
+    train(whole)
+    resumed, other_run = build()
+    for step in (1, 2):
+        shutil.copytree(run / f"checkpoint-{step}", other_run / f"checkpoint-{step}")
+    train(resumed)
+    assert whole.state.global_step == resumed.state.global_step == 4
+    callbacks = [[type(callback) for callback in trainer.callback_handler.callbacks] for trainer in (whole, resumed)]
+    assert callbacks[0] == callbacks[1]
+
+
+def test_message_about_another_length(tmp_path, capsys):
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2/trainer_state.json").write_text(json.dumps({"max_steps": 3}))
+    trainer = SimpleNamespace(args=args, model=torch.nn.Linear(1, 1))
+    for steps, words in ((6, "had 3 steps until now and has 6 from here on"), (3, "")):
+        state = transformers.TrainerState(global_step=2, max_steps=steps)
+        checkpoints.Checkpoints(trainer, None, Run("recipe.py")).on_train_begin(args, state, None)
+        printed = capsys.readouterr().out
+        assert words in printed and bool(printed) == bool(words)
 
 
 def test_checkpoint_with_nan_is_not_complete(build_trainer, monkeypatch):
@@ -324,7 +448,8 @@ def test_save_total_limit(tmp_path, limit, kept):
     args = SimpleNamespace(output_dir=str(tmp_path), save_total_limit=limit)
     for step in (0, 1, 2, 3, 4):
         (tmp_path / f"checkpoint-{step}").mkdir()
-    trainer = SimpleNamespace(args=args, state=SimpleNamespace(best_model_checkpoint="somewhere/checkpoint-0"))
+    state = SimpleNamespace(best_model_checkpoint="somewhere/checkpoint-0")
+    trainer = SimpleNamespace(args=args, state=state, model=torch.nn.Linear(1, 1))
     checkpoints.Checkpoints(trainer, None, Run("recipe.py"))._delete_old(tmp_path / "checkpoint-5")
     assert [folder.step_of(path) for path in folder.checkpoints(tmp_path)] == [*[4, 3, 2, 1][:kept], 0]
 
@@ -337,7 +462,8 @@ def test_best_checkpoint_is_in_the_output_directory(tmp_path, saved, used):
     """The state of a resumed run can name another folder: where the run was, or one that someone else has written."""
     for path in ("elsewhere/checkpoint-2", "elsewhere/checkpoint-3", "run/checkpoint-2"):
         (tmp_path / path).mkdir(parents=True)
-    trainer = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path / "run"), save_total_limit=None))
+    args = SimpleNamespace(output_dir=str(tmp_path / "run"), save_total_limit=None)
+    trainer = SimpleNamespace(args=args, model=torch.nn.Linear(1, 1))
     state = transformers.TrainerState(best_model_checkpoint=saved and str(tmp_path / saved))
     args = transformers.TrainingArguments(use_cpu=True)
     checkpoints.Checkpoints(trainer, None, Run("recipe.py")).on_train_begin(args, state, None)

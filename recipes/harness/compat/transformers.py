@@ -12,6 +12,8 @@ from typing import Any
 from harness.compat.guards import changes
 
 import torch
+from accelerate.utils import OPTIMIZER_NAME
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 
@@ -179,6 +181,10 @@ class TrainerWithHooks:
     def before_checkpoint(self, checkpoint: Path) -> None:
         """Called on every process before the checkpoint is written."""
 
+    def load_weights(self, checkpoint: Path) -> bool:
+        """Loads the weights of a checkpoint, if `Trainer` cannot, and returns whether it did."""
+        return False
+
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list[dict], Any]:
         """transformers lets an exception of the data loader end one process, while the others wait for its number of tokens."""
         batches = self.read_batches(epoch_iterator, num_batches)
@@ -207,6 +213,32 @@ class TrainerWithHooks:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.before_checkpoint(Path(self.args.output_dir, f"checkpoint-{self.state.global_step}"))
         super()._save_checkpoint(model, trial)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """transformers loads with `strict=False`: weights whose names `save_pretrained` has converted would stay as they are."""
+        if not self.load_weights(Path(resume_from_checkpoint)):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self.load_weights(Path(self.state.best_model_checkpoint)):
+            super()._load_best_model()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+        """torch requires a state of every sharded weight that is trained, but one without a gradient until then has none.
+
+        A part of a model is never used, or only for some rows. torch makes no state for a frozen weight.
+        """
+        sharded, without = Path(checkpoint, f"{OPTIMIZER_NAME}_0"), []
+        if sharded.is_dir():
+            saved = FileSystemReader(sharded).read_metadata().state_dict_metadata
+            with_state = {name.rpartition(".")[0] for name in saved}
+            for name, weight in self.model.named_parameters():
+                plain_name = name.replace("_checkpoint_wrapped_module.", "")  # of activation checkpointing
+                if weight.requires_grad and f"optimizer.state.{plain_name}" not in with_state:
+                    without.append(weight.requires_grad_(False))
+        super()._load_optimizer_and_scheduler(checkpoint)
+        for weight in without:
+            weight.requires_grad_(True)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Saves at the best evaluation. transformers saves at save_steps only, and the model of the last step at the end."""
@@ -239,7 +271,9 @@ class TrainerWithHooks:
     "transformers:Trainer.log(self, logs, start_time)",
     "transformers:Trainer.autocast_smart_context_manager(self, cache_enabled)",
     "transformers:Trainer._save_checkpoint(self, model, trial)",
+    "transformers:Trainer._load_from_checkpoint(self, resume_from_checkpoint, model)",
     "transformers:Trainer._load_best_model(self)",
+    "transformers:Trainer._load_optimizer_and_scheduler(self, checkpoint)",
     "transformers:Trainer._evaluate(self, trial, ignore_keys_for_eval, skip_scheduler)",
     "transformers:Trainer._determine_best_metric(self, metrics, trial)",
 )

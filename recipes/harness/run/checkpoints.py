@@ -4,12 +4,14 @@ import copy
 import platform
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from harness import folder
 from harness.exchange import gather_values, value_of_first
 from harness.folder import read_json
-from harness.messages import UserError, print_once
+from harness.messages import UserError, plural, print_once
+from harness.model.weight_files import quiet_transformers
 from harness.restarts import before_and_now
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
 from harness.run.parameters import adapters_of, quantization_of
@@ -18,7 +20,20 @@ from harness.runs import Run
 
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedConfig, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import safe_open
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 
 # The settings that decide which rows a step has, with the number of processes.
 DATA_SETTINGS = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing", "seed")
@@ -39,15 +54,22 @@ class Checkpoints(TrainerCallback):
         """`original`: see `load_original_config`."""
         self.trainer, self.progress, self.output_dir = trainer, progress, Path(trainer.args.output_dir)
         self.run, self.original = run, original
+        self.trained = names_of_trained(trainer.model)
         self.limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None  # transformers deletes none
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Mends the state of a resumed run: which checkpoint is the best, and how often this run logs, evaluates and saves.
 
         The best checkpoint is in the output directory, wherever the state says that it was. transformers would log, evaluate and
-        save as often as the run did before.
+        save as often as the run did before. Prints a message if the run gets another length.
         """
         state.compute_steps(args, state.max_steps)
+        saved = read_json(self.output_dir / f"checkpoint-{state.global_step}" / TRAINER_STATE_NAME)
+        if saved and state.global_step < state.max_steps != saved["max_steps"]:
+            print_once(
+                f"The run had {saved['max_steps']} steps until now and has {state.max_steps} from here on: the learning rate "
+                f"follows the schedule of {state.max_steps} steps and can jump."
+            )
         best = folder.best_checkpoint(self.output_dir, state.best_model_checkpoint)
         state.best_model_checkpoint = str(best) if best and best.is_dir() else None
         is_gone = state.best_global_step and not (self.output_dir / f"checkpoint-{state.best_global_step}").is_dir()
@@ -60,6 +82,9 @@ class Checkpoints(TrainerCallback):
         if not (self.output_dir / folder.RUN).is_file():  # transformers would make the folder again
             raise FileNotFoundError(self.output_dir)
         folder.remove_link(self.output_dir / "README.md")  # TRL writes it with every checkpoint
+        # transformers only updates those of the callbacks that the run began with.
+        stateful = [*callbacks_with_state(self.trainer), self.trainer.control]
+        self.trainer.state.stateful_callbacks = TrainerState(stateful_callbacks=stateful).stateful_callbacks
         if process.is_main_process:
             self._delete_old(checkpoint)
             begin_writing(checkpoint)
@@ -92,7 +117,8 @@ class Checkpoints(TrainerCallback):
             files = {name: entry for part in parts for name, entry in part.items()}
             geometry = data_settings(args) | {"asked_accumulation_steps": self.run.asked_accumulation_steps}
             how = quantization_of(self.trainer.accelerator.unwrap_model(model))  # for --merge
-            write_marker(checkpoint, {"geometry": geometry, "progress": progress, "files": files} | how)
+            content = {"geometry": geometry, "progress": progress, "files": files, "trained": self.trained}
+            write_marker(checkpoint, content | how)
 
     def _save_config(self, model: torch.nn.Module, checkpoint: Path) -> None:
         """Saves what --merge needs besides the weights, which a model that a recipe has made has nowhere else."""
@@ -210,6 +236,119 @@ def check_adapter(checkpoint: Path, model: torch.nn.Module) -> None:
                 f"--output_dir: the adapter in {checkpoint} has {of_checkpoint}, that of this run has {of_run}: pass the same "
                 "values, or choose another --output_dir"
             )
+
+
+def check_weights(checkpoint: Path, model: torch.nn.Module) -> None:
+    """Raises UserError unless a checkpoint has all weights of the model, no others, in the same shapes, and trains the same ones.
+
+    Reads names and shapes only. Call it before the model is sharded.
+    """
+    trained, trained_before = names_of_trained(model), read_marker(checkpoint).get("trained")
+    if trained_before is not None and trained != trained_before:  # the states of the optimizer are in this order
+        before, now = in_words(trained_before, trained), in_words(trained, trained_before)
+        raise UserError(
+            f"--output_dir: the run in {checkpoint} trained {before}, this one trains {now}, without a state of the optimizer. "
+            "Train the same weights, or choose another --output_dir"
+        )
+    is_sharded, is_adapter = (checkpoint / folder.SHARDED).is_dir(), isinstance(model, PeftModel)
+    saved = shapes_of_sharded_files(checkpoint / folder.SHARDED) if is_sharded else shapes_of_files(checkpoint)
+    if not saved:
+        return  # an adapter in a folder of its own
+    state = model.state_dict(keep_vars=True)
+    others = {*state, *(name for name, _ in model.named_buffers())} if is_adapter or is_sharded else set()
+    if is_adapter:
+        state = get_peft_model_state_dict(model, adapter_name=model.active_adapters[0], save_embedding_layers=False)
+    elif not is_sharded and are_converted(model, saved):
+        saved = shapes_after_conversion(model, checkpoint)
+    present = {id(weight) for name, weight in state.items() if name in saved}  # also by another name, of a weight that is tied
+    missing = [name for name, weight in state.items() if name not in saved and id(weight) not in present]
+    unexpected = [name for name in saved if name not in state and name not in others]
+    reshaped = [name for name, weight in state.items() if name in saved and list(weight.shape) != saved[name]]
+    problems = [f"it lacks {in_words(missing)}"] if missing else []
+    problems += [f"the model has no {in_words(unexpected)}"] if unexpected else []
+    problems += [f"{in_words(reshaped)} had another shape"] if reshaped else []
+    if problems:
+        raise UserError(
+            f"--output_dir: the weights in {checkpoint} are not those of this model: {'; '.join(problems)}. Use the recipe, the "
+            "model and the versions of the libraries that the run began with, or choose another --output_dir"
+        )
+
+
+def names_of_trained(model: torch.nn.Module) -> list[str]:
+    """The names of the weights that are trained, in the order in which the optimizer gets them."""
+    return [name for name, weight in model.named_parameters() if weight.requires_grad]
+
+
+def in_words(names: list[str], without: Collection[str] = ()) -> str:
+    """The first of the names that are not in `without`, and how many others there are."""
+    first, *others = [name for name in names if name not in without] or ["none of the others"]
+    return f"{first} and {plural(len(others), 'other')}" if others else first
+
+
+def shapes_of_files(checkpoint: Path) -> dict[str, list[int]]:
+    """The shapes of the weights in the safetensors files of a folder, by name."""
+    shapes = {}
+    for file in checkpoint.glob("*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            shapes |= {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118 (it is not a dict)
+    return shapes
+
+
+def shapes_of_sharded_files(weights: Path) -> dict[str, list[int]]:
+    """The shapes of the weights in a sharded checkpoint, by name, from its metadata."""
+    entries = FileSystemReader(weights).read_metadata().state_dict_metadata
+    return {name.removeprefix("model."): list(getattr(entry, "size", [])) for name, entry in entries.items()}
+
+
+def are_converted(model: torch.nn.Module, saved: Collection[str]) -> bool:
+    """Whether the files of a model have weights by names that are not its own.
+
+    `save_pretrained` writes them as the files on the Hub have them: older names, or a weight for each expert.
+    """
+    return isinstance(model, PreTrainedModel) and not set(saved) <= model.state_dict().keys()
+
+
+def load_converted(model: torch.nn.Module, checkpoint: Path) -> bool:
+    """Loads an unsharded checkpoint if `from_pretrained` must convert its names, with which `Trainer` would load nothing."""
+    if (checkpoint / folder.SHARDED).is_dir() or not are_converted(model, shapes_of_files(checkpoint)):
+        return False
+    loaded, _ = convert(model, checkpoint, "cpu")
+    model.load_state_dict(loaded.state_dict())
+    return True
+
+
+def shapes_after_conversion(model: PreTrainedModel, checkpoint: Path) -> dict[str, list[int]]:
+    """The shapes of the weights in an unsharded checkpoint, by their names in the model."""
+    loaded, found = convert(model, checkpoint, "meta")
+    shapes = {name: list(weight.shape) for name, weight in loaded.state_dict().items() if name not in found["missing_keys"]}
+    shapes |= {name: list(in_file) for name, in_file, _ in found["mismatched_keys"]}
+    return shapes | {name: [] for name in found["unexpected_keys"]}
+
+
+def convert(model: PreTrainedModel, checkpoint: Path, device: str) -> tuple[PreTrainedModel, dict]:
+    """The model of a checkpoint, in float32, which holds every dtype that is trained; and what `from_pretrained` has found."""
+    options = {"dtype": torch.float32, "device_map": {"": device}, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with quiet_transformers():
+        return type(model).from_pretrained(checkpoint, config=copy.deepcopy(model.config), **options)
+
+
+def callbacks_with_state(trainer: Trainer) -> list[TrainerCallback]:
+    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ExportableState)]
+
+
+def restore_callbacks(trainer: Trainer, checkpoint: Path) -> None:
+    """Gives callbacks that keep a state, such as EarlyStoppingCallback, the state that they had when a checkpoint was written.
+
+    `restore_callback_states_from_checkpoint` would replace them by new ones, after all others, whose order matters.
+    """
+    trainer.args.restore_callback_states_from_checkpoint = False
+    saved = read_json(checkpoint / TRAINER_STATE_NAME).get("stateful_callbacks", {})
+    # A list if there are several callbacks of a class.
+    states = {name: iter(found if isinstance(found, list) else [found]) for name, found in saved.items()}
+    for callback in callbacks_with_state(trainer):
+        state = next(states.get(type(callback).__name__, iter(())), {})
+        for name, value in state.get("attributes", {}).items():
+            setattr(callback, name, value)
 
 
 def rows_per_step(settings: dict) -> int:

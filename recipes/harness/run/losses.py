@@ -197,7 +197,7 @@ def ask_for_count(trainer: Trainer, loss: Loss, batch: Any) -> tuple[float, floa
         args.average_tokens_across_devices = False
         alone = loss_of(trainer, batch, tokens.float())
         args.average_tokens_across_devices = True
-        factor = once / alone if alone else 1.0
+        factor = round(once / alone, 4) if alone else 1.0  # a number of processes: the weights must not change it
     is_known = math.isfinite(once) and once != 0
     return value_of_first((factor, twice / once) if is_known else (1.0, 0.5))
 

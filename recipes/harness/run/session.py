@@ -12,7 +12,7 @@ from harness.launched import end_run, record_end
 from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
 from harness.run.agreement import make_cpu_group, make_group_for_failures
-from harness.run.checkpoints import check_adapter, find_checkpoint, print_changed_rows
+from harness.run.checkpoints import check_adapter, check_weights, find_checkpoint, print_changed_rows, restore_callbacks
 from harness.run.disk import check_disk_space
 from harness.run.evaluation import check_metric_is_computed, evaluate, print_best_checkpoint
 from harness.run.failures import exit_for_known_failure, explain_missing_weights, only_report, only_report_if_all
@@ -20,7 +20,6 @@ from harness.run.held_out import has_held_out, save_held_out
 from harness.run.losses import Loss, find_loss
 from harness.run.parameters import (
     base_of,
-    config_of,
     count_parameters,
     describe_training,
     freeze_unused_parts,
@@ -190,7 +189,7 @@ def prepare_trainer(trainer: Trainer, loss: Loss) -> None:
         install_byte_check(trainer.model)
     repeat_stream(trainer)
     fill_last_step(trainer, with_empty_rows=loss.is_of_library)
-    hide_tied_weight_warning(trainer)
+    hide_notice_of_names()
     replace_progress_bar(trainer)
     # The default waits, for each tensor of a batch, until the GPU has computed everything that was queued before.
     trainer.accelerator.dataloader_config.non_blocking = True
@@ -201,7 +200,10 @@ def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
     if checkpoint:
         check_sharded_files(checkpoint)
         check_other_files(checkpoint)
-        check_adapter(checkpoint, trainer.accelerator.unwrap_model(trainer.model))
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        check_adapter(checkpoint, model)
+        check_weights(checkpoint, model)
+        restore_callbacks(trainer, checkpoint)
         print_changed_rows(checkpoint, trainer.args, isinstance(trainer.train_dataset, IterableDataset))
         trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation
     check_metric_is_computed(trainer)
@@ -209,7 +211,7 @@ def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
     prepare_gradient_scaler(trainer, checkpoint)
 
 
-def hide_tied_weight_warning(trainer: Trainer) -> None:
-    """Hides transformers' warning that a checkpoint lacks `lm_head.weight` where it is tied to the embeddings."""
-    if getattr(config_of(trainer.accelerator.unwrap_model(trainer.model)), "tie_word_embeddings", False):
-        logging.getLogger("transformers.trainer").addFilter(lambda record: "['lm_head.weight']" not in record.getMessage())
+def hide_notice_of_names() -> None:
+    """Hides transformers' notice about names that a checkpoint lacks: those of tied weights. `check_weights` finds others."""
+    logger = logging.getLogger("transformers.trainer")
+    logger.addFilter(lambda record: "missing keys in the checkpoint" not in record.getMessage())

@@ -13,7 +13,7 @@ from harness.data.streams import StreamPosition
 from harness.folder import step_of
 from harness.messages import UserError
 from harness.run.batches import AgreedReader
-from harness.run.checkpoints import Checkpoints
+from harness.run.checkpoints import Checkpoints, load_converted
 from harness.run.evaluation import Means, read_equally, without_router_loss
 from harness.run.losses import Loss
 from harness.run.marker import read_marker
@@ -117,6 +117,9 @@ class RunTrainer(TrainerWithHooks):
 
     def log_fields(self, logs: dict) -> dict:
         return self.parts.progress.log_fields(logs)
+
+    def load_weights(self, checkpoint: Path) -> bool:
+        return load_converted(self.model, checkpoint)
 
     def before_checkpoint(self, checkpoint: Path) -> None:
         self.parts.checkpoints.before_save(checkpoint)

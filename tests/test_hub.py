@@ -55,6 +55,14 @@ def test_unknown_and_gated_models(hub, error_of):
     assert "model no/such-model: not found on the Hub" in message
 
 
+def test_adapter_on_the_hub(hub, error_of):
+    (hub.root / "models/an/adapter").mkdir(parents=True)
+    (hub.root / "models/an/adapter/adapter_config.json").write_text('{"base_model_name_or_path": "its/base"}')
+    assert "its/base" in error_of(check_model_exists, "an/adapter", "main")
+    message = error_of(check_model_exists, str(hub.root / "models/an/adapter"), "main")
+    assert "its/base" in message and "--merge" in message
+
+
 def test_model_in_the_cache_needs_no_hub(hub):
     (hub.root / "models/open/model").mkdir(parents=True)
     (hub.root / "models/open/model/config.json").write_text("{}")

@@ -71,7 +71,10 @@ def train(trainer: Any) -> None:
             raise UserError(
                 "train() needs parse() before it: a recipe calls parse(), builds a trainer, and ends with train(trainer)"
             )
+        from harness.start.checks import check_built_trainer
+
         started.trainer = trainer
+        check_built_trainer(started)
         started.on_train(started)
 
 

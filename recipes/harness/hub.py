@@ -63,6 +63,7 @@ def check_model_exists(model: str, revision: str) -> None:
     from transformers import CONFIG_MAPPING
 
     if Path(model).is_dir():
+        check_is_no_adapter(model, read_json(Path(model, "adapter_config.json")))
         file = str(Path(model, "config.json"))
         if not Path(file).is_file():
             raise UserError(f"--model_name_or_path: {model} has no config.json, so it is not a model folder")
@@ -72,11 +73,25 @@ def check_model_exists(model: str, revision: str) -> None:
         with hub_errors("model", model):
             file = try_to_load_from_cache(model, "config.json", revision=revision)
             if not isinstance(file, str):
-                HfApi().model_info(model, revision=revision)  # fails at once when the Hub is unreachable; a download retries
+                info = HfApi().model_info(model, revision=revision)  # fails at once if the Hub is unreachable; a download retries
+                if "adapter_config.json" in [file.rfilename for file in info.siblings]:
+                    adapter = hf_hub_download(model, "adapter_config.json", revision=revision)
+                    check_is_no_adapter(model, read_json(Path(adapter)))
                 file = hf_hub_download(model, "config.json", revision=revision)
     config = read_json(Path(file))
     if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
         raise UserError(f"--model_name_or_path: {model}: {OWN_CODE}")
+
+
+def check_is_no_adapter(model: str, settings: dict) -> None:
+    """Raises UserError for an adapter: transformers would load its base model too, and train neither. `settings`: its JSON."""
+    if not settings:
+        return
+    merge = ""
+    if Path(model).is_dir():
+        merge = f", or the folder that ./launch.sh --merge {model} writes. --chat, --merge and --verify take the adapter itself"
+    base = settings.get("base_model_name_or_path")
+    raise UserError(f"--model_name_or_path: {model} is an adapter: pass its base model, {base}{merge}")
 
 
 @contextlib.contextmanager

@@ -118,6 +118,7 @@ CASES = [
     (f"{REAL} ./nowhere", "./nowhere"),
     (f"{TINY} --output_dir new --model_name_or_path no/llama", "no/llama"),
     (f"{REAL} ./data", "config.json"),
+    (f"{REAL} ./adapter", "adapter_config.json"),
     (f"{REAL} ./weightless", "weightless"),
     (f"{REAL} ./half", "/half"),
     (f"{REAL} ./parts", "model-2.safetensors"),

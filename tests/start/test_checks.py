@@ -9,16 +9,19 @@ import harness
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.nodes.cluster import Nodes
-from harness.runs import GpuFeatures, Run
+from harness.runs import GpuFeatures, Run, StartedRecipe
 from harness.start import checks, launch, machine, training
 from harness.start.parsing import check_calls_train
 
 import pytest
 import torch
 from conftest import ROOT
-from runs import check_run
-from transformers import TrainingArguments
+from peft import LoraConfig, get_peft_model
+from runs import check_run, write_rows
+from transformers import AutoModelForCausalLM, Qwen2Config, TrainingArguments
 from trl import DPOConfig, ModelConfig, SFTConfig
+
+RECIPE = ROOT / "tests/recipes/own/weighed.py"  # it passes no adapter to its trainer
 
 VALUES = SimpleNamespace(use_cpu=False, global_batch_size=None, per_device_train_batch_size=8, gradient_accumulation_steps=1)
 
@@ -79,6 +82,40 @@ def test_one_process_sees_one_gpu(monkeypatch, visible, expected):
     config = AccelerateConfig("c.yaml", distributed_type="NO")
     launch.set_environment_of_processes("a.py", config, Nodes(), 1, tiny=False)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ({}, ""),
+        ({"use_peft": True}, "peft_config=get_peft_config(model_args)"),
+        ({"use_peft": True, "load_in_4bit": True}, "quantization_config=get_quantization_config(model_args)"),
+        ({"use_peft": True, "lora_r": 8}, ""),
+        ({"use_peft": True, "lora_r": 64}, "--lora_r"),
+        ({"use_peft": True, "lora_r": 8, "lora_dropout": 0.5}, "--lora_dropout"),
+        ({"dtype": "bfloat16"}, "--dtype"),
+        ({"dtype": "float32"}, ""),
+        ({"dtype": "auto"}, ""),
+    ],
+)
+def test_arguments_that_the_built_trainer_has_not(error_of, flags, problem):
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, num_hidden_layers=1), dtype=torch.float32)
+    if "get_peft_config" not in problem and "use_peft" in flags:
+        model = get_peft_model(model, LoraConfig(r=8))
+    arguments = SimpleNamespace(given=frozenset(flags)), SFTConfig(use_cpu=True, bf16=False), ModelConfig(**flags)
+    recipe = StartedRecipe(Run("a.py"), arguments=arguments, trainer=SimpleNamespace(model=model))
+    if problem:
+        assert problem in error_of(checks.check_built_trainer, recipe)
+    else:
+        checks.check_built_trainer(recipe)
+
+
+@pytest.mark.parametrize("command", [["--tiny", RECIPE, "1x3090"], ["--preview", "--tiny", RECIPE]], ids=["training", "preview"])
+def test_adapter_that_a_recipe_does_not_make(fork_launch, tmp_path, command):
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": f"some words {number}"} for number in range(20)])
+    process = fork_launch(*command, "--dataset_name", rows, "--use_peft", "--output_dir", tmp_path / "run")
+    assert process.returncode == 2 and "get_peft_config" in process.stderr, process.stdout + process.stderr
 
 
 BF16, FP16, NEITHER = {"bf16": True, "fp16": False}, {"bf16": False, "fp16": True}, {"bf16": False, "fp16": False}

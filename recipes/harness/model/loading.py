@@ -118,6 +118,9 @@ def build_small_model(
         return tiny.shrink(config, {"vocab_size": config.get_text_config().vocab_size})
 
     model = build_from_config(model_class, name, shrink, config, revision, dtype)
+    quantization = options.get("quantization_config")
+    model.is_loaded_in_4bit = quantization is not None and quantization.load_in_4bit
+    model.is_loaded_in_8bit = quantization is not None and quantization.load_in_8bit
     with contextlib.suppress(OSError):  # not every model has a generation config
         model.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
     return model

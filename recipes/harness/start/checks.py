@@ -13,7 +13,10 @@ import sys
 from harness.configs import AccelerateConfig
 from harness.data.script_arguments import ScriptArguments
 from harness.messages import UserError
+from harness.run.parameters import adapters_of, base_of, config_of
+from harness.runs import StartedRecipe
 
+import torch
 from transformers import TrainingArguments
 from transformers.trainer import Trainer
 from trl import DPOConfig, ModelConfig
@@ -118,6 +121,39 @@ def check_flags_have_effect(
             raise UserError(f"--max_tokens and --{name} set the same: pass one of them")
     if model_args.load_in_4bit or model_args.load_in_8bit:
         check_quantized(script_args, training_args, model_args, is_sharded)
+
+
+def check_built_trainer(recipe: StartedRecipe) -> None:
+    """Raises UserError for arguments of the model that the recipe has not passed on to the trainer that it has built."""
+    script_args, training_args, model_args = recipe.arguments
+    model = recipe.trainer.model
+    loads_model = hasattr(training_args, "model_init_kwargs")  # TRL's trainers get the name of the model
+    adapters = adapters_of(model)
+    if model_args.use_peft and not adapters:
+        line = "model = peft.get_peft_model(model, trl.get_peft_config(model_args)) before the trainer"
+        if loads_model:
+            line = "peft_config=get_peft_config(model_args) to the trainer (from trl import get_peft_config)"
+        raise UserError(f"--use_peft: the recipe builds a trainer without an adapter: add {line}")
+    is_quantized = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
+    if (model_args.load_in_4bit or model_args.load_in_8bit) and not is_quantized:
+        raise UserError(
+            "--load_in_4bit, --load_in_8bit: the recipe builds a trainer whose model is not quantized: add "
+            "quantization_config=get_quantization_config(model_args) to the trainer (from trl import get_quantization_config)"
+        )
+    settings = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
+    settings |= {"use_rslora": "use_rslora", "use_dora": "use_dora"}
+    for flag in sorted(script_args.given & settings.keys()):
+        if adapters and getattr(adapters[0], settings[flag]) != getattr(model_args, flag):
+            raise UserError(
+                f"--{flag}: the recipe gives its adapter another value: make the adapter's settings with "
+                "get_peft_config(model_args) (from trl import get_peft_config), or leave out the flag"
+            )
+    asked, config = getattr(torch, model_args.dtype or "", None), config_of(base_of(model))
+    if "dtype" in script_args.given and asked and config and not is_quantized and config.dtype not in (None, asked):
+        raise UserError(
+            f"--dtype: the recipe loads its model in {config.dtype}: pass dtype=model_args.dtype to from_pretrained there, or "
+            "leave out the flag"
+        )
 
 
 def check_quantized(

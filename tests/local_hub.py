@@ -2,7 +2,7 @@
 
 Serves `root/models/OWNER/NAME/…` and `root/datasets/OWNER/NAME/…` under every revision. A repository with a file
 `.gated` answers as a gated one does without a token. `server.users` has the answer of whoami for each token. A user can make
-repositories and upload files to them; a file `.private` marks a private one.
+repositories and upload files to them; a file `.private` marks a private one. `server.commit` is the newest commit of all.
 
 `server.failure` is a function of a request's method and path that returns how the request fails: None, a status ("503"; "429"
 has a Retry-After of one second), "incomplete" (half of the promised bytes) or "silent" (nothing for `server.silent_seconds`).
@@ -80,7 +80,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             kind, repo, call, _, folder = match.groups()
             return self._api(self._repo(kind, repo), repo, call, folder or "", body)
         if match := RESOLVE.match(path):
-            kind, repo, _, name = match.groups()
+            kind, repo, revision, name = match.groups()
+            self.commit = revision if len(revision) == len(COMMIT) else self.server.commit
             return self._file(self._repo("datasets" if kind else "models", repo), name)
         self._json(404, {"error": "no such address"})
 
@@ -141,7 +142,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if call in (None, "revision"):
             siblings = [{"rfilename": file, "size": (repository / file).stat().st_size} for file in files]
             is_private = (repository / ".private").exists()
-            return self._json(200, {"id": name, "sha": COMMIT, "siblings": siblings, "private": is_private})
+            return self._json(200, {"id": name, "sha": self.server.commit, "siblings": siblings, "private": is_private})
         if call == "tree":
             wanted = [file for file in files if file.startswith(f"{folder}/" if folder else "")]
         else:
@@ -160,13 +161,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         file = repository / name
         if not file.is_file():
-            return self._json(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+            return self._json(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.commit})
         size, status, headers = file.stat().st_size, 200, {}
         start, end = 0, size
         if match := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             start, end = int(match[1]), min(int(match[2] or size), size - 1) + 1
             headers["Content-Range"], status = f"bytes {start}-{end - 1}/{size}", 206
-        headers |= {"ETag": f'"{_object_id(file)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers |= {"ETag": f'"{_object_id(file)}"', "X-Repo-Commit": self.commit, "Accept-Ranges": "bytes"}
         with file.open("rb") as content:
             content.seek(start)
             self._send(status, content, end - start, "application/octet-stream", headers)
@@ -202,6 +203,7 @@ def serve(root: Path, port: int = 0):
     """Serves `root` on a port of 127.0.0.1, by default a free one; yields the server, with `url` and `requests`."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.root, server.requests, server.users, server.objects = root, [], {}, {}
+    server.commit = COMMIT
     server.failure, server.silent_seconds = lambda method, path: None, 2
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -5,9 +5,11 @@ import re
 import shutil
 
 from harness.data.reading import open_splits
-from harness.hub import HubLost, check_model_exists, hub_errors, is_reachable
+from harness.hub import HubLost, check_model_exists, commit_of, hub_errors, is_reachable
 from harness.messages import UserError
+from harness.model.quantized import quantized_folder
 from harness.model.weight_files import check_weights
+from harness.start.preparing import use_commit
 from planner.command import file_sizes
 
 import datasets
@@ -17,8 +19,9 @@ import pytest
 from conftest import ROOT
 from local_hub import serve
 from pyarrow import parquet
-from runs import losses, read, tiny_model
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from runs import losses, read, tiny_model, write_rows
+from transformers import AutoConfig, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from trl import ModelConfig, SFTConfig
 
 ROWS = [{"text": f"row {row} " + "of many words " * (row % 40)} for row in range(400)]
 
@@ -61,6 +64,39 @@ def test_adapter_on_the_hub(hub, error_of):
     assert "its/base" in error_of(check_model_exists, "an/adapter", "main")
     message = error_of(check_model_exists, str(hub.root / "models/an/adapter"), "main")
     assert "its/base" in message and "--merge" in message
+
+
+def test_branch_is_resolved_to_a_commit(hub, tmp_path):
+    """4-bit weights that were made of an earlier commit are not those of the model."""
+    tiny_model("meta-llama/Llama-3.1-8B", hub.root / "models/some/llama")
+    model_args = ModelConfig("some/llama", load_in_4bit=True)
+    training_args = SFTConfig(use_cpu=True, bf16=False, model_init_kwargs={"revision": "main"})
+    folders = set()
+    for commit in ("1" * 40, "2" * 40):
+        hub.commit, model_args.model_revision = commit, "main"
+        AutoConfig.from_pretrained("some/llama", revision="main")
+        assert commit_of("some/llama", "main") == commit
+        use_commit((None, training_args, model_args), commit)
+        assert model_args.model_revision == commit == training_args.model_init_kwargs["revision"]
+        folders.add(quantized_folder(model_args))
+        training_args.model_init_kwargs["revision"] = "main"
+    assert len(folders) == 2
+    assert commit_of(str(tmp_path), "main") == "main"
+
+
+def test_run_resumes_with_its_commit(session_hub, fork_launch, tmp_path):
+    """An adapter that was trained on a commit resumes on it, and names it, although the branch has another one now."""
+    tiny_model("meta-llama/Llama-3.1-8B", session_hub.root / "models/some/llama")
+    flags = ["--model_name_or_path", "some/llama", "--use_cpu", "--bf16", "false", "--eval_strategy", "no", "--save_steps", "1"]
+    flags += ["--dataset_name", write_rows(tmp_path / "rows.jsonl", [{"text": f"row {n}"} for n in range(20)]), "--use_peft"]
+    for steps, commit in ((1, "1" * 40), (2, "2" * 40)):
+        session_hub.commit = commit
+        command = ["qwen2_fineweb_edu", "1x3090", *flags, "--max_steps", str(steps), "--output_dir", tmp_path / "run"]
+        process = fork_launch(*command)
+        assert process.returncode == 0, process.stdout + process.stderr
+        assert read(tmp_path / "run", "run.json")["commit"] == "1" * 40
+        assert read(tmp_path / "run", "adapter_config.json")["revision"] == "1" * 40
+    assert read(tmp_path / "run")["resumed_from_step"] == 1
 
 
 def test_model_in_the_cache_needs_no_hub(hub):

@@ -83,6 +83,14 @@ def check_model_exists(model: str, revision: str) -> None:
         raise UserError(f"--model_name_or_path: {model}: {OWN_CODE}")
 
 
+def commit_of(model: str, revision: str) -> str:
+    """The commit of a model whose config.json was loaded by this revision, such as "main"; of a folder, the revision itself."""
+    from huggingface_hub import try_to_load_from_cache
+
+    file = None if Path(model).is_dir() else try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(file).parent.name if isinstance(file, str) else revision
+
+
 def check_is_no_adapter(model: str, settings: dict) -> None:
     """Raises UserError for an adapter: transformers would load its base model too, and train neither. `settings`: its JSON."""
     if not settings:

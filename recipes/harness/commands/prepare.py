@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.commands import arguments
-from harness.hub import hub_errors
+from harness.hub import commit_of, hub_errors
 from harness.messages import exit_on_user_error, print_once
 from harness.runs import Run
 from harness.start.environment import hide_library_warnings, set_environment
@@ -44,6 +44,8 @@ def prepare_run(run: Run, arguments: tuple[Any, Any, Any]) -> Run:
     preparing.set_model_options(run, arguments)
     preparing.check_model_and_dataset(run, arguments, with_weights=False)
     if not run.tiny:
+        if model_args.model_name_or_path:
+            preparing.use_commit(arguments, commit_of(model_args.model_name_or_path, model_args.model_revision))
         download(script_args, model_args)
         if model_args.model_name_or_path:
             check_weights(model_args.model_name_or_path, model_args.model_revision)

@@ -30,7 +30,10 @@ FREE_BYTES = 2**26  # that may be in use on a GPU before the model is sharded: t
 
 
 def quantized_folder(model_args: ModelConfig) -> Path:
-    """Where the 4-bit weights of a model are kept: a folder for every model and way of quantizing."""
+    """Where the 4-bit weights of a model are kept: a folder for every model and way of quantizing.
+
+    The revision is a commit here, see `use_commit`, so that the weights of an earlier one are not used.
+    """
     from huggingface_hub.constants import HF_HOME
 
     local = Path(model_args.model_name_or_path).absolute()
@@ -74,9 +77,8 @@ def quantize_once(model_args: ModelConfig) -> None:
 
 def use_quantized_weights(model_args: ModelConfig, training_args: TrainingArguments) -> None:
     """Makes the arguments name the quantized folder. Its config.json says how it is quantized."""
-    model_args.model_name_or_path, model_args.model_revision = str(quantized_folder(model_args)), "main"
+    tiny.use_model(training_args, model_args, quantized_folder(model_args))
     model_args.load_in_4bit = False
-    training_args.model_init_kwargs = {**training_args.model_init_kwargs, "revision": "main"}
 
 
 def quantize_files(model_args: ModelConfig, folder: Path) -> None:

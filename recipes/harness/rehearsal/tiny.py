@@ -98,10 +98,11 @@ def use_replacements(script_args: ScriptArguments, training_args: TrainingArgume
     script_args.data = script_args.data.change_each(lambda source: with_tiny_dataset(source, tiny_dataset_folder(source)))
 
 
-def use_model(training_args: TrainingArguments, model_args: ModelConfig, folder: Path) -> None:
-    model_args.model_name_or_path, model_args.model_revision = str(folder), "main"
+def use_model(training_args: TrainingArguments, model_args: ModelConfig, name: str | Path, revision: str = "main") -> None:
+    """Makes the arguments name another model, or another revision."""
+    model_args.model_name_or_path, model_args.model_revision = str(name), revision
     if getattr(training_args, "model_init_kwargs", None):
-        training_args.model_init_kwargs = {**training_args.model_init_kwargs, "revision": "main"}
+        training_args.model_init_kwargs = {**training_args.model_init_kwargs, "revision": revision}
 
 
 def with_tiny_dataset(source: Source, folder: Path) -> Source:

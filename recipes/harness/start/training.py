@@ -20,6 +20,7 @@ from harness.compat.accelerate import allow_fsdp_on_cpu
 from harness.compat.datasets import map_in_one_process
 from harness.data import reading
 from harness.exchange import gather_values
+from harness.hub import commit_of
 from harness.launched import launched
 from harness.messages import UserError, is_first_process, print_once
 from harness.model.attention import print_attention
@@ -41,6 +42,7 @@ from harness.start.preparing import (
     prepare_process,
     replace_model_and_dataset,
     set_model_options,
+    use_commit,
 )
 from harness.start.record import command_of, digest_of_recipe
 
@@ -99,6 +101,7 @@ def prepare_run(run: Run, arguments: Arguments) -> Run:
     run = dataclasses.replace(run, gpu=gpu, lock=folder.lock_of(Path(training_args.output_dir)))
     set_model_options(run, arguments)
     answer = answer_of_first("run", lambda: check_run(run, arguments))
+    use_commit(arguments, answer["commit"])
     for name, value in answer["steps"].items():
         setattr(training_args, name, value)
     replace_model_and_dataset(run, arguments)
@@ -135,7 +138,7 @@ def check_run(run: Run, arguments: Arguments) -> dict[str, Any]:
     identity = check_and_claim_run(run, arguments)
     if training_args.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()  # the run has not begun
-    answer = {"date": identity["date"], "file": ""}
+    answer = {"date": identity["date"], "commit": identity["commit"], "file": ""}
     if run.nodes > 1 and training_args.save_strategy != "no":
         file, answer["file"] = tempfile.mkstemp(dir=training_args.output_dir, prefix=SEEN_BY_ALL)
         os.close(file)
@@ -245,14 +248,19 @@ def check_and_claim_run(run: Run, arguments: Arguments) -> dict[str, Any]:
     output_dir, is_default = Path(training_args.output_dir), training_args.output_dir == run.default_output_dir
     identity = identity_of_run(run, arguments)
     folder.check_output_dir(output_dir, identity, is_default)
+    before = folder.read_json(output_dir / folder.RUN)
+    if folder.has_trained(output_dir) and before.get("commit"):
+        use_commit(arguments, before["commit"])
     check_model_and_dataset(run, arguments)
     if script_args.repository and not run.tiny:
         check_repository(script_args.repository)
 
     if not folder.is_replaced_rehearsal(output_dir, identity, is_default):
         folder.exit_if_finished(output_dir, identity, training_args.max_steps, training_args.num_train_epochs)
-    began = folder.date_of(folder.read_json(output_dir / folder.RUN)) or datetime.now()
-    identity |= {"date": began.isoformat(timespec="seconds"), "command": command_of(run)}
+    began, name, commit = folder.date_of(before) or datetime.now(), model_args.model_name_or_path, model_args.model_revision
+    if name and not run.tiny:
+        commit = commit_of(name, commit)
+    identity |= {"date": began.isoformat(timespec="seconds"), "commit": commit, "command": command_of(run)}
     folder.claim_output_dir(run.lock, identity, is_default)
     print_differences(run, arguments)
     return identity

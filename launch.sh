@@ -55,6 +55,9 @@ fi
 here=$(cd -- "$(dirname -- "$(readlink -f -- "$script")")" && pwd)
 encoding=${PYTHONIOENCODING:-}
 export PYTHONIOENCODING="${encoding%%:*}:backslashreplace" # a terminal that is not UTF-8 must not end a run
+# Texts and names of files are UTF-8 here, also if the locale is ASCII. transformers reads its docstrings, which -OO removes.
+export PYTHONUTF8=1
+unset PYTHONOPTIMIZE
 # Files of the working directory, such as ast.py or datasets.py, must not run instead of modules: Python 3.11 and newer read
 # PYTHONSAFEPATH, and an empty entry of PYTHONPATH is the working directory.
 export PYTHONSAFEPATH=1

@@ -18,7 +18,8 @@ from typing import NoReturn
 from harness.signals import exit_with_parent, last_signal, set_interrupt_handler
 
 VARIABLE = "HARNESS_LAUNCHED"  # the environment variable with the JSON of `Launched`
-# Files in the folder: a process has begun; the code for the shell; the number of a signal that the launcher got.
+# Names in the folder: a process has begun; the code for the shell; the number of a signal that the launcher got. The numbers are
+# targets of links: a link is written completely or not at all, and needs no space on a disk that is full.
 STARTED, EXIT_CODE, STOPPED = "started", "exit_code", "stopped"
 
 
@@ -52,12 +53,12 @@ def begin() -> None:
     _launched = Launched(**json.loads(os.environ.pop(VARIABLE)))  # programs that the recipe starts are none of its processes
     exit_with_parent(_launched.launcher)
     folder = Path(_launched.folder)
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         (folder / STARTED).touch()
-    if (folder / EXIT_CODE).exists():
+    if read_number(folder / EXIT_CODE) is not None:
         os._exit(0)
-    if (folder / STOPPED).exists():
-        os._exit(128 + int((folder / STOPPED).read_text()))
+    if (number := read_number(folder / STOPPED)) is not None:
+        os._exit(128 + number)
     set_interrupt_handler(_exit_quietly)
 
 
@@ -70,13 +71,23 @@ def end_of_imports() -> None:
 def record_end(code: int) -> None:
     """Makes `code` the exit code of the run, unless it has one. No process is started again afterwards."""
     if _launched:
-        with contextlib.suppress(FileExistsError, FileNotFoundError), Path(_launched.folder, EXIT_CODE).open("x") as file:
-            file.write(str(code))
+        write_number(Path(_launched.folder, EXIT_CODE), code)
 
 
 def has_ended() -> bool:
     """Whether a process of this node has recorded the end of the run."""
-    return _launched is not None and Path(_launched.folder, EXIT_CODE).exists()
+    return _launched is not None and read_number(Path(_launched.folder, EXIT_CODE)) is not None
+
+
+def write_number(path: Path, number: int) -> None:
+    """Writes a number for the launcher and its processes, unless there is one. If it cannot, the run ends without it."""
+    with contextlib.suppress(OSError):
+        path.symlink_to(str(number))
+
+
+def read_number(path: Path) -> int | None:
+    """A number that was written, None if there is none."""
+    return int(path.readlink().name) if path.is_symlink() else None
 
 
 def end_run(code: int | None) -> NoReturn:

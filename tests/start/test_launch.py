@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import harness
+from harness import launched
 from harness.runs import RecipeStopped, Run
 from harness.start import arguments, flags
 
@@ -146,6 +147,23 @@ def test_closed_pipe_is_no_error(environment, arguments):
     process = subprocess.run([ROOT / "launch.sh", *arguments], env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert process.returncode == 0 and not process.stderr
+
+
+def test_locale_and_optimization_of_the_shell_do_not_count(launch, tmp_path):
+    (tmp_path / "mine.py").write_text((ROOT / "recipes/qwen2_chat.py").read_text())
+    rows = tmp_path / "caf\u00e9.jsonl"
+    rows.write_text("\n".join(f'{{"prompt": "\u00fc {n}", "completion": "\u2603"}}' for n in range(9)), "utf-8")
+    shell = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONOPTIMIZE": "2"}
+    process = launch("--preview", "--tiny", "./mine.py", "--dataset_name", rows, cwd=tmp_path, **shell)
+    assert process.returncode == 0 and "\u2603" in process.stdout, process
+
+
+def test_numbers_are_written_completely_or_not_at_all(tmp_path):
+    launched.write_number(tmp_path / "code", 74)
+    launched.write_number(tmp_path / "code", 1)  # the first one counts
+    launched.write_number(tmp_path / "missing/code", 1)
+    assert launched.read_number(tmp_path / "code") == 74
+    assert launched.read_number(tmp_path / "missing/code") is None
 
 
 def test_terminal_that_is_not_utf_8(launch, tmp_path):

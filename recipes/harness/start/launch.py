@@ -28,7 +28,8 @@ from types import FrameType
 
 from harness import configs
 from harness.configs import AccelerateConfig
-from harness.launched import EXIT_CODE, STARTED, STOPPED, Launched
+from harness.folder import NOT_WRITABLE
+from harness.launched import EXIT_CODE, STARTED, STOPPED, Launched, read_number, write_number
 from harness.messages import DEBUG_VARIABLE, UserError, exit_on_user_error, plural
 from harness.nodes.cluster import Nodes, nodes_from_environment, run_with_srun
 from harness.nodes.hardware import physical_cores
@@ -60,7 +61,13 @@ def main(words: list[str]) -> int:
     max_restarts, arguments = take_max_restarts(arguments)
     set_environment(tiny, config.gpu_ids)
     set_environment_of_processes(recipe, config, nodes, per_node, tiny)
-    folder = Path(tempfile.mkdtemp(prefix="run-"))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="run-"))
+    except OSError as error:
+        print(
+            f"error: no folder for temporary files can be written ({error.strerror}): set TMPDIR to another one", file=sys.stderr
+        )
+        return NOT_WRITABLE
     try:
         os.environ.update(Launched(config_path, tiny, nodes.count, os.getpid(), str(folder)).variables())
         forward_signals(folder)
@@ -71,8 +78,8 @@ def main(words: list[str]) -> int:
             code, rank = run_processes(command, nodes, per_node, max_restarts)
         for number in (signal.SIGINT, *SIGNALS):
             signal.signal(number, signal.SIG_IGN)  # the run has ended
-        recorded = folder / EXIT_CODE
-        return int(recorded.read_text()) if recorded.exists() else explain_exit(code, rank)
+        recorded = read_number(folder / EXIT_CODE)
+        return explain_exit(code, rank) if recorded is None else recorded
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -148,7 +155,7 @@ def forward_signals(folder: Path) -> None:
             return
         passing_on.add(number)
         record_signal(number)
-        (folder / STOPPED).write_text(str(number))  # ends processes that are being started
+        write_number(folder / STOPPED, number)  # ends processes that are being started
         children = psutil.Process().children()
         if number == signal.SIGINT:
             time.sleep(0.5)  # Ctrl-C reaches a single process too, and that prints where it stopped
@@ -170,7 +177,7 @@ def run_one_process(command: list[str], max_restarts: int, folder: Path) -> int:
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(max_restarts - left)  # as torch's agent does
         os.environ["TORCHELASTIC_MAX_RESTARTS"] = str(max_restarts)
         code = subprocess.Popen(command).wait()
-        if code == 0 or (folder / EXIT_CODE).exists() or last_signal():
+        if code == 0 or read_number(folder / EXIT_CODE) is not None or last_signal():
             break
     return code
 

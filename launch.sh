@@ -16,11 +16,11 @@
 #   ./launch.sh --prepare [--tiny] RECIPE [--flag …]  downloads everything a run needs; afterwards it trains without internet
 #   ./launch.sh --merge RUN [OUT]                  merges an adapter into its base model, or a sharded checkpoint into one model
 #   ./launch.sh --verify RUN [MODEL]               compares what was trained with what is saved, merged or quantized
-#   ./launch.sh --chat RUN [--max_new_tokens N]    chats with the model of a finished run; also a QLoRA adapter, without a merge
+#   ./launch.sh --chat RUN [--system TEXT]         chats with the model of a finished run; also a QLoRA adapter, without a merge
 #   ./launch.sh --report RUN…                      compares finished runs with each other
 #   ./launch.sh --COMMAND --help                   the arguments of a command
 #   ./launch.sh --install                          installs requirements.txt into .venv, as the first call of any command does
-#   ./launch.sh --test RECIPE [CONFIG]             the smoke test of one recipe
+#   ./launch.sh --test RECIPE [CONFIG] [--flag …]  the smoke test of one recipe, rehearsed with these flags
 #   ./launch.sh --test [pytest arguments]          all tests
 #   ./launch.sh --test --cuda_build                the tests of what only PyTorch's CUDA build does; without a GPU
 #
@@ -319,7 +319,7 @@ prepare_cuda_build() {
   export CUDA_VISIBLE_DEVICES='' # nothing runs on a GPU, if there is one
 }
 
-# run_tests [--cuda_build] [RECIPE [CONFIG]] [pytest argument …]
+# run_tests [--cuda_build] [RECIPE [CONFIG]] [pytest argument …] [--flag of the recipe …]
 run_tests() {
   local -a selection=(tests)
   local has_cuda_build=''
@@ -342,6 +342,12 @@ run_tests() {
       selection+=(--config "$(resolve accelerate_configs yaml "$1" config)")
       shift
     fi
+    while (($#)) && [[ $1 != --* ]]; do # what begins with one dash is pytest's, such as -x
+      selection+=("$1")
+      shift
+    done
+    selection+=("${@/#/--rehearsal_flag=}")
+    set --
   fi
   prepare_python
   [[ -z $has_cuda_build ]] || prepare_cuda_build

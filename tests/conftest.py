@@ -59,6 +59,7 @@ ORDER |= {"sky_python": 4, "tracker_python": 4}
 def pytest_addoption(parser):
     parser.addoption("--recipe", help="path of the one recipe to test")
     parser.addoption("--config", help="path of the one config to test it with")
+    parser.addoption("--rehearsal_flag", action="append", default=[], help="a word of the flags for its rehearsal")
 
 
 def pytest_configure(config):

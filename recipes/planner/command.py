@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from harness import configs
 from harness.configs import AccelerateConfig
 from harness.hub import use_cache_if_unreachable
-from harness.messages import UserError, exit_on_user_error
+from harness.messages import UserError, exit_on_user_error, last_line
 from harness.nodes.cluster import nodes_from_environment
 from harness.nodes.hardware import physical_cores
 from harness.runs import GpuFeatures, Run
@@ -148,6 +149,13 @@ def simulate_quietly(run: Run, arguments: list[str], optional: bool, with_evalua
         reason = str(error)
         if not optional:
             raise
+    except Exception as error:
+        if not any(frame.filename == run.recipe for frame in traceback.extract_tb(error.__traceback__)):
+            raise  # a bug of the simulation
+        raise UserError(
+            f"{Path(run.recipe).name} cannot be simulated, because a simulation has no values: {type(error).__name__}: "
+            f"{last_line(error)}. Rehearse it with --tiny (--debug shows the traceback)"
+        ) from error
     except SystemExit as end:
         reason = messages.getvalue().strip().removeprefix("error: ")
         if not optional or end.code != 2:

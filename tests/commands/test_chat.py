@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 from harness.commands import chat, merge, saved
-from harness.run.prompts import what_all_share
+from harness.run.prompts import describe_rows
 
 import pytest
 import torch
 import transformers.integrations.accelerate as device_maps
 from conftest import ROOT, slow
+from datasets import Dataset
 from peft import AutoPeftModelForCausalLM
 from runs import assert_one_error, read
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -79,13 +80,11 @@ def test_run_on_texts_continues_a_text(rehearse, monkeypatch):
 
 
 @slow
-def test_prompts_are_those_of_the_recipe(rehearse, monkeypatch, capsys, tmp_path):
-    """An adapter on 16-bit weights. The merged model has the same prompts."""
+def test_adapter_on_16_bit_weights(rehearse, monkeypatch, tmp_path):
+    """It was trained on prompts, so it continues a text. The merged model has the same prompts."""
     run = rehearse("llama31_8b_lora", "4gpu_full_shard")
     prompts = record_prompts(monkeypatch)
-    answer_lines("Count to two.\n", monkeypatch, run, "--max_new_tokens=3")
-    form = "### Instruction\\nYOUR TEXT\\n\\n### Python"
-    assert form in capsys.readouterr().out
+    answer_lines("### Instruction\\nCount to two.\\n\\n### Python\n", monkeypatch, run, "--max_new_tokens=3")
     assert prompts == ["<|begin_of_text|>### Instruction\nCount to two.\n\n### Python"]
     merge.main(str(run), str(tmp_path / "merged"))
     assert read(tmp_path / "merged", "prompt.json") == read(run, "prompt.json")
@@ -96,17 +95,36 @@ def test_prompts_are_those_of_the_recipe(rehearse, monkeypatch, capsys, tmp_path
     assert torch.equal(logits(saved.load_model(base)), logits(AutoModelForCausalLM.from_pretrained(base)))
 
 
-@pytest.mark.parametrize(
-    ("prompts", "shared"),
-    [
-        ([f"### {number}\n\nNow" for number in range(20)], ("### ", "\n\nNow")),
-        ([f"{number}" for number in range(20)], ("", "")),
-        (["a" * number for number in range(1, 21)], ("a", "")),  # no text is counted twice
-        ([f"### {number}" for number in range(9)], ("", "")),  # too few
-    ],
-)
-def test_what_all_prompts_share(prompts, shared):
-    assert what_all_share(prompts) == shared
+def test_system_message_of_the_training_rows():
+    def described(*systems):
+        rows = [[{"role": "system", "content": text}] if text else [] for text in systems]
+        answer = {"role": "assistant", "content": "Yes."}
+        return describe_rows(Dataset.from_list([{"messages": [*turns, answer]} for turns in rows]))
+
+    assert described("Be brief.", "Be brief.") == {"rows": "conversations", "system": "Be brief."}
+    assert described("Be brief.", "Be kind.")["system"] is described("Be brief.", None)["system"] is None
+
+
+def test_system_message_and_tools(rehearse, monkeypatch, tmp_path):
+    """A run's own system message is in every prompt, --system replaces it, and --tools goes to the template."""
+    run = tmp_path / "run"
+    shutil.copytree(rehearse("qwen2_chat", "1x3090"), run)
+    (run / "prompt.json").write_text(json.dumps(read(run, "prompt.json") | {"system": "Be brief."}))
+    prompts = record_prompts(monkeypatch)
+    answer_lines("Why?\n\nHow?\n", monkeypatch, run, "--max_new_tokens=1")
+    start = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
+    assert [prompt.startswith(start) for prompt in prompts] == [True, True]
+    answer_lines("Why?\n", monkeypatch, run, "--max_new_tokens=1", "--system", "Be kind.")
+    assert "Be kind." in prompts[-1] and "Be brief." not in prompts[-1]
+
+
+def test_flags_without_an_effect(rehearse, error_of, tmp_path):
+    run, tools = rehearse("qwen2_fineweb_edu", "1x3090"), tmp_path / "tools.json"
+    assert "--system" in error_of(chat.main, str(run), "--system", "Be brief.")
+    tools.write_text("{}")
+    assert "--tools" in error_of(chat.main, str(run), "--tools", str(tools))
+    tools.write_text("[]")
+    assert "--tools" in error_of(chat.main, str(run), "--tools", str(tools))
 
 
 @pytest.fixture

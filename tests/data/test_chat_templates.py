@@ -335,3 +335,10 @@ def test_template_of_recipe_is_for_models_without_one(build_trainer):
     assert build_trainer("qwen2_chat", *flags).processing_class.chat_template == headings
     instruct = ["--load_in_4bit", "false", "--model_name_or_path", "Qwen/Qwen2-0.5B-Instruct", "--lora_dropout", "0"]
     assert "im_start" in build_trainer("llama31_70b_qlora", *instruct).processing_class.chat_template
+
+
+def test_pairs_of_a_recipe_without_formats():
+    """Their columns are the trainer's, whether or not they have a prompt."""
+    answer = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    for prompt in ({}, {"prompt": "Why?"}):
+        assert chat_templates.conversations_of({"chosen": answer, "rejected": answer, **prompt}) == []

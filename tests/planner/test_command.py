@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 
+from harness.messages import UserError
 from harness.model import gpu_features
-from planner import choose, command, pages, summary
+from harness.runs import Run
+from planner import choose, command, pages, simulation, summary
 from planner.grid import Option
 from planner.simulation import Refused
 
@@ -22,6 +24,16 @@ from transformers import AutoTokenizer
 
 # Otherwise a choice asks the Hub for the length of an epoch, and for the model to compile.
 STEPS = ["--max_steps", "10", "--torch_compile", "false"]
+
+
+def test_trainer_that_needs_values(monkeypatch):
+    """An error in the recipe's own lines while it is simulated is one message; one of the simulation itself is not hidden."""
+    for file, kind in (("/mine.py", UserError), ("/planner.py", IndexError)):
+        names = {}
+        exec(compile("def simulate(*words, **options): raise IndexError('nothing was logged')", file, "exec"), names)
+        monkeypatch.setattr(simulation, "simulate", names["simulate"])
+        with pytest.raises(kind, match="nothing was logged"):
+            command.simulate_quietly(Run("/mine.py"), [], False)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The tiny model and dataset of a rehearsal: architecture, special tokens and columns of the originals, real text."""
 
 import copy
+import dataclasses
 import json
 import re
 import shutil
@@ -19,6 +20,7 @@ from runs import arguments_of_data, losses, read
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from trl import GRPOConfig
 
 # The number of weights and the sum of their absolute values.
 GPT2, QWEN2, LLAMA = "openai-community/gpt2", "Qwen/Qwen2-0.5B", "meta-llama/Llama-3.1-8B"
@@ -200,6 +202,14 @@ def test_cut_texts():
     assert json.loads(conversion.cut_texts(json.dumps({"a": [long, 1]}), 10)) == {"a": ["word word ", 1]}
     assert conversion.cut_texts(f"<think>{long}</think>{long}", 4) == "<think>word</think>word"
     assert conversion.cut_texts({"a": long, "b": 5, "c": "short"}, 10) == {"a": "word word ", "b": 5, "c": "short"}
+
+
+def test_batches_of_groups_of_answers():
+    """GRPOConfig refuses batches that are no multiple of its groups."""
+    names = {field.name for field in dataclasses.fields(GRPOConfig)}
+    values = {name: value for name, value in tiny.values_for(GRPOConfig).items() if name in names}
+    args = GRPOConfig("out", use_cpu=True, bf16=False, eval_strategy="steps", **values)
+    assert args.per_device_eval_batch_size % args.num_generations == 0
 
 
 def test_documents_are_real_text_of_many_lengths():

@@ -112,7 +112,7 @@ def test_mixture_of_experts_generates(rehearse_recipe, tmp_path):
     tiny_tokenizer("Qwen/Qwen2-0.5B").save_pretrained(original)
     rows = [{"prompt": text[: 8 + number], "completion": text[8 + number :]} for number, text in enumerate(SENTENCES)]
     run, printed = rehearse_recipe("SFTConfig", OF_TRL.replace("{name}", "SFTTrainer"), rows, "prompt_completion", original)
-    assert (run / "samples.txt").read_text().count("> ") == 2 and (run / "held_out.parquet").is_file()
+    assert (run / "samples.txt").read_text().count("--- generated\n") == 2 and (run / "held_out.parquet").is_file()
     assert "failed, the model" not in printed
     assert read(run, "config.json")["output_router_logits"] is False
     model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run, padding_side="left")

@@ -42,6 +42,8 @@ def test_variables_of_other_launchers_are_ignored(launch, tmp_path):
 
 def test_help_shows_what_the_recipe_sets(launch):
     shown = launch(RECIPE, "--help").stdout
+    for name in ("column_map", "max_samples", "text_rows", "profile", "max_restarts"):  # which TRL's pages do not have
+        assert f"--{name}  " in shown
     assert "Continued pretraining of Qwen2-0.5B" in shown and "\n    --learning_rate 2e-05\n" in shown
 
 

@@ -40,6 +40,10 @@ def chat() -> CommandParser:
     parser = CommandParser("chat", "Chats with the model of a finished run; also a QLoRA adapter, without a merge.")
     parser.add_argument("run", metavar="RUN", type=Path, help="the output directory of a finished run")
     parser.add_argument("--max_new_tokens", metavar="N", type=int, default=512, help="the longest answer, default %(default)s")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="the system message; without the flag that of the training rows, if all have the same"
+    )
+    parser.add_argument("--tools", metavar="FILE", type=Path, help="a JSON file with a list of tools, for the chat template")
     return parser
 
 

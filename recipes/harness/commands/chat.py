@@ -1,43 +1,78 @@
 """Talks to the model of a finished run. launch.sh calls it:
 
-`python -m harness.commands.chat RUN [--max_new_tokens N]`.
+`python -m harness.commands.chat RUN [--max_new_tokens N] [--system TEXT] [--tools FILE]`.
 """
 
+import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from harness.commands import arguments
 from harness.commands.saved import load_model, load_saved_tokenizer, read_prompt
 from harness.folder import CONVERSATIONS
-from harness.messages import exit_on_user_error, print_once, printable
+from harness.messages import UserError, exit_on_user_error, print_once, printable
 
 
 def main(*words: str) -> None:
     """Answers every line of standard input, or continues it if the model was not trained on conversations."""
     parsed = arguments.chat().read(words)
-    model, tokenizer, prompt = load_model(parsed.run), load_saved_tokenizer(parsed.run), read_prompt(parsed.run)
-    options, turns = prompt.get("chat_template_kwargs") or {}, []
+    from harness.run.parameters import base_of, generates
+
+    if not parsed.run.is_dir():
+        raise UserError(f"{parsed.run} is not a folder: pass the output directory of a finished run")
+    tools = None if parsed.tools is None else read_tools(parsed.tools)
+    tokenizer, prompt = load_saved_tokenizer(parsed.run), read_prompt(parsed.run)
     is_chat = bool(tokenizer.chat_template) and prompt.get("rows", CONVERSATIONS) in (None, CONVERSATIONS)
+    check_flags(parsed, is_chat, tokenizer.chat_template or "")
+    model = load_model(parsed.run)
+    if not generates(base_of(model)):
+        raise UserError(f"{parsed.run}: {type(base_of(model)).__name__} does not generate text: pass the run of a language model")
+    options = {"tools": tools, **(prompt.get("chat_template_kwargs") or {})}
+    system = prompt.get("system") if parsed.system is None else parsed.system
+    start = [{"role": "system", "content": system}] if system else []
+    turns = list(start)
     print_once(f"{parsed.run} is loaded on {model.device}. {how_to_write(is_chat, prompt)} `exit` ends.")
+    if is_chat and system:
+        print_once(f"The system message (--system) is: {system}")
     for line in lines():
         if not line.strip():
-            turns = []
+            turns = list(start)
         elif is_chat:
             turns.append({"role": "user", "content": line})
             inputs = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", **options)
             turns.append({"role": "assistant", "content": generate(model, tokenizer, inputs, parsed.max_new_tokens)})
         else:
-            text = prompt.get("begins", "") + line.replace("\\n", "\n") + prompt.get("ends", "")
+            text = line.replace("\\n", "\n")
             generate(model, tokenizer, encode_text(tokenizer, text), parsed.max_new_tokens)
+
+
+def read_tools(path: Path) -> list[dict[str, Any]]:
+    """The tools in a file. Raises UserError unless it is a JSON list of objects."""
+    try:
+        tools = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--tools: {path} cannot be read: {error}") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"--tools: {path} is not a JSON list of tools")
+    return tools
+
+
+def check_flags(parsed: Any, is_chat: bool, template: str) -> None:
+    """Raises UserError for flags that would have no effect on the prompts of this run."""
+    if not is_chat and (parsed.system or parsed.tools):
+        flag = "--system" if parsed.system else "--tools"
+        raise UserError(f"{flag}: {parsed.run} was not trained on conversations: leave out the flag")
+    if parsed.tools and "tools" not in template:
+        raise UserError(f"--tools: the chat template of {parsed.run} takes no tools: leave out the flag")
 
 
 def how_to_write(is_chat: bool, prompt: dict[str, Any]) -> str:
     """What to write, and what becomes of it."""
     if is_chat:
         return "Write a line and wait for the answer. An empty line starts a new conversation,"
-    form = (prompt.get("begins", "") + "YOUR TEXT" + prompt.get("ends", "")).replace("\n", "\\n")
-    return f"It was trained on {prompt.get('rows') or 'texts'}, so it continues: {form}. Write \\n for a line break,"
+    return f"It was trained on {prompt.get('rows') or 'texts'}, so it continues what you write. Write \\n for a line break,"
 
 
 def lines() -> Iterator[str]:

@@ -15,14 +15,14 @@ import statistics
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from harness.batches import is_packed, length_of_rows
 from harness.commands import arguments
 from harness.commands.documents import IGNORED, Document, documents_of
-from harness.messages import UserError, exit_on_user_error, plural, print_once, printable
+from harness.messages import UserError, exit_on_user_error, last_line, plural, print_once, printable
 from harness.runs import Run
 from harness.start.environment import hide_library_warnings, set_environment
 from harness.start.recipes import build_trainer
@@ -35,20 +35,25 @@ SHOWN_ROWS, SHOWN_DOCUMENTS, SHOWN_START, SHOWN_END = 2, 3, 300, 100  # rows; do
 def main(*words: str) -> None:
     parsed = arguments.preview().read(words)
     set_environment(parsed.tiny)
+    from harness.data.conversion import MAX_LETTERS
     from harness.data.tokenized import report_dropped_rows
 
     messages = sys.stderr if parsed.json else sys.stdout  # stdout is for the JSON alone
     with tempfile.TemporaryDirectory(prefix="preview-") as output_dir, contextlib.redirect_stdout(messages):
         preview = Preview(str(parsed.recipe), [*parsed.flags, "--output_dir", output_dir], parsed.tiny)
         if parsed.tiny:
-            print_once("\nThis is the preview of a rehearsal: leave out --tiny to see the rows and numbers of the run.")
+            print_once(
+                "\nThis is the preview of a rehearsal, whose dataset is tiny, or has every text cut to "
+                f"{MAX_LETTERS} characters: leave out --tiny to see the rows and numbers of the run."
+            )
         report_dropped_rows(preview.trainer)
-        reason = why_no_documents(preview.trainer)
-        if not parsed.json and not reason and parsed.full:
-            print_document(preview, parsed.full)
-        elif not parsed.json and not reason:
-            print_rows(preview)
-        numbers = other_rows(preview, reason) if reason else summarize(preview)
+        with rows_of_trainer(parsed.recipe):
+            reason = why_no_documents(preview.trainer)
+            if not parsed.json and not reason and parsed.full:
+                print_document(preview, parsed.full)
+            elif not parsed.json and not reason:
+                print_rows(preview)
+            numbers = other_rows(preview, reason) if reason else summarize(preview)
         names = {"recipe": parsed.recipe.stem, "dataset": preview.arguments[0].data.display_name, "data": preview.data}
     if parsed.json:
         print(json.dumps(names | numbers, indent=2))
@@ -58,6 +63,20 @@ def main(*words: str) -> None:
         print_numbers(names | numbers)
     for problem in numbers.get("warnings", []):
         print(f"warning: {problem}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def rows_of_trainer(recipe: Path) -> Iterator[None]:
+    """Raises UserError, in one line, if the trainer's dataset or collator fails, as it would in the first step of a run."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {last_line(error)}"
+        raise UserError(
+            f"{recipe.name}: the trainer makes no batch of its rows: {reason} (--debug shows the traceback)"
+        ) from error
 
 
 class Preview:

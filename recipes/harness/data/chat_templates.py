@@ -514,6 +514,8 @@ def _replace_texts(turns: list[dict], tools: list[dict] | None) -> None:
 def conversations_of(row: dict) -> list[dict]:
     """The conversations in a converted row, as rows with `messages`, or with `prompt` and `completion`."""
     if "chosen" in row:
+        if not isinstance(row.get("prompt"), list):  # not converted: a recipe without dataset_formats, such as a reward model's
+            return []
         others = without(row, "chosen", "rejected")
         return [others | {"completion": row[name]} for name in ("chosen", "rejected")]
     return [row] if isinstance(row.get("messages", row.get("completion")), list) else []

@@ -20,6 +20,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from harness.data.conversion import MAX_LETTERS
 from harness.data.loading import REHEARSED_ROWS
 from harness.data.script_arguments import ScriptArguments
 from harness.data.sources import Source
@@ -56,6 +57,13 @@ VALUES = {
 }
 
 
+def values_for(config_class: type) -> dict[str, Any]:
+    """The values of a rehearsal for a trainer's config. A batch of GRPO has complete groups of answers to a prompt."""
+    if not hasattr(config_class, "num_generations"):
+        return VALUES
+    return VALUES | {"num_generations": 2, "num_generations_eval": None, "per_device_eval_batch_size": 2}
+
+
 def make_replacements(script_args: ScriptArguments, model_args: ModelConfig) -> None:
     """Makes the tiny model and dataset of a rehearsal, unless they exist."""
     import datasets
@@ -87,7 +95,8 @@ def print_notice(script_args: ScriptArguments, training_args: TrainingArguments,
     model, names = model_args.model_name_or_path, [source.name for source in script_args.data.sources]
     parts = [f"a two-layer model with random weights instead of {model}"] if model else []
     parts += [f"Python's documentation instead of {name}" for name in names if name in DATASETS]
-    parts += [f"the first {REHEARSED_ROWS} rows of {name}" for name in names if name not in DATASETS]
+    cut = f"with every text cut to {MAX_LETTERS} characters"
+    parts += [f"the first {REHEARSED_ROWS} rows of {name}, {cut}" for name in names if name not in DATASETS]
     print_once(f"This is a rehearsal: {', '.join(parts) or 'model and data are those of the recipe'}.")
 
 

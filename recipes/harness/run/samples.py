@@ -71,7 +71,7 @@ def generate_samples(trainer: Trainer, is_rehearsal: bool) -> None:
         texts = []
         for prompt, tokens in zip(prompts, generated[:, 0 if has_encoder else ids.shape[1] :].tolist(), strict=True):
             tokens = tokens[1:] if has_encoder else tokens  # the first one starts the decoder
-            texts.append(f"> {tokenizer.decode(prompt)}\n{_decode_answer(tokens, model, tokenizer)}\n")
+            texts.append(f"--- prompt\n{tokenizer.decode(prompt)}\n--- generated\n{_decode_answer(tokens, model, tokenizer)}\n")
         note = "; random weights write nonsense" if is_rehearsal else ""
         print_once(f"\nSamples, prompted with evaluation rows (samples.txt{note}):\n\n" + "\n".join(texts))
         with draft_of(Path(trainer.args.output_dir, "samples.txt")) as draft:

@@ -75,7 +75,7 @@ def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> tuple[a
         | {"output_dir": run.default_output_dir}
         | recipe
         # A rehearsal must not claim the folder of the run.
-        | (tiny.VALUES | {"output_dir": run.default_output_dir} if run.tiny else {})
+        | (tiny.values_for(config_class) | {"output_dir": run.default_output_dir} if run.tiny else {})
         | in_file
     )
     values, rest = parser.parse_known_args(words)
@@ -175,7 +175,8 @@ def set_dependent_values(script_args: ScriptArguments, training_args: TrainingAr
         own = {"dataset_config", "dataset_train_split", "dataset_test_split", "dataset_weights"}
         for name in own - given:
             setattr(script_args, name, getattr(ScriptArguments, name))
-    if "per_device_eval_batch_size" not in given:
+    has_groups = hasattr(training_args, "num_generations")  # GRPO, whose batches are multiples of these
+    if "per_device_eval_batch_size" not in given and not has_groups:
         # transformers' own default of 8 would be the largest batch of the run.
         smaller = min(training_args.per_device_eval_batch_size, training_args.per_device_train_batch_size)
         training_args.per_device_eval_batch_size = smaller

@@ -57,6 +57,8 @@ def unknown_flag(flag: str, known: list[str]) -> str:
 
 def help_text(recipe: Path, config_class: type, values: dict[str, Any]) -> str:
     """The docstring of a recipe, and the values that it passes to `parse`, as flags that can be pasted."""
+    from harness.data.script_arguments import ScriptArguments  # here, because it imports torch
+
     # The docstring of a copied recipe still names the original in its commands.
     command = r"(launch\.sh (?:--(?:tiny|plan|preview|prepare|test) )?)\w+(?![\w./])"
     docstring = ast.get_docstring(ast.parse(recipe.read_text("utf-8"))) or f"{recipe.name} has no docstring."
@@ -68,9 +70,16 @@ def help_text(recipe: Path, config_class: type, values: dict[str, Any]) -> str:
         for field in dataclasses.fields(cls)
         if field.name in cls.__annotations__ and field.name not in values
     ]
+    of_project = [
+        f"# --{field.name}  {field.metadata['help']}"
+        for field in dataclasses.fields(ScriptArguments)
+        if field.init and field.name in ScriptArguments.__annotations__ and field.name not in values
+    ]
+    of_project.append("# --max_restarts  How often to start again after a crash, default 0.")
     flags = {
         f"What {recipe.name} sets, with the reasons there": [as_flag(name, value) for name, value in values.items()],
         "Flags of this recipe's own": [f"{as_flag(f.name, f.default)}  {f.metadata.get('help', '')}".strip() for f in own],
+        "Other flags of this project": of_project,
     }
     lists = "".join(f"{title}:\n\n    " + "\n    ".join(lines) + "\n\n" for title, lines in flags.items() if lines)
     base = next((cls.__name__ for cls in config_class.__mro__ if cls.__name__ in PAGES), "TrainingArguments")

@@ -12,7 +12,7 @@ Needs two 24 GB GPUs, 47 GB of host memory and 186 GB of disk; or one with 44 GB
 per GPU, 70 to 160 s per step of 16,384 tokens, on one GPU 152 to 309 s. If memory runs out: --per_device_train_batch_size 2.
 """
 
-from harness import load, parse, train
+from harness import load, load_tokenizer, parse, tokenize, train
 
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
@@ -61,11 +61,14 @@ def main():
     train_dataset, eval_dataset = load(script_args)  # converts rows to `messages` or text, drops those without an answer
     if training_args.dataset_text_field in train_dataset.column_names:
         training_args.assistant_only_loss, training_args.chat_template_path = False, None  # texts have no turns
+    tokenizer = load_tokenizer(model_args, training_args)
+    train_dataset, eval_dataset = tokenize(train_dataset, eval_dataset, tokenizer, training_args)  # tokens and labels, packed
     trainer = SFTTrainer(
         model=model_args.model_name_or_path,
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
+        processing_class=tokenizer,
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
     )

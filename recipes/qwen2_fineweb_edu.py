@@ -11,7 +11,7 @@ Needs one 24 GB GPU. Forecast for an RTX 3090: 12.7 GB and 6,000 to 12,000 token
 2.11, 2026-11-26): 12.8 GB and 15,000 to 19,200 tokens/s; with --per_device_train_batch_size 16 34.0 GB and 74,600.
 """
 
-from harness import load, parse, train
+from harness import load, load_tokenizer, parse, tokenize, train
 
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
@@ -48,11 +48,14 @@ def main():
         save_steps=200,
     )
     train_dataset, eval_dataset = load(script_args)  # drops rows without text, holds 256 rows out for evaluation
+    tokenizer = load_tokenizer(model_args, training_args)
+    train_dataset, eval_dataset = tokenize(train_dataset, eval_dataset, tokenizer, training_args)  # tokens and labels, packed
     trainer = SFTTrainer(
         model=model_args.model_name_or_path,
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
+        processing_class=tokenizer,
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
     )

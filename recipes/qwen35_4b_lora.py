@@ -13,7 +13,7 @@ Needs one 16 GB GPU with bf16. Forecast, not measured: 11.1 GB and 430 to 960 to
 faster if flash-linear-attention and causal-conv1d are installed.
 """
 
-from harness import load, parse, train
+from harness import load, load_tokenizer, parse, tokenize, train
 
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
@@ -66,11 +66,14 @@ def main():
         save_steps=0.25,
     )
     train_dataset, eval_dataset = load(script_args)  # converts rows to `messages`, drops those without an answer
+    tokenizer = load_tokenizer(model_args, training_args)
+    train_dataset, eval_dataset = tokenize(train_dataset, eval_dataset, tokenizer, training_args)  # tokens and labels
     trainer = SFTTrainer(
         model=model_args.model_name_or_path,
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
+        processing_class=tokenizer,
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
     )

@@ -12,7 +12,7 @@ Needs four GPUs and 72 GB of host memory. Forecast, not measured: 22.1 GB per GP
 24 GB GPUs, 1.2 GB stay free.
 """
 
-from harness import load, parse, train
+from harness import load, load_tokenizer, parse, tokenize, train
 
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
@@ -52,11 +52,14 @@ def main():
         save_steps=0.25,
     )
     train_dataset, eval_dataset = load(script_args)  # converts rows to `messages`, drops those without an answer
+    tokenizer = load_tokenizer(model_args, training_args)
+    train_dataset, eval_dataset = tokenize(train_dataset, eval_dataset, tokenizer, training_args)  # tokens and labels, packed
     trainer = SFTTrainer(
         model=model_args.model_name_or_path,
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
+        processing_class=tokenizer,
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
     )

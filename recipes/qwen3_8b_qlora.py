@@ -12,7 +12,7 @@ Needs one 24 GB GPU. Forecast for an RTX 3090: 8.1 GB and 460 to 920 tokens/s; 1
 one H100 (PCIe, torch 2.11, 2026-11-26): 8.1 GB and 3,100 to 3,500 tokens/s.
 """
 
-from harness import load, parse, train
+from harness import load, load_tokenizer, parse, tokenize, train
 
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
@@ -57,11 +57,14 @@ def main():
         save_steps=0.25,
     )
     train_dataset, eval_dataset = load(script_args)  # converts rows to `messages`, drops those without an answer
+    tokenizer = load_tokenizer(model_args, training_args)
+    train_dataset, eval_dataset = tokenize(train_dataset, eval_dataset, tokenizer, training_args)  # tokens and labels, packed
     trainer = SFTTrainer(
         model=model_args.model_name_or_path,
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
+        processing_class=tokenizer,
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
     )

@@ -1,4 +1,4 @@
-"""What happens around every recipe. A recipe uses three functions: `parse`, `load` and `train`.
+"""What happens around every recipe: `parse`, `load`, `load_tokenizer`, `tokenize` and `train`.
 
 Importing this package is cheap: torch and the other libraries are imported by the first call.
 """
@@ -20,7 +20,7 @@ logging.getLogger("kernels.hf_hub").addFilter(lambda record: "offline mode" not 
 def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **defaults: Any) -> tuple[Any, Any, Any]:
     """Turns the values of a recipe and the command line into the three argument objects of TRL's scripts.
 
-    docs/your-recipe.md has a complete recipe, and what all three functions expect.
+    docs/your-recipe.md has a complete recipe, and what all functions expect.
 
     Args:
         config_class: the class of the trainer's arguments, such as `trl.SFTConfig`, `transformers.TrainingArguments`, or a
@@ -56,6 +56,35 @@ def load(script_args: Any, keep: Callable[[dict], bool] | None = None) -> tuple[
         return load(script_args, keep)
 
 
+def load_tokenizer(model_args: Any, training_args: Any) -> Any:
+    """The tokenizer of the model, with --chat_template_path, --eos_token and --pad_token, as it is saved with the model.
+
+    Pass it to the trainer as `processing_class`.
+    """
+    with exit_on_user_error():
+        from harness.data.tokenization import load_tokenizer
+
+        return load_tokenizer(model_args, training_args)
+
+
+def tokenize(train_dataset: Any, eval_dataset: Any, tokenizer: Any, training_args: Any) -> tuple[Any, Any]:
+    """Makes readable rows the rows to train on: `input_ids` and `labels`, cut or packed to --max_length. For SFTTrainer.
+
+    Args:
+        train_dataset: rows with `messages`, `prompt` and `completion`, a text (--dataset_text_field), or `input_ids`.
+        eval_dataset: the same; or None, or a dict of several.
+        tokenizer: of `load_tokenizer`.
+        training_args: an SFTConfig, what `parse` has returned second. It is changed: SFTTrainer takes the rows as they are.
+
+    Returns:
+        `(train_dataset, eval_dataset)`. A label is -100 where a token does not count in the loss.
+    """
+    with exit_on_user_error():
+        from harness.data.tokenization import tokenize
+
+        return tokenize(train_dataset, eval_dataset, tokenizer, training_args, started_recipe("tokenize").run)
+
+
 def train(trainer: Any) -> None:
     """Resumes or starts, trains, evaluates, saves the model and writes the results. A recipe calls it once, at its end.
 
@@ -64,18 +93,24 @@ def train(trainer: Any) -> None:
             use for, such as samples of a classifier, is left out.
     """
     with exit_on_user_error():
-        from harness import runs
-
-        started = runs.started()
-        if started is None:
-            raise UserError(
-                "train() needs parse() before it: a recipe calls parse(), builds a trainer, and ends with train(trainer)"
-            )
         from harness.start.checks import check_built_trainer
 
+        started = started_recipe("train")
         started.trainer = trainer
         check_built_trainer(started)
         started.on_train(started)
 
 
-__all__ = ["load", "parse", "train"]
+def started_recipe(function: str) -> Any:
+    """The recipe of this process. Raises UserError if it calls `function` before `parse`."""
+    from harness import runs
+
+    started = runs.started()
+    if started is None:
+        raise UserError(
+            f"{function}() needs parse() before it: a recipe calls parse(), builds a trainer, and ends with train(trainer)"
+        )
+    return started
+
+
+__all__ = ["load", "load_tokenizer", "parse", "tokenize", "train"]

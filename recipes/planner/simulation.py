@@ -84,7 +84,7 @@ def prepare_plan(run: Run, arguments: Arguments) -> Run:
     check_packing(training_args, model_args, name, can_use_kernels=False, can_compute=False)
     if model_args.use_peft:
         build_adapter_on_meta(model_args, name)
-    preparing.prepare_data(run, arguments)
+    preparing.prepare_data(arguments)
     return run
 
 

@@ -43,7 +43,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers.integrations import hub_kernels
 from trl.kernels import chunked_logprob
-from trl.trainer import dpo_trainer, sft_trainer
+from trl.trainer import dpo_trainer
 
 
 def free_port() -> int:
@@ -188,26 +188,6 @@ def _map_rows(rows: datasets.Dataset, barrier: Any, folder: str) -> None:
     assert rows.map(note)["length"][:] == [1] * 4
 
 
-def install_training_template(changed: bool) -> str:
-    """The template that SFTTrainer uses with assistant_only_loss, for a tokenizer whose template TRL does not know."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    if changed:
-        trl_changes.install_training_template(lambda tokenizer: "marked")
-    return sft_trainer.get_training_chat_template(tokenizer)
-
-
-def pack_streams_in_batches(changed: bool) -> int:
-    """How many documents of a stream SFTTrainer has read when it has the first packed row."""
-    read = []
-    if changed:
-        trl_changes.pack_streams_in_batches(lambda stream, max_length, strategy: 7)
-    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2]] * 1500}).to_iterable_dataset()
-    stream = rows.map(lambda row: read.append(1) or row)
-    next(iter(sft_trainer.pack_dataset(stream, 4, "bfd", {})))
-    return len(read)
-
-
 def compute_loss_without_triton(changed: bool) -> bool:
     """Whether TRL would use its Triton kernel on a GPU."""
     chunked_logprob._TRITON_AVAILABLE = True  # as where Triton is installed
@@ -229,17 +209,6 @@ def keep_activation_checkpointing(changed: bool) -> int:
         with dpo_trainer.disable_gradient_checkpointing(model, None):
             pass
     return len(model.get_input_embeddings()._forward_hooks)
-
-
-def load_tokenizers_only(changed: bool) -> str:
-    """What SFTTrainer loads for a model that reads images too, if its processor cannot be loaded."""
-    folder = tempfile.mkdtemp()
-    tiny_tokenizer().save_pretrained(folder)
-    Path(folder, "processor_config.json").write_text('{"processor_class": "Qwen3VLProcessor"}')
-    if changed:
-        trl_changes.load_tokenizers_only()
-    loaded = sft_trainer.AutoProcessor.from_pretrained(folder)
-    return "tokenizer" if isinstance(loaded, transformers.PreTrainedTokenizerBase) else "processor"
 
 
 def use_no_gpu_kernels(changed: bool) -> list[str]:
@@ -266,11 +235,8 @@ CASES = [
     set_date_of_chat_templates,
     map_in_one_process,
     decode_json_exactly,
-    install_training_template,
-    pack_streams_in_batches,
     compute_loss_without_triton,
     keep_activation_checkpointing,
-    load_tokenizers_only,
     use_no_gpu_kernels,
 ]
 

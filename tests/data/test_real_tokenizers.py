@@ -7,17 +7,16 @@ import functools
 from pathlib import Path
 
 from harness.commands import preview
-from harness.compat.trl import install_training_template, prepare_rows_in_two_steps
-from harness.data.chat_templates import training_template
-from harness.data.tokenized import finish_rows
+from harness.data.tokenization import tokenize
+from harness.run.prompts import SeenRows
+from harness.runs import Run
 
 import pytest
 import real_tokenizers
 import trl
 from conftest import ROOT
 from datasets import Dataset
-from transformers import Qwen2Config, Qwen2ForCausalLM
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 # The vocabulary, the header of an answer, and the token that ends it, of chat templates.
@@ -62,19 +61,13 @@ def tokenizer_of():
 
 
 @pytest.fixture
-def train_rows(monkeypatch, tmp_path):
-    """The rows that SFTTrainer trains on, as a run prepares it, and the same before they were truncated and packed."""
-    monkeypatch.setattr(SFTTrainer, "_prepare_dataset", SFTTrainer._prepare_dataset)  # restored afterwards
-    recorded = []
-    prepare_rows_in_two_steps(functools.partial(finish_rows, lambda *what: recorded.append(what[3]), True))
-    install_training_template(training_template)
+def train_rows(tmp_path):
+    """The rows that are trained on, and the same before they were truncated and packed."""
 
     def call(tokenizer, rows, **settings):
-        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=1, **sizes))
-        args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=1, **settings)
-        trainer = SFTTrainer(model=model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-        return list(trainer.train_dataset), list(recorded[-1])
+        args, seen = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, max_steps=1, **settings), SeenRows()
+        found, _ = tokenize(Dataset.from_list(rows), None, tokenizer, args, Run("recipe.py", trains=True, seen=seen))
+        return list(found), list(seen.tokens)
 
     return call
 

@@ -6,6 +6,7 @@ The recipe makes the rows itself: it runs until its trainer is built, with a mod
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -86,16 +87,17 @@ class Preview:
         """Changes this process."""
         from harness.folder import DATA, read_json
 
-        self.whole: Any = None  # the tokenized rows before truncation and packing; None: the recipe tokenizes them itself
         hide_library_warnings()
         started = build_trainer(Run(recipe, tiny=tiny, any_config=True, on_cpu=True), flags, self.prepare)
         self.trainer, self.arguments = started.trainer, started.arguments
+        self.whole = started.run.seen.tokens  # of any length, before cutting and packing; None: the recipe tokenizes itself
         self.data = read_json(Path(self.trainer.args.output_dir, DATA))  # what `load` has read and skipped; {} without `load`
 
     def prepare(self, run: Run, arguments: tuple[Any, Any, Any]) -> Run:
         """Called at the end of `parse`."""
         from harness.data.loading import FIRST_ROWS
         from harness.model.loading import load_small_models
+        from harness.run.prompts import SeenRows
         from harness.start import preparing
 
         arguments[0].data = arguments[0].data.take(FIRST_ROWS)
@@ -103,14 +105,9 @@ class Preview:
         preparing.set_model_options(run, arguments)
         preparing.check_model_and_dataset(run, arguments, with_weights=False)
         preparing.replace_model_and_dataset(run, arguments)
-        preparing.prepare_process(run, arguments, self.record)
+        preparing.prepare_process(run, arguments)
         load_small_models()
-        return run
-
-    def record(self, trainer: Any, split: str, rows: Any, tokenized: Any) -> None:
-        """Keeps the tokenized rows of the training split."""
-        if split == "train":
-            self.whole = tokenized
+        return dataclasses.replace(run, seen=SeenRows())
 
     @property
     def tokenizer(self) -> Any:

@@ -14,7 +14,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,9 @@ from harness.hub import hub_errors
 from harness.messages import UserError, print_once
 from harness.runs import PROJECT
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
 from trl import ModelConfig
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-from trl.data_utils import prepare_multimodal_messages
 
 # %s is the model's own template, %r the error message. A turn with train: false is not marked. A marked answer ends
 # with a letter: a space at its end can belong to no token, and transformers would mark all tokens after it.
@@ -64,7 +62,7 @@ QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "c
 ONE_ANSWER, TWO_ANSWERS = [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER]
 
 
-def training_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> str | None:
+def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """A template that renders the same text as the tokenizer's own and marks the answers; None if its own marks them.
 
     Raises ValueError if there is none. A template that is right for one answer only raises TemplateError when it meets a
@@ -83,13 +81,11 @@ def training_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> st
     candidates = ((marked, [ONE_ANSWER, TWO_ANSWERS]), (copy_of_trl, [ONE_ANSWER, TWO_ANSWERS]), (marked, [ONE_ANSWER]))
     for template, conversations in candidates:
         if template and all(_renders_the_same(tokenizer, template, conversation) for conversation in conversations):
-            if template == marked and not isinstance(tokenizer, ProcessorMixin):
-                _hide_end_of_turn_warning(tokenizer, template)
             return template
     raise ValueError(REASON)
 
 
-def templates_of(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> list[str]:
+def templates_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The chat template of a tokenizer; of named ones, that for rows without tools and that for rows with tools."""
     templates = tokenizer.chat_template
     if not isinstance(templates, dict):
@@ -97,26 +93,13 @@ def templates_of(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> list[st
     return [templates[name] for name in ("default", "tool_use") if name in templates]
 
 
-def own_template(tokenizer: PreTrainedTokenizerBase | ProcessorMixin) -> str:
+def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """A template that renders what the tokenizer does, which uses one of two named templates for rows with tools."""
     plain, *with_tools = (template.removesuffix("\n") for template in templates_of(tokenizer))
     return f"{{%- if tools %}}{with_tools[0]}{{% else %}}{plain}{{% endif %}}" if with_tools else plain
 
 
-def _hide_end_of_turn_warning(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Hides TRL's warning that the end-of-turn token does not count in the loss, if the template marks the EOS token.
-
-    TRL looks for it among the added tokens only, so it warns wrongly where the EOS token is an ordinary one.
-    """
-    options = {"return_dict": True, "return_assistant_tokens_mask": True}
-    encoded = tokenizer.apply_chat_template(ONE_ANSWER, chat_template=template, **options)
-    pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
-    if any(is_marked and token == tokenizer.eos_token_id for token, is_marked in pairs):
-        logger = getLogger("trl.trainer.sft_trainer")
-        logger.addFilter(lambda record: "end-of-turn token in the loss mask" not in record.getMessage())
-
-
-def _renders_the_same(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, template: str, conversation: list[dict]) -> bool:
+def _renders_the_same(tokenizer: PreTrainedTokenizerBase, template: str, conversation: list[dict]) -> bool:
     """Whether `template` writes a conversation as the tokenizer's own template does."""
     own = _text_of(tokenizer, conversation)
     return own is not None and own == _text_of(tokenizer, conversation, chat_template=template)
@@ -148,7 +131,7 @@ def fit_template(
     has_path = bool(given_template(training_args))
     if not {*data.formats} & {*CONVERSATIONS} and not has_path:
         return data
-    tokenizer = load_tokenizer(model_args)
+    tokenizer = load_bare_tokenizer(model_args)
     if has_path:
         path = training_args.chat_template_path = template_file(training_args, tokenizer, given)
         if path and Path(path).is_file():  # else the run has no conversations, which it is for
@@ -221,7 +204,7 @@ def check_conversations(
     if not rows or not is_read_by_trainer:
         return
     with hub_errors("model", model_name):
-        tokenizer = load_tokenizer(model_args)
+        tokenizer = load_bare_tokenizer(model_args)
     if path := template_file(training_args, tokenizer, given):
         if not Path(path).is_file():
             raise UserError(f"--chat_template_path: file not found: {path}. Pass a chat template in Jinja, a .jinja file")
@@ -409,10 +392,8 @@ def _text_of_row(tokenizer: PreTrainedTokenizerBase, row: dict, template: str | 
     return _text_of(tokenizer, turns_of(row), chat_template=template, **options_of(row))
 
 
-def _text_of(tokenizer: PreTrainedTokenizerBase | ProcessorMixin, turns: list[dict], **options: Any) -> str | None:
+def _text_of(tokenizer: PreTrainedTokenizerBase, turns: list[dict], **options: Any) -> str | None:
     """A rendered conversation, None if the chat template refuses it."""
-    if isinstance(tokenizer, ProcessorMixin):
-        turns = prepare_multimodal_messages(turns)  # as SFTTrainer does
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, **options)
     except Exception:  # a template is a program: it can fail in any way
@@ -521,5 +502,6 @@ def conversations_of(row: dict) -> list[dict]:
     return [row] if isinstance(row.get("messages", row.get("completion")), list) else []
 
 
-def load_tokenizer(model_args: ModelConfig) -> PreTrainedTokenizerBase:
+def load_bare_tokenizer(model_args: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer as the model has it."""
     return AutoTokenizer.from_pretrained(model_args.model_name_or_path, revision=model_args.model_revision)

@@ -7,7 +7,7 @@ from pathlib import Path
 from harness import folder
 from harness.compat.transformers import transformer_layers
 from harness.data.streams import fill_last_step, repeat_stream
-from harness.data.tokenized import report_dropped_rows
+from harness.data.tokenization import NEEDS_TOKENS, are_tokenized
 from harness.launched import end_run, record_end
 from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
@@ -42,6 +42,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
+from trl import DPOConfig, KTOConfig, RewardConfig, SFTTrainer
 
 
 def train(trainer: Trainer, run: Run) -> None:
@@ -148,6 +149,9 @@ def _train(trainer: Trainer, run: Run) -> None:
 
 def check_trainer(trainer: Trainer) -> None:
     """Raises UserError for what cannot be trained."""
+    has_images = bool({"image", "images"} & {*(trainer.train_dataset.column_names or [])})  # tokenized with their batch
+    if isinstance(trainer, SFTTrainer) and not has_images and not are_tokenized(trainer.args):
+        raise UserError(NEEDS_TOKENS)
     if isinstance(trainer.train_dataset, Dataset) and not len(trainer.train_dataset):
         raise UserError("the train_dataset of the trainer has no row: see what the recipe drops, and the rows with --preview")
     if isinstance(trainer, RunTrainer):
@@ -165,6 +169,26 @@ def check_trainer(trainer: Trainer) -> None:
                 explain_missing_weights(name)
                 + (", or pass --use_peft, which needs no second model" if name == "ref_model" else "")
             )
+
+
+def report_dropped_rows(trainer: Trainer) -> None:
+    """Prints how many of the rows that `load` has returned a trainer does not train on, for example because they are too long.
+
+    Only TRL's trainers for pairs drop rows. For others a recipe tokenizes, and may make several rows of one, or one of several.
+    """
+    loaded, args = folder.read_json(Path(trainer.args.output_dir, folder.DATA)).get("loaded_rows"), trainer.args
+    drops_rows = isinstance(args, DPOConfig | KTOConfig | RewardConfig)
+    if not loaded or not drops_rows or not isinstance(trainer.train_dataset, Dataset):
+        return
+    missing = loaded - len(trainer.train_dataset)
+    if missing > 0:
+        limit = f" (--max_length {args.max_length})" if getattr(args, "max_length", None) else ""
+        reason = f"the recipe or the trainer has dropped them{limit}"
+        if missing == loaded:
+            raise UserError(
+                f"--max_length: none of the {loaded:,} training rows can be used: {reason}: pass a larger --max_length"
+            )
+        print_once(f"warning: {missing:,} of {loaded:,} training rows are not used: {reason}.")
 
 
 def check_can_be_sharded(model: torch.nn.Module) -> None:

@@ -3,23 +3,14 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
 from datetime import datetime
-from typing import Any
 
 from harness.compat.bitsandbytes import keep_4bit_layout
 from harness.compat.torch import multiply_in_float32
 from harness.compat.transformers import set_date_of_chat_templates, use_no_gpu_kernels
-from harness.compat.trl import (
-    install_training_template,
-    keep_activation_checkpointing,
-    load_tokenizers_only,
-    pack_streams_in_batches,
-    prepare_rows_in_two_steps,
-)
-from harness.data import chat_templates, reading, tokenized
+from harness.compat.trl import keep_activation_checkpointing
+from harness.data import chat_templates, reading
 from harness.data.checking import check_dataset
-from harness.data.streams import documents_per_batch
 from harness.hub import check_model_exists
 from harness.messages import UserError, print_once
 from harness.model.loading import (
@@ -39,10 +30,6 @@ from harness.start.arguments import Arguments
 import datasets
 import transformers
 from huggingface_hub.constants import HF_HUB_OFFLINE
-from transformers import Trainer
-
-# Called with trainer, name of the split, rows, and the same tokenized, before they are truncated and packed.
-Record = Callable[[Trainer, str, Any, Any], None]
 
 
 def check_all_arguments(run: Run, arguments: Arguments) -> None:
@@ -117,10 +104,10 @@ def replace_model_and_dataset(run: Run, arguments: Arguments) -> None:
         tiny.use_replacements(*arguments)
 
 
-def prepare_process(run: Run, arguments: Arguments, record: Record | None = None, date: datetime | None = None) -> None:
+def prepare_process(run: Run, arguments: Arguments, date: datetime | None = None) -> None:
     """Changes the libraries in this process as the arguments need it.
 
-    `record`: called with the tokenized rows of a split, see `finish_rows`. `date`: that chat templates print, None for today's.
+    `date`: that chat templates print, None for today's.
     """
     _, training_args, _ = arguments
     if run.on_cpu:
@@ -137,17 +124,12 @@ def prepare_process(run: Run, arguments: Arguments, record: Record | None = None
         (training_args.activation_checkpointing_kwargs or {}).pop("offload", None)
     keep_activation_checkpointing()
     set_date_of_chat_templates(date)
-    prepare_data(run, arguments, record)
+    prepare_data(arguments)
 
 
-def prepare_data(run: Run, arguments: Arguments, record: Record | None = None) -> None:
-    """Changes how rows are downloaded, rendered and packed in this process, and which process shows progress."""
+def prepare_data(arguments: Arguments) -> None:
+    """Sets how conversations are rendered, and which process shows progress."""
     script_args, training_args, model_args = arguments
-    install_training_template(chat_templates.training_template)
-    if script_args.data.formats:
-        load_tokenizers_only()
-    pack_streams_in_batches(documents_per_batch)
-    prepare_rows_in_two_steps(functools.partial(tokenized.finish_rows, record, run.trains))
     if name := model_args.model_name_or_path:
         data = chat_templates.fit_template(script_args.data, training_args, model_args, script_args.given)
         options = {"model_name": name, "splits_answers": script_args.split_conversations}

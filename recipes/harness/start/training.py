@@ -111,7 +111,7 @@ def prepare_run(run: Run, arguments: Arguments) -> Run:
         answer_of_first("weights", lambda: quantize_once(model_args), first_of_node=True)
         use_quantized_weights(model_args, training_args)
     seen = SeenRows({"rows": None, "chat_template_kwargs": script_args.chat_template_kwargs})
-    prepare_process(run, arguments, seen.record, datetime.fromisoformat(answer["date"]))
+    prepare_process(run, arguments, datetime.fromisoformat(answer["date"]))
     set_seed(training_args.seed)  # before a recipe makes a model: all processes make the same
     if training_args.world_size > 1:
         map_in_one_process()

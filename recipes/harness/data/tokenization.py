@@ -1,0 +1,289 @@
+"""`tokenize`: readable rows become the rows that are trained on, tokens with labels, cut or packed to --max_length.
+
+It takes rows with `messages`, with `prompt` and `completion` (texts or messages), with a text, or with `input_ids`. It returns
+rows with `input_ids` and `labels`, which are -100 where a token does not count in the loss; packed ones also have `seq_lengths`.
+SFTTrainer leaves them as they are.
+"""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+from harness.batches import is_packed
+from harness.data.chat_templates import load_bare_tokenizer, options_of, training_template
+from harness.data.streams import documents_per_batch
+from harness.messages import UserError, print_once
+from harness.runs import Run
+
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers.utils import logging
+from trl import ModelConfig, SFTConfig, pack_dataset
+from trl.data_utils import common_prefix_length
+
+Rows = Dataset | IterableDataset
+TOKENS = ["input_ids", "labels"]
+FIRST_ROWS, FIRST_ROWS_OF_STREAM = 2_000, 100  # in which rows without a loss are counted where packing does not drop them
+IGNORED = -100  # the label of a token that does not count in the loss
+
+NEEDS_TOKENS = (
+    "SFTTrainer needs rows as tokens. In the recipe, write between load() and the trainer: tokenizer = "
+    "load_tokenizer(model_args, training_args), then train_dataset, eval_dataset = tokenize(train_dataset, eval_dataset, "
+    "tokenizer, training_args); pass processing_class=tokenizer to the trainer; and import the two functions from harness"
+)
+
+
+def load_tokenizer(model_args: ModelConfig, training_args: TrainingArguments) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model with --chat_template_path, --eos_token and --pad_token, as it is saved with the model."""
+    tokenizer = load_bare_tokenizer(model_args)
+    if path := getattr(training_args, "chat_template_path", None):
+        tokenizer.chat_template = Path(path).read_text("utf-8")
+        training_args.chat_template_path = None  # SFTTrainer would read a file with another ending as the name of a model
+    for name in ("eos_token", "pad_token"):
+        token = getattr(training_args, name, None)
+        if token and token not in tokenizer.get_vocab():
+            raise UserError(
+                f"--{name}: {token} is not in the vocabulary of {model_args.model_name_or_path}: pass one of its tokens"
+            )
+        if token:
+            setattr(tokenizer, name, token)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return tokenizer
+
+
+def tokenize(
+    train_dataset: Rows,
+    eval_dataset: Rows | dict[str, Rows] | None,
+    tokenizer: PreTrainedTokenizerBase,
+    training_args: SFTConfig,
+    run: Run,
+) -> tuple[Rows, Rows | dict[str, Rows] | None]:
+    """See `harness.tokenize`. Changes `training_args`, so that SFTTrainer takes the rows as they are."""
+    if not isinstance(training_args, SFTConfig):
+        raise UserError("tokenize() needs an SFTConfig: other trainers tokenize their rows themselves")
+    packs = is_packed(training_args)
+    train = tokenize_split("train", train_dataset, tokenizer, training_args, packs, run)
+    packs = packs if training_args.eval_packing is None else training_args.eval_packing
+    if isinstance(eval_dataset, dict):
+        evaluated = {
+            name: tokenize_split(name, rows, tokenizer, training_args, packs, run) for name, rows in eval_dataset.items()
+        }
+    elif eval_dataset is not None:
+        evaluated = tokenize_split("eval", eval_dataset, tokenizer, training_args, packs, run)
+    else:
+        evaluated = None
+    training_args.assistant_only_loss = False  # the labels have it, and SFTTrainer refuses it for tokens
+    training_args.dataset_kwargs = {"skip_prepare_dataset": True}
+    return train, evaluated
+
+
+def are_tokenized(training_args: TrainingArguments) -> bool:
+    """Whether SFTTrainer takes the rows as they are: `tokenize` has made them, or the recipe itself."""
+    return bool((getattr(training_args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"))
+
+
+def tokenize_split(
+    split: str,
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    args: SFTConfig,
+    packs: bool,
+    run: Run,
+) -> Rows:
+    """The rows of a split as tokens. `split`: "train", "eval", or the name of one of several evaluation sets."""
+    tokens = tokens_of_rows(split, rows, tokenizer, args)
+    if run.seen:
+        run.seen.record(split, rows, tokens)
+    if args.max_length is None and packs:
+        raise UserError("--packing needs --max_length: pass how many tokens a packed row has")
+    if args.shuffle_dataset and packs:
+        tokens = tokens.shuffle(seed=args.seed)
+    if packs:
+        tokens = pack(split, tokens, args, run.trains)
+    elif args.max_length is not None:
+        tokens = cut(split, tokens, args)
+    return tokens.shuffle(seed=args.seed) if args.shuffle_dataset else tokens
+
+
+def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase, template: str | None, args: SFTConfig) -> Rows:
+    """The rows as tokens with labels, of any length.
+
+    The functions of `map` get plain values, so that all processes of a run, and --prepare, find the same rows in the cache.
+    """
+    first = next(iter(rows))
+    columns = rows.column_names or list(first)
+    if {"assistant_masks", "completion_mask"} & first.keys() and "labels" not in first:
+        raise UserError(f"the {split} rows have a mask and no labels: add a column labels, -100 for tokens that do not count")
+    if "input_ids" in first:
+        settings: dict[str, Any] = {"function": labels_of_tokens}
+    elif is_conversation(first):
+        template = template_of_answers(tokenizer) if args.assistant_only_loss else None
+        only_completions = "prompt" in first if args.completion_only_loss is None else args.completion_only_loss
+        values = {"tokenizer": tokenizer, "template": template, "only_completions": only_completions}
+        settings = {"function": tokens_of_conversation, "fn_kwargs": values}
+    elif args.assistant_only_loss:
+        raise UserError("--assistant_only_loss is for conversations, and the rows are texts: leave out the flag")
+    elif args.dataset_text_field in first or {"prompt", "completion"} <= first.keys():
+        begin, end = added_tokens(tokenizer)
+        values = {"tokenizer": tokenizer, "text_field": args.dataset_text_field, "begin": begin, "end": end}
+        values["only_completions"] = args.completion_only_loss is not False
+        settings = {"function": tokens_of_text, "fn_kwargs": values}
+    else:
+        raise UserError(
+            f"the {split} rows have the columns {', '.join(columns)}: tokenize() needs messages, prompt and completion, "
+            f"{args.dataset_text_field} (--dataset_text_field), or input_ids"
+        )
+    if isinstance(rows, Dataset):
+        settings |= {"num_proc": args.dataset_num_proc, "desc": f"Tokenizing {split} dataset"}
+    return rows.map(**settings, remove_columns=[name for name in columns if name not in TOKENS]).select_columns(TOKENS)
+
+
+def template_of_answers(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    try:
+        return training_template(tokenizer)
+    except ValueError as error:
+        raise UserError(f"--assistant_only_loss: the answers cannot be marked: {error}: leave out the flag") from error
+
+
+def is_conversation(row: dict) -> bool:
+    turns = row.get("messages") or row.get("prompt")
+    return isinstance(turns, list)
+
+
+def labels_of_tokens(row: dict) -> dict[str, list[int]]:
+    """Tokens that the recipe has made itself. Without labels, all of them count."""
+    return {"input_ids": row["input_ids"], "labels": row.get("labels") or row["input_ids"]}
+
+
+def tokens_of_conversation(
+    row: dict, tokenizer: PreTrainedTokenizerBase, template: str | None, only_completions: bool
+) -> dict[str, list[int]]:
+    """The tokens of a conversation. `template`: marks the tokens of the answers; None: all tokens count."""
+    is_complete = "messages" in row
+    turns = row["messages"] if is_complete else row["prompt"] + row["completion"]
+    settings = {"chat_template": template, "return_dict": True, **options_of(row)}
+    try:
+        rendered = tokenizer.apply_chat_template(turns, return_assistant_tokens_mask=template is not None, **settings)
+        prompt = []
+        if only_completions and not is_complete:
+            prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, **settings)["input_ids"]
+    except Exception as error:  # a template is a program: it can fail in any way
+        raise UserError(explain_refusal(turns, error)) from error
+    ids = rendered["input_ids"]
+    counts = rendered["assistant_masks"] if template is not None else [1] * len(ids)
+    if not any(counts):
+        raise UserError(explain_refusal(turns, "it marks no token as an answer"))
+    start = length_of_prompt(prompt, ids, tokenizer)
+    labels = [token if counted else IGNORED for token, counted in zip(ids, counts, strict=True)]
+    return {"input_ids": ids, "labels": [IGNORED] * start + labels[start:]}
+
+
+def explain_refusal(turns: list[dict], reason: object) -> str:
+    roles = ", ".join(turn["role"] for turn in turns[:8])
+    begin = " ".join(str(turns[0]["content"]).split())[:60]
+    return (
+        f"the chat template fails ({str(reason)[:200]}) on the conversation of {roles} that begins with “{begin}”: change the "
+        "row, or pass another template with --chat_template_path"
+    )
+
+
+def length_of_prompt(prompt: list[int], ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many of the tokens of a row are its prompt: those that the prompt alone has too."""
+    length = common_prefix_length(prompt, ids)
+    if length < len(prompt):
+        logging.get_logger("harness").warning_once(
+            "warning: a prompt ends differently when its answer follows, so the loss counts from where they differ: "
+            f"{tokenizer.decode(prompt[length:])!r}. End prompts with a complete word or line."
+        )
+    return length
+
+
+def tokens_of_text(
+    row: dict, tokenizer: PreTrainedTokenizerBase, text_field: str, begin: int | None, end: int | None, only_completions: bool
+) -> dict[str, list[int]]:
+    """The tokens of a text, or of a prompt and a completion, with the EOS token at the end.
+
+    Args:
+        begin: the BOS token, if the tokenizer adds it. Some texts begin with it already; then it is there once.
+        end: the EOS token, if the tokenizer adds it: likewise.
+    """
+    text = row[text_field] if text_field in row else row["completion"]
+    if tokenizer.eos_token and not text.endswith(tokenizer.eos_token):
+        text += tokenizer.eos_token
+    prompt = []
+    if text_field not in row:
+        text = row["prompt"] + text
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        if end is not None and prompt[-1:] == [end]:
+            prompt = prompt[:-1]
+    ids = tokenizer(text)["input_ids"]
+    start = length_of_prompt(prompt, ids, tokenizer)
+    labels = [IGNORED] * start + ids[start:] if only_completions else list(ids)
+    first = int(begin is not None and ids[:2] == [begin, begin])
+    last = len(ids) - int(end is not None and ids[-2:] == [end, end])
+    return {"input_ids": ids[first:last], "labels": labels[first:last]}
+
+
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | None]:
+    """The BOS token and the EOS token, if the tokenizer itself adds them to a text; else None."""
+    text = "a"
+    tokens, bare = tokenizer(text)["input_ids"], tokenizer(text, add_special_tokens=False)["input_ids"]
+    has_first = tokens[:1] == [tokenizer.bos_token_id] != bare[:1]
+    has_last = tokens[-1:] == [tokenizer.eos_token_id] != bare[-1:]
+    return tokenizer.bos_token_id if has_first else None, tokenizer.eos_token_id if has_last else None
+
+
+def cut(split: str, tokens: Rows, args: SFTConfig) -> Rows:
+    """Rows of at most --max_length tokens. Those of which nothing counts any more are dropped and counted."""
+    settings: dict[str, Any] = {"fn_kwargs": {"length": args.max_length, "keeps_start": args.truncation_mode == "keep_start"}}
+    if isinstance(tokens, IterableDataset):
+        return tokens.map(cut_row, **settings).filter(has_loss, input_columns=["labels"])
+    settings |= {"num_proc": args.dataset_num_proc, "desc": f"Truncating {split} dataset"}
+    kept = tokens.map(cut_row, **settings).filter(has_loss, input_columns=["labels"], num_proc=args.dataset_num_proc)
+    print_dropped_rows(split, len(tokens) - len(kept), len(tokens), "", args)
+    return kept
+
+
+def cut_row(row: dict, length: int, keeps_start: bool) -> dict[str, list[int]]:
+    part = slice(None, length) if keeps_start else slice(-length, None)
+    return {name: row[name][part] for name in TOKENS}
+
+
+def pack(split: str, tokens: Rows, args: SFTConfig, is_training_run: bool) -> Rows:
+    """Rows of several documents, which together have at most --max_length tokens. See `trl.pack_dataset`."""
+    if args.packing_strategy == "bfd" and is_training_run:  # which cuts rows, and drops none
+        count_first_rows_without_loss(split, tokens, args)
+    if isinstance(tokens, IterableDataset):
+        # Not 1,000 documents: a stream that is read in parts would tokenize as many of each part before the first step.
+        size = documents_per_batch(tokens, args.max_length, args.packing_strategy)
+        return pack_dataset(tokens, args.max_length, args.packing_strategy, {"batch_size": size})
+    settings = {"num_proc": args.dataset_num_proc, "desc": f"Packing {split} dataset"}
+    packed = pack_dataset(tokens, args.max_length, args.packing_strategy, settings)
+    # A piece of a long conversation before its answer has no token in the loss. Nothing is learned from it, and in the mean
+    # of an evaluation it would count as a loss of 0.
+    kept = packed.filter(has_loss, input_columns=["labels"], desc="Dropping rows without a token in the loss")
+    return kept if len(kept) else packed
+
+
+def has_loss(labels: list[int]) -> bool:
+    return any(label != IGNORED for label in labels)
+
+
+def count_first_rows_without_loss(split: str, tokens: Rows, args: SFTConfig) -> None:
+    """Prints how many of the first rows have no token in the loss when they are cut. Raises UserError if all are so."""
+    count = FIRST_ROWS if isinstance(tokens, Dataset) else FIRST_ROWS_OF_STREAM
+    first = list(itertools.islice(tokens, count))
+    without = 0
+    for row in first:
+        without += not has_loss(cut_row(row, args.max_length, args.truncation_mode == "keep_start")["labels"])
+    print_dropped_rows(split, without, len(first), "first " if len(first) == count else "", args)
+
+
+def print_dropped_rows(split: str, count: int, of: int, which: str, args: SFTConfig) -> None:
+    """Prints that `count` of `of` rows are not used. Raises UserError if these are all."""
+    kind = "training rows" if split == "train" else "evaluation rows"
+    reason = f"no token that counts in the loss is within --max_length {args.max_length}"
+    if count == of > 0:
+        raise UserError(f"--max_length: none of the {which}{of:,} {kind} can be used: {reason}: pass a larger --max_length")
+    if count:
+        print_once(f"warning: {count:,} of the {which}{of:,} {kind} are not used: {reason}.")

@@ -105,7 +105,7 @@ def tokenize_split(
     return tokens.shuffle(seed=args.seed) if args.shuffle_dataset else tokens
 
 
-def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase, template: str | None, args: SFTConfig) -> Rows:
+def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase, args: SFTConfig) -> Rows:
     """The rows as tokens with labels, of any length.
 
     The functions of `map` get plain values, so that all processes of a run, and --prepare, find the same rows in the cache.

@@ -16,9 +16,7 @@ import pytest
 import trl
 from conftest import ROOT
 from runs import tiny_tokenizer
-from transformers import CLIPImageProcessor, LlavaProcessor
 from trl.chat_template_utils import has_generation_markers
-from trl.data_utils import prepare_multimodal_messages
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 QUESTION = {"role": "user", "content": "Why is it so?"}
@@ -256,22 +254,6 @@ def test_marks_in_preferences(tokenizer, monkeypatch, error_of):
     marked = row | {"chosen": [ANSWER | {"train": False}, QUESTION, SECOND_ANSWER]}
     message = error_of(check_conversations, *arguments, placed([row, marked]), "a model")
     assert message.startswith("a.jsonl, line 2: a part of an answer is marked")
-
-
-def test_processor_of_a_multimodal_model(tokenizer):
-    """Its template is marked too, and gets the content of turns as lists, also where one of them does not count."""
-    processor = LlavaProcessor(CLIPImageProcessor(), tokenizer, patch_size=14, vision_feature_select_strategy="full")
-    processor.chat_template = (
-        "{% for message in messages %}<|start_header_id|>{{ message['role'] }}: {{ message['content'][0]['text'] | trim }}"
-        "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant: {% endif %}"
-    )
-    turns = prepare_multimodal_messages([QUESTION, ANSWER | {"train": False}, QUESTION, SECOND_ANSWER])
-    mask = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    encoded = processor.apply_chat_template(turns, chat_template=training_template(processor), **mask)
-    ids, marks = encoded["input_ids"][0], encoded["assistant_masks"][0]
-    assert tokenizer.decode(ids).endswith("assistant: Once more.<|eot_id|>")
-    marked = tokenizer.decode([token for token, is_marked in zip(ids, marks, strict=True) if is_marked])
-    assert marked.replace(" ", "") == "Oncemore.<|eot_id|>"
 
 
 def test_named_templates(tokenizer):

@@ -49,7 +49,7 @@ def test_ends_are_there_once(tokenizer, prepare, adds, streams):
     assert found == [f"{first}One text.{LAST}", f"{FIRST}Another text.{LAST}", f"{first}{LAST} in the middle{LAST}"]
     (row,) = prepare([{"prompt": "How?\n", "completion": "So."}], streams)
     assert tokenizer.decode(row["input_ids"]) == f"{first}How?\nSo.{LAST}"
-    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == f"So.{LAST}"
+    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == f"assistant: So.{LAST}"
 
 
 SHORT, LONG = {"prompt": "How? ", "completion": "So."}, {"prompt": "How? " * 99, "completion": "So."}
@@ -104,7 +104,7 @@ def test_evaluation_rows(tokenizer, tmp_path):
     seen = SeenRows()
     train, evaluated = tokenize(rows, {"one": rows, "two": rows}, tokenizer, args, Run("recipe.py", seen=seen))
     assert len(train) == 1 and {name: len(rows) for name, rows in evaluated.items()} == {"one": 20, "two": 20}
-    assert tokenizer.decode([label for label in evaluated["two"][0]["labels"] if label != -100]) == f"So.{LAST}"
+    assert tokenizer.decode([label for label in evaluated["two"][0]["labels"] if label != -100]) == f"assistant: So.{LAST}"
     assert len(seen.conversations) == 32 and seen.conversations[0] == rows[0] | {"input_ids": evaluated["one"][0]["input_ids"]}
     assert not args.assistant_only_loss  # SFTTrainer refuses it for tokens
 

@@ -10,7 +10,7 @@ import socket
 import time
 from pathlib import Path
 
-from harness import load, parse, train
+from harness import load, load_tokenizer, parse, tokenize, train
 
 from trl import SFTConfig, SFTTrainer
 
@@ -57,9 +57,15 @@ def main():
     )
     record("starting")
     train_dataset, eval_dataset = load(script_args)
+    tokenizer = load_tokenizer(model_args, training_args)
+    train_dataset, eval_dataset = tokenize(train_dataset, eval_dataset, tokenizer, training_args)
     train(
         RecordedTrainer(
-            model=model_args.model_name_or_path, args=training_args, train_dataset=train_dataset, eval_dataset=eval_dataset
+            model=model_args.model_name_or_path,
+            args=training_args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
         )
     )
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from harness import parse, train
+from harness import load_tokenizer, parse, tokenize, train
 
 import torch
 from datasets import Dataset
@@ -43,11 +43,14 @@ def main():
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
     )
+    tokenizer = load_tokenizer(model_args, training_args)
+    rows = Dataset.from_list([{"text": "words of a text " * 200}] * 64)
     trainer = DistillationTrainer(
         teacher=AutoModelForCausalLM.from_pretrained(training_args.teacher, dtype="bfloat16"),
         model=model_args.model_name_or_path,
         args=training_args,
-        train_dataset=Dataset.from_list([{"text": "words of a text " * 200}] * 64),
+        train_dataset=tokenize(rows, None, tokenizer, training_args)[0],
+        processing_class=tokenizer,
     )
     train(trainer)
 

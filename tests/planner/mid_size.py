@@ -1,6 +1,6 @@
 """A recipe for tests: any model folder, texts of equal length."""
 
-from harness import parse, train
+from harness import load_tokenizer, parse, tokenize, train
 
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
@@ -19,10 +19,13 @@ def main():
         activation_checkpointing=False,
         lora_target_modules=["all-linear"],
     )
+    tokenizer = load_tokenizer(model_args, training_args)
+    rows = Dataset.from_list([{"text": "words of a text " * 100}] * 64)
     trainer = SFTTrainer(
         model=model_args.model_name_or_path,
         args=training_args,
-        train_dataset=Dataset.from_list([{"text": "words of a text " * 100}] * 64),
+        train_dataset=tokenize(rows, None, tokenizer, training_args)[0],
+        processing_class=tokenizer,
         peft_config=get_peft_config(model_args),
         quantization_config=get_quantization_config(model_args),
     )

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 # Recipes that start as others do; {parse} is what they parse, {trainer} what they hand to `train`.
 RECIPE = """
-from harness import load, parse, train
+from harness import load, load_tokenizer, parse, tokenize, train
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers import Trainer, TrainingArguments
@@ -22,7 +22,7 @@ def main():
         per_device_train_batch_size=2, global_batch_size=2, learning_rate=1e-3)
     train_dataset, eval_dataset = load(script_args)
     name = model_args.model_name_or_path
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = load_tokenizer(model_args, training_args)
 {trainer}
     train(trainer)
 
@@ -63,6 +63,10 @@ OF_TRL = """
 SENTENCES = [f"The number {number} comes before {number + 1}, and after {number - 1}" for number in range(24)]
 PREFERENCES = [{"prompt": "Say it:", "chosen": f" {text}.", "rejected": f" {text[:20]}"} for text in SENTENCES]
 LABELED = [{"text": text, "label": number % 2} for number, text in enumerate(SENTENCES)]
+SFT = f"""
+    train_dataset, eval_dataset = tokenize(train_dataset, eval_dataset, tokenizer, training_args)
+    {OF_TRL.format(name="SFTTrainer").strip()}
+"""
 
 
 @pytest.fixture
@@ -90,7 +94,7 @@ def rehearse_recipe(fork_launch, tmp_path):
     ("parse", "trainer", "rows", "reason"),
     [
         ("TrainingArguments", SEQUENCE_CLASSIFICATION, LABELED, "Qwen2ForSequenceClassification does not generate text"),
-        ("RewardConfig", OF_TRL.replace("{name}", "RewardTrainer"), PREFERENCES, "does not generate text"),
+        ("RewardConfig", OF_TRL.format(name="RewardTrainer"), PREFERENCES, "does not generate text"),
         ("TrainingArguments", WITHOUT_TOKENIZER, LABELED, "the trainer has no tokenizer"),
     ],
     ids=["classification", "reward", "no tokenizer"],
@@ -111,7 +115,7 @@ def test_mixture_of_experts_generates(rehearse_recipe, tmp_path):
     AutoConfig.for_model("qwen3_moe", **sizes, architectures=["Qwen3MoeForCausalLM"]).save_pretrained(original)
     tiny_tokenizer("Qwen/Qwen2-0.5B").save_pretrained(original)
     rows = [{"prompt": text[: 8 + number], "completion": text[8 + number :]} for number, text in enumerate(SENTENCES)]
-    run, printed = rehearse_recipe("SFTConfig", OF_TRL.replace("{name}", "SFTTrainer"), rows, "prompt_completion", original)
+    run, printed = rehearse_recipe("SFTConfig", SFT, rows, "prompt_completion", original)
     assert (run / "samples.txt").read_text().count("--- generated\n") == 2 and (run / "held_out.parquet").is_file()
     assert "failed, the model" not in printed
     assert read(run, "config.json")["output_router_logits"] is False
@@ -135,7 +139,7 @@ LOST = {
 
 def test_errors_after_the_training_are_reported_only(rehearse_recipe):
     lines = [f"    {name} = fail" for name in LOST]
-    failing = "\n".join(["    from harness.run import results, saving, session", *lines, OF_TRL.replace("{name}", "SFTTrainer")])
+    failing = "\n".join(["    from harness.run import results, saving, session", *lines, SFT])
     fail = '    def fail(*arguments):\n        raise OSError("what comes first\\nthe last line")\n'
     run, printed = rehearse_recipe("SFTConfig", fail + failing, LABELED, "text", files=())
     for what in LOST.values():
@@ -157,7 +161,7 @@ def test_error_in_processes_that_others_wait_for(fork_launch, tmp_path, failing)
 """
     data, recipe, run = tmp_path / "rows.jsonl", tmp_path / "mine.py", tmp_path / "run"
     data.write_text("\n".join(map(json.dumps, LABELED)))
-    trainer = lines + OF_TRL.replace("{name}", "SFTTrainer")
+    trainer = lines + SFT
     recipe.write_text(RECIPE.format(parse="SFTConfig", trainer=trainer, formats="text", data=data, model="Qwen/Qwen2-0.5B"))
     flags = ["--output_dir", run, "--max_steps", "1", "--eval_strategy", "no", "--ddp_timeout", "60"]
     flags += ["--global_batch_size", "4"]

@@ -25,6 +25,7 @@ Rows = Dataset | IterableDataset
 TOKENS = ["input_ids", "labels"]
 FIRST_ROWS, FIRST_ROWS_OF_STREAM = 2_000, 100  # in which rows without a loss are counted where packing does not drop them
 IGNORED = -100  # the label of a token that does not count in the loss
+DROPPING = "Dropping rows without a token in the loss"
 
 NEEDS_TOKENS = (
     "SFTTrainer needs rows as tokens. In the recipe, write between load() and the trainer: tokenizer = "
@@ -239,7 +240,9 @@ def cut(split: str, tokens: Rows, args: SFTConfig) -> Rows:
     if isinstance(tokens, IterableDataset):
         return tokens.map(cut_row, **settings).filter(has_loss, input_columns=["labels"])
     settings |= {"num_proc": args.dataset_num_proc, "desc": f"Truncating {split} dataset"}
-    kept = tokens.map(cut_row, **settings).filter(has_loss, input_columns=["labels"], num_proc=args.dataset_num_proc)
+    kept = tokens.map(cut_row, **settings).filter(
+        has_loss, input_columns=["labels"], num_proc=args.dataset_num_proc, desc=DROPPING
+    )
     print_dropped_rows(split, len(tokens) - len(kept), len(tokens), "", args)
     return kept
 
@@ -261,7 +264,7 @@ def pack(split: str, tokens: Rows, args: SFTConfig, is_training_run: bool) -> Ro
     packed = pack_dataset(tokens, args.max_length, args.packing_strategy, settings)
     # A piece of a long conversation before its answer has no token in the loss. Nothing is learned from it, and in the mean
     # of an evaluation it would count as a loss of 0.
-    kept = packed.filter(has_loss, input_columns=["labels"], desc="Dropping rows without a token in the loss")
+    kept = packed.filter(has_loss, input_columns=["labels"], desc=DROPPING)
     return kept if len(kept) else packed
 
 

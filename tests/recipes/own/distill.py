@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from harness import load, parse, train
+from harness import load, load_tokenizer, parse, tokenize, train
 
 import torch
 from torch.nn.functional import cross_entropy, kl_div
@@ -44,12 +44,15 @@ def main():
         per_device_train_batch_size=2,
     )
     train_dataset, eval_dataset = load(script_args)
+    tokenizer = load_tokenizer(model_args, training_args)
+    train_dataset, eval_dataset = tokenize(train_dataset, eval_dataset, tokenizer, training_args)
     trainer = DistillTrainer(
         model=model_args.model_name_or_path,
         teacher=AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, dtype="float32"),
         args=training_args,
         train_dataset=train_dataset,
         eval_dataset=eval_dataset,
+        processing_class=tokenizer,
     )
     train(trainer)
 

@@ -10,15 +10,17 @@ import runpy
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
 from harness import runs
+from harness.data.tokenization import NEEDS_TOKENS, are_tokenized
 from harness.hub import HubLost
 from harness.launched import end_of_imports, record_end
-from harness.messages import UserError, exit_on_user_error
+from harness.messages import UserError, exit_on_user_error, last_line
 from harness.run.failures import exit_for_known_failure, explain_missing_weights, raise_if_of_library
 from harness.run.trainer import RunTrainer
 from harness.runs import Run, StartedRecipe
@@ -65,6 +67,7 @@ def report_failure(recipe: StartedRecipe, error: BaseException) -> None:
         if recipe.run.is_sharded and "Cannot copy out of meta tensor" in str(error):
             raise UserError(f"{Path(path).name}: {explain_missing_weights('a second model')}") from error
         if not has_trained(recipe.trainer, error):
+            raise_if_rows_are_readable(recipe, error)
             raise_if_of_library(error, path)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(3)  # if all processes fail alike, the first one prints its traceback, and the launcher stops the others
@@ -75,6 +78,14 @@ def report_failure(recipe: StartedRecipe, error: BaseException) -> None:
         trace = trace.tb_next
     sys.__excepthook__(type(error), error.with_traceback(trace), trace)
     sys.exit(1)
+
+
+def raise_if_rows_are_readable(recipe: StartedRecipe, error: Exception) -> None:
+    """Raises UserError if SFTTrainer fails on rows that `tokenize` should have made tokens: it says nothing of this function."""
+    frames = traceback.extract_tb(error.__traceback__)
+    is_of_trainer = any(frame.filename.endswith("trl/trainer/sft_trainer.py") and frame.name == "__init__" for frame in frames)
+    if is_of_trainer and recipe.arguments and not are_tokenized(recipe.arguments[1]):
+        raise UserError(f"{NEEDS_TOKENS} ({type(error).__name__}: {last_line(error)})") from error
 
 
 def has_trained(trainer: Any, error: Exception) -> bool:

@@ -49,7 +49,7 @@ def test_ends_are_there_once(tokenizer, prepare, adds, streams):
     assert found == [f"{first}One text.{LAST}", f"{FIRST}Another text.{LAST}", f"{first}{LAST} in the middle{LAST}"]
     (row,) = prepare([{"prompt": "How?\n", "completion": "So."}], streams)
     assert tokenizer.decode(row["input_ids"]) == f"{first}How?\nSo.{LAST}"
-    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == f"assistant: So.{LAST}"
+    assert tokenizer.decode([label for label in row["labels"] if label != -100]) == f"So.{LAST}"
 
 
 SHORT, LONG = {"prompt": "How? ", "completion": "So."}, {"prompt": "How? " * 99, "completion": "So."}

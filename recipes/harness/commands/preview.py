@@ -37,7 +37,7 @@ def main(*words: str) -> None:
     parsed = arguments.preview().read(words)
     set_environment(parsed.tiny)
     from harness.data.conversion import MAX_LETTERS
-    from harness.data.tokenized import report_dropped_rows
+    from harness.run.session import report_dropped_rows
 
     messages = sys.stderr if parsed.json else sys.stdout  # stdout is for the JSON alone
     with tempfile.TemporaryDirectory(prefix="preview-") as output_dir, contextlib.redirect_stdout(messages):

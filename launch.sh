@@ -24,8 +24,8 @@
 #   ./launch.sh --test [pytest arguments]          all tests
 #   ./launch.sh --test --cuda_build                the tests of what only PyTorch's CUDA build does; without a GPU
 #
-# --plan RECIPE --for "2x3090,64GB" chooses the config and the micro-batch for a machine. More flags of --plan: --price_per_gpu_hour N,
-# --within 2h (only with --for), --card NAME=GB,TFLOPS,GB/s, --json.
+# --plan RECIPE --for "2x3090,64GB" chooses the config and the micro-batch for a machine. --card NAME=GB,TFLOPS,GB/s plans for
+# a GPU that --plan does not know.
 # RECIPE and CONFIG are names, or paths of files anywhere. --json makes --plan, --preview, --report and --verify print JSON.
 # --debug, anywhere in a command, shows the traceback of an error. PYTHON=/path/to/python uses that environment instead of .venv and
 # installs nothing. TORCH_INDEX=https://download.pytorch.org/whl/cu126 installs PyTorch for another version of CUDA.

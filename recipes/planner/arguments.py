@@ -6,7 +6,6 @@
 import argparse
 import dataclasses
 import math
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,6 @@ from harness.messages import UserError, exit_on_user_error
 
 CardNumbers = tuple[str, float, float, float]  # name, GB, TFLOPS, GB/s
 CARD_FORMAT = "expected NAME=GB,TFLOPS,GB/s with three numbers above 0, for example --card A6000=48,155,768"
-UNITS = {"m": 1 / 60, "h": 1, "d": 24}  # hours
 CONFIG_ENDINGS = (".yaml", ".yml")
 
 
@@ -26,19 +24,10 @@ class PlanArguments:
     start: bool = False  # start the run with what was chosen
     tiny: bool = False
     json: bool = False
-    prices: list[float] = dataclasses.field(default_factory=list)  # per GPU and hour; one, or one for each machine
     cards: list[CardNumbers] = dataclasses.field(default_factory=list)
-    machines: str = ""  # of --for
-    within: float = 0.0  # hours, 0 without the flag
+    machine: str = ""  # of --for
     configs: list[str] = dataclasses.field(default_factory=list)
     flags: list[str] = dataclasses.field(default_factory=list)  # of the recipe
-
-    def prices_of(self, count: int) -> list[float]:
-        """The price for each of so many machines, 0 without one. Raises UserError unless there is one for all or for each."""
-        prices = self.prices or [0.0]
-        if len(prices) not in (1, count):
-            raise UserError(f"--price_per_gpu_hour has {len(prices)} numbers for {count} machines: give one, or one for each")
-        return prices * (count if len(prices) == 1 else 1)
 
 
 def plan() -> CommandParser:
@@ -48,18 +37,10 @@ def plan() -> CommandParser:
     parser.add_argument("--start", action="store_true", help=argparse.SUPPRESS)  # of ./launch.sh RECIPE, not for --plan
     parser.add_argument(
         "--for",
-        dest="machines",
-        metavar="MACHINES",
+        dest="machine",
+        metavar="MACHINE",
         type=read_machine_text,
-        help='choose the config for these machines: "2x3090,64GB; 4xA100,nvlink"',
-    )
-    parser.add_argument("--within", metavar="TIME", type=read_hours, help="with --for: which machines finish in 12h, 90m or 2d")
-    parser.add_argument(
-        "--price_per_gpu_hour",
-        dest="prices",
-        metavar="N",
-        type=read_prices,
-        help='of several machines: "0.4; 1.5"',
+        help='choose the config for this machine: "2x3090,64GB"',
     )
     parser.add_argument(
         "--card",
@@ -79,8 +60,6 @@ def read_arguments(words: Sequence[str]) -> PlanArguments:
     rest = arguments.flags
     count = next((number for number, word in enumerate(rest) if not word.endswith(CONFIG_ENDINGS)), len(rest))
     arguments.configs, arguments.flags = rest[:count], rest[count:]
-    if (arguments.within or len(arguments.prices) > 1) and not arguments.machines:
-        raise UserError('--within and several prices are for the machines of --for: --for "1x4090; 2x3090"')
     if arguments.tiny and not arguments.start:
         raise UserError("--plan is about the full size: leave out --tiny")
     return arguments
@@ -90,28 +69,6 @@ def read_machine_text(text: str) -> str:
     if not text.strip():
         raise UserError('--for needs a machine, for example --for "2x3090,64GB"')
     return text
-
-
-def read_prices(text: str) -> list[float]:
-    """One positive number, or several with ";" between them."""
-    prices = []
-    for word in text.split(";"):
-        try:
-            price = float(word)
-        except ValueError:
-            price = 0.0
-        if not 0 < price < math.inf:
-            raise UserError(f"--price_per_gpu_hour is {word.strip()!r}, expected a number above 0")
-        prices.append(price)
-    return prices
-
-
-def read_hours(text: str) -> float:
-    """The hours of 12h, 90m, 2d or 12."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([mhd]?)", text.strip())
-    if not match or not float(match[1]):
-        raise UserError(f"--within is {text!r}, expected a time, for example 12h, 90m or 2d")
-    return float(match[1]) * UNITS[match[2] or "h"]
 
 
 def read_card(text: str) -> CardNumbers:

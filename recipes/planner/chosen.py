@@ -75,8 +75,8 @@ def describe(
     return rows
 
 
-def on_machine(machine: Machine, simulation: Simulation, price: float, within: float) -> dict[str, Any]:
-    """Time and price on the machine itself; "in_time" is about the slow end of the range, and None without a time or steps."""
+def on_machine(machine: Machine, simulation: Simulation) -> dict[str, Any]:
+    """Time on the machine itself; "hours" is None if the number of steps is not known."""
     best, worst = roofline.step_seconds(machine.card, simulation)
     tokens = simulation.tokens * simulation.accumulation * simulation.processes
     hours = [round(simulation.max_steps * seconds / 3600, 6) for seconds in (best, worst)] if simulation.max_steps > 0 else None
@@ -84,12 +84,9 @@ def on_machine(machine: Machine, simulation: Simulation, price: float, within: f
         "machine": machine.name,
         "gpu": machine.card.name,
         "on_machine": {
-            "gpus": machine.gpus * machine.nodes,
             "step_seconds": [round(best, 3), round(worst, 3)],
             "tokens_per_second": [round(tokens / worst), round(tokens / best)],
             "hours": hours,
-            "price": [round(number * price * machine.gpus * machine.nodes, 2) for number in hours] if hours and price else None,
-            "in_time": hours[1] <= within if hours and within else None,
             "has_disk": memory.disk_space(simulation) <= machine.disk,
             "signal_seconds": signal_seconds(worst),
         },

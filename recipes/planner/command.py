@@ -1,7 +1,6 @@
 """Will it fit, on which cards, how long: simulates a recipe with each config. launch.sh calls it:
 
-`python -m planner.command RECIPE.py CONFIG.yaml… [--json] [--price_per_gpu_hour N] [--card NAME=GB,TFLOPS,GB/s]
-[--flag value …]`.
+`python -m planner.command RECIPE.py CONFIG.yaml… [--json] [--card NAME=GB,TFLOPS,GB/s] [--flag value …]`.
 
 If the run does not fit, changes are tried until it does, each by another simulation.
 """
@@ -38,7 +37,6 @@ from planner.values import values_of_recipe
 
 if TYPE_CHECKING:
     from planner.cards import Card
-    from planner.choose import Candidate
     from planner.grid import Grid, Option
     from planner.machines import Machine
     from planner.simulation import Refused, Simulation
@@ -49,9 +47,8 @@ DEFAULT_MACHINE = "1x3090"  # of a rehearsal on a machine without a GPU
 def main(*words: str) -> None:
     arguments = read_arguments(words)
     use_cache_if_unreachable()
-    recipe, plan_flags = str(arguments.recipe), arguments
-    plan = plan_choice if arguments.start or arguments.machines else plan_configs
-    plan(recipe, arguments.configs, plan_flags, arguments.flags)
+    plan = plan_choice if arguments.start or arguments.machine else plan_configs
+    plan(str(arguments.recipe), arguments.configs, arguments, arguments.flags)
 
 
 def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, arguments: list[str]) -> None:
@@ -64,7 +61,7 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
     from planner.simulation import Refused
 
     read_values(method, recipe, arguments)  # a misspelt flag is one error, before anything is simulated
-    all_cards, price = known_cards(plan_flags), plan_flags.prices_of(1)[0]
+    all_cards = known_cards(plan_flags)
     no_triton = why_not_triton(method, environment) if gpus else ""
 
     def run_with(config: AccelerateConfig) -> Run:
@@ -78,7 +75,7 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
 
     count_rows = row_counter(method, recipe, arguments)
     plans = [
-        simulation if isinstance(simulation, Refused) else summary.make_plan(with_steps(simulation, count_rows), price, all_cards)
+        simulation if isinstance(simulation, Refused) else summary.make_plan(with_steps(simulation, count_rows), all_cards)
         for simulation in simulations
     ]
     refused = [simulation.reason for simulation in simulations if isinstance(simulation, Refused)]
@@ -165,10 +162,10 @@ def simulate_quietly(run: Run, arguments: list[str], optional: bool, with_evalua
 
 
 def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, arguments: list[str]) -> None:
-    """Chooses for the machines of --for, or for this one, and prints the choice; with --start, starts it."""
-    gpus, is_started = [] if plan_flags.machines else find_gpus(), plan_flags.start
-    if is_started:
-        check_start(Path(recipe).stem, plan_flags, gpus, is_tiny=plan_flags.tiny)
+    """Chooses for the machine of --for, or for this one, and prints the choice; with --start, starts it."""
+    gpus = [] if plan_flags.machine else find_gpus()
+    if plan_flags.start:
+        check_start(Path(recipe).stem, plan_flags, gpus)
     environment = hide_gpus()
     method = start_server()
     from planner import choose, chosen, launches, machines, pages, summary
@@ -176,63 +173,63 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
 
     all_cards = known_cards(plan_flags)
     if gpus:
-        chosen_for = [machines.this_machine(gpus, all_cards, launches.measured_launch(environment))]
+        machine = machines.this_machine(gpus, all_cards, launches.measured_launch(environment))
+        no_triton = why_not_triton(method, environment)
     else:
-        chosen_for = machines.read_machines(plan_flags.machines or DEFAULT_MACHINE, all_cards)
+        machine = machines.read_machine(plan_flags.machine or DEFAULT_MACHINE, all_cards)
+        no_triton = ""
     values = read_values(method, recipe, arguments)
-    count_rows = row_counter(method, recipe, arguments)
-    no_triton = why_not_triton(method, environment) if gpus else ""
-    plans, evaluated = [], {}
-    for machine, price in zip(chosen_for, plan_flags.prices_of(len(chosen_for)), strict=True):
-        grid = make_grid(values, machine, paths, arguments)._replace(no_triton=no_triton)
-        if grid.idle:
-            pages.print_progress(f"{machine.name}: {grid.idle}.")
-        candidates, simulations = simulate_grid(method, recipe, machine, grid, arguments, plan_flags.json)
-        if not candidates:
-            proposals = propose_changes(method, recipe, machine, grid, arguments, simulations)
-            plans.append({"machine": machine.name, "config": None, "proposals": proposals})
-            continue
-        about_compiling = ""
-        if not (plan_flags.tiny or values["torch_compile"] or given_flags(arguments) & {"torch_compile", "config"}):
-            compiled, about_compiling = choose.weigh_compiling(
-                machine,
-                candidates[0],
-                grid.settings[candidates[0].option.setting],
-                values,
-                functools.partial(simulate_options, method, recipe, grid, [*arguments, *grid.common_flags], is_quiet=True),
-                lambda simulation: with_steps(simulation, count_rows).max_steps,
-            )
-            candidates = [compiled, *candidates] if compiled else candidates
-        best, described = candidates[0], chosen.describe(Path(recipe).stem, machine, grid, candidates, arguments)
-        simulation = best.simulation
-        if not is_started:  # once more, with an evaluation and the length of the run
-            words = [*arguments, *grid.common_flags, *best.option.flags]
-            key = (grid.processes, grid.nodes, best.option.config, *words)  # machines with the same choice are simulated once
-            if key not in evaluated:
-                evaluated[key] = simulate_in_process(method, grid.run(recipe, best.option.config), words)
-            simulation = with_steps(evaluated[key], count_rows)
-        plan = summary.make_plan(simulation, all_cards=all_cards) | chosen.on_machine(
-            machine, simulation, price, plan_flags.within
-        )
-        plan |= {"flags": described[0]["flags"], "command": described[0]["command"], "choices": described}
-        plan["compiling"] = about_compiling
-        plans.append(plan)
-    if plan_flags.json:
-        print(json.dumps(plans[0] if len(plans) == 1 else plans, indent=2))
-    elif len(plans) == 1:
-        pages.print_choice(plans[0])
-    else:
-        pages.print_machines(plans, plan_flags.within)
-    if is_started:
-        if not candidates:
+    grid = make_grid(values, machine, paths, arguments)._replace(no_triton=no_triton)
+    if grid.idle:
+        pages.print_progress(f"{machine.name}: {grid.idle}.")
+    words = [*arguments, *grid.common_flags]
+    simulate = functools.partial(simulate_options, method, recipe, grid, words)
+    candidates, simulations = choose.choose(machine, grid, functools.partial(simulate, is_quiet=plan_flags.json))
+    if not candidates:
+        proposed = propose_changes(method, recipe, machine, grid, words, simulations)
+        print_chosen({"machine": machine.name, "config": None, "proposals": proposed}, plan_flags.json)
+        if plan_flags.start:
             raise UserError(
                 f"{Path(recipe).stem} fits no config of this machine with its margin: see above what would make it fit"
             )
-        words = ["--tiny"] if plan_flags.tiny else []
-        words += [recipe, best.option.config, *arguments, *described[0]["flags"]]
+        return
+    count_rows = row_counter(method, recipe, arguments)
+    about_compiling = ""
+    if not (plan_flags.tiny or values["torch_compile"] or given_flags(arguments) & {"torch_compile", "config"}):
+        compiled, about_compiling = choose.weigh_compiling(
+            machine,
+            candidates[0],
+            grid.settings[candidates[0].option.setting],
+            values,
+            functools.partial(simulate, is_quiet=True),
+            lambda simulation: with_steps(simulation, count_rows).max_steps,
+        )
+        if compiled:
+            candidates = [compiled, *candidates]
+    best = candidates[0]
+    simulation = best.simulation
+    if not plan_flags.start:  # once more, with an evaluation and the length of the run
+        again = simulate_in_process(method, grid.run(recipe, best.option.config), [*words, *best.option.flags])
+        simulation = with_steps(again, count_rows)
+    described = chosen.describe(Path(recipe).stem, machine, grid, candidates, arguments)
+    flags = described[0]["flags"]
+    plan = summary.make_plan(simulation, all_cards) | chosen.on_machine(machine, simulation)
+    plan |= {"flags": flags, "command": described[0]["command"], "choices": described, "compiling": about_compiling}
+    print_chosen(plan, plan_flags.json)
+    if plan_flags.start:
         if configs.read(best.option.config).num_processes != grid.processes:
             environment["NPROC_PER_NODE"] = str(grid.processes)
-        start(words, environment)
+        tiny = ["--tiny"] if plan_flags.tiny else []
+        start([*tiny, recipe, best.option.config, *arguments, *flags], environment)
+
+
+def print_chosen(plan: dict[str, Any], as_json: bool) -> None:
+    from planner import pages
+
+    if as_json:
+        print(json.dumps(plan, indent=2))
+    else:
+        pages.print_choice(plan)
 
 
 def hide_gpus() -> dict[str, str]:
@@ -266,52 +263,37 @@ def ask_gpus(visible: str | None) -> str:
     return find_gpu_features().no_triton
 
 
-def simulate_grid(
-    method: str, recipe: str, machine: "Machine", grid: "Grid", arguments: list[str], is_quiet: bool
-) -> tuple[list["Candidate"], dict["Option", "Simulation | Refused"]]:
-    """What `choose.choose` finds: the combinations that fit a machine, best first, and all that was simulated for it."""
-    from planner import choose
-
-    def simulate(new: list["Option"]) -> list["Simulation | Refused"]:
-        return simulate_options(method, recipe, grid, [*arguments, *grid.common_flags], new, is_quiet)
-
-    return choose.choose(machine, grid, simulate)
-
-
 def propose_changes(
     method: str,
     recipe: str,
     machine: "Machine",
     grid: "Grid",
-    arguments: list[str],
+    words: list[str],
     simulations: dict["Option", "Simulation | Refused"],
 ) -> list[dict[str, Any]]:
     """What would make a run fit this machine, if nothing of `simulations` does. Raises UserError if every option was refused."""
     from planner import choose, pages
 
     def run_again(path: str, more: list[str]) -> "Simulation | Refused":
-        words = [*arguments, *grid.common_flags, *more]
-        return simulate_in_process(method, grid.run(recipe, path), words, optional=True)
+        return simulate_in_process(method, grid.run(recipe, path), [*words, *more], optional=True)
 
     option, least = choose.option_with_least_memory(machine, simulations)
     pages.print_progress(f"No combination fits {machine.name} with its margin: trying what would make it fit …")
     return choose.propose(machine, option, least, run_again)
 
 
-def check_start(name: str, plan_flags: PlanArguments, gpus: list, is_tiny: bool) -> None:
-    """Raises UserError unless there is one machine to choose for."""
+def check_start(name: str, plan_flags: PlanArguments, gpus: list) -> None:
+    """Raises UserError unless there is a machine to choose for."""
     nodes = nodes_from_environment()
     if nodes.count > 1:
         raise UserError(f"CONFIG is missing: a run on {nodes.count} machines needs its name: ./launch.sh {name} CONFIG")
-    if plan_flags.json or plan_flags.within or plan_flags.prices:
-        raise UserError("--json, --within and --price_per_gpu_hour are for --plan")
-    if is_tiny:
-        if ";" in plan_flags.machines:
-            raise UserError(f"--for is {plan_flags.machines!r}: a rehearsal is for one machine; to compare several, pass --plan")
+    if plan_flags.json:
+        raise UserError("--json is for --plan")
+    if plan_flags.tiny:
         return
-    if plan_flags.machines:
+    if plan_flags.machine:
         raise UserError(
-            f"--for is for other machines: ./launch.sh --plan {name} --for …, or rehearse: ./launch.sh --tiny {name} --for …"
+            f"--for is for another machine: ./launch.sh --plan {name} --for …, or rehearse: ./launch.sh --tiny {name} --for …"
         )
     if not gpus:
         raise UserError(

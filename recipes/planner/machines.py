@@ -1,4 +1,4 @@
-"""The machines to plan for: those of --for, and this one; and whether a run fits one with its margins."""
+"""The machine to plan for: that of --for, or this one; and whether a run fits it with its margins."""
 
 import dataclasses
 import math
@@ -17,8 +17,8 @@ from planner.simulation import Refused, Simulation
 GPU_MARGIN = 0.10
 HOST_MARGIN = 0.05
 MACHINE_FORMAT = (
-    'expected a number of GPUs and their name, for example --for "2x3090,64GB" or --for "1x4090; 4xA100,nvlink", and before them '
-    "the number of nodes if there are several, --for 2x4xA100"
+    'expected one machine: a number of GPUs and their name, for example --for "2x3090,64GB", and before them the number of nodes '
+    "if there are several, --for 2x4xA100"
 )
 
 
@@ -33,30 +33,30 @@ class Machine(NamedTuple):
     nodes: int = 1
 
 
-def read_machines(text: str, all_cards: tuple[Card, ...] = CARDS) -> list[Machine]:
-    """The machines of --for. Raises UserError for one that is misspelt or has an unknown GPU."""
-    machines = []
-    for part in text.split(";"):
-        match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*x\s*([^,]+?)\s*((?:,[^,]*)*)", part, re.IGNORECASE)
-        if not match or int(match[1] or 1) < 1 or int(match[2]) < 1:
-            raise UserError(f"--for is {text!r}, {MACHINE_FORMAT}")
-        card, host, disk = cards.find_card(match[3], all_cards), math.inf, math.inf
-        for word in filter(None, (word.strip().lower() for word in match[4].split(","))):
-            if word == "no nvlink":
-                card = links.with_pcie(card)
-            elif word == "nvlink":
-                check_nvlink(card)
-                card = links.with_nvlink(card)
-            elif size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb", word):
-                host = float(size[1]) * GB
-            elif size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb\s*disk", word):
-                disk = float(size[1]) * GB
-            else:
-                raise UserError(
-                    f"--for: {word} is unknown, expected 64GB (host memory), 500GB disk, nvlink or no nvlink after the GPUs"
-                )
-        machines.append(Machine(" ".join(part.split()), int(match[2]), card, host, disk, int(match[1] or 1)))
-    return machines
+def read_machine(text: str, all_cards: tuple[Card, ...] = CARDS) -> Machine:
+    """The machine of --for. Raises UserError if it is misspelt or has an unknown GPU."""
+    match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*x\s*([^,;]+?)\s*((?:,[^,;]*)*)", text, re.IGNORECASE)
+    if not match or int(match[1] or 1) < 1 or int(match[2]) < 1:
+        raise UserError(f"--for is {text!r}, {MACHINE_FORMAT}")
+    machine = Machine(" ".join(text.split()), int(match[2]), cards.find_card(match[3], all_cards), nodes=int(match[1] or 1))
+    for part in match[4].split(","):
+        word = part.strip().lower()
+        if not word:
+            continue
+        if word == "no nvlink":
+            machine = machine._replace(card=links.with_pcie(machine.card))
+        elif word == "nvlink":
+            check_nvlink(machine.card)
+            machine = machine._replace(card=links.with_nvlink(machine.card))
+        elif size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb", word):
+            machine = machine._replace(host=float(size[1]) * GB)
+        elif size := re.fullmatch(r"(\d+(?:\.\d+)?)\s*gb\s*disk", word):
+            machine = machine._replace(disk=float(size[1]) * GB)
+        else:
+            raise UserError(
+                f"--for: {word} is unknown, expected 64GB (host memory), 500GB disk, nvlink or no nvlink after the GPUs"
+            )
+    return machine
 
 
 def check_nvlink(card: Card) -> None:

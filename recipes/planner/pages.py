@@ -51,7 +51,7 @@ def holders_of(plan: dict[str, Any]) -> dict[str, str]:
 
 
 def print_plan(plan: dict[str, Any], wanted: set[str]) -> None:
-    """One plan, from memory to price, on the cards that `shown_cards` returns."""
+    """One plan, from memory to time, on the cards that `shown_cards` returns."""
     need = plan["peak_gpu_gb"] + plan["reserve_gb"]
     gpus = f"{plan['processes']} GPU{'s' if plan['processes'] > 1 else ''}"
     print(f"{plan['recipe']} × {plan['config']}, {gpus} (forecast)\n")
@@ -69,7 +69,7 @@ def print_plan(plan: dict[str, Any], wanted: set[str]) -> None:
     fast, slow = plan["host_seconds"]
     print(f"             {plan['kernels_per_step']:,} kernels, which a host starts in {fast:.2f} to {slow:.2f} s")
     print(f"the run      {describe_length(plan)}\n")
-    rows = [("GPU", "fits", "largest micro-batch", "s per step", "tokens/s", "time", "price")]
+    rows = [("GPU", "fits", "largest micro-batch", "s per step", "tokens/s", "time")]
     shown = shown_cards(plan, wanted)
     for name in shown:
         rows.append((name, describe_fit(plan, name), str(plan["largest_micro_batch"][name]), *ranges(plan, name)))
@@ -148,12 +148,8 @@ def print_choice(plan: dict[str, Any]) -> None:
     print_table(rows)
     if plan.get("compiling"):
         print(f"\n{plan['compiling']}")
-    hours, price = here["hours"], here["price"]
-    if hours:
-        cost = f", {price[0]:.2f}–{price[1]:.2f} for all GPUs" if price else ""
-        print(f"\n{plan['steps']:,} steps: {describe_time(hours)}{cost}.")
-    if here["in_time"] is not None:
-        print("In time." if here["in_time"] else "Not in time at the slow end of the range.")
+    if here["hours"]:
+        print(f"\n{plan['steps']:,} steps: {describe_time(here['hours'])}.")
     if here["signal_seconds"]:
         print(
             f"On SLURM, pass `sbatch --signal USR1@{here['signal_seconds']}`: without it, the signal comes 300 s before the time "
@@ -161,37 +157,6 @@ def print_choice(plan: dict[str, Any]) -> None:
         )
     if not here["has_disk"]:
         print(f"warning: the run needs {plan['disk_gb']:.0f} GB of disk, {plan['machine']} has less.")
-
-
-def print_machines(plans: list[dict[str, Any]], within: float) -> None:
-    """One line per machine: what is chosen, whether it is in time, and which machine is the cheapest."""
-    rows = [("machine", "command", "s per step", "time", "GPU time", "price", "in time")]
-    for plan in plans:
-        if plan["config"] is None:
-            rows.append((plan["machine"], "nothing fits", "", "", "", "", ""))
-            continue
-        here = plan["on_machine"]
-        span = describe_time(here["hours"] or [])
-        of_gpus = describe_time([here["gpus"] * number for number in here["hours"] or []])
-        price = [f"{number:.2f}" for number in here["price"] or ()]
-        in_time = {None: "", True: "yes", False: "no"}[here["in_time"]]
-        seconds = "–".join(f"{number:.2f}" for number in here["step_seconds"])
-        rows.append((plan["machine"], plan["command"], seconds, span, of_gpus, "–".join(price), in_time))
-    print_table(without_empty_columns(rows))
-    possible = [plan for plan in plans if plan["config"] is not None and plan["on_machine"]["hours"]]
-    if within:
-        possible = [plan for plan in possible if plan["on_machine"]["in_time"]]
-        names = ", ".join(plan["machine"] for plan in possible)
-        print(f"\nIn time at the slow end of the range: {names or 'none'}.")
-    if possible:
-        cheapest = min(possible, key=cost_of)
-        print(f"Cheapest{' of these' if within else ''}: {cheapest['machine']}.")
-
-
-def cost_of(plan: dict[str, Any]) -> float:
-    """The price of a run in the middle of its range; without prices, its GPU hours."""
-    here = plan["on_machine"]
-    return sum(here["price"] or [here["gpus"] * hours for hours in here["hours"]])
 
 
 def describe_length(plan: dict[str, Any]) -> str:
@@ -209,8 +174,8 @@ def describe_fit(plan: dict[str, Any], name: str) -> str:
     return f"yes, {free:.1f} GB free" if plan["fits"][name] else f"no, {-free:.1f} GB missing"
 
 
-def ranges(plan: dict[str, Any], name: str) -> tuple[str, str, str, str]:
-    """Seconds per step, tokens/s, time and price of the run on a card."""
+def ranges(plan: dict[str, Any], name: str) -> tuple[str, str, str]:
+    """Seconds per step, tokens/s and time of the run on a card."""
 
     def span(key: str, style: Callable[[float], str]) -> str:
         values = plan[key].get(name)
@@ -220,7 +185,6 @@ def ranges(plan: dict[str, Any], name: str) -> tuple[str, str, str, str]:
         span("step_seconds", "{:.2f}".format),
         span("tokens_per_second", "{:,}".format),
         describe_time(plan["hours"].get(name, [])),
-        span("price", "{:.2f}".format),
     )
 
 

@@ -1,4 +1,4 @@
-"""The plan of a simulated run, as --json prints it: memory, time and price on all cards."""
+"""The plan of a simulated run, as --json prints it: memory and time on all cards."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from planner.roofline import can_wait_for_host, host_seconds, moved_bytes, step_
 from planner.simulation import Simulation
 
 
-def make_plan(simulation: Simulation, price: float = 0.0, all_cards: tuple[Card, ...] = CARDS) -> dict[str, Any]:
-    """The plan as `--json` prints it; memory in GB (1e9 bytes), time in seconds, `price` per GPU and hour."""
+def make_plan(simulation: Simulation, all_cards: tuple[Card, ...] = CARDS) -> dict[str, Any]:
+    """The plan as `--json` prints it; memory in GB (1e9 bytes), time in seconds."""
     peak = simulation.peak.bytes
     tokens = simulation.tokens * simulation.accumulation * simulation.processes
     steps = simulation.max_steps if simulation.max_steps > 0 else None
@@ -46,7 +46,6 @@ def make_plan(simulation: Simulation, price: float = 0.0, all_cards: tuple[Card,
         "step_seconds": {},
         "tokens_per_second": {},
         "hours": {},
-        "price": {},
     }
     for card in all_cards:
         if simulation.needs_bf16 and not card.bf16:
@@ -55,10 +54,7 @@ def make_plan(simulation: Simulation, price: float = 0.0, all_cards: tuple[Card,
         plan["step_seconds"][card.name] = [round(best, 3), round(worst, 3)]
         plan["tokens_per_second"][card.name] = [round(tokens / worst), round(tokens / best)]
         if steps:
-            hours = [round(steps * seconds / 3600, 6) for seconds in (best, worst)]
-            plan["hours"][card.name] = hours
-            if price:
-                plan["price"][card.name] = [round(number * price * simulation.processes, 2) for number in hours]
+            plan["hours"][card.name] = [round(steps * seconds / 3600, 6) for seconds in (best, worst)]
     return plan
 
 

@@ -1,10 +1,9 @@
-"""From bytes and FLOPs to cards, hours and prices."""
+"""From bytes and FLOPs to cards and hours."""
 
 import dataclasses
 import re
 from pathlib import Path
 
-from harness import configs
 from planner import cards, links, memory, pages, proposals, roofline, summary
 from planner.ledger import Counts, Peak
 from planner.simulation import Refused, Simulation
@@ -165,14 +164,13 @@ def test_gpu_waits_for_offload():
     assert best(to_host=24e9, added_on_host=24e9) == pytest.approx(compute + 1 + 6e9 * roofline.ADD_ON_HOST[1])
 
 
-def test_hours_and_price():
-    plan = summary.make_plan(FOUND, price=2.0)
+def test_hours():
+    plan = summary.make_plan(FOUND)
     best, worst = plan["step_seconds"]["A100 80 GB"]
     assert plan["hours"]["A100 80 GB"] == [
         pytest.approx(best * 1000 / 3600, abs=1e-4),
         pytest.approx(worst * 1000 / 3600, abs=1e-4),
     ]
-    assert plan["price"]["A100 80 GB"][1] == pytest.approx(plan["hours"]["A100 80 GB"][1] * 4 * 2.0, abs=0.01)
     assert plan["tokens_per_step"] == 2048 * 2 * 4
     assert plan["tokens_per_second"]["A100 80 GB"][1] == round(16384 / (1 / 0.80))
     assert summary.make_plan(found_with(max_steps=-1))["hours"] == {}, "the length of an epoch is unknown"
@@ -303,45 +301,44 @@ def test_proposals_fit_the_host_too():
 
 def test_proposals_keep_global_batch_size_of_flag():
     changes = proposals.proposals(found_with(has_global_batch_flag=True), str(CONFIGS / "4gpu_full_shard.yaml"))
-    (flags,) = (change.flags for change in changes if "--per_device_train_batch_size" in change.flags)
-    assert flags == ("--per_device_train_batch_size", "1")
+    assert changes[0].flags == {"--per_device_train_batch_size": "1"}
 
 
-def test_proposals_reduce_each_batch(tmp_path):
-    """For a config that accumulates gradients on the GPU, in a copy of it."""
-    config = str(CONFIGS / "1x3090_offload.yaml")
-    tried = proposals.try_proposals(
-        summary.make_plan(needing(60)), needing(60), config, lambda path, flags: needing(40 - 30 * (path != config))
-    )
-    assert tried[-1]["change"].startswith("1x3090_offload with fsdp_reduce_each_batch: true --per") and tried[-1]["fits"] == "yes"
-    path = proposals.copy_that_reduces_each_batch(config, str(tmp_path))
-    assert configs.read(path) == dataclasses.replace(configs.read(config), path=path, reduce_each_batch=True)
-    assert any(change.reduces_each_batch for change in proposals.proposals(found_with(), config))
-    assert not any(change.reduces_each_batch for change in proposals.proposals(found_with(accumulation=1), config))
+def test_at_most_four_proposals():
+    """First what costs time: checkpointing with a micro-batch of 1, then the config that keeps least on a GPU."""
+    seen = []
+
+    def run(config: str, words: list[str]) -> Simulation:
+        seen.append((Path(config).stem, words))
+        fields = {"has_checkpointing": True, "micro_batch": 1, "is_adapter": "--use_peft" in words}
+        return needing(400 - 50 * len(seen), **fields)
+
+    simulation = needing(400, has_checkpointing=False)
+    rows = proposals.try_proposals(summary.make_plan(simulation), simulation, str(CONFIGS / "1x3090.yaml"), run)
+    slower = ["--activation_checkpointing", "true", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "4"]
+    adapter = [*slower, "--use_peft", "true"]
+    assert seen == [
+        ("1x3090", slower),
+        ("1x3090_offload", slower),
+        ("1x3090_offload", adapter),
+        ("1x3090_offload", [*adapter, "--load_in_4bit", "true"]),
+    ]
+    assert [row["fits"] for row in rows] == ["no"] * 4
 
 
-def test_proposals_build_on_what_is_kept():
-    """One GPU without FSDP has no gradients to reduce for each batch; the config with offload that replaces it has.
+def test_a_shorter_length_is_proposed_once():
+    """Where only the length can change, it is halved again, in the same flag."""
+    seen = []
 
-    No flag is proposed twice.
-    """
-    config, seen = str(CONFIGS / "1x3090.yaml"), []
+    def run(config: str, words: list[str]) -> Simulation:
+        seen.append(words)
+        return needing(100 - 10 * len(seen), **fields | {"max_length": int(words[1])})
 
-    def run(config: str, flags: list[str]) -> Simulation:
-        seen.append((Path(config).stem, flags))
-        size = 400 - 10 * len(flags) - (50 if "offload" in config else 0) - (50 if "reduce_each_batch" in config else 0)
-        length = int(flags[flags.index("--max_length") + 1]) if "--max_length" in flags else 8192
-        fields = {"is_adapter": "--use_peft" in flags, "max_length": length}
-        return dataclasses.replace(needing(size - 100 + length / 100), has_checkpointing=True, micro_batch=1, **fields)
-
-    simulation = dataclasses.replace(run(config, []), is_adapter=False)
+    fields = {"is_adapter": True, "bytes_in_4bit": 10**9, "micro_batch": 1, "max_length": 8192}
+    simulation = needing(100, **fields)
+    config = str(CONFIGS / "2x3090_qlora.yaml")
     proposals.try_proposals(summary.make_plan(simulation), simulation, config, run)
-    del seen[0]
-    names = [name for name, _ in seen]
-    assert names.index("1x3090_offload") < names.index("1x3090_offload with fsdp_reduce_each_batch: true")
-    assert names[-1] == "1x3090_offload with fsdp_reduce_each_batch: true"
-    assert all(flags.count(flag) == 1 for _, flags in seen for flag in flags if flag.startswith("--"))
-    assert any("--load_in_4bit" in flags for _, flags in seen) and any("1024" in flags for _, flags in seen)
+    assert seen == [["--max_length", length] for length in ("4096", "2048", "1024")]
 
 
 @pytest.mark.parametrize(("config", "card"), [("3xt4_full_shard", "T4"), ("4gpu_full_shard", None)])

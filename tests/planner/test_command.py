@@ -43,7 +43,6 @@ def test_trainer_that_needs_values(monkeypatch):
         (["qwen2_chatt"], ["qwen2_chat?"]),
         (["qwen2_chat", "1x3090", "--max_lenght", "5"], ["--max_length"]),
         (["qwen2_chat", "1x3090", "--tiny"], ["--tiny"]),
-        (["qwen2_chat", "1x3090", "--price_per_gpu_hour", "0"], ["--price_per_gpu_hour"]),
         (["qwen2_chat", "1x3090", "--card"], ["--card"]),
         (["qwen2_chat", "1x3090", "--card=A6000=48,155,inf"], ["--card"]),
     ],
@@ -55,7 +54,7 @@ def test_mistake_is_one_error(launch, arguments, words):
 @pytest.mark.parametrize(
     ("words", "flag"),
     [
-        (["--plan", "qwen2_chat", "--help"], "--price_per_gpu_hour"),
+        (["--plan", "qwen2_chat", "--help"], "--card"),
         (["--preview", "qwen2_chat", "-h"], "--full [N]"),
         (["--chat", "--help"], "--max_new_tokens"),
         (["--report", "--help"], "RUN"),
@@ -103,7 +102,7 @@ def own_files(tmp_path):
 
 
 @slow
-def test_hours_and_price_of_epochs(launch, environment, own_files, tmp_path):
+def test_hours_of_epochs(launch, environment, own_files, tmp_path):
     """The number of steps follows from the recipe's rows."""
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
@@ -115,8 +114,6 @@ def test_hours_and_price_of_epochs(launch, environment, own_files, tmp_path):
         "llama31_8b_lora",
         "1x3090",
         *own_files,
-        "--price_per_gpu_hour",
-        "100",
         "--card",
         "A6000=48,155,768",
         cwd=tmp_path,
@@ -128,11 +125,10 @@ def test_hours_and_price_of_epochs(launch, environment, own_files, tmp_path):
     card = next(dict(zip(table[0], row, strict=True)) for row in table if row[0] == "RTX 3090")
     number, unit = card["time"].split()
     size = {"s": 3600, "min": 60, "h": 1}[unit]
-    seconds, hours, price = ([float(end) for end in text.split("–")] for text in (card["s per step"], number, card["price"]))
+    seconds, hours = ([float(end) for end in text.split("–")] for text in (card["s per step"], number))
     hours = [end / size for end in hours]
     for end in (0, 1):
         assert hours[end] == pytest.approx(planned * seconds[end] / 3600, rel=0.06)  # two digits
-        assert price[end] == pytest.approx(100 * planned * seconds[end] / 3600, rel=0.1, abs=1)
     assert [row[0] for row in table[2:]] == ["A6000", "RTX 3090"]
     assert table[2][1].startswith("yes, ") and "no" not in table[2][1]
     assert (tmp_path / "plan.png").stat().st_size > 10_000 and "error" not in process.stderr
@@ -153,7 +149,7 @@ def test_run_after_the_choice_sees_the_gpus(monkeypatch, one_gpu, visible):
     config, seen = str(ROOT / "accelerate_configs/1x3090.yaml"), []
     candidates = [choose.Candidate(Option(config, 1, False), FOUND, 1.0)]
     monkeypatch.setattr(command, "start_server", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]))
-    monkeypatch.setattr(command, "simulate_grid", lambda *args: (candidates, {}))
+    monkeypatch.setattr(choose, "choose", lambda *args: (candidates, {}))
     monkeypatch.setattr(os, "execve", lambda path, words, environment: seen.append((words[3:5], environment)))
     recipe = str(ROOT / "recipes/qwen2_chat.py")
     command.plan_choice(recipe, [config], command.PlanArguments(start=True), STEPS)
@@ -169,34 +165,14 @@ def test_choice_knows_that_triton_is_missing(monkeypatch, one_gpu, capsys):
     )
     config, runs = str(ROOT / "accelerate_configs/1x3090.yaml"), []
 
-    def simulate(method, recipe, machine, grid, *rest):
-        runs.append(grid.run(recipe, config))
+    def find(machine, grid, simulate):
+        runs.append(grid.run("recipe.py", config))
         return [choose.Candidate(Option(config, 1, False), FOUND, 1.0)], {}
 
-    monkeypatch.setattr(command, "simulate_grid", simulate)
+    monkeypatch.setattr(choose, "choose", find)
     monkeypatch.setattr(os, "execve", lambda *arguments: None)
     command.plan_choice(str(ROOT / "recipes/qwen2_chat.py"), [config], command.PlanArguments(start=True), STEPS)
     assert runs[0].gpu.no_triton == "1" and "PyTorch instead of Triton, which needs more memory: 1" in capsys.readouterr().err
-
-
-def test_machines_with_the_same_choice_are_simulated_once(monkeypatch, capsys):
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    config, simulated = str(ROOT / "accelerate_configs/1x3090.yaml"), []
-    micro_batches = iter([1, 1, 2])
-
-    def simulate(method, run, words):
-        simulated.append(words)
-        return FOUND
-
-    monkeypatch.setattr(command, "start_server", lambda: "fork")
-    monkeypatch.setattr(
-        command, "simulate_grid", lambda *rest: ([choose.Candidate(Option(config, next(micro_batches), False), FOUND, 1.0)], {})
-    )
-    monkeypatch.setattr(command, "simulate_in_process", simulate)
-    options = command.PlanArguments(machines="1x3090; 1x4090; 1xA100", json=True)
-    command.plan_choice(str(ROOT / "recipes/qwen2_chat.py"), [config], options, STEPS)
-    assert [words[words.index("--per_device_train_batch_size") + 1] for words in simulated] == ["1", "2"]
-    assert [plan["gpu"] for plan in json.loads(capsys.readouterr().out)] == ["RTX 3090", "RTX 4090", "A100 40 GB"]
 
 
 @pytest.mark.parametrize(("own", "reason"), [([], "1"), ([("A6000", 48.0, 155.0, 768.0)], "")])

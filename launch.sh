@@ -200,7 +200,7 @@ install_requirements() {
   "$base" -m venv "${clear[@]}" "$here/.venv" >&2 || fail "$base cannot make a virtual environment, see above: set PYTHON to another one"
   printf '%s' "$index" >"$here/.venv/torch_index"
   local uv=uv
-  # uv needs less time, even if it is installed first (docs/measurements.md). It does not read pip's settings, such as an index.
+  # uv needs less time, even if it is installed first (benchmarks/README.md). It does not read pip's settings, such as an index.
   if ! command -v uv >/dev/null && [[ -z $("${pip[@]:0:3}" config list) ]]; then
     uv="$here/.venv/bin/uv"
     "${pip[@]}" --quiet uv==0.13.9 >&2 || fail "uv cannot be installed, see above: run the same command again"

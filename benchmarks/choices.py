@@ -39,7 +39,7 @@ def main(numbers: list[int]) -> None:
     print("| recipe | machine | chosen | s per step | tried | fit | the fastest other | |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for name, text in (PAIRS[number] for number in numbers):
-        recipe, (machine,) = str(ROOT / f"recipes/{name}.py"), machines.read_machines(text)
+        recipe, machine = str(ROOT / f"recipes/{name}.py"), machines.read_machine(text)
         grid = make_grid(values_of_recipe(recipe, []), machine, paths, [])
 
         def simulate(options: list, recipe: str = recipe, grid: Grid = grid) -> list:
@@ -49,7 +49,7 @@ def main(numbers: list[int]) -> None:
         times = [one.cpu_seconds for one in found.values() if choose.is_simulated(one)]
         every = [option for options in grid.settings.values() for option in options]
         fitting = {
-            option: roofline.middle_seconds(machine.card, simulation)
+            option: roofline.step_seconds(machine.card, simulation)
             for option, simulation in zip(every, simulate(every), strict=True)
             if choose.is_possible(machine, simulation)
         }
@@ -59,9 +59,8 @@ def main(numbers: list[int]) -> None:
         else:
             best = candidates[0]
             fitting.pop(best.option)
-            low, high = roofline.step_seconds(machine.card, best.simulation)
             other = min(fitting, key=fitting.get, default=None)
-            cells += [words_of(best.option), f"{low:.2f}–{high:.2f}", f"{len(found)} of {len(every)}", str(len(fitting) + 1)]
+            cells += [words_of(best.option), f"{best.seconds:.2f}", f"{len(found)} of {len(every)}", str(len(fitting) + 1)]
             cells += ["", ""] if other is None else [words_of(other), percent(fitting[other] / best.seconds - 1)]
         print(f"| {' | '.join(cells)} |", flush=True)
         print(f"{name} for {text}: {len(times)} simulations, {sum(times):.0f} CPU-seconds", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@
 
 What their libraries did differently is a setting of benchmarks/published_recipe.py: copies of the logits, kernels. FSDP2 replaces
 FSDP1, and compiled layers are simulated as if they were not. Memory is what the source reports: allocated, or reserved by
-PyTorch's allocator. Prints the table of docs/measurements.md. Needs no GPU.
+PyTorch's allocator. Prints the table of benchmarks/README.md. Needs no GPU.
 """
 
 import json
@@ -53,7 +53,7 @@ RESERVED = {"P": "expandable_segments:True", "A": "expandable_segments:False"}
 class Setting(NamedTuple):
     """A published measurement, and the run that is nearest to it."""
 
-    source: str  # see docs/measurements.md
+    source: str  # see benchmarks/README.md
     title: str
     card: str
     config: dict[str, Any]  # a config of this project, and what is different
@@ -120,22 +120,15 @@ def write_config(changes: dict[str, Any], folder: Path) -> Path:
     return path
 
 
-def percent(share: float) -> str:
-    return f"{abs(share):.0%}".replace("%", " %")
+def error_in_percent(share: float) -> str:
+    number = round(100 * share)
+    return f"{number:+} %".replace("-", "−") if number else "0 %"
 
 
 def row(setting: Setting, planned: dict[str, Any]) -> list[str]:
     reserved = planned["reserved_on_gb"][setting.card]
     gib = (reserved if setting.source in RESERVED else planned["peak_gpu_gb"]) * 1e9 / 2**30
-    difference = gib / setting.gib - 1
-    low, high = planned["tokens_per_second"][setting.card]
-    speed = setting.tokens_per_second
-    if speed < low:
-        position = f"{percent(1 - speed / low)} below"
-    elif speed > high:
-        position = f"{percent(speed / high - 1)} above"
-    else:
-        position = "within"
+    tokens = planned["tokens_per_second"][setting.card]
     return [
         setting.source,
         setting.title,
@@ -143,18 +136,15 @@ def row(setting: Setting, planned: dict[str, Any]) -> list[str]:
         f"{setting.micro_batch} × {setting.length:,}",
         str(setting.gib),
         f"{gib:.1f}",
-        f"{difference:+.0%}".replace("-", "−").replace("%", " %").replace("−0", "0").replace("+0", "0"),
-        f"{speed:,}",
-        f"{low:,}–{high:,}",
-        position,
+        error_in_percent(gib / setting.gib - 1),
+        f"{setting.tokens_per_second:,}",
+        f"{tokens:,}",
+        error_in_percent(tokens / setting.tokens_per_second - 1),
     ]
 
 
 def main(numbers: list[int]) -> None:
-    print(
-        "| by | what | GPUs | micro-batch | GiB measured | planned | error | tokens/s measured | planned "
-        "| measured speed and range |"
-    )
+    print("| by | what | GPUs | micro-batch | GiB measured | planned | error | tokens/s measured | planned | error |")
     print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
     for setting in (SETTINGS[number] for number in numbers):
         print(f"| {' | '.join(row(setting, plan(setting)))} |", flush=True)

@@ -129,7 +129,7 @@ def how_it_ended(process: BaseProcess) -> str:
 
 
 def table(record: dict[str, Any]) -> list[list[str]]:
-    """The table of docs/measurements.md."""
+    """The table of benchmarks/README.md."""
     rows = [["", "useful tokens of a batch", "useful tokens/s", "the recipe's speed ÷ this row's speed", "goal, at least"]]
     for name, title in TITLES.items():
         share, speed, ratio = (record[key][name] for key in ("share_that_trains", "tokens_per_second", "recipe_over"))

@@ -1,4 +1,4 @@
-"""A few trials of campaign.py; docs/measurements.md has the results of many."""
+"""A few trials of campaign.py; benchmarks/README.md has the results of many."""
 
 import subprocess
 import sys

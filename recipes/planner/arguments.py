@@ -14,7 +14,7 @@ from harness.commands.arguments import CommandParser, add_json, add_recipe
 from harness.messages import UserError, exit_on_user_error
 
 CardNumbers = tuple[str, float, float, float]  # name, GB, TFLOPS, GB/s
-CARD_FORMAT = "expected NAME=GB,TFLOPS,GB/s with three numbers above 0, for example --card A6000=48,155,768"
+CARD_FORMAT = "expected NAME=GB,TFLOPS,GB/s with three numbers above 0, for example --card A4000=16,77,448"
 CONFIG_ENDINGS = (".yaml", ".yml")
 
 

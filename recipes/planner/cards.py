@@ -6,48 +6,68 @@ import re
 from harness.messages import UserError
 
 GB = 1e9
-# Seconds in which a host starts a kernel, slow and fast: with the modules, autograd and autocast around it. Slow is what a
-# virtual machine with an H100 took for 4-bit layers (see docs/measurements.md), fast is assumed of a desktop.
-LAUNCH = (65e-6, 6e-6)
+# Seconds in which a host starts a kernel, with the modules, autograd and autocast around it (measured on two servers with an
+# H100, see docs/measurements.md).
+LAUNCH = 26e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """Numbers of the maker's data sheet, dense; memory as the driver leaves it to CUDA. Rates are [slow, fast] ends."""
+    """Numbers of the maker's data sheet, dense; memory as the driver leaves it to CUDA."""
 
     name: str
     memory: float  # bytes, what torch reports for an empty card
     half: float  # FLOP/s in bf16 or fp16 with float32 accumulation
     single: float  # FLOP/s in float32, without TF32
     bandwidth: float  # bytes/s of its memory
-    links: tuple[float, float]  # bytes/s between GPUs of a node, slow and fast: PCIe 3 x8 to 5 x16; NVLink
+    pcie: float  # bytes/s over PCIe, to the host or to another GPU: 60 % of what 16 lanes have; assumed
+    nvlink: float | None = None  # bytes/s to another GPU over NVLink: 70 % of what the links have; assumed
+    has_nvlink: bool = False  # whether the GPUs of a node are connected by it
     bf16: bool = True
-    launch: tuple[float, float] = LAUNCH
+    launch: float = LAUNCH
+
+    @property
+    def link(self) -> float:
+        """Bytes/s between GPUs of a node."""
+        return self.nvlink if self.has_nvlink and self.nvlink else self.pcie
 
 
-# H200 and B200: the SXM modules of HGX boards. A100 64 GB: NVIDIA has no public data sheet for the card of CINECA's Leonardo;
-# it has 124 multiprocessors where the others have 108, and four stacks of memory instead of five (arXiv:2307.16885).
+PCIE_3 = 9e9
+PCIE_4 = 19e9
+PCIE_5 = 38e9
+# From NVIDIA's data sheets. H200 and B200: the SXM modules of HGX boards. RTX PRO 6000: the workstation's. A100 64 GB: NVIDIA has
+# no public data sheet for the card of CINECA's Leonardo; it has 124 multiprocessors where the others have 108, and four stacks of
+# memory instead of five (arXiv:2307.16885).
 CARDS = (
-    Card("T4", 15.6 * GB, 65e12, 8.1e12, 320e9, (5e9, 12e9), bf16=False),
-    Card("RTX 3090", 25.4 * GB, 71e12, 35.6e12, 936e9, (6e9, 25e9)),
-    Card("RTX 4090", 25.3 * GB, 165e12, 82.6e12, 1008e9, (6e9, 25e9)),
-    Card("L4", 23.6 * GB, 121e12, 30.3e12, 300e9, (6e9, 25e9)),
-    Card("RTX 5090", 33.7 * GB, 209.5e12, 104.8e12, 1792e9, (6e9, 50e9)),
-    Card("A100 40 GB", 42.2 * GB, 312e12, 19.5e12, 1555e9, (25e9, 230e9)),
-    Card("L40S", 47.7 * GB, 362e12, 91.6e12, 864e9, (6e9, 25e9)),
-    Card("A100 64 GB", 68.1 * GB, 358e12, 22.4e12, 1640e9, (25e9, 230e9)),
-    Card("A100 80 GB", 84.9 * GB, 312e12, 19.5e12, 2039e9, (25e9, 230e9)),
-    Card("H100 80 GB", 84.9 * GB, 989e12, 67e12, 3350e9, (50e9, 370e9)),
-    Card("H200", 150.1 * GB, 989e12, 67e12, 4800e9, (50e9, 370e9)),
-    Card("B200", 191.5 * GB, 2250e12, 80e12, 8000e9, (50e9, 740e9)),
+    Card("T4", 15.6 * GB, 65e12, 8.1e12, 320e9, PCIE_3, bf16=False),
+    Card("RTX 3090", 25.4 * GB, 71e12, 35.6e12, 936e9, PCIE_4, nvlink=39e9),  # with a bridge
+    Card("RTX 4090", 25.3 * GB, 165e12, 82.6e12, 1008e9, PCIE_4),
+    Card("A10", 23.7 * GB, 125e12, 31.2e12, 600e9, PCIE_4),
+    Card("L4", 23.6 * GB, 121e12, 30.3e12, 300e9, PCIE_4),
+    Card("RTX 5090", 33.7 * GB, 209.5e12, 104.8e12, 1792e9, PCIE_5),
+    Card("A100 40 GB", 42.2 * GB, 312e12, 19.5e12, 1555e9, PCIE_4, 210e9, has_nvlink=True),
+    Card("A40", 47.7 * GB, 149.7e12, 37.4e12, 696e9, PCIE_4, nvlink=39e9),  # with a bridge, as the next one
+    Card("RTX A6000", 50.9 * GB, 154.8e12, 38.7e12, 768e9, PCIE_4, nvlink=39e9),
+    Card("RTX 6000 Ada", 50.9 * GB, 364.2e12, 91.1e12, 960e9, PCIE_4),
+    Card("L40S", 47.7 * GB, 362e12, 91.6e12, 864e9, PCIE_4),
+    Card("A100 64 GB", 68.1 * GB, 358e12, 22.4e12, 1640e9, PCIE_4, 210e9, has_nvlink=True),
+    Card("A100 80 GB", 84.9 * GB, 312e12, 19.5e12, 2039e9, PCIE_4, 210e9, has_nvlink=True),
+    Card("H100 PCIe", 84.9 * GB, 756e12, 51e12, 2000e9, PCIE_5, 210e9),
+    Card("H100 80 GB", 84.9 * GB, 989e12, 67e12, 3350e9, PCIE_5, 315e9, has_nvlink=True),
+    Card("H100 NVL", 99.9 * GB, 835e12, 60e12, 3900e9, PCIE_5, 210e9),
+    Card("GH200", 101.5 * GB, 989e12, 67e12, 4000e9, PCIE_5, 315e9),
+    Card("RTX PRO 6000", 101.9 * GB, 503.8e12, 126e12, 1792e9, PCIE_5),
+    Card("H200", 150.1 * GB, 989e12, 67e12, 4800e9, PCIE_5, 315e9, has_nvlink=True),
+    Card("B200", 191.5 * GB, 2250e12, 80e12, 8000e9, PCIE_5, 630e9, has_nvlink=True),
 )
 
 
 def card_of_user(name: str, gigabytes: float, teraflops: float, gigabytes_per_second: float) -> Card:
     """The card of --card: it connects over PCIe, and its float32 rate is a sixteenth, as on an A100."""
-    if name in {card.name for card in CARDS}:
-        raise UserError(f"--card: {name} is known already: leave out the flag, or give the card another name")
-    return Card(name, gigabytes * GB, teraflops * 1e12, teraflops * 1e12 / 16, gigabytes_per_second * 1e9, (6e9, 25e9))
+    known = next((card.name for card in CARDS if plain_name(card.name) == plain_name(name)), None)
+    if known:
+        raise UserError(f"--card: {known} is known already: leave out the flag, or give the card another name")
+    return Card(name, gigabytes * GB, teraflops * 1e12, teraflops * 1e12 / 16, gigabytes_per_second * 1e9, PCIE_4)
 
 
 def find_card(name: str, all_cards: tuple[Card, ...] = CARDS) -> Card:
@@ -74,9 +94,24 @@ def plain_name(name: str) -> str:
 
 def card_of_gpu(name: str, memory: float, has_bf16: bool, all_cards: tuple[Card, ...] = CARDS) -> Card:
     """The card that nvidia-smi calls `name`, with `memory` bytes; one that is unknown, with the rates of an RTX 3090 or a T4."""
+    parts = set(re.split(r"[^a-z0-9]+", name.lower()))
+    found = []
     for card in all_cards:
-        words = card.name.lower().removeprefix("rtx ").split()
-        if words[0] in re.split(r"[^a-z0-9]+", name.lower()) and 0.9 < card.memory / memory < 1.05:
-            return card
+        words = set(re.sub(r"\d+ gb", "", card.name.lower()).split()) - {"rtx"}
+        if words <= parts and 0.9 < card.memory / memory < 1.05:
+            found.append((len(words), card))  # "H100 PCIe" has more words of a name than "H100 80 GB"
+    if found:
+        return max(found, key=lambda pair: pair[0])[1]
     slower = find_card("3090" if has_bf16 else "T4")
     return dataclasses.replace(slower, name=name.removeprefix("NVIDIA "), memory=0.985 * memory)
+
+
+def describe_unknown(card: Card, all_cards: tuple[Card, ...] = CARDS) -> str:
+    """What is assumed of a card of this machine that is not known; "" of others."""
+    if card.name in {known.name for known in all_cards}:
+        return ""
+    other = "an RTX 3090" if card.bf16 else "a T4"
+    return (
+        f"{card.name} is not known to --plan: its memory is what nvidia-smi reports, its speed that of {other}. "
+        f"Its own numbers: --card {plain_name(card.name)}=GB,TFLOPS,GB/s"
+    )

@@ -19,7 +19,7 @@ from planner.cards import GB, Card
 from planner.grid import Grid, Option
 from planner.machines import Machine, is_possible, usable_host, with_margin
 from planner.pages import print_progress
-from planner.roofline import middle_seconds
+from planner.roofline import step_seconds
 from planner.simulation import Refused, Simulation
 
 COMPILING = 60.0  # seconds to compile the layers, as on the H100 of docs/measurements.md
@@ -31,7 +31,7 @@ class Candidate(NamedTuple):
 
     option: Option
     simulation: Simulation
-    seconds: float  # of a step, the middle of the range
+    seconds: float  # of a step
 
 
 def choose(
@@ -62,7 +62,7 @@ def choose(
 
     def candidates(setting: tuple[str, bool | None]) -> list[Candidate]:
         fitting = [option for option in simulated[setting] if is_possible(machine, simulations.get(option))]
-        return [Candidate(option, simulations[option], middle_seconds(machine.card, simulations[option])) for option in fitting]
+        return [Candidate(option, simulations[option], step_seconds(machine.card, simulations[option])) for option in fitting]
 
     def following(setting: tuple[str, bool | None]) -> Option | None:
         return next_option(machine, simulated[setting], simulations)
@@ -117,7 +117,7 @@ def weigh_compiling(
             return None, f"--torch_compile true was left out: {found.reason}."
         following = next_option(machine, compiled, simulations)
     fitting = [
-        Candidate(*pair, middle_seconds(machine.card, pair[1])) for pair in simulations.items() if is_possible(machine, pair[1])
+        Candidate(*pair, step_seconds(machine.card, pair[1])) for pair in simulations.items() if is_possible(machine, pair[1])
     ]
     if not fitting:
         return None, "--torch_compile true was left out: it would need more memory than there is."
@@ -166,7 +166,7 @@ def remaining_share(
     """
     if not settings:
         return 0.0
-    options = min(settings.values(), key=lambda options: middle_seconds(card, simulations[options[0]]))
+    options = min(settings.values(), key=lambda options: step_seconds(card, simulations[options[0]]))
     simulate_missing([options[-1]])
     smallest, largest = simulations[options[0]], simulations[options[-1]]
     if isinstance(largest, Refused) or not smallest.step.touched:
@@ -180,7 +180,7 @@ def bound(card: Card, simulation: Simulation, largest: int | None, share: float)
     moved = {kind: size / times for kind, size in simulation.step.moved.items()}
     counts = simulation.step
     step = dataclasses.replace(counts, moved=moved, touched=share * counts.touched, launches=counts.launches / times)
-    return middle_seconds(card, dataclasses.replace(simulation, step=step))
+    return step_seconds(card, dataclasses.replace(simulation, step=step))
 
 
 def next_option(machine: Machine, options: list[Option], simulations: dict[Option, Simulation | Refused]) -> Option | None:
@@ -202,7 +202,7 @@ def next_option(machine: Machine, options: list[Option], simulations: dict[Optio
     # Attention over packed rows with a mask computes more the longer the rows are, so a smaller micro-batch can be faster.
     flops = [sum(simulations[option].step.flops.values()) for option in (options[0], top)]
     if flops[1] > 1.01 * flops[0]:
-        place = options.index(min(fitting, key=lambda option: middle_seconds(machine.card, simulations[option])))
+        place = options.index(min(fitting, key=lambda option: step_seconds(machine.card, simulations[option])))
         neighbours = [option for option in options[max(0, place - 1) : place + 2] if option < top and option not in simulations]
         return neighbours[0] if neighbours else None
     return None

@@ -12,6 +12,7 @@ from planner.grid import Grid, Option
 from planner.machines import Machine
 from planner.simulation import Simulation
 
+UNSURE = 2  # a step can take so many times as long as its forecast
 SIGNAL = 300  # seconds before the time limit, of --signal in launch.sh
 SAVING = 60  # seconds to write a checkpoint; assumed
 
@@ -31,9 +32,9 @@ def shown_flags(option: Option, grid: Grid) -> list[str]:
 def signal_seconds(step: float) -> int:
     """Seconds before the time limit at which SLURM must send SIGUSR1, 0 if what launch.sh asks for is early enough.
 
-    `step`: seconds of a step. After the signal, a run finishes up to two steps and writes a checkpoint.
+    `step`: forecast seconds of a step. After the signal, a run finishes up to two steps and writes a checkpoint.
     """
-    needed = 2 * step + SAVING
+    needed = 2 * UNSURE * step + SAVING
     return 0 if needed <= SIGNAL else 60 * math.ceil(needed / 60)
 
 
@@ -44,7 +45,7 @@ def command_line(recipe: str, machine: Machine, candidate: Candidate, arguments:
     if grid.nodes > 1:
         gpus = grid.processes // grid.nodes
         options = ["--nodes", str(grid.nodes), "--gpus-per-node", str(gpus)]
-        if signal := signal_seconds(roofline.step_seconds(machine.card, candidate.simulation)[1]):
+        if signal := signal_seconds(roofline.step_seconds(machine.card, candidate.simulation)):
             options += ["--signal", f"USR1@{signal}"]
         return shlex.join(["sbatch", *options, "launch.sh", *words[1:]])
     count = "" if grid.processes == config.num_processes else f"NPROC_PER_NODE={grid.processes} "
@@ -66,7 +67,7 @@ def describe(
                 "processes": grid.processes,
                 "micro_batch": simulation.micro_batch,
                 "flags": shown_flags(option, grid),
-                "step_seconds": [round(seconds, 3) for seconds in roofline.step_seconds(machine.card, simulation)],
+                "step_seconds": round(candidate.seconds, 3),
                 "slower": round(candidate.seconds / candidates[0].seconds - 1, 3),
                 "gpu_gb": summary.gb(peak + memory.reserve(simulation, peak, machine.card)),
                 "host_gb": summary.gb(memory.needed_host_memory(simulation)),
@@ -77,17 +78,20 @@ def describe(
 
 def on_machine(machine: Machine, simulation: Simulation) -> dict[str, Any]:
     """Time on the machine itself; "hours" is None if the number of steps is not known."""
-    best, worst = roofline.step_seconds(machine.card, simulation)
+    card = machine.card
+    seconds = roofline.step_seconds(card, simulation)
+    slower = roofline.step_seconds(roofline.with_slower_host(card), simulation)
     tokens = simulation.tokens * simulation.accumulation * simulation.processes
-    hours = [round(simulation.max_steps * seconds / 3600, 6) for seconds in (best, worst)] if simulation.max_steps > 0 else None
     return {
         "machine": machine.name,
-        "gpu": machine.card.name,
+        "gpu": card.name,
         "on_machine": {
-            "step_seconds": [round(best, 3), round(worst, 3)],
-            "tokens_per_second": [round(tokens / worst), round(tokens / best)],
-            "hours": hours,
+            "kernel_seconds": card.launch,
+            "step_seconds": round(seconds, 3),
+            "tokens_per_second": round(tokens / seconds),
+            "tokens_per_second_with_slower_host": round(tokens / slower),
+            "hours": round(simulation.max_steps * seconds / 3600, 6) if simulation.max_steps > 0 else None,
             "has_disk": memory.disk_space(simulation) <= machine.disk,
-            "signal_seconds": signal_seconds(worst),
+            "signal_seconds": signal_seconds(seconds),
         },
     }

@@ -62,6 +62,11 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
 
     read_values(method, recipe, arguments)  # a misspelt flag is one error, before anything is simulated
     all_cards = known_cards(plan_flags)
+    here = {cards.card_of_gpu(gpu.name, gpu.memory, gpu.capability >= 8, all_cards) for gpu in gpus}
+    for own in here:
+        if unknown := cards.describe_unknown(own, all_cards):
+            pages.print_progress(unknown)
+            all_cards = (own, *all_cards)
     no_triton = why_not_triton(method, environment) if gpus else ""
 
     def run_with(config: AccelerateConfig) -> Run:
@@ -88,8 +93,7 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
         pages.print_side_by_side(plans)
     else:
         card = proposals.card_of_config(paths[0], all_cards)
-        here = {cards.card_of_gpu(gpu.name, gpu.memory, gpu.capability >= 8, all_cards).name for gpu in gpus}
-        pages.print_plan(plans[0], {card.name, *here})
+        pages.print_plan(plans[0], {card.name, *(of_gpu.name for of_gpu in here)})
         print(f"\nPicture: {pages.draw(plans[0], simulations[0].curve)}", flush=True)
 
         def simulate_change(path: str, flags_of_change: list[str]) -> "Simulation | Refused":

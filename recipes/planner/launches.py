@@ -8,23 +8,19 @@ import torch
 
 LAYERS, ROUNDS = 50, 20
 KERNELS = 6  # of a linear layer, forward and backward under autocast (counted with torch.profiler on an H100)
-# How many times as long a kernel of a model takes to start: 1.1 times in bf16 layers, 1.9 in compiled ones, 2.4 in 4-bit ones, on
-# the H100 of docs/measurements.md.
-SLOW = 2.5
 
 
-def measured_launch(environment: dict[str, str]) -> tuple[float, float] | None:
-    """Seconds in which this machine starts a kernel of a model, slow and fast; None if its GPU cannot be asked.
+def measured_launch(environment: dict[str, str]) -> float | None:
+    """Seconds in which this machine starts a kernel; None if its GPU cannot be asked.
 
     `environment`: in which the GPUs are visible. They are hidden from this process.
     """
     words = [sys.executable, "-m", "planner.launches"]
     process = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     try:
-        fast = float(process.stdout)
+        return float(process.stdout)
     except ValueError:
         return None
-    return SLOW * fast, fast
 
 
 def seconds_per_launch(device: str) -> float:

@@ -13,7 +13,7 @@ from planner.cards import CARDS, GB, Card
 from planner.hardware import Gpu, ask_nvidia_smi, host_memory
 from planner.simulation import Refused, Simulation
 
-# What stays free on top of the reserve, because forecasts can be too low (docs/measurements.md): shares of what there is.
+# What stays free on top of the reserve, because forecasts can be too low (benchmarks/README.md): shares of what there is.
 GPU_MARGIN = 0.10
 HOST_MARGIN = 0.05
 MACHINE_FORMAT = (
@@ -61,23 +61,25 @@ def read_machine(text: str, all_cards: tuple[Card, ...] = CARDS) -> Machine:
 
 def check_nvlink(card: Card) -> None:
     """Raises UserError unless the rate of the card's NVLink is known."""
-    if links.nvlink_rate(card) is not None:
+    if card.nvlink:
         return
     if card in CARDS:
         raise UserError(f"--for: {card.name} has no NVLink that this project knows: leave out nvlink")
     raise UserError(f"--for: {card.name} is planned with PCIe, because --card has no rate of NVLink: leave out nvlink")
 
 
-def this_machine(gpus: list[Gpu], all_cards: tuple[Card, ...] = CARDS, launch: tuple[float, float] | None = None) -> Machine:
+def this_machine(gpus: list[Gpu], all_cards: tuple[Card, ...] = CARDS, launch: float | None = None) -> Machine:
     """The machine with these GPUs. `launch`: see `Card`, None if it was not measured."""
     smallest = min(gpus)
     card = cards.card_of_gpu(smallest.name, smallest.memory, smallest.capability >= 8, all_cards)
+    if unknown := cards.describe_unknown(card, all_cards):
+        print(unknown, file=sys.stderr, flush=True)
     if launch:
         card = dataclasses.replace(card, launch=launch)
     are_linked = links.are_linked(ask_nvidia_smi("topo", "-m"), [gpu.index for gpu in gpus])
     if are_linked is False:
         card = links.with_pcie(card)
-    elif are_linked and links.nvlink_rate(card) is not None:
+    elif are_linked and card.nvlink:
         card = links.with_nvlink(card)
     elif are_linked:
         print(f"The GPUs have NVLink, whose rate is not known for {card.name}: planned with PCIe.", file=sys.stderr, flush=True)

@@ -2,7 +2,7 @@
 
 from harness.configs import AccelerateConfig
 from planner.cards import GB, Card
-from planner.links import has_nvlink_rate
+from planner.links import has_fast_nvlink
 from planner.simulation import Simulation
 
 MOST_ROWS = 4096  # of a micro-batch
@@ -26,7 +26,7 @@ def nccl_buffers(simulation: Simulation, card: Card | None) -> float:
     groups = [simulation.processes]
     if simulation.replicas > 1 and simulation.shards > 1:
         groups += [simulation.shards, simulation.replicas]
-    has_nvlink = card is not None and has_nvlink_rate(card)
+    has_nvlink = card is not None and has_fast_nvlink(card)
     return sum(NVLINK_BUFFERS[size > 2] if has_nvlink else NCCL_BUFFERS for size in groups if size > 1)
 
 

@@ -4,7 +4,6 @@ import math
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,8 @@ KINDS = {
 FEWER_KERNELS = "a larger --per_device_train_batch_size or --torch_compile true needs fewer kernels for a step"
 NOT_SIMULATED = """\
 The margin is for what is not simulated: CUDA's context, NCCL's buffers, cuBLAS workspaces, fragmentation. The time is computed
-from FLOPs and bytes. At the fast end of its range, matrix products run at 80 % of a GPU's rate, and all transfers overlap with
-them; at the slow end they run at 40 %, and nothing overlaps. It is assumed that every token counts in the loss."""
+from FLOPs, bytes and kernels: matrix products run at 60 % of a GPU's rate, transfers overlap with them, and every token counts
+in the loss."""
 
 
 def print_progress(message: str) -> None:
@@ -66,18 +65,18 @@ def print_plan(plan: dict[str, Any], wanted: set[str]) -> None:
     print(f"disk         {plan['disk_gb']:.0f} GB ({free}), {plan['download_gb']:.1f} GB of it to download")
     moved = ", ".join(f"{KINDS.get(kind, kind)} {size:.2f} GB" for kind, size in plan["moved_gb"].items())
     print(f"one step     {plan['tokens_per_step']:,} tokens, {plan['tflops']:,.0f} TFLOP per GPU; {moved or 'no transfers'}")
-    fast, slow = plan["host_seconds"]
-    print(f"             {plan['kernels_per_step']:,} kernels, which a host starts in {fast:.2f} to {slow:.2f} s")
+    print(f"             {plan['kernels_per_step']:,} kernels, which a host starts in {plan['host_seconds']:.2f} s")
     print(f"the run      {describe_length(plan)}\n")
-    rows = [("GPU", "fits", "largest micro-batch", "s per step", "tokens/s", "time")]
+    rows = [("GPU", "fits", "largest micro-batch", "s per step", "tokens/s", "slower host", "time")]
     shown = shown_cards(plan, wanted)
     for name in shown:
-        rows.append((name, describe_fit(plan, name), str(plan["largest_micro_batch"][name]), *ranges(plan, name)))
+        rows.append((name, describe_fit(plan, name), str(plan["largest_micro_batch"][name]), *describe_speed(plan, name)))
     print_table(without_empty_columns(rows))
     print(f"For all {len(plan['fits'])} GPUs that --plan knows, pass --json.")
-    waiting = [name for name in plan["can_wait_for_host"] if plan["fits"][name] and name in shown]
+    print(f"\n{describe_host(plan['kernel_seconds'])}")
+    waiting = [name for name in shown if plan["fits"][name] and waits_for_host(plan, name)]
     if waiting:
-        print(f"\nThe host can be slower than {', '.join(waiting)}: {FEWER_KERNELS}.")
+        print(f"The host can be slower than {', '.join(waiting)}: {FEWER_KERNELS}.")
     print(f"\n{NOT_SIMULATED}")
 
 
@@ -103,7 +102,7 @@ def print_side_by_side(plans: list[dict[str, Any] | Refused]) -> None:
                 f"{plan['peak_gpu_gb'] + plan['reserve_gb']:.1f}",
                 f"{plan['peak_host_gb']:.0f}",
                 card or "none",
-                f"{speed[0]:,}–{speed[1]:,}" if speed else "",
+                f"{speed:,}" if speed else "",
             )
         )
     if len(rows) > 1:
@@ -111,7 +110,7 @@ def print_side_by_side(plans: list[dict[str, Any] | Refused]) -> None:
     for plan in plans:
         if isinstance(plan, Refused):
             print(f"{plan.config}: {plan.reason}")
-    print(f"\n{NOT_SIMULATED}")
+    print(f"\n{describe_host(cards.LAUNCH)}\n{NOT_SIMULATED}")
 
 
 def print_proposals(tried: list[dict[str, Any]]) -> None:
@@ -134,12 +133,11 @@ def print_choice(plan: dict[str, Any]) -> None:
     print(f"{plan['recipe']} on {gpus} (forecast), chosen by the plan; the same by hand:\n\n    {plan['command']}\n")
     rows = [("config and flags", "s per step", "", "GB per GPU with margin", "GB host")]
     for choice in plan["choices"]:
-        best, worst = choice["step_seconds"]
         slower = f"+{choice['slower']:.0%}".replace("%", " %") if rows[1:] else "chosen"
         rows.append(
             (
                 shlex.join([choice["config"], *choice["flags"]]),
-                f"{best:.2f}–{worst:.2f}",
+                f"{choice['step_seconds']:.2f}",
                 slower,
                 f"{choice['gpu_gb']:.1f}",
                 f"{choice['host_gb']:.0f}",
@@ -148,12 +146,14 @@ def print_choice(plan: dict[str, Any]) -> None:
     print_table(rows)
     if plan.get("compiling"):
         print(f"\n{plan['compiling']}")
-    if here["hours"]:
-        print(f"\n{plan['steps']:,} steps: {describe_time(here['hours'])}.")
+    tokens, slower = here["tokens_per_second"], here["tokens_per_second_with_slower_host"]
+    speed = f"{tokens:,} tokens/s" + (f", {slower:,} with a slower host" if slower < tokens else "")
+    length = f"; {plan['steps']:,} steps: {describe_time(here['hours'])}" if here["hours"] else ""
+    print(f"\n{speed}{length}. {describe_host(here['kernel_seconds'])}")
     if here["signal_seconds"]:
         print(
             f"On SLURM, pass `sbatch --signal USR1@{here['signal_seconds']}`: without it, the signal comes 300 s before the time "
-            f"limit, and two steps can take {2 * here['step_seconds'][1]:.0f} s."
+            f"limit, and two steps can take longer."
         )
     if not here["has_disk"]:
         print(f"warning: the run needs {plan['disk_gb']:.0f} GB of disk, {plan['machine']} has less.")
@@ -174,26 +174,33 @@ def describe_fit(plan: dict[str, Any], name: str) -> str:
     return f"yes, {free:.1f} GB free" if plan["fits"][name] else f"no, {-free:.1f} GB missing"
 
 
-def ranges(plan: dict[str, Any], name: str) -> tuple[str, str, str]:
-    """Seconds per step, tokens/s and time of the run on a card."""
-
-    def span(key: str, style: Callable[[float], str]) -> str:
-        values = plan[key].get(name)
-        return f"{style(values[0])}–{style(values[1])}" if values else ""
-
-    return (
-        span("step_seconds", "{:.2f}".format),
-        span("tokens_per_second", "{:,}".format),
-        describe_time(plan["hours"].get(name, [])),
-    )
+def describe_speed(plan: dict[str, Any], name: str) -> tuple[str, str, str, str]:
+    """Seconds per step, tokens/s, tokens/s with a slower host if that is the limit, and time of the run on a card."""
+    if name not in plan["step_seconds"]:
+        return "", "", "", ""
+    slower = f"{plan['tokens_per_second_with_slower_host'][name]:,}" if waits_for_host(plan, name) else ""
+    hours = describe_time(plan["hours"][name]) if plan["hours"] else ""
+    return f"{plan['step_seconds'][name]:.2f}", f"{plan['tokens_per_second'][name]:,}", slower, hours
 
 
-def describe_time(hours: list[float]) -> str:
-    """A range of hours in hours, minutes or seconds, whichever its longer end has at least one of; "" for none."""
-    if not hours:
-        return ""
-    unit, size = next(((name, size) for name, size in (("h", 1), ("min", 60)) if hours[-1] * size >= 1), ("s", 3600))
-    return f"{'–'.join(two_digits(number * size) for number in hours)} {unit}"
+def waits_for_host(plan: dict[str, Any], name: str) -> bool:
+    """Whether a slower host makes a run on a card slower."""
+    return plan["tokens_per_second_with_slower_host"][name] < plan["tokens_per_second"][name]
+
+
+def describe_host(seconds: float) -> str:
+    """What is assumed of the host, which starts a kernel in so many seconds."""
+    source = "as on two servers that were measured" if seconds == cards.LAUNCH else "measured here"
+    return f"A host starts a kernel in {1e6 * seconds:.0f} µs ({source}), a slower host in {2e6 * seconds:.0f} µs."
+
+
+def describe_time(hours: float) -> str:
+    """Hours in hours, minutes or seconds, whichever there is at least one of."""
+    if hours >= 1:
+        return f"{two_digits(hours)} h"
+    if hours * 60 >= 1:
+        return f"{two_digits(60 * hours)} min"
+    return f"{two_digits(3600 * hours)} s"
 
 
 def two_digits(number: float) -> str:

@@ -4,7 +4,7 @@ from typing import Any
 
 from planner.cards import CARDS, GB, Card
 from planner.memory import disk_space, fits, largest_micro_batch, needed_host_memory, reserve, reserved_on
-from planner.roofline import can_wait_for_host, host_seconds, moved_bytes, step_seconds
+from planner.roofline import host_seconds, moved_bytes, step_seconds, with_slower_host
 from planner.simulation import Simulation
 
 
@@ -41,20 +41,23 @@ def make_plan(simulation: Simulation, all_cards: tuple[Card, ...] = CARDS) -> di
         "reserved_on_gb": {card.name: gb(reserved_on(card, simulation)) for card in all_cards},
         "free_gb": {card.name: gb(card.memory - (peak + reserve(simulation, peak, card))) for card in all_cards},
         "largest_micro_batch": {card.name: largest_micro_batch(card, simulation) for card in all_cards},
-        "host_seconds": [round(host_seconds(all_cards[0], simulation, end), 3) for end in (1, 0)],
-        "can_wait_for_host": [card.name for card in all_cards if can_wait_for_host(card, simulation)],
+        "kernel_seconds": all_cards[0].launch,
+        "host_seconds": round(host_seconds(all_cards[0], simulation), 3),
         "step_seconds": {},
         "tokens_per_second": {},
+        "tokens_per_second_with_slower_host": {},
         "hours": {},
     }
     for card in all_cards:
         if simulation.needs_bf16 and not card.bf16:
             continue
-        best, worst = step_seconds(card, simulation)
-        plan["step_seconds"][card.name] = [round(best, 3), round(worst, 3)]
-        plan["tokens_per_second"][card.name] = [round(tokens / worst), round(tokens / best)]
+        seconds = step_seconds(card, simulation)
+        plan["step_seconds"][card.name] = round(seconds, 3)
+        plan["tokens_per_second"][card.name] = round(tokens / seconds)
+        slower = step_seconds(with_slower_host(card), simulation)
+        plan["tokens_per_second_with_slower_host"][card.name] = round(tokens / slower)
         if steps:
-            plan["hours"][card.name] = [round(steps * seconds / 3600, 6) for seconds in (best, worst)]
+            plan["hours"][card.name] = round(steps * seconds / 3600, 6)
     return plan
 
 

@@ -2,7 +2,6 @@
 
     NNODES=3 NODE_RANK=0 MASTER_ADDR=host0 ./launch.sh gpt2_xl_wikitext 3xt4_full_shard       # on three machines with a 16 GB T4
     NNODES=3 NODE_RANK=0 MASTER_ADDR=host0 ./launch.sh gpt2_xl_wikitext 3xt4_shard_grad_op    # faster, 0.9 GB free (forecast)
-    sky jobs launch cloud/gpt2_xl_wikitext.yaml --env BUCKET=a-name-of-your-own               # on three spot machines
 
 Rows: a column `text`.
 Needs three 16 GB GPUs; DDP would need 31.8 GB on each. Forecast, not measured: 10.4 GB per GPU with 3xt4_full_shard, 13.1 GB with

@@ -41,7 +41,7 @@ def main():
         lora_dropout=0.05,
         lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         # trl.SFTConfig: the training
-        max_steps=100,  # two to four and a half hours (forecast)
+        max_steps=100,  # two and a half hours (forecast)
         chat_template_path="recipes/headings.jinja",  # a base model has no chat template
         assistant_only_loss=True,  # the answers, and the end-of-text token after each
         max_length=1024,

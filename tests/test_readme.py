@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING, AGENTS and docs/ say exists: commands, flags, files, links, configs, the numbers of tables."""
+"""What README, CONTRIBUTING, AGENTS, docs/ and benchmarks/README say exists: commands, flags, files, links, configs, the numbers of tables."""
 
 import functools
 import itertools
@@ -20,7 +20,8 @@ from conftest import ALL_CONFIGS, ALL_RECIPES, CONFIGS, RECIPES, ROOT, TABLE, TA
 from known_flags import known_flags
 from runs import check_run
 
-PAGES = {path: path.read_text() for path in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))}
+OWN_PAGES = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md")
+PAGES = {path: path.read_text() for path in OWN_PAGES}
 EVERYTHING = "\n".join(PAGES.values())
 COMMANDS = list(
     {
@@ -181,8 +182,7 @@ def test_recipes_and_configs_exist(page):
     text = PAGES[page] + "".join((page.parent / svg).read_text() for svg in re.findall(r"\(([\w-]+\.svg)\)", PAGES[page]))
     named = set(re.findall(r"\b\d+(?:x[a-z\d]|gpu)\w+", text))
     assert {name for name in named if not re.fullmatch(r"\dx[34]090|\dx\dx\w+", name)} <= {config.stem for config in CONFIGS}
-    tasks = {task.stem for task in (ROOT / "cloud").glob("*.yaml")}
-    assert set(re.findall(r"\b(?:gpt2|llama31|qwen2)_\w+", text)) <= {recipe.stem for recipe in RECIPES} | tasks
+    assert set(re.findall(r"\b(?:gpt2|llama31|qwen2)_\w+", text)) <= {recipe.stem for recipe in RECIPES}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

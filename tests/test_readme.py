@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING, AGENTS, docs/ and benchmarks/README say exists: commands, flags, files, links, configs, the numbers of tables."""
+"""What the pages of the project say exists: commands, flags, files, links, configs, the numbers of tables."""
 
 import functools
 import itertools

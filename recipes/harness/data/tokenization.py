@@ -28,9 +28,9 @@ IGNORED = -100  # the label of a token that does not count in the loss
 DROPPING = "Dropping rows without a token in the loss"
 
 NEEDS_TOKENS = (
-    "SFTTrainer needs rows as tokens. In the recipe, write between load() and the trainer: tokenizer = "
-    "load_tokenizer(model_args, training_args), then train_dataset, eval_dataset = tokenize(train_dataset, eval_dataset, "
-    "tokenizer, training_args); pass processing_class=tokenizer to the trainer; and import the two functions from harness"
+    "SFTTrainer needs rows as tokens: write `tokenizer = load_tokenizer(model_args, training_args)` and "
+    "`train_dataset, eval_dataset = tokenize(train_dataset, eval_dataset, tokenizer, training_args)` before the trainer, pass "
+    "processing_class=tokenizer to it, and import the two functions from harness"
 )
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from harness import folder
 from harness.compat.transformers import transformer_layers
 from harness.data.streams import fill_last_step, repeat_stream
-from harness.data.tokenization import NEEDS_TOKENS, are_tokenized
 from harness.launched import end_run, record_end
 from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
@@ -42,7 +41,7 @@ from datasets import Dataset, IterableDataset
 from peft import PeftModel
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from trl import DPOConfig, KTOConfig, RewardConfig, SFTTrainer
+from trl import DPOConfig, KTOConfig, RewardConfig
 
 
 def train(trainer: Trainer, run: Run) -> None:
@@ -149,9 +148,6 @@ def _train(trainer: Trainer, run: Run) -> None:
 
 def check_trainer(trainer: Trainer) -> None:
     """Raises UserError for what cannot be trained."""
-    has_images = bool({"image", "images"} & {*(trainer.train_dataset.column_names or [])})  # tokenized with their batch
-    if isinstance(trainer, SFTTrainer) and not has_images and not are_tokenized(trainer.args):
-        raise UserError(NEEDS_TOKENS)
     if isinstance(trainer.train_dataset, Dataset) and not len(trainer.train_dataset):
         raise UserError("the train_dataset of the trainer has no row: see what the recipe drops, and the rows with --preview")
     if isinstance(trainer, RunTrainer):

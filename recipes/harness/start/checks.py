@@ -9,9 +9,11 @@ import math
 import os
 import re
 import sys
+from pathlib import Path
 
 from harness.configs import AccelerateConfig
 from harness.data.script_arguments import ScriptArguments
+from harness.data.tokenization import NEEDS_TOKENS, are_tokenized
 from harness.messages import UserError
 from harness.run.parameters import adapters_of, base_of, config_of
 from harness.runs import StartedRecipe
@@ -19,7 +21,7 @@ from harness.runs import StartedRecipe
 import torch
 from transformers import TrainingArguments
 from transformers.trainer import Trainer
-from trl import DPOConfig, ModelConfig
+from trl import DPOConfig, ModelConfig, SFTTrainer
 
 # Values of --optim whose states FSDP cannot shard, or that compute something else with a part of a weight.
 NOT_FOR_FSDP = re.compile("8bit|4bit|bnb|paged|lion|ademamix|adafactor|stable")
@@ -124,8 +126,9 @@ def check_flags_have_effect(
 
 
 def check_built_trainer(recipe: StartedRecipe) -> None:
-    """Raises UserError for arguments of the model that the recipe has not passed on to the trainer that it has built."""
+    """Raises UserError for a trainer that the recipe has built without its rows as tokens, or arguments of the model."""
     script_args, training_args, model_args = recipe.arguments
+    check_rows_are_tokens(recipe)
     model = recipe.trainer.model
     loads_model = hasattr(training_args, "model_init_kwargs")  # TRL's trainers get the name of the model
     adapters = adapters_of(model)
@@ -154,6 +157,15 @@ def check_built_trainer(recipe: StartedRecipe) -> None:
             f"--dtype: the recipe loads its model in {config.dtype}: pass dtype=model_args.dtype to from_pretrained there, or "
             "leave out the flag"
         )
+
+
+def check_rows_are_tokens(recipe: StartedRecipe) -> None:
+    """Raises UserError for an SFTTrainer that has tokenized its rows itself. It must with images, with each batch."""
+    trainer = recipe.trainer
+    if not isinstance(trainer, SFTTrainer) or are_tokenized(trainer.args):
+        return
+    if not {"image", "images"} & {*(trainer.train_dataset.column_names or [])}:
+        raise UserError(f"{Path(recipe.run.recipe).name}: {NEEDS_TOKENS}")
 
 
 def check_quantized(

@@ -85,7 +85,8 @@ def raise_if_rows_are_readable(recipe: StartedRecipe, error: Exception) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     is_of_trainer = any(frame.filename.endswith("trl/trainer/sft_trainer.py") and frame.name == "__init__" for frame in frames)
     if is_of_trainer and recipe.arguments and not are_tokenized(recipe.arguments[1]):
-        raise UserError(f"{NEEDS_TOKENS} ({type(error).__name__}: {last_line(error)})") from error
+        name = Path(recipe.run.recipe).name
+        raise UserError(f"{name}: {NEEDS_TOKENS} ({type(error).__name__}: {last_line(error)})") from error
 
 
 def has_trained(trainer: Any, error: Exception) -> bool:

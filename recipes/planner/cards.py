@@ -39,26 +39,26 @@ PCIE_5 = 38e9
 # no public data sheet for the card of CINECA's Leonardo; it has 124 multiprocessors where the others have 108, and four stacks of
 # memory instead of five (arXiv:2307.16885).
 CARDS = (
-    Card("T4", 15.6 * GB, 65e12, 8.1e12, 320e9, PCIE_3, bf16=False),
-    Card("RTX 3090", 25.4 * GB, 71e12, 35.6e12, 936e9, PCIE_4, nvlink=39e9),  # with a bridge
-    Card("RTX 4090", 25.3 * GB, 165e12, 82.6e12, 1008e9, PCIE_4),
-    Card("A10", 23.7 * GB, 125e12, 31.2e12, 600e9, PCIE_4),
-    Card("L4", 23.6 * GB, 121e12, 30.3e12, 300e9, PCIE_4),
-    Card("RTX 5090", 33.7 * GB, 209.5e12, 104.8e12, 1792e9, PCIE_5),
-    Card("A100 40 GB", 42.2 * GB, 312e12, 19.5e12, 1555e9, PCIE_4, 210e9, has_nvlink=True),
-    Card("A40", 47.7 * GB, 149.7e12, 37.4e12, 696e9, PCIE_4, nvlink=39e9),  # with a bridge, as the next one
-    Card("RTX A6000", 50.9 * GB, 154.8e12, 38.7e12, 768e9, PCIE_4, nvlink=39e9),
-    Card("RTX 6000 Ada", 50.9 * GB, 364.2e12, 91.1e12, 960e9, PCIE_4),
-    Card("L40S", 47.7 * GB, 362e12, 91.6e12, 864e9, PCIE_4),
-    Card("A100 64 GB", 68.1 * GB, 358e12, 22.4e12, 1640e9, PCIE_4, 210e9, has_nvlink=True),
-    Card("A100 80 GB", 84.9 * GB, 312e12, 19.5e12, 2039e9, PCIE_4, 210e9, has_nvlink=True),
-    Card("H100 PCIe", 84.9 * GB, 756e12, 51e12, 2000e9, PCIE_5, 210e9),
-    Card("H100 80 GB", 84.9 * GB, 989e12, 67e12, 3350e9, PCIE_5, 315e9, has_nvlink=True),
-    Card("H100 NVL", 99.9 * GB, 835e12, 60e12, 3900e9, PCIE_5, 210e9),
-    Card("GH200", 101.5 * GB, 989e12, 67e12, 4000e9, PCIE_5, 315e9),
-    Card("RTX PRO 6000", 101.9 * GB, 503.8e12, 126e12, 1792e9, PCIE_5),
-    Card("H200", 150.1 * GB, 989e12, 67e12, 4800e9, PCIE_5, 315e9, has_nvlink=True),
-    Card("B200", 191.5 * GB, 2250e12, 80e12, 8000e9, PCIE_5, 630e9, has_nvlink=True),
+    Card("T4", 15.6e9, 65e12, 8.1e12, 320e9, PCIE_3, bf16=False),
+    Card("RTX 3090", 25.4e9, 71e12, 35.6e12, 936e9, PCIE_4, nvlink=39e9),  # with a bridge
+    Card("RTX 4090", 25.3e9, 165e12, 82.6e12, 1008e9, PCIE_4),
+    Card("A10", 23.7e9, 125e12, 31.2e12, 600e9, PCIE_4),
+    Card("L4", 23.6e9, 121e12, 30.3e12, 300e9, PCIE_4),
+    Card("RTX 5090", 33.7e9, 209.5e12, 104.8e12, 1792e9, PCIE_5),
+    Card("A100 40 GB", 42.2e9, 312e12, 19.5e12, 1555e9, PCIE_4, 210e9, has_nvlink=True),
+    Card("A40", 47.7e9, 149.7e12, 37.4e12, 696e9, PCIE_4, nvlink=39e9),  # with a bridge, as the next one
+    Card("RTX A6000", 50.9e9, 154.8e12, 38.7e12, 768e9, PCIE_4, nvlink=39e9),
+    Card("RTX 6000 Ada", 50.9e9, 364.2e12, 91.1e12, 960e9, PCIE_4),
+    Card("L40S", 47.7e9, 362e12, 91.6e12, 864e9, PCIE_4),
+    Card("A100 64 GB", 68.1e9, 358e12, 22.4e12, 1640e9, PCIE_4, 210e9, has_nvlink=True),
+    Card("A100 80 GB", 84.9e9, 312e12, 19.5e12, 2039e9, PCIE_4, 210e9, has_nvlink=True),
+    Card("H100 80 GB", 84.9e9, 989e12, 67e12, 3350e9, PCIE_5, 315e9, has_nvlink=True),
+    Card("H100 PCIe", 84.9e9, 756e12, 51e12, 2000e9, PCIE_5, 210e9),
+    Card("H100 NVL", 99.9e9, 835e12, 60e12, 3900e9, PCIE_5, 210e9),
+    Card("GH200", 101.5e9, 989e12, 67e12, 4000e9, PCIE_5, 315e9),
+    Card("RTX PRO 6000", 101.9e9, 503.8e12, 126e12, 1792e9, PCIE_5),
+    Card("H200", 150.1e9, 989e12, 67e12, 4800e9, PCIE_5, 315e9, has_nvlink=True),
+    Card("B200", 191.5e9, 2250e12, 80e12, 8000e9, PCIE_5, 630e9, has_nvlink=True),
 )
 
 
@@ -77,14 +77,19 @@ def find_card(name: str, all_cards: tuple[Card, ...] = CARDS) -> Card:
     """
     wanted = plain_name(name)
     known = sorted(all_cards, key=lambda card: card.memory)
-    exact = [card for card in known if plain_name(card.name) == wanted]
-    beginning = [card for card in known if wanted and plain_name(card.name).startswith(wanted)]
-    if not exact and not beginning:
-        raise UserError(
-            f"{name} is not a known GPU, expected one of {', '.join(card.name for card in known)}, or describe it: "
-            f"--card {name.strip().replace(' ', '')}=48,155,768 (GB, TFLOPS, GB/s)"
-        )
-    return (exact or beginning)[0]
+    beginning = None
+    for card in known:
+        plain = plain_name(card.name)
+        if plain == wanted:
+            return card
+        if wanted and plain.startswith(wanted) and not beginning:
+            beginning = card
+    if beginning:
+        return beginning
+    raise UserError(
+        f"{name} is not a known GPU, expected one of {', '.join(card.name for card in known)}, or describe it: "
+        f"--card {name.strip().replace(' ', '')}=48,155,768 (GB, TFLOPS, GB/s)"
+    )
 
 
 def plain_name(name: str) -> str:

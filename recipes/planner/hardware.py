@@ -23,8 +23,11 @@ def find_gpus() -> list[Gpu]:
         return []
     selection = [f"--id={visible}"] if visible else []
     listed = ask_nvidia_smi("--query-gpu=name,memory.total,compute_cap,index", "--format=csv,noheader,nounits", *selection)
-    rows = [[cell.strip() for cell in line.rsplit(",", 3)] for line in listed.splitlines() if line.count(",") >= 3]
-    gpus = [Gpu(float(size) * 2**20, name, float(version), int(i)) for name, size, version, i in rows if size.isdecimal()]
+    gpus = []
+    for line in listed.splitlines():
+        cells = [cell.strip() for cell in line.rsplit(",", 3)]
+        if len(cells) == 4 and cells[1].isdecimal():  # a GPU without memory of its own has no number
+            gpus.append(Gpu(float(cells[1]) * 2**20, cells[0], float(cells[2]), int(cells[3])))
     return gpus[: integer_from_environment("NPROC_PER_NODE", len(gpus))]
 
 

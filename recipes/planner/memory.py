@@ -1,17 +1,17 @@
 """The memory of a run: what must stay free on a GPU next to the peak, on which cards it fits, host memory and disk."""
 
 from harness.configs import AccelerateConfig
-from planner.cards import GB, Card
+from planner.cards import Card
 from planner.links import has_fast_nvlink
 from planner.simulation import Simulation
 
 MOST_ROWS = 4096  # of a micro-batch
 PROCESS_BYTES = 2_500_000_000  # of host memory: Python, torch, CUDA's libraries; assumed
 # What a simulation does not see, on top of its peak.
-CUDA_CONTEXT = 0.5 * GB  # with the loaded kernels
-NCCL_BUFFERS = 0.5 * GB  # of a communicator over PCIe; assumed
+CUDA_CONTEXT = 0.5e9  # with the loaded kernels
+NCCL_BUFFERS = 0.5e9  # of a communicator over PCIe; assumed
 # Of a communicator of two GPUs with NVLink, and of more: 544 and 688 MiB between A100s (NVIDIA/nccl#964).
-NVLINK_BUFFERS = (0.57 * GB, 0.72 * GB)
+NVLINK_BUFFERS = (0.57e9, 0.72e9)
 FRAGMENTATION = 0.05  # of the peak, at least: the allocator's pages, cuBLAS workspaces
 
 

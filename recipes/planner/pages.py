@@ -1,5 +1,6 @@
 """A plan for people: text, a table of configs, a picture."""
 
+import itertools
 import math
 import shlex
 import shutil
@@ -44,9 +45,12 @@ def print_progress(message: str) -> None:
 
 def holders_of(plan: dict[str, Any]) -> dict[str, str]:
     """What holds memory on a GPU: names and descriptions, also of the models that a trainer holds next to the trained one."""
-    second = {name: f"{name}, which the trainer holds too" for name in plan["holders"] if name not in HOLDERS}
-    alone = {"gathered": "the layers' weights in bf16 or fp16"} if plan["shards"] == 1 else {}
-    return HOLDERS | alone | second
+    described = dict(HOLDERS)
+    if plan["shards"] == 1:
+        described["gathered"] = "the layers' weights in bf16 or fp16"
+    for name in plan["holders"]:
+        described.setdefault(name, f"{name}, which the trainer holds too")
+    return described
 
 
 def print_plan(plan: dict[str, Any], wanted: set[str]) -> None:
@@ -82,8 +86,14 @@ def print_plan(plan: dict[str, Any], wanted: set[str]) -> None:
 
 def shown_cards(plan: dict[str, Any], wanted: set[str]) -> list[str]:
     """The wanted cards, those of --card, and the first one on which the run fits."""
-    known, first = [known.name for known in cards.CARDS], next((name for name, fits in plan["fits"].items() if fits), None)
+    known = {card.name for card in cards.CARDS}
+    first = first_that_fits(plan)
     return [name for name in plan["fits"] if name not in known or name in wanted or name == first]
+
+
+def first_that_fits(plan: dict[str, Any]) -> str | None:
+    """The first card on which a run fits, None if there is none."""
+    return next((name for name, is_enough in plan["fits"].items() if is_enough), None)
 
 
 def print_side_by_side(plans: list[dict[str, Any] | Refused]) -> None:
@@ -92,7 +102,7 @@ def print_side_by_side(plans: list[dict[str, Any] | Refused]) -> None:
     for plan in plans:
         if isinstance(plan, Refused):
             continue
-        card = next((name for name, fits in plan["fits"].items() if fits), None)
+        card = first_that_fits(plan)
         speed = plan["tokens_per_second"].get(card)
         rows.append(
             (
@@ -220,8 +230,9 @@ def total_memory() -> float:
 
 
 def without_empty_columns(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    used = [column for column in range(len(rows[0])) if any(row[column] for row in rows[1:])]
-    return [tuple(row[column] for column in used) for row in rows]
+    columns = zip(*rows, strict=True)
+    used = [column for column in columns if any(column[1:])]
+    return list(zip(*used, strict=True))
 
 
 def draw(plan: dict[str, Any], curve: list[tuple[str, dict[str, int]]], path: Path = Path("plan.png")) -> Path:
@@ -232,15 +243,23 @@ def draw(plan: dict[str, Any], curve: list[tuple[str, dict[str, int]]], path: Pa
     figure = Figure(figsize=(9, 4.5))
     axes = figure.subplots()
     top = max(sum(held.values()) for _, held in curve) / cards.GB
-    holders = holders_of(plan)
-    holders |= {holder: holder for _, held in curve for holder in held if holder not in holders}
-    layers = {holder: [held.get(holder, 0) / cards.GB for _, held in curve] for holder in holders}
-    layers = {holder: sizes for holder, sizes in layers.items() if max(sizes) > 0.005 * top}
-    axes.stackplot(range(len(curve)), *layers.values(), labels=[holders[holder] for holder in layers])
-    starts = [index for index in range(len(curve)) if index == 0 or curve[index - 1][0] != curve[index][0]]
-    for start, end in zip(starts, [*starts[1:], len(curve)], strict=True):
-        if end - start > len(curve) / 40:
-            axes.text((start + end) / 2, top * 1.04, curve[start][0], ha="center", fontsize="small")
+    described = holders_of(plan)
+    for _, held in curve:
+        for holder in held:
+            described.setdefault(holder, holder)
+    shown, labels = [], []
+    for holder, label in described.items():
+        sizes = [held.get(holder, 0) / cards.GB for _, held in curve]
+        if max(sizes) > 0.005 * top:
+            shown.append(sizes)
+            labels.append(label)
+    axes.stackplot(range(len(curve)), *shown, labels=labels)
+    start = 0
+    for moment, group in itertools.groupby(moment for moment, _ in curve):
+        count = len(list(group))
+        if count > len(curve) / 40:
+            axes.text(start + count / 2, top * 1.04, moment, ha="center", fontsize="small")
+        start += count
     for size in LINES:
         if size < 2.5 * top:
             axes.axhline(size, linestyle="--", color="grey", linewidth=0.8)

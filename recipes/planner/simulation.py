@@ -323,9 +323,15 @@ def describe_run(plan: StartedRecipe, batch: dict) -> Simulation:
     trainer, config = plan.trainer, plan.run.config
     model, args = trainer.model, trainer.args
     weights = list(model.parameters())
-    bytes_in_4bit = sum(weight.numel() * weight.element_size() for weight in weights if hasattr(weight, "quant_type"))
-    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    parameters = sum(weight.numel() for weight in weights if not hasattr(weight, "quant_type")) + 2 * bytes_in_4bit
+    bytes_in_4bit = parameters = trained = 0
+    for weight in weights:
+        if hasattr(weight, "quant_type"):  # two parameters in a byte
+            bytes_in_4bit += weight.nbytes
+            parameters += 2 * weight.nbytes
+        else:
+            parameters += weight.numel()
+        if weight.requires_grad:
+            trained += weight.numel()
     is_adapter = hasattr(model, "peft_config")
     folder = Path((model.get_base_model() if hasattr(model, "get_base_model") else model).config.name_or_path)
     published, planned = json.loads((folder / "config.json").read_text("utf-8")), read_json(folder / PLANNED)
@@ -377,7 +383,11 @@ def second_models(trainer: Trainer) -> Iterator[tuple[str, torch.nn.Module]]:
     """The modules that a trainer holds next to its model, such as a reference model or a teacher, and the attributes' names."""
     own = set(trainer.model.modules())
     for name, value in vars(trainer).items():
-        values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        values = [value]
+        if isinstance(value, dict):
+            values = value.values()
+        elif isinstance(value, list | tuple):
+            values = value
         for module in values:
             if isinstance(module, torch.nn.Module) and own.isdisjoint(module.modules()):
                 yield name, module

@@ -37,10 +37,10 @@ def make_plan(simulation: Simulation, all_cards: tuple[Card, ...] = CARDS) -> di
         "steps": steps,
         "steps_are_estimated": simulation.steps_are_estimated,
         "no_steps": simulation.no_steps,
-        "fits": {card.name: fits(card, simulation, peak) for card in all_cards},
-        "reserved_on_gb": {card.name: gb(reserved_on(card, simulation)) for card in all_cards},
-        "free_gb": {card.name: gb(card.memory - (peak + reserve(simulation, peak, card))) for card in all_cards},
-        "largest_micro_batch": {card.name: largest_micro_batch(card, simulation) for card in all_cards},
+        "fits": {},
+        "reserved_on_gb": {},
+        "free_gb": {},
+        "largest_micro_batch": {},
         "kernel_seconds": all_cards[0].launch,
         "host_seconds": round(host_seconds(all_cards[0], simulation), 3),
         "step_seconds": {},
@@ -49,6 +49,10 @@ def make_plan(simulation: Simulation, all_cards: tuple[Card, ...] = CARDS) -> di
         "hours": {},
     }
     for card in all_cards:
+        plan["fits"][card.name] = fits(card, simulation, peak)
+        plan["reserved_on_gb"][card.name] = gb(reserved_on(card, simulation))
+        plan["free_gb"][card.name] = gb(card.memory - (peak + reserve(simulation, peak, card)))
+        plan["largest_micro_batch"][card.name] = largest_micro_batch(card, simulation)
         if simulation.needs_bf16 and not card.bf16:
             continue
         seconds = step_seconds(card, simulation)

@@ -45,6 +45,7 @@ def names_of(grid: Grid) -> set[str]:
         ("8xa100-80gb,nvlink,1000 GB", 8, "A100 80 GB", 1000e9, None),
         ("1xL4", 1, "L4", None, None),
         ("3xT4", 3, "T4", None, None),
+        ("1xH100", 1, "H100 80 GB", None, None),
     ],
 )
 def test_machine_is_read(text, gpus, card, host, disk):

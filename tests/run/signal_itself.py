@@ -23,6 +23,9 @@ class SignalItself(TrainerCallback):
     def on_step_begin(self, *args, **kwargs):
         self.on_event("step begins", *args, **kwargs)
 
+    def on_prediction_step(self, *args, **kwargs):
+        self.on_event("batch is evaluated", *args, **kwargs)
+
     def on_save(self, *args, **kwargs):
         print("A checkpoint is written.")
         self.on_event("checkpoint is written", *args, **kwargs)

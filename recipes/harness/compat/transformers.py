@@ -4,6 +4,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -174,6 +175,10 @@ class TrainerWithHooks:
     def count_step(self, batches: list[dict], loss_tokens: Any) -> None:
         """Called with what `read_batches` returned and the tokens in the loss on all processes. All may raise the same error."""
 
+    def evaluate_unless_stopped(self, evaluate: Callable, restore_random_numbers: Callable) -> dict[str, float] | None:
+        """The metrics of `evaluate()`. If it returns None, the step has no evaluation."""
+        return evaluate()
+
     def log_fields(self, logs: dict) -> dict:
         """What is added to logs before the state and the trackers get them."""
         return {}
@@ -242,10 +247,20 @@ class TrainerWithHooks:
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """Saves at the best evaluation. transformers saves at save_steps only, and the model of the last step at the end."""
+        if metrics is None:  # the evaluation was left
+            return self.control.should_save
         is_new_best = super()._determine_best_metric(metrics, trial)
         if is_new_best and self.args.load_best_model_at_end:
             self.control.should_save = True
         return is_new_best
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float] | None:
+        """An evaluation during training, or None if `evaluate_unless_stopped` leaves it; then the step is only saved."""
+        with tempfile.TemporaryDirectory() as folder:
+            self._save_rng_state(folder)
+            return self.evaluate_unless_stopped(
+                functools.partial(super()._evaluate, *args, **kwargs), functools.partial(self._load_rng_state, folder)
+            )
 
     def load_best_checkpoint(self) -> None:
         """Loads the weights of the best checkpoint with `load_best_model_at_end`.
@@ -274,6 +289,8 @@ class TrainerWithHooks:
     "transformers:Trainer._load_from_checkpoint(self, resume_from_checkpoint, model)",
     "transformers:Trainer._load_best_model(self)",
     "transformers:Trainer._load_optimizer_and_scheduler(self, checkpoint)",
+    "transformers:Trainer._save_rng_state(self, output_dir)",
+    "transformers:Trainer._load_rng_state(self, checkpoint)",
     "transformers:Trainer._evaluate(self, trial, ignore_keys_for_eval, skip_scheduler)",
     "transformers:Trainer._determine_best_metric(self, metrics, trial)",
 )

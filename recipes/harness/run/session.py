@@ -32,7 +32,14 @@ from harness.run.samples import generate_samples
 from harness.run.saving import load_original_config, save_model, set_base_revision, write_model_card
 from harness.run.sharded_files import check_other_files, check_sharded_files
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
-from harness.run.stopping import LastStepReached, MissedEvaluation, StopAfterSignal, StopAtLastStep, StopOnNan
+from harness.run.stopping import (
+    LastStepReached,
+    MissedEvaluation,
+    StopAfterSignal,
+    StopAtLastStep,
+    StopOnNan,
+    StoppedInEvaluation,
+)
 from harness.run.trainer import RunTrainer, add_parts
 from harness.runs import Run
 
@@ -109,6 +116,8 @@ def _train(trainer: Trainer, run: Run) -> None:
         print_once(f"Resuming from {checkpoint}; rows that were trained on are skipped.")
     try:
         output = trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except StoppedInEvaluation:
+        pass  # `report_stop` has the exit code
     except LastStepReached:
         output, trainer.is_in_train = None, False
         trainer.load_best_checkpoint()
@@ -117,6 +126,7 @@ def _train(trainer: Trainer, run: Run) -> None:
         record_end(130)
         os._exit(130)  # other processes may never reach the end of a collective
     code = parts.reader.report_stop() or stop.report_stop(trainer)
+    trainer.remove_callback(stop)  # the last evaluation is not left: the model is saved
     stop.group = parts.reader.group = None  # `Trainer.end` destroys it: what still refers to it would do so again
     if code:
         trainer.end()

@@ -15,12 +15,17 @@ from torch.distributed import ProcessGroup
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
+class StoppedInEvaluation(Exception):
+    """A process received a signal during an evaluation, which all processes have left."""
+
+
 class StopAfterSignal(TrainerCallback):
-    """Stops all processes after the step in which one of them received a signal, with a checkpoint."""
+    """Stops all processes after the step or the evaluation batch in which one of them received a signal, with a checkpoint."""
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self.group = group
         self.signal = 0  # the one that all processes agreed on
+        self.is_in_evaluation = False  # it came during an evaluation, which is left out
         set_signal_handler(record_signal)  # until now a signal ends the process: there is nothing to save
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
@@ -32,12 +37,19 @@ class StopAfterSignal(TrainerCallback):
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """transformers ends the epoch when the run stops, and a strategy "epoch" would evaluate, and save again."""
-        if self.signal and state.global_step < state.max_steps:
+        if self.signal and (state.global_step < state.max_steps or self.is_in_evaluation):
             control.should_save = control.should_evaluate = False
+
+    def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """An evaluation can take longer than there is time; see `RunTrainer.evaluate_unless_stopped`."""
+        self.signal = maximum(last_signal(), self.group)
+        if self.signal:
+            self.is_in_evaluation = True
+            raise StoppedInEvaluation
 
     def report_stop(self, trainer: Trainer) -> int:
         """The exit code, after a message, if a signal stopped the run before its last step; else 0."""
-        if not self.signal or trainer.state.global_step >= trainer.state.max_steps:
+        if not self.signal or (trainer.state.global_step >= trainer.state.max_steps and not self.is_in_evaluation):
             return 0
         saved, step = trainer.args.save_strategy != "no", trainer.state.global_step
         name, hint = signal.Signals(self.signal).name, "the same command resumes there" if saved else "without a checkpoint"

@@ -18,6 +18,7 @@ from harness.run.evaluation import Means, read_equally, without_router_loss
 from harness.run.losses import Loss
 from harness.run.marker import read_marker
 from harness.run.progress import Progress
+from harness.run.stopping import StoppedInEvaluation
 from harness.runs import Run
 
 import torch
@@ -114,6 +115,24 @@ class RunTrainer(TrainerWithHooks):
             )
         self.is_first_step = False
         self.parts.progress.count(batches, loss_tokens)
+
+    def evaluate_unless_stopped(self, evaluate: Callable, restore_random_numbers: Callable) -> dict[str, float] | None:
+        """Leaves the evaluation after a signal, with a checkpoint as if it had not begun: the resumed run makes it.
+
+        Raises StoppedInEvaluation if there is nothing to save: before the first step of this start.
+        """
+        logged = len(self.state.log_history)  # several evaluation datasets log one after the other
+        try:
+            return evaluate()
+        except StoppedInEvaluation:
+            self.means = None
+            if self.state.global_step == self.parts.reader.started_at:
+                raise
+            del self.state.log_history[logged:]
+            restore_random_numbers()
+            self.control.should_training_stop = True
+            self.control.should_save = self.args.save_strategy != "no"
+            return None
 
     def log_fields(self, logs: dict) -> dict:
         return self.parts.progress.log_fields(logs)

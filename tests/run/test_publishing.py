@@ -105,7 +105,9 @@ def test_run_is_uploaded(hub, use_hub, capsys, rehearse, fork_launch, workdir, t
         "train_results.json",
         "loss.png",
     } <= names
-    others = {name for name in names if "checkpoint" in name or name.startswith(("held_out", "samples", "run.json", "."))}
+    others = {
+        name for name in names if "checkpoint" in name or name.startswith(("held_out", "samples", "prompt", "run.json", "."))
+    }
     assert others == {".private"}
     assert (uploaded / "adapter_model.safetensors").read_bytes() == (run / "adapter_model.safetensors").read_bytes()
     for file in [*run.rglob("*"), *uploaded.rglob("*")]:

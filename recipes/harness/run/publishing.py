@@ -4,17 +4,19 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.folder import PROMPT
 from harness.messages import UserError, last_line, print_once
 
 from huggingface_hub import HfApi
 from huggingface_hub.utils import httpx
 from transformers import TrainingArguments
 
-# Of the output directory: no checkpoints, and no rows of the dataset (held_out.parquet, samples.txt).
+# Of the output directory: no checkpoints, and nothing of the rows (held_out.parquet, samples.txt, their system message in
+# prompt.json).
 FILES = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "adapter_config.json"),
     *("tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
-    *("preprocessor_config.json", "processor_config.json", "prompt.json", "README.md", "train_results.json", "loss.png"),
+    *("preprocessor_config.json", "processor_config.json", "README.md", "train_results.json", "loss.png"),
 )
 
 
@@ -64,5 +66,6 @@ def publish(folder: Path, repository: Repository) -> None:
     except Exception as error:  # the run is finished, whatever happens here
         print_once(
             f"warning: the upload to {repository.name} failed: {last_line(error)}\nTo repeat it: .venv/bin/hf upload "
-            f"{repository.name} {shlex.quote(str(folder))} --exclude 'checkpoint-*' --exclude '*.parquet' --exclude samples.txt"
+            f"{repository.name} {shlex.quote(str(folder))} --exclude 'checkpoint-*' --exclude '*.parquet' --exclude samples.txt "
+            f"--exclude {PROMPT}"
         )

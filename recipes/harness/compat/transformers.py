@@ -168,6 +168,8 @@ class TrainerWithHooks:
     See `add_overrides`.
     """
 
+    is_evaluation_left = False  # after a signal: in an evaluation of `evaluate_unless_stopped`
+
     def read_batches(self, iterator: Iterator, count: int) -> list[dict]:
         """The micro-batches of an optimizer step. If it returns none on one process, it must return none on all of them."""
         return list(itertools.islice(iterator, count))
@@ -275,7 +277,8 @@ class TrainerWithHooks:
 
         At the step of a checkpoint, so that nothing is saved.
         """
-        super()._determine_best_metric(metrics=self._evaluate(None, None), trial=None)
+        if super()._determine_best_metric(metrics=self._evaluate(None, None), trial=None):
+            self.state.best_model_checkpoint = str(Path(self.args.output_dir, f"checkpoint-{self.state.global_step}"))
 
 
 @changes(

@@ -76,7 +76,7 @@ class AgreedReader(TrainerCallback):
         self.trainer, self.position = trainer, position
         self.reader = StepReader(trainer, position)
         self.group = group if self.reader.is_stream else None
-        self.started_at = self.saved_step = resumed_from  # the latter: of the last checkpoint
+        self.saved_step = resumed_from  # of the last checkpoint
         self.error = ""  # why this process cannot read
         self.exit_code = 0  # of the run, if one of the processes cannot read
 

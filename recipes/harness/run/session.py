@@ -91,7 +91,7 @@ def _train(trainer: Trainer, run: Run) -> None:
     print_once(f"Training {describe_training(modules_with_adapter(trainer.model), parameters)}.")
 
     parts = add_parts(trainer, group, checkpoint, run, original, loss)
-    stop = StopAfterSignal(group)
+    stop = StopAfterSignal(trainer, group)
     del group
     callbacks = [
         AfterWrapping(trainer, run.config, run.processes, loss, hidden),
@@ -101,10 +101,10 @@ def _train(trainer: Trainer, run: Run) -> None:
         parts.position,
         parts.reader,
         parts.checkpoints,
-        StopAtLastStep(),
         stop,
         # Before Progress, which measures the steps.
         MissedEvaluation(trainer, resumed_from),
+        StopAtLastStep(),
         # After StopAfterSignal, so that the time of a step that is saved or logged because of a signal is counted.
         parts.progress,
         *([Profile(trainer.args)] if run.profile else []),
@@ -125,8 +125,7 @@ def _train(trainer: Trainer, run: Run) -> None:
         print_once(f"\nStopped at step {trainer.state.global_step}. {folder.resume_hint(output_dir)}")
         record_end(130)
         os._exit(130)  # other processes may never reach the end of a collective
-    code = parts.reader.report_stop() or stop.report_stop(trainer)
-    trainer.remove_callback(stop)  # the last evaluation is not left: the model is saved
+    code = parts.reader.report_stop() or stop.report_stop()
     stop.group = parts.reader.group = None  # `Trainer.end` destroys it: what still refers to it would do so again
     if code:
         trainer.end()

@@ -12,7 +12,7 @@ from harness.signals import OUT_OF_TIME, last_signal, record_signal, set_signal_
 
 import torch
 from torch.distributed import ProcessGroup
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
 class StoppedInEvaluation(Exception):
@@ -22,8 +22,8 @@ class StoppedInEvaluation(Exception):
 class StopAfterSignal(TrainerCallback):
     """Stops all processes after the step or the evaluation batch in which one of them received a signal, with a checkpoint."""
 
-    def __init__(self, group: ProcessGroup | None) -> None:
-        self.group = group
+    def __init__(self, trainer: TrainerWithHooks, group: ProcessGroup | None) -> None:
+        self.trainer, self.group = trainer, group
         self.signal = 0  # the one that all processes agreed on
         self.is_in_evaluation = False  # it came during an evaluation, which is left out
         set_signal_handler(record_signal)  # until now a signal ends the process: there is nothing to save
@@ -42,18 +42,23 @@ class StopAfterSignal(TrainerCallback):
 
     def on_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """An evaluation can take longer than there is time; see `RunTrainer.evaluate_unless_stopped`."""
+        if not self.trainer.is_evaluation_left:  # such as one of a recipe's callback, or after the training
+            return
         self.signal = maximum(last_signal(), self.group)
         if self.signal:
             self.is_in_evaluation = True
             raise StoppedInEvaluation
 
-    def report_stop(self, trainer: Trainer) -> int:
-        """The exit code, after a message, if a signal stopped the run before its last step; else 0."""
-        if not self.signal or (trainer.state.global_step >= trainer.state.max_steps and not self.is_in_evaluation):
+    def report_stop(self) -> int:
+        """The exit code, after a message, if a signal stopped the run before its end; else 0."""
+        state = self.trainer.state
+        if not self.signal or (state.global_step >= state.max_steps and not self.is_in_evaluation):
             return 0
-        saved, step = trainer.args.save_strategy != "no", trainer.state.global_step
-        name, hint = signal.Signals(self.signal).name, "the same command resumes there" if saved else "without a checkpoint"
-        print_once(f"\nStopped by {name} at step {step}; {hint}.")
+        saved = self.trainer.args.save_strategy != "no"
+        hint = "the same command resumes there" if saved else "without a checkpoint"
+        if not state.global_step:
+            hint = "the same command starts again"
+        print_once(f"\nStopped by {signal.Signals(self.signal).name} at step {state.global_step}; {hint}.")
         return OUT_OF_TIME if saved and self.signal == signal.SIGUSR1 else 128 + self.signal
 
 
@@ -66,6 +71,11 @@ class MissedEvaluation(TrainerCallback):
 
     def __init__(self, trainer: TrainerWithHooks, resumed_from: int) -> None:
         self.trainer, self.resumed_from = trainer, resumed_from
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """After the last step, no other step begins."""
+        if state.global_step >= state.max_steps:
+            self.on_step_begin(args, state, control)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Not earlier: the state of the random numbers is loaded just before the first step."""

@@ -121,18 +121,21 @@ class RunTrainer(TrainerWithHooks):
 
         Raises StoppedInEvaluation if there is nothing to save: before the first step of this start.
         """
+        self.is_evaluation_left = True
         logged = len(self.state.log_history)  # several evaluation datasets log one after the other
         try:
             return evaluate()
         except StoppedInEvaluation:
             self.means = None
-            if self.state.global_step == self.parts.reader.started_at:
+            if self.state.global_step == self.parts.reader.saved_step:
                 raise
             del self.state.log_history[logged:]
             restore_random_numbers()
             self.control.should_training_stop = True
             self.control.should_save = self.args.save_strategy != "no"
             return None
+        finally:
+            self.is_evaluation_left = False
 
     def log_fields(self, logs: dict) -> dict:
         return self.parts.progress.log_fields(logs)

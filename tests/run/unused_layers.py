@@ -1,6 +1,6 @@
 """A recipe for test_checkpoints.py: a model that reads images, of which a layer is frozen and others are never used.
 
-`save_pretrained` writes its weights by older names than those in the model.
+`save_pretrained` writes its weights by older names than those in the model. If it is sharded, it has a running mean.
 """
 
 from harness import parse, train
@@ -32,7 +32,17 @@ def main() -> None:
     # The last vision layer, and the norm after it, are not used.
     model = LlavaForConditionalGeneration(LlavaConfig(**parts, image_token_index=IMAGE, vision_feature_layer=-2))
     model.model.vision_tower.encoder.layers[0].requires_grad_(False)
-    train(Trainer(model, training_args, train_dataset=make_rows(40)))
+    trainer = Trainer(model, training_args, train_dataset=make_rows(40))
+    if trainer.is_fsdp_enabled:  # `from_pretrained`, which reads the older names, does not know it
+        projector = model.model.multi_modal_projector
+        projector.register_buffer("mean", torch.zeros(1))
+        projector.register_forward_hook(update_mean)
+    train(trainer)
+
+
+def update_mean(projector: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+    if projector.training:
+        projector.mean.lerp_(output.detach().mean().float(), 0.5)  # of the images of this process
 
 
 def make_rows(count: int) -> Dataset:

@@ -82,7 +82,7 @@ def give_weights_addresses(model: Any) -> None:
 def hide_saved_buffers(trainer: Any) -> list[tuple[Any, str]]:
     """Makes saved buffers, such as the bias that balances experts, non-persistent while accelerate shards.
 
-    Returns them, as modules and names, to be made persistent again. Collective.
+    Returns them, as modules and names, for `show_saved_buffers`. Collective.
 
     accelerate broadcasts the state dict as if it held sharded parameters only, and fails at a buffer. What is not in the
     state dict it leaves on every process as it is, so the buffers are broadcast here.
@@ -103,3 +103,9 @@ def hide_saved_buffers(trainer: Any) -> list[tuple[Any, str]]:
                 module.register_buffer(name, on_device.cpu(), persistent=False)  # the weights are on the CPU as well
                 hidden.append((module, name))
     return hidden
+
+
+def show_saved_buffers(hidden: list[tuple[Any, str]]) -> None:
+    """Makes hidden buffers persistent again: before a checkpoint is loaded, because then they are part of it."""
+    for module, name in hidden:
+        module.register_buffer(name, getattr(module, name), persistent=True)

@@ -90,7 +90,7 @@ def _train(trainer: Trainer, run: Run) -> None:
     parameters = count_parameters(trainer.model)
     print_once(f"Training {describe_training(modules_with_adapter(trainer.model), parameters)}.")
 
-    parts = add_parts(trainer, group, checkpoint, run, original, loss)
+    parts = add_parts(trainer, group, checkpoint, run, original, loss, hidden)
     stop = StopAfterSignal(trainer, group)
     del group
     callbacks = [

@@ -3,7 +3,7 @@
 import itertools
 from pathlib import Path
 
-from harness.compat.accelerate import give_weights_addresses, hide_saved_buffers
+from harness.compat.accelerate import give_weights_addresses, hide_saved_buffers, show_saved_buffers
 from harness.compat.torch import gather_once_per_step, reduce_each_batch
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
@@ -27,7 +27,7 @@ HiddenBuffers = list[tuple[torch.nn.Module, str]]
 
 
 def prepare_sharding(trainer: Trainer, config: AccelerateConfig) -> HiddenBuffers:
-    """Sets what accelerate reads when it wraps the model; returns the buffers that `AfterWrapping` shows again."""
+    """Sets what accelerate reads when it wraps the model; returns the buffers that are hidden while it does."""
     if trainer.is_fsdp_enabled:
         set_mixed_precision(trainer, config.reduce_dtype)
         set_offload(trainer)
@@ -195,10 +195,17 @@ class AfterWrapping(TrainerCallback):
                 keep_head_gathered(model, head)
             if not is_tied:  # tied ones are one FSDP unit
                 skip_frozen_embedding_in_backward(embedding)
-        for module, name in self.hidden:
-            module.register_buffer(name, getattr(module, name), persistent=True)
+        show_saved_buffers(self.hidden)
         if not self.loss.is_measured:
             measure(self.trainer, self.loss)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Gives all processes the saved buffers of the first one, as DDP does, before they are evaluated with and saved."""
+        for module, name in self.hidden:
+            buffer = getattr(module, name)
+            on_device = buffer.to(args.device)
+            torch.distributed.broadcast(on_device, 0)
+            buffer.copy_(on_device)
 
 
 def return_float32(model: FSDPModule) -> None:

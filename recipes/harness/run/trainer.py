@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.compat.accelerate import show_saved_buffers
 from harness.compat.transformers import TrainerWithHooks, add_overrides
 from harness.data.streams import StreamPosition
 from harness.folder import step_of
@@ -18,6 +19,7 @@ from harness.run.evaluation import Means, read_equally, without_router_loss
 from harness.run.losses import Loss
 from harness.run.marker import read_marker
 from harness.run.progress import Progress
+from harness.run.sharding import HiddenBuffers
 from harness.run.stopping import StoppedInEvaluation
 from harness.runs import Run
 
@@ -30,13 +32,14 @@ from transformers.trainer_utils import EvalLoopOutput
 
 @dataclass
 class Parts:
-    """What the overrides of `RunTrainer` call. All but the loss are callbacks too."""
+    """What the overrides of `RunTrainer` use. All but the loss and the hidden buffers are callbacks too."""
 
     position: StreamPosition
     reader: AgreedReader
     progress: Progress
     checkpoints: Checkpoints
     loss: Loss
+    hidden: HiddenBuffers
 
 
 class RunTrainer(TrainerWithHooks):
@@ -141,6 +144,7 @@ class RunTrainer(TrainerWithHooks):
         return self.parts.progress.log_fields(logs)
 
     def load_weights(self, checkpoint: Path) -> bool:
+        show_saved_buffers(self.parts.hidden)
         return load_converted(self.model, checkpoint)
 
     def before_checkpoint(self, checkpoint: Path) -> None:
@@ -154,12 +158,14 @@ def add_parts(
     run: Run,
     original: PreTrainedConfig | None = None,
     loss: Loss | None = None,
+    hidden: HiddenBuffers | None = None,
 ) -> Parts:
     """Makes a trainer a `RunTrainer` that resumes from `checkpoint`, None for a new run; returns its parts."""
     before = read_marker(checkpoint)["progress"] if checkpoint else {}
     progress, position = Progress(trainer, before), StreamPosition(trainer, checkpoint)
     reader = AgreedReader(trainer, group, position, step_of(checkpoint) if checkpoint else 0)
-    trainer.parts = Parts(position, reader, progress, Checkpoints(trainer, progress, run, original), loss or Loss())
+    checkpoints = Checkpoints(trainer, progress, run, original)
+    trainer.parts = Parts(position, reader, progress, checkpoints, loss or Loss(), hidden or [])
     add_overrides(trainer, RunTrainer)
     return trainer.parts
 

@@ -108,7 +108,7 @@ def test_resumed_equals_uninterrupted(rehearse, fork_launch, workdir, recipe, co
     assert [log["step"] for log in history(run, "eval_loss")] == [0, 6]
 
 
-@pytest.mark.parametrize("config", ["1x3090", "4gpu_full_shard"])
+@pytest.mark.parametrize("config", ["4gpu_ddp", "4gpu_full_shard"])
 def test_resumed_model_with_unused_layers(rehearse, fork_launch, workdir, config):
     """A part gets no gradient, is frozen or not, and the names in an unsharded checkpoint are not those in the model."""
     script, flags = ROOT / "tests/run/unused_layers.py", ["--max_steps", "4", "--save_steps", "2", "--logging_steps", "1"]

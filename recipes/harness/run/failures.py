@@ -19,6 +19,7 @@ HOST_ADVICE = "request more memory (SLURM: --mem), stop other programs, or use a
 def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
     """Exits with one message if `error` is a known failure; returns if it is not. `trainer` is None before there is one."""
     exit_if_out_of_memory(error, trainer)
+    raise_if_ddp_waits(error)
     if trainer is None:
         exit_if_connection_lost(error)
     else:
@@ -26,6 +27,15 @@ def exit_for_known_failure(error: Exception, trainer: Any = None) -> None:
 
         exit_if_disk_failed(error, trainer)
         exit_if_connection_lost(error, trainer.state.global_step, folder.resume_hint(Path(trainer.args.output_dir)))
+
+
+def raise_if_ddp_waits(error: Exception) -> None:
+    """Raises UserError if DDP waited for the gradient of a weight that got none."""
+    if isinstance(error, RuntimeError) and "Expected to have finished reduction in the prior iteration" in str(error):
+        raise UserError(
+            "--ddp_find_unused_parameters: a part of the model gets no gradient, and DDP waits for it: pass "
+            "--ddp_find_unused_parameters true, or freeze that part in the recipe"
+        ) from error
 
 
 def explain_missing_weights(model: str) -> str:

@@ -23,13 +23,16 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
 def freeze_unused_parts(trainer: Trainer) -> None:
     """If the rows are texts, freezes the parts that read images or sound: they get no gradients, and DDP would wait for these.
 
-    A trainer with a processor instead of a tokenizer trains all of the model.
+    A trainer with a processor instead of a tokenizer trains all of the model. Rows without images do not use all of it, and some
+    models never use the last vision layers, so DDP searches for the weights that get no gradient.
     """
     model = base_of(trainer.accelerator.unwrap_model(trainer.model))
     config = config_of(model)
     if config is None or "text_config" not in config.sub_configs or config.is_encoder_decoder:
         return
     if not isinstance(trainer.processing_class, PreTrainedTokenizerBase):
+        if trainer.accelerator.ddp_handler:
+            trainer.accelerator.ddp_handler.find_unused_parameters = True
         return
     head = model.get_output_embeddings()
     if head is None:  # a classifier

@@ -164,15 +164,14 @@ def map_in_one_process(changed: bool) -> int:
         return len(set(Path(folder, "processes").read_text().split()))
 
 
-def decode_json_exactly(changed: bool) -> list:
-    """The numbers that a column of JSON gives."""
+def store_json_exactly(changed: bool) -> list:
+    """The numbers that a column of JSON gives, of texts and of a number."""
     if changed:
-        datasets_changes.decode_json_exactly()
+        datasets_changes.store_json_exactly()
     features = datasets.Features({"numbers": datasets.List(datasets.Json())})
     stored = ["25000000000000000000", "20000000000000000000", "0.1234567890123456789"]
-    rows = datasets.Dataset.from_list(
-        [{"numbers": stored[:1]}, {"numbers": stored[1:2]}, {"numbers": stored[2:]}], features=features
-    )
+    values = [*stored, 0.12345678901234568]
+    rows = datasets.Dataset.from_list([{"numbers": [value]} for value in values], features=features)
     return rows["numbers"][:]
 
 
@@ -232,8 +231,8 @@ CASES = [
     read_no_weights,
     load_tokenizers_as_offline,
     set_date_of_chat_templates,
+    store_json_exactly,
     map_in_one_process,
-    decode_json_exactly,
     compute_loss_without_triton,
     keep_activation_checkpointing,
     use_no_gpu_kernels,

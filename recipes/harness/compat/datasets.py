@@ -39,17 +39,24 @@ def map_in_one_process() -> None:
     Dataset.map = map_once
 
 
-@changes("datasets.features.features:ujson_loads", "datasets.utils.json:ujson_loads")
-def decode_json_exactly() -> None:
-    """Makes columns of the type `Json` give the numbers that are stored in them.
+@changes(
+    "datasets.features.features:ujson_dumps",
+    "datasets.features.features:ujson_loads",
+    "datasets.utils.json:ujson_dumps",
+    "datasets.utils.json:ujson_loads",
+)
+def store_json_exactly() -> None:
+    """Makes columns of the type `Json` give the numbers that were put into them.
 
-    pandas' parser wraps integers of more than 64 bits (25000000000000000000 becomes 6553255926290448384) or refuses them, and
-    one in seven floats of 16 digits becomes a neighbour.
+    pandas writes ten decimals of each float, and no integer of more than 64 bits. It reads such integers wrapped
+    (25000000000000000000 becomes 6553255926290448384) or refuses them, and one in seven floats of 16 digits becomes a neighbour.
     Upstream: no issue found.
     Checked with: datasets 5.2.0.
-    Remove when: datasets decodes with `json.loads`, or with `precise_float`.
+    Remove when: datasets has `json.dumps` and `json.loads` instead.
     """
     from datasets.features import features
     from datasets.utils import json as json_of_datasets
 
-    features.ujson_loads = json_of_datasets.ujson_loads = json.loads
+    for module in (features, json_of_datasets):
+        module.ujson_dumps = functools.partial(json.dumps, ensure_ascii=False, default=str)
+        module.ujson_loads = json.loads

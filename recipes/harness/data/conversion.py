@@ -72,8 +72,8 @@ def features_of_examined(conversion: Conversion) -> Features:
     return Features(conversion.stored | {name: Value("string") for name in FACTS})
 
 
-def examine(place: str, row: dict, conversion: Conversion, encodes: bool = True) -> dict:
-    """The columns of the format, null for a skipped row, and the FACTS. `encodes`: JSON is text, as in an Arrow file.
+def examine(place: str, row: dict, conversion: Conversion) -> dict:
+    """The columns of the format, null for a skipped row, and the FACTS.
 
     Raises UserError with the place of a row that cannot be converted.
     """
@@ -88,7 +88,7 @@ def examine(place: str, row: dict, conversion: Conversion, encodes: bool = True)
             facts |= {KIND: formats.kind_of_conversation(converted), HAS: " ".join(converted)}
             if is_bad_answer(row, conversion):
                 facts[KIND] += BAD_ANSWER
-        return formats.complete(converted or {}, conversion.stored, encodes) | facts
+        return formats.complete(converted or {}, conversion.stored) | facts
     except UserError:
         raise
     except Exception as error:  # whatever a row can hold
@@ -132,7 +132,7 @@ class Shape:
     call_form: formats.CallForm = field(default_factory=formats.CallForm)
     drops_marks: str = ""  # see DataSettings
 
-    def finish(self, row: dict, cuts_texts: bool, encodes: bool = True) -> list[dict]:
+    def finish(self, row: dict, cuts_texts: bool) -> list[dict]:
         """A converted row, or one for every answer, in this shape; cut for a rehearsal."""
         if "messages" in self.features and "completion" in row:
             row = formats.as_messages(row)
@@ -140,7 +140,7 @@ class Shape:
         rows = formats.split_answers(row) if self.splits_answers else [row]
         if self.drops_marks and any(map(formats.has_untrained_turn, rows)):
             raise UserError(self.drops_marks)
-        return [formats.complete(cut_row(part) if cuts_texts else part, self.features, encodes) for part in rows]
+        return [formats.complete(cut_row(part) if cuts_texts else part, self.features) for part in rows]
 
 
 def shape_of(has: Iterable[str], stored: Features, data: DataSettings) -> Shape:
@@ -220,7 +220,7 @@ def find_conversion(
 def usable_rows(rows: Iterable[PlacedRow], conversion: Conversion) -> Iterator[PlacedRow]:
     """The rows that can be converted, converted."""
     for place, row in rows:
-        examined = examine(place, row, conversion, encodes=False)
+        examined = examine(place, row, conversion)
         if not examined[REASON]:
             yield place, converted_of(examined)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from harness.compat.datasets import decode_json_exactly
+from harness.compat.datasets import store_json_exactly
 from harness.data.turns import (
     CONVERSATION_COLUMNS,
     END_OF_THINK,
@@ -354,21 +354,6 @@ DESCRIPTIONS = {
 }
 
 
-def to_json_columns(row: dict) -> dict:
-    """A converted row whose turns, tools and arguments of the chat template are JSON, for the features of `stored_features`.
-
-    `datasets` would make this JSON itself, but with ten decimals of each number only.
-    """
-    encoded = {}
-    for name, value in row.items():
-        if isinstance(value, list):
-            value = [json.dumps(part, ensure_ascii=False) for part in value]
-        elif isinstance(value, dict):
-            value = json.dumps(value, ensure_ascii=False)
-        encoded[name] = value
-    return encoded
-
-
 @functools.cache
 def stored_features(format: str, text_field: str) -> Features:
     """The columns of converted rows. Turns are JSON, because Arrow would give every turn the keys of all others as null."""
@@ -380,16 +365,15 @@ def stored_features(format: str, text_field: str) -> Features:
     }
     if format in texts:
         return Features({name: Value("string") for name in texts[format]})
-    decode_json_exactly()
+    store_json_exactly()
     columns = ("prompt", "chosen", "rejected") if format == "preference" else ("messages", "prompt", "completion")
     turns = {name: List(Json()) for name in (*columns, "tools")}
     return Features(turns | {TEMPLATE_ARGUMENTS: Json()})
 
 
-def complete(row: dict, features: Features, encodes: bool = True) -> dict:
+def complete(row: dict, features: Features) -> dict:
     """`row` with all columns of `features`. TRL passes `chat_template_kwargs` on, so it must not be null."""
-    completed = {name: row.get(name, {} if name == TEMPLATE_ARGUMENTS else None) for name in features}
-    return to_json_columns(completed) if encodes else completed
+    return {name: row.get(name, {} if name == TEMPLATE_ARGUMENTS else None) for name in features}
 
 
 def turns_of(row: dict) -> list[dict]:

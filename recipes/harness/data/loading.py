@@ -307,8 +307,8 @@ def examine_stream(
 def _examine_example(example: dict, conversion: Conversion, name: str) -> dict:
     """`name`: of a dataset whose rows have no place."""
     if not name:
-        return examine(example["place"], example["row"], conversion, encodes=False)
-    return examine(f"{name}, a row that begins with {str(dict(example))[:100]}", example, conversion, encodes=False)
+        return examine(example["place"], example["row"], conversion)
+    return examine(f"{name}, a row that begins with {str(dict(example))[:100]}", example, conversion)
 
 
 def facts_of_stream(
@@ -326,7 +326,7 @@ def usable_rows(rows: Rows, conversion: Conversion, source: Source, split: str, 
 
     def usable() -> Iterator[dict]:
         for place, row in itertools.islice(placed(rows, source, split), MOST_SKIPPED + count):
-            examined = row if REASON in row else examine(place, row, conversion, encodes=False)
+            examined = row if REASON in row else examine(place, row, conversion)
             if not examined[REASON]:
                 yield converted_of(examined) if conversion.format else row
 
@@ -446,9 +446,9 @@ def finish(rows: Dataset | IterableDataset, one: Opened, shape: Shape) -> Datase
 
 
 def _finish_batch(batch: dict[str, list], shape: Shape, cuts_texts: bool) -> dict[str, list]:
-    """`batch` has one row. A stream does not decode what this returns, so nothing is encoded."""
+    """`batch` has one row."""
     row = converted_of({name: values[0] for name, values in batch.items()})
-    rows = shape.finish(row, cuts_texts, encodes=False)
+    rows = shape.finish(row, cuts_texts)
     return {name: [part[name] for part in rows] for name in shape.features}
 
 

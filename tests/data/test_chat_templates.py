@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 from harness.data import chat_templates, formats
 from harness.data.chat_templates import check_conversations, training_template
-from harness.data.formats import CallForm
 from harness.data.sources import DataSettings
 from harness.rehearsal import tiny
 
@@ -128,18 +127,18 @@ def test_what_a_template_leaves_out_is_an_error(tokenizer, error_of, family, row
         assert missing in error_of(chat_templates.check_rendering, tokenizer, f"of {family}", placed([row]), True)
 
 
-# The form of tool calls of each family. TRL's copy of DeepSeek's template for the training needs objects.
-FORMS = {
-    "deepseekv3": CallForm(text_arguments=True),
-    "deepseekv3_training": CallForm(),
-    "qwen2_5": CallForm(),
-    "llama3_1": CallForm(),
-    "gemma3": CallForm(),  # without tool calls
-    "python": CallForm(text_arguments=True),
+# Whether each family needs the arguments of tool calls as JSON. TRL's copy of DeepSeek's template for the training does not.
+NEEDS_TEXT = {
+    "deepseekv3": True,
+    "deepseekv3_training": False,
+    "qwen2_5": False,
+    "llama3_1": False,
+    "gemma3": False,  # without tool calls
+    "python": True,
 }
 
 
-@pytest.mark.parametrize("family", FORMS)
+@pytest.mark.parametrize("family", NEEDS_TEXT)
 def test_form_of_tool_calls(tokenizer, family):
     """Arguments are JSON if the template fails on objects, or writes them as Python does."""
     if family == "python":
@@ -149,14 +148,13 @@ def test_form_of_tool_calls(tokenizer, family):
         tokenizer.chat_template = text.replace("c.function", "c.function.name ~ c.function.arguments")
     else:
         tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text()
-    form = chat_templates.find_call_form(tokenizer)
-    assert form == FORMS[family]
+    assert chat_templates.expects_text_arguments(tokenizer) == NEEDS_TEXT[family]
     ((_, fitted),) = chat_templates.fit_calls(tokenizer, placed([{"messages": WITH_CALL["messages"]}]))
     if family != "gemma3":
         chat_templates.check_rendering(tokenizer, f"of {family}", [("a row", fitted)], can_split=True)
     turn = fitted["messages"][1]
     arguments = turn["tool_calls"][0]["function"]["arguments"]
-    assert arguments == ('{"city": "Paris"}' if form.text_arguments else {"city": "Paris"})
+    assert arguments == ('{"city": "Paris"}' if NEEDS_TEXT[family] else {"city": "Paris"})
     assert WITH_CALL["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}, "the row is another one"
 
 
@@ -169,7 +167,7 @@ def test_arguments_of_calls_in_the_run(tokenizer, monkeypatch):
         training_args = SimpleNamespace(chat_template_path=None, assistant_only_loss=assistant_only_loss)
         check_conversations(training_args, SimpleNamespace(), frozenset(), rows, "a model")
         data = chat_templates.fit_template(DataSettings((), ("messages",)), training_args, SimpleNamespace(), frozenset())
-        assert data.call_form.text_arguments == has_text and data.template_date == ""
+        assert data.has_text_arguments == has_text and data.template_date == ""
     tokenizer.chat_template = (TEMPLATES / "llama3_2.jinja").read_text()
     date = datetime.now().strftime("%d %b %Y")
     assert (

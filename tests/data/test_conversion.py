@@ -127,7 +127,7 @@ def test_what_the_chat_template_needs(tmp_path, is_mixture):
     script_args = arguments_for(names, dataset_weights=[1, 1]) if is_mixture else arguments_for(names[0])
     found = set()
     for date in ("", "Monday", "Tuesday", "Tuesday"):
-        script_args.data = replace(script_args.data, template_date=date, call_form=formats.CallForm(text_arguments=bool(date)))
+        script_args.data = replace(script_args.data, template_date=date, has_text_arguments=bool(date))
         train, test = load(script_args)
         for rows in (train, test):
             arguments = rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]

@@ -21,11 +21,11 @@ from harness.data.conversion import PlacedRow
 from harness.data.formats import (
     CONVERSATIONS,
     TEMPLATE_ARGUMENTS,
-    CallForm,
     has_untrained_turn,
     other_keys,
     split_answers,
     turns_of,
+    with_text_arguments,
 )
 from harness.data.sources import DataSettings
 from harness.data.turns import REASONING, THOUGHT, without
@@ -147,7 +147,7 @@ def fit_template(
     return dataclasses.replace(
         data,
         template_date=_text_of(tokenizer, ONE_ANSWER) or "" if prints_date(tokenizer) else "",
-        call_form=find_call_form(tokenizer, template),
+        has_text_arguments=expects_text_arguments(tokenizer, template),
         drops_marks=why_marks_are_dropped(only_answers, template) if hasattr(training_args, "assistant_only_loss") else "",
     )
 
@@ -156,10 +156,10 @@ def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
     return "strftime_now" in own_template(tokenizer)
 
 
-def find_call_form(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> CallForm:
-    """The form of tool calls that a chat template renders: it can fail on an object, or write it as Python does.
+def expects_text_arguments(tokenizer: PreTrainedTokenizerBase, template: str | None = None) -> bool:
+    """Whether a chat template needs the arguments of tool calls as JSON: it fails on an object, or writes it as Python does.
 
-    `template`: None for the tokenizer's own. A template without tool calls has the default.
+    `template`: None for the tokenizer's own. A template without tool calls needs nothing.
     """
     arguments = {"city": "Paris"}
     call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
@@ -171,20 +171,20 @@ def find_call_form(tokenizer: PreTrainedTokenizerBase, template: str | None = No
             ANSWER,
         ]
     }
-    for form in (CallForm(), CallForm(text_arguments=True)):
-        text = _text_of_row(tokenizer, form.apply(row), template) or ""
-        is_right = json.dumps(arguments) in text if form.text_arguments else str(arguments) not in text
-        if is_right and all(word in text for word in ("look", "city", "Paris")):
-            return form
-    return CallForm()
+    of_object = _text_of_row(tokenizer, row, template) or ""
+    if str(arguments) not in of_object and all(word in of_object for word in ("look", "city", "Paris")):
+        return False
+    of_text = _text_of_row(tokenizer, with_text_arguments(row), template) or ""
+    return json.dumps(arguments) in of_text and "look" in of_text
 
 
 def fit_calls(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow], template: str | None = None) -> list[PlacedRow]:
     """The rows with tool calls as the template expects them, None for the tokenizer's own."""
     if not any("tool_calls" in turn for _, row in rows for turn in turns_of(row)):
         return rows
-    form = find_call_form(tokenizer, template)
-    return [(place, form.apply(row)) for place, row in rows]
+    if not expects_text_arguments(tokenizer, template):
+        return rows
+    return [(place, with_text_arguments(row)) for place, row in rows]
 
 
 def check_conversations(

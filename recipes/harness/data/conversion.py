@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from harness.data import formats
@@ -17,7 +17,7 @@ from harness.data.turns import TOOLS, is_nothing, without
 from harness.messages import UserError
 
 import xxhash
-from datasets import Features, Json, Value
+from datasets import Features, Value
 
 ROWS_TO_CHECK, ROWS_TO_SEARCH = 20, 10_000  # of each split, before a run; among how many the first usable one is
 MAX_LETTERS, MAX_TOOL_LETTERS = 150, 20  # of a text, and of each text in the definition of a tool, in a rehearsal
@@ -129,14 +129,15 @@ class Shape:
 
     features: Features
     splits_answers: bool
-    call_form: formats.CallForm = field(default_factory=formats.CallForm)
-    drops_marks: str = ""  # see DataSettings
+    has_text_arguments: bool = False  # see DataSettings
+    drops_marks: str = ""  # likewise
 
     def finish(self, row: dict, cuts_texts: bool) -> list[dict]:
         """A converted row, or one for every answer, in this shape; cut for a rehearsal."""
         if "messages" in self.features and "completion" in row:
             row = formats.as_messages(row)
-        row = self.call_form.apply(row)
+        if self.has_text_arguments:
+            row = formats.with_text_arguments(row)
         rows = formats.split_answers(row) if self.splits_answers else [row]
         if self.drops_marks and any(map(formats.has_untrained_turn, rows)):
             raise UserError(self.drops_marks)
@@ -152,9 +153,8 @@ def shape_of(has: Iterable[str], stored: Features, data: DataSettings) -> Shape:
     found = {name for words in set(has) for name in words.split()}
     if splits_answers or {"messages", "completion"} <= found:
         found = found - {"prompt", "completion"} | {"messages"}
-    return Shape(
-        Features({name: kind for name, kind in stored.items() if name in found}), splits_answers, data.call_form, data.drops_marks
-    )
+    features = Features({name: kind for name, kind in stored.items() if name in found})
+    return Shape(features, splits_answers, data.has_text_arguments, data.drops_marks)
 
 
 def cut_row(row: dict) -> dict:
@@ -277,9 +277,7 @@ def suggest_column_map(data: DataSettings, rows: list[dict]) -> dict[str, str]:
 
 def has_struct(kind: Any) -> bool:
     """Whether a feature is an Arrow struct, or a list of them."""
-    if isinstance(kind, Json | Value):
-        return False
-    return isinstance(kind, dict) or has_struct(getattr(kind, "feature", kind[0] if isinstance(kind, list) else Value("null")))
+    return isinstance(kind, dict) or (hasattr(kind, "feature") and has_struct(kind.feature))
 
 
 def find_ignored_columns(rows: list[dict], columns: list[str], conversion: Conversion) -> list[str]:

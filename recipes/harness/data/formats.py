@@ -13,11 +13,11 @@ For `messages` and `prompt_completion`, preference data is read as `prompt` and 
 `rejected`.
 """
 
+import copy
 import functools
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from harness.compat.datasets import store_json_exactly
@@ -158,7 +158,7 @@ def _to_messages(row: dict, text_field: str) -> dict:
         if isinstance(row["prompt"], list) or isinstance(row["completion"], list | dict):
             completion = _answer(row, "completion")
             _check_answers(completion)
-            return _conversation(row, prompt=_question(row, "prompt"), completion=completion)
+            return _conversation(row, prompt=_question(row), completion=completion)
         turns = _pair(_text(row, "prompt"), _text(row, "completion"))
     elif _has(row, "instruction") and _has(row, "output"):
         turns = _pair(_task(row, "instruction"), _text(row, "output"))
@@ -173,11 +173,11 @@ def _with_turns_in_json(row: dict, columns: tuple[str, ...]) -> dict:
     return row | read if all(is_conversation(turns) for turns in read.values()) else row
 
 
-def _question(row: dict, column: str) -> list[dict]:
+def _question(row: dict) -> list[dict]:
     """The turns of a prompt: a text or several turns."""
-    if isinstance(row.get(column), list):
-        return read_turns(row[column], column)
-    return [read_turn({"role": "user", "content": _text(row, column)})] if _has(row, column) else []
+    if isinstance(row.get("prompt"), list):
+        return read_turns(row["prompt"], "prompt")
+    return [read_turn({"role": "user", "content": _text(row, "prompt")})] if _has(row, "prompt") else []
 
 
 def _answer(row: dict, column: str) -> list[dict]:
@@ -220,7 +220,8 @@ def _why_no_answer(row: dict) -> str:
 
 def _conversation(row: dict, **columns: list[dict]) -> dict:
     """A converted row of the turns in `columns`, with the system message, the tools and the template's arguments of `row`."""
-    converted, tools = {}, [read_tools(row)]
+    converted = {}
+    tools = [read_tools(row)]
     for column, turns in columns.items():
         if not converted:
             turns = _with_system(turns, read_text(row.get("system"), "whose system"))
@@ -264,7 +265,8 @@ def _of_preference(row: dict) -> dict:
     row = _with_turns_in_json(row, ("prompt", "chosen"))
     chosen = row["chosen"]
     if isinstance(chosen, list):
-        chosen, prompt = read_turns(chosen, "chosen"), _question(row, "prompt")
+        chosen = read_turns(chosen, "chosen")
+        prompt = _question(row)
         if not prompt or chosen[0]["role"] != "assistant":  # the whole conversation
             return row | {"messages": _join(prompt, chosen)}
     return row | {"completion": chosen}
@@ -272,7 +274,8 @@ def _of_preference(row: dict) -> dict:
 
 def _join(prompt: list[dict], conversation: list[dict]) -> list[dict]:
     """A conversation after the turns of a prompt that it lacks. Raises SkippedRow if it does not belong to the prompt."""
-    asked, said = list(map(_what_is_said, prompt)), list(map(_what_is_said, conversation))
+    asked = list(map(_what_is_said, prompt))
+    said = list(map(_what_is_said, conversation))
     if any(asked == said[start : start + len(asked)] for start in range(len(said))):
         return conversation
     for count in range(min(len(asked), len(said)), 0, -1):
@@ -290,7 +293,8 @@ def _what_is_said(turn: dict) -> tuple:
 def _to_preference(row: dict, text_field: str) -> dict:
     """A row with the turns before the answers as `prompt`, and a chosen and a rejected answer; all three lists of messages."""
     row = _with_turns_in_json(row, ("prompt", "chosen", "rejected"))
-    chosen, rejected = _answer(row, "chosen"), _answer(row, "rejected")
+    chosen = _answer(row, "chosen")
+    rejected = _answer(row, "rejected")
     if not chosen or not rejected:
         raise SkippedRow("without a chosen and a rejected answer")
     if chosen[0]["role"] == "assistant":
@@ -301,12 +305,14 @@ def _to_preference(row: dict, text_field: str) -> dict:
             same += 1
         if not same:
             raise SkippedRow("whose chosen and rejected conversations do not begin alike")
-        prompt = _join(_question(row, "prompt"), chosen[:same])
-        chosen, rejected = chosen[same:], rejected[same:]
+        prompt = _join(_question(row), chosen[:same])
+        chosen = chosen[same:]
+        rejected = rejected[same:]
     if not prompt:
         raise SkippedRow("without a prompt")
     if chosen and rejected:
-        chosen, rejected = _without_last_questions(chosen), _without_last_questions(rejected)
+        chosen = _without_last_questions(chosen)
+        rejected = _without_last_questions(rejected)
     if not chosen or not rejected or chosen == rejected:
         raise SkippedRow("whose chosen and rejected answers are the same")
     if any(turn["role"] != "assistant" for turn in chosen + rejected):
@@ -317,7 +323,7 @@ def _to_preference(row: dict, text_field: str) -> dict:
 def _prompt_of_answers(row: dict) -> list[dict]:
     """What the answers of a preference answer, [] if nothing."""
     if isinstance(row.get("prompt"), list) and _has(row, "prompt"):
-        return _question(row, "prompt")
+        return _question(row)
     for column in CONVERSATION_COLUMNS:
         if turns := read_turns(row.get(column), column):
             return turns
@@ -450,27 +456,12 @@ def explain_mismatch(
     return f"has the columns {columns}: its first rows cannot be used ({', '.join(reasons)}){roles}"
 
 
-@dataclass(frozen=True)
-class CallForm:
-    """How a chat template expects turns with tool calls. The default is the form of converted rows."""
-
-    text_arguments: bool = False  # JSON, as in OpenAI's form, not an object
-
-    def apply(self, row: dict) -> dict:
-        """A converted row in this form."""
-        row = dict(row)
-        for column in TURNS:
-            if isinstance(row.get(column), list):
-                row[column] = [self._of_turn(turn) for turn in row[column]]
-        return row
-
-    def _of_turn(self, turn: dict) -> dict:
-        if not turn.get("tool_calls"):
-            return turn
-        return turn | {"tool_calls": [self._of_call(call) for call in turn["tool_calls"]]}
-
-    def _of_call(self, call: dict) -> dict:
-        arguments = call["function"]["arguments"]
-        if self.text_arguments and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        return call | {"function": call["function"] | {"arguments": arguments}}
+def with_text_arguments(row: dict) -> dict:
+    """A converted row in which the arguments of tool calls are JSON, as in OpenAI's form, not objects."""
+    row = copy.deepcopy(row)
+    for turn in turns_of(row):
+        for call in turn.get("tool_calls") or []:
+            function = call["function"]
+            if not isinstance(function["arguments"], str):
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return row

@@ -433,9 +433,8 @@ def finish(rows: Dataset | IterableDataset, one: Opened, shape: Shape) -> Datase
         return rows.map(_finish_batch, batched=True, batch_size=1, **options)
     if shape.drops_marks and any("+untrained" in kind for kind in one.facts[KIND]):
         raise UserError(shape.drops_marks)
-    has_completion = any("completion" in has.split() for has in one.facts[HAS])
-    changes = source.cuts_texts or shape.splits_answers or shape.call_form != formats.CallForm()
-    if not (changes or ("messages" in shape.features and has_completion)):
+    joins_completions = "messages" in shape.features and any("completion" in has.split() for has in one.facts[HAS])
+    if not (source.cuts_texts or shape.splits_answers or shape.has_text_arguments or joins_completions):
         return rows.select_columns(list(shape.features))
 
     def finished() -> Iterator[dict]:

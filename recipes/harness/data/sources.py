@@ -1,10 +1,8 @@
 """Which datasets a run reads, and how: what `load` and `check_dataset` take. `parsing.py` makes it of the arguments."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-from harness.data.formats import CallForm
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class DataSettings:
     output_dir: str = ""  # where `load` writes data.json; "": nowhere
     keeps_samples: bool = False  # the max_samples rows of a stream are read once, for all epochs
     template_date: str = ""  # what a chat template that prints the date makes of a conversation today, "" of another template
-    call_form: CallForm = field(default_factory=CallForm)  # that the chat template expects
+    has_text_arguments: bool = False  # the chat template expects the arguments of tool calls as JSON
     drops_marks: str = ""  # why turns that are marked not to count in the loss would count, "" if they do not
     # Raises UserError if the chat template does not render some converted rows; None: they are no conversations.
     check_conversations: Callable[[list[tuple[str, dict]]], None] | None = None

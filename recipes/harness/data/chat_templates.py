@@ -58,8 +58,10 @@ MARKED = """
 {{- complete[done.text|length:] }}
 """
 REASON = "its chat template renders a turn differently when another turn follows"
-QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
-ONE_ANSWER, TWO_ANSWERS = [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER]
+QUESTION = {"role": "user", "content": "Why?"}
+ANSWER = {"role": "assistant", "content": "So."}
+ONE_ANSWER = [QUESTION, ANSWER]
+TWO_ANSWERS = [QUESTION, ANSWER, QUESTION, ANSWER]
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -140,7 +142,8 @@ def fit_template(
         return data
     if prints_date(tokenizer):
         print_once("The chat template prints the date. A run always uses the date of its first start.")
-    template, only_answers = None, getattr(training_args, "assistant_only_loss", False)
+    template = None
+    only_answers = getattr(training_args, "assistant_only_loss", False)
     if only_answers:
         with contextlib.suppress(ValueError):  # which the run will not need: its rows are no conversations
             template = training_template(tokenizer)
@@ -361,7 +364,8 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[Pl
 
     `can_split`: whether --split_conversations is possible.
     """
-    missing, examples = Counter(), {}
+    missing = Counter()
+    examples: dict[str, tuple[str, dict]] = {}
     for place, row in rows:
         try:
             found = find_missing(tokenizer, row)
@@ -377,8 +381,9 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[Pl
     splitting_helps = part == "reasoning" and not any(find_missing(tokenizer, answer) for answer in split_answers(row))
     advice = {
         "reasoning": "write it into the content as <think>…</think>, or pass a template that has it with --chat_template_path",
-        "tool calls": "use a model whose template has tool calls, or pass such a template with --chat_template_path",
-        "tools": "use a model whose template has tools, or pass such a template with --chat_template_path",
+        **dict.fromkeys(
+            ("tool calls", "tools"), f"use a model whose template has {part}, or pass such a template with --chat_template_path"
+        ),
     }.get(part, "pass another template with --chat_template_path")
     if can_split and splitting_helps:
         advice = "pass --split_conversations true, which makes one row for every answer with its reasoning"
@@ -414,24 +419,21 @@ def find_missing(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[str, st
     The conversation is rendered twice: as it is, and with every text replaced by a word that occurs nowhere else, because a
     short text can also occur elsewhere.
     """
-    replaced = {"turns": copy.deepcopy(turns_of(row)), **copy.deepcopy(options_of(row))}
-    _replace_texts(replaced["turns"], replaced["tools"])
-    for turns, options in (
-        (turns_of(row), options_of(row)),
-        (replaced.pop("turns"), replaced),
-    ):
-        text = tokenizer.apply_chat_template(turns, tokenize=False, **options)
+    replaced = copy.deepcopy(row)
+    _replace_texts(replaced)
+    for conversation in (row, replaced):
+        text = tokenizer.apply_chat_template(turns_of(conversation), tokenize=False, **options_of(conversation))
         words = " ".join(text.split())
-        for where, part, value in _expected_texts(turns, options["tools"]):
+        for where, part, value in _expected_texts(conversation):
             escaped = (json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])
             if not any(" ".join(form.split()) in words for form in (value, *escaped)):
                 return where, part
     return None
 
 
-def _expected_texts(turns: list[dict], tools: list[dict] | None) -> Iterator[tuple[str, str, str]]:
+def _expected_texts(row: dict) -> Iterator[tuple[str, str, str]]:
     """Every text that a rendered conversation must have: where it is, what it is, and the text."""
-    for number, turn in enumerate(turns, 1):
+    for number, turn in enumerate(turns_of(row), 1):
         where = f"turn {number} ({turn['role']})"
         if turn.get("train", True):  # a template may drop the thoughts of an answer that does not count in the loss
             for thought in THOUGHT.findall(turn["content"]):
@@ -444,7 +446,7 @@ def _expected_texts(turns: list[dict], tools: list[dict] | None) -> Iterator[tup
             yield where, "tool calls", call["function"]["name"]
             for leaf in _leaves(call["function"]["arguments"]):
                 yield where, "tool calls", leaf.strip()
-    for tool in tools or []:
+    for tool in row.get("tools") or []:
         function = tool.get("function", tool)
         yield "the conversation", "tools", str(function.get("name", ""))
         yield "the conversation", "tools", str(function.get("description") or "").strip()
@@ -467,7 +469,7 @@ def _leaves(value: Any) -> Iterator[str]:
         yield json.dumps(value)
 
 
-def _replace_texts(turns: list[dict], tools: list[dict] | None) -> None:
+def _replace_texts(row: dict) -> None:
     """Replaces every text of a conversation by a word of its own."""
     words = (f"qzx{number}xzq" for number in itertools.count())
 
@@ -478,7 +480,7 @@ def _replace_texts(turns: list[dict], tools: list[dict] | None) -> None:
             return [replace(part) for part in value]
         return next(words) if isinstance(value, str) and value.strip() else value
 
-    for turn in turns:
+    for turn in turns_of(row):
         pieces = THOUGHT.split(turn["content"])  # texts and thoughts in turn
         turn["content"] = "".join(
             f"<think>{replace(piece)}</think>" if index % 2 else replace(piece) for index, piece in enumerate(pieces)
@@ -487,7 +489,7 @@ def _replace_texts(turns: list[dict], tools: list[dict] | None) -> None:
             turn |= dict.fromkeys(REASONING[:2], next(words))
         for call in turn.get("tool_calls") or []:
             call["function"] |= {"name": next(words), "arguments": replace(call["function"]["arguments"])}
-    for tool in tools or []:
+    for tool in row.get("tools") or []:
         function = tool.get("function", tool)
         function |= {name: next(words) for name in ("name", "description") if function.get(name)}
 

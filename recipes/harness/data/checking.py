@@ -26,7 +26,9 @@ def check_dataset(data: DataSettings) -> list[PlacedRow]:
         if getattr(data, name) is not None and getattr(data, name) < 1:
             raise UserError(f"--{name} is {getattr(data, name)}, expected 1 or more")
     check_column_map(data)
-    rows, found, unmapped = [], [], set(data.column_map or {})
+    rows = []
+    found = []
+    unmapped = set(data.column_map or {})
     for source in data.sources:
         if checked := check_source(data, source):
             conversion, some = checked
@@ -41,7 +43,8 @@ def check_dataset(data: DataSettings) -> list[PlacedRow]:
 
 def check_source(data: DataSettings, source: Source) -> tuple[Conversion, list[PlacedRow]] | None:
     """See `check_dataset`; of one dataset. Returns how it is converted, and some converted rows; None if that is not known."""
-    is_local, is_small = reading.is_local(source.name), reading.is_small(source.name)
+    is_local = reading.is_local(source.name)
+    is_small = reading.is_small(source.name)
     if HF_HUB_OFFLINE and data.streaming and not is_local:
         return None  # only `datasets` can tell what its cache holds
     # Streaming downloads no more than it reads. Offline, only a dataset that is cached as a whole opens.

@@ -19,8 +19,10 @@ from harness.messages import UserError
 import xxhash
 from datasets import Features, Value
 
-ROWS_TO_CHECK, ROWS_TO_SEARCH = 20, 10_000  # of each split, before a run; among how many the first usable one is
-MAX_LETTERS, MAX_TOOL_LETTERS = 150, 20  # of a text, and of each text in the definition of a tool, in a rehearsal
+ROWS_TO_CHECK = 20  # of each split, before a run
+ROWS_TO_SEARCH = 10_000  # after these, for the first usable one
+MAX_LETTERS = 150  # of a text, in a rehearsal
+MAX_TOOL_LETTERS = 20  # of each text in the definition of a tool
 # The columns that are read for a format, besides that of --dataset_text_field; and those that a row needs at least.
 OF_TEMPLATE = ("system", *TOOLS, formats.TEMPLATE_ARGUMENTS)
 COLUMNS = {
@@ -81,14 +83,15 @@ def examine(place: str, row: dict, conversion: Conversion) -> dict:
     try:
         converted, facts[REASON] = conversion.convert(row)
         if converted is not None and conversion.keep and not is_kept(place, row, conversion):
-            converted, facts[REASON] = None, LEFT_OUT
-        if converted is not None:
-            facts[DIGEST] = digest_of(converted)
-        if converted is not None and conversion.format:
+            facts[REASON] = LEFT_OUT
+        if facts[REASON]:
+            return formats.complete({}, conversion.stored) | facts
+        facts[DIGEST] = digest_of(converted)
+        if conversion.format:
             facts |= {KIND: formats.kind_of_conversation(converted), HAS: " ".join(converted)}
             if is_bad_answer(row, conversion):
                 facts[KIND] += BAD_ANSWER
-        return formats.complete(converted or {}, conversion.stored) | facts
+        return formats.complete(converted, conversion.stored) | facts
     except UserError:
         raise
     except Exception as error:  # whatever a row can hold
@@ -144,13 +147,13 @@ class Shape:
         return [formats.complete(cut_row(part) if cuts_texts else part, self.features) for part in rows]
 
 
-def shape_of(has: Iterable[str], stored: Features, data: DataSettings) -> Shape:
+def shape_of(has: set[str], stored: Features, data: DataSettings) -> Shape:
     """The shape of rows: `messages` if some have these and others a completion.
 
     `has`: values of the fact HAS; `stored`: the columns of the format.
     """
     splits_answers = data.split_conversations
-    found = {name for words in set(has) for name in words.split()}
+    found = {*" ".join(has).split()}
     if splits_answers or {"messages", "completion"} <= found:
         found = found - {"prompt", "completion"} | {"messages"}
     features = Features({name: kind for name, kind in stored.items() if name in found})
@@ -211,7 +214,8 @@ def find_conversion(
             conversion = Conversion(format, data.text_field, column_map, structs, data.template_arguments)
             if found := list(itertools.islice(usable_rows(candidates, conversion), ROWS_TO_CHECK)):
                 check_flags_of_conversations(data, source, format)
-                ignored = find_ignored_columns([row for _, row in candidates[:ROWS_TO_CHECK]], columns, conversion)
+                some = [row for _, row in candidates[:ROWS_TO_CHECK]]
+                ignored = [column for column in columns if is_ignored(column, some, conversion)]
                 return conversion, FirstRows(columns, ignored, found)
         candidates = list(itertools.islice(rows, ROWS_TO_SEARCH)) if candidates is first else []
     raise UserError(explain_no_format(data, source, [row for _, row in first]))
@@ -280,12 +284,8 @@ def has_struct(kind: Any) -> bool:
     return isinstance(kind, dict) or (hasattr(kind, "feature") and has_struct(kind.feature))
 
 
-def find_ignored_columns(rows: list[dict], columns: list[str], conversion: Conversion) -> list[str]:
-    """The columns that hold something and change nothing in the converted rows."""
-    return [column for column in columns if is_ignored(column, rows, conversion)]
-
-
 def is_ignored(column: str, rows: list[dict], conversion: Conversion) -> bool:
+    """Whether a column holds something and changes nothing in the converted rows."""
     has_values = False
     for row in rows:
         if not is_nothing(row.get(column)):

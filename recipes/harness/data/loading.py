@@ -48,7 +48,8 @@ from datasets import Dataset, Features, IterableDataset, interleave_datasets
 from datasets.features.features import require_decoding
 from datasets.fingerprint import Hasher, generate_fingerprint
 
-FIRST_ROWS, REHEARSED_ROWS = 400, 500  # of each split, for a preview, and for a rehearsal or plan
+FIRST_ROWS = 400  # of each split, for a preview
+REHEARSED_ROWS = 500  # likewise, for a rehearsal or plan
 MOST_KINDS = 200  # of conversations, of which one each is checked
 MOST_SKIPPED = 10_000  # rows of a split for evaluation that are read besides those that are evaluated on
 # Columns that not all rows of a format have, and the columns of a file that they come from.
@@ -103,17 +104,23 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
             if isinstance(one.rows, Dataset) and one.conversion.format and not reading.is_small(one.source.name):
                 data.check_conversations(one_of_every_kind(one.rows))
     held_out = [choose_held_out(data, one) for one in opened]
-    digests = {digest for _, found in held_out for digest in found}
-    has = {value for one in opened for value in (*one.facts[HAS], *map(" ".join, one.eval_rows or []), one.later_columns)}
+    digests = set()
+    for _, of_rows in held_out:
+        digests.update(of_rows)
+    has = set()
+    for one in opened:
+        has.update(one.facts[HAS], [one.later_columns], *(one.eval_rows or []))
     shape = shape_of(has, opened[0].conversion.stored, data)
 
-    rows, summaries = [], []
+    rows = []
+    summaries = []
     for one, (chosen, _) in zip(opened, held_out, strict=True):
         facts = one.facts | {REASON: mark_held_out(one.facts, digests)}
         summaries.append(summary := summarize_source(one, facts, len(chosen)))
         print_summary(summary, one.source.train_split, one.test_split, one.splits)
         rows.append(training_rows(data, one, facts, digests, shape))
-    train, summary = rows[0], summaries[0]
+    train = rows[0]
+    summary = summaries[0]
     if data.is_mixture:
         train = mix(data, rows)
         for source in data.sources:
@@ -153,7 +160,8 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
         splits = {split: rename_columns(rows, conversion, data.streaming) for split, rows in splits.items()}
         conversion = replace(conversion, column_map=None)
     if data.streaming:
-        rows, test_rows = examine_stream(splits[source.train_split], conversion, source, first), splits.get(test)
+        rows = examine_stream(splits[source.train_split], conversion, source, first)
+        test_rows = splits.get(test)
         facts, is_complete = facts_of_stream(rows, conversion, source, None if reading.is_small(source.name) else FIRST_ROWS)
     else:
         rows, test_rows, facts = examine_in_memory(splits, test, conversion, source, limit)
@@ -270,7 +278,8 @@ def examine_in_memory(
         return rows.take(limit) if limit else rows
 
     train = source.train_split
-    chosen, chosen_test = read(train), read(test) if test in splits else None
+    chosen = read(train)
+    chosen_test = read(test) if test in splits else None
     examined = chosen if REASON in chosen.column_names else examine_all(chosen, conversion, source, train, limit)
     facts = {name: examined[name][:] for name in FACTS if name != PLACE}
     return examined if conversion.format else chosen, chosen_test, facts
@@ -360,7 +369,8 @@ def choose_held_out(data: DataSettings, one: Opened) -> tuple[list[dict], list[s
     if isinstance(one.rows, Dataset):
         usable = [index for index, reason in enumerate(one.facts[REASON]) if not reason]
         chosen = hold_out(usable, one.facts[DIGEST], count, one.name)
-        rows, digests = [one.rows[index] for index in chosen], [one.facts[DIGEST][index] for index in chosen]
+        rows = [one.rows[index] for index in chosen]
+        digests = [one.facts[DIGEST][index] for index in chosen]
     else:
         rows = hold_out_of_stream(usable_stream(one), count, one.name, one.is_complete)
         digests = [row[DIGEST] if one.conversion.format else digest_of(row) for row in rows]
@@ -397,7 +407,8 @@ def training_rows(
     data: DataSettings, one: Opened, facts: dict[str, list[str]], held_out: set[str], shape: Shape
 ) -> Dataset | IterableDataset:
     """The rows to train on; those of a stream shuffled. `held_out`: checksums of the rows that are held out of all datasets."""
-    source, rows = one.source, one.rows
+    source = one.source
+    rows = one.rows
     if isinstance(rows, Dataset):
         indices = [index for index, reason in enumerate(facts[REASON]) if not reason]
         # `mix` limits the rows of all datasets together. A preview, a rehearsal and a plan load the first ones.

@@ -19,7 +19,9 @@ def summarize(facts: dict[str, list[str]], is_all: bool, held_out: int) -> dict[
     reasons = Counter(reason for reason in facts[REASON] if reason)
     if is_all:  # the held-out rows themselves are not skipped
         reasons[DUPLICATE] = max(0, reasons[DUPLICATE] - held_out)
-    turns = Counter(word for kind in facts[KIND] for word in kind.split(",")[0].split())
+    turns = Counter()
+    for kind in facts[KIND]:
+        turns.update(kind.split(",")[0].split())
     skipped = {reason: number for reason, number in reasons.most_common() if number}
     rows = len(facts[REASON])
     first_skipped: dict[str, int] = {}
@@ -72,10 +74,15 @@ def print_summary(summary: dict[str, Any], train: str, test: str, splits: list[s
 
 def add_summaries(summaries: list[dict[str, Any]]) -> dict[str, Any]:
     """The content of data.json: the sums over the datasets, and `datasets` with what each has."""
-    names = ("rows", "skipped_rows", "held_out", "trained_rows", "with_tools")
-    total = {name: sum(summary[name] for summary in summaries) for name in names}
-    skipped, turns = (sum((Counter(summary[name]) for summary in summaries), Counter()) for name in ("skipped", "turns"))
-    ignored = [f"{column} of {summary['name']}" for summary in summaries for column in summary["ignored_columns"]]
+    total = Counter(dict.fromkeys(("rows", "skipped_rows", "held_out", "trained_rows", "with_tools"), 0))
+    skipped = Counter()
+    turns = Counter()
+    ignored = []
+    for summary in summaries:
+        total.update({name: summary[name] for name in total})
+        skipped.update(summary["skipped"])
+        turns.update(summary["turns"])
+        ignored += [f"{column} of {summary['name']}" for column in summary["ignored_columns"]]
     return {
         "name": " + ".join(summary["name"] for summary in summaries),
         "is_complete": all(summary["is_complete"] for summary in summaries),

@@ -23,7 +23,9 @@ from trl.data_utils import common_prefix_length
 
 Rows = Dataset | IterableDataset
 TOKENS = ["input_ids", "labels"]
-FIRST_ROWS, FIRST_ROWS_OF_STREAM = 2_000, 100  # in which rows without a loss are counted where packing does not drop them
+# In which rows without a loss are counted where packing does not drop them.
+FIRST_ROWS = 2_000
+FIRST_ROWS_OF_STREAM = 100
 IGNORED = -100  # the label of a token that does not count in the loss
 DROPPING = "Dropping rows without a token in the loss"
 
@@ -227,11 +229,12 @@ def tokens_of_text(
 
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | None]:
     """The BOS token and the EOS token, if the tokenizer itself adds them to a text; else None."""
-    text = "a"
-    tokens, bare = tokenizer(text)["input_ids"], tokenizer(text, add_special_tokens=False)["input_ids"]
-    has_first = tokens[:1] == [tokenizer.bos_token_id] != bare[:1]
-    has_last = tokens[-1:] == [tokenizer.eos_token_id] != bare[-1:]
-    return tokenizer.bos_token_id if has_first else None, tokenizer.eos_token_id if has_last else None
+    tokens = tokenizer("a")["input_ids"]
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    begin = bos if tokens[:1] == [bos] and bare[:1] != [bos] else None
+    end = eos if tokens[-1:] == [eos] and bare[-1:] != [eos] else None
+    return begin, end
 
 
 def cut(split: str, tokens: Rows, args: SFTConfig) -> Rows:

@@ -29,15 +29,19 @@ ROLES = {
 }
 CALLS = ("function_call", "tool_call")  # roles whose content is a call as JSON, and keys of a turn
 CONVERSATION_COLUMNS = ("messages", "conversations")
-ROLE, CONTENT = ("role", "from"), ("content", "value")  # names of keys of a turn
+# Names of keys of a turn.
+ROLE = ("role", "from")
+CONTENT = ("content", "value")
 TOOLS = ("tools", "functions")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # by the names that chat templates have for it
 # Keys of a turn that say whether it counts in the loss (1, true), whether it does not, and which parts of it do (not supported).
-TRAINED, MASKED = ("train", "training", "trainable", "weight", "loss", "loss_mask"), ("masked",)
+TRAINED = ("train", "training", "trainable", "weight", "loss", "loss_mask")
+MASKED = ("masked",)
 TRAINED_PARTS = ("train_detail", "training_detail")
 REPLACED = ("from", "value", "tool_calls", "function_call", *TRAINED, *MASKED, *TRAINED_PARTS, *REASONING)
 # Of the parts of a content that is a list: their types, and keys that a model does not see.
-TEXT_PARTS, THOUGHT_PARTS = (None, "text", "input_text", "output_text"), ("reasoning", "thinking")
+TEXT_PARTS = (None, "text", "input_text", "output_text")
+THOUGHT_PARTS = ("reasoning", "thinking")
 NOTES_OF_PART = ("id", "index", "annotations", "cache_control", "citations", "logprobs", "signature")
 KEYS_OF_CALL = ("id", "index", "type", "function", "name", "arguments", "parameters")
 THINK, END_OF_THINK = "<think>", "</think>"
@@ -149,7 +153,8 @@ def read_turn(turn: Any) -> dict:
         raise SkippedRow(f"with the unknown role {role}")
     if len({ROLES.get(str(turn[key]).lower()) for key in ROLE if key in turn}) > 1:
         raise SkippedRow("with a turn of two roles")
-    content, calls = _one_value(turn, CONTENT), _calls_of(turn)
+    content = _one_value(turn, CONTENT)
+    calls = _calls_of(turn)
     if _own_role(turn) in CALLS and content is not None:
         content, calls = _split_calls(content, calls)
     text, thought = _read_content(content, role)
@@ -189,7 +194,8 @@ def _read_content(content: Any, role: str) -> tuple[str, str]:
 
 def _read_parts(parts: list) -> tuple[str, str]:
     """The text and the thoughts in a list of parts, joined. Raises SkippedRow for a part that is neither."""
-    text, thought = "", ""
+    text = ""
+    thought = ""
     for part in parts:
         if isinstance(part, str):
             text += part
@@ -270,7 +276,9 @@ def _calls_of(turn: dict) -> list[dict]:
     if not isinstance(calls, list):
         raise SkippedRow("with tool_calls that are not a list")
     single = read_json(turn.get("function_call"))
-    return [_read_call(call) for call in (calls if single is None else [*calls, single])]
+    if single is not None:
+        calls = [*calls, single]
+    return [_read_call(call) for call in calls]
 
 
 def _split_calls(content: Any, others: list[dict]) -> tuple[str, list[dict]]:
@@ -292,7 +300,9 @@ def _split_calls(content: Any, others: list[dict]) -> tuple[str, list[dict]]:
 def _read_call(call: Any) -> dict:
     """A call in OpenAI's form, with its arguments as an object and not as JSON."""
     call = read_json(call)
-    function = read_json(call.get("function")) or call if isinstance(call, dict) else None
+    function = call
+    if isinstance(call, dict):
+        function = read_json(call.get("function")) or call
     if not isinstance(function, dict) or is_nothing(function.get("name")) or not isinstance(function["name"], str):
         raise SkippedRow("with a tool call without a name")
     for key, value in function.items():

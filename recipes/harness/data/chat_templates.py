@@ -329,7 +329,9 @@ def options_of(row: dict) -> dict:
 
 def check_template_arguments(tokenizer: PreTrainedTokenizerBase, rows: list[dict]) -> None:
     """Raises UserError for names that the template cannot get from a row or --chat_template_kwargs; prints those it ignores."""
-    names = dict.fromkeys(name for row in rows for name in row.get(TEMPLATE_ARGUMENTS) or {})
+    names = {}
+    for row in rows:
+        names |= row.get(TEMPLATE_ARGUMENTS) or {}
     if taken := sorted(names.keys() & {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}):
         raise UserError(f"--{TEMPLATE_ARGUMENTS}: {taken[0]} is no variable of a chat template: leave it out")
     template = own_template(tokenizer)
@@ -378,15 +380,13 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[Pl
         return
     ((part, count),) = missing.most_common(1)
     where, row = examples[part]
-    splitting_helps = part == "reasoning" and not any(find_missing(tokenizer, answer) for answer in split_answers(row))
-    advice = {
-        "reasoning": "write it into the content as <think>…</think>, or pass a template that has it with --chat_template_path",
-        **dict.fromkeys(
-            ("tool calls", "tools"), f"use a model whose template has {part}, or pass such a template with --chat_template_path"
-        ),
-    }.get(part, "pass another template with --chat_template_path")
-    if can_split and splitting_helps:
-        advice = "pass --split_conversations true, which makes one row for every answer with its reasoning"
+    advice = "pass another template with --chat_template_path"
+    if part in ("tool calls", "tools"):
+        advice = f"use a model whose template has {part}, or pass such a template with --chat_template_path"
+    if part == "reasoning":
+        advice = "write it into the content as <think>…</think>, or pass a template that has it with --chat_template_path"
+        if can_split and not any(find_missing(tokenizer, answer) for answer in split_answers(row)):
+            advice = "pass --split_conversations true, which makes one row for every answer with its reasoning"
     raise UserError(
         f"--chat_template_path: the chat template {name} leaves out the {part} of {where}, in {count} of {len(rows)} checked "
         f"conversations: {advice}"

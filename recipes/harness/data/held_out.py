@@ -19,7 +19,8 @@ def hold_out(usable: list[int], digests: list[str], count: int, name: str) -> li
     if len(equal) < 2:
         raise UserError(too_few_rows(name, len(usable), len(equal)))
     groups = list(equal.values())
-    left, chosen = max(1, len(usable) // 10), []
+    left = max(1, len(usable) // 10)
+    chosen = []
     for number in np.random.default_rng(0).permutation(len(groups)):
         if len(chosen) < count and len(groups[number]) <= left:
             chosen.append(groups[number])

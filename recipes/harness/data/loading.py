@@ -133,10 +133,10 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
         write_json(Path(data.output_dir, DATA), summary)
     if isinstance(train, IterableDataset):
         train = limit_stream(data, train)
-    evaluated = [
-        evaluation_rows(data, one, one.eval_rows if one.eval_rows is not None else chosen, shape)
-        for one, (chosen, _) in zip(opened, held_out, strict=True)
-    ]
+    evaluated = []
+    for one, (chosen, _) in zip(opened, held_out, strict=True):
+        eval_rows = chosen if one.eval_rows is None else one.eval_rows
+        evaluated.append(evaluation_rows(data, one, eval_rows, shape))
     in_turn = evaluated[0]
     if data.is_mixture:
         in_turn = interleave_datasets(evaluated, stopping_strategy="all_exhausted_without_replacement")

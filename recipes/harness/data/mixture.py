@@ -21,7 +21,9 @@ def mix(data: DataSettings, datasets: list[Dataset] | list[IterableDataset]) -> 
     if isinstance(datasets[0], IterableDataset):
         return mix_streams(datasets, [source.weight for source in data.sources], data.seed)
     sizes = [len(rows) for rows in datasets]
-    generator, start, chosen = np.random.default_rng(data.seed), 0, []
+    generator = np.random.default_rng(data.seed)
+    start = 0
+    chosen = []
     for size, count in zip(sizes, share(data, sizes), strict=True):
         orders = [generator.permutation(size) for _ in range(-(-count // size))]
         chosen.append(start + np.concatenate(orders)[:count])

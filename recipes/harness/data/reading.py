@@ -5,6 +5,7 @@
 
 import glob
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -49,8 +50,10 @@ SMALL = 100e6  # bytes of files that a check, a preview and a rehearsal read com
 
 def local_files(name: str | None) -> list[Path]:
     """The files that --dataset_name names: one, those below a folder, or those that a glob matches. [] for the Hub."""
-    paths = _local_paths(name)
-    return [file for path in paths for file in (_files_below(path) if path.is_dir() else [path])]
+    files = []
+    for path in _local_paths(name):
+        files += _files_below(path) if path.is_dir() else [path]
+    return files
 
 
 def _local_paths(name: str | None) -> list[Path]:
@@ -76,7 +79,8 @@ def file_versions(name: str | None) -> list[list]:
 
     The name begins with that of the dataset's folder, so that relative and absolute paths give the same.
     """
-    versions, root = [], Path(name or "").expanduser().absolute()
+    versions = []
+    root = Path(name or "").expanduser().absolute()
     for file in local_files(name):
         status = file.stat()
         shown = file.relative_to(root.parent) if root.exists() else file.name
@@ -222,7 +226,7 @@ def open_splits(name: str, config: str | None, streaming: bool, text_rows: str |
         if streaming:
             builder = load_dataset_builder(name, config)
             files = builder.config.data_files or {}
-            if files and all(file.endswith(".parquet") for of_split in files.values() for file in of_split):
+            if files and all(file.endswith(".parquet") for file in itertools.chain(*files.values())):
                 return {str(split): open_parquet(list(of_split), split, builder.info) for split, of_split in files.items()}
         return load_dataset(name, config, streaming=streaming)
 
@@ -241,7 +245,7 @@ def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]
         named = load_dataset_builder(str(folder), config).config.data_files or {}
     files = {str(split): [Path(os.path.normpath(file)) for file in of_split] for split, of_split in named.items()}
     # Files of other folders are not meant, and would be trained on.
-    if not all(file.is_relative_to(folder) for of_split in files.values() for file in of_split):
+    if not all(file.is_relative_to(folder) for file in itertools.chain(*files.values())):
         raise UserError(f"--dataset_name: the configs in {readme} name files outside of {folder}: correct or delete them")
     return files
 
@@ -281,7 +285,7 @@ def _open_files(name: str, config: str | None, streaming: bool, text_rows: str |
 
 def usual_row(by_split: dict[str, list[Path]]) -> str:
     """What a row of text files is without the flag."""
-    files = [file for group in by_split.values() for file in group]
+    files = list(itertools.chain(*by_split.values()))
     return "document" if len(files) > 1 or suffix_of(files[0]) != ".txt" else "line"
 
 
@@ -314,7 +318,8 @@ def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[P
         splits.setdefault(_split_of(file.relative_to(folder) if folder else Path(file.name)), []).append(file)
     unnamed = splits.pop("", [])
     if unnamed and "train" not in splits:
-        splits, unnamed = {"train": unnamed, **splits}, []
+        splits = {"train": unnamed, **splits}
+        unnamed = []
     return splits or {"train": files}, kind, [path for path in kinds if kinds[path] != kind] + unnamed
 
 

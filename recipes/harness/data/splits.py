@@ -25,7 +25,8 @@ def evaluation_split(source: Source, splits: Collection[str], is_given: bool) ->
 
 def check_splits(source: Source, test: str, splits: Collection[str], is_given: bool) -> None:
     """Raises UserError unless the splits of the arguments exist and are different. `test`: of `evaluation_split`."""
-    train, found = source.train_split, f"{source.display_name} has the split{'s' if len(splits) > 1 else ''} {', '.join(splits)}"
+    train = source.train_split
+    found = f"{source.display_name} has the split{'s' if len(splits) > 1 else ''} {', '.join(splits)}"
     for flag, name in (("dataset_train_split", train), ("dataset_test_split", test)):
         if "[" in name or "+" in name:
             raise UserError(f"--{flag}: {name} is no split: pass the name of one, and --max_samples N to train on N rows of it")

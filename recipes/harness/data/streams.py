@@ -63,7 +63,8 @@ def fill_last_step(trainer: Trainer, with_empty_rows: bool = True) -> None:
     labels, they have one token, which has no loss because it follows no other. Otherwise the first rows are repeated: a loss of
     the recipe's own can be a mean over rows, in which one without a token would be NaN.
     """
-    rows, args = trainer.train_dataset, trainer.args
+    rows = trainer.train_dataset
+    args = trainer.args
     writes_text = hasattr(trainer.model, "can_generate") and trainer.model.can_generate()
     is_known = isinstance(rows, Dataset) and "input_ids" in rows.column_names and writes_text
     missing = -len(rows) % (slots_of_step(args) * args.train_batch_size) if is_known and len(rows) else 0

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import datetime
 
 from harness.data import formats, loading, reading, turns
 from harness.data.checking import check_dataset
@@ -115,6 +116,15 @@ def test_columns_of_json(tmp_path):
     datasets.Dataset.from_list(rows, features=features).to_parquet(str(path))
     train, _ = load(arguments_for(path))
     assert train[0]["messages"][1]["tool_calls"][0]["function"] == {"name": "a", "arguments": {"at": 0.1}}
+
+
+def test_dates_in_messages(tmp_path):
+    """They become texts: JSON has no dates."""
+    rows = [conversation(number, at=datetime(2026, 1, 2, 3, 4)) for number in range(20)]
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list(rows).to_parquet(str(path))
+    train, _ = load(arguments_for(path))
+    assert train[0]["messages"][1]["at"] == "2026-01-02 03:04:00"
 
 
 @pytest.mark.parametrize("is_mixture", [False, True])

@@ -64,7 +64,11 @@ def test_json(preview_tiny):
     process = preview_tiny("qwen2_chat", "--json")
     assert process.returncode == 0, process.stderr
     numbers = json.loads(process.stdout)
-    assert (numbers["recipe"], numbers["dataset"], numbers["warnings"]) == ("qwen2_chat", "trl-lib/Capybara", [])
+    assert (numbers["recipe"], numbers["dataset"], numbers["warnings"]) == (
+        "qwen2_chat",
+        "the tiny dataset for trl-lib/Capybara",
+        [],
+    )
     lengths = list(numbers["lengths"].values())
     assert lengths == sorted(lengths) and lengths[0] > 0
     assert numbers["truncated_documents"] == 0 and 0.05 < numbers["in_the_loss"] < 1

@@ -75,6 +75,19 @@ def test_json(preview_tiny):
     assert numbers["tokens_per_epoch"] == pytest.approx(128 * numbers["sequences_per_epoch"], rel=0.1)
 
 
+def test_epoch_without_dropped_rows(preview_tiny, tmp_path):
+    """30 of 60 answers begin after 48 tokens; a tenth of the rows is held out."""
+    lengths = [1, 50]
+    rows = [[{"role": "user", "content": f"{n} " * lengths[n % 2]}, {"role": "assistant", "content": "one"}] for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    process = preview_tiny(
+        "qwen2_chat", "--dataset_name", tmp_path / "rows.jsonl", "--max_length", "48", "--packing", "false", "--json"
+    )
+    dropped = int(re.search(r"warning: (\d+) of the 54 training rows are not used", process.stdout + process.stderr)[1])
+    assert 20 < dropped < 34
+    assert json.loads(process.stdout)["sequences_per_epoch"] == pytest.approx(54 - dropped)
+
+
 def test_json_is_alone_on_stdout(preview_tiny):
     """Messages are on stderr: this dataset has no split for evaluation, and the run has a warning."""
     process = preview_tiny("qwen2_fineweb_edu", "--json", "--max_length", "64", "--packing", "false")

@@ -152,6 +152,7 @@ class Preview:
     def epoch(self) -> tuple[float, float] | tuple[None, None]:
         """Rows and tokens of an epoch, estimated from the first rows; None if nothing says how many rows there are."""
         from harness.data.loading import FIRST_ROWS, count_training_rows
+        from harness.data.tokenization import has_loss
 
         script_args, documents = self.arguments[0], self.documents
         is_known = self.data.get("is_complete") and "datasets" not in self.data  # a mixture reads some rows more often
@@ -160,7 +161,12 @@ class Preview:
             total = script_args.max_samples
         if not total:
             return None, None
-        kept = sum(len(ids) for ids, _ in documents) - sum(self.cut_tokens())
+        keeps_start = getattr(self.trainer.args, "truncation_mode", "keep_start") == "keep_start"
+        kept = 0
+        for (ids, labels), cut in zip(documents, self.cut_tokens(), strict=True):
+            seen = labels[: len(ids) - cut] if keeps_start else labels[cut:]
+            if self.whole is None or has_loss(seen):  # others are dropped
+                kept += len(seen)
         rows = len(self.first_rows) if self.has_pairs else len(documents)
         count = min(total * rows / min(total, FIRST_ROWS), script_args.max_samples or math.inf)
         tokens = count * kept / rows

@@ -1,4 +1,4 @@
-"""What happens around every recipe: `parse`, `load`, `load_tokenizer`, `tokenize` and `train`.
+"""The functions that a recipe calls: `parse`, `load`, `load_tokenizer`, `tokenize` and `train`.
 
 Importing this package is cheap: torch and the other libraries are imported by the first call.
 """
@@ -45,7 +45,8 @@ def load(script_args: Any, keep: Callable[[dict], bool] | None = None) -> tuple[
 
     Args:
         script_args: what `parse` has returned first.
-        keep: whether a row is used, as the dataset has it, after --column_map; all are without it.
+        keep: a function of a row, with the columns of the dataset after --column_map. Rows for which it returns False are not
+            used. Without it, all rows are.
 
     Returns:
         `(train_dataset, eval_dataset)`. Without a test split, rows are held out of the training split.
@@ -68,7 +69,7 @@ def load_tokenizer(model_args: Any, training_args: Any) -> Any:
 
 
 def tokenize(train_dataset: Any, eval_dataset: Any, tokenizer: Any, training_args: Any) -> tuple[Any, Any]:
-    """Makes readable rows the rows to train on: `input_ids` and `labels`, cut or packed to --max_length. For SFTTrainer.
+    """Tokenizes rows for SFTTrainer: `input_ids` and `labels`, cut or packed to --max_length.
 
     Args:
         train_dataset: rows with `messages`, `prompt` and `completion`, a text (--dataset_text_field), or `input_ids`.

@@ -230,7 +230,7 @@ FILES: dict[str, tuple] = {
         TEXT,
         {"a.jsonl": lines(lambda n: {"text": f"Text {n}" if n % 2 else n})},
         "a.jsonl",
-        (14, 15, 1),
+        (27, 0, 3),
     ),
     "Dolly": (
         TASK,

@@ -352,6 +352,7 @@ def test_column_map(tmp_path, error_of):
         ("messages", {"id": "7", "dialog": [{"who": "me"}]}, '{"dialog": "messages"}'),
         ("preference", {"question": "Why?", "chosen": "So.", "bad": "No."}, '{"question": "prompt", "bad": "rejected"}'),
         ("instruction", {"id": "7", "instruction": "Add.", "response": "Done."}, '{"response": "output"}'),
+        ("messages", {"instruction": "Add.", "context": "1 2", "response": "The sum is 3."}, '{"response": "output"}'),
         ("text", {"id": "7", "content": "A longer text."}, '{"content": "text"}'),
         ("text", {"id": 7}, None),
         ("messages", {"id": "7", "source": "a", "messages": [{"role": "critic", "content": "So."}]}, None),

@@ -270,7 +270,10 @@ def suggest_column_map(data: DataSettings, rows: list[dict]) -> dict[str, str]:
             if isinstance(value, str) and value:
                 texts.setdefault(name, []).append(value)
     for format in data.formats:
-        missing = [name for name in NEEDED.get(format, (data.text_field,)) if name not in texts]
+        needed = NEEDED.get(format, (data.text_field,))
+        if format == "messages" and "instruction" in texts:  # which is a question already
+            needed = NEEDED["instruction"]
+        missing = [name for name in needed if name not in texts]
         free = [name for name in texts if name not in COLUMNS[format]]
         free.sort(key=lambda name: (len(texts[name]), len("".join(texts[name]))), reverse=True)
         chosen = [name for name in texts if name in free[: len(missing)]]

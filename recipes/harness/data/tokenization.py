@@ -1,4 +1,4 @@
-"""`tokenize`: readable rows become the rows that are trained on, tokens with labels, cut or packed to --max_length.
+"""`tokenize`: rows of texts and messages become the rows that are trained on, tokens with labels, cut or packed to --max_length.
 
 It takes rows with `messages`, with `prompt` and `completion` (texts or messages), with a text, or with `input_ids`. It returns
 rows with `input_ids` and `labels`, which are -100 where a token does not count in the loss; packed ones also have `seq_lengths`.
@@ -24,7 +24,7 @@ from trl.data_utils import common_prefix_length
 Rows = Dataset | IterableDataset
 TOKENS = ["input_ids", "labels"]
 # In which rows without a loss are counted where packing does not drop them.
-FIRST_ROWS = 2_000
+FIRST_ROWS = 2_000  # that are searched for rows without a label, when packing drops none
 FIRST_ROWS_OF_STREAM = 100
 IGNORED = -100  # the label of a token that does not count in the loss
 DROPPING = "Dropping rows without a token in the loss"
@@ -102,9 +102,9 @@ def tokenize_split(
     if args.shuffle_dataset and packs:
         tokens = tokens.shuffle(seed=args.seed)
     if packs:
-        tokens = pack(split, tokens, args, run.trains)
+        tokens = pack(split, tokens, args, run)
     elif args.max_length is not None:
-        tokens = cut(split, tokens, args)
+        tokens = cut(split, tokens, args, run)
     return tokens.shuffle(seed=args.seed) if args.shuffle_dataset else tokens
 
 
@@ -171,23 +171,25 @@ def tokens_of_conversation(
         if only_completions and not is_complete:
             prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, **settings)["input_ids"]
     except Exception as error:  # a template is a program: it can fail in any way
-        raise UserError(explain_refusal(turns, error)) from error
+        raise UserError(
+            f"the chat template fails ({str(error)[:200]}) on the conversation {in_words(turns)}: change the row, or pass "
+            "another template with --chat_template_path"
+        ) from error
     ids = rendered["input_ids"]
     counts = rendered["assistant_masks"] if template is not None else [1] * len(ids)
     if not any(counts):
-        raise UserError(explain_refusal(turns, "it marks no token as an answer"))
+        raise UserError(
+            f"--assistant_only_loss: no token counts in the loss of the conversation {in_words(turns)}: does it have an answer?"
+        )
     start = length_of_prompt(prompt, ids, tokenizer)
     labels = [token if counted else IGNORED for token, counted in zip(ids, counts, strict=True)]
     return {"input_ids": ids, "labels": [IGNORED] * start + labels[start:]}
 
 
-def explain_refusal(turns: list[dict], reason: object) -> str:
+def in_words(turns: list[dict]) -> str:
     roles = ", ".join(turn["role"] for turn in turns[:8])
     begin = " ".join(str(turns[0]["content"]).split())[:60]
-    return (
-        f"the chat template fails ({str(reason)[:200]}) on the conversation of {roles} that begins with “{begin}”: change the "
-        "row, or pass another template with --chat_template_path"
-    )
+    return f"of {roles} that begins with “{begin}”"
 
 
 def length_of_prompt(prompt: list[int], ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
@@ -237,8 +239,8 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, int | 
     return begin, end
 
 
-def cut(split: str, tokens: Rows, args: SFTConfig) -> Rows:
-    """Rows of at most --max_length tokens. Those of which nothing counts any more are dropped and counted."""
+def cut(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
+    """Rows cut to --max_length. Those without a label are dropped, and their number is printed."""
     settings: dict[str, Any] = {"fn_kwargs": {"length": args.max_length, "keeps_start": args.truncation_mode == "keep_start"}}
     if isinstance(tokens, IterableDataset):
         return tokens.map(cut_row, **settings).filter(has_loss, input_columns=["labels"])
@@ -246,7 +248,7 @@ def cut(split: str, tokens: Rows, args: SFTConfig) -> Rows:
     kept = tokens.map(cut_row, **settings).filter(
         has_loss, input_columns=["labels"], num_proc=args.dataset_num_proc, desc=DROPPING
     )
-    print_dropped_rows(split, len(tokens) - len(kept), len(tokens), "", args)
+    print_dropped_rows(split, len(tokens) - len(kept), len(tokens), "", args, run)
     return kept
 
 
@@ -255,10 +257,10 @@ def cut_row(row: dict, length: int, keeps_start: bool) -> dict[str, list[int]]:
     return {name: row[name][part] for name in TOKENS}
 
 
-def pack(split: str, tokens: Rows, args: SFTConfig, is_training_run: bool) -> Rows:
+def pack(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     """Rows of several documents, which together have at most --max_length tokens. See `trl.pack_dataset`."""
-    if args.packing_strategy == "bfd" and is_training_run:  # which cuts rows, and drops none
-        count_first_rows_without_loss(split, tokens, args)
+    if args.packing_strategy == "bfd" and run.trains:  # which cuts rows, and drops none
+        count_first_rows_without_loss(split, tokens, args, run)
     if isinstance(tokens, IterableDataset):
         # Not 1,000 documents: a stream that is read in parts would tokenize as many of each part before the first step.
         size = documents_per_batch(tokens, args.max_length, args.packing_strategy)
@@ -275,21 +277,24 @@ def has_loss(labels: list[int]) -> bool:
     return any(label != IGNORED for label in labels)
 
 
-def count_first_rows_without_loss(split: str, tokens: Rows, args: SFTConfig) -> None:
+def count_first_rows_without_loss(split: str, tokens: Rows, args: SFTConfig, run: Run) -> None:
     """Prints how many of the first rows have no token in the loss when they are cut. Raises UserError if all are so."""
     count = FIRST_ROWS if isinstance(tokens, Dataset) else FIRST_ROWS_OF_STREAM
     first = list(itertools.islice(tokens, count))
     without = 0
     for row in first:
         without += not has_loss(cut_row(row, args.max_length, args.truncation_mode == "keep_start")["labels"])
-    print_dropped_rows(split, without, len(first), "first " if len(first) == count else "", args)
+    print_dropped_rows(split, without, len(first), "first " if len(first) == count else "", args, run)
 
 
-def print_dropped_rows(split: str, count: int, of: int, which: str, args: SFTConfig) -> None:
+def print_dropped_rows(split: str, count: int, of: int, which: str, args: SFTConfig, run: Run) -> None:
     """Prints that `count` of `of` rows are not used. Raises UserError if these are all."""
     kind = "training rows" if split == "train" else "evaluation rows"
     reason = f"no token that counts in the loss is within --max_length {args.max_length}"
     if count == of > 0:
-        raise UserError(f"--max_length: none of the {which}{of:,} {kind} can be used: {reason}: pass a larger --max_length")
+        of_rehearsal = " (a rehearsal sets it to a small one)" if run.tiny else ""
+        raise UserError(
+            f"--max_length: none of the {which}{of:,} {kind} can be used: {reason}: pass a larger --max_length{of_rehearsal}"
+        )
     if count:
         print_once(f"warning: {count:,} of the {which}{of:,} {kind} are not used: {reason}.")

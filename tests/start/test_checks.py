@@ -244,6 +244,10 @@ def test_folder_that_another_node_does_not_have(tmp_path, error_of):
         (DPOConfig, {"f_alpha_divergence_coef": 0.1, "f_divergence_type": "alpha_divergence"}, None),
         (DPOConfig, {"beta": 0}, "beta"),
         (DPOConfig, {"beta": -0.1}, "beta"),
+        (DPOConfig, {"ld_alpha": 2}, "ld_alpha"),
+        (DPOConfig, {"ld_alpha": 1}, None),
+        (DPOConfig, {"ref_model_sync_steps": 8}, "ref_model_sync_steps"),
+        (DPOConfig, {"ref_model_sync_steps": 8, "sync_ref_model": True}, None),
     ],
 )
 def test_numbers_of_losses(error_of, config, values, flag):

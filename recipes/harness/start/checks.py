@@ -228,6 +228,8 @@ READ_WITH = {
     "label_smoothing_factor": ("loss_type", {"nll"}),
     "discopop_tau": ("loss_type", {"discopop"}),
     "f_alpha_divergence_coef": ("f_divergence_type", {"alpha_divergence"}),
+    "ref_model_sync_steps": ("sync_ref_model", {True}),
+    "ref_model_mixup_alpha": ("sync_ref_model", {True}),
 }
 
 
@@ -241,12 +243,15 @@ def check_loss(script_args: ScriptArguments, training_args: TrainingArguments) -
     for name in sorted(READ_WITH.keys() & script_args.given):
         choice, needed = READ_WITH[name]
         chosen = getattr(training_args, choice, needed)
-        if not needed & ({chosen} if isinstance(chosen, str) else set(chosen)):
-            raise UserError(f"--{name} has no effect without --{choice} {' or '.join(sorted(needed))}: leave it out")
+        if not needed & (set(chosen) if isinstance(chosen, list | set) else {chosen}):
+            values = " or ".join(sorted(map(str, needed))).lower()
+            raise UserError(f"--{name} has no effect without --{choice} {values}: leave it out")
     ranges = {"label_smoothing_factor": (0, 1)}
     if isinstance(training_args, DPOConfig):
         # With a label smoothing of 0.5, both answers of a pair are as good; "robust" divides by 1 - 2 * label_smoothing.
         ranges |= {"label_smoothing": (0, 0.5), "beta": (sys.float_info.min, math.inf)}
+    if getattr(training_args, "ld_alpha", None) is not None and not 0 <= training_args.ld_alpha <= 1:
+        raise UserError(f"--ld_alpha is {training_args.ld_alpha}, expected a number from 0 to 1")
     for name, (smallest, end) in ranges.items():
         value = getattr(training_args, name)
         if not smallest <= value < end:

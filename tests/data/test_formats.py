@@ -330,6 +330,7 @@ def test_reasons_to_skip_a_row(row, format, reason):
             "with a function_call that is not JSON",
         ),
         ({"role": "tool_call", "content": [CALL], "tool_calls": [CALL]}, "with tool calls in two places of a turn"),
+        ({"tool_calls": [CALL], "function_call": CALL["function"]}, "with tool calls in two places of a turn"),
         ({"function_call": {"name": "look", "arguments": "{'at': 1}"}}, "with a tool call whose arguments are not an object"),
         ({"function_call": {"name": "look", "arguments": 5}}, "with a tool call whose arguments are not an object"),
         ({"tool_calls": [{"name": "look", "args": {"at": 1}}]}, "with a tool call that has the key args"),
@@ -348,6 +349,10 @@ def test_turns_that_cannot_be_read(turn, reason):
         ({"content": [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, "So."]}, THINKING),
         ({"reasoning_content": [{"type": "text", "text": "Hm."}], "thinking": "Hm.", "reasoning": None}, THINKING),
         ({"content": None, "value": 105}, as_assistant("105")),
+        ({"content": [], "value": "So."}, CHAT[1]),
+        (TOOL_CALL | {"content": [], "value": " "}, TOOL_CALL | {"content": ""}),
+        ({"content": float("nan"), "value": " So."}, as_assistant(" So.")),
+        ({"function_call": {"name": "look", "arguments": {}, "parameters": {"at": 1}}}, TOOL_CALL | {"content": "So."}),
         ({"from": "gpt", "role": None}, CHAT[1]),
         ({"content": "", "function_call": json.dumps(CALL["function"])}, TOOL_CALL | {"content": ""}),
         ({"content": "", "tool_calls": [json.dumps(CALL)]}, TOOL_CALL | {"content": ""}),
@@ -369,6 +374,9 @@ def test_numbers_are_texts(value, text):
 
 
 def test_spaces_of_texts_are_kept():
+    turns = [CHAT[0], TOOL_CALL | {"content": "\n"}, {"role": "tool", "content": " "}, {"role": "tool", "content": {}}, CHAT[1]]
+    contents = [turn["content"] for turn in convert({"messages": turns}, "messages")["messages"]]
+    assert contents == ["Why?", "\n", " ", "{}", "So."]
     found = convert({"instruction": "  Add.\n", "input": " ", "output": " 3\n"}, "messages")
     assert found == {"messages": [as_user("  Add.\n"), as_assistant(" 3\n")]}
 
@@ -458,6 +466,19 @@ def test_kind_of_conversation(turn, kind):
 def test_reasoning_that_does_not_end_or_is_there_twice(answer, reason):
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant"} | answer]
     assert formats.examine({"messages": turns}, "messages")[1] == reason
+
+
+def test_think_in_turns_that_are_no_answers():
+    turns = [{"role": role, "content": "Write <think> first."} for role in ("system", "user")]
+    turns += [TOOL_CALL | {"content": ""}, {"role": "tool", "content": "<think>"}, CHAT[1]]
+    assert convert({"messages": turns}, "messages") == {"messages": turns}
+
+
+def test_preference_whose_prompt_ends_with_an_answer():
+    for row in (PREFERENCE | {"messages": CHAT}, PREFERENCE | {"prompt": CHAT}):
+        assert formats.examine(row, "preference") == (None, "whose prompt ends with an answer")
+    expected = {"prompt": CHAT[:1], "chosen": [as_assistant("So.")], "rejected": [as_assistant("No.")]}
+    assert convert(PREFERENCE | {"messages": CHAT[:1]}, "preference") == expected
 
 
 def test_preferences_that_do_not_begin_alike():

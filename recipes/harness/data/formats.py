@@ -299,6 +299,8 @@ def _to_preference(row: dict, text_field: str) -> dict:
         raise SkippedRow("without a chosen and a rejected answer")
     if chosen[0]["role"] == "assistant":
         prompt = _prompt_of_answers(row)
+        if prompt and prompt[-1]["role"] == "assistant":
+            raise SkippedRow("whose prompt ends with an answer")
     else:  # two conversations that begin alike
         same = 0
         while chosen[same : same + 1] == rejected[same : same + 1] != []:

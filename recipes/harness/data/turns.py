@@ -178,6 +178,7 @@ def read_turn(turn: Any) -> dict:
 def _one_value(turn: dict, keys: tuple[str, ...]) -> Any:
     """What a turn has under one of `keys`, None if nothing. Raises SkippedRow if it has two values."""
     values = [turn[key] for key in keys if turn.get(key) not in (None, "")]
+    values = [value for value in values if not is_nothing(value)] or values[:1]  # alone, spaces and {} are what they are
     if len(values) > 1 and values[0] != values[1]:
         raise SkippedRow(f"with a turn that has {' and '.join(keys)}")
     return values[0] if values else None
@@ -237,7 +238,7 @@ def _join_thoughts(turn: dict, of_parts: str) -> str:
 
 def _check_text(role: str, text: str, thought: str, has_calls: bool) -> None:
     """Raises SkippedRow for a text that is missing, or has no place for its thought."""
-    if THINK in text and END_OF_THINK not in text:
+    if role == "assistant" and THINK in text and END_OF_THINK not in text:
         raise SkippedRow(f"with a {THINK} that does not end")
     if thought and THOUGHT.search(text):
         raise SkippedRow(f"with reasoning under {REASONING[0]} and in {THINK} too")
@@ -276,8 +277,10 @@ def _calls_of(turn: dict) -> list[dict]:
     if not isinstance(calls, list):
         raise SkippedRow("with tool_calls that are not a list")
     single = read_json(turn.get("function_call"))
+    if calls and single is not None:
+        raise SkippedRow("with tool calls in two places of a turn")
     if single is not None:
-        calls = [*calls, single]
+        calls = [single]
     return [_read_call(call) for call in calls]
 
 

@@ -279,6 +279,13 @@ def test_keys_of_turns_that_a_template_ignores(tokenizer, capsys):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     chat_templates.print_ignored_keys(tokenizer, placed(rows))
     assert capsys.readouterr().out.endswith("keys of messages: name, mood, tool_calls.status.\n")
+    # A key of a turn that its calls have too, which the template reads.
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.id }}{% endfor %}{% endfor %}"
+    )
+    rows = [{"messages": [QUESTION, ANSWER | {"id": "turn-1", "tool_calls": [call | {"id": "call-1"}]}]}]
+    chat_templates.print_ignored_keys(tokenizer, placed(rows))
+    assert capsys.readouterr().out.endswith("keys of messages: id, tool_calls.status.\n")
 
 
 def test_template_with_markers_is_used_as_it_is(tokenizer):

@@ -356,8 +356,9 @@ def _without_key(row: dict, key: str) -> dict:
     row = copy.deepcopy(row)
     for turn in turns_of(row):
         turn.pop(key, None)
-        for call in turn.get("tool_calls", []):
-            call.pop(key.removeprefix("tool_calls."), None)
+        if key.startswith("tool_calls."):
+            for call in turn.get("tool_calls", []):
+                call.pop(key.removeprefix("tool_calls."), None)
     return row
 
 

@@ -10,6 +10,7 @@ from harness.data.loading import load
 from harness.data.reading import print_ignored_files
 
 import datasets
+import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -105,6 +106,18 @@ def test_numbers_of_csv(tmp_path, streaming):
     assert [list(map(repr, row.values())) for row in rows] == [list(map(repr, row.values())) for row in expected]
     train, _ = load(arguments_of_data(path, ("text",), dataset_streaming=streaming, column_map={"score": "text"}))
     assert {row["text"] for row in train} < {str(line[2]) for line in lines}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_numbers_in_json_of_a_recipe_without_formats(tmp_path, monkeypatch, streaming):
+    """`datasets` reads them with pandas, which wraps integers and rounds floats."""
+    for module in (datasets.features.features, datasets.utils.json):  # as they are at the start of a process
+        monkeypatch.setattr(module, "ujson_dumps", pandas.io.json.ujson_dumps)
+        monkeypatch.setattr(module, "ujson_loads", pandas.io.json.ujson_loads)
+    numbers = [25 * 10**18, 0.12345678901234568]
+    path = write_rows(tmp_path / "rows.jsonl", [{"numbers": [*numbers, row]} for row in range(40)])
+    train, _ = load(arguments_of_data(path, (), dataset_streaming=streaming, max_eval_samples=4))
+    assert all(row["numbers"][:2] == numbers for row in train)
 
 
 def write_table(path, rows):

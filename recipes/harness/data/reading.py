@@ -16,6 +16,7 @@ from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
 
+from harness.compat.datasets import store_json_exactly
 from harness.data.columns import features_of_files, schema_of
 from harness.data.stream_rows import open_parquet
 from harness.data.text_rows import COMPRESSED, SUFFIXES, kind_of_file, read_rows, suffix_of
@@ -139,6 +140,7 @@ class TextFiles:
 
         In CSV, where every value is a text, a column of numbers only is numbers, as `datasets` reads it.
         """
+        store_json_exactly()
         found: dict[str, set[str]] = {}  # the types of the values of each column
         for _, row in self:
             for name, value in row.items():

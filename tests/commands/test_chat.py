@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 from harness.commands import chat, merge, saved
 from harness.run.prompts import describe_rows
@@ -16,7 +17,7 @@ import transformers.integrations.accelerate as device_maps
 from conftest import ROOT, slow
 from datasets import Dataset
 from peft import AutoPeftModelForCausalLM
-from runs import assert_one_error, read
+from runs import assert_one_error, read, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -123,8 +124,53 @@ def test_flags_without_an_effect(rehearse, error_of, tmp_path):
     assert "--system" in error_of(chat.main, str(run), "--system", "Be brief.")
     tools.write_text("{}")
     assert "--tools" in error_of(chat.main, str(run), "--tools", str(tools))
-    tools.write_text("[]")
-    assert "--tools" in error_of(chat.main, str(run), "--tools", str(tools))
+    tools.write_text(json.dumps([TOOL]))
+    assert "was not trained on conversations" in error_of(chat.main, str(run), "--tools", str(tools))
+
+
+TOOL = {"name": "look", "description": "", "parameters": {"type": "object", "properties": {}}}
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}{{ tools }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "tools", "reason"),
+    [
+        (REFUSES, None, [TOOL], ""),
+        (REFUSES, "Be brief.", None, "--system, --tools: the chat template of a_run fails (System role not supported)"),
+        ("{{ tools[0].name.upper() }}", None, [{"type": "web_search"}], "--system, --tools: the chat template of a_run fails"),
+        ({"default": "{{ messages }}", "tool_use": "{{ tools }}"}, None, [TOOL], ""),
+        ({"default": "{{ messages }}", "other": "{{ tools }}"}, None, [TOOL], "takes no tools"),
+        ("{{ messages }}", None, [TOOL], "takes no tools"),
+    ],
+)
+def test_flags_that_a_template_refuses(error_of, template, system, tools, reason):
+    """It is found before the model is loaded. Of named templates, that for tools counts."""
+    tokenizer = tiny_tokenizer("meta-llama/Llama-3.1-8B")
+    tokenizer.chat_template = template
+    parsed = SimpleNamespace(run="a_run", system=system, tools=tools and "tools.json")
+    start = [{"role": "system", "content": system}] if system else []
+    arguments = parsed, True, tokenizer, start, {"tools": tools}
+    if reason:
+        assert reason in error_of(chat.check_flags, *arguments)
+    else:
+        chat.check_flags(*arguments)
+
+
+def test_tools_are_read_as_in_training_rows(tmp_path, error_of):
+    file = tmp_path / "tools.json"
+    wrapped = {"type": "function", "function": TOOL}
+    for tools in ([TOOL], [wrapped]):
+        file.write_text(json.dumps(tools))
+        assert chat.load_tools(file) == [wrapped]
+    for text, reason in (
+        ("[", "cannot be read"),
+        ("5", "tools that are not a list"),
+        ("[5]", "not an object"),
+        ("[]", "no tools"),
+    ):
+        file.write_text(text)
+        message = error_of(chat.load_tools, file)
+        assert message.startswith(f"--tools: {file} ") and reason in message
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 
 from harness.commands import arguments
 from harness.commands.saved import load_model, load_saved_tokenizer, read_prompt
+from harness.data.turns import SkippedRow, read_tools
 from harness.folder import CONVERSATIONS
 from harness.messages import UserError, exit_on_user_error, print_once, printable
 
@@ -22,16 +23,16 @@ def main(*words: str) -> None:
 
     if not parsed.run.is_dir():
         raise UserError(f"{parsed.run} is not a folder: pass the output directory of a finished run")
-    tools = None if parsed.tools is None else read_tools(parsed.tools)
+    tools = None if parsed.tools is None else load_tools(parsed.tools)
     tokenizer, prompt = load_saved_tokenizer(parsed.run), read_prompt(parsed.run)
     is_chat = bool(tokenizer.chat_template) and prompt.get("rows", CONVERSATIONS) in (None, CONVERSATIONS)
-    check_flags(parsed, is_chat, tokenizer.chat_template or "")
-    model = load_model(parsed.run)
-    if not generates(base_of(model)):
-        raise UserError(f"{parsed.run}: {type(base_of(model)).__name__} does not generate text: pass the run of a language model")
     options = {"tools": tools, **(prompt.get("chat_template_kwargs") or {})}
     system = prompt.get("system") if parsed.system is None else parsed.system
     start = [{"role": "system", "content": system}] if system else []
+    check_flags(parsed, is_chat, tokenizer, start, options)
+    model = load_model(parsed.run)
+    if not generates(base_of(model)):
+        raise UserError(f"{parsed.run}: {type(base_of(model)).__name__} does not generate text: pass the run of a language model")
     turns = list(start)
     print_once(f"{parsed.run} is loaded on {model.device}. {how_to_write(is_chat, prompt)} `exit` ends.")
     if is_chat and system:
@@ -48,23 +49,38 @@ def main(*words: str) -> None:
             generate(model, tokenizer, encode_text(tokenizer, text), parsed.max_new_tokens)
 
 
-def read_tools(path: Path) -> list[dict[str, Any]]:
-    """The tools in a file. Raises UserError unless it is a JSON list of objects."""
+def load_tools(path: Path) -> list[dict[str, Any]]:
+    """The tools in a file, in the form that training rows have. Raises UserError unless it is a JSON list of tools."""
     try:
-        tools = json.loads(path.read_text("utf-8"))
+        tools = read_tools({"tools": json.loads(path.read_text("utf-8"))})
+    except SkippedRow as reason:
+        raise UserError(f"--tools: {path} is a file {reason}: pass a JSON list of tools") from reason
     except (OSError, ValueError) as error:
         raise UserError(f"--tools: {path} cannot be read: {error}") from error
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"--tools: {path} is not a JSON list of tools")
+    if not tools:
+        raise UserError(f"--tools: {path} has no tools: pass a JSON list of tools, or leave out the flag")
     return tools
 
 
-def check_flags(parsed: Any, is_chat: bool, template: str) -> None:
-    """Raises UserError for flags that would have no effect on the prompts of this run."""
+def check_flags(parsed: Any, is_chat: bool, tokenizer: Any, start: list[dict], options: dict[str, Any]) -> None:
+    """Raises UserError for flags that would have no effect on the prompts of this run, or that its chat template refuses.
+
+    `start`: the turns before the first question. `options`: what the template gets besides the turns.
+    """
     if not is_chat and (parsed.system or parsed.tools):
         flag = "--system" if parsed.system else "--tools"
         raise UserError(f"{flag}: {parsed.run} was not trained on conversations: leave out the flag")
-    if parsed.tools and "tools" not in template:
+    if not is_chat:
+        return
+    turns = [*start, {"role": "user", "content": "Why?"}]
+    try:
+        tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options)
+    except Exception as error:  # a template is a program: it can fail in any way
+        raise UserError(
+            f"--system, --tools: the chat template of {parsed.run} fails ({str(error)[:200]}): leave out the flag, or change its "
+            "value"
+        ) from error
+    if parsed.tools and "tools" not in tokenizer.get_chat_template(tools=options["tools"]):
         raise UserError(f"--tools: the chat template of {parsed.run} takes no tools: leave out the flag")
 
 

@@ -24,7 +24,7 @@ from peft import (
     VeloraConfig,
     get_peft_model,
 )
-from runs import read
+from runs import read, tiny_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -83,6 +83,38 @@ def test_weights_that_are_not_merged_are_not_copied(adapter, tmp_path):
     names = {path.name for path in (tmp_path / "plain").glob("*.safetensors")}
     assert names == set(read(tmp_path / "plain", "model.safetensors.index.json")["weight_map"].values())
     assert len(names) > 2 and not list((tmp_path / "plain").glob("consolidated*"))
+
+
+def test_named_templates_of_a_merged_model(tmp_path):
+    """They are those of the run's tokenizer; of the base model only if the run has none."""
+    tokenizer = tiny_tokenizer("meta-llama/Llama-3.1-8B")
+    for folder in ("base", "run", "plain"):
+        tokenizer.chat_template = {"default": folder, "tool_use": f"tools of {folder}"} if folder != "plain" else folder
+        tokenizer.save_pretrained(tmp_path / folder)
+    (tmp_path / "none").mkdir()
+    for run, expected in (
+        ("run", {"default": "run", "tool_use": "tools of run"}),
+        ("none", {"default": "base", "tool_use": "tools of base"}),
+        ("plain", "plain"),
+    ):
+        merged = tmp_path / f"merged {run}"
+        merged.mkdir()
+        merge.copy_other_files(tmp_path / "base", tmp_path / run, merged)
+        assert AutoTokenizer.from_pretrained(merged).chat_template == expected
+
+
+def test_folders_of_a_merged_model_can_be_read(tmp_path, monkeypatch):
+    def write(source, target, uses_original):
+        (target / "additional_chat_templates").mkdir()
+        (target / "additional_chat_templates/tool_use.jinja").touch(0o600)
+        return "Merged into"
+
+    monkeypatch.setattr(merge, "find_source", lambda run: run)
+    monkeypatch.setattr(merge, "merge", write)
+    merge.main(str(tmp_path), str(tmp_path / "merged"))
+    templates = tmp_path / "merged/additional_chat_templates"
+    assert templates.stat().st_mode & 0o555 == (tmp_path / "merged").stat().st_mode & 0o555
+    assert (templates / "tool_use.jinja").stat().st_mode & 0o044
 
 
 def test_complete_model_has_nothing_to_merge(rehearse, error_of):
@@ -223,7 +255,8 @@ def test_adapters_that_a_sum_cannot_merge(tmp_path, error_of, settings, advice):
     settings.base_model_name_or_path = str(tmp_path / "base")
     settings.save_pretrained(tmp_path / "adapter")
     save_file({"any": torch.zeros(1)}, tmp_path / "adapter/adapter_model.safetensors")
-    assert advice in error_of(merge.main, str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    message = error_of(merge.main, str(tmp_path / "adapter"), str(tmp_path / "merged"))
+    assert advice in message and "PeftType" not in message
     assert not (tmp_path / "merged").exists()
 
 

@@ -61,8 +61,9 @@ def main(*words: str) -> None:
         done = merge(source, draft, parsed.original_weights)
         if prompt:
             write_json(draft / PROMPT, prompt)
-        for file in draft.iterdir():
-            file.chmod(draft.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
+        for file in draft.rglob("*"):
+            if file.is_file():
+                file.chmod(draft.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
         draft.rename(target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -111,7 +112,7 @@ def merge(source: Path, target: Path, uses_original: bool) -> str:
         add_adapter(source, adapter, target, uses_original)
         return "Merged into"
     put_together(source, target)
-    return f"The sharded weights of {source} are one model now, in"
+    return f"The sharded weights of {source} are merged into"
 
 
 def read_sharded(checkpoint: Path, dtype: Any = None) -> dict[str, Any]:
@@ -206,14 +207,15 @@ def check_can_be_merged(settings: Any, folder: Path) -> None:
     """Raises UserError for an adapter that is more than a product that is added to the weights of its base model."""
     from peft import LoraConfig, PeftConfig
 
+    kind = getattr(settings.peft_type, "value", None)
     if settings.is_prompt_learning or getattr(settings, "alora_invocation_tokens", None):
-        kind = "aLoRA" if settings.peft_type == "LORA" else settings.peft_type
+        kind = "aLoRA" if kind == "LORA" else kind
         raise UserError(
             f"{folder} has an adapter of type {kind}, which depends on the prompt and must not be merged: use it as an adapter"
         )
     problem = ""
-    if settings.peft_type != "LORA":
-        problem = f"an adapter of type {settings.peft_type}"
+    if kind != "LORA":
+        problem = f"an adapter of type {kind}"
     elif settings.task_type not in TASKS:
         problem = f"the adapter of another model class (task_type {settings.task_type})"
     elif settings.init_lora_weights not in KEEP_BASE:
@@ -238,6 +240,8 @@ def check_can_be_merged(settings: Any, folder: Path) -> None:
 
 def copy_other_files(base: Path, run: Path, target: Path) -> None:
     """Copies configs and tokenizer of the base model that are not in `target`, and the run's tokenizer over them."""
+    from transformers.utils import CHAT_TEMPLATE_DIR  # has the named templates other than the default
+
     for file in base.iterdir():
         is_wanted = file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.endswith(".index.json")
         if is_wanted and not (target / file.name).exists():
@@ -245,10 +249,13 @@ def copy_other_files(base: Path, run: Path, target: Path) -> None:
     for file in (*run.glob("*token*"), run / "chat_template.jinja"):
         if file.is_file():
             shutil.copyfile(file, target / file.name)
+    templates = (run if (run / "tokenizer_config.json").is_file() else base) / CHAT_TEMPLATE_DIR
+    if templates.is_dir():
+        shutil.copytree(templates, target / CHAT_TEMPLATE_DIR)
 
 
 def needs_peft(adapter: dict[str, Any], settings: Any) -> bool:
-    """Whether an adapter changes more than the weights of linear layers by a product: DoRA, biases, embeddings, fused experts.
+    """Whether an adapter changes more than the weights of linear layers by a product: DoRA, embeddings, fused experts.
 
     Also for GPT-2, whose weights are transposed (`fan_in_fan_out`), and have other names on the Hub.
     """

@@ -20,7 +20,7 @@ logging.getLogger("kernels.hf_hub").addFilter(lambda record: "offline mode" not 
 def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **defaults: Any) -> tuple[Any, Any, Any]:
     """Turns the values of a recipe and the command line into the three argument objects of TRL's scripts.
 
-    docs/your-recipe.md has a complete recipe, and what all functions expect.
+    docs/your-recipe.md has a complete recipe, and what each function expects.
 
     Args:
         config_class: the class of the trainer's arguments, such as `trl.SFTConfig`, `transformers.TrainingArguments`, or a
@@ -108,9 +108,7 @@ def started_recipe(function: str) -> Any:
 
     started = runs.started()
     if started is None:
-        raise UserError(
-            f"{function}() needs parse() before it: a recipe calls parse(), builds a trainer, and ends with train(trainer)"
-        )
+        raise UserError(f"{function}() needs parse() before it: a recipe calls parse() first, and ends with train(trainer)")
     return started
 
 

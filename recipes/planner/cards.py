@@ -103,7 +103,8 @@ def card_of_gpu(name: str, memory: float, has_bf16: bool, all_cards: tuple[Card,
     found = []
     for card in all_cards:
         words = set(re.sub(r"\d+ gb", "", card.name.lower()).split()) - {"rtx"}
-        if words <= parts and 0.9 < card.memory / memory < 1.05:
+        is_named = words <= parts or plain_name(card.name) == plain_name(name)  # that of --card is one word
+        if is_named and 0.9 < card.memory / memory < 1.05:
             found.append((len(words), card))  # "H100 PCIe" has more words of a name than "H100 80 GB"
     if found:
         return max(found, key=lambda pair: pair[0])[1]

@@ -66,7 +66,7 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
     for own in here:
         if unknown := cards.describe_unknown(own, all_cards):
             pages.print_progress(unknown)
-            all_cards = (own, *all_cards)
+            all_cards = (*all_cards, own)
     no_triton = why_not_triton(method, environment) if gpus else ""
 
     def run_with(config: AccelerateConfig) -> Run:

@@ -73,8 +73,8 @@ def test_rows_are_cut(prepare, capsys, streams, mode):
     """Without packing a row keeps its first or last tokens; one of which nothing counts any more is dropped."""
     (whole,) = prepare([LONG], max_length=None)
     found = prepare([SHORT, LONG], streams, truncation_mode=mode)
-    dropped = "warning: 1 of the 2 training rows are not used" in capsys.readouterr().out
-    assert dropped == (mode == "keep_start" and not streams)  # a stream is not read to its end
+    printed = capsys.readouterr().out
+    assert ("1 of the 2 training rows are not used" in printed) == (mode == "keep_start")
     assert len(found) == (1 if mode == "keep_start" else 2)
     if mode == "keep_end":
         assert (found[1]["input_ids"], found[1]["labels"]) == (whole["input_ids"][-64:], whole["labels"][-64:])
@@ -94,6 +94,14 @@ def test_what_is_refused(prepare, error_of):
     assert "have a mask" in error_of(prepare, [{"input_ids": [1, 2], "completion_mask": [0, 1]}])
     assert "--assistant_only_loss" in error_of(prepare, [SHORT], assistant_only_loss=True)
     assert "--packing" in error_of(prepare, [SHORT], packing=True, max_length=None)
+    assert "--truncation_mode" in error_of(prepare, [SHORT], truncation_mode="left")
+    assert "rows are empty" in error_of(prepare, [])
+
+
+def test_prompt_and_completion_next_to_a_text(prepare):
+    (row,) = prepare([SHORT | {"text": "Something else."}])
+    assert sum(label != -100 for label in row["labels"]) < len(row["labels"])
+    assert prepare([SHORT]) == [row]
 
 
 def test_evaluation_rows(tokenizer, tmp_path):

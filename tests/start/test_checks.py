@@ -20,6 +20,7 @@ from peft import LoraConfig, get_peft_model
 from runs import check_run, write_rows
 from transformers import AutoModelForCausalLM, Qwen2Config, TrainingArguments
 from trl import DPOConfig, ModelConfig, SFTConfig
+from trl.experimental.cpo import CPOConfig
 
 RECIPE = ROOT / "tests/recipes/own/weighed.py"  # it passes no adapter to its trainer
 
@@ -242,6 +243,7 @@ def test_folder_that_another_node_does_not_have(tmp_path, error_of):
         (DPOConfig, {"discopop_tau": 0.1}, "discopop_tau"),
         (DPOConfig, {"f_alpha_divergence_coef": 0.1}, "f_alpha_divergence_coef"),
         (DPOConfig, {"f_alpha_divergence_coef": 0.1, "f_divergence_type": "alpha_divergence"}, None),
+        (CPOConfig, {"label_smoothing": 0.1}, None),
         (DPOConfig, {"beta": 0}, "beta"),
         (DPOConfig, {"beta": -0.1}, "beta"),
         (DPOConfig, {"ld_alpha": 2}, "ld_alpha"),

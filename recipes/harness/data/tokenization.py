@@ -1,7 +1,7 @@
 """`tokenize`: rows of texts and messages become the rows that are trained on, tokens with labels, cut or packed to --max_length.
 
 It takes rows with `messages`, with `prompt` and `completion` (texts or messages), with a text, or with `input_ids`. It returns
-rows with `input_ids` and `labels`, which are -100 where a token does not count in the loss; packed ones also have `seq_lengths`.
+rows with `input_ids` and `labels`, which are -100 where a token does not count in the loss; packed with bfd or bfd_split, also `seq_lengths`.
 SFTTrainer leaves them as they are.
 """
 
@@ -19,6 +19,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import logging
 from trl import ModelConfig, SFTConfig, pack_dataset
+from trl.chat_template_utils import is_chat_template_stop_token_trained
 from trl.data_utils import common_prefix_length
 
 Rows = Dataset | IterableDataset
@@ -64,13 +65,15 @@ def tokenize(
     """See `harness.tokenize`. Changes `training_args`, so that SFTTrainer takes the rows as they are."""
     if not isinstance(training_args, SFTConfig):
         raise UserError("tokenize() needs an SFTConfig: other trainers tokenize their rows themselves")
+    if training_args.truncation_mode not in ("keep_start", "keep_end"):
+        raise UserError(f"--truncation_mode is {training_args.truncation_mode}, expected keep_start or keep_end")
     packs = is_packed(training_args)
     train = tokenize_split("train", train_dataset, tokenizer, training_args, packs, run)
     packs = packs if training_args.eval_packing is None else training_args.eval_packing
     if isinstance(eval_dataset, dict):
-        evaluated = {
-            name: tokenize_split(name, rows, tokenizer, training_args, packs, run) for name, rows in eval_dataset.items()
-        }
+        evaluated = {}
+        for name, rows in eval_dataset.items():
+            evaluated[name] = tokenize_split(f"eval_{name}", rows, tokenizer, training_args, packs, run)
     elif eval_dataset is not None:
         evaluated = tokenize_split("eval", eval_dataset, tokenizer, training_args, packs, run)
     else:
@@ -93,7 +96,7 @@ def tokenize_split(
     packs: bool,
     run: Run,
 ) -> Rows:
-    """The rows of a split as tokens. `split`: "train", "eval", or the name of one of several evaluation sets."""
+    """The rows of a split as tokens. `split`: "train", "eval", or eval_NAME of one of several evaluation sets."""
     tokens = tokens_of_rows(split, rows, tokenizer, args)
     if run.seen:
         run.seen.record(split, rows, tokens)
@@ -113,7 +116,9 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase, a
 
     The functions of `map` get plain values, so that all processes of a run, and --prepare, find the same rows in the cache.
     """
-    first = next(iter(rows))
+    first = next(iter(rows), None)
+    if first is None:
+        raise UserError(f"the {split} rows are empty: see what the recipe drops, and the rows with --preview")
     columns = rows.column_names or list(first)
     if {"assistant_masks", "completion_mask"} & first.keys() and "labels" not in first:
         raise UserError(f"the {split} rows have a mask and no labels: add a column labels, -100 for tokens that do not count")
@@ -143,9 +148,15 @@ def tokens_of_rows(split: str, rows: Rows, tokenizer: PreTrainedTokenizerBase, a
 
 def template_of_answers(tokenizer: PreTrainedTokenizerBase) -> str | None:
     try:
-        return training_template(tokenizer)
+        template = training_template(tokenizer)
     except ValueError as error:
         raise UserError(f"--assistant_only_loss: the answers cannot be marked: {error}: leave out the flag") from error
+    if template is None and not is_chat_template_stop_token_trained(tokenizer):
+        print_once(
+            "warning: the chat template does not mark the token that ends an answer: the model may not learn to stop. Move it "
+            "into {% generation %} in a copy of the template, and pass that with --chat_template_path."
+        )
+    return template
 
 
 def is_conversation(row: dict) -> bool:
@@ -212,11 +223,12 @@ def tokens_of_text(
         begin: the BOS token, if the tokenizer adds it. Some texts begin with it already; then it is there once.
         end: the EOS token, if the tokenizer adds it: likewise.
     """
-    text = row[text_field] if text_field in row else row["completion"]
+    is_pair = "prompt" in row and "completion" in row
+    text = row["completion"] if is_pair else row[text_field]
     if tokenizer.eos_token and not text.endswith(tokenizer.eos_token):
         text += tokenizer.eos_token
     prompt = []
-    if text_field not in row:
+    if is_pair:
         text = row["prompt"] + text
         prompt = tokenizer(row["prompt"])["input_ids"]
         if end is not None and prompt[-1:] == [end]:
@@ -243,6 +255,8 @@ def cut(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     """Rows cut to --max_length. Those without a label are dropped, and their number is printed."""
     settings: dict[str, Any] = {"fn_kwargs": {"length": args.max_length, "keeps_start": args.truncation_mode == "keep_start"}}
     if isinstance(tokens, IterableDataset):
+        if run.trains:
+            count_first_rows_without_loss(split, tokens, args, run)
         return tokens.map(cut_row, **settings).filter(has_loss, input_columns=["labels"])
     settings |= {"num_proc": args.dataset_num_proc, "desc": f"Truncating {split} dataset"}
     kept = tokens.map(cut_row, **settings).filter(
@@ -270,7 +284,7 @@ def pack(split: str, tokens: Rows, args: SFTConfig, run: Run) -> Rows:
     # A piece of a long conversation before its answer has no token in the loss. Nothing is learned from it, and in the mean
     # of an evaluation it would count as a loss of 0.
     kept = packed.filter(has_loss, input_columns=["labels"], desc=DROPPING)
-    return kept if len(kept) else packed
+    return kept if len(kept) else packed  # a command shows the rows even if nothing counts
 
 
 def has_loss(labels: list[int]) -> bool:
@@ -281,9 +295,10 @@ def count_first_rows_without_loss(split: str, tokens: Rows, args: SFTConfig, run
     """Prints how many of the first rows have no token in the loss when they are cut. Raises UserError if all are so."""
     count = FIRST_ROWS if isinstance(tokens, Dataset) else FIRST_ROWS_OF_STREAM
     first = list(itertools.islice(tokens, count))
+    keeps_start = args.truncation_mode == "keep_start" or is_packed(args)  # "bfd" always does
     without = 0
     for row in first:
-        without += not has_loss(cut_row(row, args.max_length, args.truncation_mode == "keep_start")["labels"])
+        without += not has_loss(cut_row(row, args.max_length, keeps_start)["labels"])
     print_dropped_rows(split, without, len(first), "first " if len(first) == count else "", args, run)
 
 

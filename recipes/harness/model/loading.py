@@ -119,8 +119,8 @@ def build_small_model(
 
     model = build_from_config(model_class, name, shrink, config, revision, dtype)
     quantization = options.get("quantization_config")
-    model.is_loaded_in_4bit = quantization is not None and quantization.load_in_4bit
-    model.is_loaded_in_8bit = quantization is not None and quantization.load_in_8bit
+    model.is_loaded_in_4bit = getattr(quantization, "load_in_4bit", False)  # not of every kind of quantization
+    model.is_loaded_in_8bit = getattr(quantization, "load_in_8bit", False)
     with contextlib.suppress(OSError):  # not every model has a generation config
         model.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
     return model

@@ -65,10 +65,10 @@ class Checkpoints(TrainerCallback):
         """
         state.compute_steps(args, state.max_steps)
         saved = read_json(self.output_dir / f"checkpoint-{state.global_step}" / TRAINER_STATE_NAME)
-        if saved and state.global_step < state.max_steps != saved["max_steps"]:
+        if saved and state.global_step < state.max_steps and state.max_steps != saved["max_steps"]:
             print_once(
-                f"The run had {saved['max_steps']} steps until now and has {state.max_steps} from here on: the learning rate "
-                f"follows the schedule of {state.max_steps} steps and can jump."
+                f"The run had {saved['max_steps']:,} steps until now and has {state.max_steps:,} from here on: the learning rate "
+                f"follows the schedule of {state.max_steps:,} steps and can jump."
             )
         best = folder.best_checkpoint(self.output_dir, state.best_model_checkpoint)
         state.best_model_checkpoint = str(best) if best and best.is_dir() else None
@@ -247,8 +247,8 @@ def check_weights(checkpoint: Path, model: torch.nn.Module) -> None:
     if trained_before is not None and trained != trained_before:  # the states of the optimizer are in this order
         before, now = in_words(trained_before, trained), in_words(trained, trained_before)
         raise UserError(
-            f"--output_dir: the run in {checkpoint} trained {before}, this one trains {now}, without a state of the optimizer. "
-            "Train the same weights, or choose another --output_dir"
+            f"--output_dir: the run in {checkpoint} trained {before}, this one trains {now}, so the states of the optimizer do "
+            "not fit. Train the same weights in the same order, or choose another --output_dir"
         )
     is_sharded, is_adapter = (checkpoint / folder.SHARDED).is_dir(), isinstance(model, PeftModel)
     saved = shapes_of_sharded_files(checkpoint / folder.SHARDED) if is_sharded else shapes_of_files(checkpoint)
@@ -261,7 +261,10 @@ def check_weights(checkpoint: Path, model: torch.nn.Module) -> None:
     elif not is_sharded and are_converted(model, saved):
         saved = shapes_after_conversion(model, checkpoint)
     present = {id(weight) for name, weight in state.items() if name in saved}  # also by another name, of a weight that is tied
-    missing = [name for name, weight in state.items() if name not in saved and id(weight) not in present]
+    not_saved = getattr(model, "_keys_to_ignore_on_save", None) or ()  # such as the positions of MarianMT, which are computed
+    missing = [
+        name for name, weight in state.items() if name not in saved and name not in not_saved and id(weight) not in present
+    ]
     unexpected = [name for name in saved if name not in state and name not in others]
     reshaped = [name for name, weight in state.items() if name in saved and list(weight.shape) != saved[name]]
     problems = [f"it lacks {in_words(missing)}"] if missing else []
@@ -344,9 +347,10 @@ def restore_callbacks(trainer: Trainer, checkpoint: Path) -> None:
     trainer.args.restore_callback_states_from_checkpoint = False
     saved = read_json(checkpoint / TRAINER_STATE_NAME).get("stateful_callbacks", {})
     # A list if there are several callbacks of a class.
-    states = {name: iter(found if isinstance(found, list) else [found]) for name, found in saved.items()}
+    states = {name: found if isinstance(found, list) else [found] for name, found in saved.items()}
     for callback in callbacks_with_state(trainer):
-        state = next(states.get(type(callback).__name__, iter(())), {})
+        of_class = states.get(type(callback).__name__)
+        state = of_class.pop(0) if of_class else {}
         for name, value in state.get("attributes", {}).items():
             setattr(callback, name, value)
 

@@ -47,7 +47,7 @@ class Loss:
     is_cross_entropy: bool = False  # the mean negative log-likelihood of tokens, and nothing else
     is_measured: bool = True  # False: it is to be measured once the model is sharded
     is_stated: bool = False  # the class of the trainer says how the accumulation is to treat it
-    is_of_library: bool = False  # it is certainly over tokens: no code of the recipe computes it
+    is_of_library: bool = False  # transformers or TRL computes it, no code of the recipe
     rows: list = field(default_factory=list)  # the first ones of the training data, to measure it with
     make_batch: Callable[[list], Any] | None = None  # of rows, as the trainer's loader does
     batch: Any = None  # a micro-batch with which the loss was measured

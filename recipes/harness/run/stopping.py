@@ -90,6 +90,8 @@ class MissedEvaluation(TrainerCallback):
             is_due = args.eval_strategy == "epoch" and state.epoch == int(state.epoch) and state.epoch >= args.eval_delay
         if is_due:
             self.trainer.evaluate_step()
+            if control.should_training_stop:  # of an EarlyStoppingCallback; transformers reads it only after another step
+                raise LastStepReached
 
 
 class LastStepReached(Exception):

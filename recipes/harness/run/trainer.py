@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.compat.accelerate import show_saved_buffers
 from harness.compat.transformers import TrainerWithHooks, add_overrides
+from harness.compat.trl import logged_metrics
 from harness.data.streams import StreamPosition
 from harness.folder import step_of
 from harness.messages import UserError
@@ -133,6 +134,7 @@ class RunTrainer(TrainerWithHooks):
             if self.state.global_step == self.parts.reader.saved_step:
                 raise
             del self.state.log_history[logged:]
+            logged_metrics(self).get("eval", {}).clear()  # of its batches, which TRL would log at the end of the run
             restore_random_numbers()
             self.control.should_training_stop = True
             self.control.should_save = self.args.save_strategy != "no"

@@ -21,14 +21,14 @@ from harness.runs import StartedRecipe
 import torch
 from transformers import TrainingArguments
 from transformers.trainer import Trainer
-from trl import DPOConfig, ModelConfig, SFTTrainer
+from trl import DPOConfig, ModelConfig, SFTConfig, SFTTrainer
 
 # Values of --optim whose states FSDP cannot shard, or that compute something else with a part of a weight.
 NOT_FOR_FSDP = re.compile("8bit|4bit|bnb|paged|lion|ademamix|adafactor|stable")
 
 
 def check_numbers(script_args: ScriptArguments, training_args: TrainingArguments) -> None:
-    """Raises UserError for a number with which a run would train nothing, or something else. NaN fails every comparison."""
+    """Raises UserError for a number with which a run would train nothing, or something else. NaN is refused too."""
     least = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"), 1)
     least |= {"global_batch_size": 1, "max_tokens": 1, "learning_rate": sys.float_info.min}
     if training_args.max_steps <= 0 or "num_train_epochs" in script_args.given:
@@ -164,6 +164,8 @@ def check_rows_are_tokens(recipe: StartedRecipe) -> None:
     trainer = recipe.trainer
     if not isinstance(trainer, SFTTrainer) or are_tokenized(trainer.args):
         return
+    if type(trainer)._prepare_dataset is not SFTTrainer._prepare_dataset:  # as TRL's GOLDTrainer, which tokenizes in its own way
+        return
     if not {"image", "images"} & {*(trainer.train_dataset.column_names or [])}:
         raise UserError(f"{Path(recipe.run.recipe).name}: {NEEDS_TOKENS}")
 
@@ -222,10 +224,9 @@ def is_read_by_optimizer(training_args: TrainingArguments, word: str) -> bool:
         return True
 
 
-# Flags that only some losses read: the argument that chooses the loss, and its values with which the flag is read.
-READ_WITH = {
+# Flags that only some losses of DPOTrainer read: the argument that chooses the loss, and its values with which the flag is read.
+READ_BY_DPO = {
     "label_smoothing": ("loss_type", {"robust", "exo_pair", "aot", "aot_unpaired"}),
-    "label_smoothing_factor": ("loss_type", {"nll"}),
     "discopop_tau": ("loss_type", {"discopop"}),
     "f_alpha_divergence_coef": ("f_divergence_type", {"alpha_divergence"}),
     "ref_model_sync_steps": ("sync_ref_model", {True}),
@@ -240,8 +241,13 @@ def check_loss(script_args: ScriptArguments, training_args: TrainingArguments) -
             "--average_tokens_across_devices: the loss would be a mean of the processes' means, in which a token of a process "
             "with few tokens counts more: leave it out"
         )
-    for name in sorted(READ_WITH.keys() & script_args.given):
-        choice, needed = READ_WITH[name]
+    loss_type = getattr(training_args, "loss_type", None)  # None: of transformers
+    reads_smoothing = loss_type is None or (isinstance(training_args, SFTConfig) and loss_type == "nll")
+    if "label_smoothing_factor" in script_args.given and not reads_smoothing:
+        raise UserError("--label_smoothing_factor: this trainer, with its --loss_type, does not read it: leave it out")
+    of_dpo = READ_BY_DPO.keys() & script_args.given if isinstance(training_args, DPOConfig) else ()
+    for name in sorted(of_dpo):
+        choice, needed = READ_BY_DPO[name]
         chosen = getattr(training_args, choice, needed)
         if not needed & (set(chosen) if isinstance(chosen, list | set) else {chosen}):
             values = " or ".join(sorted(map(str, needed))).lower()

@@ -84,7 +84,8 @@ def raise_if_rows_are_readable(recipe: StartedRecipe, error: Exception) -> None:
     """Raises UserError if SFTTrainer fails on rows that `tokenize` should have made tokens: it says nothing of this function."""
     frames = traceback.extract_tb(error.__traceback__)
     is_of_trainer = any(frame.filename.endswith("trl/trainer/sft_trainer.py") and frame.name == "__init__" for frame in frames)
-    if is_of_trainer and recipe.arguments and not are_tokenized(recipe.arguments[1]):
+    has_texts = recipe.arguments and recipe.arguments[0].data.formats  # a recipe for images names no format
+    if is_of_trainer and has_texts and not are_tokenized(recipe.arguments[1]):
         name = Path(recipe.run.recipe).name
         raise UserError(f"{name}: {NEEDS_TOKENS} ({type(error).__name__}: {last_line(error)})") from error
 

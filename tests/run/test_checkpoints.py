@@ -267,7 +267,7 @@ def test_weights_of_another_model_are_refused(saved_model, error_of):
     assert "another shape" in error_of(checkpoints.check_weights, checkpoint, make(hidden_size=16))
     frozen = make()
     next(weight for weight in frozen.parameters() if weight.requires_grad).requires_grad_(False)
-    assert "trained none of the others" not in error_of(checkpoints.check_weights, checkpoint, frozen)
+    assert " trained model." in error_of(checkpoints.check_weights, checkpoint, frozen)
     content = marker.read_marker(checkpoint)
     (checkpoint / "writing").touch()
     marker.write_marker(checkpoint, {name: value for name, value in content.items() if name != "trained"})  # of an older version

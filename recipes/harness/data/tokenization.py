@@ -1,8 +1,8 @@
 """`tokenize`: rows of texts and messages become the rows that are trained on, tokens with labels, cut or packed to --max_length.
 
 It takes rows with `messages`, with `prompt` and `completion` (texts or messages), with a text, or with `input_ids`. It returns
-rows with `input_ids` and `labels`, which are -100 where a token does not count in the loss; packed with bfd or bfd_split, also `seq_lengths`.
-SFTTrainer leaves them as they are.
+rows with `input_ids` and `labels`, which are -100 where a token does not count in the loss; packed with bfd or bfd_split, also
+`seq_lengths`. SFTTrainer leaves them as they are.
 """
 
 import itertools

@@ -7,7 +7,7 @@ import os
 from harness import configs
 from harness.compat.accelerate import launch_environment
 from harness.start import launch
-from planner.proposals import configs_that_save_more
+from planner.proposals import config_that_saves_most
 
 import pytest
 import yaml
@@ -253,4 +253,4 @@ def test_plan_passes_over_other_files(tmp_path):
     (tmp_path / "deepspeed.yaml").write_text("distributed_type: DEEPSPEED\n")
     own = tmp_path / "own.yaml"
     own.write_text((ROOT / "accelerate_configs/4gpu_ddp.yaml").read_text())
-    assert str(ROOT / "accelerate_configs/4gpu_full_shard.yaml") in configs_that_save_more(str(own))
+    assert config_that_saves_most(str(own)) == str(ROOT / "accelerate_configs/4gpu_full_shard.yaml")

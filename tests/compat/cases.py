@@ -97,7 +97,8 @@ def hide_saved_buffers(changed: bool) -> list[str]:
     weights = model.state_dict()
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     fsdp_utils.fsdp2_load_full_state_dict(accelerator, model, weights)
-    accelerate_changes.show_saved_buffers(hidden)
+    for module, name in hidden:
+        module.register_buffer(name, getattr(module, name), persistent=True)
     return [name for name in model.state_dict() if "bias" in name]
 
 

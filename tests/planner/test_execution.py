@@ -1,7 +1,6 @@
 """With the CPU's own kernels, a simulated step needs the memory of a real step on the CPU, to within 2 %."""
 
 from harness.rehearsal import tiny
-from planner.proposals import copy_that_reduces_each_batch
 
 import pytest
 import torch
@@ -54,10 +53,11 @@ def runs(tmp_path_factory):
 def found(simulate, runs, tmp_path_factory):
     """For every case, the simulated step and the peak of the real one; and steps with offloaded weights and activations."""
     recipe, _, flags = runs["unsharded"]
-    config = copy_that_reduces_each_batch(
-        str(ROOT / "accelerate_configs/1x3090_offload.yaml"), str(tmp_path_factory.mktemp("config"))
-    )
-    weights = (recipe, config, [*flags, "--gradient_accumulation_steps", "4"], "cuda")
+    keys = yaml.safe_load((ROOT / "accelerate_configs/1x3090_offload.yaml").read_text("utf-8"))
+    keys["fsdp_config"]["fsdp_reduce_each_batch"] = True
+    config = tmp_path_factory.mktemp("config") / "reduces_each_batch.yaml"
+    config.write_text(yaml.safe_dump(keys), "utf-8")
+    weights = (recipe, str(config), [*flags, "--gradient_accumulation_steps", "4"], "cuda")
     recipe, config, flags = runs[CHECKPOINTED]
     activations = (recipe, config, [*flags, "--activation_checkpointing_kwargs", '{"offload": true}'], "cpu")
     both = [(*run, kind) for run in runs.values() for kind in ("cpu", "real")]

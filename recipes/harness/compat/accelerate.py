@@ -103,9 +103,3 @@ def hide_saved_buffers(trainer: Any) -> list[tuple[Any, str]]:
                 module.register_buffer(name, on_device.cpu(), persistent=False)  # the weights are on the CPU as well
                 hidden.append((module, name))
     return hidden
-
-
-def show_saved_buffers(hidden: list[tuple[Any, str]]) -> None:
-    """Makes hidden buffers persistent again: before a checkpoint is loaded, because then they are part of it."""
-    for module, name in hidden:
-        module.register_buffer(name, getattr(module, name), persistent=True)

@@ -18,7 +18,7 @@ def settings_of_data(
 
     `formats`: see DataSettings.
     """
-    formats = (formats,) if isinstance(formats, str) else tuple(formats)
+    formats = tuple(filter(None, [formats] if isinstance(formats, str) else formats))
     for name in formats:
         if name not in DESCRIPTIONS:
             raise UserError(f"dataset_formats: {name!r} is no format: use one or several of {', '.join(DESCRIPTIONS)}")

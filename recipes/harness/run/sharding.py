@@ -2,8 +2,9 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
-from harness.compat.accelerate import give_weights_addresses, hide_saved_buffers, show_saved_buffers
+from harness.compat.accelerate import give_weights_addresses, hide_saved_buffers
 from harness.compat.torch import gather_once_per_step, reduce_each_batch
 from harness.compat.transformers import transformer_layers
 from harness.configs import AccelerateConfig
@@ -163,6 +164,12 @@ def compile_layers(trainer: Trainer) -> None:
     if trainer.args.torch_compile:
         for layer in transformer_layers(trainer.model).values():
             layer.compile(backend=trainer.args.torch_compile_backend, mode=trainer.args.torch_compile_mode)
+
+
+def show_saved_buffers(hidden: list[tuple[Any, str]]) -> None:
+    """Makes hidden buffers persistent again: before a checkpoint is loaded, because then they are part of it."""
+    for module, name in hidden:
+        module.register_buffer(name, getattr(module, name), persistent=True)
 
 
 class AfterWrapping(TrainerCallback):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.compat.accelerate import show_saved_buffers
 from harness.compat.transformers import TrainerWithHooks, add_overrides
 from harness.compat.trl import logged_metrics
 from harness.data.streams import StreamPosition
@@ -20,7 +19,7 @@ from harness.run.evaluation import Means, read_equally, without_router_loss
 from harness.run.losses import Loss
 from harness.run.marker import read_marker
 from harness.run.progress import Progress
-from harness.run.sharding import HiddenBuffers
+from harness.run.sharding import HiddenBuffers, show_saved_buffers
 from harness.run.stopping import StoppedInEvaluation
 from harness.runs import Run
 

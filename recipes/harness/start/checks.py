@@ -164,7 +164,7 @@ def check_rows_are_tokens(recipe: StartedRecipe) -> None:
     trainer = recipe.trainer
     if not isinstance(trainer, SFTTrainer) or are_tokenized(trainer.args):
         return
-    if type(trainer)._prepare_dataset is not SFTTrainer._prepare_dataset:  # as TRL's GOLDTrainer, which tokenizes in its own way
+    if type(trainer) is not SFTTrainer and type(trainer).__module__.startswith("trl."):  # GOLDTrainer tokenizes in its own way
         return
     if not {"image", "images"} & {*(trainer.train_dataset.column_names or [])}:
         raise UserError(f"{Path(recipe.run.recipe).name}: {NEEDS_TOKENS}")

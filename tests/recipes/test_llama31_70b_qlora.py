@@ -36,7 +36,7 @@ def test_conversations_and_texts(build_trainer):
 
 def test_answers_end(rehearse):
     """Generated answers have an end token, and the saved tokenizer formats prompts as in training."""
-    flags = ["--max_steps", "16", "--learning_rate", "3e-2", "--gradient_accumulation_steps", "1", "--eval_strategy", "no"]
+    flags = ["--max_steps", "24", "--learning_rate", "3e-2", "--gradient_accumulation_steps", "1", "--eval_strategy", "no"]
     run = rehearse("llama31_70b_qlora", "1x3090_qlora", *flags)
     answers = [part.split("--- prompt")[0] for part in (run / "samples.txt").read_text().split("--- generated\n")[1:]]
     assert len(answers) == 3 and any(answer.rstrip().endswith("<|end_of_text|>") for answer in answers)

@@ -25,7 +25,7 @@ class StopAfterSignal(TrainerCallback):
     def __init__(self, trainer: TrainerWithHooks, group: ProcessGroup | None) -> None:
         self.trainer, self.group = trainer, group
         self.signal = 0  # the one that all processes agreed on
-        self.is_in_evaluation = False  # it came during an evaluation, which is left out
+        self.is_in_evaluation = False  # it ended an evaluation, which the resumed run makes
         set_signal_handler(record_signal)  # until now a signal ends the process: there is nothing to save
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+IGNORED = -100  # the label of a token that does not count in the loss
+
 
 def length_of_rows(training_args: Any) -> int | None:
     """The most tokens that a row has; None if the recipe has no max_length, or sets none: then rows keep their length."""

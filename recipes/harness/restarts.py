@@ -26,13 +26,13 @@ OF_LOSS = (
     *("lora_dropout", "neftune_noise_alpha", "router_aux_loss_coef"),
 )
 # `run/checkpoints.py` prints what they change about the rows.
-ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "max_length", "packing", "seed")
+OF_ROWS = ("per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "max_length", "packing", "seed")
 
 Changes = dict[str, tuple[Any, Any]]  # the values before and now, by the names of the settings; None: the default
 
 
 def changed_settings(
-    existing: dict, identity: dict, names: tuple[str, ...] = (*MUST_BE_EQUAL, *KEPT, *OF_LOSS, *ROWS)
+    existing: dict, identity: dict, names: tuple[str, ...] = (*MUST_BE_EQUAL, *KEPT, *OF_LOSS, *OF_ROWS)
 ) -> Changes:
     """Which of these settings differ between two run.json; {} if one has no settings. The order of names in a list is free."""
     before, now = existing.get("settings"), identity.get("settings")

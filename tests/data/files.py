@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "recipes"))
 
 from harness.data import chat_templates, reading  # noqa: E402
 from harness.data.checking import check_dataset  # noqa: E402
-from harness.data.loading import FIRST_ROWS, REHEARSED_ROWS, load  # noqa: E402
+from harness.data.loading import PREVIEWED_ROWS, REHEARSED_ROWS, load  # noqa: E402
 from harness.data.parsing import settings_of_data  # noqa: E402
 from harness.data.script_arguments import ScriptArguments  # noqa: E402
 from harness.messages import UserError  # noqa: E402
@@ -411,7 +411,7 @@ def make_tokenizer(template: str) -> object:
 
 def outcome(folder: Path, name: str, mode: str, tokenizer: object) -> tuple[str, dict, list[str]]:
     """The error message, what was counted, and the rendered rows to train on, of a run, a preview or a rehearsal."""
-    script_args = arguments_for(folder, name, {"run": 0, "preview": FIRST_ROWS, "rehearsal": REHEARSED_ROWS}[mode])
+    script_args = arguments_for(folder, name, {"run": 0, "preview": PREVIEWED_ROWS, "rehearsal": REHEARSED_ROWS}[mode])
     if mode == "rehearsal":
         data = script_args.data.hold_out_at_least(script_args.max_eval_samples)
         data = data.change_each(lambda source: dataclasses.replace(source, cuts_texts=True))

@@ -3,10 +3,11 @@
 import json
 
 from harness.commands import saved
-from harness.model.weight_files import check_weights
+from harness.model.weight_files import FILES_OF_MODEL, check_weights
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config, Qwen3MoeConfig
@@ -101,3 +102,21 @@ def test_chat_with_an_adapter_that_lacks_weights(make, error_of, tmp_path):
     save_file(without("layers.1.self_attn.q_proj.lora_A")(load_file(file)), file, {"format": "pt"})
     message = error_of(saved.load_model, tmp_path / "run")
     assert "lacks 1 weight that its adapter_config.json requires" in message and "layers.1" in message
+
+
+def test_which_files_of_a_model_are_downloaded():
+    """Named chat templates have a folder; in other folders, and in other formats, are the weights a second time."""
+    wanted = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+    ]
+    others = [
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "onnx/config.json",
+        "awq/model.safetensors",
+        "original/params.json",
+    ]
+    assert list(filter_repo_objects(wanted + others, **FILES_OF_MODEL)) == wanted

@@ -1,9 +1,8 @@
 """The documents of tokenized rows, packed or not, for --preview and --verify."""
 
+from harness.batches import IGNORED
+
 Document = tuple[list[int], list[int]]  # tokens and labels
-IGNORED = -100  # the label of a token that does not count in the loss
-
-
 ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")  # of DPOTrainer's and KTOTrainer's rows, next to prompt_ids
 
 

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.batches import is_packed, length_of_rows
+from harness.batches import IGNORED, is_packed, length_of_rows
 from harness.commands import arguments
-from harness.commands.documents import IGNORED, Document, documents_of
+from harness.commands.documents import Document, documents_of
 from harness.messages import UserError, exit_on_user_error, last_line, plural, print_once, printable
 from harness.runs import Run
 from harness.start.environment import hide_library_warnings, set_environment
@@ -95,12 +95,12 @@ class Preview:
 
     def prepare(self, run: Run, arguments: tuple[Any, Any, Any]) -> Run:
         """Called at the end of `parse`."""
-        from harness.data.loading import FIRST_ROWS
+        from harness.data.loading import PREVIEWED_ROWS
         from harness.model.loading import load_small_models
         from harness.run.prompts import SeenRows
         from harness.start import preparing
 
-        arguments[0].data = arguments[0].data.take(FIRST_ROWS)
+        arguments[0].data = arguments[0].data.take(PREVIEWED_ROWS)
         preparing.check_all_arguments(run, arguments)
         preparing.set_model_options(run, arguments)
         preparing.check_model_and_dataset(run, arguments, with_weights=False)
@@ -116,16 +116,16 @@ class Preview:
     @functools.cached_property
     def first_rows(self) -> list[dict]:
         """The first rows to train on, as the model sees them."""
-        from harness.data.loading import FIRST_ROWS
+        from harness.data.loading import PREVIEWED_ROWS
 
-        return list(itertools.islice(self.trainer.train_dataset, FIRST_ROWS))
+        return list(itertools.islice(self.trainer.train_dataset, PREVIEWED_ROWS))
 
     @functools.cached_property
     def documents(self) -> list[Document]:
         """The documents of the first rows to train on, whole ones if the recipe leaves truncating to the trainer."""
-        from harness.data.loading import FIRST_ROWS
+        from harness.data.loading import PREVIEWED_ROWS
 
-        rows = self.first_rows if self.whole is None else itertools.islice(self.whole, FIRST_ROWS)
+        rows = self.first_rows if self.whole is None else itertools.islice(self.whole, PREVIEWED_ROWS)
         return [document for row in rows for document in documents_of(row)]
 
     @property
@@ -151,7 +151,7 @@ class Preview:
 
     def epoch(self) -> tuple[float, float] | tuple[None, None]:
         """Rows and tokens of an epoch, estimated from the first rows; None if nothing says how many rows there are."""
-        from harness.data.loading import FIRST_ROWS, count_training_rows
+        from harness.data.loading import PREVIEWED_ROWS, count_training_rows
         from harness.data.tokenization import has_loss
 
         script_args, documents = self.arguments[0], self.documents
@@ -168,7 +168,7 @@ class Preview:
             if self.whole is None or has_loss(seen):  # others are dropped
                 kept += len(seen)
         rows = len(self.first_rows) if self.has_pairs else len(documents)
-        count = min(total * rows / min(total, FIRST_ROWS), script_args.max_samples or math.inf)
+        count = min(total * rows / min(total, PREVIEWED_ROWS), script_args.max_samples or math.inf)
         tokens = count * kept / rows
         if self.has_pairs:
             return count, tokens

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.batches import IGNORED
 from harness.commands import arguments
-from harness.commands.documents import IGNORED, Document, documents_of
+from harness.commands.documents import Document, documents_of
 from harness.commands.report import print_table
 from harness.commands.saved import load_model, load_saved_tokenizer
 from harness.folder import HELD_OUT, RESULTS, date_of, read_json

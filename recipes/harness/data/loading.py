@@ -48,7 +48,7 @@ from datasets import Dataset, Features, IterableDataset, interleave_datasets
 from datasets.features.features import require_decoding
 from datasets.fingerprint import Hasher, generate_fingerprint
 
-FIRST_ROWS = 400  # of each split, for a preview
+PREVIEWED_ROWS = 400  # of each split, for a preview
 REHEARSED_ROWS = 500  # likewise, for a rehearsal or plan
 MOST_KINDS = 200  # of conversations, of which one each is checked
 MOST_SKIPPED = 10_000  # rows of a split for evaluation that are read besides those that are evaluated on
@@ -162,7 +162,7 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
     if data.streaming:
         rows = examine_stream(splits[source.train_split], conversion, source, first)
         test_rows = splits.get(test)
-        facts, is_complete = facts_of_stream(rows, conversion, source, None if reading.is_small(source.name) else FIRST_ROWS)
+        facts, is_complete = facts_of_stream(rows, conversion, source, None if reading.is_small(source.name) else PREVIEWED_ROWS)
     else:
         rows, test_rows, facts = examine_in_memory(splits, test, conversion, source, limit)
         is_complete = not limit

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness.batches import IGNORED
 from harness.data.stream_rows import MOST_PARTS
 from harness.exchange import gather_values
 from harness.folder import DamagedFile, read_json, step_of
@@ -59,7 +60,7 @@ def fill_last_step(trainer: Trainer, with_empty_rows: bool = True) -> None:
     """Adds rows to a training set in memory, so that its epochs consist of complete steps.
 
     accelerate repeats rows so that all processes have as many full micro-batches: how many, and which rows a run sees twice,
-    depends on the number of processes. `with_empty_rows`: the added rows have no labels but -100. Where the collator makes the
+    depends on the number of processes. `with_empty_rows`: the added rows have no labels but IGNORED. Where the collator makes the
     labels, they have one token, which has no loss because it follows no other. Otherwise the first rows are repeated: a loss of
     the recipe's own can be a mean over rows, in which one without a token would be NaN.
     """
@@ -77,7 +78,7 @@ def fill_last_step(trainer: Trainer, with_empty_rows: bool = True) -> None:
     row = rows[0]
     tokens = len(row["input_ids"])
     if "labels" in row:
-        row["labels"] = [-100] * tokens
+        row["labels"] = [IGNORED] * tokens
     else:
         row = {name: value[:1] if isinstance(value, list) and len(value) == tokens else value for name, value in row.items()}
         row |= {"seq_lengths": [1]} if "seq_lengths" in row else {}

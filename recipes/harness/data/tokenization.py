@@ -9,7 +9,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from harness.batches import is_packed
+from harness.batches import IGNORED, is_packed
 from harness.data.chat_templates import load_bare_tokenizer, options_of, training_template
 from harness.data.streams import documents_per_batch
 from harness.messages import UserError, print_once
@@ -24,10 +24,9 @@ from trl.data_utils import common_prefix_length
 
 Rows = Dataset | IterableDataset
 TOKENS = ["input_ids", "labels"]
-# In which rows without a loss are counted where packing does not drop them.
-FIRST_ROWS = 2_000  # that are searched for rows without a label, when packing drops none
-FIRST_ROWS_OF_STREAM = 100
-IGNORED = -100  # the label of a token that does not count in the loss
+# The first rows, of which those without a label are counted where packing does not drop them.
+COUNTED_ROWS = 2_000
+COUNTED_ROWS_OF_STREAM = 100
 DROPPING = "Dropping rows without a token in the loss"
 
 NEEDS_TOKENS = (
@@ -293,7 +292,7 @@ def has_loss(labels: list[int]) -> bool:
 
 def count_first_rows_without_loss(split: str, tokens: Rows, args: SFTConfig, run: Run) -> None:
     """Prints how many of the first rows have no token in the loss when they are cut. Raises UserError if all are so."""
-    count = FIRST_ROWS if isinstance(tokens, Dataset) else FIRST_ROWS_OF_STREAM
+    count = COUNTED_ROWS if isinstance(tokens, Dataset) else COUNTED_ROWS_OF_STREAM
     first = list(itertools.islice(tokens, count))
     keeps_start = args.truncation_mode == "keep_start" or is_packed(args)  # "bfd" always does
     without = 0

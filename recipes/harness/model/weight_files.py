@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 # What is downloaded of a model: not its weights a second time in another format.
 FILES_OF_MODEL = {
     "allow_patterns": ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "*.txt"],
-    "ignore_patterns": ["*/*", "consolidated*"],
+    # No subfolders, which can have the weights a second time, but additional_chat_templates/.
+    "ignore_patterns": ["[!a]*/*", "a[!d]*/*", "consolidated*"],
 }
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

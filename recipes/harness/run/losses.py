@@ -23,8 +23,8 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl import SFTTrainer
 
-FIRST_ROWS = 1_000  # of the training data, in which to look for ROWS that have a token in the loss
-ROWS = 8  # of which two are chosen to ask for the unit
+SEARCHED_ROWS = 1_000  # of the training data, in which to look for TRIED_ROWS that have a token in the loss
+TRIED_ROWS = 8  # of which two are chosen to ask for the unit
 # How far two losses may be from each other, as a share, and count as equal: the same batch again, and the same rows in other
 # batches, whose matrix products round otherwise.
 SAME_BATCH, OTHER_BATCH = 1e-3, 5e-3
@@ -149,8 +149,8 @@ def read_first_rows(trainer: Trainer, loss: Loss) -> tuple[list, Callable[[list]
     def make_batch(rows: list) -> Any:
         return send_to_device(loader.collate_fn(rows), trainer.args.device)
 
-    count = max(ROWS, trainer.args.train_batch_size)
-    with_token = (row for row in itertools.islice(dataset, FIRST_ROWS) if loss.tokens(make_batch([row])) != 0)
+    count = max(TRIED_ROWS, trainer.args.train_batch_size)
+    with_token = (row for row in itertools.islice(dataset, SEARCHED_ROWS) if loss.tokens(make_batch([row])) != 0)
     return list(itertools.islice(with_token, count)) or list(itertools.islice(dataset, count)), make_batch
 
 
@@ -205,7 +205,7 @@ def ask_for_count(trainer: Trainer, loss: Loss, batch: Any) -> tuple[float, floa
 def ask_for_unit(trainer: Trainer, loss: Loss) -> str:
     """Whether a loss is the mean over the tokens or over the rows of its batch: the loss of two rows against those of each."""
     rows, make_batch = loss.rows, loss.make_batch
-    alone = [make_batch([row]) for row in rows[:ROWS]]
+    alone = [make_batch([row]) for row in rows[:TRIED_ROWS]]
     counts = [int(tokens) if (tokens := loss.tokens(batch)) is not None else 0 for batch in alone]
     has_labels = any(counts)
     order = sorted(range(len(alone)), key=lambda index: counts[index])

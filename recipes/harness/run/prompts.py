@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from trl.data_utils import is_conversational
 
 Rows = Dataset | IterableDataset
-FIRST_ROWS = 256
+COMPARED_ROWS = 256
 KEPT_CONVERSATIONS = 16
 
 
@@ -49,7 +49,7 @@ def describe_rows(rows: Rows) -> dict[str, Any]:
         return {"rows": PROMPTS if "prompt" in first else TEXTS}
     if not isinstance(rows, Dataset):
         return {"rows": CONVERSATIONS}
-    return {"rows": CONVERSATIONS, "system": common_system(rows.take(min(FIRST_ROWS, len(rows))))}
+    return {"rows": CONVERSATIONS, "system": common_system(rows.take(min(COMPARED_ROWS, len(rows))))}
 
 
 def common_system(rows: Dataset) -> str | None:

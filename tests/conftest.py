@@ -43,6 +43,7 @@ CONFIGS = [path for path in ALL_CONFIGS if path.stem in {config for _, config, *
 # Packages that the project does not need: their requirements, and whether they are used together with its own.
 OTHER_PACKAGES = {
     "sky_python": (["skypilot==0.14.1"], False),
+    "gguf_python": (["gguf==0.19.0"], True),
     "tracker_python": (["tensorboard==2.21.0", "trackio==0.43.0"], True),
 }
 MARKS = (
@@ -53,7 +54,7 @@ MARKS = (
 REHEARSING = {"rehearse", "fork_launch", "simulate"}
 # Fixtures in the order in which their tests run: quick ones, machines, rehearsals, those that install packages.
 ORDER = {"environment": 1, "build_trainer": 1, "machines": 2, "rehearse": 3, "fork_launch": 3, "simulate": 3}
-ORDER |= {"sky_python": 4, "tracker_python": 4}
+ORDER |= dict.fromkeys(OTHER_PACKAGES, 4)
 
 
 def pytest_addoption(parser):
@@ -129,6 +130,11 @@ def sky_python(shared) -> Path:
 @pytest.fixture(scope="session")
 def tracker_python(shared) -> Path:
     return install(shared, "tracker_python")
+
+
+@pytest.fixture(scope="session")
+def gguf_python(shared) -> Path:
+    return install(shared, "gguf_python")
 
 
 def install(shared: Path, name: str) -> Path:

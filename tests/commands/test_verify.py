@@ -8,7 +8,8 @@ from harness.commands import merge, saved, verify
 
 import pytest
 from runs import read
-from transformers import AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer
 
 CHAT = ("qwen2_chat", "4gpu_shard_grad_op")
 
@@ -136,5 +137,84 @@ def test_answers_that_do_not_count_are_no_prompts(rehearse):
     run = rehearse(*CHAT)
     ids = AutoTokenizer.from_pretrained(run).apply_chat_template(turns)["input_ids"]
     held_out = verify.HeldOut({}, [{"messages": turns, "input_ids": ids}], read(run))
-    (check,) = verify.check_prompts(Path(run), held_out)
+    (check,) = verify.check_prompts(Path(run), held_out, lambda: saved.load_saved_tokenizer(run))
     assert (check.expected, check.found, check.result) == ("1 of 1", "1 of 1", "ok")
+
+
+def write_gguf(
+    run: Path, file: Path, weights: dict, template: str, theta: float, kind: str = "F32", architecture: str = "qwen2"
+) -> Path:
+    """Writes a Qwen2 model as llama.cpp's convert_hf_to_gguf.py does: its metadata, and its weights under llama.cpp's names."""
+    import gguf
+
+    config = AutoConfig.from_pretrained(run)
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(theta)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_chat_template(template)
+    for name, weight in weights.items():
+        for there, here in NAMES.items():
+            name = name.replace(there, here)
+        stored = gguf.GGMLQuantizationType[kind if weight.ndim == 2 else "F32"]
+        values = weight.char().numpy() if stored.name == "I8" else gguf.quantize(weight.float().numpy(), stored)
+        writer.add_tensor(name, values, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+# Of weights, in the order in which they are replaced: transformers' names and llama.cpp's.
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.layers": "blk",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.": "attn_",
+    "mlp.": "ffn_",
+    "_proj": "",
+}
+
+
+def test_gguf_file(rehearse, tmp_path, table, error_of, gguf_python, monkeypatch):
+    """A file with the weights and settings of the run passes. One with another weight, setting or template fails."""
+    run = rehearse(*CHAT)
+    weights, config = load_file(run / "model.safetensors"), AutoConfig.from_pretrained(run)
+    template, theta = (run / "chat_template.jinja").read_text(), config.rope_parameters["rope_theta"]
+    other = tmp_path / "other.gguf"
+    other.write_bytes(b"GGUF")
+    assert "pip install gguf" in error_of(verify.main, str(run), str(other))
+    monkeypatch.syspath_prepend(*gguf_python.parents[1].glob("lib/python*/site-packages"))
+
+    def write(**values) -> Path:
+        settings = {"weights": weights, "template": template, "theta": theta} | values
+        return write_gguf(run, tmp_path / "model.gguf", **settings)
+
+    code, rows = table(run, write())
+    assert code == 0 and rows["model.gguf", "loss of the evaluation rows"] == "ok"
+    assert rows["model.gguf", "prompts with the trained tokens"] == "ok"
+    assert table(run, write(kind="Q8_0"))[0] == 0
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert failed(table(run, write(weights=weights | {name: -weights[name]}))[1]) == ["loss of the evaluation rows"]
+    assert failed(table(run, write(theta=theta / 1e4))[1]) == ["loss of the evaluation rows"]
+    changed = template.replace("<|im_start|>", "<|im_start|> ", 1)
+    assert failed(table(run, write(template=changed))[1]) == ["prompts with the trained tokens"]
+
+    assert "qwen3" in error_of(verify.main, str(run), str(write(architecture="qwen3")))
+    assert "not compared" in error_of(verify.main, str(run), str(write(architecture="nothing")))
+    assert "not compared" in error_of(verify.main, str(run), str(write(kind="I8")))
+    assert "lack 1 weight" in error_of(verify.main, str(run), str(write(weights={k: v for k, v in weights.items() if k != name})))
+    other.write_bytes(write().read_bytes()[:-100_000])
+    assert "other.gguf is incomplete" in error_of(verify.main, str(run), str(other))
+    other.write_bytes(b"nothing")
+    assert "not a GGUF file" in error_of(verify.main, str(run), str(other))

@@ -87,7 +87,11 @@ def verify() -> CommandParser:
     parser = CommandParser("verify", "Compares what was trained with what is saved, merged or quantized.")
     parser.add_argument("run", metavar="RUN", type=Path, help="the output directory of a finished run")
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", type=Path, help="the folder of a model, default RUN/merged if it exists"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        type=Path,
+        help="the folder of a model, or a GGUF file that was made of it; default RUN/merged if it exists",
     )
     add_json(parser)
     return parser

@@ -2,20 +2,23 @@
 
 `python -m harness.commands.verify RUN [MODEL] [--json]`.
 
-MODEL is a folder; without it, the run's folder `merged`, if it exists. The run itself is always compared: the loss on the rows
-that it was evaluated on, and the tokens of prompts. Exit code 1 if a check fails.
+MODEL is a folder or a GGUF file; without it, the run's folder `merged`, if it exists. The run itself is always compared: the loss
+on the rows that it was evaluated on, and the tokens of prompts. Exit code 1 if a check fails.
 """
 
 import contextlib
 import dataclasses
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from harness.batches import IGNORED
 from harness.commands import arguments
+from harness.commands.converted import is_quantized, load_converted, load_tokenizer_of, read_gguf
 from harness.commands.documents import Document, documents_of
 from harness.commands.report import print_table
 from harness.commands.saved import load_model, load_saved_tokenizer
@@ -57,21 +60,28 @@ def main(*words: str) -> int:
     other = parsed.model or (merged if merged.is_dir() else None)
     # Only the JSON goes to standard output.
     with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext():
-        saved = measure(load_model(run), held_out, run)
-        checks = check_loss(run, saved, held_out, TOLERANCE) + check_prompts(run, held_out)
+        model = load_model(run)
+        saved, config = measure(model, held_out, run), model.config
+        del model  # before the other one is loaded
+        checks = check_loss(run, saved, held_out, TOLERANCE) + check_prompts(run, held_out, partial(load_saved_tokenizer, run))
         if other and other.resolve() != run.resolve():
-            model = load_model(other)
-            is_quantized = getattr(model.config, "quantization_config", None) is not None
-            tolerance = TOLERANCE_QUANTIZED if is_quantized else TOLERANCE
+            if other.is_file():
+                file = read_gguf(other)
+                quantized, load_tokenizer = is_quantized(file), partial(load_tokenizer_of, file, run)
+                model = load_converted(other, config)
+            else:
+                model, load_tokenizer = load_model(other), partial(load_saved_tokenizer, other)
+                quantized = getattr(model.config, "quantization_config", None) is not None
+            tolerance = TOLERANCE_QUANTIZED if quantized else TOLERANCE
             checks += check_loss(other, measure(model, held_out, other), held_out, tolerance, saved)
-            checks += check_prompts(other, held_out)
+            checks += check_prompts(other, held_out, load_tokenizer)
     failed = sorted({check.model for check in checks if check.result == "FAILED"})
     if parsed.json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
         return int(bool(failed))
     print_table([("model", "what", "expected", "found", "tolerance", "result"), *map(dataclasses.astuple, checks)])
     for name in failed:
-        print_once(f"\nFAILED: {name} is not the model that was trained: copy or merge it again.")
+        print_once(f"\nFAILED: {name} is not the model that was trained: copy, merge or convert it again.")
     return int(bool(failed))
 
 
@@ -143,14 +153,14 @@ def check_loss(
     return checks
 
 
-def check_prompts(folder: Path, held_out: HeldOut) -> list[Check]:
-    """Whether the tokenizer in `folder` makes the tokens of the run from each conversation up to a trained answer."""
+def check_prompts(model: Path, held_out: HeldOut, load_tokenizer: Callable[[], Any]) -> list[Check]:
+    """Whether the tokenizer of `model` makes the tokens of the run from each conversation up to a trained answer."""
     from harness.compat.transformers import set_date_of_chat_templates
 
     if not held_out.conversations:
         return []
     set_date_of_chat_templates(date_of(held_out.results))
-    tokenizer, equal = load_saved_tokenizer(folder), []
+    tokenizer, equal = load_tokenizer(), []
     for row in held_out.conversations:
         turns = row.get("messages") or row["prompt"] + row["completion"]
         # Not earlier answers of --split_conversations: templates drop their reasoning.
@@ -160,7 +170,7 @@ def check_prompts(folder: Path, held_out: HeldOut) -> list[Check]:
                 equal.append(bool(tokens) and row["input_ids"][: len(tokens)] == tokens)
     counts = f"{len(equal)} of {len(equal)}", f"{sum(equal)} of {len(equal)}"
     result = "ok" if all(equal) else "FAILED"
-    return [Check(str(folder), "prompts with the trained tokens", *counts, "equal", result)] if equal else []
+    return [Check(str(model), "prompts with the trained tokens", *counts, "equal", result)] if equal else []
 
 
 def render(tokenizer: Any, turns: list[dict], tools: Any, options: dict) -> list[int]:

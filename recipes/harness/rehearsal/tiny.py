@@ -92,11 +92,14 @@ def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
 
 def print_notice(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
     """Prints what a rehearsal replaces."""
-    model, names = model_args.model_name_or_path, [source.name for source in script_args.data.sources]
-    parts = [f"a two-layer model with random weights instead of {model}"] if model else []
-    parts += [f"Python's documentation instead of {name}" for name in names if name in DATASETS]
-    cut = f"with every text cut to {MAX_LETTERS} characters"
-    parts += [f"the first {REHEARSED_ROWS} rows of {name}, {cut}" for name in names if name not in DATASETS]
+    parts = []
+    if model_args.model_name_or_path:
+        parts.append(f"a two-layer model with random weights instead of {model_args.model_name_or_path}")
+    for source in script_args.data.sources:
+        if source.name in DATASETS:
+            parts.append(f"Python's documentation instead of {source.name}")
+        else:
+            parts.append(f"the first {REHEARSED_ROWS} rows of {source.name}, with every text cut to {MAX_LETTERS} characters")
     print_once(f"This is a rehearsal: {', '.join(parts) or 'model and data are those of the recipe'}.")
 
 
@@ -109,7 +112,8 @@ def use_replacements(script_args: ScriptArguments, training_args: TrainingArgume
 
 def use_model(training_args: TrainingArguments, model_args: ModelConfig, name: str | Path, revision: str = "main") -> None:
     """Makes the arguments name another model, or another revision."""
-    model_args.model_name_or_path, model_args.model_revision = str(name), revision
+    model_args.model_name_or_path = str(name)
+    model_args.model_revision = revision
     if getattr(training_args, "model_init_kwargs", None):
         training_args.model_init_kwargs = {**training_args.model_init_kwargs, "revision": revision}
 
@@ -144,16 +148,17 @@ def make_dataset(source: Source, folder: Path, repeats: int = 1) -> None:
     """
     from datasets import Dataset
 
-    splits, columns = DATASETS[source.name]["splits"], DATASETS[source.name]["columns"]
-    texts, start, files = documents() * repeats, 0, ""
+    splits = DATASETS[source.name]["splits"]
+    columns = DATASETS[source.name]["columns"]
+    made = []
+    for index, text in enumerate(documents() * repeats):
+        made.append({name: _value(name, kind, text, index, columns) for name, kind in columns.items()})
+    start = 0
+    files = ""
     for place, split in enumerate(splits):
-        is_last = split == splits[-1]
-        end = len(texts) if is_last else int(len(texts) * (0.9 + 0.1 * place / (len(splits) - 1)))
-        made = [
-            {name: _value(name, kind, texts[index], index, columns) for name, kind in columns.items()}
-            for index in range(start, end)
-        ]
-        rows, start = Dataset.from_list(made), end
+        end = len(made) if split == splits[-1] else int(len(made) * (0.9 + 0.1 * place / (len(splits) - 1)))
+        rows = Dataset.from_list(made[start:end])
+        start = end
         (folder / split).mkdir(parents=True)
         for shard in range(SHARDS):
             rows.shard(SHARDS, shard, contiguous=False).to_parquet(str(folder / split / f"{shard:05}.parquet"))
@@ -166,12 +171,18 @@ def _value(name: str, kind: str, text: str, index: int, columns: dict[str, str])
     """A value for one column of a row that holds `text`."""
     if kind == "messages":
         return _conversation(text)
-    if kind == "messages with thinking":  # other turns have the key too, as in every row of a Parquet file
-        thoughts = {"user": None, "assistant": "A short thought."}
-        return [turn | {"thinking": thoughts[turn["role"]]} for turn in _conversation(text)]
     if kind in ("chosen messages", "rejected messages"):
-        first = [turn | {"content": turn["content"].strip()} for turn in _conversation(text)[:2]]
-        return first if kind == "chosen messages" else [*first[:1], {"role": "assistant", "content": "I do not know."}]
+        turns = _conversation(text)[:2]
+        for turn in turns:
+            turn["content"] = turn["content"].strip()
+        if kind == "rejected messages":
+            turns[1:] = [{"role": "assistant", "content": "I do not know."}]
+        return turns
+    if kind == "messages with thinking":
+        turns = _conversation(text)
+        for turn in turns:  # other turns have the key too, as in every row of a Parquet file
+            turn["thinking"] = "A short thought." if turn["role"] == "assistant" else None
+        return turns
     if kind == "int64":
         return index
     if kind == "float64":
@@ -194,16 +205,20 @@ def _conversation(text: str) -> list[dict[str, str]]:
     turns = []
     for start in range(0, len(words) - size + 1, size):
         part = words[start : start + size]
-        texts = " ".join(part[:question]), " ".join(part[question:])
-        if all(text.strip() for text in texts):
-            turns += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), texts, strict=True)]
+        asked = " ".join(part[:question])
+        answered = " ".join(part[question:])
+        if asked.strip() and answered.strip():
+            turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     return turns
 
 
 def family_of(name: str) -> dict | None:
     """The last family of tiny_model.yaml whose pattern matches a model's name, None for a model that is not listed there."""
-    patterns = [pattern for pattern in FAMILIES if fnmatch.fnmatchcase(name, pattern)]
-    return FAMILIES[patterns[-1]] if patterns else None
+    found = None
+    for pattern, family in FAMILIES.items():
+        if fnmatch.fnmatchcase(name, pattern):
+            found = family
+    return found
 
 
 def make_tiny_model(name: str, revision: str, folder: Path) -> None:
@@ -213,17 +228,20 @@ def make_tiny_model(name: str, revision: str, folder: Path) -> None:
     from transformers.utils import logging
 
     if known := family_of(name):
-        config, tokenizer = AutoConfig.for_model(**known["config"]), make_tokenizer(known)
+        config = AutoConfig.for_model(**known["config"])
+        tokenizer = make_tokenizer(known)
     else:
         with hub_errors(TOKENIZER, name):
             config = AutoConfig.from_pretrained(name, revision=revision)
             tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
         tokenizer = tokenizer.train_new_from_iterator(documents(), VOCABULARY, show_progress=False)
-    token_ids = {f"{token}_token_id": getattr(tokenizer, f"{token}_token_id") for token in ("bos", "eos", "pad")}
+    replaced = {"vocab_size": len(tokenizer)}
+    for name_of_id in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        replaced[name_of_id] = getattr(tokenizer, name_of_id)
     logging.disable_progress_bar()
     set_seed(0)
     try:
-        small = shrink(config, {"vocab_size": len(tokenizer), **token_ids})
+        small = shrink(config, replaced)
         model = make_model(small, dtype=config.dtype or torch.float32)
     except Exception as error:  # any architecture can fail in its own way when its sizes change
         reason = f"{type(error).__name__}: {error}"
@@ -250,7 +268,9 @@ def documents() -> list[str]:
     from pydoc_data.topics import topics
 
     generator = random.Random(0)
-    texts, text, length = [], "", 0
+    texts = []
+    text = ""
+    length = 0
     for paragraph in "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n"):
         if not text:
             length = min(max(generator.lognormvariate(6.2, 0.8), 100), 6000)
@@ -317,19 +337,25 @@ def shrink(config: PreTrainedConfig, replaced: dict[str, Any]) -> PreTrainedConf
         return _limit(name, value, replaced)
 
     small = {name: resize(standard_of.get(name, name), value) for name, value in kept.items()}
-    small |= {name: value for name, value in replaced.items() if name in kept}
+    for name, value in replaced.items():
+        if name in small:
+            small[name] = value
     if "initializer_range" in small:
         small["initializer_range"] = 0.25  # large enough for an adapter on frozen random weights to lower the loss
-    small |= {name: shrink(part, replaced).to_dict() for name, part in parts.items() if part is not None}
+    for name, part in parts.items():
+        if part is not None:
+            small[name] = shrink(part, replaced).to_dict()
     return type(config).from_dict(small)
 
 
 def _limit(name: str, value: int, replaced: dict[str, Any]) -> int:
     """`value`, at most what tiny_model.yaml says for a size of this name."""
-    limit = next((size for pattern, size in SIZES.items() if re.search(pattern, name)), None)
-    if limit == "vocabulary":
-        limit = replaced["vocab_size"]
-    return value if limit is None else min(value, limit)
+    for pattern, limit in SIZES.items():
+        if re.search(pattern, name):
+            if limit == "vocabulary":
+                limit = replaced["vocab_size"]
+            return value if limit is None else min(value, limit)
+    return value
 
 
 def _values_of_two_layers(values: dict[str, Any], layers: int) -> dict[str, list]:
@@ -337,10 +363,14 @@ def _values_of_two_layers(values: dict[str, Any], layers: int) -> dict[str, list
     lists = {name: value for name, value in values.items() if isinstance(value, list) and len(value) == layers > 2}
     if not lists:
         return {}
-    rows = list(zip(*lists.values(), strict=True))
 
     def difference(layer: int) -> tuple[int, bool]:
-        return sum(first != other for first, other in zip(rows[0], rows[layer], strict=True)), "full_attention" in rows[layer]
+        count = 0
+        has_full_attention = False
+        for value in lists.values():
+            count += value[layer] != value[0]
+            has_full_attention |= value[layer] == "full_attention"
+        return count, has_full_attention
 
     other = max(range(1, layers), key=difference)
     return {name: [value[0], value[other]] for name, value in lists.items()}

@@ -222,11 +222,11 @@ def find_conversion(
 
 
 def usable_rows(rows: Iterable[PlacedRow], conversion: Conversion) -> Iterator[PlacedRow]:
-    """The rows that can be converted, converted."""
+    """The rows that can be used, converted; of a format "" as they are. Some may be examined already."""
     for place, row in rows:
-        examined = examine(place, row, conversion)
+        examined = row if REASON in row else examine(place, row, conversion)
         if not examined[REASON]:
-            yield place, converted_of(examined)
+            yield place, converted_of(examined) if conversion.format else row
 
 
 def check_flags_of_conversations(data: DataSettings, source: Source, format: str) -> None:

@@ -31,6 +31,7 @@ from harness.data.conversion import (
     features_of_examined,
     find_conversion,
     shape_of,
+    usable_rows,
 )
 from harness.data.held_out import hold_out, hold_out_of_stream
 from harness.data.mixture import mix, share
@@ -107,7 +108,7 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
     digests = set()
     for _, of_rows in held_out:
         digests.update(of_rows)
-    has = set()
+    has: set[str] = set()
     for one in opened:
         has.update(one.facts[HAS], [one.later_columns], *(one.eval_rows or []))
     shape = shape_of(has, opened[0].conversion.stored, data)
@@ -115,7 +116,7 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
     rows = []
     summaries = []
     for one, (chosen, _) in zip(opened, held_out, strict=True):
-        facts = one.facts | {REASON: mark_held_out(one.facts, digests)}
+        facts = mark_held_out(one.facts, digests)
         summaries.append(summary := summarize_source(one, facts, len(chosen)))
         print_summary(summary, one.source.train_split, one.test_split, one.splits)
         rows.append(training_rows(data, one, facts, digests, shape))
@@ -178,7 +179,9 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
         )
     eval_rows = None
     if test_rows is not None:
-        eval_rows = usable_rows(test_rows, conversion, source, test, data.most_eval_rows(source))
+        count = data.most_eval_rows(source)
+        searched = itertools.islice(placed(test_rows, source, test), MOST_SKIPPED + count)
+        eval_rows = [row for _, row in itertools.islice(usable_rows(searched, conversion), count)]
         if not eval_rows:
             condition = " that the recipe keeps (`keep`)" if keep else ""
             raise UserError(
@@ -186,8 +189,11 @@ def open_source(data: DataSettings, source: Source, keep: Callable[[dict], bool]
                 "another split"
             )
     features = features_of(raw)
-    optional = [name for name in OPTIONAL if name in conversion.stored and (features is None or OPTIONAL[name] & features.keys())]
-    later = " ".join(optional) if isinstance(rows, IterableDataset) and not is_complete else ""
+    later = ""
+    if isinstance(rows, IterableDataset) and not is_complete:
+        for name, columns in OPTIONAL.items():
+            if name in conversion.stored and (features is None or columns & features.keys()):
+                later += f"{name} "
     return Opened(source, list(splits), test, conversion, first, rows, facts, is_complete, later, eval_rows)
 
 
@@ -307,16 +313,19 @@ def examine_stream(
     """The rows of a stream, examined; those of a recipe without formats as they are."""
     if not conversion.format:
         return rows
-    is_text = isinstance(rows, TextFiles)
-    stream, columns = (rows.stream(), ["place", "row"]) if is_text else (rows, first.columns)
-    settings = {"conversion": conversion, "name": "" if is_text else source.display_name}
-    return stream.map(_examine_example, fn_kwargs=settings, remove_columns=columns)
+    if isinstance(rows, TextFiles):
+        settings = {"conversion": conversion}
+        return rows.stream().map(_examine_placed, fn_kwargs=settings, remove_columns=["place", "row"])
+    settings = {"conversion": conversion, "name": source.display_name}
+    return rows.map(_examine_example, fn_kwargs=settings, remove_columns=first.columns)
+
+
+def _examine_placed(example: dict, conversion: Conversion) -> dict:
+    return examine(example["place"], example["row"], conversion)
 
 
 def _examine_example(example: dict, conversion: Conversion, name: str) -> dict:
-    """`name`: of a dataset whose rows have no place."""
-    if not name:
-        return examine(example["place"], example["row"], conversion)
+    """`name`: of the dataset."""
     return examine(f"{name}, a row that begins with {str(dict(example))[:100]}", example, conversion)
 
 
@@ -326,20 +335,12 @@ def facts_of_stream(
     """The facts of the first `limit` rows, and whether these are all."""
     with hub_errors("dataset", source.display_name):
         first = list(itertools.islice(rows, None if limit is None else limit + 1))
-    examined = [row if REASON in row else examine(source.display_name, row, conversion) for row in first[:limit]]
-    return {name: [row[name] for row in examined] for name in FACTS}, len(first) == len(examined) > 0
-
-
-def usable_rows(rows: Rows, conversion: Conversion, source: Source, split: str, count: int) -> list[dict]:
-    """The first `count` rows that can be evaluated on, converted."""
-
-    def usable() -> Iterator[dict]:
-        for place, row in itertools.islice(placed(rows, source, split), MOST_SKIPPED + count):
-            examined = row if REASON in row else examine(place, row, conversion)
-            if not examined[REASON]:
-                yield converted_of(examined) if conversion.format else row
-
-    return list(itertools.islice(usable(), count))
+    facts: dict[str, list[str]] = {name: [] for name in FACTS}
+    for row in first[:limit]:
+        examined = row if REASON in row else examine(source.display_name, row, conversion)
+        for name in FACTS:
+            facts[name].append(examined[name])
+    return facts, len(first) == len(facts[REASON]) > 0
 
 
 def check_same_kind(opened: list[Opened]) -> None:
@@ -355,10 +356,12 @@ def check_same_kind(opened: list[Opened]) -> None:
 
 def check_same_format(found: list[tuple[str, str]]) -> None:
     """Raises UserError unless all datasets have the same format. `found`: formats and names."""
-    by_format = dict(found)
-    if len(by_format) > 1:
-        kinds = ", ".join(f"{name} has {formats.DESCRIPTIONS[format]}" for format, name in by_format.items())
-        raise UserError(f"--dataset_name: {kinds}: a run needs datasets of one kind")
+    for format, name in found:
+        if format != found[0][0]:
+            raise UserError(
+                f"--dataset_name: {found[0][1]} has {formats.DESCRIPTIONS[found[0][0]]}, {name} has "
+                f"{formats.DESCRIPTIONS[format]}: a run needs datasets of one kind"
+            )
 
 
 def choose_held_out(data: DataSettings, one: Opened) -> tuple[list[dict], list[str]]:
@@ -367,14 +370,20 @@ def choose_held_out(data: DataSettings, one: Opened) -> tuple[list[dict], list[s
         return [], []
     count = data.most_eval_rows(one.source)
     if isinstance(one.rows, Dataset):
-        usable = [index for index, reason in enumerate(one.facts[REASON]) if not reason]
-        chosen = hold_out(usable, one.facts[DIGEST], count, one.name)
-        rows = [one.rows[index] for index in chosen]
-        digests = [one.facts[DIGEST][index] for index in chosen]
+        rows = list(one.rows.select(hold_out(indices_of_usable(one.facts), one.facts[DIGEST], count, one.name)))
     else:
         rows = hold_out_of_stream(usable_stream(one), count, one.name, one.is_complete)
-        digests = [row[DIGEST] if one.conversion.format else digest_of(row) for row in rows]
+    digests = [digest_of_loaded(row) for row in rows]
     return [converted_of(row) if one.conversion.format else row for row in rows], digests
+
+
+def indices_of_usable(facts: dict[str, list[str]]) -> list[int]:
+    return [index for index, reason in enumerate(facts[REASON]) if not reason]
+
+
+def digest_of_loaded(row: dict) -> str:
+    """The checksum of an examined row, or of one that stays as it is."""
+    return row[DIGEST] if DIGEST in row else digest_of(row)
 
 
 def usable_stream(one: Opened) -> IterableDataset:
@@ -389,7 +398,7 @@ def _is_usable(row: dict) -> bool:
 
 
 def _is_not_held_out(row: dict, held_out: set[str]) -> bool:
-    return (row[DIGEST] if DIGEST in row else digest_of(row)) not in held_out
+    return digest_of_loaded(row) not in held_out
 
 
 def summarize_source(one: Opened, facts: dict[str, list[str]], held_out: int) -> dict[str, Any]:
@@ -410,10 +419,12 @@ def training_rows(
     source = one.source
     rows = one.rows
     if isinstance(rows, Dataset):
-        indices = [index for index, reason in enumerate(facts[REASON]) if not reason]
-        # `mix` limits the rows of all datasets together. A preview, a rehearsal and a plan load the first ones.
-        limits = (None if data.is_mixture else data.max_samples, source.first_rows)
-        rows = rows.select(indices[: min(filter(None, limits), default=None)])
+        indices = indices_of_usable(facts)
+        if data.max_samples and not data.is_mixture:  # `mix` limits the rows of all datasets together
+            indices = indices[: data.max_samples]
+        if source.first_rows:  # a preview, a rehearsal and a plan load the first ones
+            indices = indices[: source.first_rows]
+        rows = rows.select(indices)
     else:
         rows = usable_stream(one)
         rows = rows.filter(_is_not_held_out, fn_kwargs={"held_out": held_out}) if held_out else rows
@@ -457,9 +468,12 @@ def finish(rows: Dataset | IterableDataset, one: Opened, shape: Shape) -> Datase
 
 def _finish_batch(batch: dict[str, list], shape: Shape, cuts_texts: bool) -> dict[str, list]:
     """`batch` has one row."""
-    row = converted_of({name: values[0] for name, values in batch.items()})
-    rows = shape.finish(row, cuts_texts)
-    return {name: [part[name] for part in rows] for name in shape.features}
+    examined = {name: values[0] for name, values in batch.items()}
+    finished: dict[str, list] = {name: [] for name in shape.features}
+    for row in shape.finish(converted_of(examined), cuts_texts):
+        for name in shape.features:
+            finished[name].append(row[name])
+    return finished
 
 
 def limit_stream(data: DataSettings, stream: IterableDataset) -> Dataset | IterableDataset:
@@ -467,27 +481,34 @@ def limit_stream(data: DataSettings, stream: IterableDataset) -> Dataset | Itera
     stream = stream.take(data.max_samples) if data.max_samples else stream
     if not data.keeps_samples:
         return stream
-    features = stream.features
-    kept = itertools.islice(stream, data.sources[0].first_rows or None)
-    rows = Dataset.from_list([formats.complete(row, features) if features else row for row in kept], features=features)
+    kept = list(itertools.islice(stream, data.sources[0].first_rows or None))
+    if stream.features:
+        kept = [formats.complete(row, stream.features) for row in kept]
+    rows = Dataset.from_list(kept, features=stream.features)
     print_once(f"{data.display_name}: {len(rows):,} rows of the stream are kept in memory, for every epoch the same.")
     return rows
 
 
 def evaluation_rows(data: DataSettings, one: Opened, rows: list[dict], shape: Shape) -> Dataset:
     """The rows to evaluate on, of converted ones. A preview, a rehearsal and a plan of data in memory load the first ones."""
-    limits = (data.max_eval_samples, one.source.first_rows if isinstance(one.rows, Dataset) else 0)
-    rows = rows[: min(filter(None, limits))]
+    rows = rows[: data.max_eval_samples]
+    if one.source.first_rows and isinstance(one.rows, Dataset):
+        rows = rows[: one.source.first_rows]
     if not one.conversion.format:
         return Dataset.from_list(rows, features=one.rows.features)
-    finished = [part for row in rows for part in shape.finish(row, one.source.cuts_texts)]
+    finished = []
+    for row in rows:
+        finished += shape.finish(row, one.source.cuts_texts)
     return Dataset.from_list(finished, features=shape.features)
 
 
-def mark_held_out(facts: dict[str, list[str]], digests: set[str]) -> list[str]:
-    """Why each row is not trained on, "" if it is."""
-    pairs = zip(facts[REASON], facts[DIGEST], strict=True)
-    return [reason or (DUPLICATE if digest in digests else "") for reason, digest in pairs]
+def mark_held_out(facts: dict[str, list[str]], digests: set[str]) -> dict[str, list[str]]:
+    """The facts with a reason for the rows that are held out, or equal to one of these."""
+    reasons = list(facts[REASON])
+    for index, digest in enumerate(facts[DIGEST]):
+        if digest in digests and not reasons[index]:
+            reasons[index] = DUPLICATE
+    return facts | {REASON: reasons}
 
 
 def count_training_rows(data: DataSettings) -> int | None:

@@ -46,6 +46,14 @@ SPLITS |= dict.fromkeys(("validation", "valid", "dev", "val"), "validation")
 # Numbers in CSV: not 007, and with no more digits than an int64 or a float64 holds.
 INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,7})\.[0-9]{1,7}")
+# The types of values in text files. A column has the last of those that its values have.
+TYPES = {
+    "null": Value("string"),
+    "int64": Value("int64"),
+    "float64": Value("float64"),
+    "string": Value("string"),
+    "json": Json(),
+}
 SMALL = 100e6  # bytes of files that a check, a preview and a rehearsal read completely
 
 
@@ -127,8 +135,11 @@ class TextFiles:
 
     def versions(self) -> list[tuple]:
         """What the rows depend on."""
-        status = [Path(file).stat() for file in self.files]
-        return [self.kind, self.row_of, *((f, s.st_size, s.st_mtime_ns) for f, s in zip(self.files, status, strict=True))]
+        found = [(self.kind, self.row_of)]
+        for file in self.files:
+            status = Path(file).stat()
+            found.append((file, status.st_size, status.st_mtime_ns))
+        return found
 
     def stream(self) -> IterableDataset:
         """The rows in a column `row`, and their places in a column `place`."""
@@ -141,12 +152,11 @@ class TextFiles:
         In CSV, where every value is a text, a column of numbers only is numbers, as `datasets` reads it.
         """
         store_json_exactly()
-        found: dict[str, set[str]] = {}  # the types of the values of each column
+        columns: dict[str, str] = {}
         for _, row in self:
             for name, value in row.items():
-                found.setdefault(name, set()).add(_type_of(value, self.kind))
-        columns = {name: _common_type(types) for name, types in found.items()}
-        features = Features({name: Json() if kind == "json" else Value(kind) for name, kind in columns.items()})
+                columns[name] = max(columns.get(name, "null"), _type_of(value, self.kind), key=[*TYPES].index)
+        features = Features({name: TYPES[kind] for name, kind in columns.items()})
         settings = {"files": list(self.files), "kind": self.kind, "row_of": self.row_of, "columns": columns}
         if streaming:
             return IterableDataset.from_generator(_raw_rows, features=features, gen_kwargs=settings)
@@ -164,18 +174,9 @@ def _type_of(value: Any, kind: str) -> str:
     return "float64" if kind == "csv" and DECIMAL.fullmatch(value) else "string"
 
 
-def _common_type(types: set[str]) -> str:
-    """The type of a column whose values have these."""
-    types = types - {"null"}
-    if "json" in types:
-        return "json"
-    if "string" in types or not types:
-        return "string"
-    return "float64" if "float64" in types else "int64"
-
-
 def _placed_rows(files: list[str], kind: str, row_of: str) -> Iterator[dict]:
-    yield from ({"place": place, "row": row} for place, row in TextFiles(tuple(files), kind, row_of))
+    for place, row in TextFiles(tuple(files), kind, row_of):
+        yield {"place": place, "row": row}
 
 
 def _raw_rows(files: list[str], kind: str, row_of: str, columns: dict[str, str]) -> Iterator[dict]:
@@ -245,10 +246,12 @@ def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]
         return {}
     with hub_errors("dataset", str(folder)):
         named = load_dataset_builder(str(folder), config).config.data_files or {}
-    files = {str(split): [Path(os.path.normpath(file)) for file in of_split] for split, of_split in named.items()}
-    # Files of other folders are not meant, and would be trained on.
-    if not all(file.is_relative_to(folder) for file in itertools.chain(*files.values())):
-        raise UserError(f"--dataset_name: the configs in {readme} name files outside of {folder}: correct or delete them")
+    files: dict[str, list[Path]] = {}
+    for split, of_split in named.items():
+        files[str(split)] = [Path(os.path.normpath(file)) for file in of_split]
+        # Files of other folders are not meant, and would be trained on.
+        if not all(file.is_relative_to(folder) for file in files[str(split)]):
+            raise UserError(f"--dataset_name: the configs in {readme} name files outside of {folder}: correct or delete them")
     return files
 
 
@@ -276,8 +279,11 @@ def _open_files(name: str, config: str | None, streaming: bool, text_rows: str |
         raise UserError(f"--text_rows is for text files, but {name} is read as {kind}: leave out the flag")
     if kind not in ("parquet", "arrow"):
         row_of = text_rows or usual_row(by_split)
-        splits = {split: TextFiles(tuple(map(str, paths)), kind, row_of) for split, paths in by_split.items()}
-        splits = {split: files for split, files in splits.items() if next(iter(files), None)}
+        splits = {}
+        for split, paths in by_split.items():
+            files = TextFiles(tuple(map(str, paths)), kind, row_of)
+            if next(iter(files), None):
+                splits[split] = files
         if not splits:
             raise UserError(f"dataset {name}: it is empty")
         return splits
@@ -314,36 +320,42 @@ def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[P
     if len(counts) > 1 and named:
         raise UserError(f"--dataset_name: {name} names files of several formats ({', '.join(counts)}): pass those of one")
     kind = max(("parquet", "arrow", "json", "csv", "text"), key=lambda kind: (kind != "text" and counts[kind] > 0, counts[kind]))
-    files = [path for path in kinds if kinds[path] == kind]
     splits: dict[str, list[Path]] = {}
-    for file in files if len(files) > 1 or folder else []:
-        splits.setdefault(_split_of(file.relative_to(folder) if folder else Path(file.name)), []).append(file)
+    ignored = []
+    for path in kinds:
+        if kinds[path] == kind:
+            is_only_one = not folder and counts[kind] == 1
+            split = "" if is_only_one else _split_of(path.relative_to(folder or path.parent))
+            splits.setdefault(split, []).append(path)
+        else:
+            ignored.append(path)
     unnamed = splits.pop("", [])
-    if unnamed and "train" not in splits:
-        splits = {"train": unnamed, **splits}
-        unnamed = []
-    return splits or {"train": files}, kind, [path for path in kinds if kinds[path] != kind] + unnamed
+    if "train" in splits:
+        return splits, kind, ignored + unnamed
+    return {"train": unnamed} | splits if unnamed else splits, kind, ignored
 
 
 def is_text(name: str) -> bool:
     """Whether a dataset consists of text files on this machine. Raises UserError if it cannot be read."""
     check_exists(name)
-    return bool(_local_paths(name)) and choose_files(name, None)[1] == "text"
+    return _has_files(name) and choose_files(name)[1] == "text"
+
+
+def _has_files(name: str) -> bool:
+    """Whether a dataset is files on this machine; not on the Hub, nor written by `save_to_disk`."""
+    paths = _local_paths(name)
+    return bool(paths) and not _is_saved(paths[0])
 
 
 def files_of_splits(name: str, config: str | None) -> dict[str, list[Path]]:
-    """The local files of each split; {} for the Hub and for a folder of `save_to_disk`."""
-    paths = _local_paths(name)
-    return {} if not paths or _is_saved(paths[0]) else choose_files(name, config)[0]
+    """The files of each split; {} for the Hub and for a folder of `save_to_disk`."""
+    return choose_files(name, config)[0] if _has_files(name) else {}
 
 
 def print_ignored_files(name: str, config: str | None) -> None:
     """Prints which files of a folder are not read."""
     check_exists(name)
-    paths = _local_paths(name)
-    if not paths or _is_saved(paths[0]):
-        return
-    _, _, ignored = choose_files(name, config)
+    ignored = choose_files(name, config)[2] if _has_files(name) else []
     if ignored:
         others = f" and {len(ignored) - 5} others" if len(ignored) > 5 else ""
         names = ", ".join(file.name for file in ignored[:5])
@@ -357,20 +369,21 @@ def _split_of(path: Path) -> str:
     if sharded := re.match(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}", path.name):
         return sharded[1]
     for part in reversed(path.parts):
-        words = re.split("[-._ 0-9]+", part.lower())
-        if found := next((SPLITS[word] for word in words if word in SPLITS), None):
-            return found
+        for word in re.split("[-._ 0-9]+", part.lower()):
+            if word in SPLITS:
+                return SPLITS[word]
     return ""
 
 
 def _files_below(folder: Path) -> list[Path]:
     """The files in a folder and its subfolders, without hidden ones, as `datasets` finds them: .git, __MACOSX and the like."""
-
-    def is_hidden(file: Path) -> bool:
+    files = []
+    for file in sorted(folder.rglob("*")):
         *folders, name = file.relative_to(folder).parts
-        return name.startswith(".") or any(part.startswith((".", "__")) for part in folders)
-
-    return [file for file in sorted(folder.rglob("*")) if file.is_file() and not is_hidden(file)]
+        is_hidden = name.startswith(".") or any(part.startswith((".", "__")) for part in folders)
+        if file.is_file() and not is_hidden:
+            files.append(file)
+    return files
 
 
 def _open_tables(files: list[Path], kind: str, streaming: bool) -> Split:

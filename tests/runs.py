@@ -111,7 +111,7 @@ def train(trainer, **started) -> None:
     from harness.runs import Run
 
     with mock.patch.object(stopping, "set_signal_handler", lambda handler: None):
-        session.train(trainer, Run("recipe.py", **started))
+        session.run_training(trainer, Run("recipe.py", **started))
 
 
 def tiny_tokenizer(name: str):

@@ -16,10 +16,10 @@ from harness.exchange import gather_values
 from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, write_json
 from harness.messages import plural, print_once
 from harness.run.failures import only_report
-from harness.run.losses import Loss
 from harness.run.metrics import evaluation_losses, format_metrics, metrics_of, own_metrics
 from harness.run.parameters import config_of, quantization_of
 from harness.run.progress import Progress
+from harness.run.trainer import RunTrainer
 
 import torch
 from datasets import IterableDataset
@@ -30,11 +30,9 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "bitsandbytes"
 
 
 def write_results(
-    trainer: Trainer,
-    loss: Loss,
+    trainer: RunTrainer,
     output: TrainOutput | None,
     evaluation: dict[str, float],
-    progress: Progress,
     parameters: tuple[int, int],
     resumed_from: int,
 ) -> dict:
@@ -52,8 +50,8 @@ def write_results(
         read_json(output_dir / RUN)
         | describe_model(trainer, processes, parameters)
         | measure_memory(processes, by_node)
-        | collect_losses(trainer, loss, output, evaluation)
-        | measure_speed(progress)
+        | collect_losses(trainer, output, evaluation)
+        | measure_speed(trainer.parts.progress)
         | data
         | stopped_early(trainer)
         | {"global_step": trainer.state.global_step, "epoch": trainer.state.epoch, "resumed_from_step": resumed_from}
@@ -73,7 +71,7 @@ def write_results(
     if trainer.is_world_process_zero():
         with only_report("loss.png"):
             names = [name for name in (results.get("recipe"), results.get("config")) if name]
-            unit = " (nats per token)" if loss.is_cross_entropy else ""
+            unit = " (nats per token)" if trainer.parts.loss.is_cross_entropy else ""
             draw_losses(trainer.state.log_history, " × ".join(names), output_dir / "loss.png", unit)
         write_json(output_dir / RESULTS, results)
     return results
@@ -144,13 +142,13 @@ def measure_memory(processes: list[dict], by_node: dict[str, list[dict]]) -> dic
     }
 
 
-def collect_losses(trainer: Trainer, loss: Loss, output: TrainOutput | None, evaluation: dict[str, float]) -> dict:
+def collect_losses(trainer: RunTrainer, output: TrainOutput | None, evaluation: dict[str, float]) -> dict:
     """The losses of training, and the losses and metrics of evaluation (of each dataset), at the start and at the end.
 
     `loss_is_mean_over` says what a loss is the mean over, "tokens" or "rows", and `loss_is_cross_entropy` whether it is the
     negative log-likelihood of tokens and nothing else.
     """
-    log_history = trainer.state.log_history
+    log_history, loss = trainer.state.log_history, trainer.parts.loss
     logged = [entry["loss"] for entry in log_history if "loss" in entry]
     on_start: dict[str, float] = {}
     own_on_start: dict[str, float] = {}

@@ -1,7 +1,8 @@
-"""`train`: everything between a built trainer and a finished run."""
+"""Everything between a built trainer and a finished run."""
 
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness import folder
@@ -40,18 +41,35 @@ from harness.run.stopping import (
     StopOnNan,
     StoppedInEvaluation,
 )
-from harness.run.trainer import RunTrainer, add_parts
+from harness.run.trainer import Parts, RunTrainer, add_parts
 from harness.runs import Run
 
 import torch
 from datasets import Dataset, IterableDataset
 from peft import PeftModel
-from transformers import Trainer
+from transformers import PreTrainedConfig, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import TrainOutput
 from trl import DPOConfig, KTOConfig, RewardConfig
 
 
-def train(trainer: Trainer, run: Run) -> None:
+@dataclass(frozen=True)
+class Prepared:
+    """What a trainer got for its run, and what is known only before the model is sharded."""
+
+    checkpoint: Path | None  # that the run resumes from
+    parts: Parts
+    stop: StopAfterSignal
+    original: PreTrainedConfig | None  # see `load_original_config`
+    parameters: tuple[int, int]  # how many are trained, and how many there are
+
+    @property
+    def resumed_from(self) -> int:
+        """The step of the checkpoint."""
+        return folder.step_of(self.checkpoint) if self.checkpoint else 0
+
+
+def run_training(trainer: Trainer, run: Run) -> None:
     """Resumes or starts, trains, evaluates, saves a model that `from_pretrained` loads, and reports.
 
     Args:
@@ -63,7 +81,9 @@ def train(trainer: Trainer, run: Run) -> None:
         RuntimeError: if the run is not sharded as its config says, or if sharding changed 4-bit weights.
     """
     try:
-        _train(trainer, run)
+        prepared = prepare_training(trainer, run)
+        output = train_steps(trainer, prepared)
+        finish_training(trainer, run, prepared, output)
     except UserError:
         raise
     except Exception as error:
@@ -71,47 +91,50 @@ def train(trainer: Trainer, run: Run) -> None:
         raise
 
 
-def _train(trainer: Trainer, run: Run) -> None:
-    """The run from its preparation to its report, in the order in which it happens."""
+def prepare_training(trainer: Trainer, run: Run) -> Prepared:
+    """Makes a trainer, whose model is not sharded yet, ready to start or to resume."""
     report_dropped_rows(trainer)
     check_trainer(trainer)
-    output_dir = Path(trainer.args.output_dir)
     freeze_unused_parts(trainer)
     hidden = prepare_sharding(trainer, run.config)
-    loss = find_loss(trainer)  # before the layers are compiled
+    loss = find_loss(trainer)
     prepare_trainer(trainer, loss)
-    group, for_failures = make_cpu_group(trainer.args.ddp_timeout), make_group_for_failures()
+    group = make_cpu_group(trainer.args.ddp_timeout)
     checkpoint = find_checkpoint(trainer.args)
     prepare_resume(trainer, checkpoint)
-    resumed_from = folder.step_of(checkpoint) if checkpoint else 0
     if run.seen and trainer.is_world_process_zero():
-        folder.write_json(output_dir / folder.PROMPT, run.seen.prompt)
+        folder.write_json(Path(trainer.args.output_dir, folder.PROMPT), run.seen.prompt)
     original = load_original_config(trainer)
     parameters = count_parameters(trainer.model)
     print_once(f"Training {describe_training(modules_with_adapter(trainer.model), parameters)}.")
 
     parts = add_parts(trainer, group, checkpoint, run, original, loss, hidden)
-    stop = StopAfterSignal(trainer, group)
-    del group
-    callbacks = [
-        AfterWrapping(trainer, run.config, run.processes, loss, hidden),
-        # Before Checkpoints: a checkpoint with NaN in it must not get a completion marker.
-        StopOnNan(),
-        # Before Checkpoints: the completion marker lists the file of the position.
-        parts.position,
-        parts.reader,
-        parts.checkpoints,
-        stop,
-        # Before Progress, which measures the steps.
-        MissedEvaluation(trainer, resumed_from),
-        StopAtLastStep(),
-        # After StopAfterSignal, so that the time of a step that is saved or logged because of a signal is counted.
-        parts.progress,
-        *([Profile(trainer.args)] if run.profile else []),
-    ]
-    for callback in callbacks:
+    prepared = Prepared(checkpoint, parts, StopAfterSignal(trainer, group), original, parameters)
+    for callback in callbacks_of(trainer, run, prepared):
         trainer.add_callback(callback)
+    return prepared
 
+
+def callbacks_of(trainer: Trainer, run: Run, prepared: Prepared) -> list[TrainerCallback]:
+    """The callbacks of a run, in the order in which they get each event: checks, saves, stops, measurements.
+
+    So a checkpoint with NaN in it gets no completion marker, the marker lists the file of the position, and the time of a step
+    that is saved or logged because of a signal is counted.
+    """
+    parts = prepared.parts
+    checks = [AfterWrapping(trainer, run.config, run.processes, parts.loss, parts.hidden), StopOnNan()]
+    saves = [parts.position, parts.reader, parts.checkpoints]
+    stops = [prepared.stop, MissedEvaluation(trainer, prepared.resumed_from), StopAtLastStep()]
+    measurements = [parts.progress]
+    if run.profile:
+        measurements.append(Profile(trainer.args))
+    return [*checks, *saves, *stops, *measurements]
+
+
+def train_steps(trainer: Trainer, prepared: Prepared) -> TrainOutput | None:
+    """Trains to the last step; returns None if there was none left. Ends the process if the run stops earlier."""
+    checkpoint = prepared.checkpoint
+    output = None
     if checkpoint:
         print_once(f"Resuming from {checkpoint}; rows that were trained on are skipped.")
     try:
@@ -119,37 +142,45 @@ def _train(trainer: Trainer, run: Run) -> None:
     except StoppedInEvaluation:
         pass  # `report_stop` has the exit code
     except LastStepReached:
-        output, trainer.is_in_train = None, False
+        trainer.is_in_train = False
         trainer.load_best_checkpoint()
     except KeyboardInterrupt:
-        print_once(f"\nStopped at step {trainer.state.global_step}. {folder.resume_hint(output_dir)}")
+        print_once(f"\nStopped at step {trainer.state.global_step}. {folder.resume_hint(Path(trainer.args.output_dir))}")
         record_end(130)
         os._exit(130)  # other processes may never reach the end of a collective
-    code = parts.reader.report_stop() or stop.report_stop()
-    stop.group = parts.reader.group = None  # `Trainer.end` destroys it: what still refers to it would do so again
+    reader = prepared.parts.reader
+    stop = prepared.stop
+    code = reader.report_stop() or stop.report_stop()
+    stop.group = reader.group = None  # `Trainer.end` destroys it: what still refers to it would do so again
     if code:
         trainer.end()
         end_run(code)
+    return output
 
+
+def finish_training(trainer: Trainer, run: Run, prepared: Prepared, output: TrainOutput | None) -> None:
+    """Saves the model; then evaluates it, and writes and prints the results: an error there makes no run fail."""
+    output_dir = Path(trainer.args.output_dir)
+    is_first = trainer.is_world_process_zero()
     print_best_checkpoint(trainer)
-    save_model(trainer, original)
+    save_model(trainer, prepared.original)
+    for_failures = make_group_for_failures()
     evaluation: dict[str, float] = {}
     with only_report_if_all("the last evaluation", for_failures):
         evaluation = evaluate(trainer)
     folder.remove_link(output_dir / TRAINER_STATE_NAME)
     trainer.save_state()
     with only_report("what --verify compares with"):
-        if trainer.is_world_process_zero() and has_held_out(trainer):
+        if is_first and has_held_out(trainer):
             save_held_out(trainer, run.seen.conversations if run.seen else [])
-    results = write_results(trainer, loss, output, evaluation, parts.progress, parameters, resumed_from)
+    results = write_results(trainer, output, evaluation, prepared.parameters, prepared.resumed_from)
     with only_report("README.md"):
         write_model_card(trainer)
     with only_report_if_all("samples.txt", for_failures):
         generate_samples(trainer, run.tiny)
     with only_report("the summary"):
         print_summary(results, str(output_dir))
-    del for_failures  # `Trainer.end` destroys the group
-    if run.repository and not run.tiny and trainer.is_world_process_zero():
+    if run.repository and not run.tiny and is_first:
         publish(output_dir, run.repository)  # meanwhile, no other process waits for this one
     if run.lock:
         run.lock.release()

@@ -146,7 +146,7 @@ def check_run(run: Run, arguments: Arguments) -> dict[str, Any]:
 
 
 def train(started: StartedRecipe) -> None:
-    session.train(started.trainer, started.run)
+    session.run_training(started.trainer, started.run)
     # Not earlier: what a recipe does after `train` can need the other processes. And not later, when they may have exited.
     atexit.register(started.trainer.end)
 

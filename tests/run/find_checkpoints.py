@@ -11,13 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import harness
-from harness.run.checkpoints import find_checkpoint
+from harness.run.checkpoints import recover_checkpoints
 
 
 def find(trainer):
     for view in json.loads(os.environ["VIEWS"]):
         os.chdir(Path(view, str(trainer.args.process_index)))
-        Path("found.txt").write_text(str(find_checkpoint(SimpleNamespace(output_dir="run"))))
+        Path("found.txt").write_text(str(recover_checkpoints(SimpleNamespace(output_dir="run"))))
     trainer.end()
 
 

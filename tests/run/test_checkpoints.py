@@ -376,7 +376,7 @@ def test_damaged_checkpoint_is_renamed(copied_run, capsys, kind):
     run, _ = copied_run
     file, damage, words = DAMAGE[kind]
     damage(run / "checkpoint-6" / file)
-    assert checkpoints.find_checkpoint(SimpleNamespace(output_dir=str(run))) == run / "checkpoint-4"
+    assert checkpoints.recover_checkpoints(SimpleNamespace(output_dir=str(run))) == run / "checkpoint-4"
     (message,) = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
     assert message.startswith(f"{run / 'checkpoint-6'} is damaged: {file} {words}") and " damaged-checkpoint-6." in message
     assert (run / "damaged-checkpoint-6").is_dir() and not (run / "checkpoint-6").exists()
@@ -394,7 +394,7 @@ def test_damaged_checkpoint_where_folders_cannot_be_renamed(copied_run, monkeypa
         rename(source, target, **options)
 
     monkeypatch.setattr(os, "rename", rename_files_only)
-    assert checkpoints.find_checkpoint(SimpleNamespace(output_dir=str(run))) == run / "checkpoint-4"
+    assert checkpoints.recover_checkpoints(SimpleNamespace(output_dir=str(run))) == run / "checkpoint-4"
     assert (run / "damaged-checkpoint-6/model.safetensors").is_file() and not (run / "checkpoint-6").exists()
 
 
@@ -415,7 +415,7 @@ def test_nothing_is_changed_if_no_checkpoint_is_complete(copied_run, error_of):
     for path in run.glob("checkpoint-*"):
         (path / "scheduler.pt").unlink()
     before = sorted(run.rglob("*"))
-    message = error_of(checkpoints.find_checkpoint, SimpleNamespace(output_dir=str(run)))
+    message = error_of(checkpoints.recover_checkpoints, SimpleNamespace(output_dir=str(run)))
     for words in ("checkpoint-4: scheduler.pt is missing", "checkpoint-6: ", "Nothing was deleted", "another --output_dir"):
         assert words in message
     assert sorted(run.rglob("*")) == before

@@ -6,7 +6,7 @@ import math
 import random
 
 from harness.messages import UserError
-from harness.run.losses import find_loss
+from harness.run.losses import adapt_trainer, find_loss
 from harness.run.session import prepare_trainer
 
 import pytest
@@ -184,6 +184,7 @@ def make_trainer(kind, folder, **arguments):
 
 def prepare(trainer):
     loss = find_loss(trainer)
+    adapt_trainer(trainer, loss)
     add_parts(trainer, loss)
     return loss
 
@@ -259,7 +260,9 @@ def test_asking_changes_nothing(tmp_path):
     before = copy.deepcopy(trainer.model.state_dict())
     state, of_python = torch.get_rng_state(), random.getstate()
     modes = [module.training for module in trainer.model.modules()]
+    own = {name: value for name, value in vars(trainer).items() if isinstance(value, int | float)}
     find_loss(trainer)
+    assert own.items() <= vars(trainer).items()
     assert torch.equal(torch.get_rng_state(), state) and random.getstate() == of_python
     assert all(torch.equal(before[name], weight) for name, weight in trainer.model.state_dict().items())
     assert [module.training for module in trainer.model.modules()] == modes

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from typing import NamedTuple
 
 from harness import folder
 from harness.exchange import gather_values, value_of_first
@@ -154,40 +155,62 @@ def data_settings(args: TrainingArguments) -> dict:
     return {"world_size": PartialState().num_processes} | {name: getattr(args, name, None) for name in DATA_SETTINGS}
 
 
-def find_checkpoint(args: TrainingArguments) -> Path | None:
-    """The newest complete checkpoint in the output directory, the same on all processes. Collective.
+class FoundCheckpoints(NamedTuple):
+    """The checkpoints of an output directory, the newest first."""
 
-    None if there is no checkpoint, or only the first one of the run, if that is incomplete. Damaged ones are renamed, incomplete
-    ones are deleted. Raises UserError, and changes nothing, if there are others and none is complete.
-    """
-    output_dir, process = Path(args.output_dir), PartialState()
-    process.wait_for_everyone()
+    complete: Path | None  # the newest complete one
+    damaged: dict[Path, str]  # those that are newer, and what is wrong with them
+    incomplete: list[Path]
+
+
+def find_checkpoints(output_dir: Path) -> FoundCheckpoints:
+    """Looks for the newest complete checkpoint, and for what is wrong with newer ones. The same on all processes; collective."""
+    process = PartialState()
     # A network file system can show the nodes different folders for a while, so the first process lists them.
     listed = value_of_first([(path.name, is_incomplete(path)) for path in folder.checkpoints(output_dir)])
-    incomplete = [output_dir / name for name, is_it in listed if is_it]
-    complete, damaged = None, {}
-    for path in [output_dir / name for name, is_it in listed if not is_it]:
-        own_damage = find_damage(path, lambda name: belongs_to(name, process, process.is_local_main_process))
-        found = gather_values((own_damage, platform.node()))
-        if not any(damage for damage, _ in found):
-            complete = path
-            break
-        damage, node = next(one for one in found if one[0])
-        damaged[path] = f"{damage} (seen by {node})" if len({node for _, node in found}) > 1 else damage
-    if complete is None and (damaged or len(incomplete) > 1):  # the second checkpoint is only begun when the first is complete
-        reasons = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items()) or "all are incomplete"
+    nodes = gather_values(platform.node())
+    found = FoundCheckpoints(None, {}, [])
+    for name, is_not_complete in listed:
+        path = output_dir / name
+        if is_not_complete:
+            found.incomplete.append(path)
+        elif found.complete is None:
+            own_damage = find_damage(path, lambda name: belongs_to(name, process, process.is_local_main_process))
+            damages = gather_values(own_damage)
+            if any(damages):
+                damage = next(filter(None, damages))
+                seen_by = f" (seen by {nodes[damages.index(damage)]})" if len(set(nodes)) > 1 else ""
+                found.damaged[path] = f"{damage}{seen_by}"
+            else:
+                found = found._replace(complete=path)
+    return found
+
+
+def recover_checkpoints(args: TrainingArguments) -> Path | None:
+    """Renames damaged checkpoints and deletes incomplete ones; returns the newest complete one, to resume from. Collective.
+
+    None if there is no checkpoint, or only the first one of the run, if that is incomplete. Raises UserError, and changes
+    nothing, if there are others and none is complete.
+    """
+    output_dir = Path(args.output_dir)
+    process = PartialState()
+    process.wait_for_everyone()
+    found = find_checkpoints(output_dir)
+    # The second checkpoint is only begun when the first is complete.
+    if found.complete is None and (found.damaged or len(found.incomplete) > 1):
+        reasons = "; ".join(f"{path.name}: {damage}" for path, damage in found.damaged.items()) or "all are incomplete"
         raise UserError(
             f"--output_dir: no checkpoint in {output_dir} is complete ({reasons}). Nothing was deleted: restore one from a copy, "
             f"or start over in another --output_dir, or after rm -r {output_dir}"
         )
     if process.is_main_process:
-        for path, damage in damaged.items():
+        for path, damage in found.damaged.items():
             print_once(f"{path} is damaged: {damage}. It was renamed to {_rename_damaged(path).name}.")
-        for path in incomplete:
+        for path in found.incomplete:
             print_once(f"{path} is incomplete: the run was killed while it was written. It was deleted.")
             delete(path)
     process.wait_for_everyone()
-    return complete
+    return found.complete
 
 
 def _rename_damaged(path: Path) -> Path:

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness import folder
 from harness.compat.trl import logged_metrics
@@ -76,10 +76,18 @@ def read_equally(trainer: Trainer, loader: DataLoader) -> DataLoader:
     )
 
 
-# What `Means` keeps of a batch: its loss, the weight of that, and the weights of metrics; of a pair, the tokens of its answers.
-LOSS, WEIGHT, ROWS, TOKENS, CHOSEN, REJECTED = range(6)
+class Sizes(NamedTuple):
+    """The weight of a batch's loss, and those of its metrics: scalars of a batch, or tensors of all batches."""
+
+    weight: torch.Tensor
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    chosen: torch.Tensor  # tokens of the chosen answers of pairs; of other rows all
+    rejected: torch.Tensor
+
+
 # Metrics that SFTTrainer and DPOTrainer log as means over tokens. All others are means over rows.
-OVER_TOKENS = {"entropy": TOKENS, "mean_token_accuracy": CHOSEN, "logits/chosen": CHOSEN, "logits/rejected": REJECTED}
+OVER_TOKENS = {"entropy": "tokens", "mean_token_accuracy": "chosen", "logits/chosen": "chosen", "logits/rejected": "rejected"}
 
 
 class Means:
@@ -92,24 +100,26 @@ class Means:
         self.trainer = trainer
         sampler = getattr(loader, "batch_sampler", None)
         self.batches = sampler if isinstance(sampler, EvaluationBatches) else None
-        self.steps: list[torch.Tensor] = []
+        self.steps: list[torch.Tensor] = []  # the loss of each batch, and its `Sizes`
 
-    def sizes(self, batch: Any) -> torch.Tensor:
+    def sizes(self, batch: Any) -> Sizes:
         """What `add` needs of the next batch; before its loss is computed, which may change the batch."""
-        loss, device = self.trainer.parts.loss, self.trainer.accelerator.device
-        rows = len(self.batches.batches[len(self.steps)]) if self.batches else size_of(batch)[0]
-        rows = torch.tensor(float(rows), device=device)
+        loss = self.trainer.parts.loss
+        count = len(self.batches.batches[len(self.steps)]) if self.batches else size_of(batch)[0]
+        rows = torch.tensor(float(count), device=self.trainer.accelerator.device)
         tokens = loss.tokens(batch)
-        weight = rows if tokens is None or loss.unit == "row" else tokens
-        tokens = chosen = rejected = rows if tokens is None else tokens
+        if tokens is None:
+            tokens = rows
+        weight = rows if loss.unit == "row" else tokens
         if isinstance(batch, Mapping) and "completion_mask" in batch and "labels" not in batch:  # pairs: the chosen answers first
             chosen, rejected = (mask.sum() for mask in batch["completion_mask"][:, 1:].chunk(2))
-            tokens = chosen + rejected
-        return torch.stack([size.to(device, torch.float32) for size in (weight, rows, tokens, chosen, rejected)])
+            return Sizes(weight, rows, chosen + rejected, chosen, rejected)
+        return Sizes(weight, rows, tokens, tokens, tokens)
 
-    def add(self, sizes: torch.Tensor, loss: torch.Tensor | None) -> None:
+    def add(self, sizes: Sizes, loss: torch.Tensor | None) -> None:
         value = torch.full((), torch.nan) if loss is None else loss.detach().mean()
-        self.steps.append(torch.cat([value.to(sizes.device, torch.float32)[None], sizes]))
+        device = self.trainer.accelerator.device
+        self.steps.append(torch.stack([number.to(device, torch.float32) for number in (value, *sizes)]))
 
     @contextlib.contextmanager
     def replace_gathering(self) -> Iterator[None]:
@@ -131,18 +141,22 @@ class Means:
         if not self.steps:
             return None
         accelerator = self.trainer.accelerator
-        table = accelerator.gather(torch.stack(self.steps)[None]).cpu().double()  # by process and step
+        gathered = accelerator.gather(torch.stack(self.steps)[None]).cpu().double()
+        losses, *numbers = gathered.unbind(-1)  # by process and step
+        sizes = Sizes(*numbers)
         if self.batches:
-            table[:, self.batches.shared, WEIGHT:] /= accelerator.num_processes
-        losses, weights = table[..., LOSS], table[..., WEIGHT]
+            for size in sizes:
+                size[:, self.batches.shared] /= accelerator.num_processes
         metrics = logged_metrics(self.trainer).get("eval", {})
         for name, values in metrics.items():
-            of_steps = table[..., OVER_TOKENS.get(name, ROWS)].sum(0)
-            if name.startswith(("min_", "max_")):
-                metrics[name] = [min(values) if name.startswith("min_") else max(values)]
+            of_steps = getattr(sizes, OVER_TOKENS.get(name, "rows")).sum(0)
+            if name.startswith("min_"):
+                metrics[name] = [min(values)]
+            elif name.startswith("max_"):
+                metrics[name] = [max(values)]
             elif len(values) == len(of_steps) and of_steps.sum():
                 metrics[name] = [float(of_steps @ torch.tensor(values, dtype=torch.double) / of_steps.sum())]
-        return float(torch.where(weights > 0, losses * weights, 0).sum() / weights.sum())
+        return float(torch.where(sizes.weight > 0, losses * sizes.weight, 0).sum() / sizes.weight.sum())
 
 
 @contextlib.contextmanager

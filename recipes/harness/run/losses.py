@@ -40,6 +40,7 @@ class Loss:
 
     own: str | None = None  # what computes it of the model's outputs; None: the model itself, or SFTTrainer without them
     unit: str = "token"  # "token" (that has a label) or "row": what the loss of a batch is the mean over
+    is_mean: bool = True  # False: of neither; it is taken for one over rows
     is_right: bool = True
     divides: bool = False  # by `num_items_in_batch`; otherwise it is the mean over its batch
     factor: float = 1  # by which it is multiplied because of `average_tokens_across_devices`
@@ -82,7 +83,7 @@ class Loss:
 
 
 def find_loss(trainer: Trainer) -> Loss:
-    """The loss of a trainer. `measure` is to be called once the model is sharded, if `is_measured` is False.
+    """The loss of a trainer, which is not changed. If `is_measured` is False, call `measure` once the model is sharded.
 
     transformers 5.23 passes `num_items_in_batch` to every model whose `forward` has **kwargs, to a `compute_loss_func` and to a
     `compute_loss` of the recipe's own, and takes the result for a sum that was divided by it. Most classifiers,
@@ -95,9 +96,8 @@ def find_loss(trainer: Trainer) -> Loss:
     shifts = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss and not is_encoder_decoder
     loss = Loss(own=own_loss(trainer), shifts_labels=shifts, is_cross_entropy=is_cross_entropy(trainer))
     loss.is_of_library = loss.own is None and (isinstance(trainer, SFTTrainer) or is_of_transformers(model))
-    if loss.own is None and isinstance(trainer, SFTTrainer):
+    if is_of_sft(trainer, loss):
         loss.shifts_labels = True
-        trainer.model_accepts_loss_kwargs = True  # its loss uses the number, whatever the model does
         return loss
     if trainer.loss_is_scaled_for_ga is not None and trainer.compute_loss.__module__.startswith("trl."):  # such as DPOTrainer
         loss.unit = "row"
@@ -111,6 +111,27 @@ def find_loss(trainer: Trainer) -> Loss:
     if not trainer.is_fsdp_enabled:
         measure(trainer, loss)
     return loss
+
+
+def is_of_sft(trainer: Trainer, loss: Loss) -> bool:
+    """Whether it is the loss of SFTTrainer, which uses `num_items_in_batch` with every model."""
+    return loss.own is None and isinstance(trainer, SFTTrainer)
+
+
+def adapt_trainer(trainer: Trainer, loss: Loss) -> None:
+    """Makes the trainer count the tokens of a step, which `Loss.count_for` passes on or not; once the loss is measured."""
+    is_corrected = not loss.is_right and not loss.is_stated
+    if is_corrected or is_of_sft(trainer, loss):
+        trainer.model_accepts_loss_kwargs = True
+    if is_corrected:
+        trainer.loss_is_scaled_for_ga = loss.unit == "token"
+    if not loss.is_mean:
+        trainer.args.per_device_eval_batch_size = 1
+        print_once(
+            "warning: the loss of two rows together is neither the mean over their tokens nor over the two: padding counts, or "
+            "rows are compared with each other. So evaluations take one row at a time, and the loss of a step depends on "
+            "--per_device_train_batch_size"
+        )
 
 
 def own_loss(trainer: Trainer) -> str | None:
@@ -174,13 +195,12 @@ def measure(trainer: Trainer, loss: Loss) -> None:
             )
         loss.divides = ratio is not None and ratio < 0.75
         loss.factor = factor if loss.divides else 1.0
-        loss.unit = "token" if loss.divides else ask_for_unit(trainer, loss)
-    loss.is_measured, loss.batch = True, batch
-    loss.rows, loss.make_batch = [], None
-    if loss.is_stated:
-        return
-    trainer.model_accepts_loss_kwargs = True  # counts the tokens of a step, which `Loss.count_for` passes on or not
-    trainer.loss_is_scaled_for_ga = loss.unit == "token"
+        if not loss.divides:
+            loss.unit, loss.is_mean = ask_for_unit(trainer, loss)
+    loss.is_measured = True
+    loss.batch = batch
+    loss.rows = []
+    loss.make_batch = None
 
 
 def ask_for_count(trainer: Trainer, loss: Loss, batch: Any) -> tuple[float, float | None]:
@@ -202,41 +222,39 @@ def ask_for_count(trainer: Trainer, loss: Loss, batch: Any) -> tuple[float, floa
     return value_of_first((factor, twice / once) if is_known else (1.0, 0.5))
 
 
-def ask_for_unit(trainer: Trainer, loss: Loss) -> str:
-    """Whether a loss is the mean over the tokens or over the rows of its batch: the loss of two rows against those of each."""
-    rows, make_batch = loss.rows, loss.make_batch
-    alone = [make_batch([row]) for row in rows[:TRIED_ROWS]]
-    counts = [int(tokens) if (tokens := loss.tokens(batch)) is not None else 0 for batch in alone]
+def ask_for_unit(trainer: Trainer, loss: Loss) -> tuple[str, bool]:
+    """Whether a loss is the mean over the "token"s or over the "row"s of its batch, and False if it is neither; then "row".
+
+    The loss of the rows with the fewest and the most tokens together is compared with those of each.
+    """
+    batches = [loss.make_batch([row]) for row in loss.rows[:TRIED_ROWS]]
+    counts = [label_count(loss, batch) for batch in batches]
     has_labels = any(counts)
-    order = sorted(range(len(alone)), key=lambda index: counts[index])
-    if len(order) < 2 or (has_labels and counts[order[-2]] == 0):
-        return "token" if has_labels else "row"
-    fewest = next(index for index in order if counts[index] or not has_labels)
-    most = order[-1] if order[-1] != fewest else order[-2]
-    batches = [make_batch([rows[fewest], rows[most]]), alone[fewest], alone[most]]
-    if has_labels and not is_same(make_batch([rows[most]]), alone[most]):  # such as masked tokens: other ones each time
-        batches[1:] = [{name: value[index : index + 1] for name, value in batches[0].items()} for index in (0, 1)]
-        counts[fewest], counts[most] = (int(loss.tokens(batch)) for batch in batches[1:])
-    both, *of_one = (loss_of(trainer, batch, None, is_training=False) for batch in batches)
-    weights = {"token": (counts[fewest], counts[most]), "row": (1, 1)}
-    expected = {
-        unit: sum(weight * value for weight, value in zip(of_rows, of_one, strict=True)) / sum(of_rows)
-        for unit, of_rows in weights.items()
-        if sum(of_rows)
-    }
-    unit = min(expected, key=lambda name: abs(expected[name] - both))
-    unit, is_mean, is_known = value_of_first(
-        (unit, abs(expected[unit] - both) <= OTHER_BATCH * abs(both), all(map(math.isfinite, (both, *of_one))) and all(of_one))
-    )
-    if is_mean or not is_known:
-        return unit
-    trainer.args.per_device_eval_batch_size = 1
-    print_once(
-        "warning: the loss of two rows together is neither the mean over their tokens nor over the two: padding counts, or rows "
-        "are compared with each other. So evaluations take one row at a time, and the loss of a step depends on "
-        "--per_device_train_batch_size"
-    )
-    return "row"
+    usable = [index for index, count in enumerate(counts) if count or not has_labels]
+    if len(usable) < 2:
+        return "token" if has_labels else "row", True
+    fewest, *_, most = sorted(usable, key=counts.__getitem__)
+    together = loss.make_batch([loss.rows[fewest], loss.rows[most]])
+    alone = [batches[fewest], batches[most]]
+    if has_labels and not is_same(loss.make_batch([loss.rows[most]]), alone[1]):  # such as masked tokens: other ones each time
+        alone = [{name: value[index : index + 1] for name, value in together.items()} for index in (0, 1)]
+    counts = [label_count(loss, batch) for batch in alone]
+    of_both = loss_of(trainer, together, None, is_training=False)
+    of_each = [loss_of(trainer, batch, None, is_training=False) for batch in alone]
+    expected = {"row": sum(of_each) / 2}  # the loss of both, by what it could be the mean over
+    if any(counts):
+        expected["token"] = (counts[0] * of_each[0] + counts[1] * of_each[1]) / sum(counts)
+    unit = min(sorted(expected, reverse=True), key=lambda name: abs(expected[name] - of_both))
+    is_known = all(of_each) and all(map(math.isfinite, (of_both, *of_each)))
+    if is_known and abs(expected[unit] - of_both) > OTHER_BATCH * abs(of_both):
+        return tuple(value_of_first(("row", False)))
+    return tuple(value_of_first((unit, True)))
+
+
+def label_count(loss: Loss, batch: Any) -> int:
+    """The tokens of a batch that have a label, 0 for a batch without labels."""
+    tokens = loss.tokens(batch)
+    return 0 if tokens is None else int(tokens)
 
 
 def is_same(one: Mapping, other: Mapping) -> bool:

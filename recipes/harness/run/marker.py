@@ -104,7 +104,7 @@ def settings_of_checkpoint(output_dir: Path) -> dict[str, Any]:
     checkpoint = newest_complete_checkpoint(output_dir)
     try:
         return read_marker(checkpoint)["geometry"] if checkpoint else {}
-    except DamagedFile:  # `find_checkpoint` resumes from the one before
+    except DamagedFile:  # `recover_checkpoints` resumes from the one before
         return {}
 
 

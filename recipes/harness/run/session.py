@@ -12,12 +12,12 @@ from harness.launched import end_run, record_end
 from harness.messages import UserError, print_once
 from harness.model.quantized import install_byte_check
 from harness.run.agreement import make_cpu_group, make_group_for_failures
-from harness.run.checkpoints import check_adapter, check_weights, find_checkpoint, print_changed_rows, restore_callbacks
+from harness.run.checkpoints import check_adapter, check_weights, print_changed_rows, recover_checkpoints, restore_callbacks
 from harness.run.disk import check_disk_space
 from harness.run.evaluation import check_metric_is_computed, evaluate, print_best_checkpoint
 from harness.run.failures import exit_for_known_failure, explain_missing_weights, only_report, only_report_if_all
 from harness.run.held_out import has_held_out, save_held_out
-from harness.run.losses import Loss, find_loss
+from harness.run.losses import Loss, adapt_trainer, find_loss
 from harness.run.parameters import (
     base_of,
     count_parameters,
@@ -98,9 +98,11 @@ def prepare_training(trainer: Trainer, run: Run) -> Prepared:
     freeze_unused_parts(trainer)
     hidden = prepare_sharding(trainer, run.config)
     loss = find_loss(trainer)
+    if loss.is_measured:  # otherwise `AfterWrapping` measures it
+        adapt_trainer(trainer, loss)
     prepare_trainer(trainer, loss)
     group = make_cpu_group(trainer.args.ddp_timeout)
-    checkpoint = find_checkpoint(trainer.args)
+    checkpoint = recover_checkpoints(trainer.args)
     prepare_resume(trainer, checkpoint)
     if run.seen and trainer.is_world_process_zero():
         folder.write_json(Path(trainer.args.output_dir, folder.PROMPT), run.seen.prompt)

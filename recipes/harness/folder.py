@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.messages import UserError, print_once
-from harness.restarts import before_and_now, changed_settings, keep_settings, must_be_equal
+from harness.restarts import Changes, before_and_now, changed_settings, keep_settings, must_be_equal
 
 from filelock import FileLock, Timeout
 
@@ -39,7 +39,7 @@ CHOICE_OF_ROWS = (
     "text_rows",
 )
 # The keys of run.json that may differ between two starts of a run, under the conditions of `check_same_run`.
-MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "commit", "command", "settings", *CHOICE_OF_ROWS)
+MAY_DIFFER = ("config", "sharded", "recipe_digest", "data_files", "date", "commit", "command", "settings")
 # What is there once a run has trained: such a folder belongs to its run.
 TRAINED = ("checkpoint-*", "damaged-checkpoint-*", "*.safetensors", RESULTS)
 
@@ -243,9 +243,17 @@ def _means_the_same(before: Any, now: Any) -> bool:
     return before == now or (are_paths and Path(before).name == Path(now).name and not Path(before).exists())
 
 
-def _names_and_sizes(run: dict) -> list:
+def _names_and_sizes(run: dict) -> set[tuple[str, int]]:
     """Those of the local files of the dataset."""
-    return [file[:2] for file in run.get("data_files", [])]
+    return {(name, size) for name, size, _ in run.get("data_files", [])}
+
+
+def different_values(existing: dict, identity: dict) -> Changes:
+    """What must be equal in two run.json and is not, by its flag or its name in run.json. What one lacks is not compared."""
+    settings = must_be_equal(existing, identity)
+    compared = {key: (existing.get(key, now), now) for key, now in identity.items() if key not in MAY_DIFFER} | settings
+    flags = {*settings, *CHOICE_OF_ROWS}
+    return {f"--{key}" if key in flags else key: pair for key, pair in compared.items() if not _means_the_same(*pair)}
 
 
 def check_same_run(folder: Path, existing: dict, identity: dict, is_default: bool) -> None:
@@ -261,19 +269,16 @@ def check_same_run(folder: Path, existing: dict, identity: dict, is_default: boo
         return
     if not has_trained(folder):
         return
-    differences = {key: (existing.get(key), identity[key]) for key in identity if key not in MAY_DIFFER}
-    rows = {f"--{key}": (existing.get(key, identity[key]), identity[key]) for key in CHOICE_OF_ROWS}
-    settings = {f"--{key}": values for key, values in must_be_equal(existing, identity).items()}
-    differences = {name: pair for name, pair in (differences | rows | settings).items() if not _means_the_same(*pair)}
+    differences = different_values(existing, identity)
     problems = []
     if differences:
         before, now = before_and_now(differences)
         problems.append(f"it holds a run with {before}, this run has {now}")
-    before, now = _names_and_sizes(existing), _names_and_sizes(identity)
-    changed = dict.fromkeys(file[0] for file in [*now, *before] if file not in now or file not in before)
-    if differences.keys() & {"dataset", "datasets"}:
-        changed = {}  # these are the files of two datasets
-    problems += [f"{name} of {identity['dataset']} has changed since the run began" for name in changed]
+    changed_files = []
+    if not differences.keys() & {"dataset", "datasets"}:  # otherwise these are the files of two datasets
+        changed_files = sorted({name for name, _ in _names_and_sizes(existing) ^ _names_and_sizes(identity)})
+    for name in changed_files:
+        problems.append(f"{name} of {identity['dataset']} has changed since the run began")
     if list(folder.glob("checkpoint-*")) and existing.get("sharded") != identity["sharded"]:
         kinds = {True: "FSDP", False: "unsharded"}
         problems.append(
@@ -281,7 +286,8 @@ def check_same_run(folder: Path, existing: dict, identity: dict, is_default: boo
             f"({kinds[identity['sharded']]}) cannot resume"
         )
     if problems:
-        reason = ". Evaluation rows might be trained on" if changed or rows.keys() & differences.keys() else ""
+        chooses_rows = changed_files or any(name.removeprefix("--") in CHOICE_OF_ROWS for name in differences)
+        reason = ". Evaluation rows might be trained on" if chooses_rows else ""
         choose = "pass the same values, choose another --output_dir, or move that folder away"
         raise UserError(f"--output_dir: {folder}: {'; '.join(problems)}{reason}: {choose}")
 

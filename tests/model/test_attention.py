@@ -89,22 +89,6 @@ def test_what_it_cannot_compute_is_refused(error_of):
         )
 
 
-@pytest.mark.parametrize(
-    ("heads", "dtype", "ends", "requirement"),
-    [
-        ((264, 264), torch.float32, torch.int32, "at most 256"),
-        ((12, 12), torch.float32, torch.int32, "multiple of 8"),
-        ((16, 16), torch.bfloat16, torch.int32, "one dtype"),
-        ((16, 16), torch.float32, torch.int64, "int32"),
-    ],
-)
-def test_cpu_refuses_what_cuda_refuses(heads, dtype, ends, requirement):
-    query, key = torch.ones(8, 2, heads[0]), torch.ones(8, 2, heads[1], dtype=dtype)
-    ends = torch.tensor([0, 3, 8], dtype=ends)
-    with pytest.raises(ValueError, match=requirement):
-        varlen.attend_on_cpu(query, key, key, ends, 5, None, (-1, 0))
-
-
 GPU = Run("a.py", gpu=GpuFeatures(["varlen", "flash_attention_2"]))
 OLD_GPU = Run("a.py")
 CPU = Run("a.py", on_cpu=True)

@@ -24,7 +24,7 @@ def test_messages_are_aligned():
 
 def test_loss_of_a_router_is_no_dataset():
     logs = {"eval_aux_loss": 0.01, "eval_loss": 2.0, "eval_code_loss": 1.5, "eval_runtime": 3.2}
-    assert metrics.evaluation_losses(logs) == {"": 2.0, "code": 1.5}
+    assert metrics.evaluation_losses(logs) == {"eval_loss": 2.0, "eval_code_loss": 1.5}
 
 
 def test_seconds_of_steps(build_trainer, monkeypatch):

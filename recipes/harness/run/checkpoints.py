@@ -13,7 +13,7 @@ from harness.exchange import gather_values, value_of_first
 from harness.folder import read_json
 from harness.messages import UserError, plural, print_once
 from harness.model.weight_files import quiet_transformers
-from harness.restarts import before_and_now
+from harness.restarts import before_and_now, changed_settings
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
 from harness.run.parameters import adapters_of, quantization_of
 from harness.run.progress import Progress
@@ -227,9 +227,9 @@ def print_changed_rows(checkpoint: Path, args: TrainingArguments, is_stream: boo
 
     The number of processes and the micro-batch change nothing as long as their product with the gradient accumulation stays.
     """
-    before, now = read_marker(checkpoint)["geometry"], data_settings(args)
-    changes = {name: (before.get(name), now[name]) for name in ("max_length", "packing", "seed")}
-    if changes := {name: values for name, values in changes.items() if values[0] != values[1]}:
+    before = read_marker(checkpoint)["geometry"]
+    now = data_settings(args)
+    if changes := changed_settings({"settings": before}, {"settings": now}, ("max_length", "packing", "seed")):
         of_checkpoint, of_run = before_and_now(changes)
         print_once(
             f"warning: {checkpoint} was written with {of_checkpoint}, this run has {of_run}: weights and optimizer resume "
@@ -250,10 +250,8 @@ def check_adapter(checkpoint: Path, model: torch.nn.Module) -> None:
     """Raises UserError if the adapter of a checkpoint is not like that of the model, also where a recipe makes its own."""
     saved = read_json(checkpoint / "adapter_config.json")
     for adapter in adapters_of(model) if saved else ():
-        now = {name: sorted(value) if isinstance(value, set | list) else value for name, value in adapter.to_dict().items()}
-        before = {name: sorted(value) if isinstance(value, list) else value for name, value in saved.items()}
-        changes = {name: (before[name], now.get(name)) for name in ADAPTER if name in before and before[name] != now.get(name)}
-        if changes:
+        now = {name: list(value) if isinstance(value, set) else value for name, value in adapter.to_dict().items()}
+        if changes := changed_settings({"settings": saved}, {"settings": now}, ADAPTER):
             of_checkpoint, of_run = before_and_now(changes)
             raise UserError(
                 f"--output_dir: the adapter in {checkpoint} has {of_checkpoint}, that of this run has {of_run}: pass the same "

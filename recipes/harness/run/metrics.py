@@ -8,12 +8,18 @@ KNOWN = re.compile(
     r"|(eval_)?(entropy|num_tokens|mean_token_accuracy|aux_loss)|train_\w+"
     r"|loss|grad_norm|learning_rate|epoch|step|total_flos|loss_scale|(tokens|rows)_per_second|num_input_tokens_seen"
 )
+LITTLE_ALONE = ("logps/", "logits/", "eval_logps/", "eval_logits/")  # DPO's log-probabilities and logits
 
 
 def evaluation_losses(logs: dict) -> dict[str, float]:
-    """The losses of evaluation datasets by label; "" for `eval_loss`. SFTTrainer's `eval_aux_loss` is that of a router."""
-    found = {name: re.fullmatch(r"eval_(?:(.+)_)?loss", name) for name in logs if name != "eval_aux_loss"}
-    return {match[1] or "": logs[name] for name, match in found.items() if match}
+    """The losses of evaluations by name: `eval_loss`, or `eval_LABEL_loss` of each dataset. `eval_aux_loss` is a router's."""
+    return {name: logs[name] for name in logs if re.fullmatch("eval_(.+_)?loss", name) and name != "eval_aux_loss"}
+
+
+def name_of_dataset(loss: str) -> str:
+    """The words for the name of a loss: " of LABEL" for `eval_LABEL_loss`, "" for `eval_loss`."""
+    label = loss.removeprefix("eval_").removesuffix("loss").removesuffix("_")
+    return f" of {label}" if label else ""
 
 
 def own_metrics(logs: dict) -> dict[str, float]:
@@ -21,27 +27,26 @@ def own_metrics(logs: dict) -> dict[str, float]:
     trainers, and what a recipe logs itself. Of an evaluation, their names begin with `eval_`.
     """
     is_evaluation = any(name.startswith("eval_") for name in logs)
-    losses = {f"eval_{label}_loss" if label else "eval_loss" for label in evaluation_losses(logs)}
     return {
         name: value
         for name, value in logs.items()
         if isinstance(value, int | float)
         and not isinstance(value, bool)
         and name.startswith("eval_") == is_evaluation
-        and name not in losses
         and not KNOWN.fullmatch(name)
     }
 
 
 def metrics_of(results: dict) -> dict[str, float]:
     """The recipe's own metrics of the last evaluation, without those of DPO that say little alone."""
-    of_evaluation = own_metrics({name: value for name, value in results.items() if name.startswith("eval_")})
     return {
-        name: value for name, value in of_evaluation.items() if format_metrics({name: value}) and not name.endswith("_on_start")
+        name: value
+        for name, value in own_metrics(results).items()
+        if name.startswith("eval_") and not name.startswith(LITTLE_ALONE) and not name.endswith("_on_start")
     }
 
 
 def format_metrics(metrics: dict[str, float]) -> str:
     """Metrics of a recipe's own, in words; without DPO's log-probabilities and logits, which say little alone."""
-    shown = {name: value for name, value in metrics.items() if not name.removeprefix("eval_").startswith(("logps/", "logits/"))}
+    shown = {name: value for name, value in metrics.items() if not name.startswith(LITTLE_ALONE)}
     return ", ".join(f"{name.removeprefix('eval_')} {value:.4g}" for name, value in shown.items())

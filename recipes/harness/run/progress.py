@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.exchange import gather_values
-from harness.run.metrics import evaluation_losses, format_metrics, own_metrics
+from harness.run.metrics import evaluation_losses, format_metrics, name_of_dataset, own_metrics
 
 import torch
 from tqdm.auto import tqdm
@@ -145,14 +145,16 @@ def size_of(batch: Any) -> tuple[int, int]:
 
 def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -> str:
     """The line for a person, "" for logs that say nothing new."""
-    start, own = f"step {step:{len(f'{steps:,}')},}/{steps:,}", format_metrics(own_metrics(logs))
-    own = f"  {own}" if own else ""
-    for label, loss in evaluation_losses(logs).items():
-        dataset, prefix = (f" of {label}", f"{label}_") if label else ("", "")
-        return f"{start}  evaluation loss{dataset} {loss:.4f}{own}  in {logs.get(f'eval_{prefix}runtime', 0):.0f} s"
+    total = f"{steps:,}"
+    parts = [f"step {step:{len(total)},}/{total}"]
+    metrics = [metrics] if (metrics := format_metrics(own_metrics(logs))) else []
+    for name, loss in evaluation_losses(logs).items():
+        seconds = logs.get(f"{name.removesuffix('loss')}runtime", 0)
+        parts += [f"evaluation loss{name_of_dataset(name)} {loss:.4f}", *metrics, f"in {seconds:.0f} s"]
+        return "  ".join(parts)
     if "loss" not in logs:
-        return f"{start}{own}" if own else ""
-    parts = [start, f"loss {logs['loss']:7.4f}", f"lr {logs.get('learning_rate', 0):.2e}"]
+        return "  ".join([*parts, *metrics]) if metrics else ""
+    parts += [f"loss {logs['loss']:7.4f}", f"lr {logs.get('learning_rate', 0):.2e}"]
     if "grad_norm" in logs:
         parts.append(f"grad {logs['grad_norm']:8.3f}")
     if "rows_per_second" in logs:
@@ -163,4 +165,4 @@ def format_logs(logs: dict, step: int, steps: int, seconds_left: float | None) -
         parts.append(f"{torch.cuda.max_memory_allocated() / 1e9:5.1f} GB")
     if seconds_left is not None:
         parts.append(f"{datetime.timedelta(seconds=round(seconds_left))} left")
-    return "  ".join(parts) + own
+    return "  ".join([*parts, *metrics])

@@ -16,7 +16,7 @@ from harness.exchange import gather_values
 from harness.folder import DATA, RESULTS, RUN, draft_of, read_json, write_json
 from harness.messages import plural, print_once
 from harness.run.failures import only_report
-from harness.run.metrics import evaluation_losses, format_metrics, metrics_of, own_metrics
+from harness.run.metrics import evaluation_losses, format_metrics, metrics_of, name_of_dataset, own_metrics
 from harness.run.parameters import config_of, quantization_of
 from harness.run.progress import Progress
 from harness.run.trainer import RunTrainer
@@ -148,26 +148,20 @@ def collect_losses(trainer: RunTrainer, output: TrainOutput | None, evaluation: 
     `loss_is_mean_over` says what a loss is the mean over, "tokens" or "rows", and `loss_is_cross_entropy` whether it is the
     negative log-likelihood of tokens and nothing else.
     """
-    log_history, loss = trainer.state.log_history, trainer.parts.loss
+    log_history = trainer.state.log_history
+    loss = trainer.parts.loss
     logged = [entry["loss"] for entry in log_history if "loss" in entry]
-    on_start: dict[str, float] = {}
-    own_on_start: dict[str, float] = {}
+    found = {"final_loss": logged[-1] if logged else None, "train_loss": mean_loss(log_history)}
+    if output and not logged:
+        found["final_loss"] = output.training_loss
     for entry in log_history:
         if entry["step"] == 0:
-            on_start |= evaluation_losses(entry)
-            own_on_start |= own_metrics(entry)
-    at_end = evaluation_losses(evaluation)
-    return {
-        "final_loss": logged[-1] if logged else (output.training_loss if output else None),
-        "train_loss": mean_loss(log_history),
-        **{f"eval_{f'{label}_' if label else ''}loss_on_start": value for label, value in on_start.items()},
-        **{f"eval_{f'{label}_' if label else ''}loss": value for label, value in at_end.items()},
-        **{f"{name}_on_start": value for name, value in own_on_start.items()},
-        **own_metrics(evaluation),
-        **({"perplexity": math.exp(min(at_end[""], 700))} if "" in at_end and loss.is_cross_entropy else {}),
-        "loss_is_mean_over": f"{loss.unit}s",
-        "loss_is_cross_entropy": loss.is_cross_entropy,
-    }
+            for name, value in (evaluation_losses(entry) | own_metrics(entry)).items():
+                found[f"{name}_on_start"] = value
+    found |= evaluation_losses(evaluation) | own_metrics(evaluation)
+    if "eval_loss" in evaluation and loss.is_cross_entropy:
+        found["perplexity"] = math.exp(min(evaluation["eval_loss"], 700))
+    return found | {"loss_is_mean_over": f"{loss.unit}s", "loss_is_cross_entropy": loss.is_cross_entropy}
 
 
 def measure_speed(progress: Progress) -> dict:
@@ -206,9 +200,11 @@ def draw_losses(log_history: list[dict], title: str, path: Path, unit: str = "")
 
     figure = Figure(figsize=(7, 4), layout="tight")
     axes = figure.subplots()
-    labels = {label: None for entry in log_history for label in evaluation_losses(entry) if label}
-    evaluations = [(f"eval_{label}_loss", f"evaluation of {label}", ".:") for label in labels]
-    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o--"), *evaluations):
+    curves = [("loss", "training", "-"), ("eval_loss", "evaluation", "o--")]
+    for name in dict.fromkeys(name for entry in log_history for name in evaluation_losses(entry)):
+        if name != "eval_loss":
+            curves.append((name, f"evaluation{name_of_dataset(name)}", ".:"))
+    for key, label, style in curves:
         points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
@@ -222,10 +218,10 @@ def draw_losses(log_history: list[dict], title: str, path: Path, unit: str = "")
 def describe_losses(results: dict) -> str:
     """The losses of the last evaluation, and those of the one before the training, of each set by its name; "" without any."""
     words = ""
-    for label, loss in evaluation_losses(results).items():
-        before = results.get(f"eval_{f'{label}_' if label else ''}loss_on_start")
+    for name, loss in evaluation_losses(results).items():
+        before = results.get(f"{name}_on_start")
         after = f"{loss:.4f}" if before is None else f"{before:.4f} before, {loss:.4f} after"
-        words += f", evaluation loss {f'of {label} ' if label else ''}{after}"
+        words += f", evaluation loss{name_of_dataset(name)} {after}"
     return words + (f" (perplexity {results['perplexity']:.1f})" if "perplexity" in results else "")
 
 

@@ -31,7 +31,7 @@ from harness.run.publishing import publish
 from harness.run.results import print_summary, write_results
 from harness.run.samples import generate_samples
 from harness.run.saving import load_original_config, save_model, set_base_revision, write_model_card
-from harness.run.sharded_files import check_other_files, check_sharded_files
+from harness.run.sharded_files import check_sharded_files
 from harness.run.sharding import AfterWrapping, compile_layers, prepare_gradient_scaler, prepare_sharding
 from harness.run.stopping import (
     LastStepReached,
@@ -261,7 +261,6 @@ def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
     """Prints what is different from the run that wrote the checkpoint. Raises UserError if this run cannot continue it."""
     if checkpoint:
         check_sharded_files(checkpoint)
-        check_other_files(checkpoint)
         model = trainer.accelerator.unwrap_model(trainer.model)
         check_adapter(checkpoint, model)
         check_weights(checkpoint, model)

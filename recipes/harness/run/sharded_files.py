@@ -1,4 +1,4 @@
-"""Finds code in a checkpoint before torch would run it, or refuse it with a traceback.
+"""Finds code in a sharded checkpoint before torch would run it.
 
 torch.distributed.checkpoint unpickles `.metadata`, and entries that are not tensors, such as a learning rate, in files `.distcp`.
 Both can call any function (torch 2.13: `FileSystemReader.read_metadata`, `DefaultLoadPlanner.load_bytes`). It reads tensors, and
@@ -12,12 +12,10 @@ from pathlib import Path
 
 from harness.compat.pickles import CheckedUnpickler, Refused
 from harness.folder import best_checkpoint, read_json
-from harness.messages import UserError, last_line
+from harness.messages import UserError
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_pt_utils import safe_globals
 
 METADATA = "torch.distributed.checkpoint.metadata"
 # What torch writes into `.metadata`, besides dtypes.
@@ -57,20 +55,6 @@ def check_sharded_files(checkpoint: Path) -> None:
             ) from refused
         except Exception as error:  # a damaged pickle can raise any error
             raise UserError(f"{path} is not metadata of a sharded checkpoint: {type(error).__name__}: {error}") from error
-
-
-def check_other_files(checkpoint: Path) -> None:
-    """Raises UserError if torch cannot read the optimizer, scheduler or random states of a checkpoint without running code."""
-    for path in sorted([*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth"), *checkpoint.glob("*.bin")]):
-        if path.name == TRAINING_ARGS_NAME:  # which nothing reads
-            continue
-        try:
-            with safe_globals():  # as transformers does
-                torch.load(path, map_location="meta", mmap=True, weights_only=True)
-        except Exception as error:  # a damaged pickle can raise any error
-            called = re.search(r"GLOBAL (\S+)", str(error))
-            reason = f"would run code, because it has {called[1]}" if called else f"is damaged: {last_line(error)}"
-            raise UserError(f"{path} {reason}: nothing was loaded. Restore the checkpoint from a copy that you trust") from error
 
 
 def _check_folder(path: Path) -> None:

@@ -57,11 +57,6 @@ class RunTrainer(TrainerWithHooks):
         is_of_transformers = getattr(super().get_eval_dataloader, "__func__", None) is Trainer.get_eval_dataloader
         return keep_workers_after_sigterm(read_equally(self, loader) if is_of_transformers else loader)
 
-    def get_test_dataloader(self, *args: object, **kwargs: object) -> DataLoader:
-        loader = super().get_test_dataloader(*args, **kwargs)
-        is_of_transformers = getattr(super().get_test_dataloader, "__func__", None) is Trainer.get_test_dataloader
-        return read_equally(self, loader) if is_of_transformers else loader
-
     def compute_loss(
         self,
         model: torch.nn.Module,

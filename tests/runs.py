@@ -63,23 +63,24 @@ def check_run(recipe, config, processes: int, tiny: bool = False) -> bool:
     from harness import folder, runs
     from harness.start import machine, training
 
-    passed = []
+    class CheckedRecipe(runs.StartedRecipe):
+        claim = None
 
-    def on_flags(run, values):
-        return dataclasses.replace(run, on_cpu=machine.must_use_cpu(run, values))
+        def choose_device(self, values):
+            self.run = dataclasses.replace(self.run, on_cpu=machine.must_use_cpu(self.run, values))
 
-    def check(run, arguments):
-        with mock.patch.object(training, "is_of_several", lambda: False):  # the processes that train are not there
-            gpu = runs.GpuFeatures(*training.check_nodes_and_arguments(run, arguments))
-            run = dataclasses.replace(run, gpu=gpu, lock=folder.lock_of(Path(arguments[1].output_dir)))
-            training.set_model_options(run, arguments)
-            passed.append(training.check_run(run, arguments))
-        raise runs.RecipeStopped
+        def prepare(self, arguments):
+            with mock.patch.object(training, "is_of_several", lambda: False):  # the processes that train are not there
+                gpu = training.check_nodes_and_arguments(self.run, arguments)
+                run = dataclasses.replace(self.run, gpu=gpu, lock=folder.lock_of(Path(arguments[1].output_dir)))
+                training.set_model_options(run, arguments)
+                self.claim = training.claim_run(run, arguments)
+            raise runs.RecipeStopped
 
-    run = runs.Run(str(recipe), config, processes, tiny=tiny, trains=True)
-    with runs.running(runs.StartedRecipe(run, on_flags, on_arguments=check)):
+    started = CheckedRecipe(runs.Run(str(recipe), config, processes, tiny=tiny, trains=True))
+    with runs.running(started):
         runpy.run_path(str(recipe), run_name="__main__")
-    return bool(passed)
+    return started.claim is not None
 
 
 def build_trainer(recipe, output_dir: Path, *flags):
@@ -92,7 +93,7 @@ def build_trainer(recipe, output_dir: Path, *flags):
     run = runs.Run(path, processes=1, tiny=True, trains=True, on_cpu=True)
     argv = [path, "--output_dir", str(output_dir), *flags]
     replaced = mock.patch.object(harness, "train", trainers.append), mock.patch.object(sys, "argv", argv)
-    with replaced[0], replaced[1], runs.running(training.recipe_that_trains(run)):
+    with replaced[0], replaced[1], runs.running(training.TrainedRecipe(run)):
         runpy.run_path(path, run_name="__main__")
     return trainers[-1]
 
@@ -150,16 +151,14 @@ def load_saved(run: Path):
     return saved.load_model(run)
 
 
-def arguments_of_data(name, formats=(), given=(), seed=0, output_dir="", max_steps=1, **settings):
-    """`script_args` for a dataset, or for a list of them, as `parse` of a recipe with these formats returns them."""
+def data_settings(name, formats=(), given=(), seed=0, output_dir="", max_steps=1, **settings):
+    """What `load` of a recipe with these formats reads: a dataset, or a list of them."""
     from harness.data.parsing import settings_of_data
     from harness.data.script_arguments import ScriptArguments
 
     script_args = ScriptArguments(dataset_name=[*map(str, name)] if isinstance(name, list) else str(name), **settings)
-    script_args.given = frozenset(given)
     training_args = SimpleNamespace(seed=seed, output_dir=str(output_dir), max_steps=max_steps)
-    script_args.data = settings_of_data(script_args, training_args, formats)
-    return script_args
+    return settings_of_data(script_args, training_args, formats, given)
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:

@@ -54,7 +54,7 @@ def load(script_args: Any, keep: Callable[[dict], bool] | None = None) -> tuple[
     with exit_on_user_error():
         from harness.data.loading import load
 
-        return load(script_args, keep)
+        return load(started_recipe("load").run.data, keep)
 
 
 def load_tokenizer(model_args: Any, training_args: Any) -> Any:
@@ -99,7 +99,7 @@ def train(trainer: Any) -> None:
         started = started_recipe("train")
         started.trainer = trainer
         check_built_trainer(started)
-        started.on_train(started)
+        started.train(trainer)
 
 
 def started_recipe(function: str) -> Any:

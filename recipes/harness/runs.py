@@ -1,12 +1,13 @@
 """`Run`: how a recipe was started, and what its processes can use. `StartedRecipe`: the recipe that runs in this process.
 
 `parse` makes the `Run` in steps: where the process was started it gets recipe, config and processes, once the flags are read the
-device, and at the end of `parse` what the GPUs support. Nothing changes it afterwards. What a run uses is in `trainer.args`.
+device and what they say, and at the end of `parse` what the GPUs support. Nothing changes it afterwards. What a run uses is in
+`trainer.args`.
 """
 
 import argparse
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,11 +46,15 @@ class Run:
     any_config: bool = False  # a command without a config: checked as if sharded, which every other config allows too
     on_cpu: bool = False  # computes and shards on CPU: a rehearsal without enough GPUs, a command that needs none, or --use_cpu
     gpu: GpuFeatures = NO_FEATURES
-    # Of a run that trains.
-    lock: FileLock | None = None  # of the output directory, which the first process holds until the run ends
+    # What follows from the values of the arguments.
+    given: frozenset[str] = frozenset()  # names of the arguments that the user passed
+    settings: dict[str, Any] = field(default_factory=dict)  # the values of all arguments that are not defaults
+    data: Any = None  # which rows are read, a `harness.data.sources.DataSettings`
     profile: bool = False
     repository: Any = None  # to which the model is uploaded, a `harness.run.publishing.Repository`
-    asked_accumulation_steps: int | None = None  # the gradient_accumulation_steps that were asked for
+    asked_accumulation_steps: int | None = None  # the gradient_accumulation_steps that were asked for, without global_batch_size
+    # Of a run that trains.
+    lock: FileLock | None = None  # of the output directory, which the first process holds until the run ends
     seen: Any = None  # of its rows, a `harness.run.prompts.SeenRows`
 
     @property
@@ -66,22 +71,26 @@ class RecipeStopped(BaseException):
     """Ends a recipe of which a command needs no more. Not an Exception, so that a recipe does not catch it."""
 
 
-def stop(recipe: "StartedRecipe") -> None:
-    raise RecipeStopped
-
-
 @dataclass
 class StartedRecipe:
-    """A recipe that runs in this process, for training or for a command that needs what it parses or builds."""
+    """A recipe that runs in this process. There is a subclass for each thing that recipes are run for: training, and commands.
+
+    The recipe's `parse` and `train` call its methods, in this order.
+    """
 
     run: Run
-    # Called by `parse` with the values of all arguments, before it makes objects of them.
-    on_flags: Callable[[Run, argparse.Namespace], Run] = lambda run, values: run
-    # Called at the end of `parse`: checks the arguments, and changes them and the process as the run or command needs it.
-    on_arguments: Callable[[Run, Any], Run] = lambda run, arguments: run
-    on_train: Callable[["StartedRecipe"], None] = stop  # called by `train`
     arguments: tuple[Any, Any, Any] | None = None  # what `parse` returns, once it has read them
     trainer: Any = None  # what `train` was called with
+
+    def choose_device(self, values: argparse.Namespace) -> None:
+        """Called when the values of all arguments are read, before objects are made of them."""
+
+    def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
+        """Called at the end of `parse`: checks the arguments, and changes them and the process as the run or command needs it."""
+
+    def train(self, trainer: Any) -> None:
+        """Called by `train`. A command needs no more of the recipe."""
+        raise RecipeStopped
 
 
 def rehearsal_hint(recipe: str, config: AccelerateConfig) -> str:

@@ -420,7 +420,7 @@ def rows_of_epoch(recipe: str, arguments: list[str]) -> float | str:
             try:
                 preview = Preview(recipe, words)
                 if why_no_documents(preview.trainer):
-                    data = preview.arguments[0].data  # such as preference data
+                    data = preview.started.run.data  # such as preference data
                     rows = min(filter(None, (count_training_rows(data), data.max_samples)), default=None)
                 else:
                     rows = preview.epoch()[0]

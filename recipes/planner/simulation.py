@@ -4,6 +4,7 @@ Simulated are loading, one optimizer step with the optimizer's states in place, 
 the process with rank 0 sees them. A simulation changes its process, so it has one of its own.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import functools
@@ -54,38 +55,43 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
-def prepare_plan(run: Run, arguments: Arguments) -> Run:
-    """Checks the arguments of a recipe, for a model and rows of full size that are not loaded."""
-    _, training_args, model_args = arguments
-    name = model_args.model_name_or_path
-    if not name:
-        raise UserError(
-            f"{Path(run.recipe).name} makes its model itself, and --plan simulates the model that a recipe names as "
-            "model_name_or_path"
-        )
-    if getattr(training_args, "activation_offloading", False):
-        raise UserError(
-            "--activation_offloading is not simulated: choose a CONFIG yourself, or plan with --activation_checkpointing_kwargs "
-            "'{\"offload\": true}' instead"
-        )
-    # fp16 is for GPUs that neither Triton nor FlashAttention supports; elsewhere any FlashAttention is simulated as PyTorch's.
-    gpu = GpuFeatures([VARLEN], no_triton=run.gpu.no_triton)
-    if training_args.fp16:
-        gpu = GpuFeatures([], no_triton="fp16 is for GPUs that Triton does not support")
-    run = dataclasses.replace(run, gpu=gpu)
-    check_compilation(training_args, run)
-    if "flash" in (model_args.attn_implementation or ""):
-        model_args.attn_implementation = None
-    use_no_gpu_kernels()
-    preparing.check_all_arguments(run, arguments)
-    preparing.set_model_options(run, arguments)
-    use_planned_size(*arguments)
-    check_architecture(training_args, model_args, name)
-    check_packing(training_args, model_args, name, can_use_kernels=False, can_compute=False)
-    if model_args.use_peft:
-        build_adapter_on_meta(model_args, name)
-    preparing.prepare_data(arguments)
-    return run
+class PlannedRecipe(StartedRecipe):
+    """A recipe that builds its trainer for a model and rows of full size, which are not loaded."""
+
+    def choose_device(self, values: argparse.Namespace) -> None:
+        set_allocator(self.run, values)
+
+    def prepare(self, arguments: Arguments) -> None:
+        run = self.run
+        _, training_args, model_args = arguments
+        name = model_args.model_name_or_path
+        if not name:
+            raise UserError(
+                f"{Path(run.recipe).name} makes its model itself, and --plan simulates the model that a recipe names as "
+                "model_name_or_path"
+            )
+        if getattr(training_args, "activation_offloading", False):
+            raise UserError(
+                "--activation_offloading is not simulated: choose a CONFIG yourself, or plan with "
+                "--activation_checkpointing_kwargs '{\"offload\": true}' instead"
+            )
+        # fp16 is for GPUs without Triton and FlashAttention; elsewhere any FlashAttention is simulated as PyTorch's.
+        gpu = GpuFeatures([VARLEN], no_triton=run.gpu.no_triton)
+        if training_args.fp16:
+            gpu = GpuFeatures([], no_triton="fp16 is for GPUs that Triton does not support")
+        run = dataclasses.replace(run, gpu=gpu)
+        check_compilation(training_args, run)
+        if "flash" in (model_args.attn_implementation or ""):
+            model_args.attn_implementation = None
+        use_no_gpu_kernels()
+        preparing.check_all_arguments(run, arguments)
+        preparing.set_model_options(run, arguments)
+        run = dataclasses.replace(run, data=use_planned_size(run.data, training_args, model_args))
+        check_architecture(training_args, model_args, name)
+        check_packing(training_args, model_args, name, can_use_kernels=False, can_compute=False)
+        if model_args.use_peft:
+            build_adapter_on_meta(model_args, name)
+        self.run = preparing.prepare_data(run, arguments)
 
 
 @dataclass
@@ -183,7 +189,8 @@ def simulate(
         contextlib.redirect_stdout(nowhere),
     ):
         own = ["--output_dir", output_dir, "--report_to", "none", "--disable_tqdm", "true", "--use_cpu", "true"]
-        plan = build_trainer(run, [*flags, *own], prepare_plan, on_flags=set_allocator)
+        plan = PlannedRecipe(run)
+        build_trainer(plan, [*flags, *own])
         allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ["PYTORCH_ALLOC_CONF"]
         limit = re.search(r"pinned_max_round_threshold_mb:(\d+)", allocator)
         ledger.pinned_limit = int(limit[1]) * 2**20 if limit else None
@@ -192,7 +199,7 @@ def simulate(
     simulation.peaks, simulation.host_peaks = ledger.peaks(), ledger.peaks("host")
     simulation.reserved, simulation.needed = replay(ledger.sizes(), "expandable_segments:True" in allocator)
     simulation.hull, simulation.curve = ledger.hull(), ledger.curve()
-    simulation.has_global_batch_flag = "global_batch_size" in plan.arguments[0].given
+    simulation.has_global_batch_flag = "global_batch_size" in plan.run.given
     simulation.cpu_seconds = cpu_seconds() - began
     return simulation
 

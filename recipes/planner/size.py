@@ -6,8 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from harness.data.script_arguments import ScriptArguments
-from harness.data.sources import Source
+from harness.data.sources import DataSettings, Source
 from harness.folder import write_json
 from harness.hub import check_model_exists
 from harness.rehearsal import tiny
@@ -28,8 +27,8 @@ ANY_FAMILY = {
 }
 
 
-def use_planned_size(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
-    """Makes the arguments name a folder with the model's own config.json and a small tokenizer, and a small dataset.
+def use_planned_size(data: DataSettings, training_args: TrainingArguments, model_args: ModelConfig) -> DataSettings:
+    """Makes the arguments name a folder with the model's own config.json and a small tokenizer; returns a small dataset.
 
     Neither the weights nor the texts change memory or time, so nothing else is asked of the Hub. The folders are below the
     run's output directory, which is a temporary one.
@@ -39,11 +38,10 @@ def use_planned_size(script_args: ScriptArguments, training_args: TrainingArgume
     folder = Path(tempfile.mkdtemp(prefix="made", dir=training_args.output_dir))
     tiny.make_tokenizer(tiny.family_of(name) or ANY_FAMILY).save_pretrained(folder / "model")
     shutil.copy(config_file(name, revision), folder / "model/config.json")
-    datasets = [source.name for source in script_args.data.sources if source.name]
-    planned = {"model": name, "datasets": datasets, "streaming": script_args.dataset_streaming}
+    datasets = [source.name for source in data.sources if source.name]
+    planned = {"model": name, "datasets": datasets, "streaming": data.streaming}
     write_json(folder / "model" / PLANNED, planned)
     tiny.use_model(training_args, model_args, folder / "model")
-    data = script_args.data.hold_out_at_least(script_args.data.max_eval_samples)
 
     def use_small(source: Source) -> Source:
         made = folder / "data" / re.sub(r"\W+", "-", source.display_name)
@@ -51,7 +49,8 @@ def use_planned_size(script_args: ScriptArguments, training_args: TrainingArgume
             tiny.make_dataset(source, made)
         return tiny.with_tiny_dataset(source, made)
 
-    script_args.data = dataclasses.replace(data.change_each(use_small), max_eval_samples=min(data.max_eval_samples, 16))
+    small = data.hold_out_at_least(data.max_eval_samples).change_each(use_small)
+    return dataclasses.replace(small, max_eval_samples=min(data.max_eval_samples, 16))
 
 
 def config_file(name: str, revision: str) -> Path:

@@ -1,6 +1,7 @@
 """The values of a recipe's arguments, with some flags, as the recipe's own parser reads them. Nothing is loaded."""
 
 import argparse
+import dataclasses
 from typing import Any
 
 from harness.configs import AccelerateConfig
@@ -8,14 +9,19 @@ from harness.runs import RecipeStopped, Run, StartedRecipe
 from harness.start.recipes import run_recipe
 
 
-def values_of_recipe(recipe: str, flags: list[str]) -> dict[str, Any]:
-    """All values by name. activation_checkpointing is None if neither recipe nor flags set it: then the config does."""
-    found: dict[str, Any] = {}
+@dataclasses.dataclass
+class ReadRecipe(StartedRecipe):
+    """A recipe that runs until the values of its arguments are read."""
 
-    def keep_values(run: Run, values: argparse.Namespace) -> Run:
-        found.update(vars(values))
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def choose_device(self, values: argparse.Namespace) -> None:
+        self.values = vars(values)
         raise RecipeStopped
 
-    run = Run(recipe, AccelerateConfig(activation_checkpointing=None))
-    run_recipe(StartedRecipe(run, on_flags=keep_values), flags)
-    return found
+
+def values_of_recipe(recipe: str, flags: list[str]) -> dict[str, Any]:
+    """All values by name. activation_checkpointing is None if neither recipe nor flags set it: then the config does."""
+    started = ReadRecipe(Run(recipe, AccelerateConfig(activation_checkpointing=None)))
+    run_recipe(started, flags)
+    return started.values

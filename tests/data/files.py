@@ -17,6 +17,7 @@ from harness.data.checking import check_dataset  # noqa: E402
 from harness.data.loading import PREVIEWED_ROWS, REHEARSED_ROWS, load  # noqa: E402
 from harness.data.parsing import settings_of_data  # noqa: E402
 from harness.data.script_arguments import ScriptArguments  # noqa: E402
+from harness.data.sources import DataSettings  # noqa: E402
 from harness.messages import UserError  # noqa: E402
 from harness.rehearsal import tiny  # noqa: E402
 
@@ -383,13 +384,12 @@ FILES: dict[str, tuple] = {
 }
 
 
-def arguments_for(folder: Path, name: str, first_rows: int) -> ScriptArguments:
+def settings_for(folder: Path, name: str, first_rows: int) -> DataSettings:
     formats, _, path, _, *more = FILES[name]
     settings = {key: value for key, value in (more[0] if more else {}).items() if key != "template"}
     script_args = ScriptArguments(dataset_name=f"{folder}/{path}".replace("{}", str(folder)), **settings)
     training_args = SimpleNamespace(seed=0, output_dir=str(folder / ".out"), max_steps=1)
-    script_args.data = settings_of_data(script_args, training_args, formats).take(first_rows)
-    return script_args
+    return settings_of_data(script_args, training_args, formats).take(first_rows)
 
 
 def make(folder: Path, name: str) -> None:
@@ -411,18 +411,18 @@ def make_tokenizer(template: str) -> object:
 
 def outcome(folder: Path, name: str, mode: str, tokenizer: object) -> tuple[str, dict, list[str]]:
     """The error message, what was counted, and the rendered rows to train on, of a run, a preview or a rehearsal."""
-    script_args = arguments_for(folder, name, {"run": 0, "preview": PREVIEWED_ROWS, "rehearsal": REHEARSED_ROWS}[mode])
+    data = settings_for(folder, name, {"run": 0, "preview": PREVIEWED_ROWS, "rehearsal": REHEARSED_ROWS}[mode])
     if mode == "rehearsal":
-        data = script_args.data.hold_out_at_least(script_args.max_eval_samples)
+        data = data.hold_out_at_least(data.max_eval_samples)
         data = data.change_each(lambda source: dataclasses.replace(source, cuts_texts=True))
-        script_args.data = dataclasses.replace(data, max_eval_samples=16)
+        data = dataclasses.replace(data, max_eval_samples=16)
     try:
-        reading.print_ignored_files(script_args.dataset_name, None)
-        for place, row in check_dataset(script_args.data):
+        reading.print_ignored_files(data.sources[0].name, None)
+        for place, row in check_dataset(data):
             if "messages" in row or isinstance(row.get("prompt"), list):
-                parts = chat_templates.split_answers(row) if script_args.split_conversations else [row]
+                parts = chat_templates.split_answers(row) if data.split_conversations else [row]
                 chat_templates.check_rendering(tokenizer, "of this model", [(place, part) for part in parts], True)
-        train, test = load(script_args)
+        train, test = load(data)
     except UserError as error:
         return str(error).replace(str(folder), ""), {}, []
     summary = json.loads((folder / ".out/data.json").read_text())

@@ -14,7 +14,7 @@ from harness.data.loading import load
 import datasets
 import pytest
 from conftest import ROOT
-from runs import arguments_of_data, write_rows
+from runs import data_settings, write_rows
 
 ANSWER = {"role": "assistant", "content": "So."}
 
@@ -28,7 +28,7 @@ def question_of(row):
 
 
 def arguments_for(path, formats=("messages",), **settings):
-    return arguments_of_data(path, formats, **settings)
+    return data_settings(path, formats, **settings)
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +44,10 @@ def test_rows_are_converted_once(tmp_path, monkeypatch, kind):
     datasets.Dataset.from_list(rows).to_parquet(str(path)) if kind == "parquet" else write_rows(path, rows)
     seen, examine = [], formats.examine
     monkeypatch.setattr(formats, "examine", lambda row, *more: seen.append(question_of(row)) or examine(row, *more))
-    script_args = arguments_for(path)
-    check_dataset(script_args.data)
+    data = arguments_for(path)
+    check_dataset(data)
     for _ in range(2):
-        train, test = load(script_args)
+        train, test = load(data)
         assert len(train) + len(test) == 300
     later = [f"Why {number}?" for number in range(100, 300)]
     assert sorted(content for content in seen if content in later) == sorted(later)
@@ -86,12 +86,12 @@ def test_row_that_cannot_be_converted(tmp_path, error_of, streaming, monkeypatch
     """No row is known that the conversion fails for, so its function for calls is replaced."""
     monkeypatch.setattr(turns, "_read_call", lambda call: call + 1)
     rows = [conversation(number, **({"tool_calls": [{"name": "a"}]} if number == 45 else {})) for number in range(60)]
-    script_args = arguments_for(write_rows(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
-    for function, argument in ((check_dataset, script_args.data), (load, script_args)):
+    data = arguments_for(write_rows(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
+    for function, argument in ((check_dataset, data), (load, data)):
         assert f"{tmp_path}/rows.jsonl, line 46: this row cannot be converted (TypeError" in error_of(function, argument)
     datasets.Dataset.from_list([{"text": f"{number}"} for number in range(60)]).to_parquet(str(tmp_path / "rows.parquet"))
-    script_args = arguments_for(tmp_path / "rows.parquet", ("text",), dataset_streaming=streaming)
-    message = error_of(lambda: load(script_args, keep=lambda row: 1 / (int(row["text"]) - 45)))
+    data = arguments_for(tmp_path / "rows.parquet", ("text",), dataset_streaming=streaming)
+    message = error_of(lambda: load(data, keep=lambda row: 1 / (int(row["text"]) - 45)))
     assert f"{tmp_path}/rows.parquet" in message and "ZeroDivisionError" in message
     assert ("a row that begins with {'text': '45'}" if streaming else "row 46 of train") in message
 
@@ -102,9 +102,9 @@ def test_numbers_are_exact(tmp_path, streaming):
     numbers = {"wei": 25 * 10**18, "more": 2**256 - 1, "ratio": 0.1234567890123456789, "small": 5e-324}
     call = {"type": "function", "function": {"name": "send", "arguments": numbers}}
     rows = [conversation(number, tool_calls=[call]) for number in range(30)]
-    script_args = arguments_for(write_rows(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
-    check_dataset(script_args.data)
-    for row in itertools.chain(*load(script_args)):
+    data = arguments_for(write_rows(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
+    check_dataset(data)
+    for row in itertools.chain(*load(data)):
         assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == numbers
 
 
@@ -134,11 +134,11 @@ def test_what_the_chat_template_needs(tmp_path, is_mixture):
     names = [
         write_rows(tmp_path / f"{name}.jsonl", [conversation(number, tool_calls=[call]) for number in range(9)]) for name in "ab"
     ]
-    script_args = arguments_for(names, dataset_weights=[1, 1]) if is_mixture else arguments_for(names[0])
+    data = arguments_for(names, dataset_weights=[1, 1]) if is_mixture else arguments_for(names[0])
     found = set()
     for date in ("", "Monday", "Tuesday", "Tuesday"):
-        script_args.data = replace(script_args.data, template_date=date, has_text_arguments=bool(date))
-        train, test = load(script_args)
+        data = replace(data, template_date=date, has_text_arguments=bool(date))
+        train, test = load(data)
         for rows in (train, test):
             arguments = rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]
             assert arguments == ('{"at": 1}' if date else {"at": 1})
@@ -151,10 +151,10 @@ def test_marks_that_would_be_dropped(tmp_path, error_of, streaming):
     """Also of rows that were not checked before the run."""
     rows = [{"messages": conversation(number)["messages"] * 2} for number in range(60)]
     rows[45]["messages"] = [rows[45]["messages"][0], ANSWER | {"train": False}, *rows[45]["messages"][2:]]
-    script_args = arguments_for(write_rows(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
-    assert len(list(load(script_args)[0])) > 50
-    script_args.data = replace(script_args.data, drops_marks="marks are dropped", check_conversations=None)
-    assert "marks are dropped" in error_of(lambda: list(load(script_args)[0]))
+    data = arguments_for(write_rows(tmp_path / "rows.jsonl", rows), dataset_streaming=streaming)
+    assert len(list(load(data)[0])) > 50
+    data = replace(data, drops_marks="marks are dropped", check_conversations=None)
+    assert "marks are dropped" in error_of(lambda: list(load(data)[0]))
 
 
 def test_every_kind_of_conversation_is_checked_when_all_rows_are_there(tmp_path, error_of, monkeypatch):
@@ -163,7 +163,7 @@ def test_every_kind_of_conversation_is_checked_when_all_rows_are_there(tmp_path,
     monkeypatch.setattr(loading, "MOST_KINDS", 2)
     rows = [{"messages": conversation(number)["messages"] * (number // 20 + 1)} for number in range(60)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    script_args, checked = arguments_for(path), []
-    script_args.data = replace(script_args.data, check_conversations=checked.extend)
-    load(script_args)
+    data, checked = arguments_for(path), []
+    data = replace(data, check_conversations=checked.extend)
+    load(data)
     assert [place for place, _ in checked] == [f"{path}, line {line}" for line in (1, 21)]

@@ -14,14 +14,14 @@ import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
-from runs import arguments_of_data, write_rows
+from runs import data_settings, write_rows
 
 TASK = {"instruction": "Add.", "input": "1 2", "output": "3"}
 QUESTION = {"role": "user", "content": "Why?"}
 
 
 def check(name, *formats, **settings):
-    return check_dataset(arguments_of_data(name, *formats, **settings).data)
+    return check_dataset(data_settings(name, *formats, **settings))
 
 
 def texts(count, start=0):
@@ -47,14 +47,14 @@ def test_hidden_files_and_empty_shards_are_skipped(tmp_path, streaming):
         for place in (folder, folder / ".ipynb_checkpoints", folder / "__MACOSX", folder / "more/.git"):
             place.mkdir(parents=True, exist_ok=True)
             pyarrow.parquet.write_table(table, place / f"{number}.parquet")
-    train, held_out = load(arguments_of_data(folder, ("text",), dataset_streaming=streaming, max_eval_samples=2))
+    train, held_out = load(data_settings(folder, ("text",), dataset_streaming=streaming, max_eval_samples=2))
     assert sorted(row["text"] for rows in (train, held_out) for row in rows) == sorted(row["text"] for row in texts(40))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_no_row_left_to_train_on(tmp_path, error_of, streaming):
     same = write_rows(tmp_path / "same.jsonl", [{"text": "again"}] * 40)
-    message = error_of(load, arguments_of_data(same, ("text",), dataset_streaming=streaming))
+    message = error_of(load, data_settings(same, ("text",), dataset_streaming=streaming))
     assert "no row of" in message and str(same) in message
 
 
@@ -62,7 +62,7 @@ def test_no_row_left_to_train_on(tmp_path, error_of, streaming):
 def test_max_samples_counts_rows_that_are_trained_on(tmp_path, streaming):
     rows = [{"text": f"text {index}" if index % 4 == 0 else None} for index in range(400)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    train, _ = load(arguments_of_data(path, ("text",), dataset_streaming=streaming, max_samples=40, max_eval_samples=2))
+    train, _ = load(data_settings(path, ("text",), dataset_streaming=streaming, max_samples=40, max_eval_samples=2))
     assert len(list(train)) == 40
 
 
@@ -75,9 +75,9 @@ def test_one_file(tmp_path, capsys, suffix, streaming):
         path.write_text("\n".join(rows["text"]))
     else:
         getattr(rows, f"to_{suffix.removesuffix('l')}")(str(path))
-    script_args = arguments_of_data(path, ("text",), dataset_streaming=streaming, max_eval_samples=3)
-    assert check_dataset(script_args.data)[0][1] == {"text": "text 0"}
-    train, test = load(script_args)
+    data = data_settings(path, ("text",), dataset_streaming=streaming, max_eval_samples=3)
+    assert check_dataset(data)[0][1] == {"text": "text 0"}
+    train, test = load(data)
     assert {row["text"] for row in train} | set(test["text"]) == set(rows["text"]) and len(test) == 3
     assert len(list(train)) == 37
     assert "3 rows of train are held out for evaluation" in capsys.readouterr().out
@@ -89,7 +89,7 @@ def test_held_out_rows_of_a_recipe_without_formats(tmp_path, kind, streaming):
     """Its rows stay as they are. `Dataset.map` passes rows that are no dicts."""
     rows = datasets.Dataset.from_list([{"question": f"text {index}", "number": index} for index in range(50)])
     rows.to_json(str(tmp_path / "rows.jsonl")) if kind == "jsonl" else rows.to_parquet(str(tmp_path / "rows.parquet"))
-    train, test = load(arguments_of_data(tmp_path / f"rows.{kind}", (), dataset_streaming=streaming, max_eval_samples=4))
+    train, test = load(data_settings(tmp_path / f"rows.{kind}", (), dataset_streaming=streaming, max_eval_samples=4))
     assert len(test) == 4 and len(list(train)) == 46
     assert not {row["question"] for row in train} & set(test["question"])
 
@@ -100,11 +100,11 @@ def test_numbers_of_csv(tmp_path, streaming):
     path, header = tmp_path / "rows.csv", ["text", "label", "score", "zip", "some", "big"]
     lines = [[f"text {row}", row % 2, row / 8, f"0{row}", "" if row == 7 else row, f"9{row:020}"] for row in range(40)]
     path.write_text("\n".join(",".join(map(str, line)) for line in [header, *lines]))
-    train, test = load(arguments_of_data(path, (), dataset_streaming=streaming, max_eval_samples=4))
+    train, test = load(data_settings(path, (), dataset_streaming=streaming, max_eval_samples=4))
     rows = sorted([*train, *test], key=lambda row: row["score"])
     expected = [dict(zip(header, [*line[:4], str(line[4]), line[5]], strict=True)) for line in lines]
     assert [list(map(repr, row.values())) for row in rows] == [list(map(repr, row.values())) for row in expected]
-    train, _ = load(arguments_of_data(path, ("text",), dataset_streaming=streaming, column_map={"score": "text"}))
+    train, _ = load(data_settings(path, ("text",), dataset_streaming=streaming, column_map={"score": "text"}))
     assert {row["text"] for row in train} < {str(line[2]) for line in lines}
 
 
@@ -116,7 +116,7 @@ def test_numbers_in_json_of_a_recipe_without_formats(tmp_path, monkeypatch, stre
         monkeypatch.setattr(module, "ujson_loads", pandas.io.json.ujson_loads)
     numbers = [25 * 10**18, 0.12345678901234568]
     path = write_rows(tmp_path / "rows.jsonl", [{"numbers": [*numbers, row]} for row in range(40)])
-    train, _ = load(arguments_of_data(path, (), dataset_streaming=streaming, max_eval_samples=4))
+    train, _ = load(data_settings(path, (), dataset_streaming=streaming, max_eval_samples=4))
     assert all(row["numbers"][:2] == numbers for row in train)
 
 
@@ -173,18 +173,18 @@ def test_pipe_is_an_error(tmp_path, error_of):
 def test_held_out_rows_are_never_trained_on(tmp_path, streaming):
     """Nor are equal rows. At most a tenth is held out, and every process holds out the same rows."""
     write_rows(tmp_path / "d/train.jsonl", [*texts(50), *texts(50)])
-    train, test = load(arguments_of_data(tmp_path / "d", ("text",), dataset_streaming=streaming))
+    train, test = load(data_settings(tmp_path / "d", ("text",), dataset_streaming=streaming))
     assert 5 <= len(test) <= 10 and not {row["text"] for row in train} & set(test["text"])
     assert {row["text"] for row in train} | set(test["text"]) == {row["text"] for row in texts(50)}
-    assert load(arguments_of_data(tmp_path / "d", ("text",), dataset_streaming=streaming))[1][:] == test[:]
+    assert load(data_settings(tmp_path / "d", ("text",), dataset_streaming=streaming))[1][:] == test[:]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_keep_drops_rows(tmp_path, streaming):
     """Before rows are counted or held out."""
     write_rows(tmp_path / "d/train.jsonl", texts(40))
-    script_args = arguments_of_data(tmp_path / "d", ("text",), dataset_streaming=streaming, max_samples=10)
-    train, test = load(script_args, keep=lambda row: row["id"] % 2 == 0)
+    data = data_settings(tmp_path / "d", ("text",), dataset_streaming=streaming, max_samples=10)
+    train, test = load(data, keep=lambda row: row["id"] % 2 == 0)
     numbers = [int(row["text"].split()[1]) for row in (*train, *test)]
     assert len(list(train)) == 10 and len(test) == 2 and all(number % 2 == 0 for number in numbers)
 
@@ -192,7 +192,7 @@ def test_keep_drops_rows(tmp_path, streaming):
 def test_split_for_evaluation_is_used(tmp_path, capsys):
     write_rows(tmp_path / "d/train.jsonl", texts(20))
     write_rows(tmp_path / "d/test.jsonl", texts(20, start=100))
-    train, test = load(arguments_of_data(tmp_path / "d", ("text",), max_eval_samples=5, max_samples=7))
+    train, test = load(data_settings(tmp_path / "d", ("text",), max_eval_samples=5, max_samples=7))
     assert test["text"] == [f"text {index}" for index in range(100, 105)] and len(train) == 7
     assert "ignored columns: id" in capsys.readouterr().out
 
@@ -201,7 +201,7 @@ def test_more_rows_for_evaluation_than_may_be_skipped(tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "MOST_SKIPPED", 3)
     write_rows(tmp_path / "d/train.jsonl", texts(20))
     write_rows(tmp_path / "d/test.jsonl", [{"text": ""}] * 3 + texts(20, start=100))
-    _, test = load(arguments_of_data(tmp_path / "d", ("text",), max_eval_samples=15))
+    _, test = load(data_settings(tmp_path / "d", ("text",), max_eval_samples=15))
     assert test["text"] == [f"text {index}" for index in range(100, 115)]
 
 
@@ -209,8 +209,8 @@ def test_samples_of_a_stream_are_kept_for_several_epochs(tmp_path, capsys):
     """The same rows for every process, no longer a stream."""
     path = write_rows(tmp_path / "rows.jsonl", texts(400))
     settings = {"dataset_streaming": True, "max_samples": 30, "max_eval_samples": 4}
-    stream, _ = load(arguments_of_data(path, ("text",), **settings))
-    train, test = load(arguments_of_data(path, ("text",), max_steps=-1, **settings))
+    stream, _ = load(data_settings(path, ("text",), **settings))
+    train, test = load(data_settings(path, ("text",), max_steps=-1, **settings))
     assert isinstance(stream, datasets.IterableDataset) and isinstance(train, datasets.Dataset)
     assert train["text"] == [row["text"] for row in stream] and len(set(train["text"])) == 30 and len(test) == 4
     assert "30 rows of the stream are kept in memory" in capsys.readouterr().out
@@ -218,7 +218,7 @@ def test_samples_of_a_stream_are_kept_for_several_epochs(tmp_path, capsys):
 
 def test_preference_data(tmp_path, capsys):
     rows = [{"prompt": f"Why {row}?", "chosen": "So.", "rejected": "No."} for row in range(20)]
-    train, _ = load(arguments_of_data(write_rows(tmp_path / "rows.jsonl", rows), ("messages",), output_dir=str(tmp_path / "run")))
+    train, _ = load(data_settings(write_rows(tmp_path / "rows.jsonl", rows), ("messages",), output_dir=str(tmp_path / "run")))
     assert json.loads((tmp_path / "run/data.json").read_text())["ignored_columns"] == []
     assert train.column_names == ["messages"] and train[0]["messages"][1] == {"role": "assistant", "content": "So."}
     assert "`chosen` is trained on, `rejected` is ignored" in capsys.readouterr().out
@@ -231,7 +231,7 @@ def test_bad_answers_of_kto_are_refused(tmp_path, error_of, format, streaming):
     rows = [{"prompt": f"Why {row}?", "completion": "So.", "label": row % 3 > 0} for row in range(30)]
 
     def arguments(rows):
-        return arguments_of_data(write_rows(tmp_path / "rows.jsonl", rows), (format,), dataset_streaming=streaming)
+        return data_settings(write_rows(tmp_path / "rows.jsonl", rows), (format,), dataset_streaming=streaming)
 
     assert "`label` is false" in error_of(load, arguments(rows))
     train, test = load(arguments(rows), keep=lambda row: row["label"])
@@ -249,7 +249,7 @@ def test_stream_is_shuffled_and_resumes_exactly(tmp_path):
         rows.to_parquet(str(tmp_path / f"d/{file}.parquet"), batch_size=50)
 
     def load_with_seed(seed):
-        return load(arguments_of_data(tmp_path / "d", ("text",), dataset_streaming=True, max_eval_samples=20, seed=seed))
+        return load(data_settings(tmp_path / "d", ("text",), dataset_streaming=True, max_eval_samples=20, seed=seed))
 
     train, test = load_with_seed(0)
     assert test["text"] == [f"text {index}" for index in range(550, 570)]
@@ -301,7 +301,7 @@ def test_error_names_dataset_and_problem(tmp_path, error_of, settings, words):
 
 
 def test_unknown_format_of_a_recipe(error_of):
-    message = error_of(arguments_of_data, "rows.jsonl", ("text", "preferences"))
+    message = error_of(data_settings, "rows.jsonl", ("text", "preferences"))
     assert "dataset_formats" in message and "'preferences'" in message and message.endswith("instruction, preference")
 
 
@@ -336,10 +336,10 @@ def test_files_of_both_splits_are_printed(tmp_path, capsys, kind):
         (tmp_path / name).write_bytes(b"BZh9")
     print_ignored_files(str(tmp_path), None)
     assert "ignoring c.jsonl.bz2, d.parquet.zst: " in capsys.readouterr().out
-    load(arguments_of_data(tmp_path, ("text",)))
+    load(data_settings(tmp_path, ("text",)))
     printed = capsys.readouterr().out
     assert f"{tmp_path}: training: a.{kind}, b.{kind}, 42 rows; evaluation: my_test.{kind}, 5 rows." in printed
-    load(arguments_of_data(tmp_path / f"a.{kind}", ("text",)))
+    load(data_settings(tmp_path / f"a.{kind}", ("text",)))
     assert f"a.{kind}: training: a.{kind}, 30 rows.\n" in capsys.readouterr().out
 
 
@@ -347,7 +347,7 @@ def test_column_map(tmp_path, error_of):
     path = write_rows(tmp_path / "rows.jsonl", [{"question": f"Why {row}?", "answer": "So.", "id": row} for row in range(20)])
     mapping = '{"question": "prompt", "answer": "completion"}'
     assert "--column_map" in error_of(check, path, ("messages",))
-    train, _ = load(arguments_of_data(path, ("messages",), column_map=mapping))
+    train, _ = load(data_settings(path, ("messages",), column_map=mapping))
     assert train[0]["messages"][1] == {"role": "assistant", "content": "So."}
     for mapping, words in (
         ('{"no": "prompt"}', "has no column no, it has question, answer, id"),
@@ -389,7 +389,7 @@ def test_numbers_keep_their_digits(tmp_path):
         tmp_path / "rows.jsonl", [{"messages": turns, "tools": [{"name": f"f{row}", f"key{row}": 1}]} for row in range(20)]
     )
     for streaming in (False, True):
-        train, test = load(arguments_of_data(path, ("messages",), dataset_streaming=streaming))
+        train, test = load(data_settings(path, ("messages",), dataset_streaming=streaming))
         for row in (next(iter(train)), test[0]):
             assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == arguments
             assert len(row["tools"][0]["function"]) == 2
@@ -397,8 +397,8 @@ def test_numbers_keep_their_digits(tmp_path):
 
 def test_keep_sees_rows_with_a_text_only(tmp_path, capsys):
     path = write_rows(tmp_path / "rows.jsonl", [{"text": None if row % 2 else "a" * row} for row in range(40)])
-    script_args = arguments_of_data(path, ("text",), output_dir=str(tmp_path / "run"))
-    train, test = load(script_args, keep=lambda row: len(row["text"]) > 20)
+    data = data_settings(path, ("text",), output_dir=str(tmp_path / "run"))
+    train, test = load(data, keep=lambda row: len(row["text"]) > 20)
     assert len(train) + len(test) == 9
     assert "31 of 40 rows skipped: 21 without a text (the first is row 1), 10 left out by the recipe" in capsys.readouterr().out
 
@@ -413,7 +413,7 @@ def test_folder_with_configs(tmp_path, error_of):
         files = "[{split: train, path: rows.jsonl}, {split: test, path: 'held*'}]"
         configs = f"- {{config_name: de, data_files: {files}}}\n- {{config_name: en, data_files: rows.jsonl}}"
         (folder / "README.md").write_text(f"---\nconfigs:\n{configs}\n---\n")
-        train, test = load(arguments_of_data(folder, ("text",), dataset_config="de"))
+        train, test = load(data_settings(folder, ("text",), dataset_config="de"))
         assert set(train["text"]) == {f"{place} {row}" for row in range(20)} and test["text"] == ["held"]
     assert "'de', 'en'" in error_of(check, folder, ("text",))
 
@@ -443,7 +443,7 @@ def test_urls_of_images_are_not_requested(tmp_path, streaming):
         row = {"text": "a text", "image": {"path": url, "bytes": None}, "images": [{"path": url, "bytes": None}]}
         table = pyarrow.Table.from_pylist([row | {"text": f"text {index}"} for index in range(30)], schema=features.arrow_schema)
         pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-        train, _ = load(arguments_of_data(tmp_path / "rows.parquet", ("text",), dataset_streaming=streaming, max_eval_samples=2))
+        train, _ = load(data_settings(tmp_path / "rows.parquet", ("text",), dataset_streaming=streaming, max_eval_samples=2))
         assert next(iter(train))["text"].startswith("text ")
         server.settimeout(0.2)
         with pytest.raises(TimeoutError):

@@ -11,7 +11,7 @@ from harness.folder import DATA, read_json
 
 import pytest
 from conftest import slow
-from runs import arguments_of_data, begin_at, losses, read, write_rows
+from runs import begin_at, data_settings, losses, read, write_rows
 
 
 def write(path, rows):
@@ -23,7 +23,7 @@ def texts(name, count):
 
 
 def arguments_of(names, weights, formats=("text",), **settings):
-    return arguments_of_data(names, formats, dataset_weights=weights, **settings)
+    return data_settings(names, formats, dataset_weights=weights, **settings)
 
 
 @pytest.fixture
@@ -76,9 +76,9 @@ def test_each_in_its_own_shape(tmp_path, streaming):
         write(tmp_path / "pairs.jsonl", [{"prompt": f"{i}?", "completion": "So."} for i in range(20)]),
     ]
     del chats[2:]
-    script_args = arguments_of(names[:1] + names[2:], [1, 1], ("messages",), dataset_streaming=streaming)
-    check_dataset(script_args.data)
-    train, evaluated = load(script_args)
+    data = arguments_of(names[:1] + names[2:], [1, 1], ("messages",), dataset_streaming=streaming)
+    check_dataset(data)
+    train, evaluated = load(data)
     rows = list(itertools.islice(train, 20))
     assert all(row.keys() == {"messages"} and row["messages"][-1]["role"] == "assistant" for row in rows)
     assert evaluated.column_names == ["messages"] and len(evaluated) == 4
@@ -208,10 +208,10 @@ def test_flags_for_some_of_the_datasets(names, tmp_path, error_of):
     questions = write(tmp_path / "questions.jsonl", [{"question": f"q {index}"} for index in range(20)])
     (tmp_path / "lines.txt").write_text("\n".join(f"line {index}" for index in range(20)))
     several = [names[0], questions, str(tmp_path / "lines.txt")]
-    script_args = arguments_of(several, [1, 1, 1], column_map={"question": "text"}, text_rows="line")
-    assert [source.text_rows for source in script_args.data.sources] == [None, None, "line"]
-    check_dataset(script_args.data)
-    assert set(sources_of(load(script_args)[0])) == {"a", "q", "line"}
+    data = arguments_of(several, [1, 1, 1], column_map={"question": "text"}, text_rows="line")
+    assert [source.text_rows for source in data.sources] == [None, None, "line"]
+    check_dataset(data)
+    assert set(sources_of(load(data)[0])) == {"a", "q", "line"}
     assert "no dataset has a column answer" in error_of(
         check_dataset, arguments_of(several, [1, 1, 1], column_map={"question": "text", "answer": "text"}).data
     )

@@ -5,7 +5,6 @@ import runpy
 from pathlib import Path
 
 import harness
-from harness.data import loading
 
 import psutil
 
@@ -18,15 +17,16 @@ class Measurement:
     """Measures between `load` and `train`, where the recipe builds its trainer."""
 
     def load(self, script_args):
-        datasets = loading.load(script_args)
+        datasets = load(script_args)
         self.before = private_gb()
         return datasets
 
     def train(self, trainer):
         measured = {"gained": private_gb() - self.before, "fsdp_enabled": trainer.is_fsdp_enabled}
+        harness.started_recipe("train").trainer = trainer
         Path(trainer.args.output_dir, f"rank{trainer.args.process_index}.json").write_text(json.dumps(measured))
 
 
-measurement = Measurement()
+load, measurement = harness.load, Measurement()
 harness.load, harness.train = measurement.load, measurement.train
 runpy.run_path(str(Path(__file__).parents[2] / "recipes/qwen2_fineweb_edu.py"), run_name="__main__")

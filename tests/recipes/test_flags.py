@@ -138,7 +138,7 @@ def arguments_of_trainer(monkeypatch, tmp_path, capsys):
             "args": {
                 name: getattr(args, name, None) for name in ("max_steps", "gradient_accumulation_steps", "model_init_kwargs")
             },
-            "run": dataclasses.replace(runs.started().run, lock=None),
+            "run": dataclasses.replace(runs.started().run, lock=None, given=frozenset(), settings={}, data=None),
             "train": (type(arguments["train_dataset"]), list(arguments["train_dataset"])),
             "eval": list(arguments["eval_dataset"]),
         }

@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import slow
 from datasets import load_dataset
-from runs import arguments_of_data, losses, read
+from runs import data_settings, losses, read
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -47,7 +47,7 @@ def model_arguments(name):
     return types.SimpleNamespace(model_name_or_path=name, model_revision="main", attn_implementation=None)
 
 
-FINEWEB = arguments_of_data("HuggingFaceFW/fineweb-edu", "messages", dataset_config="sample-10BT")
+FINEWEB = data_settings("HuggingFaceFW/fineweb-edu", "messages", dataset_config="sample-10BT")
 QWEN = model_arguments(QWEN2)
 
 
@@ -56,14 +56,14 @@ def make_tiny(tmp_path, monkeypatch):
     """Makes a tiny model and dataset in an empty working directory; returns their folders."""
     monkeypatch.chdir(tmp_path)
 
-    def call(script_args=FINEWEB, model_args=QWEN):
-        tiny.make_replacements(script_args, model_args)
+    def call(data=FINEWEB, model_args=QWEN):
+        tiny.make_replacements(data, model_args)
         training_args = types.SimpleNamespace(model_init_kwargs={"dtype": "float32"}, max_steps=30, max_length=9)
-        tiny.print_notice(script_args, training_args, model_args)
-        script_args, model_args = copy.copy(script_args), copy.copy(model_args)
-        tiny.use_replacements(script_args, training_args, model_args)
+        tiny.print_notice(data, model_args)
+        model_args = copy.copy(model_args)
+        data = tiny.use_replacements(data, training_args, model_args)
         assert training_args.model_init_kwargs == {"dtype": "float32", "revision": "main"}
-        return model_args.model_name_or_path, script_args.data.sources[0].name
+        return model_args.model_name_or_path, data.sources[0].name
 
     return call
 
@@ -169,11 +169,11 @@ def test_dataset_streams_with_the_columns_of_the_original(make_tiny):
 
 
 def test_messages_name_the_dataset_that_was_loaded(make_tiny, capsys):
-    script_args = arguments_of_data("HuggingFaceFW/fineweb-edu", "text", dataset_config="sample-10BT")
-    make_tiny(script_args)
-    tiny.use_replacements(script_args, types.SimpleNamespace(), copy.copy(QWEN))
+    data = data_settings("HuggingFaceFW/fineweb-edu", "text", dataset_config="sample-10BT")
+    make_tiny(data)
+    data = tiny.use_replacements(data, types.SimpleNamespace(), copy.copy(QWEN))
     capsys.readouterr()
-    loading.load(script_args)
+    loading.load(data)
     printed = capsys.readouterr().out
     assert "ignored columns: id, dump" in printed and not re.search("(?m)^HuggingFaceFW/fineweb-edu", printed)
 
@@ -186,11 +186,11 @@ def test_files_are_read_as_in_a_run_and_shortened(make_tiny, tmp_path):
     rows = [row | {"conversations": [{"from": "system", "value": f"{number}"}, *row["conversations"]]} for number in range(900)]
     (source / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (source / "test.jsonl").write_text(json.dumps(row) + "\n")
-    script_args = arguments_of_data(source, "messages")
-    _, folder = make_tiny(script_args=script_args)
+    data = data_settings(source, "messages")
+    _, folder = make_tiny(data)
     assert folder == str(source)
-    tiny.use_replacements(script_args, types.SimpleNamespace(), copy.copy(QWEN))
-    train, test = loading.load(script_args)
+    data = tiny.use_replacements(data, types.SimpleNamespace(), copy.copy(QWEN))
+    train, test = loading.load(data)
     assert (len(train), len(test)) == (loading.REHEARSED_ROWS, 1)
     _, question, answer = train[7]["messages"]
     assert (question["content"], answer["content"]) == (("why " * 200)[:150], "so")

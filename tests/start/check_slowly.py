@@ -10,13 +10,13 @@ from harness.nodes import network
 from harness.start import training
 
 training.check_all_reduce = functools.partial(network.check_all_reduce, seconds=4)
-check_and_claim_run = training.check_and_claim_run
+claim_run = training.claim_run
 
 
-def check_slowly(*args: Any) -> dict[str, Any]:
+def claim_slowly(*args: Any) -> training.Claim:
     time.sleep(8)
-    return check_and_claim_run(*args)
+    return claim_run(*args)
 
 
-training.check_and_claim_run = check_slowly
+training.claim_run = claim_slowly
 runpy.run_path(str(Path(__file__).parents[2] / "recipes/qwen2_fineweb_edu.py"), run_name="__main__")

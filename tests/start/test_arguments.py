@@ -8,6 +8,7 @@ from harness import configs
 from harness.configs import AccelerateConfig
 from harness.data.script_arguments import ScriptArguments
 from harness.run import sharding
+from harness.runs import Run
 from harness.start import machine
 from harness.start.arguments import keep_rows_of_step, set_steps
 
@@ -58,20 +59,19 @@ def test_own_files_are_trained_on_for_one_epoch(tmp_path):
         ("someone/rows", {"dataset_name"}, (True, 1000, 3)),
     ):
         script_args = ScriptArguments(dataset_name=name, dataset_streaming=True)
-        script_args.given = frozenset(given)
         batch = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
         training_args = SimpleNamespace(max_steps=1000, num_train_epochs=3, **batch)
-        set_steps((script_args, training_args, None), {}, 1, is_tiny=False)
+        set_steps(Run("a.py", given=frozenset(given)), (script_args, training_args, None), {}, 1, {})
         assert (script_args.dataset_streaming, training_args.max_steps, training_args.num_train_epochs) == expected
 
 
 def test_budget_of_tokens_needs_the_length_of_a_row(error_of):
     script_args = ScriptArguments(dataset_name="a/b", max_tokens=10_000)
     training_args = SimpleNamespace(max_steps=5, per_device_train_batch_size=2, gradient_accumulation_steps=4, max_length=256)
-    set_steps((script_args, training_args, None), {}, 2, is_tiny=False)
+    set_steps(Run("a.py"), (script_args, training_args, None), {}, 2, {})
     assert training_args.max_steps == 3
     training_args.max_length = None
-    message = error_of(set_steps, (script_args, training_args, None), {}, 2, is_tiny=False)
+    message = error_of(set_steps, Run("a.py"), (script_args, training_args, None), {}, 2, {})
     assert message.startswith("--max_tokens: rows have no maximum length")
 
 
@@ -161,15 +161,15 @@ SAVED = {"world_size": 4, "gradient_accumulation_steps": 2, "per_device_train_ba
 def test_steps_keep_their_rows_on_another_number_of_processes(processes, asked, expected):
     """gradient_accumulation_steps is set, by a recipe or a flag: the same command continues, a changed one is followed."""
     training_args = SimpleNamespace(gradient_accumulation_steps=asked, per_device_train_batch_size=2, output_dir="run")
-    keep_rows_of_step(SimpleNamespace(), training_args, processes, SAVED)
+    keep_rows_of_step(training_args, processes, SAVED)
     assert training_args.gradient_accumulation_steps == expected
     on_one = SAVED | {"world_size": processes, "gradient_accumulation_steps": expected, "asked_accumulation_steps": asked}
     training_args.gradient_accumulation_steps = asked
-    keep_rows_of_step(SimpleNamespace(), training_args, processes, on_one)  # started again, on as many processes
+    keep_rows_of_step(training_args, processes, on_one)  # started again, on as many processes
     assert training_args.gradient_accumulation_steps == expected
 
 
 def test_number_of_processes_that_cannot_continue(error_of):
     training_args = SimpleNamespace(gradient_accumulation_steps=2, per_device_train_batch_size=2, output_dir="run")
-    message = error_of(keep_rows_of_step, SimpleNamespace(), training_args, 3, SAVED)
+    message = error_of(keep_rows_of_step, training_args, 3, SAVED)
     assert "the run in run have 16 rows, which 3 processes cannot divide" in message

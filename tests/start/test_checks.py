@@ -11,7 +11,6 @@ from harness.configs import AccelerateConfig
 from harness.nodes.cluster import Nodes
 from harness.runs import GpuFeatures, Run, StartedRecipe
 from harness.start import checks, launch, machine, training
-from harness.start.parsing import check_calls_train
 
 import pytest
 import torch
@@ -104,8 +103,8 @@ def test_arguments_that_the_built_trainer_has_not(error_of, flags, problem):
     model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, num_hidden_layers=1), dtype=torch.float32)
     if "get_peft_config" not in problem and "use_peft" in flags:
         model = get_peft_model(model, LoraConfig(r=8))
-    arguments = SimpleNamespace(given=frozenset(flags)), SFTConfig(use_cpu=True, bf16=False), ModelConfig(**flags)
-    recipe = StartedRecipe(Run("a.py"), arguments=arguments, trainer=SimpleNamespace(model=model))
+    arguments = None, SFTConfig(use_cpu=True, bf16=False), ModelConfig(**flags)
+    recipe = StartedRecipe(Run("a.py", given=frozenset(flags)), arguments=arguments, trainer=SimpleNamespace(model=model))
     if problem:
         assert problem in error_of(checks.check_built_trainer, recipe)
     else:
@@ -199,22 +198,22 @@ def test_arguments_that_an_optimizer_does_not_read(tmp_path, error_of):
 def test_options_of_sharded_4bit_weights(error_of, training, model, flag):
     training_args = SimpleNamespace(**NEITHER | {"torch_compile": False, "model_init_kwargs": None} | training)
     model_args = ModelConfig("my/model", **{"use_peft": True, "load_in_4bit": True} | model)
-    arguments = SimpleNamespace(given=set()), training_args, model_args, True
+    arguments = Run("a.py", any_config=True), training_args, model_args
     if flag:
         assert error_of(checks.check_quantized, *arguments).startswith(flag)
     else:
         checks.check_quantized(*arguments)
 
 
-def test_recipe_must_call_train(tmp_path, error_of):
+def test_recipe_must_call_train(fork_launch, tmp_path):
+    """`trainer.train()` neither resumes nor saves the model."""
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": f"some words {number}"} for number in range(20)])
     recipe = tmp_path / "recipe.py"
-    for parse in ("parse", "harness.parse"):
-        recipe.write_text(f"script_args, training_args, model_args = {parse}(SFTConfig)\ntrainer.train()\n")
-        assert "its last line must be train(trainer)" in error_of(check_calls_train, recipe)
-        recipe.write_text(f"script_args, training_args, model_args = {parse}(SFTConfig)\ntrain(trainer)\n")
-        check_calls_train(recipe)
-    recipe.write_text("from common import main\n\nmain()\n")  # that module calls both
-    check_calls_train(recipe)
+    call = f"SFTConfig, 'text', model_name_or_path='Qwen/Qwen2-0.5B', dataset_name={str(rows)!r}"
+    recipe.write_text(f"from harness import parse\nfrom trl import SFTConfig\n\nparse({call})\n")
+    process = fork_launch("--tiny", recipe, "1x3090", "--output_dir", tmp_path / "run")
+    assert process.returncode == 2, process.stdout + process.stderr
+    assert process.stderr.count("error: ") == 1 and "recipe.py ended without calling train()" in process.stderr
 
 
 def test_rehearsal_does_not_use_the_tracker_of_the_recipe(build_trainer, monkeypatch):
@@ -222,9 +221,10 @@ def test_rehearsal_does_not_use_the_tracker_of_the_recipe(build_trainer, monkeyp
     assert build_trainer("qwen2_fineweb_edu").args.report_to == []
 
 
-def test_folder_that_another_node_does_not_have(tmp_path, error_of):
+def test_folder_that_another_node_does_not_have(tmp_path, monkeypatch, error_of):
     """Only the first process makes it."""
-    message = error_of(training.check_folder_is_shared, tmp_path / "run", tmp_path / "run/file")
+    monkeypatch.setattr(training, "answer_of_first", lambda question, find: str(tmp_path / "run/file"))
+    message = error_of(training.check_folder_is_shared, tmp_path / "run")
     assert "is not the same folder on all nodes" in message
 
 
@@ -254,7 +254,7 @@ def test_folder_that_another_node_does_not_have(tmp_path, error_of):
 )
 def test_numbers_of_losses(error_of, config, values, flag):
     """Those with which a loss is another one than they say, constant or infinite."""
-    arguments = SimpleNamespace(given=frozenset(values)), config("out", use_cpu=True, **values)
+    arguments = Run("a.py", given=frozenset(values)), config("out", use_cpu=True, **values)
     if flag:
         assert error_of(checks.check_loss, *arguments).startswith(f"--{flag}")
     else:

@@ -30,8 +30,8 @@ def test_failure_of_the_first_process_keeps_its_exit_code(fork_launch, tmp_path)
     recipe.write_text(
         "import runpy\nfrom harness.start import training\nfrom harness.messages import die\n\n"
         "def fail(*args):\n    raise MemoryError\n\n"
-        "training.check_and_claim_run = fail\n"
-        f"runpy.run_path({str(ROOT / 'recipes/qwen2_chat.py')!r}, run_name='__main__')  # train(…)\n"
+        "training.claim_run = fail\n"
+        f"runpy.run_path({str(ROOT / 'recipes/qwen2_chat.py')!r}, run_name='__main__')\n"
     )
     process = fork_launch("--tiny", recipe, ROOT / "accelerate_configs/2x3090_qlora.yaml", cwd=tmp_path)
     assert process.returncode == 12 and "memory" in process.stderr, process.stderr

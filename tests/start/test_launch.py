@@ -66,16 +66,16 @@ def pasted(monkeypatch):
         read = []
         for words in ([], shlex.split("\n".join(shown), comments=True)):
             monkeypatch.setattr(sys, "argv", [str(recipe), "--output_dir", "any", "--use_cpu", "--bf16", "false", *words])
-            run, (config_class, values) = Run(str(recipe)), called[0]
-            parts = arguments.make_arguments(run, *arguments.read_values(run, config_class, values), config_class, (), values)
+            config_class, values = called[0]
+            of_flags, given = arguments.read_values(Run(str(recipe)), config_class, values)
+            _, parts = arguments.make_arguments(Run(str(recipe), given=given), of_flags, config_class, (), values)
             read.append([{name: value for name, value in vars(part).items() if name not in NO_FLAGS} for part in parts])
         return read
 
     return call
 
 
-# Of the argument objects: what was given, and what follows from the arguments.
-NO_FLAGS = ("given", "settings", "data", "distributed_state")
+NO_FLAGS = ("distributed_state",)  # of the argument objects
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, "PCI_BUS_ID"), ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, "FASTEST_FIRST")])

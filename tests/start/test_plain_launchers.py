@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 from harness import configs, runs
 from harness.start import parsing, training
@@ -94,7 +93,7 @@ def test_accelerate_launch(start, fork_launch, flags, model, tmp_path):
         COUNT_COLLECTIVES, CONFIG.stem, "--use_cpu", "--output_dir", same, *flags, NPROC_PER_NODE=str(PROCESSES)
     )
     assert launched.returncode == 0, launched.stderr
-    assert losses(run) == losses(same) and read(run)["config"] == read(same)["config"] == CONFIG.stem
+    assert losses(run) == losses(same) and read(same)["config"] == CONFIG.stem and read(run)["config"] == ""
 
     collectives = read(run, "collectives.json")
     assert collectives == read(same, "collectives.json")
@@ -125,17 +124,6 @@ def no_recipe():
     runs.set_started(None)
 
 
-@pytest.mark.parametrize("form", [["--config_file", "mine.yaml"], ["--config_file=mine.yaml"]], ids=["two words", "one word"])
-@pytest.mark.parametrize("generation", [0, 1], ids=["parent", "grandparent"])
-def test_config_of_accelerate_launch(monkeypatch, tmp_path, form, generation):
-    """Its path can be relative to the folder in which `accelerate launch` was started."""
-    others = [SimpleNamespace(cmdline=lambda: ["sh", "-c", "train"], cwd=lambda: "/elsewhere")] * 2
-    launcher = SimpleNamespace(cmdline=lambda: ["python", "accelerate", "launch", *form, "r.py"], cwd=lambda: str(tmp_path))
-    parents = [*others[:generation], launcher, *others]
-    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(parents=lambda: parents))
-    assert training.config_of_accelerate_launch() == str(tmp_path / "mine.yaml")
-
-
 @pytest.mark.parametrize(
     ("variables", "warnings"),
     [
@@ -146,18 +134,19 @@ def test_config_of_accelerate_launch(monkeypatch, tmp_path, form, generation):
     ],
     ids=["one process", "first process", "another process", "without FSDP"],
 )
-def test_accelerate_launch_without_config_file(monkeypatch, capsys, no_recipe, variables, warnings):
-    """The keys of this project are not read; the first process prints which ones."""
+def test_keys_that_accelerate_launch_does_not_pass_on(monkeypatch, capsys, no_recipe, variables, warnings):
+    """Those of this project; the first process prints which ones."""
     for name in ("ACCELERATE_USE_FSDP", "RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
     for name, value in ({"ACCELERATE_MIXED_PRECISION": "no"} | variables).items():
         monkeypatch.setenv(name, value)
-    run = training.choose_device(training.start_of_training().run, values(use_cpu=True, bf16=True))
+    started = training.start_of_training()
+    started.choose_device(values(use_cpu=True, bf16=True))
+    run = started.run
     assert not run.config.path and run.processes == int(variables.get("WORLD_SIZE", 1))
     printed = "".join(capsys.readouterr())
     assert printed.count("warning") == warnings and all((key in printed) == bool(warnings) for key in configs.OWN_KEYS)
-    assert ("--config_file" in printed) == bool(warnings)
 
 
 def test_flags_override_the_environment_of_accelerate(monkeypatch, no_recipe):
@@ -165,26 +154,26 @@ def test_flags_override_the_environment_of_accelerate(monkeypatch, no_recipe):
     monkeypatch.setattr(
         os, "environ", os.environ | {"ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_ACTIVATION_CHECKPOINTING": "true"}
     )
-    monkeypatch.setattr(training, "config_of_accelerate_launch", lambda: str(CONFIG))
-    assert training.start_of_training().run.config.path == str(CONFIG)
+    config = training.start_of_training().run.config
+    assert config.mixed_precision == "bf16" and config.activation_checkpointing and not config.offload_params
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "no" and os.environ["FSDP_ACTIVATION_CHECKPOINTING"] == "false"
 
 
 def test_accelerate_launch_without_a_gpu(monkeypatch, error_of, no_recipe):
     for name, value in {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
-    run = training.start_of_training().run
-    assert "pass --use_cpu" in error_of(training.choose_device, run, values(use_cpu=False, bf16=False))
+    started = training.start_of_training()
+    assert "pass --use_cpu" in error_of(started.choose_device, values(use_cpu=False, bf16=False))
 
 
 def test_python_without_a_gpu(monkeypatch, error_of, no_recipe):
     """transformers' words about bf16 do not say what to do."""
     for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
-    run = training.start_of_training().run
-    message = error_of(training.choose_device, run, values(use_cpu=False, bf16=True))
+    started = training.start_of_training()
+    message = error_of(started.choose_device, values(use_cpu=False, bf16=True))
     assert "no GPU that PyTorch can use: pass --use_cpu" in message and "./launch.sh --tiny" in message
-    training.choose_device(run, values(use_cpu=True, bf16=True))
+    started.choose_device(values(use_cpu=True, bf16=True))
 
 
 def test_python_has_no_config(monkeypatch, capsys, no_recipe):

@@ -14,7 +14,7 @@ from typing import Any
 from harness.commands import arguments
 from harness.hub import commit_of, hub_errors
 from harness.messages import exit_on_user_error, print_once
-from harness.runs import Run
+from harness.runs import Run, StartedRecipe
 from harness.start.environment import hide_library_warnings, set_environment
 from harness.start.recipes import build_trainer
 
@@ -27,39 +27,41 @@ def main(*words: str) -> None:
     run = Run(str(parsed.recipe), tiny=parsed.tiny, any_config=True, on_cpu=True, gpu=find_gpu_features())
     hide_library_warnings()
     with tempfile.TemporaryDirectory(prefix="prepare-") as output_dir:
-        build_trainer(run, [*parsed.flags, "--output_dir", output_dir], prepare_run)
+        build_trainer(PreparedRecipe(run), [*parsed.flags, "--output_dir", output_dir])
     print_once("Everything this run needs is on this machine: the same flags train without internet.")
 
 
-def prepare_run(run: Run, arguments: tuple[Any, Any, Any]) -> Run:
-    """Downloads what a run needs, once its arguments are known."""
-    from harness.compat.transformers import load_tokenizers_as_offline
-    from harness.model.loading import load_small_models
-    from harness.model.quantized import quantize_once, use_quantized_weights
-    from harness.model.weight_files import check_weights
-    from harness.start import preparing
+class PreparedRecipe(StartedRecipe):
+    """A recipe that builds its trainer with everything that its run needs, and a model of two layers."""
 
-    script_args, training_args, model_args = arguments
-    preparing.check_all_arguments(run, arguments)
-    preparing.set_model_options(run, arguments)
-    preparing.check_model_and_dataset(run, arguments, with_weights=False)
-    if not run.tiny:
-        if model_args.model_name_or_path:
-            preparing.use_commit(arguments, commit_of(model_args.model_name_or_path, model_args.model_revision))
-        download(script_args, model_args)
-        if model_args.model_name_or_path:
-            check_weights(model_args.model_name_or_path, model_args.model_revision)
-    load_tokenizers_as_offline()
-    preparing.replace_model_and_dataset(run, arguments)
-    if model_args.load_in_4bit:
-        quantize_once(model_args)
-        use_quantized_weights(model_args, training_args)
-    preparing.prepare_process(run, arguments)
-    load_small_models()
-    return run
+    def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
+        from harness.compat.transformers import load_tokenizers_as_offline
+        from harness.model.loading import load_small_models
+        from harness.model.quantized import quantize_once, use_quantized_weights
+        from harness.model.weight_files import check_weights
+        from harness.start import preparing
+
+        run = self.run
+        _, training_args, model_args = arguments
+        preparing.check_all_arguments(run, arguments)
+        preparing.set_model_options(run, arguments)
+        preparing.check_model_and_dataset(run, arguments, with_weights=False)
+        if not run.tiny:
+            if model_args.model_name_or_path:
+                preparing.use_commit(arguments, commit_of(model_args.model_name_or_path, model_args.model_revision))
+            download(run.data, model_args)
+            if model_args.model_name_or_path:
+                check_weights(model_args.model_name_or_path, model_args.model_revision)
+        load_tokenizers_as_offline()
+        run = preparing.replace_model_and_dataset(run, arguments)
+        if model_args.load_in_4bit:
+            quantize_once(model_args)
+            use_quantized_weights(model_args, training_args)
+        self.run = preparing.prepare_process(run, arguments)
+        load_small_models()
 
 
-def download(script_args: Any, model_args: Any) -> None:
+def download(data: Any, model_args: Any) -> None:
     """Downloads the model, and the files of streams. The recipe itself downloads the other datasets."""
     from harness.data import reading
     from harness.model.weight_files import FILES_OF_MODEL
@@ -70,8 +72,8 @@ def download(script_args: Any, model_args: Any) -> None:
     if name and not Path(name).is_dir():  # without a name the recipe makes its model itself
         with hub_errors("model", name):
             snapshot_download(name, revision=model_args.model_revision, **FILES_OF_MODEL)
-    for source in script_args.data.sources:
-        if script_args.dataset_streaming and not reading.is_local(source.name):
+    for source in data.sources:
+        if data.streaming and not reading.is_local(source.name):
             with hub_errors("dataset", source.name):
                 snapshot_download(source.name, repo_type="dataset", allow_patterns=files_of(source))
 

@@ -24,7 +24,7 @@ from harness.batches import IGNORED, is_packed, length_of_rows
 from harness.commands import arguments
 from harness.commands.documents import Document, documents_of
 from harness.messages import UserError, exit_on_user_error, last_line, plural, print_once, printable
-from harness.runs import Run
+from harness.runs import Run, StartedRecipe
 from harness.start.environment import hide_library_warnings, set_environment
 from harness.start.recipes import build_trainer
 
@@ -55,7 +55,7 @@ def main(*words: str) -> None:
             elif not parsed.json and not reason:
                 print_rows(preview)
             numbers = other_rows(preview, reason) if reason else summarize(preview)
-        names = {"recipe": parsed.recipe.stem, "dataset": preview.arguments[0].data.display_name, "data": preview.data}
+        names = {"recipe": parsed.recipe.stem, "dataset": preview.started.run.data.display_name, "data": preview.data}
     if parsed.json:
         print(json.dumps(names | numbers, indent=2))
     elif reason:
@@ -80,6 +80,24 @@ def rows_of_trainer(recipe: Path) -> Iterator[None]:
         ) from error
 
 
+class PreviewedRecipe(StartedRecipe):
+    """A recipe that builds its trainer with a model of two layers, and the first rows of each split."""
+
+    def prepare(self, arguments: tuple[Any, Any, Any]) -> None:
+        from harness.data.loading import PREVIEWED_ROWS
+        from harness.model.loading import load_small_models
+        from harness.run.prompts import SeenRows
+        from harness.start import preparing
+
+        run = dataclasses.replace(self.run, data=self.run.data.take(PREVIEWED_ROWS), seen=SeenRows())
+        preparing.check_all_arguments(run, arguments)
+        preparing.set_model_options(run, arguments)
+        preparing.check_model_and_dataset(run, arguments, with_weights=False)
+        run = preparing.replace_model_and_dataset(run, arguments)
+        self.run = preparing.prepare_process(run, arguments)
+        load_small_models()
+
+
 class Preview:
     """Runs a recipe until it has built its trainer, with a model of two layers and the first rows of each split."""
 
@@ -88,26 +106,11 @@ class Preview:
         from harness.folder import DATA, read_json
 
         hide_library_warnings()
-        started = build_trainer(Run(recipe, tiny=tiny, any_config=True, on_cpu=True), flags, self.prepare)
-        self.trainer, self.arguments = started.trainer, started.arguments
-        self.whole = started.run.seen.tokens  # of any length, before cutting and packing; None: the recipe tokenizes itself
+        self.started = PreviewedRecipe(Run(recipe, tiny=tiny, any_config=True, on_cpu=True))
+        build_trainer(self.started, flags)
+        self.trainer = self.started.trainer
+        self.whole = self.started.run.seen.tokens  # of any length, before cutting and packing; None: the recipe tokenizes itself
         self.data = read_json(Path(self.trainer.args.output_dir, DATA))  # what `load` has read and skipped; {} without `load`
-
-    def prepare(self, run: Run, arguments: tuple[Any, Any, Any]) -> Run:
-        """Called at the end of `parse`."""
-        from harness.data.loading import PREVIEWED_ROWS
-        from harness.model.loading import load_small_models
-        from harness.run.prompts import SeenRows
-        from harness.start import preparing
-
-        arguments[0].data = arguments[0].data.take(PREVIEWED_ROWS)
-        preparing.check_all_arguments(run, arguments)
-        preparing.set_model_options(run, arguments)
-        preparing.check_model_and_dataset(run, arguments, with_weights=False)
-        preparing.replace_model_and_dataset(run, arguments)
-        preparing.prepare_process(run, arguments)
-        load_small_models()
-        return dataclasses.replace(run, seen=SeenRows())
 
     @property
     def tokenizer(self) -> Any:
@@ -154,11 +157,12 @@ class Preview:
         from harness.data.loading import PREVIEWED_ROWS, count_training_rows
         from harness.data.tokenization import has_loss
 
-        script_args, documents = self.arguments[0], self.documents
+        data = self.started.run.data
+        documents = self.documents
         is_known = self.data.get("is_complete") and "datasets" not in self.data  # a mixture reads some rows more often
-        total = self.data["trained_rows"] if is_known else count_training_rows(script_args.data)
-        if not total and script_args.data.keeps_samples:
-            total = script_args.max_samples
+        total = self.data["trained_rows"] if is_known else count_training_rows(data)
+        if not total and data.keeps_samples:
+            total = data.max_samples
         if not total:
             return None, None
         keeps_start = getattr(self.trainer.args, "truncation_mode", "keep_start") == "keep_start"
@@ -168,7 +172,7 @@ class Preview:
             if self.whole is None or has_loss(seen):  # others are dropped
                 kept += len(seen)
         rows = len(self.first_rows) if self.has_pairs else len(documents)
-        count = min(total * rows / min(total, PREVIEWED_ROWS), script_args.max_samples or math.inf)
+        count = min(total * rows / min(total, PREVIEWED_ROWS), data.max_samples or math.inf)
         tokens = count * kept / rows
         if self.has_pairs:
             return count, tokens

@@ -36,7 +36,6 @@ from harness.data.conversion import (
 from harness.data.held_out import hold_out, hold_out_of_stream
 from harness.data.mixture import mix, share
 from harness.data.reading import TextFiles, make_once
-from harness.data.script_arguments import ScriptArguments
 from harness.data.sources import DataSettings, Source
 from harness.data.splits import evaluation_split, number_of_rows
 from harness.data.stream_rows import shuffle
@@ -78,11 +77,11 @@ class Opened:
         return self.source.display_name
 
 
-def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = None) -> tuple[Dataset | IterableDataset, Dataset]:
+def load(data: DataSettings, keep: Callable[[dict], bool] | None = None) -> tuple[Dataset | IterableDataset, Dataset]:
     """Loads the rows to train on and the rows to evaluate on.
 
     Args:
-        script_args: the first of the three arguments that `parse` returns.
+        data: which rows are read.
         keep: a function of a row; rows for which it returns False are dropped.
 
     Returns:
@@ -95,7 +94,6 @@ def load(script_args: ScriptArguments, keep: Callable[[dict], bool] | None = Non
         Of several datasets (`dataset_weights`) the training rows are mixed by weight, see `mix`, and `eval_dataset` has
         the evaluation rows of all.
     """
-    data = script_args.data
     if not data.sources:
         raise UserError("--dataset_name is missing: pass a Hub ID, a folder or a file")
     opened = [open_source(data, source, keep) for source in data.sources]

@@ -12,11 +12,14 @@ from transformers import TrainingArguments
 
 
 def settings_of_data(
-    script_args: ScriptArguments, training_args: TrainingArguments, formats: tuple[str, ...] | str = ()
+    script_args: ScriptArguments,
+    training_args: TrainingArguments,
+    formats: tuple[str, ...] | str = (),
+    given: frozenset[str] = frozenset(),
 ) -> DataSettings:
     """What the arguments of a run say about its data. Raises UserError for datasets that do not belong together.
 
-    `formats`: see DataSettings.
+    `formats`: see DataSettings. `given`: names of the arguments that the user passed.
     """
     formats = tuple(filter(None, [formats] if isinstance(formats, str) else formats))
     for name in formats:
@@ -35,7 +38,7 @@ def settings_of_data(
         seed=training_args.seed,
         output_dir=training_args.output_dir,
         keeps_samples=bool(script_args.max_samples) and training_args.max_steps <= 0,
-        needs_test_split="dataset_test_split" in script_args.given,
+        needs_test_split="dataset_test_split" in given,
     )
 
 

@@ -4,7 +4,6 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.data.sources import DataSettings
 from harness.messages import UserError
 
 import trl
@@ -62,13 +61,6 @@ class ScriptArguments(trl.ScriptArguments):
         metadata={"help": "One row for every answer of a conversation, for templates that drop the reasoning of earlier ones."},
     )
     profile: bool = field(default=False, metadata={"help": "Profile one step in the middle of the run."})
-
-    data: DataSettings | None = field(default=None, init=False)  # set by `parse` from these and other arguments; no flag
-    settings: dict[str, Any] = field(default_factory=dict, init=False)  # the values of all arguments that are not defaults
-    # Set by `parse`. Without an annotation they are no fields, so they are no flags.
-    given = frozenset()  # names of all arguments that the user passed
-    repository = None  # of --push_to_hub: a `harness.run.publishing.Repository`
-    asked_accumulation_steps = None  # the gradient_accumulation_steps that were asked for, without global_batch_size
 
     def __post_init__(self) -> None:
         """A list of one dataset becomes the dataset, and the JSON of a flag a dict."""

@@ -2,9 +2,8 @@
 
 import contextlib
 import json
-import os
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from harness.compat.transformers import (
 )
 from harness.compat.trl import compute_loss_without_triton
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
-from harness.messages import UserError
+from harness.messages import UserError, is_first_process
 from harness.model.attention import config_and_class, set_attention
 from harness.rehearsal import tiny
 from harness.runs import Run
@@ -48,13 +47,8 @@ GENERATING = {
 }
 
 
-def set_loading_options(
-    training_args: TrainingArguments,
-    model_args: ModelConfig,
-    run: Run,
-    given: Collection[str] = (),
-) -> None:
-    """Sets how the trainer loads the model that it gets by name, and how the loss is computed. `given`: names of flags."""
+def set_loading_options(training_args: TrainingArguments, model_args: ModelConfig, run: Run) -> None:
+    """Sets how the trainer loads the model that it gets by name, and how the loss is computed."""
     if isinstance(model_args.lora_target_modules, str) and model_args.lora_target_modules.isidentifier():
         # TRL makes a string of a single name, which PEFT reads as a regular expression for whole names.
         model_args.lora_target_modules = [model_args.lora_target_modules]
@@ -65,12 +59,12 @@ def set_loading_options(
         model_args.bnb_4bit_quant_storage = model_args.bnb_4bit_quant_storage or "float32"
         model_args.dtype = "bfloat16"
         load_models_with(load_into_host_memory)
-    elif run.is_sharded and os.environ.get("RANK", "0") != "0" and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING") == "true":
+    elif run.is_sharded and run.config.cpu_ram_efficient_loading and not is_first_process():
         # The weights of a reference model, of which TRL's trainer makes a second copy, are not sent by the first process.
         has_reference = hasattr(training_args, "precompute_ref_log_probs") or hasattr(training_args, "sync_ref_model")
         if model_args.use_peft or not has_reference:
             read_no_weights()
-    if model_args.load_in_4bit and not run.is_sharded and ("dtype" not in given or model_args.dtype == "auto"):
+    if model_args.load_in_4bit and not run.is_sharded and ("dtype" not in run.given or model_args.dtype == "auto"):
         set_dtype_of_4bit_model(training_args, model_args)
     set_attention(training_args, model_args, run)  # it depends on the dtype
     if hasattr(training_args, "model_init_kwargs"):

@@ -76,16 +76,20 @@ def answer_of_first(question: str, find: Callable[[], T], first_of_node: bool = 
     readers = int(os.environ["LOCAL_WORLD_SIZE" if first_of_node else "WORLD_SIZE"]) - 1
     store, answer, read = _store_of_run(), f"answer/{question}/{node}", f"read/{question}/{node}"
     if is_first:
+        content: dict[str, Any] = {"exit_code": None}  # of other exceptions, whose code only this process knows
         try:
-            value = find()
-        except BaseException as error:
-            codes = {UserError: 2, SystemExit: getattr(error, "code", None) or 0}
-            code = next((code for kind, code in codes.items() if isinstance(error, kind)), None)  # None: it ends on its own
-            store.set(answer, json.dumps({"exit_code": code}))
-            _wait_until(lambda: store.add(read, 0) >= readers, seconds=30)  # the store may end with this process
+            content = {"value": find()}
+        except UserError:
+            content = {"exit_code": 2}
             raise
-        store.set(answer, json.dumps({"value": value}))
-        return value
+        except SystemExit as end:
+            content = {"exit_code": end.code or 0}
+            raise
+        finally:
+            store.set(answer, json.dumps(content))
+            if "exit_code" in content:
+                _wait_until(lambda: store.add(read, 0) >= readers, seconds=30)  # the store may end with this process
+        return content["value"]
     try:
         _wait_until(lambda: store.check([answer]))
         content = json.loads(store.get(answer))

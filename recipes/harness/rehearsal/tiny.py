@@ -22,8 +22,7 @@ from typing import Any
 
 from harness.data.conversion import MAX_LETTERS
 from harness.data.loading import REHEARSED_ROWS
-from harness.data.script_arguments import ScriptArguments
-from harness.data.sources import Source
+from harness.data.sources import DataSettings, Source
 from harness.hub import TOKENIZER, hub_errors
 from harness.messages import UserError, print_once
 
@@ -64,7 +63,7 @@ def values_for(config_class: type) -> dict[str, Any]:
     return VALUES | {"num_generations": 2, "num_generations_eval": None, "per_device_eval_batch_size": 2}
 
 
-def make_replacements(script_args: ScriptArguments, model_args: ModelConfig) -> None:
+def make_replacements(data: DataSettings, model_args: ModelConfig) -> None:
     """Makes the tiny model and dataset of a rehearsal, unless they exist."""
     import datasets
 
@@ -72,7 +71,7 @@ def make_replacements(script_args: ScriptArguments, model_args: ModelConfig) -> 
     name, revision = model_args.model_name_or_path, model_args.model_revision
     if name:
         _make_once(tiny_model_folder(model_args), lambda draft: make_tiny_model(name, revision, draft))
-    for source in script_args.data.sources:
+    for source in data.sources:
         if source.name in DATASETS:
             _make_once(tiny_dataset_folder(source), functools.partial(make_dataset, source))
 
@@ -90,12 +89,12 @@ def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def print_notice(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
+def print_notice(data: DataSettings, model_args: ModelConfig) -> None:
     """Prints what a rehearsal replaces."""
     parts = []
     if model_args.model_name_or_path:
         parts.append(f"a two-layer model with random weights instead of {model_args.model_name_or_path}")
-    for source in script_args.data.sources:
+    for source in data.sources:
         if source.name in DATASETS:
             parts.append(f"Python's documentation instead of {source.name}")
         else:
@@ -103,11 +102,11 @@ def print_notice(script_args: ScriptArguments, training_args: TrainingArguments,
     print_once(f"This is a rehearsal: {', '.join(parts) or 'model and data are those of the recipe'}.")
 
 
-def use_replacements(script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig) -> None:
-    """Makes the arguments name the tiny model and dataset."""
+def use_replacements(data: DataSettings, training_args: TrainingArguments, model_args: ModelConfig) -> DataSettings:
+    """Makes the arguments name the tiny model; returns the settings for the tiny dataset."""
     if model_args.model_name_or_path:
         use_model(training_args, model_args, tiny_model_folder(model_args))
-    script_args.data = script_args.data.change_each(lambda source: with_tiny_dataset(source, tiny_dataset_folder(source)))
+    return data.change_each(lambda source: with_tiny_dataset(source, tiny_dataset_folder(source)))
 
 
 def use_model(training_args: TrainingArguments, model_args: ModelConfig, name: str | Path, revision: str = "main") -> None:

@@ -186,7 +186,7 @@ class AfterWrapping(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: object
     ) -> None:
         """Checks the sharding, which accelerate has just done, and sets what can only be set on a sharded model."""
-        if self.config.path:
+        if self.config.distributed_type:
             check_sharding(model, self.trainer.accelerator, self.config, self.processes)
         if not self.config.reshard_after_backward:
             gather_once_per_step(model)
@@ -230,8 +230,9 @@ def check_sharding(model: torch.nn.Module, accelerator: Accelerator, config: Acc
     expected = "FSDP" if config.is_fsdp else "unsharded"
     actual = "FSDP" if accelerator.distributed_type == "FSDP" else "unsharded"
     if (actual, accelerator.num_processes) != (expected, processes):
+        name = config.name or "the config"
         raise RuntimeError(
-            f"{config.name} is {expected} on {processes} processes, but this run is {actual} on {accelerator.num_processes}: "
+            f"{name} is {expected} on {processes} processes, but this run is {actual} on {accelerator.num_processes}: "
             "start it with launch.sh, or with `.venv/bin/accelerate launch --config_file`"
         )
     if not config.is_fsdp:

@@ -48,7 +48,7 @@ DEFAULTS = {
 Arguments = tuple[ScriptArguments, TrainingArguments, trl.ModelConfig]
 
 
-def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> tuple[argparse.Namespace, set[str]]:
+def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> tuple[argparse.Namespace, frozenset[str]]:
     """The values of all arguments, and the names of those that a flag or the file of --config sets. Connects no process.
 
     `recipe`: the values of the recipe, by the names of the arguments; `config_class`: see `harness.parse`.
@@ -82,38 +82,43 @@ def read_values(run: Run, config_class: type, recipe: dict[str, Any]) -> tuple[a
     if rest:
         raise UserError(f"{rest[0]} is no flag, and no value of the flag before it: RECIPE and CONFIG come first, then flags")
     flags = {word[2:].split("=")[0].replace("-", "_").removeprefix("no_") for word in words if word.startswith("--")}
-    return values, flags | in_file.keys()
+    return values, frozenset(flags | in_file.keys())
 
 
 def make_arguments(
     run: Run,
     values: argparse.Namespace,
-    given: set[str],
     config_class: type,
     dataset_formats: tuple[str, ...] | str,
     recipe: dict[str, Any],
-) -> Arguments:
-    """The three argument objects, of what `read_values` has found. Connects the processes: TrainingArguments does.
+) -> tuple[Run, Arguments]:
+    """The three argument objects, and the run with what follows from them. Connects the processes: TrainingArguments does.
+
+    `values`: what `read_values` has found.
 
     Raises UserError for anything that the user can fix.
     """
     used = vars(values) | {"use_cpu": run.on_cpu or values.use_cpu}
     arguments = script_args, training_args, model_args = make_objects(used, config_class)
-    script_args.given = given
-    script_args.settings = settings_of(values, tuple(map(type, arguments)))
     if model_args.model_name_or_path and Path(model_args.model_name_or_path).is_dir():  # an adapter records it
         model_args.model_name_or_path = str(Path(model_args.model_name_or_path).absolute())
-    set_dependent_values(script_args, training_args, recipe)
-    checks.check_numbers(script_args, training_args)
+    set_dependent_values(run, script_args, training_args, recipe)
+    checks.check_numbers(run, script_args, training_args)
     processes = run.processes or int(os.environ.get("WORLD_SIZE", 1))
     before = settings_of_continued_run(run, training_args.output_dir) if run.trains else {}
-    set_steps(arguments, recipe, processes, run.tiny, before)
-    data = settings_of_data(script_args, training_args, dataset_formats)
-    if run.tiny and "max_eval_samples" not in given:
+    asked = set_steps(run, arguments, recipe, processes, before)
+    data = settings_of_data(script_args, training_args, dataset_formats, run.given)
+    if run.tiny and "max_eval_samples" not in run.given:
         data = data.hold_out_at_least(recipe.get("max_eval_samples", ScriptArguments.max_eval_samples))
-    script_args.data = data
-    script_args.repository = take_repository(training_args)
-    return arguments
+    run = dataclasses.replace(
+        run,
+        settings=settings_of(values, tuple(map(type, arguments))),
+        data=data,
+        profile=script_args.profile,
+        repository=take_repository(training_args),
+        asked_accumulation_steps=asked,
+    )
+    return run, arguments
 
 
 class Parser(trl.TrlParser):
@@ -167,9 +172,11 @@ def take_config_file(words: list[str]) -> tuple[list[str], dict[str, Any]]:
     return rest, values
 
 
-def set_dependent_values(script_args: ScriptArguments, training_args: TrainingArguments, recipe: dict[str, Any]) -> None:
+def set_dependent_values(
+    run: Run, script_args: ScriptArguments, training_args: TrainingArguments, recipe: dict[str, Any]
+) -> None:
     """Sets arguments that were not given and depend on others. `recipe`: the values of the recipe."""
-    given = script_args.given
+    given = run.given
     of_recipe = ScriptArguments(dataset_name=recipe.get("dataset_name"))
     if script_args.dataset_name != of_recipe.dataset_name:  # another dataset has its own config and splits
         own = {"dataset_config", "dataset_train_split", "dataset_test_split", "dataset_weights"}
@@ -197,23 +204,27 @@ def values_of_config(config: AccelerateConfig) -> dict[str, Any]:
 
 
 def set_steps(
+    run: Run,
     arguments: Arguments,
     recipe: dict[str, Any],
     processes: int,
-    is_tiny: bool,
-    before: dict[str, Any] | None = None,
-) -> None:
+    before: dict[str, Any],
+) -> int | None:
     """Sets gradient_accumulation_steps from global_batch_size, and max_steps from max_tokens or the flag num_train_epochs.
 
-    `recipe`: the values of the recipe. `before`: the settings of the checkpoint that the run continues.
+    Returns the gradient_accumulation_steps that were asked for, None with a global_batch_size.
+
+    `recipe`: the values of the recipe. `before`: the settings of the checkpoint that the run continues, {} without one.
     """
     script_args, training_args, _ = arguments
-    set_accumulation_steps(arguments, recipe, processes, is_tiny)
-    if "gradient_accumulation_steps" in script_args.given or not script_args.global_batch_size:
-        keep_rows_of_step(script_args, training_args, processes, before or {})
-    if trains_for_epochs(script_args):
+    set_accumulation_steps(run, arguments, recipe, processes)
+    asked = None
+    if "gradient_accumulation_steps" in run.given or not script_args.global_batch_size:
+        asked = training_args.gradient_accumulation_steps
+        keep_rows_of_step(training_args, processes, before)
+    if trains_for_epochs(run, script_args):
         script_args.dataset_streaming = False
-        if not is_tiny and "num_train_epochs" not in script_args.given:
+        if not run.tiny and "num_train_epochs" not in run.given:
             training_args.max_steps, training_args.num_train_epochs = -1, 1
     if script_args.max_tokens:
         length = length_of_rows(training_args)
@@ -222,24 +233,25 @@ def set_steps(
                 "--max_tokens: rows have no maximum length, so nothing says how many tokens a step has: pass --max_steps"
             )
         training_args.max_steps = math.ceil(script_args.max_tokens / (rows_of_step(training_args, processes) * length))
-    elif "num_train_epochs" in script_args.given and "max_steps" not in script_args.given:
+    elif "num_train_epochs" in run.given and "max_steps" not in run.given:
         training_args.max_steps = -1
+    return asked
 
 
-def set_accumulation_steps(arguments: Arguments, recipe: dict[str, Any], processes: int, is_tiny: bool) -> None:
+def set_accumulation_steps(run: Run, arguments: Arguments, recipe: dict[str, Any], processes: int) -> None:
     """Sets gradient_accumulation_steps from global_batch_size; the flag gradient_accumulation_steps wins.
 
     A rehearsal has its own micro-batch. It checks that the batch of the run is possible, and takes micro-batches of one row
     if its own micro-batch cannot make up the global batch.
     """
     script_args, training_args, _ = arguments
-    given = script_args.given
+    given = run.given
     if {"global_batch_size", "gradient_accumulation_steps"} <= given:
         raise UserError("--global_batch_size and --gradient_accumulation_steps set the same: pass one of them")
     if "gradient_accumulation_steps" in given:
         return
     rows, micro_batch = script_args.global_batch_size, training_args.per_device_train_batch_size
-    if is_tiny:
+    if run.tiny:
         of_run = recipe.get("per_device_train_batch_size", type(training_args).per_device_train_batch_size)
         if "per_device_train_batch_size" in given:
             of_run = micro_batch
@@ -250,15 +262,15 @@ def set_accumulation_steps(arguments: Arguments, recipe: dict[str, Any], process
         training_args.gradient_accumulation_steps = accumulation_steps(rows, micro_batch, processes)
 
 
-def trains_for_epochs(script_args: ScriptArguments) -> bool:
+def trains_for_epochs(run: Run, script_args: ScriptArguments) -> bool:
     """Whether a recipe that streams reads files of the user's own, without a flag for the number of steps or rows.
 
     The recipe's number of steps is for its own dataset. So it trains for one epoch, or for --num_train_epochs.
     """
     flags = {"dataset_streaming", "max_steps", "max_tokens", "max_samples"}
     are_local = all(reading.is_local(source.name) for source in sources_of(script_args))
-    has_own_data = "dataset_name" in script_args.given and are_local
-    return script_args.dataset_streaming and has_own_data and not flags & script_args.given
+    has_own_data = "dataset_name" in run.given and are_local
+    return script_args.dataset_streaming and has_own_data and not flags & run.given
 
 
 def accumulation_steps(rows: int | None, micro_batch: int, processes: int) -> int:
@@ -287,12 +299,7 @@ def settings_of_continued_run(run: Run, output_dir: str) -> dict[str, Any]:
         raise UserError(f"--output_dir: {output_dir} cannot be read ({error.strerror}): choose another folder") from error
 
 
-def keep_rows_of_step(
-    script_args: ScriptArguments,
-    training_args: TrainingArguments,
-    processes: int,
-    before: dict[str, Any],
-) -> None:
+def keep_rows_of_step(training_args: TrainingArguments, processes: int, before: dict[str, Any]) -> None:
     """Sets gradient_accumulation_steps so that a run has as many rows per step as before, on more or fewer processes.
 
     For runs without a global_batch_size. `before`: the settings of the checkpoint, {} without one. Raises UserError if this
@@ -300,7 +307,7 @@ def keep_rows_of_step(
     checkpoint, a step has the rows of `processes`.
     """
     asked, micro_batch = training_args.gradient_accumulation_steps, training_args.per_device_train_batch_size
-    script_args.asked_accumulation_steps = asked  # a checkpoint has what was asked for, and what was used
+    # A checkpoint has what was asked for, and what was used.
     if before.get("asked_accumulation_steps") != asked or before["per_device_train_batch_size"] != micro_batch:
         before = {"gradient_accumulation_steps": asked, "world_size": processes}
     micro_batches = before["gradient_accumulation_steps"] * before["world_size"]

@@ -16,7 +16,7 @@ from harness.data.script_arguments import ScriptArguments
 from harness.data.tokenization import NEEDS_TOKENS, are_tokenized
 from harness.messages import UserError
 from harness.run.parameters import adapters_of, base_of, config_of
-from harness.runs import StartedRecipe
+from harness.runs import Run, StartedRecipe
 
 import torch
 from transformers import TrainingArguments
@@ -27,11 +27,11 @@ from trl import DPOConfig, ModelConfig, SFTConfig, SFTTrainer
 NOT_FOR_FSDP = re.compile("8bit|4bit|bnb|paged|lion|ademamix|adafactor|stable")
 
 
-def check_numbers(script_args: ScriptArguments, training_args: TrainingArguments) -> None:
+def check_numbers(run: Run, script_args: ScriptArguments, training_args: TrainingArguments) -> None:
     """Raises UserError for a number with which a run would train nothing, or something else. NaN is refused too."""
     least = dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "max_length"), 1)
     least |= {"global_batch_size": 1, "max_tokens": 1, "learning_rate": sys.float_info.min}
-    if training_args.max_steps <= 0 or "num_train_epochs" in script_args.given:
+    if training_args.max_steps <= 0 or "num_train_epochs" in run.given:
         least["num_train_epochs"] = sys.float_info.min
     if training_args.max_steps < 1 and training_args.max_steps != -1:  # transformers would train for --num_train_epochs
         raise UserError(f"--max_steps is {training_args.max_steps}, expected 1 or more, or -1 for --num_train_epochs")
@@ -96,10 +96,10 @@ def check_parallelism(training_args: TrainingArguments, model_init_kwargs: dict)
 
 
 def check_flags_have_effect(
-    script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool
+    run: Run, script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig
 ) -> None:
     """Raises UserError for a flag that was passed and would change nothing, or something else than it says."""
-    given = script_args.given
+    given = run.given
     for_adapters = sorted(name for name in given if name.startswith("lora_") or name in ("use_rslora", "use_dora"))
     if for_adapters and not model_args.use_peft:
         raise UserError(f"--{for_adapters[0]} is for adapters: add --use_peft")
@@ -113,7 +113,7 @@ def check_flags_have_effect(
     is_packed = getattr(training_args, "packing", False)
     if getattr(training_args, "padding_free", False) and not is_packed and training_args.max_length:
         raise UserError("--padding_free: without --packing true, rows would not be cut at --max_length: pass --packing true")
-    if getattr(training_args, "precompute_ref_log_probs", False) and model_args.use_peft and is_sharded:
+    if getattr(training_args, "precompute_ref_log_probs", False) and model_args.use_peft and run.is_sharded:
         raise UserError(
             "--precompute_ref_log_probs: TRL computes these before FSDP moves the model to the GPU: leave out the flag, or use a "
             "config without FSDP"
@@ -122,12 +122,12 @@ def check_flags_have_effect(
         if script_args.max_tokens and name in given:
             raise UserError(f"--max_tokens and --{name} set the same: pass one of them")
     if model_args.load_in_4bit or model_args.load_in_8bit:
-        check_quantized(script_args, training_args, model_args, is_sharded)
+        check_quantized(run, training_args, model_args)
 
 
 def check_built_trainer(recipe: StartedRecipe) -> None:
     """Raises UserError for a trainer that the recipe has built without its rows as tokens, or arguments of the model."""
-    script_args, training_args, model_args = recipe.arguments
+    _, training_args, model_args = recipe.arguments
     check_rows_are_tokens(recipe)
     model = recipe.trainer.model
     loads_model = hasattr(training_args, "model_init_kwargs")  # TRL's trainers get the name of the model
@@ -145,14 +145,14 @@ def check_built_trainer(recipe: StartedRecipe) -> None:
         )
     settings = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
     settings |= {"use_rslora": "use_rslora", "use_dora": "use_dora"}
-    for flag in sorted(script_args.given & settings.keys()):
+    for flag in sorted(recipe.run.given & settings.keys()):
         if adapters and getattr(adapters[0], settings[flag]) != getattr(model_args, flag):
             raise UserError(
                 f"--{flag}: the recipe gives its adapter another value: make the adapter's settings with "
                 "get_peft_config(model_args) (from trl import get_peft_config), or leave out the flag"
             )
     asked, config = getattr(torch, model_args.dtype or "", None), config_of(base_of(model))
-    if "dtype" in script_args.given and asked and config and not is_quantized and config.dtype not in (None, asked):
+    if "dtype" in recipe.run.given and asked and config and not is_quantized and config.dtype not in (None, asked):
         raise UserError(
             f"--dtype: the recipe loads its model in {config.dtype}: pass dtype=model_args.dtype to from_pretrained there, or "
             "leave out the flag"
@@ -170,9 +170,7 @@ def check_rows_are_tokens(recipe: StartedRecipe) -> None:
         raise UserError(f"{Path(recipe.run.recipe).name}: {NEEDS_TOKENS}")
 
 
-def check_quantized(
-    script_args: ScriptArguments, training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool
-) -> None:
+def check_quantized(run: Run, training_args: TrainingArguments, model_args: ModelConfig) -> None:
     """Raises UserError for options with which quantized weights would not be trained, not be sharded, or be destroyed."""
     if not model_args.use_peft:
         raise UserError(
@@ -180,11 +178,11 @@ def check_quantized(
         )
     if not (hasattr(training_args, "model_init_kwargs") and model_args.model_name_or_path):
         raise UserError("--load_in_4bit, --load_in_8bit: this recipe loads the whole model itself: use a recipe with SFTTrainer")
-    if not is_sharded:
+    if not run.is_sharded:
         return
     if model_args.load_in_8bit:
         raise UserError("--load_in_8bit: FSDP2 shards floating-point parameters only, so it is for one GPU: use --load_in_4bit")
-    computes_in, given = (None, ModelConfig().dtype, "bfloat16"), script_args.given
+    computes_in, given = (None, ModelConfig().dtype, "bfloat16"), run.given
     wrong = {
         "bnb_4bit_quant_storage": model_args.bnb_4bit_quant_storage not in (None, "float32", "bfloat16", "float16"),
         "fp16": training_args.fp16,
@@ -234,7 +232,7 @@ READ_BY_DPO = {
 }
 
 
-def check_loss(script_args: ScriptArguments, training_args: TrainingArguments) -> None:
+def check_loss(run: Run, training_args: TrainingArguments) -> None:
     """Raises UserError for numbers with which a loss of TRL is another one than they say, constant, or not finite."""
     if not training_args.average_tokens_across_devices:
         raise UserError(
@@ -243,9 +241,9 @@ def check_loss(script_args: ScriptArguments, training_args: TrainingArguments) -
         )
     loss_type = getattr(training_args, "loss_type", None)  # None: of transformers
     reads_smoothing = loss_type is None or (isinstance(training_args, SFTConfig) and loss_type == "nll")
-    if "label_smoothing_factor" in script_args.given and not reads_smoothing:
+    if "label_smoothing_factor" in run.given and not reads_smoothing:
         raise UserError("--label_smoothing_factor: this trainer, with its --loss_type, does not read it: leave it out")
-    of_dpo = READ_BY_DPO.keys() & script_args.given if isinstance(training_args, DPOConfig) else ()
+    of_dpo = READ_BY_DPO.keys() & run.given if isinstance(training_args, DPOConfig) else ()
     for name in sorted(of_dpo):
         choice, needed = READ_BY_DPO[name]
         chosen = getattr(training_args, choice, needed)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness import hub
 from harness.compat.accelerate import launch_environment
+from harness.configs import AccelerateConfig
 from harness.messages import UserError
 from harness.runs import Run
 
@@ -56,6 +57,16 @@ def set_environment_of_accelerate(run: Run) -> None:
     if run.config.distributed_type != "NO":
         os.environ.update(launch_environment(run.config.path, run.processes, run.nodes, run.recipe))
     os.environ.update(LEFT_TO_ARGUMENTS)
+
+
+def config_of_accelerate() -> AccelerateConfig:
+    """What `accelerate launch` passes on of its config: neither the path, nor the keys of this project."""
+    names = ("offload_params", "activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
+    return AccelerateConfig(
+        distributed_type="FSDP" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "",
+        mixed_precision=os.environ["ACCELERATE_MIXED_PRECISION"],
+        **{name: os.environ.get(f"FSDP_{name.upper()}") == "true" for name in names},
+    )
 
 
 def hide_library_warnings() -> None:

@@ -73,7 +73,7 @@ def help_text(recipe: Path, config_class: type, values: dict[str, Any]) -> str:
     of_project = [
         f"# --{field.name}  {field.metadata['help']}"
         for field in dataclasses.fields(ScriptArguments)
-        if field.init and field.name in ScriptArguments.__annotations__ and field.name not in values
+        if field.name in ScriptArguments.__annotations__ and field.name not in values
     ]
     of_project.append("# --max_restarts  How often to start again after a crash, default 0.")
     flags = {

@@ -14,14 +14,13 @@ from transformers import TrainingArguments
 from trl import ModelConfig
 
 
-def set_allocator(run: Run, values: argparse.Namespace) -> Run:
+def set_allocator(run: Run, values: argparse.Namespace) -> None:
     """Sets how PyTorch allocates GPU memory and pinned host memory, unless the user has. PyTorch reads that at its first use.
 
     `values`: of all arguments.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():  # the latter is its older name
         os.environ["PYTORCH_ALLOC_CONF"] = allocator_settings(run.config, values)
-    return run
 
 
 def allocator_settings(config: AccelerateConfig, values: argparse.Namespace) -> str:

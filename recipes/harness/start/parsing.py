@@ -1,17 +1,17 @@
 """What a recipe's `parse` does: it finds how the recipe was started, reads the arguments, and prepares the run or command."""
 
+import atexit
+import dataclasses
 import logging
 import os
-import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 from harness import runs
 from harness.compat.transformers import never_ask_for_code
-from harness.messages import UserError, is_first_process
+from harness.messages import is_first_process
 from harness.start.arguments import Arguments, make_arguments, read_values
-from harness.start.recipes import begin_process, report_failures_of
+from harness.start.recipes import begin_process, report_failures_of, report_missing_train
 from harness.start.training import start_of_training
 
 from accelerate.utils import check_cuda_p2p_ib_support
@@ -19,7 +19,8 @@ from accelerate.utils import check_cuda_p2p_ib_support
 
 def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **recipe: Any) -> Arguments:
     """See `harness.parse`, which turns a UserError into one message and exit code 2."""
-    started, is_training = runs.started(), runs.started() is None
+    started = runs.started()
+    is_training = started is None
     if is_training:
         started = start_of_training()
         begin_process()
@@ -29,24 +30,16 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **rec
     disable_peer_to_peer()
 
     values, given = read_values(started.run, config_class, recipe)
-    started.run = started.on_flags(started.run, values)
-    started.arguments = arguments = make_arguments(started.run, values, given, config_class, dataset_formats, recipe)
+    started.run = dataclasses.replace(started.run, given=given)
+    started.choose_device(values)
+    started.run, arguments = make_arguments(started.run, values, config_class, dataset_formats, recipe)
+    started.arguments = arguments
     if is_training:
         report_failures_of(started)  # again: torch puts its own hook around it when it connects the processes
-        check_calls_train(Path(started.run.recipe))
-    started.run = started.on_arguments(started.run, arguments)
+    started.prepare(arguments)
+    if is_training:
+        atexit.register(report_missing_train, started)
     return arguments
-
-
-def check_calls_train(recipe: Path) -> None:
-    """Raises UserError for a recipe that never calls `train`: `trainer.train()` would neither resume nor save the model."""
-    text = recipe.read_text("utf-8")
-    calls_parse, calls_train = r"(?<![\w.])(harness\.)?parse\(", r"(?<![\w.])((harness\.)?train\(|train as )"
-    if re.search(calls_parse, text) and not re.search(calls_train, text):  # a module next to the recipe may call both
-        raise UserError(
-            f"{recipe.name} calls parse() but never train(): its last line must be train(trainer), with `train` from `harness`; "
-            "trainer.train() would neither resume nor save the model"
-        )
 
 
 def quiet_libraries() -> None:

@@ -35,16 +35,16 @@ from huggingface_hub.constants import HF_HUB_OFFLINE
 def check_all_arguments(run: Run, arguments: Arguments) -> None:
     """Raises UserError for arguments that contradict each other, or that would have no effect. Reads no model and no dataset."""
     checks.check_arguments(arguments[1])
-    checks.check_flags_have_effect(*arguments, run.is_sharded)
+    checks.check_flags_have_effect(run, *arguments)
     checks.check_optimizer(arguments[1], run.config)
-    checks.check_loss(arguments[0], arguments[1])
+    checks.check_loss(run, arguments[1])
 
 
 def set_model_options(run: Run, arguments: Arguments) -> None:
     """Sets how the model is loaded and its loss computed. After `check_all_arguments`, which looks at what was asked for."""
-    script_args, training_args, model_args = arguments
-    set_loading_options(training_args, model_args, run, script_args.given)
-    if script_args.data.formats:  # rows of a recipe that names none can have images
+    _, training_args, model_args = arguments
+    set_loading_options(training_args, model_args, run)
+    if run.data.formats:  # rows of a recipe that names none can have images
         keep_adapter_in_text_part(model_args, run.tiny)
     if model_args.load_in_4bit and run.on_cpu:
         keep_4bit_layout()
@@ -52,8 +52,9 @@ def set_model_options(run: Run, arguments: Arguments) -> None:
 
 def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool = True) -> None:
     """Raises UserError unless model and dataset (the tiny ones of a rehearsal) can be opened and fit each other."""
-    script_args, training_args, model_args = arguments
-    for source in script_args.data.sources:
+    _, training_args, model_args = arguments
+    data = run.data
+    for source in data.sources:
         reading.print_ignored_files(source.name, source.config)
     display_name = model_args.model_name_or_path
     if run.on_cpu:
@@ -62,30 +63,30 @@ def check_model_and_dataset(run: Run, arguments: Arguments, with_weights: bool =
         if display_name and tiny.family_of(display_name) is None:
             check_model_exists(display_name, model_args.model_revision)
             check_architecture(training_args, model_args, display_name)
-        tiny.make_replacements(script_args, model_args)
-        script_args, training_args, model_args = map(copy.copy, arguments)
-        tiny.use_replacements(script_args, training_args, model_args)
+        tiny.make_replacements(data, model_args)
+        training_args, model_args = copy.copy(training_args), copy.copy(model_args)
+        data = tiny.use_replacements(data, training_args, model_args)
     else:
         if HF_HUB_OFFLINE:
             print_once("The Hub is not reachable, or HF_HUB_OFFLINE is set: using the files on this machine.")
         if display_name:
             check_model(training_args, model_args, run.is_sharded)
     if not display_name:  # the recipe makes its model itself
-        check_dataset(script_args.data)
+        check_dataset(data)
         return
     check_packing(training_args, model_args, display_name, can_use_kernels=not (run.on_cpu and run.trains))
     if model_args.use_peft:
         build_adapter_on_meta(model_args, display_name)
-    rows = check_dataset(script_args.data)
-    only_completions = bool(script_args.data.formats) and getattr(training_args, "completion_only_loss", None)
+    rows = check_dataset(data)
+    only_completions = bool(data.formats) and getattr(training_args, "completion_only_loss", None)
     without = next((place for place, row in rows if "completion" not in row), None)
     if only_completions and without:
         raise UserError(
             f"--completion_only_loss: {without} has no prompt and completion for the trainer, so all of it would count: leave "
             "out the flag; for conversations pass --assistant_only_loss true"
         )
-    splits = script_args.split_conversations
-    chat_templates.check_conversations(training_args, model_args, script_args.given, rows, display_name, splits)
+    splits = data.split_conversations
+    chat_templates.check_conversations(training_args, model_args, run.given, rows, display_name, splits)
     if with_weights and not run.tiny:
         check_weights(model_args.model_name_or_path, model_args.model_revision)  # last: it downloads them
 
@@ -98,14 +99,15 @@ def use_commit(arguments: Arguments, commit: str) -> None:
         tiny.use_model(training_args, model_args, model_args.model_name_or_path, commit)
 
 
-def replace_model_and_dataset(run: Run, arguments: Arguments) -> None:
-    """Makes the arguments of a rehearsal name the tiny model and dataset."""
-    if run.tiny:
-        tiny.use_replacements(*arguments)
+def replace_model_and_dataset(run: Run, arguments: Arguments) -> Run:
+    """Makes a rehearsal use the tiny model and dataset: changes the arguments, and returns the run with other data."""
+    if not run.tiny:
+        return run
+    return dataclasses.replace(run, data=tiny.use_replacements(run.data, *arguments[1:]))
 
 
-def prepare_process(run: Run, arguments: Arguments, date: datetime | None = None) -> None:
-    """Changes the libraries in this process as the arguments need it.
+def prepare_process(run: Run, arguments: Arguments, date: datetime | None = None) -> Run:
+    """Changes the libraries in this process as the arguments need it. Returns what `prepare_data` does.
 
     `date`: that chat templates print, None for today's.
     """
@@ -124,17 +126,19 @@ def prepare_process(run: Run, arguments: Arguments, date: datetime | None = None
         (training_args.activation_checkpointing_kwargs or {}).pop("offload", None)
     keep_activation_checkpointing()
     set_date_of_chat_templates(date)
-    prepare_data(arguments)
+    return prepare_data(run, arguments)
 
 
-def prepare_data(arguments: Arguments) -> None:
-    """Sets how conversations are rendered, and which process shows progress."""
-    script_args, training_args, model_args = arguments
-    if name := model_args.model_name_or_path:
-        data = chat_templates.fit_template(script_args.data, training_args, model_args, script_args.given)
-        options = {"model_name": name, "splits_answers": script_args.split_conversations}
-        check = functools.partial(chat_templates.check_conversations, training_args, model_args, script_args.given, **options)
-        script_args.data = dataclasses.replace(data, check_conversations=check)
+def prepare_data(run: Run, arguments: Arguments) -> Run:
+    """Sets which process shows progress. Returns the run with rows that fit the chat template."""
+    _, training_args, model_args = arguments
     if training_args.process_index or training_args.disable_tqdm:  # one process shows progress
         datasets.disable_progress_bars()
         transformers.logging.disable_progress_bar()
+    name = model_args.model_name_or_path
+    if not name:
+        return run
+    data = chat_templates.fit_template(run.data, training_args, model_args, run.given)
+    options = {"model_name": name, "splits_answers": data.split_conversations}
+    check = functools.partial(chat_templates.check_conversations, training_args, model_args, run.given, **options)
+    return dataclasses.replace(run, data=dataclasses.replace(data, check_conversations=check))

@@ -1,6 +1,5 @@
 """A recipe in this process: how its failures are reported, and running one for a command that needs its trainer."""
 
-import argparse
 import atexit
 import functools
 import multiprocessing
@@ -11,7 +10,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -19,11 +17,11 @@ from typing import Any
 from harness import runs
 from harness.data.tokenization import NEEDS_TOKENS, are_tokenized
 from harness.hub import HubLost
-from harness.launched import end_of_imports, record_end
-from harness.messages import UserError, exit_on_user_error, last_line
+from harness.launched import end_of_imports, has_ended, launched, record_end
+from harness.messages import UserError, exit_on_user_error, is_first_process, last_line
 from harness.run.failures import exit_for_known_failure, explain_missing_weights, raise_if_of_library
 from harness.run.trainer import RunTrainer
-from harness.runs import Run, StartedRecipe
+from harness.runs import StartedRecipe
 from harness.signals import OUT_OF_TIME, SIGNALS, last_signal
 
 DAEMON_TIMEOUT = 2  # seconds for the daemons of a process to exit when it exits
@@ -84,7 +82,7 @@ def raise_if_rows_are_readable(recipe: StartedRecipe, error: Exception) -> None:
     """Raises UserError if SFTTrainer fails on rows that `tokenize` should have made tokens: it says nothing of this function."""
     frames = traceback.extract_tb(error.__traceback__)
     is_of_trainer = any(frame.filename.endswith("trl/trainer/sft_trainer.py") and frame.name == "__init__" for frame in frames)
-    has_texts = recipe.arguments and recipe.arguments[0].data.formats  # a recipe for images names no format
+    has_texts = recipe.arguments and recipe.run.data.formats  # a recipe for images names no format
     if is_of_trainer and has_texts and not are_tokenized(recipe.arguments[1]):
         name = Path(recipe.run.recipe).name
         raise UserError(f"{name}: {NEEDS_TOKENS} ({type(error).__name__}: {last_line(error)})") from error
@@ -111,18 +109,22 @@ def run_recipe(recipe: StartedRecipe, flags: list[str]) -> None:
         report_failure(recipe, error)
 
 
-def build_trainer(
-    run: Run,
-    flags: list[str],
-    on_arguments: Callable[[Run, Any], Run],
-    on_flags: Callable[[Run, argparse.Namespace], Run] = lambda run, values: run,
-) -> StartedRecipe:
-    """Runs a recipe until it calls `train`. `on_arguments` and `on_flags`: see `StartedRecipe`."""
-    recipe = StartedRecipe(run, on_flags, on_arguments)
+def build_trainer(recipe: StartedRecipe, flags: list[str]) -> None:
+    """Runs a recipe until it calls `train` with its trainer."""
     run_recipe(recipe, flags)
     if recipe.trainer is None:
-        raise UserError(f"{Path(run.recipe).name} ended without calling train(): is it a recipe?")
-    return recipe
+        raise UserError(without_train(recipe))
+
+
+def without_train(recipe: StartedRecipe) -> str:
+    return f"{Path(recipe.run.recipe).name} ended without calling train(): its last line must be train(trainer), from `harness`"
+
+
+def report_missing_train(recipe: StartedRecipe) -> None:
+    """Runs at the exit of a process that trains: `trainer.train()` neither resumes nor saves the model. The launcher exits."""
+    if launched() and recipe.trainer is None and is_first_process() and not has_ended():
+        print(f"error: {without_train(recipe)}", file=sys.stderr, flush=True)
+        record_end(2)
 
 
 def _prepare_exit() -> None:

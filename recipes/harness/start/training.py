@@ -13,7 +13,7 @@ import tempfile
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness import configs, folder, runs
 from harness.compat.accelerate import allow_fsdp_on_cpu
@@ -35,7 +35,7 @@ from harness.run.publishing import check_repository
 from harness.runs import NO_FEATURES, GpuFeatures, Run, StartedRecipe
 from harness.start import machine
 from harness.start.arguments import Arguments
-from harness.start.environment import LEFT_TO_ARGUMENTS, set_environment_of_accelerate
+from harness.start.environment import LEFT_TO_ARGUMENTS, config_of_accelerate, set_environment_of_accelerate
 from harness.start.preparing import (
     check_all_arguments,
     check_model_and_dataset,
@@ -47,7 +47,7 @@ from harness.start.preparing import (
 from harness.start.record import command_of, digest_of_recipe
 
 import torch
-from transformers import TrainingArguments, set_seed
+from transformers import Trainer, TrainingArguments, set_seed
 
 SEEN_BY_ALL = ".seen-by-all-nodes-"  # begins the name of a file by which nodes find out whether they share a folder
 
@@ -60,95 +60,119 @@ def start_of_training() -> StartedRecipe:
         run = dataclasses.replace(run, config=config, tiny=call.tiny, nodes=call.nodes, processes=processes)
         set_environment_of_accelerate(run)
     elif "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
-        config = configs.read(config_of_accelerate_launch())
-        run = dataclasses.replace(run, config=config, processes=int(os.environ.get("WORLD_SIZE", 1)))
-        if config.path:
-            os.environ.update(LEFT_TO_ARGUMENTS)
+        run = dataclasses.replace(run, config=config_of_accelerate(), processes=int(os.environ.get("WORLD_SIZE", 1)))
+        os.environ.update(LEFT_TO_ARGUMENTS)
     if launched() and (restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))):
         print_once(
             f"Started again after a crash, {restarts} of {os.environ['TORCHELASTIC_MAX_RESTARTS']} times (--max_restarts)."
         )
-    started = recipe_that_trains(run)
+    started = TrainedRecipe(run)
     runs.set_started(started)
     return started
 
 
-def recipe_that_trains(run: Run) -> StartedRecipe:
-    return StartedRecipe(run, on_flags=choose_device, on_arguments=prepare_run, on_train=train)
+class TrainedRecipe(StartedRecipe):
+    """A recipe that trains."""
+
+    def choose_device(self, values: argparse.Namespace) -> None:
+        """Finds whether the run computes on CPU, and sets what CUDA and accelerate read at their first use."""
+        run = self.run
+        if launched():
+            on_cpu = machine.must_use_cpu(run, values)
+        else:
+            on_cpu = run.on_cpu or values.use_cpu
+            check_start_without_launcher(run, values, on_cpu)
+        machine.set_allocator(run, values)
+        if on_cpu:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few
+            if run.is_sharded:
+                allow_fsdp_on_cpu()
+        self.run = dataclasses.replace(run, on_cpu=on_cpu)
+
+    def prepare(self, arguments: Arguments) -> None:
+        self.run = prepare_run(self.run, arguments)
+
+    def train(self, trainer: Trainer) -> None:
+        session.run_training(trainer, self.run)
+        # Not earlier: what a recipe does after `train` can need the other processes. And not later, when they may have exited.
+        atexit.register(trainer.end)
 
 
-def choose_device(run: Run, values: argparse.Namespace) -> Run:
-    """Whether the run computes on CPU, and what CUDA and accelerate read at their first use. `values`: of all arguments."""
-    if launched():
-        on_cpu = machine.must_use_cpu(run, values)
-    else:
-        on_cpu = run.on_cpu or values.use_cpu
-        check_start_without_launcher(run, values, on_cpu)
-    machine.set_allocator(run, values)
-    if on_cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # FSDP would take the GPU of a machine that has too few
-        if run.is_sharded:
-            allow_fsdp_on_cpu()
-    return dataclasses.replace(run, on_cpu=on_cpu)
+class Claim(NamedTuple):
+    """What all processes need to know of the run that the first one has claimed."""
+
+    date: str  # of its first start
+    commit: str  # of the model
+    gradient_accumulation_steps: int
+    max_steps: int
 
 
 def prepare_run(run: Run, arguments: Arguments) -> Run:
-    """The first process checks the run and claims its output directory, while the others wait; all prepare themselves."""
-    script_args, training_args, model_args = arguments
+    """Prepares each process for the run. The first one checks it and claims the output directory, the others wait."""
+    _, training_args, model_args = arguments
     if is_of_several():
         publish_of_node(facts_of_node(run, training_args))
     gpu = GpuFeatures(*answer_of_first("arguments", lambda: check_nodes_and_arguments(run, arguments)))
     run = dataclasses.replace(run, gpu=gpu, lock=folder.lock_of(Path(training_args.output_dir)))
     set_model_options(run, arguments)
-    answer = answer_of_first("run", lambda: check_run(run, arguments))
-    use_commit(arguments, answer["commit"])
-    for name, value in answer["steps"].items():
-        setattr(training_args, name, value)
-    replace_model_and_dataset(run, arguments)
+
+    claim = Claim(*answer_of_first("run", lambda: claim_run(run, arguments)))
+    use_commit(arguments, claim.commit)
+    training_args.gradient_accumulation_steps = claim.gradient_accumulation_steps
+    training_args.max_steps = claim.max_steps
+    if training_args.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # of the checks
+    run = replace_model_and_dataset(run, arguments)
+
     if run.nodes > 1 and training_args.save_strategy != "no":
-        check_folder_is_shared(Path(training_args.output_dir), answer["file"])
+        check_folder_is_shared(Path(training_args.output_dir))
     if model_args.load_in_4bit and run.is_sharded:
         answer_of_first("weights", lambda: quantize_once(model_args), first_of_node=True)
         use_quantized_weights(model_args, training_args)
-    seen = SeenRows({"rows": None, "chat_template_kwargs": script_args.chat_template_kwargs})
-    prepare_process(run, arguments, datetime.fromisoformat(answer["date"]))
+    run = prepare_process(run, arguments, datetime.fromisoformat(claim.date))
     set_seed(training_args.seed)  # before a recipe makes a model: all processes make the same
     if training_args.world_size > 1:
         map_in_one_process()
         check_all_reduce(training_args.device)
-    return dataclasses.replace(
-        run,
-        profile=script_args.profile,
-        asked_accumulation_steps=script_args.asked_accumulation_steps,
-        repository=script_args.repository,
-        seen=seen,
-    )
+    seen = SeenRows({"rows": None, "chat_template_kwargs": run.data.template_arguments})
+    return dataclasses.replace(run, seen=seen)
 
 
-def check_nodes_and_arguments(run: Run, arguments: Arguments) -> list:
+def check_nodes_and_arguments(run: Run, arguments: Arguments) -> GpuFeatures:
     """The GpuFeatures of all nodes. Raises UserError if nodes were started differently, and for arguments that contradict."""
     gpu = features_of_nodes(run, arguments[1])
     check_all_arguments(run, arguments)
-    return list(gpu)
+    return gpu
 
 
-def check_run(run: Run, arguments: Arguments) -> dict[str, Any]:
-    """What the first process does: checks the run, claims its output directory; returns what all processes need of it."""
-    training_args = arguments[1]
-    identity = check_and_claim_run(run, arguments)
-    if training_args.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # the run has not begun
-    answer = {"date": identity["date"], "commit": identity["commit"], "file": ""}
-    if run.nodes > 1 and training_args.save_strategy != "no":
-        file, answer["file"] = tempfile.mkstemp(dir=training_args.output_dir, prefix=SEEN_BY_ALL)
-        os.close(file)
-    return answer | {"steps": {name: getattr(training_args, name) for name in ("gradient_accumulation_steps", "max_steps")}}
+def claim_run(run: Run, arguments: Arguments) -> Claim:
+    """What the first process does: checks the run, locks its output directory and writes run.json.
 
+    A run that continues uses the commit of its first start. Raises UserError for what the user can fix. Exits if the run is
+    finished. Prints what differs from what was asked for.
+    """
+    _, training_args, model_args = arguments
+    output_dir, is_default = Path(training_args.output_dir), training_args.output_dir == run.default_output_dir
+    if not training_args.use_cpu:
+        machine.check_gpus(training_args, model_args, run)
+    identity = identity_of_run(run, arguments)
+    folder.check_output_dir(output_dir, identity, is_default)
+    before = folder.read_json(output_dir / folder.RUN)
+    if folder.has_trained(output_dir) and before.get("commit"):
+        use_commit(arguments, before["commit"])
+    check_model_and_dataset(run, arguments)
+    if run.repository and not run.tiny:
+        check_repository(run.repository)
+    if not folder.is_replaced_rehearsal(output_dir, identity, is_default):
+        folder.exit_if_finished(output_dir, identity, training_args.max_steps, training_args.num_train_epochs)
 
-def train(started: StartedRecipe) -> None:
-    session.run_training(started.trainer, started.run)
-    # Not earlier: what a recipe does after `train` can need the other processes. And not later, when they may have exited.
-    atexit.register(started.trainer.end)
+    commit = model_args.model_revision
+    if model_args.model_name_or_path and not run.tiny:
+        commit = commit_of(model_args.model_name_or_path, commit)
+    date = (folder.date_of(before) or datetime.now()).isoformat(timespec="seconds")
+    folder.claim_output_dir(run.lock, identity | {"date": date, "commit": commit, "command": command_of(run)}, is_default)
+    print_differences(run, arguments)
+    return Claim(date, commit, training_args.gradient_accumulation_steps, training_args.max_steps)
 
 
 def facts_of_node(run: Run, training_args: TrainingArguments) -> dict[str, Any] | None:
@@ -188,13 +212,14 @@ def features_of_nodes(run: Run, training_args: TrainingArguments) -> GpuFeatures
     )
 
 
-def check_folder_is_shared(output_dir: Path, file: str) -> None:
-    """Raises UserError unless all nodes see the `file` of the first process. Collective.
+def check_folder_is_shared(output_dir: Path) -> None:
+    """Raises UserError unless all nodes see a file that the first process makes there, and removes. Collective.
 
     Network file systems can show a new file late.
     """
+    file = Path(answer_of_first("shared folder", lambda: make_file(output_dir)))
     deadline = time.monotonic() + (2 if is_on_local_disk(output_dir) else 90)
-    while not (sees := Path(file).exists()) and time.monotonic() < deadline:
+    while not (sees := file.exists()) and time.monotonic() < deadline:
         time.sleep(0.5)
         with contextlib.suppress(OSError):  # the folder is not there
             os.scandir(output_dir).close()
@@ -204,7 +229,12 @@ def check_folder_is_shared(output_dir: Path, file: str) -> None:
             "pass a folder on a file system that all nodes share, or --save_strategy no"
         )
     if is_first_process():
-        Path(file).unlink()
+        file.unlink()
+
+
+def make_file(output_dir: Path) -> str:
+    with tempfile.NamedTemporaryFile(dir=output_dir, prefix=SEEN_BY_ALL, delete=False) as file:
+        return file.name
 
 
 def check_start_without_launcher(run: Run, values: argparse.Namespace, on_cpu: bool) -> None:
@@ -214,70 +244,28 @@ def check_start_without_launcher(run: Run, values: argparse.Namespace, on_cpu: b
             "this machine has no GPU that PyTorch can use: pass --use_cpu to train on the CPU, or rehearse the recipe: "
             f"./launch.sh --tiny {Path(run.recipe).stem} CONFIG"
         )
-    if os.environ.get("ACCELERATE_USE_FSDP") != "true":
+    if not run.is_sharded:
         return
     if not on_cpu and not torch.cuda.is_available():
         raise UserError("this machine has no GPU that PyTorch can use, and the config is for GPUs: pass --use_cpu")
-    if not run.config.path:
-        print_once(
-            f"warning: the config file of `accelerate launch` is unknown, so the keys {', '.join(sorted(configs.OWN_KEYS))} are "
-            "not read, and sharding is not checked: pass the file with --config_file"
-        )
-
-
-def config_of_accelerate_launch() -> str:
-    """The value of --config_file of the `accelerate launch` that started this process, "" if there is none."""
-    import psutil
-
-    for process in psutil.Process().parents()[:2]:
-        words = [part for word in process.cmdline() for part in word.split("=", 1)]
-        if "--config_file" in words[:-1]:
-            return str(Path(process.cwd(), words[words.index("--config_file") + 1]))
-    return ""
-
-
-def check_and_claim_run(run: Run, arguments: Arguments) -> dict[str, Any]:
-    """Checks a run, claims its output directory; returns its run.json.
-
-    Raises UserError for what the user can fix. Exits if the run is finished. Prints what differs from what was asked for.
-    """
-    script_args, training_args, model_args = arguments
-    if not training_args.use_cpu:
-        machine.check_gpus(training_args, model_args, run)
-
-    output_dir, is_default = Path(training_args.output_dir), training_args.output_dir == run.default_output_dir
-    identity = identity_of_run(run, arguments)
-    folder.check_output_dir(output_dir, identity, is_default)
-    before = folder.read_json(output_dir / folder.RUN)
-    if folder.has_trained(output_dir) and before.get("commit"):
-        use_commit(arguments, before["commit"])
-    check_model_and_dataset(run, arguments)
-    if script_args.repository and not run.tiny:
-        check_repository(script_args.repository)
-
-    if not folder.is_replaced_rehearsal(output_dir, identity, is_default):
-        folder.exit_if_finished(output_dir, identity, training_args.max_steps, training_args.num_train_epochs)
-    began, name, commit = folder.date_of(before) or datetime.now(), model_args.model_name_or_path, model_args.model_revision
-    if name and not run.tiny:
-        commit = commit_of(name, commit)
-    identity |= {"date": began.isoformat(timespec="seconds"), "commit": commit, "command": command_of(run)}
-    folder.claim_output_dir(run.lock, identity, is_default)
-    print_differences(run, arguments)
-    return identity
+    print_once(
+        f"warning: `accelerate launch` does not pass on the keys {', '.join(sorted(configs.OWN_KEYS))} of a config, so they are "
+        "not read: if yours has one of them, start the recipe with ./launch.sh"
+    )
 
 
 def print_differences(run: Run, arguments: Arguments) -> None:
     """Prints what a run does that was not asked for."""
-    script_args, training_args, model_args = arguments
-    steps, asked = training_args.gradient_accumulation_steps, script_args.asked_accumulation_steps
+    _, training_args, model_args = arguments
+    steps, asked = training_args.gradient_accumulation_steps, run.asked_accumulation_steps
     if asked not in (None, steps):
         print_once(
             f"gradient_accumulation_steps is {steps}, not {asked}, so that a step has as many rows as in "
             f"{training_args.output_dir}."
         )
     if run.tiny:
-        tiny.print_notice(*arguments)
-        if script_args.repository:
+        tiny.print_notice(run.data, model_args)
+        if run.repository:
             print_once("A rehearsal uploads nothing: --push_to_hub is for the run.")
     if model_args.model_name_or_path:
         print_attention(model_args, run)
@@ -287,15 +275,15 @@ def identity_of_run(run: Run, arguments: Arguments) -> dict[str, Any]:
     """The content of run.json."""
     script_args, _, model_args = arguments
     of_mixture = {}
-    sources = script_args.data.sources
-    if script_args.data.is_mixture:
+    sources = run.data.sources
+    if run.data.is_mixture:
         of_mixture["datasets"] = [reading.absolute_name(source.name) for source in sources]
         of_mixture["dataset_weights"] = [round(source.weight, 9) for source in sources]
     identity = {
         "recipe": Path(run.recipe).stem,
         "config": run.config.name,
         "model": model_args.model_name_or_path,
-        "dataset": script_args.data.display_name if of_mixture or not sources else reading.absolute_name(sources[0].display_name),
+        "dataset": run.data.display_name if of_mixture or not sources else reading.absolute_name(sources[0].display_name),
         **of_mixture,
         "dataset_config": None if of_mixture else script_args.dataset_config,
         "dataset_train_split": script_args.dataset_train_split,
@@ -304,7 +292,7 @@ def identity_of_run(run: Run, arguments: Arguments) -> dict[str, Any]:
         "use_peft": model_args.use_peft,
         "load_in_4bit": model_args.load_in_4bit,
         "recipe_digest": digest_of_recipe(run.recipe),
-        "settings": script_args.settings,
+        "settings": run.settings,
         "data_files": [file for source in sources for file in reading.file_versions(source.name)],
         **{name: getattr(script_args, name) for name in folder.CHOICE_OF_ROWS},
     }

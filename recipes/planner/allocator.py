@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 
 MIB = 2**20
 SMALL = MIB  # up to here an allocation is small
-SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB  # also the pages by which expandable segments grow
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB  # also the pages by which expandable segments grow
 ROUNDED_FROM = 10 * MIB  # larger allocations get a segment of their own size, rounded up to 2 MiB
 SMALLEST_BLOCK = 512
 
@@ -23,7 +24,9 @@ class Block:
     __slots__ = ("address", "before", "is_free", "next", "size")
 
     def __init__(self, address: int, size: int) -> None:
-        self.address, self.size, self.is_free = address, size, True
+        self.address = address
+        self.size = size
+        self.is_free = True
         self.before: Block | None = None
         self.next: Block | None = None
 
@@ -32,7 +35,8 @@ class Pool:
     """The segments of a stream for small allocations, or for large ones."""
 
     def __init__(self, is_small: bool, is_expandable: bool) -> None:
-        self.is_small, self.is_expandable = is_small, is_expandable
+        self.is_small = is_small
+        self.is_expandable = is_expandable
         self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
         self.reserved = 0  # bytes
         self.held = 0  # bytes that cannot be given back, because a block in them is in use
@@ -64,7 +68,8 @@ class Pool:
             self.users[address] -= 1
             if not self.users[address]:
                 self.held -= length
-        before, after = block.before, block.next
+        before = block.before
+        after = block.next
         if after is not None and after.is_free:
             self._drop(after)
             block.size += after.size

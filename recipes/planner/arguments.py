@@ -59,7 +59,8 @@ def read_arguments(words: Sequence[str]) -> PlanArguments:
     arguments = plan().read(words, PlanArguments())
     rest = arguments.flags
     count = next((number for number, word in enumerate(rest) if not word.endswith(CONFIG_ENDINGS)), len(rest))
-    arguments.configs, arguments.flags = rest[:count], rest[count:]
+    arguments.configs = rest[:count]
+    arguments.flags = rest[count:]
     if arguments.tiny and not arguments.start:
         raise UserError("--plan is about the full size: leave out --tiny")
     return arguments

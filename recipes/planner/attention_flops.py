@@ -23,7 +23,8 @@ def flops_of_varlen(
     torch's own formula counts all pairs of a document, also those that a causal mask leaves out.
     """
     # options: ends of the keys' documents, longest document of queries and of keys, is_causal, scale, window, …
-    longest, window = options[1], options[5]
+    longest = options[1]
+    window = options[5]
     return 4 * query.shape[1] * query.shape[2] * pairs_in_documents(ends, longest, window)
 
 
@@ -39,7 +40,8 @@ def flops_of_varlen_backward(
     **out_val: torch.Tensor,
 ) -> int:
     """The scores once more, and two products for each of their two factors."""
-    longest, window = options[1], options[-1]
+    longest = options[1]
+    window = options[-1]
     return 10 * query.shape[1] * query.shape[2] * pairs_in_documents(ends, longest, window)
 
 

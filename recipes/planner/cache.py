@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 from pathlib import Path
+from typing import Any
 
 from harness.folder import DamagedFile, read_json, write_json
 from harness.runs import Run
@@ -20,12 +21,18 @@ def cached_simulation(path: Path) -> Simulation | None:
     if not path.is_file():
         return None
     try:
-        fields = read_json(path)
-        peaks = {key: {moment: Peak(**peak) for moment, peak in fields[key].items()} for key in ("peaks", "host_peaks")}
-        simulation = Simulation(**fields | peaks | {"step": Counts(**fields["step"])})
+        simulation = simulation_of(read_json(path))
     except (DamagedFile, OSError, TypeError, LookupError, AttributeError):  # such as a field that is not of this version
         return None
     return simulation if simulation.peaks and simulation.hull else None
+
+
+def simulation_of(fields: dict[str, Any]) -> Simulation:
+    """A simulation from its fields as JSON."""
+    for key in ("peaks", "host_peaks"):
+        fields[key] = {moment: Peak(**peak) for moment, peak in fields[key].items()}
+    fields["step"] = Counts(**fields["step"])
+    return Simulation(**fields)
 
 
 def keep_simulation(path: Path, simulation: Simulation) -> None:
@@ -42,7 +49,8 @@ def cache_path(run: Run, words: list[str]) -> Path:
     named = [Path(word.split("=")[-1]) for word in words]
     read = [path / "config.json" if path.suffix not in (".yaml", ".yml") else path for path in named]
     sources = sorted(Path(__file__).resolve().parents[1].rglob("*.py"))
-    recipe, config = Path(run.recipe), Path(run.config.path)
+    recipe = Path(run.recipe)
+    config = Path(run.config.path)
     digest = hashlib.sha256(json.dumps([run.processes, run.nodes, bool(run.gpu.no_triton), *words]).encode())
     for path in (recipe, config, *(path for path in read if path.is_file()), *sources):
         digest.update(path.read_bytes())

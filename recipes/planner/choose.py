@@ -135,7 +135,8 @@ def refuse_too_large(machine: Machine, grid: Grid, simulations: dict[Option, Sim
     found = next(filter(is_simulated, simulations.values()), None)
     refused = {}
     for path, is_on in grid.settings if found else ():
-        config, option = configs.read(path), grid.settings[path, is_on][0]
+        config = configs.read(path)
+        option = grid.settings[path, is_on][0]
         least = memory.least_bytes(found, config, grid.processes)
         if least > with_margin(machine.card).memory and option not in simulations:
             reason = f"weights, gradients and optimizer states alone need at least {least / GB:.1f} GB on each GPU"
@@ -168,7 +169,8 @@ def remaining_share(
         return 0.0
     options = min(settings.values(), key=lambda options: step_seconds(card, simulations[options[0]]))
     simulate_missing([options[-1]])
-    smallest, largest = simulations[options[0]], simulations[options[-1]]
+    smallest = simulations[options[0]]
+    largest = simulations[options[-1]]
     if isinstance(largest, Refused) or not smallest.step.touched:
         return 0.0
     return min(1.0, largest.step.touched / smallest.step.touched)
@@ -185,7 +187,8 @@ def bound(card: Card, simulation: Simulation, largest: int | None, share: float)
 
 def next_option(machine: Machine, options: list[Option], simulations: dict[Option, Simulation | Refused]) -> Option | None:
     """The option of a setting to simulate next, None if the best one is known. The first of `options` is simulated."""
-    card, last = with_margin(machine.card), options[-1]
+    card = with_margin(machine.card)
+    last = options[-1]
     fitting = [option for option in options if is_possible(machine, simulations.get(option))]
     top = fitting[-1] if fitting else options[0]
     # If a step is one micro-batch, there are no gradients of earlier ones, so the largest micro-batch can need less memory.
@@ -252,5 +255,6 @@ def propose(
     def run_on_top(config: str, more: list[str]) -> Simulation | Refused:
         return run(config, [*option.flags, *more])
 
-    card, host = with_margin(machine.card), usable_host(machine)
+    card = with_margin(machine.card)
+    host = usable_host(machine)
     return proposals.try_proposals(summary.make_plan(simulation), simulation, option.config, run_on_top, card, host)

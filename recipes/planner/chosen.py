@@ -58,7 +58,8 @@ def describe(
     """The choice and the runners-up as `--json` prints them: time in seconds, memory in GB (1e9 bytes)."""
     rows = []
     for candidate in candidates:
-        option, simulation = candidate.option, candidate.simulation
+        option = candidate.option
+        simulation = candidate.simulation
         peak = simulation.peak.bytes
         rows.append(
             {

@@ -72,18 +72,20 @@ def plan_configs(recipe: str, paths: list[str], plan_flags: PlanArguments, argum
     def run_with(config: AccelerateConfig) -> Run:
         return dataclasses.replace(fit_processes(recipe, config), gpu=GpuFeatures([], no_triton=no_triton))
 
+    count_rows = row_counter(method, recipe, arguments)
     simulations = []
+    plans: list[Any] = []
     for config in read:
         if not plan_flags.json:
             pages.print_progress(f"Simulating {Path(recipe).stem} with {config.name} …")
-        simulations.append(simulate_in_process(method, run_with(config), arguments, optional=len(read) > 1))
+        simulation = simulate_in_process(method, run_with(config), arguments, optional=len(read) > 1)
+        simulations.append(simulation)
+        if isinstance(simulation, Refused):
+            plans.append(simulation)
+        else:
+            plans.append(summary.make_plan(with_steps(simulation, count_rows), all_cards))
 
-    count_rows = row_counter(method, recipe, arguments)
-    plans = [
-        simulation if isinstance(simulation, Refused) else summary.make_plan(with_steps(simulation, count_rows), all_cards)
-        for simulation in simulations
-    ]
-    refused = [simulation.reason for simulation in simulations if isinstance(simulation, Refused)]
+    refused = [plan.reason for plan in plans if isinstance(plan, Refused)]
     if len(refused) == len(read):
         raise UserError(f"{Path(recipe).stem} cannot be simulated with any config: {max(refused, key=refused.count)}")
     if plan_flags.json:
@@ -187,8 +189,8 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
     if grid.idle:
         pages.print_progress(f"{machine.name}: {grid.idle}.")
     words = [*arguments, *grid.common_flags]
-    simulate = functools.partial(simulate_options, method, recipe, grid, words)
-    candidates, simulations = choose.choose(machine, grid, functools.partial(simulate, is_quiet=plan_flags.json))
+    simulate = functools.partial(simulate_options, method, recipe, grid, words, is_quiet=plan_flags.json)
+    candidates, simulations = choose.choose(machine, grid, simulate)
     if not candidates:
         proposed = propose_changes(method, recipe, machine, grid, words, simulations)
         print_chosen({"machine": machine.name, "config": None, "proposals": proposed}, plan_flags.json)
@@ -200,31 +202,32 @@ def plan_choice(recipe: str, paths: list[str], plan_flags: PlanArguments, argume
     count_rows = row_counter(method, recipe, arguments)
     about_compiling = ""
     if not (plan_flags.tiny or values["torch_compile"] or given_flags(arguments) & {"torch_compile", "config"}):
+        options = grid.settings[candidates[0].option.setting]
+        simulate_compiled = functools.partial(simulate_options, method, recipe, grid, words, is_quiet=True)
+
+        def count_steps(simulation: "Simulation") -> int:
+            return with_steps(simulation, count_rows).max_steps
+
         compiled, about_compiling = choose.weigh_compiling(
-            machine,
-            candidates[0],
-            grid.settings[candidates[0].option.setting],
-            values,
-            functools.partial(simulate, is_quiet=True),
-            lambda simulation: with_steps(simulation, count_rows).max_steps,
+            machine, candidates[0], options, values, simulate_compiled, count_steps
         )
         if compiled:
             candidates = [compiled, *candidates]
-    best = candidates[0]
-    simulation = best.simulation
+    best = candidates[0].option
+    simulation = candidates[0].simulation
     if not plan_flags.start:  # once more, with an evaluation and the length of the run
-        again = simulate_in_process(method, grid.run(recipe, best.option.config), [*words, *best.option.flags])
+        again = simulate_in_process(method, grid.run(recipe, best.config), [*words, *best.flags])
         simulation = with_steps(again, count_rows)
-    described = chosen.describe(Path(recipe).stem, machine, grid, candidates, arguments)
-    flags = described[0]["flags"]
+    choices = chosen.describe(Path(recipe).stem, machine, grid, candidates, arguments)
+    flags = choices[0]["flags"]
     plan = summary.make_plan(simulation, all_cards) | chosen.on_machine(machine, simulation)
-    plan |= {"flags": flags, "command": described[0]["command"], "choices": described, "compiling": about_compiling}
+    plan |= {"flags": flags, "command": choices[0]["command"], "choices": choices, "compiling": about_compiling}
     print_chosen(plan, plan_flags.json)
     if plan_flags.start:
-        if configs.read(best.option.config).num_processes != grid.processes:
+        if configs.read(best.config).num_processes != grid.processes:
             environment["NPROC_PER_NODE"] = str(grid.processes)
         tiny = ["--tiny"] if plan_flags.tiny else []
-        start([*tiny, recipe, best.option.config, *arguments, *flags], environment)
+        start([*tiny, recipe, best.config, *arguments, *flags], environment)
 
 
 def print_chosen(plan: dict[str, Any], as_json: bool) -> None:

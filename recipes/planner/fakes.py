@@ -16,7 +16,6 @@ from typing import Any
 from harness.compat.guards import changes, expected_names
 from harness.compat.transformers import build_from_config, load_models_with
 from harness.run.sharding import local_tensor
-from planner.fused import use_liger_kernels
 from planner.ledger import VARLEN_BACKWARD, Ledger
 
 import bitsandbytes
@@ -56,7 +55,8 @@ class Fakes:
     """The replacements for one simulation, counted in `ledger`. Without `cuda` the CPU's own kernels stay, for a comparison."""
 
     def __init__(self, ledger: Ledger, cuda: bool = True) -> None:
-        self.ledger, self.mode = ledger, Mode(allow_non_fake_inputs=True)
+        self.ledger = ledger
+        self.mode = Mode(allow_non_fake_inputs=True)
         give_fake_tensors_values(self.mode)
         convert_modules_in_place()
         count_moves(ledger)
@@ -69,7 +69,6 @@ class Fakes:
         if cuda:
             self.library = use_operators_of_cuda(ledger)  # it must be kept: its destructor removes the kernels
             use_triton_loss(ledger)
-            use_liger_kernels(ledger)
 
     @contextlib.contextmanager
     def here(self, **labels: str) -> Iterator[None]:
@@ -144,7 +143,8 @@ def give_fake_tensors_values(mode: Mode) -> None:
     Remove when: never.
     """
     kind = type(mode.from_tensor(torch.empty(1)))
-    original_item, original_getitem = torch.Tensor.item, torch.Tensor.__getitem__
+    original_item = torch.Tensor.item
+    original_getitem = torch.Tensor.__getitem__
 
     def value_of(tensor: torch.Tensor) -> bool | int | float:
         if tensor.dtype is torch.bool:
@@ -166,7 +166,8 @@ def give_fake_tensors_values(mode: Mode) -> None:
     def step(scaler: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)
 
-    torch.Tensor.item, torch.Tensor.__getitem__ = item, getitem
+    torch.Tensor.item = item
+    torch.Tensor.__getitem__ = getitem
     for name, convert in (("__bool__", bool), ("__int__", int), ("__float__", float), ("__index__", int)):
         setattr(torch.Tensor, name, converting(name, convert))
     torch.amp.GradScaler._maybe_opt_step = step
@@ -203,7 +204,8 @@ def count_moves(ledger: Ledger) -> None:
     Checked with: torch 2.13.0.
     Remove when: fake CUDA tensors run a backward pass on a machine without a GPU.
     """
-    to, cpu = torch.nn.Module.to, torch.nn.Module.cpu
+    to = torch.nn.Module.to
+    cpu = torch.nn.Module.cpu
 
     def place(module: torch.nn.Module, where: str) -> torch.nn.Module:
         for tensor in (*module.parameters(), *module.buffers()):
@@ -213,8 +215,11 @@ def count_moves(ledger: Ledger) -> None:
         return module
 
     def move(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        moved, device = to(module, *args, **kwargs), kwargs.get("device", args[0] if args else None)
-        return place(moved, "host" if device == "cpu" else "gpu") if isinstance(device, str | torch.device) else moved
+        moved = to(module, *args, **kwargs)
+        device = kwargs.get("device", args[0] if args else None)
+        if isinstance(device, str | torch.device):
+            place(moved, "host" if device == "cpu" else "gpu")
+        return moved
 
     torch.nn.Module.to = move
     torch.nn.Module.cpu = lambda module: place(cpu(module), "host")
@@ -281,7 +286,8 @@ def count_offload(ledger: Ledger) -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param, _fsdp_param_group
 
     param_class = _fsdp_param.FSDPParam
-    inputs, init = param_class.all_gather_inputs.fget, param_class._init_sharded_param
+    inputs = param_class.all_gather_inputs.fget
+    init = param_class._init_sharded_param
     reduce = _fsdp_param_group.foreach_reduce
 
     def move_to_gpu(params: Any, buffers: Any, device: Any) -> None:
@@ -352,7 +358,8 @@ def count_offloaded_activations(ledger: Ledger) -> None:
         return copy
 
     def save_on_host(pin_memory: bool = False, device_type: str = "cpu") -> Any:
-        pack, unpack = functools.partial(copy_to, "host"), functools.partial(copy_to, "gpu")
+        pack = functools.partial(copy_to, "host")
+        unpack = functools.partial(copy_to, "gpu")
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
     modeling_utils.save_on_cpu = save_on_host
@@ -403,7 +410,8 @@ def ignore_shape_propagation(ledger: Ledger) -> None:
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def propagate_uncounted(*args: Any) -> Any:
-        was_paused, ledger.paused = ledger.paused, True
+        was_paused = ledger.paused
+        ledger.paused = True
         try:
             return propagate(*args)
         finally:
@@ -431,7 +439,8 @@ def use_operators_of_cuda(ledger: Ledger) -> torch.library.Library:
     Checked with: torch 2.13.0.
     Remove when: fake CUDA tensors run a backward pass on a machine without a GPU.
     """
-    functional, aten = torch.nn.functional, torch.ops.aten
+    functional = torch.nn.functional
+    aten = torch.ops.aten
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         # Optimizers take the path for lists of tensors (foreach), as they do on CUDA.
         importlib.import_module(module)._get_foreach_kernels_supported_devices = lambda: ["cpu", "cuda"]
@@ -440,7 +449,8 @@ def use_operators_of_cuda(ledger: Ledger) -> torch.library.Library:
     def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         return torch.native_dropout(input, p, True)[0] if training and p else input
 
-    functional.dropout, functional.scaled_dot_product_attention = dropout, attention_as_on_cuda
+    functional.dropout = dropout
+    functional.scaled_dot_product_attention = attention_as_on_cuda
     is_enabled = torch.is_autocast_enabled
 
     def is_autocast_enabled(device_type: str = "cpu") -> bool:
@@ -479,7 +489,8 @@ def flash_workspace(query: torch.Tensor, key: torch.Tensor, documents: int) -> i
     The gradient of the queries and a sum for each row of scores in float32, with 128 rows more per document; and the gradients
     of keys and values for every query head, if heads share them.
     """
-    heads, size = query.shape[1], query.shape[-1]
+    heads = query.shape[1]
+    size = query.shape[-1]
     multiple = 32 if size <= 128 else 64
     rows = query.numel() // heads // size + 128 * documents
     of_shared_heads = 2 * query.nbytes if key.shape[1] != heads else 0
@@ -586,9 +597,14 @@ class Linear4bit(bitsandbytes.nn.Linear4bit):
         """A layer of this size, with tensors as large as bitsandbytes' packed weight and the scales of its blocks."""
         layer = cls.__new__(cls)
         torch.nn.Module.__init__(layer)
-        layer.in_features, layer.out_features, layer.bias, layer.ledger = columns, rows, bias, ledger
-        layer.compute_dtype, layer.compute_type_is_set = settings.bnb_4bit_compute_dtype, True
-        storage, layer.is_nested = settings.bnb_4bit_quant_storage, settings.bnb_4bit_use_double_quant
+        layer.in_features = columns
+        layer.out_features = rows
+        layer.bias = bias
+        layer.ledger = ledger
+        layer.compute_dtype = settings.bnb_4bit_compute_dtype
+        layer.compute_type_is_set = True
+        storage = settings.bnb_4bit_quant_storage
+        layer.is_nested = settings.bnb_4bit_use_double_quant
         packed = torch.empty(rows * columns // 2 // storage.itemsize, 1, dtype=storage)
         layer.weight = torch.nn.Parameter(packed, requires_grad=False)
         layer.weight.compress_statistics = layer.is_nested

@@ -62,13 +62,15 @@ def make_grid(values: dict[str, Any], machine: Machine, paths: list[str], words:
     """
     is_4bit = values["load_in_4bit"]
     given = given_flags(words)
-    rows, default = values["global_batch_size"], values["per_device_train_batch_size"]
+    rows = values["global_batch_size"]
+    default = values["per_device_train_batch_size"]
     is_open = rows is not None and not given & {"per_device_train_batch_size", "gradient_accumulation_steps", "config"}
     smallest = 1 if is_open else default
     gpus = machine.gpus
     while rows and gpus > 1 and rows % (machine.nodes * gpus * smallest):
         gpus -= 1
-    processes, idle = machine.nodes * gpus, ""
+    processes = machine.nodes * gpus
+    idle = ""
     if gpus < machine.gpus:
         unit = machine.nodes * machine.gpus * smallest
         idle = (

@@ -6,7 +6,8 @@ import time
 
 import torch
 
-LAYERS, ROUNDS = 50, 20
+LAYERS = 50
+ROUNDS = 20
 KERNELS = 6  # of a linear layer, forward and backward under autocast (counted with torch.profiler on an H100)
 
 

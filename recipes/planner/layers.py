@@ -7,10 +7,10 @@ what grows with the number of layers, are linear in the number of layers, and al
 """
 
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from planner.ledger import Counts, Event, Storage, in_order, rounded_up
+from planner.ledger import Counts, Event, Storage, combine_counts, in_order, rounded_up
 
 import torch
 
@@ -30,13 +30,20 @@ class Change(NamedTuple):
     after: int
 
 
+class Recorded(NamedTuple):
+    """An event."""
+
+    change: Change
+    storage: int  # a number of its storage
+    held: int  # bytes before it, rounded up
+    holds: int  # bytes after it, rounded up
+
+
 class Recording(NamedTuple):
     """What a run of a model with so many layers recorded."""
 
     layers: int
-    changes: list[Change]
-    storages: list[int]  # of each change, a number of its storage
-    rounded: list[tuple[int, int]]  # bytes before and after each change
+    events: list[Recorded]
     live: list[tuple[int, tuple]]  # before the run: numbers and keys of storages, in the order of their allocation
     counts: list[Counts]
     sizes: list[int]  # other numbers that are linear in the number of layers
@@ -46,9 +53,33 @@ class Block(NamedTuple):
     """Events of `more` that are repeated for each layer: those of `copies` layers, `length` for each, before `end`."""
 
     end: int
-    end_of_few: int  # of the same events in `few`, which has one copy less
     length: int
     copies: int
+    missing: int  # events that `few` has less before `end`: it has one copy less of this block, and of those before it
+
+    @property
+    def start(self) -> int:
+        return self.end - self.copies * self.length
+
+
+class Place(NamedTuple):
+    """Which storage an event changes."""
+
+    key: Any  # see `key_of`; None: one that is new
+    rank: int  # how many older storages with this key are allocated
+
+
+class Line(NamedTuple):
+    """The places of the same event for all layers."""
+
+    key: Any
+    first: int  # the rank in the first copy
+    along: int  # how much more it is in each following copy
+    per_layer: int  # how much more it is for each layer of the model
+
+    def at(self, copy: int, added: int) -> Place:
+        """The place in a copy, with so many layers on top of those of `more`; -1: of `few`."""
+        return Place(self.key, self.first + copy * self.along + added * self.per_layer)
 
 
 def equal_layers(model: torch.nn.Module) -> torch.nn.ModuleList | None:
@@ -76,25 +107,27 @@ def description(layer: torch.nn.Module, index: int) -> list[tuple]:
 
 def record(events: list[Event], start: int, layers: int, counts: list[Counts], sizes: list[int]) -> Recording:
     """The events from `start` on, in a form that can be sent to another process."""
-    asked: dict[Storage, int] = {}
-    held: dict[Storage, int] = {}
-    names: dict[Storage, int] = {}
-    live = live_storages(events[:start])
+    held: collections.Counter = collections.Counter()
+    asked: collections.Counter = collections.Counter()
     for event in events[:start]:
+        held[event.storage] += event.change
         asked[event.storage] = event.asked
-        held[event.storage] = held.get(event.storage, 0) + event.change
-    changes, storages, rounded = [], [], []
+    names: dict[Storage, int] = {}
+    recorded = []
     for event in in_order(events, start):
         storage = event.storage
-        before, asked_before = held.get(storage, 0), asked.get(storage, 0)
+        before = held[storage]
         after = before + event.change
-        held[storage], asked[storage] = after, event.asked
         kind = (event.moment, event.place, storage.holder, storage.stream, storage.is_pinned, not before, not after)
-        changes.append(Change(kind, asked_before if before else 0, event.asked))
-        storages.append(names.setdefault(storage, len(names)))
-        rounded.append((before, after))
-    numbered = [(names.setdefault(storage, len(names)), key) for key, of_key in live.items() for storage in of_key]
-    return Recording(layers, changes, storages, rounded, numbered, counts, sizes)
+        change = Change(kind, asked[storage] if before else 0, event.asked)
+        recorded.append(Recorded(change, names.setdefault(storage, len(names)), before, after))
+        held[storage] = after
+        asked[storage] = event.asked
+    live = []
+    for key, storages in live_storages(events[:start]).items():
+        for storage in storages:
+            live.append((names.setdefault(storage, len(names)), key))
+    return Recording(layers, recorded, live, counts, sizes)
 
 
 def live_storages(events: Iterable[Event]) -> dict[tuple, list[Storage]]:
@@ -113,49 +146,61 @@ def live_storages(events: Iterable[Event]) -> dict[tuple, list[Storage]]:
 
 
 def find_blocks(few: Recording, more: Recording) -> tuple[list[Block], dict[int, int]]:
-    """The blocks in `more` that `few` has once less; and for every other event of `more`, the index of the same one in `few`."""
-    ours, theirs = few.changes, more.changes
+    """The blocks in `more` that `few` has once less.
+
+    Also the events of `more` whose bytes depend on the number of layers, each with its index in `few`.
+    """
+    ours = [event.change for event in few.events]
+    theirs = [event.change for event in more.events]
     growth = more.layers / few.layers
 
-    def grows(index: int, other: int) -> bool:
+    def grows(one: Change, two: Change) -> bool:
         """Whether two events differ in bytes only, as much as the number of layers allows."""
-        one, two = ours[index], theirs[other]
-        return one.kind == two.kind and all(a <= b <= a * growth for a, b in ((one.before, two.before), (one.after, two.after)))
+        if one.kind != two.kind:
+            return False
+        return one.before <= two.before <= growth * one.before and one.after <= two.after <= growth * one.after
 
-    def count_equal(index: int, other: int) -> int:
+    def count_alike(here: int, there: int) -> int:
+        """How many events are alike from here on; if it is all of both, more than any other number."""
         count = 0
-        while index < len(ours) and other < len(theirs):
-            if ours[index] != theirs[other] and not grows(index, other):
+        for one, two in zip(ours[here:], theirs[there:], strict=False):
+            if one != two and not grows(one, two):
                 return count
-            index, other, count = index + 1, other + 1, count + 1
-        return count if len(ours) - index != len(theirs) - other else len(theirs)
+            count += 1
+        return count if len(ours) - here != len(theirs) - there else len(theirs)
 
-    blocks, pairs, here, there = [], {}, 0, 0
+    blocks: list[Block] = []
+    growing = {}
+    missing = 0  # so many events are in `theirs` and not in `ours`, up to here
+    end = 0  # of the last block
+    there = 0
     while there < len(theirs):
+        here = there - missing
         if here < len(ours) and ours[here] == theirs[there]:
-            pairs[there] = here
-            here, there = here + 1, there + 1
+            there += 1
             continue
-        missing = len(theirs) - len(ours) - (there - here)
-        lengths = [length for length in range(missing + 1) if theirs[there : there + length] == theirs[there - length : there]]
-        length = max(lengths, key=lambda length: count_equal(here, there + length))
-        if not length:
-            if here >= len(ours) or not grows(here, there):
-                raise Unlike(f"no block of events fits at {theirs[there].kind}")
-            pairs[there] = here
-            here, there = here + 1, there + 1
-            continue
-        first = blocks[-1].end if blocks else 0
-        copies, block = 1, theirs[there : there + length]
-        while there - copies * length >= first and theirs[there - copies * length :][:length] == block:
-            copies += 1
-        there += length
-        blocks.append(Block(there, here, length, copies))
-    return blocks, pairs
+        longest = len(theirs) - len(ours) - missing
+        lengths = [length for length in range(longest + 1) if theirs[there : there + length] == theirs[there - length : there]]
+        length = max(lengths, key=lambda length: count_alike(here, there + length))
+        if length:
+            copies = 1
+            while there - copies * length >= end and theirs[there - copies * length :][:length] == theirs[there:][:length]:
+                copies += 1
+            there += length
+            missing += length
+            end = there
+            blocks.append(Block(end, length, copies, missing))
+        elif here < len(ours) and grows(ours[here], theirs[there]):
+            if ours[here].after != theirs[there].after:
+                growing[there] = here
+            there += 1
+        else:
+            raise Unlike(f"no block of events fits at {theirs[there].kind}")
+    return blocks, growing
 
 
-def places(recording: Recording, growing: dict[int, Any]) -> list[tuple[Any, int] | None]:
-    """For every event that changes a storage: the storage's key, and how many older storages with this key are allocated.
+def places(recording: Recording, growing: dict[int, Any]) -> list[Place]:
+    """The storage of every event.
 
     `growing`: keys of storages whose bytes depend on the number of layers, by the event that allocates them.
     """
@@ -164,17 +209,18 @@ def places(recording: Recording, growing: dict[int, Any]) -> list[tuple[Any, int
     for storage, key in recording.live:
         live[key].append(storage)
         keys[storage] = key
-    found: list[tuple[Any, int] | None] = []
-    for index, change in enumerate(recording.changes):
-        storage, (before, after) = recording.storages[index], recording.rounded[index]
-        found.append(None)
-        if before:
-            key = keys[storage]
-            found[-1] = key, live[key].index(storage)
-            live[key].remove(storage)
-        if after:
-            keys[storage] = growing.get(index) or key_of(change, after)
-            live[keys[storage]].append(storage)
+    found = []
+    for index, event in enumerate(recording.events):
+        place = Place(None, 0)
+        if event.held:
+            key = keys[event.storage]
+            place = Place(key, live[key].index(event.storage))
+            live[key].remove(event.storage)
+        if event.holds:
+            key = growing.get(index) or key_of(event.change, event.holds)
+            keys[event.storage] = key
+            live[key].append(event.storage)
+        found.append(place)
     return found
 
 
@@ -185,114 +231,116 @@ def key_of(change: Change, size: int) -> tuple:
 
 def extend(few: Recording, more: Recording, layers: int, live: dict[tuple, list[Storage]]) -> list[Event]:
     """The events of a model with so many layers. `live`: its storages before the run."""
-    blocks, pairs = find_blocks(few, more)
-    added = layers - more.layers
-    growing = {there: ("growing", there) for there, here in pairs.items() if few.changes[here].after != more.changes[there].after}
-    of_more = places(more, growing)
-    of_few = places(few, {pairs[there]: key for there, key in growing.items()})
-    writer = Writer(more, live)
+    blocks, growing = find_blocks(few, more)
+    writer = Writer(few, more, layers - more.layers, growing, live)
     index = 0
-    for block in [*blocks, Block(len(more.changes), len(few.changes), 0, 0)]:
-        steps: list | None = []
-        if block.length:
-            for turned in turns(block, index, more.changes):
-                steps = linear_places(turned, of_few, of_more)
-                if steps is not None:
-                    break
-            if steps is None:
-                raise Unlike(f"the events of {more.changes[block.end - 1].kind} do not free what those of other layers do")
-            pairs |= {block.end - count: block.end_of_few - count for count in range(1, 1 + block.end - turned.end)}
-            block = turned
-        start = block.end - block.copies * block.length
-        for there in range(index, start):
-            one, two = few.changes[pairs[there]], more.changes[there]
-            old, new = of_few[pairs[there]], of_more[there]
-            if (old and old[0]) != (new and new[0]):
-                raise Unlike(f"events of {two.kind} free different storages")
-            after = two.after + added * (two.after - one.after)
-            writer.write(there, after, new and (new[0], new[1] + added * (new[1] - old[1])), growing.get(there))
-        for copy in range(block.copies + added if block.length else 0):
-            for offset in range(block.length):
-                there = start + offset
-                if there in growing:
-                    raise Unlike("a layer allocates more, the more layers there are")
-                step = steps[offset]
-                rank = step and (step[0], step[1] + copy * step[2] + added * step[3])
-                writer.write(there, more.changes[there].after, rank, None)
+    missing = 0
+    for found in blocks:
+        block, lines = writer.turn(found, index)
+        writer.write_once(index, block.start, missing)
+        writer.write_block(block, lines)
         index = block.end
+        missing = block.missing
+    writer.write_once(index, len(more.events), missing)
     return writer.events
-
-
-def turns(block: Block, start: int, changes: list[Change]) -> Iterator[Block]:
-    """Blocks that stand for the same repetition: with fewer copies, as the first layers can be special, or some events earlier.
-
-    None begins before `start`.
-    """
-    for earlier in range(block.length):
-        end = block.end - earlier
-        for copies in range(block.copies, 1, -1):
-            begin = end - copies * block.length
-            if begin >= start and changes[begin : end - block.length] == changes[begin + block.length : end]:
-                yield Block(end, block.end_of_few - earlier, block.length, copies)
-
-
-def linear_places(block: Block, of_few: list, of_more: list) -> list[tuple[Any, int, int, int] | None] | None:
-    """For each event of a block: None, or the key and three numbers of what it changes: the place in the first copy, and how much
-    more it is for each copy and for each layer of the model. None if it is not so in all copies.
-    """
-    steps = []
-    start, start_of_few = block.end - block.copies * block.length, block.end_of_few - (block.copies - 1) * block.length
-    for offset in range(block.length):
-        seen = [of_more[start + copy * block.length + offset] for copy in range(block.copies)]
-        seen_in_few = [of_few[start_of_few + copy * block.length + offset] for copy in range(block.copies - 1)]
-        if len({place and place[0] for place in (*seen, *seen_in_few)}) > 1:
-            return None
-        if seen[0] is None:
-            steps.append(None)
-            continue
-        ranks, ranks_in_few = [rank for _, rank in seen], [rank for _, rank in seen_in_few]
-        if block.copies < 3:  # any three numbers fit
-            return None
-        along, per_layer = ranks[1] - ranks[0], ranks[0] - ranks_in_few[0]
-        expected = [ranks[0] + copy * along for copy in range(block.copies)]
-        if ranks != expected or ranks_in_few != [rank - per_layer for rank in expected[:-1]]:
-            return None
-        steps.append((seen[0][0], ranks[0], along, per_layer))
-    return steps
 
 
 class Writer:
     """Writes events of the whole model, and follows which storages are allocated."""
 
-    def __init__(self, recording: Recording, live: dict[tuple, list[Storage]]) -> None:
-        self.recording, self.events = recording, []
-        self.live: dict[Any, list[Storage]] = collections.defaultdict(
-            list, {key: list(storages) for key, storages in live.items()}
-        )
-        self.sizes = {storage: storage.size for storages in live.values() for storage in storages}  # bytes
+    def __init__(
+        self, few: Recording, more: Recording, added: int, growing: dict[int, int], live: dict[tuple, list[Storage]]
+    ) -> None:
+        """`added`: layers on top of those of `more`; `growing`: see `find_blocks`; `live`: see `extend`."""
+        self.few = few.events
+        self.more = more.events
+        self.added = added
+        self.keys = {there: ("growing", there) for there in growing}
+        self.places = places(more, self.keys)
+        self.places_in_few = places(few, {here: self.keys[there] for there, here in growing.items()})
+        self.live: dict[Any, list[Storage]] = collections.defaultdict(list)
+        self.sizes: collections.Counter = collections.Counter()  # bytes
+        for key, storages in live.items():
+            self.live[key] += storages
+            for storage in storages:
+                self.sizes[storage] = storage.size
+        self.events: list[Event] = []
 
-    def write(self, index: int, asked: int, place: tuple[Any, int] | None, key: Any) -> None:
-        """An event like that of the recording, to `asked` bytes, of the storage at a place if it is not new.
+    def turn(self, block: Block, start: int) -> tuple[Block, list[Line]]:
+        """A block that stands for the same repetition and has its places on lines.
 
-        `key`: of the changed storage, if its bytes depend on the number of layers.
+        It can have fewer copies, as the first layers can be special, or begin some events earlier, but not before `start`.
         """
-        change, after = self.recording.changes[index], self.recording.rounded[index][1]
+        for earlier in range(block.length):
+            for copies in range(block.copies, 1, -1):
+                turned = block._replace(end=block.end - earlier, copies=copies)
+                if turned.start >= start and self.is_repeated(turned) and (lines := self.find_lines(turned)):
+                    return turned, lines
+        kind = self.more[block.end - 1].change.kind
+        raise Unlike(f"the events of {kind} do not free what those of other layers do")
+
+    def is_repeated(self, block: Block) -> bool:
+        changes = [event.change for event in self.more[block.start : block.end]]
+        return changes[block.length :] == changes[: -block.length]
+
+    def find_lines(self, block: Block) -> list[Line] | None:
+        """A line for each event of a block; None if the places of its copies are on none."""
+        lines = []
+        end_in_few = block.end - block.missing
+        for start in range(block.start, block.start + block.length):
+            seen = self.places[start : block.end : block.length]
+            seen_in_few = self.places_in_few[start - block.missing + block.length : end_in_few : block.length]
+            key, rank = seen[0]
+            if key and block.copies < 3:  # any two numbers are on a line
+                return None
+            line = Line(key, rank, seen[1].rank - rank, rank - seen_in_few[0].rank)
+            if seen != [line.at(copy, 0) for copy in range(block.copies)]:
+                return None
+            if seen_in_few != [line.at(copy, -1) for copy in range(block.copies - 1)]:
+                return None
+            lines.append(line)
+        return lines
+
+    def write_once(self, start: int, end: int, missing: int) -> None:
+        """The events of `more` that are not repeated, from `start` to `end`. `few` has so many less before them."""
+        for there in range(start, end):
+            here = there - missing
+            old = self.places_in_few[here]
+            new = self.places[there]
+            change = self.more[there].change
+            if old.key != new.key:
+                raise Unlike(f"events of {change.kind} free different storages")
+            asked = linear(self.few[here].change.after, change.after, self.added)
+            self.write(there, asked, Place(new.key, linear(old.rank, new.rank, self.added)))
+
+    def write_block(self, block: Block, lines: list[Line]) -> None:
+        """The events of a block, once for each layer."""
+        for copy in range(block.copies + self.added):
+            for index, line in enumerate(lines, block.start):
+                if index in self.keys:
+                    raise Unlike("a layer allocates more, the more layers there are")
+                self.write(index, self.more[index].change.after, line.at(copy, self.added))
+
+    def write(self, index: int, asked: int, place: Place) -> None:
+        """An event like that of `more`, to `asked` bytes, of the storage at a place."""
+        change = self.more[index].change
+        after = self.more[index].holds
         moment, where, holder, stream, is_pinned, *_ = change.kind
-        if place is None:
+        if place.key is None:
             storage = Storage(0, where, holder, stream, is_pinned)
         else:
-            storages = self.live[place[0]]
-            if not 0 <= place[1] < len(storages):
-                raise Unlike(f"storage {place[1]} of {len(storages)} with {place[0]} is not there for an event of {change.kind}")
-            storage = storages.pop(place[1])
+            storages = self.live[place.key]
+            if not 0 <= place.rank < len(storages):
+                raise Unlike(f"there are {len(storages)} storages, and no {place} for an event of {change.kind}")
+            storage = storages.pop(place.rank)
         if asked != change.after:
             if is_pinned:
                 raise Unlike("pinned memory depends on the number of layers")
             after = rounded_up(asked)
-        self.events.append(Event(moment, storage, where, after - self.sizes.get(storage, 0), asked))
+        self.events.append(Event(moment, storage, where, after - self.sizes[storage], asked))
         self.sizes[storage] = after
         if after:
-            self.live[key or key_of(change, after)].append(storage)
+            self.live[self.keys.get(index) or key_of(change, after)].append(storage)
 
 
 def linear(few: float, more: float, added: int) -> float:
@@ -302,9 +350,4 @@ def linear(few: float, more: float, added: int) -> float:
 
 def linear_counts(few: Counts, more: Counts, added: int) -> Counts:
     """The same for counts."""
-
-    def extend(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-        return {name: linear(one.get(name, 0), size, added) for name, size in other.items()}
-
-    touched, launches = linear(few.touched, more.touched, added), linear(few.launches, more.launches, added)
-    return Counts(extend(few.flops, more.flops), extend(few.moved, more.moved), touched, launches)
+    return combine_counts(few, more, lambda one, other: linear(one, other, added))

@@ -19,7 +19,8 @@ with expected_names():
     from torch.utils.flop_counter import flop_registry
     from torch.utils.weak import WeakIdKeyDictionary
 
-VARLEN, VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn, torch.ops.torch_attn._varlen_attn_backward
+VARLEN = torch.ops.torch_attn._varlen_attn
+VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn_backward
 BLOCK = 512  # bytes; CUDA's allocator rounds up to multiples of it
 WORKSPACE = 32 * 2**20  # bytes of cuBLAS on Hopper, for each thread that multiplies; 8 MiB on GPUs before it
 # Kinds of collectives by operator. The larger side of a gather or a reduction counts, once.
@@ -86,7 +87,9 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self, vocabulary: int = 0) -> None:
         super().__init__()
-        self.moment, self.place, self.holder = "load", "gpu", "rest"  # the labels of new allocations, see `within`
+        self.moment = "load"
+        self.place = "gpu"
+        self.holder = "rest"  # the labels of new allocations, see `within`
         self.paused = False  # if True, nothing is recorded
         self.is_fused = False  # if True, operators between two matrix products are one kernel, see `planner.fused`
         self.weight_shapes: set[tuple] = set()  # of fused layers, `squeezed`; a tensor of such a shape is a weight or a gradient
@@ -119,7 +122,8 @@ class Ledger(TorchDispatchMode):
         is_view = func.is_view or func is torch.ops.aten._unsafe_view.default
         if self.paused or is_view or func.namespace == "prim":
             return result
-        outputs, inputs = tensors_in((result,)), tensors_in(args)
+        outputs = tensors_in((result,))
+        inputs = tensors_in(args)
         if kwargs:
             inputs += tensors_in(kwargs.values())
         is_product = func.namespace != "aten" or func.overloadpacket in self.flop_counters
@@ -158,7 +162,8 @@ class Ledger(TorchDispatchMode):
 
     def _count(self, func: Any, args: tuple, kwargs: dict, result: Any, tensors: list[torch.Tensor]) -> None:
         """Counts the bytes of a collective, and the FLOPs or the touched bytes of an operator."""
-        name, namespace = func.name(), func.namespace
+        name = func.name()
+        namespace = func.namespace
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         kind = COLLECTIVES.get(name.split("::")[1])
         if kind and namespace not in ("aten", "fsdp"):
@@ -222,7 +227,8 @@ class Ledger(TorchDispatchMode):
         if storage in self._storages:
             return
         if holder is None:
-            holder, of_head = self.holder, self.vocabulary and tensor.dim() > 1
+            holder = self.holder
+            of_head = self.vocabulary and tensor.dim() > 1
             if holder == "activations" and of_head and self.vocabulary in (tensor.shape[-1], tensor.shape[-1] + 1):
                 holder = "loss"
             elif holder == "loss" and of_head and tensor.shape[0] == self.vocabulary:  # it does not grow with the micro-batch
@@ -283,7 +289,9 @@ class Ledger(TorchDispatchMode):
         """Labels what is allocated within the block: the phase of the run, what it is for (`holder`), and on which memory
         (`place`). None keeps the label of the block around it."""
         before = self.moment, self.holder, self.place, self.is_fused
-        self.moment, self.holder, self.place = moment or self.moment, holder or self.holder, place or self.place
+        self.moment = moment or self.moment
+        self.holder = holder or self.holder
+        self.place = place or self.place
         try:
             yield
         finally:
@@ -303,7 +311,8 @@ class Ledger(TorchDispatchMode):
 
     def timeline(self, place: str = "gpu") -> Iterator[tuple[str, int, collections.Counter]]:
         """Yields (moment, bytes, bytes by holder) after every event; the counter is the same object each time."""
-        held, total = collections.Counter(), 0
+        held = collections.Counter()
+        total = 0
         for moment, entry, where, change, _ in self.events:
             if where == place:
                 held[entry.holder] += change
@@ -315,7 +324,8 @@ class Ledger(TorchDispatchMode):
 
         Also the workspaces of cuBLAS, which no peak has: a thread of autograd's runs the backward pass.
         """
-        sizes, threads = collections.Counter(), {"forward", "backward"}
+        sizes = collections.Counter()
+        threads = {"forward", "backward"}
         for moment, entry, place, change, _ in self.events:
             if moment in threads:
                 threads.remove(moment)
@@ -334,14 +344,18 @@ class Ledger(TorchDispatchMode):
 
     def curve(self, points: int = 1500) -> list[tuple[str, dict[str, int]]]:
         """(moment, bytes by holder) over the simulation, the largest of each of at most `points` stretches."""
-        stretch, curve, largest = max(1, sum(1 for _ in self.timeline()) // points), [], None
+        stretch = max(1, sum(1 for _ in self.timeline()) // points)
+        curve = []
+        largest = None
         top = -1
         for number, (moment, total, held) in enumerate(self.timeline()):
             if total > top:
-                top, largest = total, (moment, dict(held))
+                top = total
+                largest = (moment, dict(held))
             if number % stretch == stretch - 1:
                 curve.append(largest)
-                top, largest = -1, None
+                top = -1
+                largest = None
         return curve + ([largest] if largest else [])
 
     def hull(self) -> list[tuple[int, int]]:
@@ -438,20 +452,30 @@ def counts_of_step(parts: list[Counts], accumulation: int) -> Counts:
     What crosses replicas does so once per step, and the first micro-batch adds no gradients on the host. With two, a micro-batch
     in between does what both do: it leaves out what only the first gathers, or only the last reduces.
     """
-    first, last = parts[0], parts[-1]
+    first = parts[0]
+    last = parts[-1]
+    has_one = len(parts) == 1
 
     def add(of_first: float, of_last: float) -> float:
-        if len(parts) == 1:
+        if has_one:
             return of_last * accumulation
         return of_first + of_last + (accumulation - 2) * min(of_first, of_last)
 
-    flops = {name: add(first.flops.get(name, 0), last.flops.get(name, 0)) for name in first.flops | last.flops}
-    moved = {}
-    for name in first.moved | last.moved:
-        if len(parts) == 1 and name in ("all_reduced", "broadcast"):
-            moved[name] = last.moved[name]
-        elif len(parts) == 1 and name == "added_on_host":
-            moved[name] = last.moved[name] * (accumulation - 1)
-        else:
-            moved[name] = add(first.moved.get(name, 0), last.moved.get(name, 0))
-    return Counts(flops, moved, add(first.touched, last.touched), add(first.launches, last.launches))
+    counts = combine_counts(first, last, add)
+    if has_one:
+        for name in counts.moved.keys() & {"all_reduced", "broadcast"}:
+            counts.moved[name] = last.moved[name]
+        if "added_on_host" in counts.moved:
+            counts.moved["added_on_host"] = last.moved["added_on_host"] * (accumulation - 1)
+    return counts
+
+
+def combine_counts(one: Counts, other: Counts, combine: Callable[[float, float], float]) -> Counts:
+    """Counts whose every number is what `combine` makes of those of two others."""
+
+    def combine_all(sizes: dict[str, float], others: dict[str, float]) -> dict[str, float]:
+        return {name: combine(sizes.get(name, 0), others.get(name, 0)) for name in sizes | others}
+
+    flops = combine_all(one.flops, other.flops)
+    moved = combine_all(one.moved, other.moved)
+    return Counts(flops, moved, combine(one.touched, other.touched), combine(one.launches, other.launches))

@@ -10,8 +10,9 @@ PROCESS_BYTES = 2_500_000_000  # of host memory: Python, torch, CUDA's libraries
 # What a simulation does not see, on top of its peak.
 CUDA_CONTEXT = 0.5e9  # with the loaded kernels
 NCCL_BUFFERS = 0.5e9  # of a communicator over PCIe; assumed
-# Of a communicator of two GPUs with NVLink, and of more: 544 and 688 MiB between A100s (NVIDIA/nccl#964).
-NVLINK_BUFFERS = (0.57e9, 0.72e9)
+# With NVLink: 544 and 688 MiB between A100s (NVIDIA/nccl#964).
+NVLINK_BUFFERS_OF_TWO = 0.57e9
+NVLINK_BUFFERS = 0.72e9  # of more than two GPUs
 FRAGMENTATION = 0.05  # of the peak, at least: the allocator's pages, cuBLAS workspaces
 
 
@@ -27,7 +28,13 @@ def nccl_buffers(simulation: Simulation, card: Card | None) -> float:
     if simulation.replicas > 1 and simulation.shards > 1:
         groups += [simulation.shards, simulation.replicas]
     has_nvlink = card is not None and has_fast_nvlink(card)
-    return sum(NVLINK_BUFFERS[size > 2] if has_nvlink else NCCL_BUFFERS for size in groups if size > 1)
+    total = 0.0
+    for size in groups:
+        if size > 1 and not has_nvlink:
+            total += NCCL_BUFFERS
+        elif size > 1:
+            total += NVLINK_BUFFERS if size > 2 else NVLINK_BUFFERS_OF_TWO
+    return total
 
 
 def reserved_on(card: Card, simulation: Simulation) -> float:
@@ -55,8 +62,11 @@ def least_bytes(simulation: Simulation, config: AccelerateConfig, processes: int
     """
     in_4bit = simulation.bytes_in_4bit
     weights = in_4bit + 2 * (simulation.parameters - 2 * in_4bit)
-    gradients, states = 2 * simulation.trained, min(4 * simulation.trained, simulation.optimizer * simulation.shards)
-    shards = (config.shards if config.is_hybrid else processes) if config.is_fsdp else 1
+    gradients = 2 * simulation.trained
+    states = min(4 * simulation.trained, simulation.optimizer * simulation.shards)
+    shards = 1
+    if config.is_fsdp:
+        shards = config.shards if config.is_hybrid else processes
     kept = 0 if config.offload_params else (weights + states) / shards
     if config.is_fsdp and not config.reshard_after_forward:
         return kept + weights  # unsharded between forward and backward

@@ -156,7 +156,8 @@ def print_choice(plan: dict[str, Any]) -> None:
     print_table(rows)
     if plan.get("compiling"):
         print(f"\n{plan['compiling']}")
-    tokens, slower = here["tokens_per_second"], here["tokens_per_second_with_slower_host"]
+    tokens = here["tokens_per_second"]
+    slower = here["tokens_per_second_with_slower_host"]
     speed = f"{tokens:,} tokens/s" + (f", {slower:,} with a slower host" if slower < tokens else "")
     length = f"; {plan['steps']:,} steps: {describe_time(here['hours'])}" if here["hours"] else ""
     print(f"\n{speed}{length}. {describe_host(here['kernel_seconds'])}")
@@ -247,7 +248,8 @@ def draw(plan: dict[str, Any], curve: list[tuple[str, dict[str, int]]], path: Pa
     for _, held in curve:
         for holder in held:
             described.setdefault(holder, holder)
-    shown, labels = [], []
+    shown = []
+    labels = []
     for holder, label in described.items():
         sizes = [held.get(holder, 0) / cards.GB for _, held in curve]
         if max(sizes) > 0.005 * top:

@@ -66,7 +66,10 @@ def try_proposals(
         if fits_now:
             break
         if needs < 0.98 * best and (needs_host <= host or needs_host <= needed_host_memory(simulation)):
-            kept, best, config, simulation = flags, needs, other_config, simulated
+            kept = flags
+            best = needs
+            config = other_config
+            simulation = simulated
     return rows
 
 

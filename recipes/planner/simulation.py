@@ -170,7 +170,8 @@ def simulate(
 
     Raises RuntimeError if what was counted contradicts the shapes of the model.
     """
-    began, config = cpu_seconds(), run.config
+    began = cpu_seconds()
+    config = run.config
     gc.freeze()  # otherwise every garbage collection would look through the libraries
     gc.set_threshold(200_000)
     ledger = Ledger()
@@ -189,6 +190,7 @@ def simulate(
         contextlib.redirect_stdout(nowhere),
     ):
         own = ["--output_dir", output_dir, "--report_to", "none", "--disable_tqdm", "true", "--use_cpu", "true"]
+        own += ["--use_liger_kernel", "false"]  # its kernels need a GPU; with them, a run needs less
         plan = PlannedRecipe(run)
         build_trainer(plan, [*flags, *own])
         allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ["PYTORCH_ALLOC_CONF"]
@@ -196,9 +198,11 @@ def simulate(
         ledger.pinned_limit = int(limit[1]) * 2**20 if limit else None
         simulation = simulate_training(plan, ledger, fakes, with_evaluation, with_all_layers)
     ledger.events = in_order(ledger.events)
-    simulation.peaks, simulation.host_peaks = ledger.peaks(), ledger.peaks("host")
+    simulation.peaks = ledger.peaks()
+    simulation.host_peaks = ledger.peaks("host")
     simulation.reserved, simulation.needed = replay(ledger.sizes(), "expandable_segments:True" in allocator)
-    simulation.hull, simulation.curve = ledger.hull(), ledger.curve()
+    simulation.hull = ledger.hull()
+    simulation.curve = ledger.curve()
     simulation.has_global_batch_flag = "global_batch_size" in plan.run.given
     simulation.cpu_seconds = cpu_seconds() - began
     return simulation
@@ -217,7 +221,8 @@ def simulate_training(
 
     Returns what is known of the run, with the counts of the step.
     """
-    trainer, config = plan.trainer, plan.run.config
+    trainer = plan.trainer
+    config = plan.run.config
     batch = full_batch(next(iter(trainer.get_train_dataloader())), trainer.args, trainer.args.per_device_train_batch_size)
     ledger.vocabulary = trainer.model.config.get_text_config().vocab_size
     if not config.is_fsdp:  # which moves the weights to the GPU only when it wraps the model, see `count_wrapping`
@@ -245,7 +250,8 @@ def simulate_training(
     if with_all_layers or not simulate_few_layers(step):
         with contextlib.suppress(RecipeStopped):
             trainer.train()
-    simulation.trained_here, simulation.optimizer = step.trained_here, step.optimizer
+    simulation.trained_here = step.trained_here
+    simulation.optimizer = step.optimizer
     simulation.step = counts_of_step(step.parts, simulation.accumulation)
     # Clipping and the optimizer have no matrix multiplication, and exchange only the norm of the gradients.
     simulation.step.touched += step.after.touched
@@ -258,7 +264,8 @@ def simulate_few_layers(step: "SimulatedStep") -> bool:
 
     Each number of layers has a forked process, because training changes the trainer.
     """
-    trainer, ledger = step.trainer, step.ledger
+    trainer = step.trainer
+    ledger = step.ledger
     all_layers = layers.equal_layers(trainer.model)
     if all_layers is None or trainer.optimizer is not None or step.config.distributed_type == "MULTI_GPU":  # of DDP's buckets
         return False
@@ -271,15 +278,19 @@ def simulate_few_layers(step: "SimulatedStep") -> bool:
         ledger.events += layers.extend(few, more, len(all_layers), layers.live_storages(ledger.events))
     except layers.Unlike:
         return False
-    *step.parts, step.after = (layers.linear_counts(*pair, added) for pair in zip(few.counts, more.counts, strict=True))
+    counts = [layers.linear_counts(one, other, added) for one, other in zip(few.counts, more.counts, strict=True)]
+    step.parts = counts[:-1]
+    step.after = counts[-1]
     step.simulation.simulated_layers = more.layers
-    step.trained_here, step.optimizer = (layers.linear(*pair, added) for pair in zip(few.sizes, more.sizes, strict=True))
+    step.trained_here = layers.linear(few.sizes[0], more.sizes[0], added)
+    step.optimizer = layers.linear(few.sizes[1], more.sizes[1], added)
     return True
 
 
 def record_few_layers(step: "SimulatedStep", all_layers: torch.nn.ModuleList, count: int) -> layers.Recording:
     """Trains with the first layers only."""
-    trainer, simulation = step.trainer, step.simulation
+    trainer = step.trainer
+    simulation = step.simulation
     del all_layers[count:]
     gc.collect()
     start = len(step.ledger.events)
@@ -327,8 +338,10 @@ def full_batch(batch: dict, args: TrainingArguments, rows: int) -> dict:
 
 def describe_run(plan: StartedRecipe, batch: dict) -> Simulation:
     """What is known before anything runs."""
-    trainer, config = plan.trainer, plan.run.config
-    model, args = trainer.model, trainer.args
+    trainer = plan.trainer
+    config = plan.run.config
+    model = trainer.model
+    args = trainer.args
     weights = list(model.parameters())
     bytes_in_4bit = parameters = trained = 0
     for weight in weights:
@@ -341,7 +354,8 @@ def describe_run(plan: StartedRecipe, batch: dict) -> Simulation:
             trained += weight.numel()
     is_adapter = hasattr(model, "peft_config")
     folder = Path((model.get_base_model() if hasattr(model, "get_base_model") else model).config.name_or_path)
-    published, planned = json.loads((folder / "config.json").read_text("utf-8")), read_json(folder / PLANNED)
+    published = json.loads((folder / "config.json").read_text("utf-8"))
+    planned = read_json(folder / PLANNED)
     text = published.get("text_config", published)  # of a model that reads images too
     dtype = published.get("dtype") or published.get("torch_dtype") or text.get("dtype") or "float32"
     # Every process reads a reference model, and with it the model, from their files: see `set_loading_options`.
@@ -427,8 +441,13 @@ class SimulatedStep(TrainerCallback):
         simulation: Simulation,
         with_evaluation: bool,
     ) -> None:
-        self.trainer, self.ledger, self.fakes, self.batch, self.simulation = trainer, ledger, fakes, batch, simulation
-        self.config, self.with_evaluation = config, with_evaluation
+        self.trainer = trainer
+        self.ledger = ledger
+        self.fakes = fakes
+        self.batch = batch
+        self.simulation = simulation
+        self.config = config
+        self.with_evaluation = with_evaluation
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         simulation.is_offloaded = isinstance(getattr(plugin, "cpu_offload", None), CPUOffloadPolicy)
         self.place = "host" if simulation.is_offloaded else "gpu"
@@ -456,7 +475,8 @@ class SimulatedStep(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: Any
     ) -> None:
         """Makes the optimizer's states and the gradients of earlier micro-batches, and checks their size."""
-        ledger, optimizer = self.ledger, self.trainer.optimizer.optimizer
+        ledger = self.ledger
+        optimizer = self.trainer.optimizer.optimizer
         for weight in model.parameters():
             ledger.mark(local_tensor(weight), "weights")
         self.optimized = [weight for group in optimizer.param_groups for weight in group["params"]]

@@ -33,7 +33,8 @@ def use_planned_size(data: DataSettings, training_args: TrainingArguments, model
     Neither the weights nor the texts change memory or time, so nothing else is asked of the Hub. The folders are below the
     run's output directory, which is a temporary one.
     """
-    name, revision = model_args.model_name_or_path, model_args.model_revision
+    name = model_args.model_name_or_path
+    revision = model_args.model_revision
     check_model_exists(name, revision)
     folder = Path(tempfile.mkdtemp(prefix="made", dir=training_args.output_dir))
     tiny.make_tokenizer(tiny.family_of(name) or ANY_FAMILY).save_pretrained(folder / "model")

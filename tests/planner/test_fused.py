@@ -1,4 +1,4 @@
-"""Fused layers in a plan: what a compiled layer and Liger's kernels read, write and keep."""
+"""Fused layers in a plan: what a compiled layer reads, writes and keeps."""
 
 from harness.compat.transformers import transformer_layers
 from planner import fused
@@ -145,14 +145,14 @@ def test_bytes_are_those_that_inductor_counts(monkeypatch):
 
 
 @slow
-def test_flags_count_in_a_plan(simulate):
-    """Each flag leaves the products as they are, touches less memory, and keeps fewer activations."""
+def test_compiled_layers_count_in_a_plan(simulate):
+    """The products are as without them, less memory is touched, and fewer activations are kept. Liger's kernels do not count."""
     pair = (ROOT / "recipes/qwen2_fineweb_edu.py", ROOT / "accelerate_configs/1x3090.yaml")
     flags = ([], ["--use_liger_kernel", "true"], ["--torch_compile", "true"])
     plain, liger, compiled = simulate([(*pair, words, "cuda") for words in flags])
-    assert plain["step"]["flops"] == liger["step"]["flops"] == compiled["step"]["flops"]
+    assert plain["step"] == liger["step"] and plain["peaks"] == liger["peaks"]
+    assert plain["step"]["flops"] == compiled["step"]["flops"]
     assert plain["step"]["launches"] / 8 == pytest.approx(3849, rel=0.04), "measured on an H100, of each of 8 micro-batches"
-    touched = [found["step"]["touched"] for found in (plain, liger, compiled)]
-    assert touched[1] < 0.7 * touched[0] and touched[2] < 0.8 * touched[1], touched
-    peaks = [max(peak["bytes"] for peak in found["peaks"].values()) for found in (plain, liger, compiled)]
-    assert peaks[2] < peaks[1] < peaks[0], peaks
+    assert compiled["step"]["touched"] < 0.6 * plain["step"]["touched"]
+    peaks = [max(peak["bytes"] for peak in found["peaks"].values()) for found in (plain, compiled)]
+    assert peaks[1] < peaks[0], peaks

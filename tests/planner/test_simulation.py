@@ -5,8 +5,8 @@ import re
 
 from harness import configs
 from planner import cards, memory, roofline
+from planner.cache import simulation_of
 from planner.grid import configs_for
-from planner.ledger import Counts, Peak
 from planner.simulation import Simulation
 
 import pytest
@@ -43,7 +43,7 @@ def fields(simulate) -> dict[tuple[str, str], list[dict]]:
 @pytest.fixture(scope="module")
 def found(fields) -> dict[tuple[str, str], Simulation]:
     """The simulation of every pair."""
-    return {pair: read_simulation(extended) for pair, (extended, _) in fields.items()}
+    return {pair: simulation_of(dict(extended)) for pair, (extended, _) in fields.items()}
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
@@ -63,8 +63,9 @@ def test_file_with_fewer_rows_than_a_step(simulate, found, tmp_path):
     pair = QUICK[0]
     files = ROOT / f"recipes/{pair[0]}.py", ROOT / f"accelerate_configs/{pair[1]}.yaml"
     (fields,) = simulate([(*files, flags, "cuda to the end")])
-    assert read_simulation(fields).step.flops == found[pair].step.flops
-    assert read_simulation(fields).peak == found[pair].peak
+    simulation = simulation_of(fields)
+    assert simulation.step.flops == found[pair].step.flops
+    assert simulation.peak == found[pair].peak
 
 
 @pytest.mark.parametrize("recipe", RECIPES if ALL else [ROOT / "recipes/qwen2_fineweb_edu.py"], ids=lambda path: path.stem)
@@ -77,7 +78,7 @@ def test_least_bytes_are_below_the_peak(recipe, simulate):
         for path in configs_for(gpus, 1, CARDS["RTX 3090"], is_4bit, list(map(str, CONFIGS)))
         if ALL or gpus > 1
     ]
-    found = [read_simulation(fields) for fields in simulate([(recipe, path, [], "cuda") for path in paths])]
+    found = [simulation_of(fields) for fields in simulate([(recipe, path, [], "cuda") for path in paths])]
     least = {}
     for other in found:
         for path, simulation in zip(paths, found, strict=True):
@@ -86,12 +87,6 @@ def test_least_bytes_are_below_the_peak(recipe, simulate):
     unsharded = next(path for path in paths if "4gpu_ddp" in path)
     weights = found[paths.index(unsharded)].expected["weights"]
     assert least[unsharded] > (0.9 if is_4bit else 0.5) * weights, "it is of use"
-
-
-def read_simulation(fields: dict) -> Simulation:
-    """A Simulation from its fields as JSON."""
-    peaks = {key: {moment: Peak(**peak) for moment, peak in fields[key].items()} for key in ("peaks", "host_peaks")}
-    return Simulation(**fields | peaks | {"step": Counts(**fields["step"])})
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
@@ -191,7 +186,7 @@ def test_ddp_moves_the_gradients(found):
 def test_recipe_of_published_measurements(simulate):
     recipe, config = ROOT / "benchmarks/published_recipe.py", ROOT / "accelerate_configs/4gpu_full_shard.yaml"
     flags = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--use_peft", "--load_in_4bit", "--max_length", "512"]
-    run = read_simulation(*simulate([(recipe, config, flags, "cuda")]))
+    run = simulation_of(*simulate([(recipe, config, flags, "cuda")]))
     assert run.bytes_in_4bit > 0 and run.is_adapter
 
 

@@ -93,5 +93,7 @@ def as_flag(name: str, value: Any) -> str:
     """`--learning_rate 2e-05` for a value of 2e-5; for a value that no flag can have, a comment."""
     if value is None or value is dataclasses.MISSING:
         return f"# --{name}"
-    words = [json.dumps(value)] if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    words = value if isinstance(value, list | tuple) else [value]
+    if isinstance(value, dict):
+        words = [json.dumps(value)]
     return f"--{name} {shlex.join(map(str, words))}"

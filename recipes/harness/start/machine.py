@@ -81,8 +81,13 @@ def must_use_cpu(run: Run, values: argparse.Namespace) -> bool:
     enough = [count for count in range(1, found + 1) if can_be_fewer and rows and rows % max(1, micro_batch * count) == 0]
     hint = rehearsal_hint(run.recipe, run.config)
     if enough:
-        words = "it" if enough[-1] == 1 else f"{enough[-1]} of them" if enough[-1] < found else "them"
-        hint = f"NPROC_PER_NODE={enough[-1]} trains the same steps on {words}, and continues a run there, if memory suffices"
+        count = enough[-1]
+        words = "them"
+        if count == 1:
+            words = "it"
+        elif count < found:
+            words = f"{count} of them"
+        hint = f"NPROC_PER_NODE={count} trains the same steps on {words}, and continues a run there, if memory suffices"
     raise UserError(f"{run.config.name} needs {plural(needed, 'GPU')}, this machine has {found or 'none'}. {hint}")
 
 

@@ -1,6 +1,5 @@
 """What a recipe's `parse` does: it finds how the recipe was started, reads the arguments, and prepares the run or command."""
 
-import atexit
 import dataclasses
 import logging
 import os
@@ -11,7 +10,6 @@ from harness import runs
 from harness.compat.transformers import never_ask_for_code
 from harness.messages import is_first_process
 from harness.start.arguments import Arguments, make_arguments, read_values
-from harness.start.recipes import begin_process, report_failures_of, report_missing_train
 from harness.start.training import start_of_training
 
 from accelerate.utils import check_cuda_p2p_ib_support
@@ -19,12 +17,7 @@ from accelerate.utils import check_cuda_p2p_ib_support
 
 def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **recipe: Any) -> Arguments:
     """See `harness.parse`, which turns a UserError into one message and exit code 2."""
-    started = runs.started()
-    is_training = started is None
-    if is_training:
-        started = start_of_training()
-        begin_process()
-        report_failures_of(started)
+    started = runs.started() or start_of_training()
     quiet_libraries()
     never_ask_for_code()
     disable_peer_to_peer()
@@ -34,11 +27,7 @@ def parse(config_class: type, dataset_formats: tuple[str, ...] | str = (), **rec
     started.choose_device(values)
     started.run, arguments = make_arguments(started.run, values, config_class, dataset_formats, recipe)
     started.arguments = arguments
-    if is_training:
-        report_failures_of(started)  # again: torch puts its own hook around it when it connects the processes
     started.prepare(arguments)
-    if is_training:
-        atexit.register(report_missing_train, started)
     return arguments
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from harness import runs
 from harness.data.tokenization import NEEDS_TOKENS, are_tokenized
 from harness.hub import HubLost
-from harness.launched import end_of_imports, has_ended, launched, record_end
+from harness.launched import end_of_imports, has_ended, record_end
 from harness.messages import UserError, exit_on_user_error, is_first_process, last_line
 from harness.run.failures import exit_for_known_failure, explain_missing_weights, raise_if_of_library
 from harness.run.trainer import RunTrainer
@@ -121,8 +121,8 @@ def without_train(recipe: StartedRecipe) -> str:
 
 
 def report_missing_train(recipe: StartedRecipe) -> None:
-    """Runs at the exit of a process that trains: `trainer.train()` neither resumes nor saves the model. The launcher exits."""
-    if launched() and recipe.trainer is None and is_first_process() and not has_ended():
+    """Runs at the exit of a process of the launcher: `trainer.train()` neither resumes nor saves the model."""
+    if recipe.trainer is None and is_first_process() and not has_ended():
         print(f"error: {without_train(recipe)}", file=sys.stderr, flush=True)
         record_end(2)
 

@@ -44,6 +44,7 @@ from harness.start.preparing import (
     set_model_options,
     use_commit,
 )
+from harness.start.recipes import begin_process, report_failures_of, report_missing_train
 from harness.start.record import command_of, digest_of_recipe
 
 import torch
@@ -55,19 +56,22 @@ SEEN_BY_ALL = ".seen-by-all-nodes-"  # begins the name of a file by which nodes 
 def start_of_training() -> StartedRecipe:
     """The recipe of a process that was started to train, by launch.sh, `accelerate launch`, torchrun or python."""
     run = Run(sys.argv[0], trains=True)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
     if call := launched():
-        config, processes = configs.read(call.config), int(os.environ.get("WORLD_SIZE", 1))
+        config = configs.read(call.config)
         run = dataclasses.replace(run, config=config, tiny=call.tiny, nodes=call.nodes, processes=processes)
         set_environment_of_accelerate(run)
+        if restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            print_once(
+                f"Started again after a crash, {restarts} of {os.environ['TORCHELASTIC_MAX_RESTARTS']} times (--max_restarts)."
+            )
     elif "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`
-        run = dataclasses.replace(run, config=config_of_accelerate(), processes=int(os.environ.get("WORLD_SIZE", 1)))
+        run = dataclasses.replace(run, config=config_of_accelerate(), processes=processes)
         os.environ.update(LEFT_TO_ARGUMENTS)
-    if launched() and (restarts := int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))):
-        print_once(
-            f"Started again after a crash, {restarts} of {os.environ['TORCHELASTIC_MAX_RESTARTS']} times (--max_restarts)."
-        )
     started = TrainedRecipe(run)
     runs.set_started(started)
+    begin_process()
+    report_failures_of(started)
     return started
 
 
@@ -90,7 +94,10 @@ class TrainedRecipe(StartedRecipe):
         self.run = dataclasses.replace(run, on_cpu=on_cpu)
 
     def prepare(self, arguments: Arguments) -> None:
+        report_failures_of(self)  # again: torch has put its own hook around it when it connected the processes
         self.run = prepare_run(self.run, arguments)
+        if launched():
+            atexit.register(report_missing_train, self)
 
     def train(self, trainer: Trainer) -> None:
         session.run_training(trainer, self.run)
@@ -205,11 +212,12 @@ def features_of_nodes(run: Run, training_args: TrainingArguments) -> GpuFeatures
                     f"{place}was started with other {'flags' if fact == 'command' else 'files'} than {nodes[0]['host']}: "
                     f"{node[fact]}, there {nodes[0][fact]}: start all nodes with the same command and the same files"
                 )
-    features = [GpuFeatures(*node["features"]) for node in nodes]
-    return GpuFeatures(
-        [name for name in features[0].attention if all(name in node.attention for node in features)],
-        *(next(filter(None, reasons), "") for reasons in zip(*(node[1:3] for node in features), strict=True)),
-    )
+    common = GpuFeatures(*nodes[0]["features"])
+    for node in nodes[1:]:
+        features = GpuFeatures(*node["features"])
+        attention = [name for name in common.attention if name in features.attention]
+        common = GpuFeatures(attention, common.no_flash or features.no_flash, common.no_triton or features.no_triton)
+    return common
 
 
 def check_folder_is_shared(output_dir: Path) -> None:

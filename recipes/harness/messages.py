@@ -87,15 +87,12 @@ def printable(text: str) -> str:
     return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def print_once(message: str, is_printable: bool = False) -> None:
-    """Prints in the process with rank 0.
-
-    `is_printable`: `message` has sequences for colours, and the texts between them are `printable` already.
-    """
+def print_once(message: str) -> None:
+    """Prints in the process with rank 0."""
     if not is_first_process():
         return
     try:
-        print(message if is_printable else printable(message), flush=True)
+        print(printable(message), flush=True)
     except OSError:  # the reader of the pipe has exited, or the disk is full; the run continues without it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 

@@ -156,7 +156,6 @@ def test_data_of_a_preview_and_a_run(preview_tiny, rehearse, tmp_path):
     data = numbers["data"]
     assert data["skipped"] == {"without an answer": 3, "with a turn that is empty": 2} and data["is_complete"]
     assert (data["rows"], data["held_out"], data["trained_rows"], data["ignored_columns"]) == (65, 6, 54, ["id"])
-    assert data["turns"] == {"user": 120, "assistant": 60}
     assert (
         "rows skipped: 3 without an answer (the first is row 61), 2 with a turn that is empty (the first is row 64)."
         in process.stderr
@@ -205,7 +204,5 @@ def test_template_without_an_end_token(preview_tiny, tmp_path, template):
 def test_paint(tokenizer):
     ids = tokenizer("A question<|im_end|> an answer<|im_end|>")["input_ids"]
     labels = [IGNORED] * 2 + ids[2:]
-    plain = paint(tokenizer, ids, labels, has_colour=False)
+    plain = paint(tokenizer, ids, labels)
     assert plain.count("⟦") == plain.count("⟧") == 1 and plain.count("◆<|im_end|>") == 2
-    colored = paint(tokenizer, ids, labels, has_colour=True)
-    assert "\033[90m" in colored and "\033[1;32m<|im_end|>" in colored and "⟦" not in colored

@@ -159,7 +159,6 @@ def test_bad_mixtures(names, error_of, tmp_path):
     assert "2 values for 3 datasets" in message_of(names, [1, 2])
     assert "above 0" in message_of(names, [1, 2, -1])
     assert "above 0" in message_of(names, [1, 2, float("nan")])
-    assert "twice" in message_of([names[0], names[0]], [1, 2])
     assert "for several datasets" in message_of(names[:1], [1.0])
     assert "one config for each" in message_of(names, [1, 2, 3], dataset_config=["x", "y"])
     chat = write(

@@ -111,7 +111,7 @@ def test_preview_shows_the_texts(tokenizer_of, train_rows, family):
     tokenizer, (_, header, end) = tokenizer_of(family), FAMILIES[family]
     turns = CONVERSATION[:3]
     _, (row,) = train_rows(tokenizer, [{"messages": turns}], assistant_only_loss=True, max_length=None)
-    shown = preview.paint(tokenizer, row["input_ids"], row["labels"], has_colour=False, is_complete=True)
+    shown = preview.paint(tokenizer, row["input_ids"], row["labels"], is_complete=True)
     text = tokenizer.apply_chat_template(turns, tokenize=False)
     start = text.rindex(header) + len(header)
     stop = text.rindex(end) + len(end)

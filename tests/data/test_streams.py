@@ -258,11 +258,10 @@ def test_position_with_fewer_micro_batches_per_step(documents, tmp_path, capsys,
 def damaged_positions(path):
     """A position with every key left out, those of other streams, and what is no object."""
     position = json.loads(path.read_text())
-    for key in ("parts", "shards", "state"):
+    for key in ("parts", "stream", "state"):
         yield json.dumps({name: value for name, value in position.items() if name != key})
-    yield json.dumps(position | {"shards": 10**9})
-    for state in ({}, {"type": []}, {"examples_iterable": 1}):
-        yield json.dumps(position | {"state": state})
+    for stream in ({}, position["stream"] | {"shards": 10**9}, position["stream"] | {"start": {"examples_iterable": 1}}):
+        yield json.dumps(position | {"stream": stream})
     yield from ("", "{", "[]", "null", "2", "[" * 100_000, "\udcff")
 
 

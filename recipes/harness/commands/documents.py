@@ -10,10 +10,11 @@ def documents_of(row: dict) -> list[Document]:
     """The documents of a tokenized row, packed or not; of a pair of answers the prompt with each of them."""
     if "prompt_ids" in row:
         prompt = row["prompt_ids"]
-        answers = [row[name] for name in ANSWERS if name in row]
-        return [(prompt + answer, [IGNORED] * len(prompt) + answer) for answer in answers]
-    ids, labels = row["input_ids"], row.get("labels", row["input_ids"])
-    documents, start = [], 0
+        return [(prompt + row[name], [IGNORED] * len(prompt) + row[name]) for name in ANSWERS if name in row]
+    ids = row["input_ids"]
+    labels = row.get("labels", ids)
+    documents = []
+    start = 0
     for length in row.get("seq_lengths") or [len(ids)]:
         documents.append((ids[start : start + length], labels[start : start + length]))
         start += length

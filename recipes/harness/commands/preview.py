@@ -11,7 +11,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -23,14 +22,16 @@ from typing import Any
 from harness.batches import IGNORED, is_packed, length_of_rows
 from harness.commands import arguments
 from harness.commands.documents import Document, documents_of
-from harness.messages import UserError, exit_on_user_error, last_line, plural, print_once, printable
+from harness.messages import UserError, exit_on_user_error, last_line, plural, print_once
 from harness.runs import Run, StartedRecipe
 from harness.start.environment import hide_library_warnings, set_environment
 from harness.start.recipes import build_trainer
 
 BATCHES = 100
-BOLD, GREEN, GREY = "1;", "32", "90"  # codes of a terminal
-SHOWN_ROWS, SHOWN_DOCUMENTS, SHOWN_START, SHOWN_END = 2, 3, 300, 100  # rows; documents of a row; tokens of a long document
+SHOWN_ROWS = 2
+SHOWN_DOCUMENTS = 3  # of a row
+SHOWN_START = 300  # tokens of a long document
+SHOWN_END = 100
 
 
 def main(*words: str) -> None:
@@ -128,8 +129,10 @@ class Preview:
         """The documents of the first rows to train on, whole ones if the recipe leaves truncating to the trainer."""
         from harness.data.loading import PREVIEWED_ROWS
 
-        rows = self.first_rows if self.whole is None else itertools.islice(self.whole, PREVIEWED_ROWS)
-        return [document for row in rows for document in documents_of(row)]
+        documents = []
+        for row in self.first_rows if self.whole is None else itertools.islice(self.whole, PREVIEWED_ROWS):
+            documents += documents_of(row)
+        return documents
 
     @property
     def has_pairs(self) -> bool:
@@ -148,9 +151,11 @@ class Preview:
 
     def cut_tokens(self) -> list[int]:
         """How many tokens --max_length cuts off each document. Other strategies of packing than bfd split documents instead."""
-        length = length_of_rows(self.trainer.args)
-        is_cut = self.has_whole_documents and not (is_packed(self.trainer.args) and self.trainer.args.packing_strategy != "bfd")
-        return [max(0, len(ids) - length) if length and is_cut else 0 for ids, _ in self.documents]
+        args = self.trainer.args
+        length = length_of_rows(args)
+        if not length or not self.has_whole_documents or (is_packed(args) and args.packing_strategy != "bfd"):
+            return [0] * len(self.documents)
+        return [max(0, len(ids) - length) for ids, _ in self.documents]
 
     def epoch(self) -> tuple[float, float] | tuple[None, None]:
         """Rows and tokens of an epoch, estimated from the first rows; None if nothing says how many rows there are."""
@@ -183,7 +188,8 @@ def why_no_documents(trainer: Any) -> str:
     """Why a trainer's rows are not documents for a causal language model, "" if they are."""
     from harness.run.parameters import base_of, generates
 
-    model, row = base_of(trainer.model), next(iter(trainer.train_dataset), None)
+    model = base_of(trainer.model)
+    row = next(iter(trainer.train_dataset), None)
     if row is None:
         raise UserError("--dataset_name: no row is left to train on: see what the recipe drops, or pass a larger --max_length")
     if not generates(model) or model.config.is_encoder_decoder:
@@ -195,13 +201,18 @@ def why_no_documents(trainer: Any) -> str:
 
 def other_rows(preview: Preview, reason: str) -> dict[str, Any]:
     """The first rows as the trainer gets them, and the shapes of the first micro-batch. `reason`: see `why_no_documents`."""
-    rows = itertools.islice(preview.trainer.train_dataset, SHOWN_ROWS)
+    rows = []
+    for row in itertools.islice(preview.trainer.train_dataset, SHOWN_ROWS):
+        rows.append({name: value_as_text(name, value, preview.tokenizer) for name, value in row.items()})
     batch = next(iter(preview.trainer.get_train_dataloader()))
-    if not isinstance(batch, Mapping):  # the rows themselves, of a trainer that makes its batches later
-        batch = {}
+    shapes = {}
+    if isinstance(batch, Mapping):  # else the rows themselves, of a trainer that makes its batches later
+        for name, value in batch.items():
+            if hasattr(value, "shape"):
+                shapes[name] = list(value.shape)
     return {
-        "rows": [{name: value_as_text(name, value, preview.tokenizer) for name, value in row.items()} for row in rows],
-        "batch": {name: list(value.shape) for name, value in batch.items() if hasattr(value, "shape")},
+        "rows": rows,
+        "batch": shapes,
         "not_shown": f"which tokens count in the loss, lengths and what is truncated: {reason}",
     }
 
@@ -226,17 +237,17 @@ def value_as_text(name: str, value: Any, tokenizer: Any) -> str:
 
 def print_rows(preview: Preview) -> None:
     """Prints the first sequences; of a packed one, the first documents."""
-    has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    key = "green tokens count in the loss, grey ones do not" if has_colour else "tokens in ⟦ ⟧ count in the loss"
-    print_once(f"\nThe first sequences as the model sees them: {key}; special tokens are {'bold' if has_colour else 'marked ◆'}.")
+    print_once("\nThe first sequences as the model sees them: tokens in ⟦ ⟧ count in the loss; special tokens are marked ◆.")
     for row in preview.first_rows[:SHOWN_ROWS]:
         documents = preview.as_seen(row)
         title = f"a prompt with {plural(len(documents), 'answer')}"
         if not preview.has_pairs:
             title = f"a sequence of {len(row['input_ids']):,} tokens, {plural(len(documents), 'document')}"
         print_once(f"\n--- {title}")
-        painted = [paint(preview.tokenizer, *document, has_colour) for document in documents[:SHOWN_DOCUMENTS]]
-        print_once("\n---\n".join(painted), is_printable=True)
+        painted = []
+        for ids, labels in documents[:SHOWN_DOCUMENTS]:
+            painted.append(paint(preview.tokenizer, ids, labels))
+        print_once("\n---\n".join(painted))
     print_once("")
 
 
@@ -246,44 +257,49 @@ def print_document(preview: Preview, number: int) -> None:
     if not 0 < number <= len(documents):
         raise UserError(f"--full {number}: the preview has {plural(len(documents), 'document')}")
     ids, labels = documents[number - 1]
-    has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     print_once(f"\n--- document {number} of {len(documents)}, {len(ids):,} tokens")
-    print_once(f"{paint(preview.tokenizer, ids, labels, has_colour, is_complete=True)}\n", is_printable=True)
+    print_once(f"{paint(preview.tokenizer, ids, labels, is_complete=True)}\n")
 
 
-def paint(tokenizer: Any, ids: list[int], labels: list[int], has_colour: bool, is_complete: bool = False) -> str:
-    """A document as text: tokens in the loss in ⟦ ⟧ and special ones with ◆, or both in colour. A long one without its middle.
+def paint(tokenizer: Any, ids: list[int], labels: list[int], is_complete: bool = False) -> str:
+    """A document as text: tokens in the loss in ⟦ ⟧, special ones with ◆. A long one without its middle.
 
     `is_complete`: also the middle.
     """
     if len(ids) > 2 * (SHOWN_START + SHOWN_END) and not is_complete:
         hidden = f"\n… {len(ids) - SHOWN_START - SHOWN_END:,} tokens, shown by --full …\n"
-        start = paint(tokenizer, ids[:SHOWN_START], labels[:SHOWN_START], has_colour)
-        return start + hidden + paint(tokenizer, ids[-SHOWN_END:], labels[-SHOWN_END:], has_colour)
-    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special} | set(tokenizer.all_special_ids)
+        start = paint(tokenizer, ids[:SHOWN_START], labels[:SHOWN_START])
+        return start + hidden + paint(tokenizer, ids[-SHOWN_END:], labels[-SHOWN_END:])
+    special = set(tokenizer.all_special_ids)
+    for index, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            special.add(index)
     text = ""
     for is_in_loss, stretch in itertools.groupby(zip(ids, labels, strict=True), lambda pair: pair[1] != IGNORED):
         part = ""
         for is_special, pairs in itertools.groupby(stretch, lambda pair: pair[0] in special):
             tokens = [token for token, _ in pairs]
-            if has_colour:
-                style = (BOLD if is_special else "") + (GREEN if is_in_loss else GREY)
-                part += f"\033[{style}m{printable(tokenizer.decode(tokens))}\033[0m"
-            elif is_special:
-                part += "".join(f"◆{printable(tokenizer.decode(token))}" for token in tokens)
+            if is_special:
+                part += "".join(f"◆{tokenizer.decode(token)}" for token in tokens)
             else:
-                part += printable(tokenizer.decode(tokens))
-        text += f"⟦{part}⟧" if is_in_loss and not has_colour else part
+                part += tokenizer.decode(tokens)
+        text += f"⟦{part}⟧" if is_in_loss else part
     return text
 
 
 def summarize(preview: Preview) -> dict[str, Any]:
     """The numbers of a preview, None for what is not known: lengths in tokens; shares, from 0 to 1, of tokens or documents."""
-    lengths, cut = sorted(len(ids) for ids, _ in preview.documents), preview.cut_tokens()
-    batches = list(itertools.islice(preview.trainer.get_train_dataloader(), BATCHES))
+    lengths = sorted(len(ids) for ids, _ in preview.documents)
+    cut = preview.cut_tokens()
     sequences, tokens = preview.epoch()
-    labels = [labels_of(batch) for batch in batches]
     is_known = preview.has_whole_documents
+    labels = []
+    tokens_of_batches = 0
+    tokens_in_loss = 0
+    for batch in itertools.islice(preview.trainer.get_train_dataloader(), BATCHES):
+        labels.append(labels_of(batch))
+        tokens_of_batches += count_tokens(batch)
+        tokens_in_loss += int((labels[-1] != IGNORED).sum())
     return {
         "documents": len(lengths),
         "lengths": {
@@ -294,7 +310,7 @@ def summarize(preview: Preview) -> dict[str, Any]:
         },
         "truncated_documents": sum(map(bool, cut)) / len(cut) if is_known else None,
         "truncated_tokens": sum(cut) / sum(lengths) if is_known else None,
-        "in_the_loss": sum(int((part != IGNORED).sum()) for part in labels) / sum(count_tokens(batch) for batch in batches),
+        "in_the_loss": tokens_in_loss / tokens_of_batches,
         "unit": "rows" if preview.has_pairs else "sequences",
         "sequences_per_epoch": sequences and math.ceil(sequences),
         "tokens_per_epoch": tokens and round(tokens),
@@ -316,7 +332,8 @@ def count_tokens(batch: dict[str, Any]) -> int:
 
 def print_numbers(numbers: dict[str, Any]) -> None:
     """Prints what `summarize` has found, a line for each number, and which rows `load` has read."""
-    data, lengths = numbers["data"], numbers["lengths"]
+    data = numbers["data"]
+    lengths = numbers["lengths"]
     if data:
         rows = f"{'' if data['is_complete'] else 'of the first '}{data['rows']:,}"
         print_once(f"rows         {rows}, {data['skipped_rows']:,} skipped, {data['held_out']:,} held out for evaluation")
@@ -329,8 +346,9 @@ def print_numbers(numbers: dict[str, Any]) -> None:
     if numbers["truncated_documents"] is None:
         print_once("truncated    not known: the recipe truncates and packs its rows itself")
     else:
-        cut = numbers["truncated_documents"], numbers["truncated_tokens"]
-        print_once(f"truncated    {cut[0]:.1%} of the documents, {cut[1]:.1%} of the tokens")
+        print_once(
+            f"truncated    {numbers['truncated_documents']:.1%} of the documents, {numbers['truncated_tokens']:.1%} of the tokens"
+        )
     print_once(f"in the loss  {numbers['in_the_loss']:.1%} of the tokens")
     if numbers["sequences_per_epoch"]:
         print_once(

@@ -44,8 +44,13 @@ def main(*words: str) -> None:
     if parsed.json:
         print(json.dumps(runs, indent=2))
         return
-    columns = COLUMNS | {name: name for run in runs for name in metrics_of(run)}
-    print_table([tuple(columns), *(tuple(cell_of(run.get(name)) for name in columns.values()) for run in runs)])
+    columns = COLUMNS
+    for run in runs:
+        columns = columns | {name: name for name in metrics_of(run)}
+    table = [tuple(columns)]
+    for run in runs:
+        table.append(tuple(cell_of(run.get(name)) for name in columns.values()))
+    print_table(table)
     if differing := differences_of(runs):
         print("\nDifferences between these runs:\n")
         print_table([("setting", *(run["name"] for run in runs)), *differing])
@@ -57,9 +62,13 @@ def read_run(folder: Path) -> dict[str, Any]:
     if not results or not speed_of(results):
         raise UserError(f"{folder} is not the folder of a finished run: it has no speed in a {RESULTS}")
     history = read_json(folder / "trainer_state.json").get("log_history", [])
-    losses = [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
-    eval_losses = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
-    return results | {"name": str(folder), "losses": losses, "eval_losses": eval_losses}
+    results |= {"name": str(folder), "losses": [], "eval_losses": []}
+    for entry in history:
+        if "loss" in entry:
+            results["losses"].append((entry["step"], entry["loss"]))
+        if "eval_loss" in entry:
+            results["eval_losses"].append((entry["step"], entry["eval_loss"]))
+    return results
 
 
 def speed_of(run: dict[str, Any]) -> float:
@@ -75,10 +84,13 @@ def cell_of(value: Any) -> str:
 
 def differences_of(runs: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """A row for everything in which runs differ: what they trained, their settings, the versions of packages."""
-    told = [{name: run.get(name) for name in DESCRIBED} | run.get("settings", {}) | run.get("versions", {}) for run in runs]
-    names = dict.fromkeys(name for settings in told for name in settings if name not in ("output_dir", "run_name"))
-    rows = [(name, *("" if (value := run.get(name)) is None else in_words(value) for run in told)) for name in names]
-    return [row for row in rows if len(set(row[1:])) > 1]
+    cells: dict[str, list[str]] = {}
+    for number, run in enumerate(runs):
+        settings = {name: run.get(name) for name in DESCRIBED} | run.get("settings", {}) | run.get("versions", {})
+        for name, value in settings.items():
+            if value is not None and name not in ("output_dir", "run_name"):
+                cells.setdefault(name, [""] * len(runs))[number] = in_words(value)
+    return [(name, *of_runs) for name, of_runs in cells.items() if len(set(of_runs)) > 1]
 
 
 def print_table(rows: list[tuple[str, ...]]) -> None:

@@ -12,7 +12,6 @@ import inspect
 import itertools
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,19 +69,19 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     Raises ValueError if there is none. A template that is right for one answer only raises TemplateError when it meets a
     conversation that it would render differently.
     """
-    is_marked = [has_generation_markers(template) for template in templates_of(tokenizer)]
-    if all(is_marked):
+    templates = templates_of(tokenizer)
+    number_of_marked = sum(map(has_generation_markers, templates))
+    if number_of_marked == len(templates):
         return get_training_chat_template(tokenizer)
-    if any(is_marked):
+    if number_of_marked:
         raise ValueError("of its two chat templates only one marks the answers")
     marked = MARKED.replace("\n", "") % (own_template(tokenizer), REASON, REASON)
     try:
         copy_of_trl = get_training_chat_template(tokenizer)
     except ValueError:
         copy_of_trl = None
-    candidates = ((marked, [ONE_ANSWER, TWO_ANSWERS]), (copy_of_trl, [ONE_ANSWER, TWO_ANSWERS]), (marked, [ONE_ANSWER]))
-    for template, conversations in candidates:
-        if template and all(_renders_the_same(tokenizer, template, conversation) for conversation in conversations):
+    for template, conversation in ((marked, TWO_ANSWERS), (copy_of_trl, TWO_ANSWERS), (marked, ONE_ANSWER)):
+        if template and _renders_the_same(tokenizer, template, conversation):
             return template
     raise ValueError(REASON)
 
@@ -97,8 +96,11 @@ def templates_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 def own_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """A template that renders what the tokenizer does, which uses one of two named templates for rows with tools."""
-    plain, *with_tools = (template.removesuffix("\n") for template in templates_of(tokenizer))
-    return f"{{%- if tools %}}{with_tools[0]}{{% else %}}{plain}{{% endif %}}" if with_tools else plain
+    templates = templates_of(tokenizer)
+    plain = templates[0].removesuffix("\n")
+    if len(templates) == 1:
+        return plain
+    return "{%- if tools %}" + templates[1].removesuffix("\n") + "{% else %}" + plain + "{% endif %}"
 
 
 def _renders_the_same(tokenizer: PreTrainedTokenizerBase, template: str, conversation: list[dict]) -> bool:
@@ -183,8 +185,6 @@ def expects_text_arguments(tokenizer: PreTrainedTokenizerBase, template: str | N
 
 def fit_calls(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow], template: str | None = None) -> list[PlacedRow]:
     """The rows with tool calls as the template expects them, None for the tokenizer's own."""
-    if not any("tool_calls" in turn for _, row in rows for turn in turns_of(row)):
-        return rows
     if not expects_text_arguments(tokenizer, template):
         return rows
     return [(place, with_text_arguments(row)) for place, row in rows]
@@ -203,8 +203,11 @@ def check_conversations(
     `splits_answers`: whether conversations are split into one row for every answer (--split_conversations).
     """
     is_read_by_trainer = hasattr(training_args, "chat_template_path") or any("chosen" in row for _, row in rows)
-    rows = [(place, conversation) for place, row in rows for conversation in conversations_of(row)]
-    if not rows or not is_read_by_trainer:
+    conversations: list[PlacedRow] = []
+    for place, row in rows:
+        for conversation in conversations_of(row):
+            conversations.append((place, conversation))
+    if not conversations or not is_read_by_trainer:
         return
     with hub_errors("model", model_name):
         tokenizer = load_bare_tokenizer(model_args)
@@ -218,20 +221,25 @@ def check_conversations(
             f"--model_name_or_path: {model_name} has no chat template, because it is a base model: use its -Instruct or -Chat "
             f"version{headings if hasattr(training_args, 'chat_template_path') else ''}"
         )
+    rows = conversations
     if splits_answers:
-        rows = [(place, part) for place, row in rows for part in split_answers(row)]
-    check_template_arguments(tokenizer, [row for _, row in rows])
+        rows = []
+        for place, conversation in conversations:
+            for part in split_answers(conversation):
+                rows.append((place, part))
+    check_template_arguments(tokenizer, rows)
     fitted = fit_calls(tokenizer, rows)
     can_split = not splits_answers and hasattr(training_args, "assistant_only_loss")
     check_rendering(tokenizer, path or f"of {model_name}", fitted, can_split)
     print_ignored_keys(tokenizer, fitted)
     if not hasattr(training_args, "assistant_only_loss"):
         check_prompts_without_reasoning(tokenizer, fitted)
-        if place := next((place for place, row in rows if has_untrained_turn({"completion": row.get("completion")})), None):
-            raise UserError(
-                f"{place}: a part of an answer is marked not to count in the loss, but the loss of preferences counts complete "
-                "answers: delete the mark"
-            )
+        for place, row in rows:
+            if has_untrained_turn({"completion": row.get("completion")}):
+                raise UserError(
+                    f"{place}: a part of an answer is marked not to count in the loss, but the loss of preferences counts "
+                    "complete answers: delete the mark"
+                )
         return
     has_untrained = any(has_untrained_turn(row) for _, row in rows)
     if not training_args.assistant_only_loss:
@@ -299,7 +307,12 @@ def explain_unmarked(
 
 def contradicts_no_thinking(row: dict) -> bool:
     """Whether a row turns thinking off and has an answer with reasoning."""
-    return options_of(row).get("enable_thinking") is False and has_reasoning(row)
+    if options_of(row).get("enable_thinking") is not False:
+        return False
+    for turn in turns_of(row):
+        if turn["role"] == "assistant" and (REASONING[0] in turn or THOUGHT.search(turn["content"])):
+            return True
+    return False
 
 
 def explain_no_thinking(place: str) -> str:
@@ -318,19 +331,15 @@ def check_prompts_without_reasoning(tokenizer: PreTrainedTokenizerBase, rows: li
                 raise UserError(explain_no_thinking(place))
 
 
-def has_reasoning(row: dict) -> bool:
-    return any(REASONING[0] in turn or THOUGHT.search(turn["content"]) for turn in turns_of(row) if turn["role"] == "assistant")
-
-
 def options_of(row: dict) -> dict:
     """What a chat template gets besides the turns."""
     return {"tools": row.get("tools") or None, **(row.get(TEMPLATE_ARGUMENTS) or {})}
 
 
-def check_template_arguments(tokenizer: PreTrainedTokenizerBase, rows: list[dict]) -> None:
+def check_template_arguments(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> None:
     """Raises UserError for names that the template cannot get from a row or --chat_template_kwargs; prints those it ignores."""
     names = {}
-    for row in rows:
+    for _, row in rows:
         names |= row.get(TEMPLATE_ARGUMENTS) or {}
     if taken := sorted(names.keys() & {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}):
         raise UserError(f"--{TEMPLATE_ARGUMENTS}: {taken[0]} is no variable of a chat template: leave it out")
@@ -341,13 +350,15 @@ def check_template_arguments(tokenizer: PreTrainedTokenizerBase, rows: list[dict
 
 def print_ignored_keys(tokenizer: PreTrainedTokenizerBase, rows: list[PlacedRow]) -> None:
     """Prints the keys of turns without which the chat template renders the same."""
-    is_read: dict[str, bool] = {}
+    found: dict[str, None] = {}
+    read = set()
     for _, row in rows:
         for turn in turns_of(row):
             for key in other_keys(turn):
-                if not is_read.get(key):
-                    is_read[key] = _text_of_row(tokenizer, row) != _text_of_row(tokenizer, _without_key(row, key))
-    if ignored := [key for key, changes in is_read.items() if not changes]:
+                found[key] = None
+                if key not in read and _text_of_row(tokenizer, row) != _text_of_row(tokenizer, _without_key(row, key)):
+                    read.add(key)
+    if ignored := [key for key in found if key not in read]:
         print_once(f"The chat template ignores these keys of messages: {', '.join(ignored)}.")
 
 
@@ -367,20 +378,19 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[Pl
 
     `can_split`: whether --split_conversations is possible.
     """
-    missing = Counter()
-    examples: dict[str, tuple[str, dict]] = {}
     for place, row in rows:
         try:
-            found = find_missing(tokenizer, row)
+            missing = find_missing(tokenizer, row)
         except Exception as error:  # a template is a program: it can fail in any way
-            raise UserError(refusal_message(place, name, row, error)) from error
-        if found:
-            missing[found[1]] += 1
-            examples.setdefault(found[1], (f"{found[0]} of {place}", row))
-    if not missing:
+            raise UserError(
+                f"{place}: the chat template {name} fails ({str(error)[:200]}) on this conversation {in_words(turns_of(row))}: "
+                "change the row, or pass another template with --chat_template_path"
+            ) from error
+        if missing:
+            break
+    else:
         return
-    ((part, count),) = missing.most_common(1)
-    where, row = examples[part]
+    where, part = missing
     advice = "pass another template with --chat_template_path"
     if part in ("tool calls", "tools"):
         advice = f"use a model whose template has {part}, or pass such a template with --chat_template_path"
@@ -388,10 +398,7 @@ def check_rendering(tokenizer: PreTrainedTokenizerBase, name: str, rows: list[Pl
         advice = "write it into the content as <think>…</think>, or pass a template that has it with --chat_template_path"
         if can_split and not any(find_missing(tokenizer, answer) for answer in split_answers(row)):
             advice = "pass --split_conversations true, which makes one row for every answer with its reasoning"
-    raise UserError(
-        f"--chat_template_path: the chat template {name} leaves out the {part} of {where}, in {count} of {len(rows)} checked "
-        f"conversations: {advice}"
-    )
+    raise UserError(f"--chat_template_path: the chat template {name} leaves out the {part} of {where} of {place}: {advice}")
 
 
 def _text_of_row(tokenizer: PreTrainedTokenizerBase, row: dict, template: str | None = None) -> str | None:
@@ -406,12 +413,10 @@ def _text_of(tokenizer: PreTrainedTokenizerBase, turns: list[dict], **options: A
         return None
 
 
-def refusal_message(place: str, name: str, row: dict, error: Exception) -> str:
-    return (
-        f"{place}: the chat template {name} fails ({str(error)[:200]}) on this conversation of "
-        f"{', '.join(turn['role'] for turn in turns_of(row)[:8])}: change the row, or pass another template with "
-        "--chat_template_path"
-    )
+def in_words(turns: list[dict]) -> str:
+    roles = ", ".join(turn["role"] for turn in turns[:8])
+    begin = " ".join(str(turns[0]["content"]).split())[:60]
+    return f"of {roles} that begins with “{begin}”"
 
 
 def find_missing(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[str, str] | None:
@@ -426,8 +431,8 @@ def find_missing(tokenizer: PreTrainedTokenizerBase, row: dict) -> tuple[str, st
         text = tokenizer.apply_chat_template(turns_of(conversation), tokenize=False, **options_of(conversation))
         words = " ".join(text.split())
         for where, part, value in _expected_texts(conversation):
-            escaped = (json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])
-            if not any(" ".join(form.split()) in words for form in (value, *escaped)):
+            forms = (value, json.dumps(value, ensure_ascii=False)[1:-1], json.dumps(value)[1:-1])
+            if not any(" ".join(form.split()) in words for form in forms):
                 return where, part
     return None
 
@@ -482,17 +487,19 @@ def _replace_texts(row: dict) -> None:
         return next(words) if isinstance(value, str) and value.strip() else value
 
     for turn in turns_of(row):
-        pieces = THOUGHT.split(turn["content"])  # texts and thoughts in turn
-        turn["content"] = "".join(
-            f"<think>{replace(piece)}</think>" if index % 2 else replace(piece) for index, piece in enumerate(pieces)
-        )
+        content = ""
+        for index, piece in enumerate(THOUGHT.split(turn["content"])):  # texts and thoughts in turn
+            content += f"<think>{replace(piece)}</think>" if index % 2 else replace(piece)
+        turn["content"] = content
         if REASONING[0] in turn:
             turn |= dict.fromkeys(REASONING[:2], next(words))
         for call in turn.get("tool_calls") or []:
             call["function"] |= {"name": next(words), "arguments": replace(call["function"]["arguments"])}
     for tool in row.get("tools") or []:
         function = tool.get("function", tool)
-        function |= {name: next(words) for name in ("name", "description") if function.get(name)}
+        for name in ("name", "description"):
+            if function.get(name):
+                function[name] = next(words)
 
 
 def conversations_of(row: dict) -> list[dict]:

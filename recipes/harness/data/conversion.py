@@ -141,10 +141,12 @@ class Shape:
             row = formats.as_messages(row)
         if self.has_text_arguments:
             row = formats.with_text_arguments(row)
+        if cuts_texts:
+            row = cut_row(row)
         rows = formats.split_answers(row) if self.splits_answers else [row]
         if self.drops_marks and any(map(formats.has_untrained_turn, rows)):
             raise UserError(self.drops_marks)
-        return [formats.complete(cut_row(part) if cuts_texts else part, self.features) for part in rows]
+        return [formats.complete(part, self.features) for part in rows]
 
 
 def shape_of(has: set[str], stored: Features, data: DataSettings) -> Shape:
@@ -202,7 +204,10 @@ def find_conversion(
     first = list(itertools.islice(rows, ROWS_TO_CHECK))
     if not first:
         raise UserError(f"dataset {source.display_name}: it is empty: no rows in {source.train_split}")
-    columns = list(features) if features else list(dict.fromkeys(name for _, row in first for name in row))
+    names = dict.fromkeys(features or ())
+    for _, row in first:
+        names |= dict.fromkeys(row)
+    columns = list(names)
     column_map = find_column_map(data, source, columns)
     structs = tuple(column for column, kind in (features or {}).items() if has_struct(kind))
     if not data.formats:

@@ -91,8 +91,8 @@ def rename(row: dict, column_map: dict[str, str] | None) -> dict:
     """`row` with the new names of its columns, which replace columns that have these names already."""
     if not column_map:
         return row
-    kept = {name: value for name, value in row.items() if name not in column_map and name not in column_map.values()}
-    return kept | {column_map[name]: value for name, value in row.items() if name in column_map}
+    kept = without(row, *column_map, *column_map.values())
+    return kept | {new: row[name] for name, new in column_map.items() if name in row}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -169,8 +169,13 @@ def _to_messages(row: dict, text_field: str) -> dict:
 
 def _with_turns_in_json(row: dict, columns: tuple[str, ...]) -> dict:
     """`row` with the turns that its texts in `columns` have as JSON, if all of them do: else such a text stays a text."""
-    read = {column: read_json(row[column]) for column in columns if isinstance(row.get(column), str)}
-    return row | read if all(is_conversation(turns) for turns in read.values()) else row
+    read = {}
+    for column in columns:
+        if isinstance(row.get(column), str):
+            read[column] = read_json(row[column])
+            if not is_conversation(read[column]):
+                return row
+    return row | read
 
 
 def _question(row: dict) -> list[dict]:
@@ -252,9 +257,13 @@ def _with_system(turns: list[dict], text: str) -> list[dict]:
 
 def _check_answers(turns: list[dict], reason: str = "") -> None:
     """Raises SkippedRow unless one of the turns is an answer that counts in the loss."""
-    answers = [turn for turn in turns if turn["role"] == "assistant"]
-    if not any(turn.get("train", True) for turn in answers):
-        raise SkippedRow(reason or ("without an answer that counts in the loss" if answers else NO_ANSWER))
+    found = NO_ANSWER
+    for turn in turns:
+        if turn["role"] == "assistant":
+            if turn.get("train", True):
+                return
+            found = "without an answer that counts in the loss"
+    raise SkippedRow(reason or found)
 
 
 def _of_preference(row: dict) -> dict:
@@ -433,7 +442,7 @@ def kind_of_conversation(row: dict) -> str:
             word += "+thought"
         if not turn.get("train", True):
             word += "+untrained"
-        words.append(word + "".join(f"+key:{key}" for key in other_keys(turn)))
+        words.append("+key:".join([word, *other_keys(turn)]))
     return " ".join(words) + (", tools" if row.get("tools") else "")
 
 

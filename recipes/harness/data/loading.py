@@ -7,6 +7,7 @@ memory the first process does it, and the others read the result from the cache 
 import copy
 import itertools
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -333,7 +334,7 @@ def facts_of_stream(
     """The facts of the first `limit` rows, and whether these are all."""
     with hub_errors("dataset", source.display_name):
         first = list(itertools.islice(rows, None if limit is None else limit + 1))
-    facts: dict[str, list[str]] = {name: [] for name in FACTS}
+    facts: dict[str, list[str]] = defaultdict(list)
     for row in first[:limit]:
         examined = row if REASON in row else examine(source.display_name, row, conversion)
         for name in FACTS:
@@ -371,8 +372,12 @@ def choose_held_out(data: DataSettings, one: Opened) -> tuple[list[dict], list[s
         rows = list(one.rows.select(hold_out(indices_of_usable(one.facts), one.facts[DIGEST], count, one.name)))
     else:
         rows = hold_out_of_stream(usable_stream(one), count, one.name, one.is_complete)
-    digests = [digest_of_loaded(row) for row in rows]
-    return [converted_of(row) if one.conversion.format else row for row in rows], digests
+    converted = []
+    digests = []
+    for row in rows:
+        converted.append(converted_of(row) if one.conversion.format else row)
+        digests.append(digest_of_loaded(row))
+    return converted, digests
 
 
 def indices_of_usable(facts: dict[str, list[str]]) -> list[int]:

@@ -44,32 +44,38 @@ def settings_of_data(
 
 def sources_of(script_args: ScriptArguments) -> list[Source]:
     """The datasets that the arguments name. Raises UserError for names, configs and weights that do not belong together."""
-    names, configs, weights = script_args.dataset_name, script_args.dataset_config, script_args.dataset_weights
+    names = script_args.dataset_name
+    configs = script_args.dataset_config
+    weights = script_args.dataset_weights
     if not names:
         return []
-    shared = {"train_split": script_args.dataset_train_split, "test_split": script_args.dataset_test_split}
-    if not isinstance(names, list):
-        if weights:
-            raise UserError("--dataset_weights is for several datasets: pass a --dataset_name for each weight, or leave it out")
-        if isinstance(configs, list):
-            raise UserError(f"--dataset_config has {len(configs)} values, and --dataset_name names one dataset: pass one")
-        return [Source(names, configs, text_rows=script_args.text_rows, display_name=names, **shared)]
-    _check_mixture(names, configs, weights)
-    configs = [None if config == "default" else config for config in configs or [None] * len(names)]
-    text_rows = [script_args.text_rows if script_args.text_rows and reading.is_text(name) else None for name in names]
-    if script_args.text_rows and not any(text_rows):
-        raise UserError("--text_rows is for text files on this machine, and no dataset is one: leave out the flag")
-    return [
-        Source(
+    if isinstance(names, list):
+        _check_mixture(names, configs, weights)
+    elif weights:
+        raise UserError("--dataset_weights is for several datasets: pass a --dataset_name for each weight, or leave it out")
+    elif isinstance(configs, list):
+        raise UserError(f"--dataset_config has {len(configs)} values, and --dataset_name names one dataset: pass one")
+    else:
+        names = [names]
+        configs = [configs]
+        weights = [1]
+    sources = []
+    for index, name in enumerate(names):
+        config = configs[index] if configs and configs[index] != "default" else None
+        is_text = bool(script_args.text_rows) and reading.is_text(name)
+        source = Source(
             name,
             config,
-            text_rows=rows,
-            display_name=f"{name} {config}" if config else name,
-            weight=weight / sum(weights),
-            **shared,
+            train_split=script_args.dataset_train_split,
+            test_split=script_args.dataset_test_split,
+            text_rows=script_args.text_rows if is_text else None,
+            display_name=f"{name} {config}" if config and len(names) > 1 else name,
+            weight=weights[index] / sum(weights),
         )
-        for name, config, rows, weight in zip(names, configs, text_rows, weights, strict=True)
-    ]
+        sources.append(source)
+    if script_args.text_rows and not any(source.text_rows for source in sources):
+        raise UserError("--text_rows is for text files on this machine, and no dataset is one: leave out the flag")
+    return sources
 
 
 def _check_mixture(names: list[str], configs: str | list[str] | None, weights: list[float] | None) -> None:
@@ -82,11 +88,9 @@ def _check_mixture(names: list[str], configs: str | list[str] | None, weights: l
         )
     if len(weights) != len(names):
         raise UserError(f"--dataset_weights has {len(weights)} values for {len(names)} datasets: pass one for each")
-    if not all(isinstance(weight, int | float) and math.isfinite(weight) and weight > 0 for weight in weights):
+    if not all(0 < weight < math.inf for weight in weights):
         raise UserError(f"--dataset_weights is {' '.join(map(str, weights))}, expected numbers above 0")
     if configs is not None and (not isinstance(configs, list) or len(configs) != len(names)):
         raise UserError(
             f"--dataset_config: pass one config for each of the {len(names)} datasets, and `default` for those without"
         )
-    if len(set(zip(names, configs or names, strict=True))) < len(names):
-        raise UserError("--dataset_name names a dataset twice: pass each once, with a larger weight")

@@ -219,8 +219,6 @@ def open_splits(name: str, config: str | None, streaming: bool, text_rows: str |
         return saved
     if paths:
         return _open_files(name, config, streaming, text_rows)
-    if text_rows:
-        raise UserError("--text_rows is for text files on this machine: leave out the flag")
     with hub_errors("dataset", name):
         if not HF_HUB_OFFLINE:
             HfApi().dataset_info(name)  # fails at once when it is not there or the Hub is unreachable
@@ -275,8 +273,6 @@ def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
 def _open_files(name: str, config: str | None, streaming: bool, text_rows: str | None) -> dict[str, Split | TextFiles]:
     """The rows of each split of local files. `text_rows`: see --text_rows; only Parquet and Arrow files have a config."""
     by_split, kind, _ = choose_files(name, config)
-    if text_rows and kind != "text":
-        raise UserError(f"--text_rows is for text files, but {name} is read as {kind}: leave out the flag")
     if kind not in ("parquet", "arrow"):
         row_of = text_rows or usual_row(by_split)
         splits = {}
@@ -313,7 +309,8 @@ def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[P
             kinds[path] = kind_of_file(path)
         elif not NOT_DATA.match(path.name):
             kinds[path] = SUFFIXES.get(suffix_of(path), "")
-    counts = Counter(kind for kind in kinds.values() if kind)
+    counts = Counter(kinds.values())
+    del counts[""]
     if not counts:
         found = ", ".join(sorted({path.suffix or path.name for path in local_files(name)})) or "nothing"
         raise UserError(f"--dataset_name: {name} has no files in JSON, CSV, Parquet, Arrow or text, only: {found}")
@@ -393,8 +390,10 @@ def _open_tables(files: list[Path], kind: str, streaming: bool) -> Split:
     """
     if kind == "parquet":
         files = [file for file in files if pyarrow.parquet.read_metadata(file).num_rows] or files
+    names = list(map(str, files))
     if streaming and kind == "parquet":
-        return open_parquet([str(file) for file in files])
-    features = features_of_files(files[0].parent.name, [schema_of(str(file), kind) for file in files])
-    paths = {"train": [glob.escape(str(file)) for file in files]}
-    return load_dataset(kind, data_files=paths, split="train", streaming=streaming, features=features)
+        return open_parquet(names)
+    features = features_of_files(files[0].parent.name, [schema_of(name, kind) for name in names])
+    return load_dataset(
+        kind, data_files={"train": list(map(glob.escape, names))}, split="train", streaming=streaming, features=features
+    )

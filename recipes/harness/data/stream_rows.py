@@ -46,11 +46,17 @@ def open_parquet(files: list[str], split: str = "train", info: DatasetInfo | Non
     with ThreadPoolExecutor(16) as pool:
         some = files[:: math.ceil(len(files) / FEW_FILES)]
         footers = dict(zip(some, pool.map(_read_footer, some), strict=True))
-    known = [info.features.arrow_schema] if info and info.features else []
-    features = features_of_files(Path(files[0]).parent.name, [*known, *(schema for _, schema in footers.values())])
+    schemas = [schema for _, schema in footers.values()]
+    if info and info.features:
+        schemas.insert(0, info.features.arrow_schema)
+    features = features_of_files(Path(files[0]).parent.name, schemas)
     most = max(1, min(BLOCKS_PER_FILE, MOST_BLOCKS // len(files)))
-    counts = {file: max(1, min(most, footers[file][0])) if file in footers else most for file in files}
-    blocks = [(file, number, count) for file, count in counts.items() for number in range(count)]
+    blocks: list[Block] = []
+    for file in files:
+        groups, _ = footers.get(file, (most, None))
+        count = max(1, min(most, groups))
+        for number in range(count):
+            blocks.append((file, number, count))
     stream = IterableDataset.from_generator(
         read_blocks, features=features, gen_kwargs={"blocks": blocks}, split=NamedSplit(str(split))
     )
@@ -79,11 +85,13 @@ def read_blocks(blocks: list[Block]) -> Iterator[dict[str, Any]]:
     seconds as `datasets` does with files of other formats. Then HubLost is raised: the run stops with a checkpoint.
     """
     for block in blocks:
-        given, failures = 0, 0  # batches of the block; failures since the last one
+        given = 0  # batches of the block
+        failures = 0  # since the last batch
         while True:
             try:
                 for batch in itertools.islice(_batches(*block), given, None):
-                    given, failures = given + 1, 0
+                    given += 1
+                    failures = 0
                     yield from batch.to_pylist()
                 break
             except (ArrowException, OSError, httpx.HTTPError) as error:
@@ -132,9 +140,9 @@ def mix_streams(streams: list[IterableDataset], weights: list[float], seed: int)
     all streams.
     """
     parts = min(MOST_PARTS, max(stream.num_shards for stream in streams))
-    batches = [
-        _divide(stream, parts).repeat(None).batch(count) for stream, count in zip(streams, rows_of_cycle(weights), strict=True)
-    ]
+    batches = []
+    for stream, count in zip(streams, rows_of_cycle(weights), strict=True):
+        batches.append(_divide(stream, parts).repeat(None).batch(count))
     settings = {"fn_kwargs": {"seed": seed}, "features": streams[0].features}
     return interleave_datasets(batches).map(_join, batched=True, batch_size=len(streams), **settings)
 
@@ -143,7 +151,9 @@ def _divide(stream: IterableDataset, parts: int) -> IterableDataset:
     """A stream that can be read in so many parts. If it has fewer files, part n has every row with a number n modulo `parts`."""
     if stream.num_shards >= parts:
         return stream
-    divided = [stream.filter(_is_of_part, with_indices=True, fn_kwargs={"part": part, "parts": parts}) for part in range(parts)]
+    divided = []
+    for part in range(parts):
+        divided.append(stream.filter(_is_of_part, with_indices=True, fn_kwargs={"part": part, "parts": parts}))
     return concatenate_datasets(divided)
 
 

@@ -80,8 +80,11 @@ def fill_last_step(trainer: Trainer, with_empty_rows: bool = True) -> None:
     if "labels" in row:
         row["labels"] = [IGNORED] * tokens
     else:
-        row = {name: value[:1] if isinstance(value, list) and len(value) == tokens else value for name, value in row.items()}
-        row |= {"seq_lengths": [1]} if "seq_lengths" in row else {}
+        for name, value in row.items():
+            if isinstance(value, list) and len(value) == tokens:
+                row[name] = value[:1]
+        if "seq_lengths" in row:
+            row["seq_lengths"] = [1]
     trainer.train_dataset = concatenate_datasets([rows, Dataset.from_list([row] * missing, features=rows.features)])
 
 
@@ -90,10 +93,13 @@ def documents_per_batch(stream: IterableDataset, max_length: int, strategy: str)
 
     `stream`: tokenized, not packed. All processes and all starts of a run get the same number, on which the packed rows depend.
     """
-    lengths = [len(row["input_ids"]) for row in stream.take(64)]
-    if strategy == "bfd":  # which truncates
-        lengths = [min(length, max_length) for length in lengths]
-    mean = sum(lengths) / max(1, len(lengths))
+    rows = 0
+    tokens = 0
+    for row in stream.take(64):
+        length = len(row["input_ids"])
+        rows += 1
+        tokens += min(length, max_length) if strategy == "bfd" else length  # which truncates
+    mean = tokens / max(1, rows)
     return min(MOST_DOCUMENTS, math.ceil(PACKED_ROWS * max_length / max(1, mean)))
 
 
@@ -113,7 +119,9 @@ class MicroBatches(torch.utils.data.IterableDataset):
         """`rows` per micro-batch; `stream` has no end."""
         self.rows, self.slots, self.parts = rows, slots, parts
         self.own_slots = range(process, slots, processes)
-        self.streams = {part: stream.shard(parts, part) for part in sorted({slot % parts for slot in self.own_slots})}
+        self.streams: dict[int, IterableDataset] = {}
+        for part in sorted({slot % parts for slot in self.own_slots}):
+            self.streams[part] = stream.shard(parts, part)
         # The first slot of a part has the part's number. The process that has this slot saves the position of the part.
         self.saved_parts = [part for part in self.streams if part in self.own_slots]
         self.skipped_steps = 0  # whose rows are read and dropped before the first micro-batch
@@ -154,7 +162,9 @@ class StreamPosition(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer, checkpoint: Path | None) -> None:
-        self.trainer, self.checkpoint = trainer, checkpoint
+        self.trainer = trainer
+        self.checkpoint = checkpoint
+        self.stream: dict[str, Any] = {}  # what another stream has not: its shards and its state at the start
         self.micro_batches: MicroBatches | None = None  # None for data in memory
         self.loader: DataLoader | None = None  # of a stream; starts at its position
         self.states: dict[int, dict] = {}  # of the parts that this process saves, after the current step; set by `AgreedReader`
@@ -185,6 +195,7 @@ class StreamPosition(TrainerCallback):
         """
         args = self.trainer.args
         slots = slots_of_step(args)
+        self.stream = {"shards": stream.num_shards, "start": json.loads(json.dumps(stream.state_dict()))}
 
         def divided_by(parts: int) -> MicroBatches:
             return MicroBatches(stream, args.train_batch_size, slots, parts, args.world_size, args.process_index)
@@ -192,7 +203,7 @@ class StreamPosition(TrainerCallback):
         parts = largest_divisor(slots, min(stream.num_shards, MOST_PARTS))
         if not self.checkpoint:
             return divided_by(parts)
-        saved_parts, states = _read_states(self.checkpoint, stream)
+        saved_parts, states = _read_states(self.checkpoint, self.stream)
         is_complete = 0 < saved_parts <= min(stream.num_shards, slots)
         micro_batches = divided_by(saved_parts if is_complete else parts)
         if all(gather_values(is_complete and micro_batches.streams.keys() <= states.keys())):
@@ -216,44 +227,20 @@ class StreamPosition(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         for part, state_of_part in self.states.items():
-            position = {
-                "parts": self.micro_batches.parts,
-                "shards": self.trainer.train_dataset.num_shards,
-                "state": state_of_part,
-            }
+            position = {"parts": self.micro_batches.parts, "stream": self.stream, "state": state_of_part}
             path = Path(args.output_dir, f"checkpoint-{state.global_step}", f"stream_{part}.json")
             path.write_text(json.dumps(position), "utf-8")
 
 
-def _read_states(checkpoint: Path, stream: IterableDataset) -> tuple[int, dict[int, dict]]:
+def _read_states(checkpoint: Path, stream: dict) -> tuple[int, dict[int, dict]]:
     """In how many parts the stream was read, and their states, as far as they are on this disk; (0, {}) for another stream."""
-    counts, states = set(), {}
+    counts = set()
+    states = {}
     for path in checkpoint.glob("stream_*.json"):
+        number = re.fullmatch(r"stream_(\d{1,9})\.json", path.name)
         with contextlib.suppress(DamagedFile):  # or one of an earlier version
-            position = read_json(path, "parts", "shards", "state")
-            number = re.fullmatch(r"stream_(\d{1,9})\.json", path.name)
-            is_same = position.get("shards") == stream.num_shards
-            if number and is_same and _has_form(position["state"], stream.state_dict()):
+            position = read_json(path, "parts", "stream", "state")
+            if number and position.get("stream") == stream:
                 counts.add(position["parts"])
                 states[int(number[1])] = position["state"]
     return (counts.pop(), states) if len(counts) == 1 else (0, {})
-
-
-def _has_form(state: Any, of_start: Any) -> bool:
-    """Whether `state` can be that of the stream whose state at its start is `of_start`.
-
-    It has the same operations (map, shuffle, repeat …), and numbers in the same places. `previous_state` is an earlier
-    `examples_iterable`, and can be None.
-    """
-    if isinstance(of_start, dict):
-        forms = of_start | {"previous_state": of_start.get("examples_iterable")}
-        return (
-            isinstance(state, dict)
-            and state.keys() == of_start.keys()
-            and all(_has_form(state[key], forms[key]) or (key == "previous_state" and state[key] is None) for key in state)
-        )
-    if type(of_start) is int:
-        return type(state) is int
-    if isinstance(of_start, str):
-        return state == of_start
-    return of_start is None or type(state) is type(of_start)

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Any
 
-from harness.data.conversion import HAS, KIND, REASON
+from harness.data.conversion import REASON
 from harness.data.reading import files_of_splits
 from harness.data.sources import Source
 from harness.messages import plural, print_once
@@ -16,27 +16,23 @@ def summarize(facts: dict[str, list[str]], is_all: bool, held_out: int) -> dict[
 
     `facts`: of the rows that were read, by name; `is_all`: the `held_out` rows that are held out are among them.
     """
-    reasons = Counter(reason for reason in facts[REASON] if reason)
-    if is_all:  # the held-out rows themselves are not skipped
-        reasons[DUPLICATE] = max(0, reasons[DUPLICATE] - held_out)
-    turns = Counter()
-    for kind in facts[KIND]:
-        turns.update(kind.split(",")[0].split())
-    skipped = {reason: number for reason, number in reasons.most_common() if number}
-    rows = len(facts[REASON])
+    skipped = Counter()
     first_skipped: dict[str, int] = {}
     for number, reason in enumerate(facts[REASON], 1):
-        if reason in skipped and reason != DUPLICATE:  # the first of those may be the held-out row itself
-            first_skipped.setdefault(reason, number)
+        if reason:
+            skipped[reason] += 1
+            if reason != DUPLICATE:  # the first of those may be the held-out row itself
+                first_skipped.setdefault(reason, number)
+    if is_all:  # the held-out rows themselves are not skipped
+        skipped[DUPLICATE] -= held_out
+    skipped = +skipped  # without zeros
     return {
-        "rows": rows,
-        "skipped_rows": sum(skipped.values()),
-        "skipped": skipped,
+        "rows": len(facts[REASON]),
+        "skipped_rows": skipped.total(),
+        "skipped": dict(skipped.most_common()),
         "first_skipped": first_skipped,  # by reason, the number of the row in the training split, from 1
         "held_out": held_out,
-        "trained_rows": rows - sum(skipped.values()) - held_out,
-        "turns": dict(turns.most_common()),
-        "with_tools": sum("tools" in has.split() for has in facts[HAS]),
+        "trained_rows": len(facts[REASON]) - skipped.total() - held_out,
     }
 
 
@@ -59,10 +55,12 @@ def print_summary(summary: dict[str, Any], train: str, test: str, splits: list[s
     """Prints the skipped rows with the reasons, and how many are held out of the training split. `splits`: all there are."""
     name = summary["name"]
     if summary["skipped"]:
-        first = {reason: f" (the first is row {number:,})" for reason, number in summary["first_skipped"].items()}
-        reasons = ", ".join(f"{number:,} {reason}{first.get(reason, '')}" for reason, number in summary["skipped"].items())
+        reasons = []
+        for reason, number in summary["skipped"].items():
+            first = summary["first_skipped"].get(reason)
+            reasons.append(f"{number:,} {reason} (the first is row {first:,})" if first else f"{number:,} {reason}")
         read = f"{summary['rows']:,} rows" if summary["is_complete"] else f"the first {summary['rows']:,} rows"
-        print_once(f"{name}: {summary['skipped_rows']:,} of {read} skipped: {reasons}.")
+        print_once(f"{name}: {summary['skipped_rows']:,} of {read} skipped: {', '.join(reasons)}.")
     if summary["held_out"]:
         others = [other for other in splits if other != train]
         found = f" (other splits: {', '.join(others)})" if others else ""
@@ -74,14 +72,13 @@ def print_summary(summary: dict[str, Any], train: str, test: str, splits: list[s
 
 def add_summaries(summaries: list[dict[str, Any]]) -> dict[str, Any]:
     """The content of data.json: the sums over the datasets, and `datasets` with what each has."""
-    total = Counter(dict.fromkeys(("rows", "skipped_rows", "held_out", "trained_rows", "with_tools"), 0))
+    total = Counter(dict.fromkeys(("rows", "skipped_rows", "held_out", "trained_rows"), 0))
     skipped = Counter()
-    turns = Counter()
     ignored = []
     for summary in summaries:
-        total.update({name: summary[name] for name in total})
+        for name in total:
+            total[name] += summary[name]
         skipped.update(summary["skipped"])
-        turns.update(summary["turns"])
         ignored += [f"{column} of {summary['name']}" for column in summary["ignored_columns"]]
     return {
         "name": " + ".join(summary["name"] for summary in summaries),
@@ -90,6 +87,5 @@ def add_summaries(summaries: list[dict[str, Any]]) -> dict[str, Any]:
         "ignored_columns": ignored,
         **total,
         "skipped": dict(skipped.most_common()),
-        "turns": dict(turns.most_common()),
         "datasets": summaries,
     }

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +27,8 @@ SUFFIXES = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-COMPRESSED, GZIP = ".gz", b"\x1f\x8b"
+COMPRESSED = ".gz"
+GZIP = b"\x1f\x8b"
 CSV_SEPARATORS = (",", ";", "\t", "|")
 LONGEST_VALUE = 2**31 - 1  # characters of a value of CSV
 BLANKS = re.compile(r"\s*")
@@ -76,12 +77,11 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def read_rows(path: Path, kind: str, row_of: str = "line") -> Iterator[tuple[int, dict]]:
     """The rows of a JSON, CSV or text file, each with the number of its line. Raises UserError with the line of an error."""
-    readers: dict[str, Callable[[], Iterator[tuple[int, dict]]]] = {
-        "json": lambda: _read_json(path),
-        "csv": lambda: _read_csv(path),
-        "text": lambda: _read_text(path, row_of),
-    }
-    yield from readers[kind]()
+    if kind == "json":
+        return _read_json(path)
+    if kind == "csv":
+        return _read_csv(path)
+    return _read_text(path, row_of)
 
 
 def _read_json(path: Path) -> Iterator[tuple[int, dict]]:
@@ -95,7 +95,7 @@ def _read_json(path: Path) -> Iterator[tuple[int, dict]]:
         return
     try:
         is_one_per_line = isinstance(DECODER.raw_decode(first[1])[0], dict | str)
-    except (json.JSONDecodeError, RecursionError):
+    except json.JSONDecodeError:
         is_one_per_line = False
     texts = itertools.chain([first], lines) if is_one_per_line else [(1, "".join(line for _, line in read_lines(path)))]
     for line, text in texts:
@@ -122,13 +122,10 @@ def _parse(path: Path, text: str, line: int = 1, position: int = 0) -> tuple[Any
         return DECODER.raw_decode(text, position)
     except json.JSONDecodeError as error:
         problem = error.msg.removesuffix(" at")
-        shown = text.split("\n")[error.lineno - 1].strip()
-        shown = shown if len(shown) <= 80 else f"{shown[:77]}…"
+        shown = text.split("\n")[error.lineno - 1].strip()[:80]
         raise UserError(
             f"{path}, line {line + error.lineno - 1}: JSON parse error: {problem} at character {error.colno}: {shown}"
         ) from error
-    except RecursionError as error:
-        raise UserError(f"{path}, line {line}: the brackets are nested too deeply for a row") from error
 
 
 def _row_of_json(value: Any, path: Path, line: int) -> dict:
@@ -151,64 +148,53 @@ def separator_of(path: Path) -> str:
 
 
 def _read_csv(path: Path) -> Iterator[tuple[int, dict]]:
-    """The rows of a CSV file, with the numbers of their lines. Every value is a text, also NA, None and 007."""
+    """The rows of a CSV file, with the numbers of their lines. Every value is a text, also NA, None and 007.
+
+    Python's lenient reader would drop quotation marks that are not doubled, and let a value that is not closed swallow rows.
+    """
     separator = separator_of(path)
-    row: list[str] = []  # the lines of the current row; at the end of the file ""
+    row: list[str] = []  # the lines of the current row
 
     def lines() -> Iterator[str]:
         for _, line in read_lines(path):
             row.append(line)
             yield line
-        row.append("")
 
     csv.field_size_limit(LONGEST_VALUE)  # of all readers in this process: the module has no other way
-    reader = csv.reader(lines(), delimiter=separator)
+    reader = csv.reader(lines(), delimiter=separator, strict=True)
     header: list[str] = []
-    began = 1
-    try:
-        for values in reader:
-            if '"' in "".join(row):
-                values = _quoted_values(path, row, began, separator)
-            row.clear()
-            began = reader.line_num + 1
-            if not values:
-                continue
-            if not header:
-                header = [name.strip() for name in values]
-                if twice := next((name for name in header if name and header.count(name) > 1), ""):
-                    raise UserError(f"{path}, line {reader.line_num}: two columns are called {twice}: rename one of them")
-                continue
+    while True:
+        row.clear()
+        began = reader.line_num + 1
+        try:
+            values = next(reader, None)
+        except csv.Error as error:
+            if separator != "\t" or len(row) > 1:
+                raise UserError(
+                    f"{path}, line {began}: not readable as CSV: {error} (is a quotation mark of this row not closed, or not "
+                    "doubled?)"
+                ) from error
+            values = row[0].rstrip("\r\n").split(separator)  # many TSV files quote nothing
+        if values is None:
+            return
+        if values and not header:
+            header = [name.strip() for name in values]
+            for name in header:
+                if name and header.count(name) > 1:
+                    raise UserError(f"{path}, line {reader.line_num}: two columns are called {name}: rename one of them")
+        elif values:
             if len(values) > len(header):
                 raise UserError(
                     f"{path}, line {reader.line_num}: {len(values)} values, but the header names {len(header)} columns "
                     f"({', '.join(header)}): quote values that contain the separator"
                 )
             yield reader.line_num, dict(zip(header, values, strict=False))
-    except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: not readable as CSV: {error}") from error
-
-
-def _quoted_values(path: Path, lines: list[str], number: int, separator: str) -> list[str]:
-    """The values of a row of CSV that has quotation marks. Raises UserError if one of them is not closed or not doubled.
-
-    Python's lenient reader would drop some of the marks, and let a value that is not closed swallow rows.
-    `number`: of the row's first line.
-    """
-    try:
-        return next(csv.reader(lines, delimiter=separator, strict=True))
-    except csv.Error as error:
-        problem = error
-    if separator == "\t" and len(lines) == 1:  # many TSV files quote nothing
-        return lines[0].rstrip("\r\n").split(separator)
-    raise UserError(
-        f"{path}, line {number}: not readable as CSV: {problem} (is a quotation mark of this row not closed, or not doubled?)"
-    ) from problem
 
 
 def _read_text(path: Path, row_of: str) -> Iterator[tuple[int, dict]]:
     """The rows of a text file, with the number of the line where each begins. `row_of`: line or document."""
-    lines = ((number, line.rstrip("\r\n")) for number, line in read_lines(path))
-    if row_of == "line":
-        yield from ((number, {"text": line}) for number, line in lines)
+    if row_of == "document":
+        yield 1, {"text": "\n".join(line.rstrip("\r\n") for _, line in read_lines(path))}
         return
-    yield 1, {"text": "\n".join(line for _, line in lines)}
+    for number, line in read_lines(path):
+        yield number, {"text": line.rstrip("\r\n")}

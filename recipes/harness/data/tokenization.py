@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.batches import IGNORED, is_packed
-from harness.data.chat_templates import load_bare_tokenizer, options_of, training_template
+from harness.data.chat_templates import in_words, load_bare_tokenizer, options_of, training_template
 from harness.data.streams import documents_per_batch
 from harness.messages import UserError, print_once
 from harness.runs import Run
@@ -194,12 +194,6 @@ def tokens_of_conversation(
     start = length_of_prompt(prompt, ids, tokenizer)
     labels = [token if counted else IGNORED for token, counted in zip(ids, counts, strict=True)]
     return {"input_ids": ids, "labels": [IGNORED] * start + labels[start:]}
-
-
-def in_words(turns: list[dict]) -> str:
-    roles = ", ".join(turn["role"] for turn in turns[:8])
-    begin = " ".join(str(turns[0]["content"]).split())[:60]
-    return f"of {roles} that begins with “{begin}”"
 
 
 def length_of_prompt(prompt: list[int], ids: list[int], tokenizer: PreTrainedTokenizerBase) -> int:

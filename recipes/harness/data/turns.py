@@ -229,11 +229,14 @@ def _read_kind(part: Any) -> str | None:
 
 def _join_thoughts(turn: dict, of_parts: str) -> str:
     """The reasoning of a turn, "" if it has none. Raises SkippedRow if it has two different ones."""
-    found = [of_parts, *(read_text(turn.get(key), "with reasoning that") for key in REASONING)]
-    thoughts = list(dict.fromkeys(thought for thought in found if thought.strip()))
-    if len(thoughts) > 1:
-        raise SkippedRow("with different reasoning in two places of a turn")
-    return thoughts[0] if thoughts else ""
+    thought = of_parts if of_parts.strip() else ""
+    for key in REASONING:
+        found = read_text(turn.get(key), "with reasoning that")
+        if found.strip():
+            if thought and found != thought:
+                raise SkippedRow("with different reasoning in two places of a turn")
+            thought = found
+    return thought
 
 
 def _check_text(role: str, text: str, thought: str, has_calls: bool) -> None:
@@ -332,10 +335,12 @@ def read_tools(found: dict) -> list[dict]:
 
 def join_tools(*places: list[dict]) -> list[dict]:
     """The tools of several places. Raises SkippedRow if they are not the same."""
-    filled = [tools for tools in places if tools]
-    if any(tools != filled[0] for tools in filled):
-        raise SkippedRow("with different tools in two places")
-    return filled[0] if filled else []
+    found: list[dict] = []
+    for tools in places:
+        if tools and found and tools != found:
+            raise SkippedRow("with different tools in two places")
+        found = found or tools
+    return found
 
 
 def _read_tool(tool: Any) -> dict:

@@ -30,10 +30,12 @@ class CommandParser(argparse.ArgumentParser):
         return values
 
     def error(self, message: str) -> NoReturn:
-        names = [word.removeprefix("--").replace("-", "_") for word in message.split() if word.startswith("--")]
         instead = INSTEAD | (INSTEAD_IN_MERGE if self.command == "merge" else {})
-        gone = next((f"--{name}: {instead[name]}" for name in names if name in instead), None)
-        raise UserError(gone or f"{message}: see {self.prog} --help")
+        for word in message.split():
+            name = word.removeprefix("--").replace("-", "_")
+            if word.startswith("--") and name in instead:
+                raise UserError(f"--{name}: {instead[name]}")
+        raise UserError(f"{message}: see {self.prog} --help")
 
 
 def chat() -> CommandParser:

@@ -121,7 +121,8 @@ def read_sharded(checkpoint: Path, dtype: Any = None) -> dict[str, Any]:
     from torch.distributed.checkpoint import FileSystemReader, load
     from tqdm import tqdm
 
-    reader, weights = FileSystemReader(checkpoint / SHARDED), {}
+    reader = FileSystemReader(checkpoint / SHARDED)
+    weights = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that no other process takes part
         for name, entry in tqdm(reader.read_metadata().state_dict_metadata.items(), desc="Reading", unit="weight"):
@@ -181,7 +182,7 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_origin
     which = "4-bit weights that it was trained on, unpacked" if quantized else "original weights"
     print_once(f"The adapter is added to the {which}: {base}.")
     is_tied = AutoConfig.from_pretrained(base).tie_word_embeddings
-    unties = is_tied and any(part in EMBEDDINGS for name in adapter for part in name.split("."))
+    unties = is_tied and any(set(name.split(".")) & set(EMBEDDINGS) for name in adapter)
     if unties or is_transposed or needs_peft(adapter, settings):
         merge_in_memory(base, settings, adapter, unties, target, how, quantized)
         copy_other_files(base, folder, target)
@@ -192,7 +193,8 @@ def add_adapter(folder: Path, adapter: dict[str, Any], target: Path, uses_origin
         merged = {}
         with safe_open(file, "pt") as weights:
             for name in weights.keys():  # noqa: SIM118 (safe_open is not a dict)
-                weight, known = weights.get_tensor(name), name_in_model(name)
+                weight = weights.get_tensor(name)
+                known = name_in_model(name)
                 trained = how.as_trained(weight) if known in quantized else weight
                 merged[name] = change(trained, changes.pop(known, None)).to(weight.dtype).contiguous()
         save_file(merged, target / file.name, {"format": "pt"})
@@ -221,21 +223,21 @@ def check_can_be_merged(settings: Any, folder: Path) -> None:
     elif settings.init_lora_weights not in KEEP_BASE:
         problem = f"an adapter that has changed the weights of its base model (init_lora_weights {settings.init_lora_weights})"
     else:
-        default, common = LoraConfig(), {field.name for field in dataclasses.fields(PeftConfig)}
+        default = LoraConfig()
+        common = {field.name for field in dataclasses.fields(PeftConfig)}
         own = {field.name for field in dataclasses.fields(settings)} - common
         for name in sorted(own.difference(MERGED)):
             if getattr(settings, name) != getattr(default, name):
                 problem = f"an adapter with {name}"
-    if str(getattr(settings, "init_lora_weights", "")).startswith(LOSE_BASE):
-        raise UserError(
-            f"{folder} has {problem}, with random numbers or data, and cannot be merged later: merge it in the recipe, after "
-            "train(trainer): trainer.model.merge_and_unload().save_pretrained(OUT)"
-        )
-    if problem:
-        raise UserError(
-            f"{folder} has {problem}, and --merge is for LoRA, rsLoRA and DoRA: load its base model in Python, and merge it with "
-            f'PEFT: PeftModel.from_pretrained(model, "{folder}").merge_and_unload().save_pretrained(OUT)'
-        )
+    if not problem:
+        return
+    advice = (
+        f'load its base model in Python, and merge it with PEFT: PeftModel.from_pretrained(model, "{folder}")'
+        ".merge_and_unload().save_pretrained(OUT)"
+    )
+    if str(getattr(settings, "init_lora_weights", "")).startswith(LOSE_BASE):  # made with random numbers or data
+        advice = "merge it in the recipe, after train(trainer): trainer.model.merge_and_unload().save_pretrained(OUT)"
+    raise UserError(f"{folder} has {problem}, and --merge is for LoRA, rsLoRA and DoRA: {advice}")
 
 
 def copy_other_files(base: Path, run: Path, target: Path) -> None:
@@ -260,8 +262,7 @@ def needs_peft(adapter: dict[str, Any], settings: Any) -> bool:
     Also for GPT-2, whose weights are transposed (`fan_in_fan_out`), and have other names on the Hub.
     """
     is_other = any(".lora_" in name and not name.endswith((".lora_A.weight", ".lora_B.weight")) for name in adapter)
-    others = settings.use_dora, settings.target_parameters, settings.fan_in_fan_out, settings.alpha_pattern
-    return is_other or any(others)
+    return bool(is_other or settings.use_dora or settings.target_parameters or settings.fan_in_fan_out or settings.alpha_pattern)
 
 
 def merge_in_memory(
@@ -285,7 +286,8 @@ def merge_in_memory(
     if unties:
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.detach().clone())
-        model.config.tie_word_embeddings, model.all_tied_weights_keys = False, {}
+        model.config.tie_word_embeddings = False
+        model.all_tied_weights_keys = {}
     model = PeftModel(model, settings)
     loaded = set_peft_model_state_dict(model, adapter)
     if loaded.unexpected_keys:

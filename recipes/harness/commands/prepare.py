@@ -84,8 +84,11 @@ def files_of(source: Any) -> list[str]:
 
     files = load_dataset_builder(source.name, source.config).config.data_files
     # Of `hf://datasets/OWNER/NAME@REVISION/PATH`. README.md has the configs, by which the files are found without the Hub.
-    addresses = [address for addresses in files.values() for address in addresses]
-    return ["README.md", *(glob.escape(address.split("@")[1].split("/", 1)[1]) for address in addresses)]
+    patterns = ["README.md"]
+    for addresses in files.values():
+        for address in addresses:
+            patterns.append(glob.escape(address.split("@")[1].split("/", 1)[1]))
+    return patterns
 
 
 if __name__ == "__main__":

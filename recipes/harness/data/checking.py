@@ -23,8 +23,9 @@ def check_dataset(data: DataSettings) -> list[PlacedRow]:
     checked, offline.
     """
     for name in ("max_samples", "max_eval_samples"):
-        if getattr(data, name) is not None and getattr(data, name) < 1:
-            raise UserError(f"--{name} is {getattr(data, name)}, expected 1 or more")
+        value = getattr(data, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name} is {value}, expected 1 or more")
     check_column_map(data)
     rows = []
     found = []

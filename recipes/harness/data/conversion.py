@@ -82,7 +82,8 @@ def examine(place: str, row: dict, conversion: Conversion) -> dict:
     facts = dict.fromkeys(FACTS, "") | {PLACE: place}
     try:
         converted, facts[REASON] = conversion.convert(row)
-        if converted is not None and conversion.keep and not is_kept(place, row, conversion):
+        row = formats.rename(row, conversion.column_map)
+        if converted is not None and conversion.keep and not conversion.keep(row):
             facts[REASON] = LEFT_OUT
         if facts[REASON]:
             return formats.complete({}, conversion.stored) | facts
@@ -94,22 +95,13 @@ def examine(place: str, row: dict, conversion: Conversion) -> dict:
         return formats.complete(converted, conversion.stored) | facts
     except UserError:
         raise
-    except Exception as error:  # whatever a row can hold
-        raise UserError(
-            f"{place}: this row cannot be converted ({type(error).__name__}: {error}): correct or delete it"
-        ) from error
-
-
-def is_kept(place: str, row: dict, conversion: Conversion) -> bool:
-    try:
-        return bool(conversion.keep(formats.rename(row, conversion.column_map)))
-    except Exception as error:  # it is the recipe's
-        raise UserError(f"{place}: `keep` of the recipe fails on this row ({type(error).__name__}: {error})") from error
+    except Exception as error:  # whatever a row can hold, or `keep` of the recipe does
+        advice = "correct or delete it" + (", or correct `keep` of the recipe" if conversion.keep else "")
+        raise UserError(f"{place}: this row cannot be converted ({type(error).__name__}: {error}): {advice}") from error
 
 
 def is_bad_answer(row: dict, conversion: Conversion) -> bool:
     """Whether a row has the columns of KTO, and its `label` is false; in CSV that is a text."""
-    row = formats.rename(row, conversion.column_map)
     is_kto = conversion.format in formats.PREFERENCE_FORMATS and bool(row.get("prompt")) and bool(row.get("completion"))
     return is_kto and str(row.get("label")).lower() == "false"
 
@@ -275,9 +267,8 @@ def suggest_column_map(data: DataSettings, rows: list[dict]) -> dict[str, str]:
             if isinstance(value, str) and value:
                 texts.setdefault(name, []).append(value)
     for format in data.formats:
-        needed = NEEDED.get(format, (data.text_field,))
-        if format == "messages" and "instruction" in texts:  # which is a question already
-            needed = NEEDED["instruction"]
+        is_question = format == "messages" and "instruction" in texts
+        needed = NEEDED.get("instruction" if is_question else format, (data.text_field,))
         missing = [name for name in needed if name not in texts]
         free = [name for name in texts if name not in COLUMNS[format]]
         free.sort(key=lambda name: (len(texts[name]), len("".join(texts[name]))), reverse=True)

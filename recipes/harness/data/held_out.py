@@ -1,7 +1,5 @@
 """The rows of the training split that are held out for evaluation, where there is no split for it."""
 
-import itertools
-
 from harness.messages import UserError, plural
 
 import numpy as np
@@ -39,7 +37,7 @@ def hold_out_of_stream(rows: IterableDataset, count: int, name: str, is_small: b
     if rows.num_shards > 1:
         # Blocks have one size, but for the last one, so a tenth of them is enough where counting rows means downloading them.
         is_counted = is_small or rows.num_shards < 10
-        known = sum(1 for _ in itertools.islice(rows, 10 * count)) if is_counted else 10 * count
+        known = len(list(rows.take(10 * count))) if is_counted else 10 * count
         wanted = at_most_a_tenth(known, count, name)
         last = list(rows.shard(rows.num_shards, rows.num_shards - 1).take(wanted + 1))
         if len(last) > wanted:  # a part of the stream may have this file or block only

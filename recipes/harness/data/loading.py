@@ -203,17 +203,17 @@ def open_dataset(source: Source, streaming: bool) -> dict[str, Rows]:
 
 def without_decoding(rows: Rows) -> Rows:
     """Rows whose images, audio and videos stay as they are: a recipe for texts needs none, and they can be URLs to request."""
-    features = features_of(rows) or {}
-    decoded = [name for name, feature in features.items() if require_decoding(feature) and "Json(" not in repr(feature)]
-    if decoded and isinstance(rows, IterableDataset):
-        return rows.decode(False)
-    for name in decoded:
-        feature = copy.copy(rows.features[name])
-        if not hasattr(feature, "decode"):  # lists of them
-            rows = rows.remove_columns(name)
+    for name, feature in (features_of(rows) or {}).items():
+        if not require_decoding(feature) or "Json(" in repr(feature):
             continue
-        feature.decode = False
-        rows = rows.cast_column(name, feature)
+        if isinstance(rows, IterableDataset):
+            return rows.decode(False)
+        if hasattr(feature, "decode"):
+            feature = copy.copy(feature)
+            feature.decode = False
+            rows = rows.cast_column(name, feature)
+        else:  # a list of them
+            rows = rows.remove_columns(name)
     return rows
 
 
@@ -256,10 +256,11 @@ def rename_columns(rows: Rows, conversion: Conversion, streaming: bool) -> Datas
 def print_columns(source: Source, conversion: Conversion, first: FirstRows) -> list[str]:
     """Prints and returns which columns are ignored; of preference data, another message says it of `rejected`."""
     complete_row = formats.rename(dict.fromkeys(first.columns, True), conversion.column_map)
-    ignored = first.ignored
+    ignored = list(first.ignored)
     if conversion.format in formats.PREFERENCE_FORMATS and formats.is_preference(complete_row):
         print_once(f"{source.display_name} is preference data: `chosen` is trained on, `rejected` is ignored.")
-        ignored = [column for column in ignored if column != "rejected"]
+        if "rejected" in ignored:
+            ignored.remove("rejected")
     if ignored:
         print_once(f"{source.display_name}: ignored columns: {', '.join(ignored)}.")
     return ignored
@@ -357,10 +358,8 @@ def check_same_format(found: list[tuple[str, str]]) -> None:
     """Raises UserError unless all datasets have the same format. `found`: formats and names."""
     for format, name in found:
         if format != found[0][0]:
-            raise UserError(
-                f"--dataset_name: {found[0][1]} has {formats.DESCRIPTIONS[found[0][0]]}, {name} has "
-                f"{formats.DESCRIPTIONS[format]}: a run needs datasets of one kind"
-            )
+            kinds = f"{found[0][1]} has the format {found[0][0]}, {name} has {format}"
+            raise UserError(f"--dataset_name: {kinds}: a run needs datasets of one kind")
 
 
 def choose_held_out(data: DataSettings, one: Opened) -> tuple[list[dict], list[str]]:

@@ -115,7 +115,7 @@ def check_exists(name: str) -> None:
                 "the data into a file"
             )
     path = Path(name)
-    is_path = name.startswith(("/", ".", "~")) or any(sign in name for sign in "*?[") or name.count("/") > 1
+    is_path = re.search(r"^[/.~]|[*?\[]|/.*/", name)
     if not is_local(name) and (is_path or suffix_of(path) in SUFFIXES or path.suffix.lower() == COMPRESSED):
         raise UserError(f"--dataset_name: file or folder not found: {name}")
 
@@ -213,8 +213,6 @@ def open_splits(name: str, config: str | None, streaming: bool, text_rows: str |
     """
     check_exists(name)
     paths = _local_paths(name)
-    if config and paths and not (len(paths) == 1 and paths[0].is_dir()):
-        raise UserError(f"--dataset_config: {name} is one file, so it has no configs: leave out --dataset_config {config}")
     if paths and (saved := _open_saved(paths[0], streaming)):
         return saved
     if paths:
@@ -255,7 +253,7 @@ def _configured_files(folder: Path, config: str | None) -> dict[str, list[Path]]
 
 def _is_saved(folder: Path) -> bool:
     """Whether `save_to_disk` has written a folder."""
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
 def _open_saved(folder: Path, streaming: bool) -> dict[str, Split] | None:
@@ -302,6 +300,8 @@ def choose_files(name: str, config: str | None = None) -> tuple[dict[str, list[P
     folder = paths[0] if len(paths) == 1 and paths[0].is_dir() else None
     if folder and (configured := _configured_files(folder, config)):
         return configured, kind_of_file(next(iter(configured.values()))[0]), []
+    if config and not folder:
+        raise UserError(f"--dataset_config: {name} is no folder, so it has no configs: leave out --dataset_config {config}")
     named = [path for path in paths if path.is_file()]
     kinds = {}  # "": of no format that is read, also a file of another compression
     for path in local_files(name):

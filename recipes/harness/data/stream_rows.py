@@ -130,7 +130,10 @@ def _permute(rows: dict[str, list], seed: int) -> dict[str, list]:
     first = json.dumps([values[0] for values in rows.values()], default=lambda value: type(value).__name__)
     generator = numpy.random.default_rng([seed, xxhash.xxh3_64_intdigest(first.encode())])
     order = generator.permutation(len(next(iter(rows.values()))))
-    return {name: [values[index] for index in order] for name, values in rows.items()}
+    permuted = {}
+    for name, values in rows.items():
+        permuted[name] = [values[index] for index in order]
+    return permuted
 
 
 def mix_streams(streams: list[IterableDataset], weights: list[float], seed: int) -> IterableDataset:
@@ -162,7 +165,10 @@ def _is_of_part(row: dict, index: int, part: int, parts: int) -> bool:
 
 
 def _join(batches: dict[str, list[list]], seed: int) -> dict[str, list]:
-    return _permute({name: list(itertools.chain.from_iterable(lists)) for name, lists in batches.items()}, seed)
+    joined = {}
+    for name, lists in batches.items():
+        joined[name] = list(itertools.chain.from_iterable(lists))
+    return _permute(joined, seed)
 
 
 def rows_of_cycle(weights: list[float]) -> list[int]:

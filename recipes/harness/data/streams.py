@@ -53,7 +53,10 @@ def repeat_stream(trainer: Trainer) -> None:
 
 def largest_divisor(number: int, limit: int) -> int:
     """The largest divisor of `number` that is at most `limit`."""
-    return max(divisor for divisor in range(1, max(1, min(number, limit)) + 1) if number % divisor == 0)
+    divisor = max(1, min(number, limit))
+    while number % divisor:
+        divisor -= 1
+    return divisor
 
 
 def fill_last_step(trainer: Trainer, with_empty_rows: bool = True) -> None:
@@ -120,10 +123,12 @@ class MicroBatches(torch.utils.data.IterableDataset):
         self.rows, self.slots, self.parts = rows, slots, parts
         self.own_slots = range(process, slots, processes)
         self.streams: dict[int, IterableDataset] = {}
+        self.saved_parts = []
         for part in sorted({slot % parts for slot in self.own_slots}):
             self.streams[part] = stream.shard(parts, part)
-        # The first slot of a part has the part's number. The process that has this slot saves the position of the part.
-        self.saved_parts = [part for part in self.streams if part in self.own_slots]
+            # The first slot of a part has the part's number. The process that has this slot saves the position of the part.
+            if part in self.own_slots:
+                self.saved_parts.append(part)
         self.skipped_steps = 0  # whose rows are read and dropped before the first micro-batch
         self.states: deque[dict[int, dict]] = deque()  # the states of `saved_parts` after every step that was read, by part
 

@@ -44,8 +44,10 @@ def print_splits(source: Source, counts: dict[str, int | None]) -> None:
     files = files_of_splits(source.name, source.config)
     parts = []
     for use, split in zip(("training", "evaluation"), counts, strict=False):
-        names = [file.name for file in files.get(split, [])] or [f"split {split}"]
-        read = ", ".join(names) if len(names) < 4 else f"{len(names)} files ({names[0]} to {names[-1]})"
+        of_split = files.get(split, [])
+        read = ", ".join(file.name for file in of_split) or f"split {split}"
+        if len(of_split) > 3:
+            read = f"{len(of_split)} files ({of_split[0].name} to {of_split[-1].name})"
         rows = "" if counts[split] is None else f", {plural(counts[split], 'row')}"
         parts.append(f"{use}: {read}{rows}")
     print_once(f"{source.display_name}: {'; '.join(parts)}.")
@@ -62,11 +64,9 @@ def print_summary(summary: dict[str, Any], train: str, test: str, splits: list[s
         read = f"{summary['rows']:,} rows" if summary["is_complete"] else f"the first {summary['rows']:,} rows"
         print_once(f"{name}: {summary['skipped_rows']:,} of {read} skipped: {', '.join(reasons)}.")
     if summary["held_out"]:
-        others = [other for other in splits if other != train]
-        found = f" (other splits: {', '.join(others)})" if others else ""
+        held_out = f"{summary['held_out']} rows of {train}"
         print_once(
-            f"{name} has no split {test}{found}: {summary['held_out']} rows of {train} are held out for evaluation and never "
-            "trained on."
+            f"{name} has no split {test}, only {', '.join(splits)}: {held_out} are held out for evaluation and never trained on."
         )
 
 

@@ -69,14 +69,13 @@ def tokenize(
     packs = is_packed(training_args)
     train = tokenize_split("train", train_dataset, tokenizer, training_args, packs, run)
     packs = packs if training_args.eval_packing is None else training_args.eval_packing
+    evaluated = eval_dataset
     if isinstance(eval_dataset, dict):
         evaluated = {}
         for name, rows in eval_dataset.items():
             evaluated[name] = tokenize_split(f"eval_{name}", rows, tokenizer, training_args, packs, run)
     elif eval_dataset is not None:
         evaluated = tokenize_split("eval", eval_dataset, tokenizer, training_args, packs, run)
-    else:
-        evaluated = None
     training_args.assistant_only_loss = False  # the labels have it, and SFTTrainer refuses it for tokens
     training_args.dataset_kwargs = {"skip_prepare_dataset": True}
     return train, evaluated

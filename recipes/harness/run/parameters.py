@@ -9,7 +9,7 @@ import torch
 from peft import PeftConfig
 from peft.tuners.lora import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 
 def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
@@ -44,9 +44,8 @@ def freeze_unused_parts(trainer: Trainer) -> None:
 
 
 def config_of(model: torch.nn.Module) -> PreTrainedConfig | None:
-    """The config of a model of transformers, None for a module of the recipe's own."""
-    config = getattr(model, "config", None)
-    return config if isinstance(config, PreTrainedConfig) else None
+    """The config of a model of transformers, None for another module, also for one that holds such a model."""
+    return model.config if isinstance(base_of(model), PreTrainedModel) else None
 
 
 def base_of(model: torch.nn.Module) -> torch.nn.Module:

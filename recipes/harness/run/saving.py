@@ -94,6 +94,8 @@ def save_model(trainer: Trainer, original: PreTrainedConfig | None) -> None:
             settings.base_model_name_or_path = source.get("model", settings.base_model_name_or_path)
         if is_adapter or original is not None:
             model.save_pretrained(draft, state_dict=state)
+        elif hasattr(model, "save_pretrained"):  # of another library, such as a SentenceTransformer
+            model.save_pretrained(str(draft))
         else:
             draft.mkdir()
             save_torch_state_dict(state, draft)

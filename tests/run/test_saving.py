@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 
 from harness.configs import AccelerateConfig
+from harness.run import marker
+from harness.run.checkpoints import check_weights
 from harness.run.saving import load_original_config, save_model
 from harness.run.sharding import prepare_gradient_scaler, prepare_sharding
 
@@ -50,6 +52,30 @@ def test_tokenizer_with_several_templates(build_trainer, tmp_path):
     (tmp_path / "elsewhere/tool_use.jinja").write_text("mine")
     save_model(trainer, load_original_config(trainer))
     assert not folder.is_symlink() and (tmp_path / "elsewhere/tool_use.jinja").read_text() == "mine"
+
+
+class Embedder(torch.nn.Module):
+    """As a SentenceTransformer: no model of transformers, but it has the config of the one in it, and writes its files itself."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner, self.config = model, model.config
+
+    def save_pretrained(self, path):
+        self.inner.save_pretrained(path)
+
+
+def test_model_of_another_library_writes_its_own_files(build_trainer):
+    """Their names of weights are not those of the module, also in a checkpoint."""
+    trainer = build_trainer("qwen2_chat")
+    trainer.model, run = Embedder(trainer.model), Path(trainer.args.output_dir)
+    save_model(trainer, load_original_config(trainer))
+    weights = load_file(run / "model.safetensors")
+    assert weights["model.norm.weight"].equal(trainer.model.inner.model.norm.weight)
+    marker.begin_writing(run / "checkpoint-1")
+    trainer.model.save_pretrained(run / "checkpoint-1")
+    marker.write_marker(run / "checkpoint-1", {"geometry": {}, "progress": {}, "files": {"a": [0, ""]}})
+    check_weights(run / "checkpoint-1", trainer.model)
 
 
 def test_weights_keep_the_dtype_of_files_whose_config_has_none(build_trainer, tmp_path):

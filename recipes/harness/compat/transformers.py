@@ -221,10 +221,10 @@ class TrainerWithHooks:
         self.before_checkpoint(Path(self.args.output_dir, f"checkpoint-{self.state.global_step}"))
         super()._save_checkpoint(model, trial)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *model: Any) -> None:
         """transformers loads with `strict=False`: weights whose names `save_pretrained` has converted would stay as they are."""
         if not self.load_weights(Path(resume_from_checkpoint)):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            super()._load_from_checkpoint(resume_from_checkpoint, *model)  # that of SentenceTransformerTrainer takes no model
 
     def _load_best_model(self) -> None:
         if not self.load_weights(Path(self.state.best_model_checkpoint)):

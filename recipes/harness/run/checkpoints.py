@@ -15,7 +15,7 @@ from harness.messages import UserError, plural, print_once
 from harness.model.weight_files import quiet_transformers
 from harness.restarts import before_and_now, changed_settings
 from harness.run.marker import begin_writing, delete, find_damage, is_incomplete, read_marker, sync_files, write_marker
-from harness.run.parameters import adapters_of, quantization_of
+from harness.run.parameters import adapters_of, is_of_another_library, quantization_of
 from harness.run.progress import Progress
 from harness.runs import Run
 
@@ -273,8 +273,8 @@ def check_weights(checkpoint: Path, model: torch.nn.Module) -> None:
         )
     is_sharded, is_adapter = (checkpoint / folder.SHARDED).is_dir(), isinstance(model, PeftModel)
     saved = shapes_of_sharded_files(checkpoint / folder.SHARDED) if is_sharded else shapes_of_files(checkpoint)
-    if not saved:
-        return  # an adapter in a folder of its own
+    if not saved or is_of_another_library(model):
+        return  # an adapter in a folder of its own; or files that name weights otherwise, which the trainer checks
     state = model.state_dict(keep_vars=True)
     others = {*state, *(name for name, _ in model.named_buffers())} if is_adapter or is_sharded else set()
     if is_adapter:

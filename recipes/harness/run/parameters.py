@@ -48,6 +48,11 @@ def config_of(model: torch.nn.Module) -> PreTrainedConfig | None:
     return model.config if isinstance(base_of(model), PreTrainedModel) else None
 
 
+def is_of_another_library(model: torch.nn.Module) -> bool:
+    """Whether a model has a `save_pretrained` that is not that of transformers or PEFT, as a SentenceTransformer has."""
+    return config_of(model) is None and hasattr(model, "save_pretrained")
+
+
 def base_of(model: torch.nn.Module) -> torch.nn.Module:
     """The model without its adapter."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -9,7 +9,7 @@ from harness.folder import RESULTS, RUN, draft_of, read_json, remove_link, sync
 from harness.model.quantized import read_source
 from harness.model.weight_files import dtype_of_files
 from harness.rehearsal.tiny import has_vision_part
-from harness.run.parameters import adapters_of, config_of, generates
+from harness.run.parameters import adapters_of, config_of, generates, is_of_another_library
 
 import torch
 from huggingface_hub import hf_hub_download, save_torch_state_dict
@@ -94,7 +94,7 @@ def save_model(trainer: Trainer, original: PreTrainedConfig | None) -> None:
             settings.base_model_name_or_path = source.get("model", settings.base_model_name_or_path)
         if is_adapter or original is not None:
             model.save_pretrained(draft, state_dict=state)
-        elif hasattr(model, "save_pretrained"):  # of another library, such as a SentenceTransformer
+        elif is_of_another_library(model):
             model.save_pretrained(str(draft))
         else:
             draft.mkdir()

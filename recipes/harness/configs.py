@@ -130,19 +130,14 @@ def read(path: str) -> AccelerateConfig:
     if problems := find_problems(keys):
         raise UserError(f"{file}: {'; '.join(problems)}")
 
-    fsdp, parallelism = keys.get("fsdp_config", {}), keys.get("parallelism_config", {})
-    names = [field.name for field in dataclasses.fields(AccelerateConfig)]
-    values = {name: keys[name] for name in names if name in keys}
-    values |= {name: fsdp[f"fsdp_{name}"] for name in names if f"fsdp_{name}" in fsdp}
-    return AccelerateConfig(
-        **values
-        | {
-            "path": path,
-            "replicas": parallelism.get("parallelism_config_dp_replicate_size", 1),
-            "shards": parallelism.get("parallelism_config_dp_shard_size", 1),
-            "gpu_ids": _gpu_ids(keys),
-        }
-    )
+    parallelism = keys.get("parallelism_config", {})
+    values = keys | {key.removeprefix("fsdp_"): value for key, value in keys.get("fsdp_config", {}).items()}
+    values["path"] = path
+    values["replicas"] = parallelism.get("parallelism_config_dp_replicate_size", 1)
+    values["shards"] = parallelism.get("parallelism_config_dp_shard_size", 1)
+    values["gpu_ids"] = _gpu_ids(keys)
+    fields = [field.name for field in dataclasses.fields(AccelerateConfig)]
+    return AccelerateConfig(**{name: values[name] for name in fields if name in values})
 
 
 def read_yaml(path: str, name: str) -> Any:

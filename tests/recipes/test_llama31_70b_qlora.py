@@ -96,19 +96,6 @@ def test_model_on_a_gpu_before_it_is_sharded():
         quantized.prepare_quantized_model(SimpleNamespace(model=model, is_fsdp_enabled=True))
 
 
-def test_more_than_two_layers_on_a_gpu_before_sharding(monkeypatch):
-    """The weights are in host memory again, but the peak of the GPU's memory shows that they were on the GPU."""
-    model = Model()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    trainer = SimpleNamespace(model=model, is_fsdp_enabled=True)
-    limit = 2 * sum(weight.nbytes for weight in model.layer.parameters()) + quantized.FREE_BYTES
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: limit)
-    quantized.prepare_quantized_model(trainer)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: limit + 1)
-    with pytest.raises(RuntimeError, match="more than two layers"):
-        quantized.prepare_quantized_model(trainer)
-
-
 class Model(torch.nn.Module):
     is_loaded_in_4bit, _no_split_modules = True, ("Linear",)
 

@@ -14,7 +14,6 @@ from harness.messages import UserError
 from harness.run import checkpoints, marker
 from harness.run import losses as losses_of_run
 from harness.run.evaluation import check_metric_is_computed
-from harness.run.sharding import prepare_gradient_scaler
 from harness.runs import Run
 
 import pytest
@@ -155,13 +154,6 @@ def test_resumed_fp16_run_equals_uninterrupted(rehearse, fork_launch, workdir):
     assert [scale / 2**20 for _, _, scale, _ in expected] == [1 / 2, 1 / 4, 1 / 4, 1 / 2, 1 / 4, 1 / 4]
     for file in ("checkpoint-6/scaler.pt", "checkpoint-6/scheduler.pt", "model.safetensors"):
         assert (run / file).read_bytes() == (uninterrupted / file).read_bytes(), file
-
-
-def test_fp16_checkpoint_without_fp16_is_an_error(build_trainer, tmp_path, error_of):
-    trainer = build_trainer("qwen2_chat")
-    prepare_gradient_scaler(trainer, tmp_path)
-    (tmp_path / "scaler.pt").touch()
-    assert "was written with fp16: pass --fp16 true" in error_of(prepare_gradient_scaler, trainer, tmp_path)
 
 
 @pytest.mark.parametrize(

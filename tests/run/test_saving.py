@@ -110,7 +110,7 @@ def test_trained_weights_are_float32(build_trainer, capsys, flags, expected, war
     trained = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
     assert {weight.dtype for weight in trained.values()} == {expected}
     before = {name: weight.detach().clone() for name, weight in trained.items()}
-    prepare_gradient_scaler(trainer, None)
+    prepare_gradient_scaler(trainer)
     trainer.train()
     unchanged = sum(int((weight == before[name]).sum()) for name, weight in trained.items())
     share = unchanged / sum(weight.numel() for weight in trained.values())

@@ -33,14 +33,20 @@ def choose_attention(training_args: TrainingArguments, model_args: ModelConfig, 
     A rehearsal on CPU can do what a GPU can. If the config cannot be read, `check_model` says so.
     """
     config, model_class = config_and_class(model_args, run.tiny)
-    computes_in = "float16" if training_args.fp16 else "bfloat16" if training_args.bf16 else str(model_args.dtype)
-    in_16_bit = computes_in in ("bfloat16", "float16")
+    in_16_bit = dtype_of_products(training_args, str(model_args.dtype)) in ("bfloat16", "float16")
     has_kernel = run.on_cpu or (VARLEN in run.gpu.attention and in_16_bit)
     if has_kernel and has_documents(training_args) and (config is None or can_use_varlen(config, model_class)):
         return VARLEN
     has_flash = FLASH in run.gpu.attention and not run.on_cpu and in_16_bit
     fits = config is None or max(head_sizes(config)) <= MAX_HEAD_SIZE
     return FLASH if has_flash and fits and supports_flash_attention_2(model_class) else None
+
+
+def dtype_of_products(training_args: TrainingArguments, otherwise: str) -> str:
+    """The dtype of mixed precision, `otherwise` if it is off."""
+    if training_args.bf16:
+        return "bfloat16"
+    return "float16" if training_args.fp16 else otherwise
 
 
 def config_and_class(model_args: ModelConfig, is_tiny: bool) -> tuple[PreTrainedConfig | None, type | None]:

@@ -16,7 +16,7 @@ from harness.compat.transformers import (
 from harness.compat.trl import compute_loss_without_triton
 from harness.hub import TOKENIZER, check_model_exists, hub_errors
 from harness.messages import UserError, is_first_process
-from harness.model.attention import config_and_class, set_attention
+from harness.model.attention import config_and_class, dtype_of_products, set_attention
 from harness.rehearsal import tiny
 from harness.runs import Run
 
@@ -126,7 +126,7 @@ def set_dtype_of_4bit_model(training_args: TrainingArguments, model_args: ModelC
     TRL's default is float32: embedding and head would be twice as large, and the products many times as slow.
     """
     if model_args.dtype in (ModelConfig.dtype, "auto"):
-        model_args.dtype = "bfloat16" if training_args.bf16 else "float16" if training_args.fp16 else "float32"
+        model_args.dtype = dtype_of_products(training_args, "float32")
 
 
 def check_model(training_args: TrainingArguments, model_args: ModelConfig, is_sharded: bool) -> None:
@@ -238,12 +238,17 @@ def build_adapter_on_meta(model_args: ModelConfig, name: str) -> PeftModel:
         given = getattr(settings, option) or []
         if isinstance(given, str):  # all-linear, or a regular expression for whole names
             continue
-        if unknown := sorted(word for word in given if not any(f".{path}".endswith(f".{word}") for path in existing)):
+        if unknown := sorted(word for word in given if not is_end_of_any(word, existing)):
             parts = dict.fromkeys(re.sub(r".*\.\d+\.", "", path) for path in choice)
             raise UserError(f"--lora_{option}: {name} has no {', '.join(unknown)}: pass some of {', '.join(parts)}")
     if problem:
         raise UserError(f"--use_peft: {' '.join(str(problem).split())[:300]}") from problem
     return model
+
+
+def is_end_of_any(name: str, paths: list[str]) -> bool:
+    """Whether a path ends with this name, or with these names with dots between them."""
+    return any(f".{path}".endswith(f".{name}") for path in paths)
 
 
 def linear_modules(model: PreTrainedModel) -> list[str]:

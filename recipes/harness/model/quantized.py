@@ -26,7 +26,6 @@ from transformers.quantizers import AutoHfQuantizer
 from trl import ModelConfig
 
 SOURCE = "source.json"  # in the folder of a quantized model: the model it was made from
-FREE_BYTES = 2**26  # that may be in use on a GPU before the model is sharded: the first all-reduce, workspaces
 
 
 def quantized_folder(model_args: ModelConfig) -> Path:
@@ -222,12 +221,6 @@ def prepare_quantized_model(trainer: Trainer) -> None:
     for name, weight in model.named_parameters():
         if weight.device.type not in ("cpu", "meta"):
             raise RuntimeError(f"{name} is on a GPU before it is sharded, and perhaps the whole model: load it into host memory")
-    layer_bytes = max(sum(weight.nbytes for weight in layer.parameters()) for layer in transformer_layers(model).values())
-    if torch.cuda.is_available() and torch.cuda.max_memory_allocated() > 2 * layer_bytes + FREE_BYTES:
-        raise RuntimeError(
-            f"{torch.cuda.max_memory_allocated() / 1e9:.1f} GB were on the GPU before the model was sharded, more than two "
-            f"layers ({2 * layer_bytes / 1e9:.1f} GB): something loads it there"
-        )
 
 
 def install_byte_check(model: torch.nn.Module) -> None:
@@ -237,8 +230,11 @@ def install_byte_check(model: torch.nn.Module) -> None:
     where they are all-gathered and on the device.
     """
     layers = list(transformer_layers(model).values())
-    modules = [module for layer in layers[:1] + layers[-1:] for module in layer.modules()]
-    quantized = {id(m.weight): m for m in modules if type(getattr(m, "weight", None)).__name__ == "Params4bit"}
+    quantized = {}
+    for layer in layers[:1] + layers[-1:]:
+        for module in layer.modules():
+            if type(getattr(module, "weight", None)).__name__ == "Params4bit":
+                quantized[id(module.weight)] = module
     unchanged = []
     if quantized:
         torch.compiler.set_stance(

@@ -115,7 +115,9 @@ class Checkpoints(TrainerCallback):
                 shutil.copymode(self.output_dir / folder.RUN, path)  # safetensors makes files that only their owner can read
         parts = gather_values(sync_files(checkpoint, lambda name: belongs_to(name, process, process.is_main_process)))
         if process.is_main_process:
-            files = {name: entry for part in parts for name, entry in part.items()}
+            files = {}
+            for part in parts:
+                files |= part
             geometry = data_settings(args) | {"asked_accumulation_steps": self.run.asked_accumulation_steps}
             how = quantization_of(self.trainer.accelerator.unwrap_model(model))  # for --merge
             content = {"geometry": geometry, "progress": progress, "files": files, "trained": self.trained}
@@ -133,14 +135,18 @@ class Checkpoints(TrainerCallback):
 
 def choose_best_again(output_dir: Path, args: TrainingArguments, state: TrainerState) -> None:
     """Makes the best of the evaluations that have a checkpoint the best one of a run whose best checkpoint is gone."""
-    gone, metric = state.best_global_step, f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
-    found = {folder.step_of(path): path for path in folder.checkpoints(output_dir) if (path / folder.COMPLETION_MARKER).is_file()}
-    measured = {entry["step"]: entry[metric] for entry in state.log_history if metric in entry and entry["step"] in found}
+    gone = state.best_global_step
+    metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
+    measured = {}
+    for entry in state.log_history:
+        checkpoint = output_dir / f"checkpoint-{entry['step']}"
+        if metric in entry and (checkpoint / folder.COMPLETION_MARKER).is_file():
+            measured[entry["step"]] = entry[metric]
     state.best_metric = state.best_global_step = state.best_model_checkpoint = None
     if measured:
         state.best_global_step = (max if args.greater_is_better else min)(measured, key=measured.get)
         state.best_metric = measured[state.best_global_step]
-        state.best_model_checkpoint = str(found[state.best_global_step])
+        state.best_model_checkpoint = str(output_dir / f"checkpoint-{state.best_global_step}")
     instead = f"checkpoint-{state.best_global_step}" if measured else "the best evaluation from here on"
     print_once(f"warning: the best evaluation was that of step {gone}, whose checkpoint is gone: {instead} takes its place")
 
@@ -276,18 +282,22 @@ def check_weights(checkpoint: Path, model: torch.nn.Module) -> None:
     if not saved or is_of_another_library(model):
         return  # an adapter in a folder of its own; or files that name weights otherwise, which the trainer checks
     state = model.state_dict(keep_vars=True)
-    others = {*state, *(name for name, _ in model.named_buffers())} if is_adapter or is_sharded else set()
+    others = {*state, *dict(model.named_buffers())} if is_adapter or is_sharded else set()
     if is_adapter:
         state = get_peft_model_state_dict(model, adapter_name=model.active_adapters[0], save_embedding_layers=False)
     elif not is_sharded and are_converted(model, saved):
         saved = shapes_after_conversion(model, checkpoint)
     present = {id(weight) for name, weight in state.items() if name in saved}  # also by another name, of a weight that is tied
     not_saved = getattr(model, "_keys_to_ignore_on_save", None) or ()  # such as the positions of MarianMT, which are computed
-    missing = [
-        name for name, weight in state.items() if name not in saved and name not in not_saved and id(weight) not in present
-    ]
+    missing = []
+    reshaped = []
+    for name, weight in state.items():
+        if name in saved:
+            if list(weight.shape) != saved[name]:
+                reshaped.append(name)
+        elif name not in not_saved and id(weight) not in present:
+            missing.append(name)
     unexpected = [name for name in saved if name not in state and name not in others]
-    reshaped = [name for name, weight in state.items() if name in saved and list(weight.shape) != saved[name]]
     problems = [f"it lacks {in_words(missing)}"] if missing else []
     problems += [f"the model has no {in_words(unexpected)}"] if unexpected else []
     problems += [f"{in_words(reshaped)} had another shape"] if reshaped else []
@@ -367,13 +377,14 @@ def restore_callbacks(trainer: Trainer, checkpoint: Path) -> None:
     """
     trainer.args.restore_callback_states_from_checkpoint = False
     saved = read_json(checkpoint / TRAINER_STATE_NAME).get("stateful_callbacks", {})
-    # A list if there are several callbacks of a class.
-    states = {name: found if isinstance(found, list) else [found] for name, found in saved.items()}
     for callback in callbacks_with_state(trainer):
-        of_class = states.get(type(callback).__name__)
-        state = of_class.pop(0) if of_class else {}
-        for name, value in state.get("attributes", {}).items():
-            setattr(callback, name, value)
+        name = type(callback).__name__
+        state = saved.pop(name, {})
+        if isinstance(state, list):  # of several callbacks of a class
+            saved[name] = state[1:]
+            state = state[0] if state else {}
+        for attribute, value in state.get("attributes", {}).items():
+            setattr(callback, attribute, value)
 
 
 def rows_per_step(settings: dict) -> int:

@@ -59,13 +59,14 @@ def exit_if_disk_failed(error: Exception, trainer: Any) -> None:
 def estimated_sizes(trainer: Any) -> tuple[int, int]:
     """Bytes of a checkpoint and of the final model, at least."""
     is_full_model = isinstance(trainer.model, PreTrainedModel)
-    saved = [weight for weight in trainer.model.parameters() if weight.requires_grad or is_full_model]
-    moments = 2 if "adam" in trainer.args.optim else 0
-    checkpoint = 0
-    for weight in saved:
-        moment_size = 1 if "8bit" in trainer.args.optim else weight.element_size()
-        checkpoint += weight.numel() * (weight.element_size() + moments * moment_size * weight.requires_grad)
-    return checkpoint, sum(weight.numel() * 2 for weight in saved)
+    checkpoint = model = 0
+    for weight in trainer.model.parameters():
+        if weight.requires_grad or is_full_model:
+            checkpoint += weight.nbytes
+            model += weight.numel() * 2
+        if weight.requires_grad and "adam" in trainer.args.optim:
+            checkpoint += 2 * (weight.numel() if "8bit" in trainer.args.optim else weight.nbytes)
+    return checkpoint, model
 
 
 def folder_size(path: Path) -> int:

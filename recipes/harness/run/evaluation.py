@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from harness import folder
 from harness.compat.trl import logged_metrics
 from harness.messages import UserError, print_once
-from harness.run.metrics import evaluation_losses
+from harness.run.metrics import evaluation_losses, logged_by_evaluations
 from harness.run.progress import size_of
 
 import torch
@@ -22,8 +22,7 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
     """The evaluation of the model that is saved, {} without evaluation rows."""
     if trainer.eval_dataset is None:
         return {}
-    entries = [entry for entry in trainer.state.log_history if entry["step"] == step_of_saved_model(trainer)]
-    logged = {name: value for entry in entries for name, value in entry.items() if name.startswith("eval_")}
+    logged = logged_by_evaluations(trainer.state.log_history, step_of_saved_model(trainer))
     return logged if evaluation_losses(logged) else trainer.evaluate()
 
 
@@ -191,11 +190,12 @@ def check_metric_is_computed(trainer: Trainer) -> None:
     computes_others = type(trainer).__module__ not in modules  # such as DPOTrainer's rewards/accuracies
     if not name or trainer.compute_metrics or computes_others or trainer.args.eval_strategy == "no":
         return
-    labels = [f"{label}_" for label in trainer.eval_dataset] if isinstance(trainer.eval_dataset, dict) else []
-    metrics = ("loss", "runtime", "samples_per_second", "steps_per_second")
-    known = [f"{label}{metric}" for label in labels or [""] for metric in metrics]
-    if type(trainer).__module__.startswith("trl."):  # SFTTrainer adds metrics without a label
-        known += ["mean_token_accuracy", "entropy", "num_tokens"]
-    if name not in known:
-        losses = ", ".join(f"eval_{label}loss" for label in labels or [""])
-        raise UserError(f"--metric_for_best_model {trainer.args.metric_for_best_model} is not computed: pass {losses}")
+    losses = ["eval_loss"]
+    if isinstance(trainer.eval_dataset, dict):
+        losses = [f"eval_{label}_loss" for label in trainer.eval_dataset]
+    is_of_trl = type(trainer).__module__.startswith("trl.")  # SFTTrainer adds metrics without a label
+    if is_of_trl and name in ("mean_token_accuracy", "entropy", "num_tokens"):
+        return
+    if f"eval_{name}" not in losses and not name.endswith(("runtime", "samples_per_second", "steps_per_second")):
+        asked = trainer.args.metric_for_best_model
+        raise UserError(f"--metric_for_best_model {asked} is not computed: pass {', '.join(losses)}")

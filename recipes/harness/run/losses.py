@@ -237,7 +237,9 @@ def ask_for_unit(trainer: Trainer, loss: Loss) -> tuple[str, bool]:
     together = loss.make_batch([loss.rows[fewest], loss.rows[most]])
     alone = [batches[fewest], batches[most]]
     if has_labels and not is_same(loss.make_batch([loss.rows[most]]), alone[1]):  # such as masked tokens: other ones each time
-        alone = [{name: value[index : index + 1] for name, value in together.items()} for index in (0, 1)]
+        alone.clear()
+        for row in (0, 1):
+            alone.append({name: value[row : row + 1] for name, value in together.items()})
     counts = [label_count(loss, batch) for batch in alone]
     of_both = loss_of(trainer, together, None, is_training=False)
     of_each = [loss_of(trainer, batch, None, is_training=False) for batch in alone]

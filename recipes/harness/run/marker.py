@@ -59,11 +59,10 @@ def sync_files(checkpoint: Path, is_mine: Callable[[str], bool]) -> dict[str, En
     """Waits until the files whose names `is_mine` accepts are on the disk; returns their entries in the marker by name."""
     own = {name: path for name, path in _files_of(checkpoint).items() if is_mine(name)}
     with ThreadPoolExecutor() as pool:
-        syncs = [pool.submit(sync, path) for path in own.values()]
+        syncs = pool.map(sync, own.values())
         checksums = pool.map(checksum_of_file, own.values())
         entries = {name: [own[name].stat().st_size, checksum] for name, checksum in zip(own, checksums, strict=True)}
-        for one in syncs:
-            one.result()
+        list(syncs)  # raises their errors
     return entries
 
 
@@ -110,11 +109,12 @@ def find_damage(checkpoint: Path, is_mine: Callable[[str], bool] = lambda name: 
                 return f"{name} is missing"
             if path.stat().st_size != size:
                 return f"{name} has {path.stat().st_size:,} bytes, it had {size:,}"
-        own = [name for name in files if is_mine(name)]
         with ThreadPoolExecutor() as pool:
-            checksums = pool.map(checksum_of_file, [checkpoint / name for name in own])
-            changed = [name for name, now in zip(own, checksums, strict=True) if now != files[name][1]]
-        return f"{changed[0]} was changed" if changed else ""
+            checksums = {name: pool.submit(checksum_of_file, checkpoint / name) for name in files if is_mine(name)}
+        for name, checksum in checksums.items():
+            if checksum.result() != files[name][1]:
+                return f"{name} was changed"
+        return ""
     except (DamagedFile, ValueError) as error:  # a ValueError is about a name that no file can have
         return str(error)
     except FileNotFoundError:
@@ -124,8 +124,11 @@ def find_damage(checkpoint: Path, is_mine: Callable[[str], bool] = lambda name: 
 
 
 def _files_of(checkpoint: Path) -> dict[str, Path]:
-    paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-    return {p.relative_to(checkpoint).as_posix(): p for p in paths if p.name not in (COMPLETION_MARKER, WRITING)}
+    found = {}
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file() and path.name not in (COMPLETION_MARKER, WRITING):
+            found[path.relative_to(checkpoint).as_posix()] = path
+    return found
 
 
 def checksum_of_file(path: Path) -> str:

@@ -16,6 +16,15 @@ def evaluation_losses(logs: dict) -> dict[str, float]:
     return {name: logs[name] for name in logs if re.fullmatch("eval_(.+_)?loss", name) and name != "eval_aux_loss"}
 
 
+def logged_by_evaluations(log_history: list[dict], step: int) -> dict[str, float]:
+    """What the evaluations after a step have logged."""
+    logged = {}
+    for entry in log_history:
+        if entry["step"] == step:
+            logged |= {name: value for name, value in entry.items() if name.startswith("eval_")}
+    return logged
+
+
 def name_of_dataset(loss: str) -> str:
     """The words for the name of a loss: " of LABEL" for `eval_LABEL_loss`, "" for `eval_loss`."""
     label = loss.removeprefix("eval_").removesuffix("loss").removesuffix("_")

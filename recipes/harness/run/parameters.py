@@ -16,8 +16,11 @@ def count_parameters(model: torch.nn.Module) -> tuple[int, int]:
     """Trained and all parameters. Call it before sharding, after which 4-bit weights do not know their size."""
     if hasattr(model, "get_nb_trainable_parameters"):
         return model.get_nb_trainable_parameters()
-    sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
-    return sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
+    trained = total = 0
+    for weight in model.parameters():
+        total += weight.numel()
+        trained += weight.numel() * weight.requires_grad
+    return trained, total
 
 
 def freeze_unused_parts(trainer: Trainer) -> None:
@@ -70,11 +73,12 @@ def generates(model: torch.nn.Module) -> bool:
 
 def modules_with_adapter(model: torch.nn.Module) -> dict[str, int]:
     """How many modules of each name have an adapter, or parameters, such as those of experts: {"q_proj": 24, …}."""
-    if not hasattr(model, "peft_config"):
-        return {}
-    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-    parameters = [module.parameter_name if isinstance(module, ParamWrapper) else "" for _, module in adapted]
-    return dict(Counter(parameter or name.split(".")[-1] for parameter, (name, _) in zip(parameters, adapted, strict=True)))
+    counts: Counter[str] = Counter()
+    for path, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            parameter = module.parameter_name if isinstance(module, ParamWrapper) else ""
+            counts[parameter or path.split(".")[-1]] += 1
+    return counts
 
 
 def describe_training(modules: dict[str, int], parameters: tuple[int, int]) -> str:
@@ -85,10 +89,8 @@ def describe_training(modules: dict[str, int], parameters: tuple[int, int]) -> s
     words = f"{trained:,} of {total:,} parameters ({trained / total:.2%})"
     if not modules:
         return words
-    counts = set(modules.values())
-    if len(counts) == 1:
-        return f"{words}, in adapters on {', '.join(modules)} ({counts.pop()} of each)"
-    return f"{words}, in adapters on {', '.join(f'{count} {name}' for name, count in modules.items())}"
+    adapted = ", ".join(f"{count} {name}" for name, count in modules.items())
+    return f"{words}, in adapters on {adapted}"
 
 
 def quantization_of(model: torch.nn.Module) -> dict:

@@ -9,6 +9,7 @@ import os
 import platform
 import resource
 import sys
+from operator import itemgetter
 from pathlib import Path
 
 from harness.compat.transformers import attention_of
@@ -41,9 +42,10 @@ def write_results(
     Time and tokens are those of the whole run, including its parts before a resume. `train_runtime` includes everything,
     `tokens_per_second` only the time of optimizer steps.
     """
-    output_dir, has_gpu = Path(trainer.args.output_dir), torch.cuda.is_available()
+    output_dir = Path(trainer.args.output_dir)
     processes = gather_values(measure_process(trainer))
-    by_node, data = group_by_node(processes), {}
+    by_node = group_by_node(processes)
+    data = {}
     with only_report("the report about the data"):
         data = describe_data(trainer)
     results = (
@@ -58,19 +60,18 @@ def write_results(
         # No texts: there can be a token in one.
         | {"used": {name: value for name, value in trainer.args.to_dict().items() if isinstance(value, int | float)}}
         | {
-            "device": torch.cuda.get_device_name() if has_gpu else platform.processor() or platform.machine(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine(),
             "finished": datetime.datetime.now().isoformat(timespec="seconds"),
             "versions": versions(),
         }
     )
     of_every_node = {key: results[key] for key in ("fsdp_enabled", "world_size", "model_params_b", "final_loss")}
-    results["nodes"] = [
-        {"node": int(node), "peak_gpu_gb": round(max(process["gpu"] for process in of_node), 3), **of_every_node}
-        for node, of_node in by_node.items()
-    ]
+    results["nodes"] = []
+    for node, of_node in by_node.items():
+        results["nodes"].append({"node": int(node), "peak_gpu_gb": highest(of_node, "gpu"), **of_every_node})
     if trainer.is_world_process_zero():
         with only_report("loss.png"):
-            names = [name for name in (results.get("recipe"), results.get("config")) if name]
+            names = filter(None, (results.get("recipe"), results.get("config")))
             unit = " (nats per token)" if trainer.parts.loss.is_cross_entropy else ""
             draw_losses(trainer.state.log_history, " × ".join(names), output_dir / "loss.png", unit)
         write_json(output_dir / RESULTS, results)
@@ -107,8 +108,10 @@ def measure_process(trainer: Trainer) -> dict:
 
 def group_by_node(processes: list[dict]) -> dict[str, list[dict]]:
     """What `measure_process` returned, by the number of the node."""
-    nodes = sorted({process["node"] for process in processes}, key=int)
-    return {node: [process for process in processes if process["node"] == node] for node in nodes}
+    by_node: dict[str, list[dict]] = {}
+    for process in sorted(processes, key=lambda process: int(process["node"])):
+        by_node.setdefault(process["node"], []).append(process)
+    return by_node
 
 
 def describe_model(trainer: Trainer, processes: list[dict], parameters: tuple[int, int]) -> dict:
@@ -134,12 +137,17 @@ def describe_model(trainer: Trainer, processes: list[dict], parameters: tuple[in
 
 def measure_memory(processes: list[dict], by_node: dict[str, list[dict]]) -> dict:
     """The largest peaks: of a process on its GPU, and of a node in host memory."""
-    hosts = [sum(process["host"] for process in of_node) for of_node in by_node.values()]
+    hosts = [sum(map(itemgetter("host"), of_node)) for of_node in by_node.values()]
     return {
-        "peak_gpu_gb": round(max(process["gpu"] for process in processes), 3),
-        "peak_gpu_reserved_gb": round(max(process["reserved"] for process in processes), 3),
+        "peak_gpu_gb": highest(processes, "gpu"),
+        "peak_gpu_reserved_gb": highest(processes, "reserved"),
         "peak_host_gb": round(max(hosts), 3),
     }
+
+
+def highest(processes: list[dict], name: str) -> float:
+    """The largest of these numbers of processes."""
+    return round(max(map(itemgetter(name), processes)), 3)
 
 
 def collect_losses(trainer: RunTrainer, output: TrainOutput | None, evaluation: dict[str, float]) -> dict:
@@ -200,10 +208,12 @@ def draw_losses(log_history: list[dict], title: str, path: Path, unit: str = "")
 
     figure = Figure(figsize=(7, 4), layout="tight")
     axes = figure.subplots()
-    curves = [("loss", "training", "-"), ("eval_loss", "evaluation", "o--")]
-    for name in dict.fromkeys(name for entry in log_history for name in evaluation_losses(entry)):
-        if name != "eval_loss":
-            curves.append((name, f"evaluation{name_of_dataset(name)}", ".:"))
+    names: dict[str, float] = {}
+    for entry in log_history:
+        names |= evaluation_losses(entry)
+    curves = [("loss", "training", "-")]
+    for name in names:
+        curves.append((name, f"evaluation{name_of_dataset(name)}", "o--" if name == "eval_loss" else ".:"))
     for key, label, style in curves:
         points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
         if points:

@@ -143,8 +143,12 @@ def full_state_dict(model: torch.nn.Module, dtype: torch.dtype | None) -> dict[s
     `dtype`: None for the dtypes that the weights have.
     """
     if isinstance(model, PeftModel):
-        trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-        return {name: (w.full_tensor() if isinstance(w, DTensor) else w).detach().cpu() for name, w in trained.items()}
+        trained = {}
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                unsharded = weight.full_tensor() if isinstance(weight, DTensor) else weight
+                trained[name] = unsharded.detach().cpu()
+        return trained
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return {
@@ -168,21 +172,28 @@ def model_card(run: dict, is_adapter: bool, generates: bool) -> str:
 
     `run`: the content of train_results.json.
     """
-    links = {"base_model": [run["model"]], "datasets": run.get("datasets", [run["dataset"]])}
-    # Hub IDs only: a rehearsal's model and dataset are tiny ones, and a local path means nothing to others. A recipe can have
-    # a model and rows of its own, without names.
-    links = {
-        key: [name for name in names if name and not run["tiny"] and not Path(name).exists()] for key, names in links.items()
-    }
-    header = "".join(f"{key}: [{', '.join(names)}]\n" for key, names in links.items() if names)
-    kind = "An adapter" if is_adapter else "A fine-tune" if run["model"] else "A model"
-    of_model, on_data = (
-        f" {word} {', '.join(links[key])}" if links[key] else "" for word, key in (("of", "base_model"), ("on", "datasets"))
-    )
+    models = hub_ids([run["model"]], run)
+    datasets = hub_ids(run.get("datasets", [run["dataset"]]), run)
+    header = ""
+    description = "A fine-tune" if run["model"] else "A model"
+    if is_adapter:
+        description = "An adapter"
+    if models:
+        header += f"base_model: [{models}]\n"
+        description += f" of {models}"
+    description += ", trained"
+    if datasets:
+        header += f"datasets: [{datasets}]\n"
+        description += f" on {datasets}"
     task = "pipeline_tag: text-generation\n" if generates else ""
     rehearsal = "\n\nThis is a rehearsal with a tiny model and dataset: the model knows nothing." if run["tiny"] else ""
     return (
         f"---\n{header}library_name: {'peft' if is_adapter else 'transformers'}\n{task}---\n\n"
-        f"{kind}{of_model}, trained{on_data} with the recipe `{run['recipe']}` "
+        f"{description} with the recipe `{run['recipe']}` "
         f"({run['config'] or 'no config'}). train_results.json has its settings and results.{rehearsal}\n"
     )
+
+
+def hub_ids(names: list[str | None], run: dict) -> str:
+    """The names that mean something to others: no local path, none of a rehearsal, and none of a model or rows without a name."""
+    return ", ".join(name for name in names if name and not run["tiny"] and not Path(name).exists())

@@ -200,9 +200,10 @@ def check_trainer(trainer: Trainer) -> None:
         )
     if trainer.is_fsdp_enabled:
         check_can_be_sharded(trainer.model)
-    others = {name: part for name, part in vars(trainer).items() if isinstance(part, torch.nn.Module)}
-    for name, other in others.items():  # such as ref_model, or the teacher of a recipe's own trainer
-        if name not in ("model", "model_wrapped") and any(weight.is_meta for weight in other.parameters()):
+    for name, other in vars(trainer).items():  # such as ref_model, or the teacher of a recipe's own trainer
+        if name in ("model", "model_wrapped") or not isinstance(other, torch.nn.Module):
+            continue
+        if any(weight.is_meta for weight in other.parameters()):
             raise UserError(
                 explain_missing_weights(name)
                 + (", or pass --use_peft, which needs no second model" if name == "ref_model" else "")
@@ -269,7 +270,7 @@ def prepare_resume(trainer: Trainer, checkpoint: Path | None) -> None:
         trainer.args.eval_on_start = False  # the state of the checkpoint has that evaluation
     check_metric_is_computed(trainer)
     check_disk_space(trainer, checkpoint)
-    prepare_gradient_scaler(trainer, checkpoint)
+    prepare_gradient_scaler(trainer)
 
 
 def hide_notice_of_names() -> None:

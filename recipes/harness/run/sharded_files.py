@@ -20,17 +20,20 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 METADATA = "torch.distributed.checkpoint.metadata"
 # What torch writes into `.metadata`, besides dtypes.
 ALLOWED = {
-    *((METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
-    *((METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+    METADATA: (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "pathlib": ("PosixPath", "WindowsPath"),
+    "pathlib._local": ("PosixPath", "WindowsPath"),
 }
 
 
 def is_allowed(module: str, name: str) -> bool:
-    return (module, name) in ALLOWED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+    return name in ALLOWED.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
 
 
 def check_sharded_files(checkpoint: Path) -> None:
@@ -39,22 +42,27 @@ def check_sharded_files(checkpoint: Path) -> None:
     Also for the best checkpoint that its trainer_state.json names, which --load_best_model_at_end reads.
     """
     saved = read_json(checkpoint / "trainer_state.json").get("best_model_checkpoint")
-    folders = list(filter(None, [checkpoint, best_checkpoint(checkpoint.parent, saved)]))
-    for path in sorted(path for folder in folders for path in folder.rglob("*")):
-        if path.is_symlink() and path.is_dir():  # `rglob` does not follow it, and torch does
-            raise UserError(
-                f"{path} is a link to a folder, which no run makes: nothing was loaded. Replace it by the folder itself"
-            )
-    for path in sorted(path for folder in folders for path in folder.rglob("*.metadata")):  # torch also reads `__RANK.metadata`
-        try:
-            _check_folder(path)
-        except Refused as refused:
-            raise UserError(
-                f"{path.parent} would run code, because it has {refused}, which torch does not write into a checkpoint: nothing "
-                "was loaded. Delete the checkpoint, unless you can restore it from a copy that you trust"
-            ) from refused
-        except Exception as error:  # a damaged pickle can raise any error
-            raise UserError(f"{path} is not metadata of a sharded checkpoint: {type(error).__name__}: {error}") from error
+    for folder in filter(None, (checkpoint, best_checkpoint(checkpoint.parent, saved))):
+        for path in sorted(folder.rglob("*")):
+            if path.is_symlink() and path.is_dir():  # `rglob` does not follow it, and torch does
+                raise UserError(
+                    f"{path} is a link to a folder, which no run makes: nothing was loaded. Replace it by the folder itself"
+                )
+            if path.name.endswith(".metadata"):  # torch also reads `__RANK.metadata`
+                _check_metadata(path)
+
+
+def _check_metadata(path: Path) -> None:
+    """Raises UserError if torch would run code while it reads `path` and the entries that it names."""
+    try:
+        _check_folder(path)
+    except Refused as refused:
+        raise UserError(
+            f"{path.parent} would run code, because it has {refused}, which torch does not write into a checkpoint: nothing "
+            "was loaded. Delete the checkpoint, unless you can restore it from a copy that you trust"
+        ) from refused
+    except Exception as error:  # a damaged pickle can raise any error
+        raise UserError(f"{path} is not metadata of a sharded checkpoint: {type(error).__name__}: {error}") from error
 
 
 def _check_folder(path: Path) -> None:

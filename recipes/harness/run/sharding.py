@@ -1,7 +1,6 @@
 """Sharding: what accelerate must know before it wraps the model, what FSDP2 does after it, and a check of the result."""
 
 import itertools
-from pathlib import Path
 from typing import Any
 
 from harness.compat.accelerate import give_weights_addresses, hide_saved_buffers
@@ -14,7 +13,7 @@ from harness.run.losses import Loss, adapt_trainer, measure
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import SCALER_NAME, DynamoBackend, convert_to_fp32
+from accelerate.utils import DynamoBackend, convert_to_fp32
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
@@ -136,18 +135,14 @@ def separate_untied_weights(trainer: Trainer) -> None:
             seen.add(weight)
 
 
-def prepare_gradient_scaler(trainer: Trainer, checkpoint: Path | None) -> None:
+def prepare_gradient_scaler(trainer: Trainer) -> None:
     """Makes the gradient scaler of an fp16 run ready, also on a CPU, so that a rehearsal trains and resumes as GPUs do.
 
     accelerate 1.15 has neither scaler nor autocast for fp16 on a CPU. And transformers 5.23 loads FSDP's optimizer before the
     scaler: torch steps an optimizer to make its states, and a scaler without a scale refuses the step.
-
-    Raises UserError if the checkpoint has a scaler and this run does not: transformers would fail to load it.
     """
     accelerator, device = trainer.accelerator, trainer.args.device
     if accelerator.mixed_precision != "fp16":
-        if checkpoint and (checkpoint / SCALER_NAME).exists():
-            raise UserError(f"--fp16: {checkpoint} was written with fp16: pass --fp16 true --bf16 false, or another --output_dir")
         return
     if device.type == "cpu":
         settings = accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler else {}
@@ -238,8 +233,10 @@ def check_sharding(model: torch.nn.Module, accelerator: Accelerator, config: Acc
     if not config.is_fsdp:
         return
     layers = transformer_layers(model)
-    unsharded = [name for name, layer in layers.items() if not isinstance(layer, FSDPModule)]
+    unsharded = []
     for name, layer in layers.items():
+        if not isinstance(layer, FSDPModule):
+            unsharded.append(name)
         unsharded += [f"{name}.{path}" for path, weight in layer.named_parameters() if not isinstance(weight, DTensor)]
     if unsharded or not layers:
         raise RuntimeError(
@@ -256,7 +253,7 @@ def gather_experts_early(model: FSDPModule) -> None:
     read how many tokens each expert gets, and nothing would be gathered meanwhile. Memory: the same.
     """
     layers = list(transformer_layers(model).values())
-    if any(weight.dim() == 3 for layer in layers for weight in layer.parameters()):  # the weights of all experts are one
+    if any(weight.dim() == 3 for weight in torch.nn.ModuleList(layers).parameters()):  # the weights of all experts are one
         for layer, following in itertools.pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
 

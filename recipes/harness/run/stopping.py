@@ -2,11 +2,13 @@
 
 import math
 import signal
+from operator import attrgetter
 
 from harness.compat.transformers import TrainerWithHooks
 from harness.exchange import gather_values
 from harness.messages import UserError, print_once
 from harness.run.agreement import maximum
+from harness.run.metrics import logged_by_evaluations
 from harness.run.sharding import local_tensor
 from harness.signals import OUT_OF_TIME, last_signal, record_signal, set_signal_handler
 
@@ -81,8 +83,7 @@ class MissedEvaluation(TrainerCallback):
         """Not earlier: the state of the random numbers is loaded just before the first step."""
         if not self.resumed_from or state.global_step != self.resumed_from:
             return
-        entries = [entry for entry in state.log_history if entry["step"] == state.global_step]
-        if any(name.startswith("eval_") for entry in entries for name in entry):
+        if logged_by_evaluations(state.log_history, state.global_step):
             return
         if args.eval_strategy == "steps":
             is_due = state.global_step % state.eval_steps == 0 and state.global_step >= args.eval_delay
@@ -118,8 +119,8 @@ class StopOnNan(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **kwargs: object
     ) -> None:
         """Stops the run, on all processes, if a trained weight is NaN or infinite."""
-        trained = [local_tensor(weight.detach()) for weight in model.parameters() if weight.requires_grad]
-        is_finite = all(bool(weight.isfinite().all()) for weight in trained)
+        trained = filter(attrgetter("requires_grad"), model.parameters())
+        is_finite = all(bool(local_tensor(weight.detach()).isfinite().all()) for weight in trained)
         if not all(gather_values(is_finite)):
             self._stop("some trained weights are NaN or infinite", state)
 

@@ -77,17 +77,12 @@ class RunTrainer(TrainerWithHooks):
         return (found[0] * scale, found[1]) if return_outputs else found * scale
 
     def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
+        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **options: Any
     ) -> EvalLoopOutput:
         """transformers logs the mean of the means of batches, and counts the rows that complete the last batch."""
         self.means = Means(self, dataloader)
         with self.means.replace_gathering(), without_router_loss(self):
-            output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **options)
         loss, self.means = self.means.finish(), None
         if f"{metric_key_prefix}_loss" in output.metrics:
             output.metrics[f"{metric_key_prefix}_loss"] = loss
